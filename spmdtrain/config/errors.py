@@ -1,0 +1,46 @@
+"""What a person did wrong, in one line: what was asked, what is there, what to type next.
+
+Every error that is the user's carries the exit code under which the command line ends (README, "Exit codes").
+Errors that are ours stay ordinary exceptions with a traceback.
+"""
+
+
+class UserError(ValueError):
+    """One line: `what; asked ...; found ...; try ...`. Subclasses say which exit code it is."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, asked: str = "", found: str = "", fix: str = ""):
+        parts = [what]
+        parts += [f"asked {asked}"] if asked else []
+        parts += [f"found {found}"] if found else []
+        parts += [f"try {fix}"] if fix else []
+        super().__init__("; ".join(" ".join(part.split()) for part in parts))
+
+
+class ConfigError(UserError):
+    """The settings, the command line or the mesh cannot be obeyed."""
+
+    exit_code = 4
+
+
+class DataError(UserError):
+    """The corpus, the tokenizer or a token file is missing or wrong."""
+
+    exit_code = 5
+
+
+class CheckpointError(UserError):
+    """The run directory holds no checkpoint that this run can go on from."""
+
+    exit_code = 6
+
+
+class StorageError(UserError):
+    """The run directory cannot be written."""
+
+    exit_code = 10
+
+
+# Not an error: the run was asked to stop, saved, and can be resumed.
+PREEMPTED = 3

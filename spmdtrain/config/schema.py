@@ -1,0 +1,261 @@
+"""Every setting of a run: typed, frozen, each with its unit and meaning beside it.
+
+A class checks what it alone can know; `RunConfig` checks what only several sections together can know. What depends
+on the machine (devices, files) is checked where the config meets it. No jax import: `--help` and a typo cost
+milliseconds.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    model_validator,
+)
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Float = Literal["float32", "bfloat16"]
+# TOML has lists only, hence not strict about the container; what is in it stays strict.
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+Steps = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
+
+
+class Settings(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, TOML types taken as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TransformerConfig(Settings):
+    """A decoder-only transformer. `name` picks a family, i.e. the defaults; every field may be set in either."""
+
+    layers: PositiveInt = 4
+    embed: PositiveInt = Field(128, description="width of the residual stream")
+    heads: PositiveInt = Field(4, description="query heads")
+    kv_heads: PositiveInt | None = Field(None, description="key and value heads (GQA); default: heads")
+    head_dim: PositiveInt | None = Field(None, description="default: embed / heads")
+    ffn: PositiveInt | None = Field(None, description="hidden width of the mlp; default: 4 embed, swiglu 8/3 embed")
+    vocab: PositiveInt | None = Field(None, description="rows of the embedding; default: what the tokenizer has")
+    max_length: PositiveInt | None = Field(None, description="longest sequence; default: train.sequence_length")
+    positions: Literal["learned", "rope"]
+    norm: Literal["layernorm", "rmsnorm"]
+    mlp: Literal["gelu", "swiglu"]
+    bias: bool = Field(description="biases in linear layers and layernorm")
+    tied: bool = Field(description="one matrix for embedding and head")
+    dropout: Fraction = 0.0
+    rope_theta: PositiveFloat = 10_000.0
+    norm_epsilon: PositiveFloat = 1e-5
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.head_dim is None and self.embed % self.heads:
+            raise ValueError(
+                f"model.embed={self.embed} is not divisible by model.heads={self.heads}; set model.head_dim"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}")
+        if self.positions == "rope" and self.width_per_head % 2:
+            raise ValueError(f"model.head_dim={self.width_per_head}: rope turns pairs, so it must be even")
+        return self
+
+    @property
+    def width_per_head(self) -> int:
+        return self.head_dim or self.embed // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Width of the mlp; for swiglu the usual 8/3, rounded up to a multiple of 64."""
+        if self.ffn:
+            return self.ffn
+        return 4 * self.embed if self.mlp == "gelu" else -(-8 * self.embed // 3 // 64) * 64
+
+
+class GPT(TransformerConfig):
+    """GPT-2: learned positions, layernorm, gelu, biases, tied head."""
+
+    name: Literal["gpt"] = "gpt"
+    positions: Literal["learned", "rope"] = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True
+    tied: bool = True
+
+
+class Llama(TransformerConfig):
+    """Llama: rotary positions, RMSNorm, SwiGLU, no biases, untied head."""
+
+    name: Literal["llama"] = "llama"
+    positions: Literal["learned", "rope"] = "rope"
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    mlp: Literal["gelu", "swiglu"] = "swiglu"
+    bias: bool = False
+    tied: bool = False
+
+
+class MeshConfig(Settings):
+    """Devices along each mesh axis, slowest link first; the product is the device count. 1 = off, -1 on one = fill."""
+
+    pipeline: int = Field(1, description="layers are split into stages")
+    data: int = Field(1, description="batch is split, parameters are copied")
+    fsdp: int = Field(1, description="batch is split, parameters are split too (ZeRO-3)")
+    expert: int = Field(1, description="batch is split; experts of a mixture are spread")
+    context: int = Field(1, description="sequence is split")
+    tensor: int = Field(1, description="heads, ffn and vocabulary are split; wants the fastest links")
+
+    @model_validator(mode="after")
+    def _check(self):
+        sizes = self.sizes
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(f"mesh.{axis}={size}: an axis spans at least 1 device (or -1: fill)")
+        if sum(size == -1 for size in sizes.values()) > 1:
+            filled = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
+            raise ValueError(f"{' and '.join(filled)} are both -1; only one axis can be filled")
+        return self
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> devices, in mesh order (slowest link first)."""
+        return {axis: getattr(self, axis) for axis in type(self).model_fields}
+
+
+class TrainConfig(Settings):
+    steps: PositiveInt = Field(1000, description="optimizer steps in all; raising it and resuming goes on")
+    global_batch: PositiveInt = Field(16, description="sequences per step over all devices")
+    microbatch: PositiveInt | None = Field(
+        None, description="sequences per batch shard at once; default: all of them, i.e. no accumulation"
+    )
+    sequence_length: PositiveInt = Field(128, description="tokens per sequence")
+    seed: NonNegativeInt = Field(0, description="of initialisation, data order and dropout")
+    remat: Literal["none", "dots", "full"] = Field(
+        "none", description="what backward recomputes: nothing | all but matmuls | whole layers"
+    )
+    zero: Literal[0, 1] = Field(0, description="1: gradients and optimizer state split over data (ZeRO-1)")
+    clip: PositiveFloat | None = Field(1.0, description="largest global gradient norm; none: no clipping")
+    init_from: str | None = Field(None, description="run directory whose newest weights start this run")
+
+
+class Schedule(Settings):
+    """Learning rate over steps: linear warm-up, then constant, or cosine / linear down to `final_learning_rate`."""
+
+    learning_rate: PositiveFloat = 1e-3
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup: NonNegativeInt = Field(0, description="steps from 0 to learning_rate")
+    final_learning_rate: NonNegativeFloat = Field(0.0, description="at the last step (cosine, linear)")
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="on tensors of two and more dims (one layer's), not on norms and biases"
+    )
+
+
+class AdamW(Schedule):
+    name: Literal["adamw"] = "adamw"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: PositiveFloat = 1e-8
+
+
+class Sgd(Schedule):
+    name: Literal["sgd"] = "sgd"
+    momentum: Fraction = 0.9
+
+
+class PrecisionConfig(Settings):
+    compute: Float = Field("float32", description="matmuls and activations")
+    params: Float = Field("float32", description="master weights and optimizer state")
+    accumulate: Float = Field("float32", description="gradients over microbatches and across devices")
+
+
+class DataConfig(Settings):
+    corpus: Literal["stdlib", "synthetic", "text", "tokens"] = Field(
+        "stdlib", description="Python's own library source | seeded noise with structure | text files | token files"
+    )
+    path: str | Strings | None = Field(None, description="files or globs (text), .bin (tokens)")
+    tokenizer: str = Field("bytes", description="bytes | characters | a Hugging Face tokenizer.json")
+    validation_fraction: Fraction = Field(0.1, description="tail of the token stream kept for evaluation")
+    shuffle: bool = True
+    packing: Literal["stream", "documents"] = Field(
+        "stream",
+        description="stream: attend across document ends | documents: segments, positions reset, no loss across",
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.corpus in ("text", "tokens") and not self.path:
+            raise ValueError(f"data.path is needed for data.corpus={self.corpus!r}")
+        if self.corpus in ("stdlib", "synthetic") and self.path:
+            raise ValueError(
+                f"data.path={self.path!r} is not read by data.corpus={self.corpus!r}; set data.corpus='text'"
+            )
+        return self
+
+
+class EvalConfig(Settings):
+    every: NonNegativeInt = Field(0, description="steps between evaluations, and once at the end; 0: never")
+    batches: PositiveInt | None = Field(None, description="validation batches; default: the whole split")
+
+
+class CheckpointConfig(Settings):
+    every: NonNegativeInt = Field(
+        100, description="steps between checkpoints; the last step is always saved; 0: only that"
+    )
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+
+
+class LogConfig(Settings):
+    every: PositiveInt = Field(10, description="steps between plain lines when not a terminal")
+    profile: Steps = Field((), description="steps traced by the profiler into RUN/profile")
+
+
+class RulesConfig(Settings):
+    """Overrides of the axis tables: logical axis -> mesh axes. A new name extends the table (own models)."""
+
+    parameters: dict[str, Strings] = {}
+    activations: dict[str, Strings] = {}
+
+
+class RunConfig(Settings):
+    """One run. `origin` maps dotted keys to where their value came from; a key absent from it has its default."""
+
+    model: Annotated[GPT | Llama, Field(discriminator="name")] = GPT()
+    mesh: MeshConfig = MeshConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: Annotated[AdamW | Sgd, Field(discriminator="name")] = AdamW()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    rules: RulesConfig = RulesConfig()
+
+    _origin: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def origin(self) -> dict[str, str]:
+        return self._origin
+
+    @property
+    def max_length(self) -> int:
+        return self.model.max_length or self.train.sequence_length
+
+    @model_validator(mode="after")
+    def _check(self):
+        length, longest = self.train.sequence_length, self.max_length
+        if length > longest:
+            raise ValueError(f"train.sequence_length={length} is longer than model.max_length={longest}")
+        if self.optimizer.warmup > self.train.steps:
+            raise ValueError(f"optimizer.warmup={self.optimizer.warmup} is longer than train.steps={self.train.steps}")
+        if self.optimizer.final_learning_rate > self.optimizer.learning_rate:
+            raise ValueError("optimizer.final_learning_rate is above optimizer.learning_rate")
+        if late := [step for step in self.log.profile if step > self.train.steps]:
+            raise ValueError(f"log.profile={late} lies beyond train.steps={self.train.steps}")
+        return self

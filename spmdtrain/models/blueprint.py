@@ -1,0 +1,101 @@
+"""A model before it has memory: shapes and logical axes of every parameter, and how to turn arrays into the module.
+
+Parameters travel as a flat dict, dotted path -> array: light for jit, readable in errors, checkpoints and tables. The
+NNX module exists inside traced functions only.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.transformer import Transformer
+from spmdtrain.parallel.axes import STACK_AXES, Rules
+
+MakeModel = Callable[[RunConfig, nnx.Rngs], nnx.Module]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Shape and logical axes of one parameter; the first `stacked` dims count layers."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+    @property
+    def stacked(self) -> int:
+        return sum(axis in STACK_AXES for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    parameters: Mapping[str, Parameter]
+    graphdef: nnx.GraphDef
+    variables: tuple[tuple[tuple, nnx.Variable], ...]
+    make: Callable[[jax.Array], nnx.Module]
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """Fresh parameters; trace it under jit with output shardings, so that none is ever whole on one device."""
+        with nnx.use_eager_sharding(False):
+            state = nnx.state(self.make(key))
+        return {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
+
+    def bind(self, values: Mapping[str, jax.Array], gather: Callable[[nnx.State], nnx.State] | None = None) -> nnx.Module:
+        """The module holding `values`; `gather` brings what is not stacked together for use (see `gathering`)."""
+        state = nnx.from_flat_state([(path, variable.replace(values[_dotted(path)])) for path, variable in self.variables])
+        return nnx.merge(self.graphdef, gather(state) if gather else state)
+
+
+def build_model(config: RunConfig, make: MakeModel = Transformer) -> Blueprint:
+    """Traces `make(config, rngs)` without allocating anything. Every parameter must name its logical axes."""
+    with nnx.use_eager_sharding(False):
+        build = lambda key: make(config, nnx.Rngs(params=key))  # noqa: E731
+        graphdef, state = nnx.split(nnx.eval_shape(build, jax.random.key(0)))
+    parameters = {}
+    for path, variable in nnx.to_flat_state(state):
+        at = _dotted(path)
+        if not isinstance(variable, nnx.Param):
+            raise ConfigError(f"{at}: a {type(variable).__name__} in the model", fix="nnx.Param only; dropout through flow.drop")
+        if variable.out_sharding is None:
+            raise ConfigError(f"{at}: shape {variable.shape} names no logical axes", fix="nnx.Param(..., out_sharding=(...))")
+        parameters[at] = Parameter(tuple(variable.shape), tuple(variable.out_sharding))
+    return Blueprint(parameters, graphdef, tuple(nnx.to_flat_state(state)), build)
+
+
+def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State], nnx.State]:
+    """Weights rest split over `fsdp` and are used whole: this asks for the gather just where they are used, so that
+    one layer at a time is whole (ZeRO-3). Stacked weights are left to the scan that slices them."""
+    if rules.sizes["fsdp"] == 1:
+        return lambda state: state
+
+    def whole(path, variable):
+        axes = variable.out_sharding
+        if len(axes) > variable.ndim:  # a slice of a stack: its layer dims are gone
+            axes = tuple(axis for axis in axes if axis not in STACK_AXES)
+        elif any(axis in STACK_AXES for axis in axes):
+            return variable
+        spec = rules.parameter_spec(axes, variable.shape, _dotted(path), drop=("fsdp", *manual))
+        return variable.replace(jax.lax.with_sharding_constraint(variable[...], spec))
+
+    def gather(state: nnx.State) -> nnx.State:
+        return nnx.from_flat_state([(path, whole(path, variable)) for path, variable in nnx.to_flat_state(state)])
+
+    return gather
+
+
+def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
+    """Floating parameters in the compute dtype."""
+    return {path: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for path, x in values.items()}
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(map(str, path))

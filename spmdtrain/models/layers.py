@@ -1,0 +1,142 @@
+"""The layers of a transformer, each naming the logical axes of its weights and activations and nothing else.
+
+Letters: b batch, t query time, s key time, e embed, k key-value heads, g query heads per key-value head, d head_dim,
+f ffn, v vocab.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.flow import Flow
+
+INIT_STD = 0.02  # of every weight matrix (GPT-2); residual projections are scaled down by 1 / sqrt(2 layers)
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD) -> nnx.Param:
+    """Normal weights of standard deviation `std`; `axes` are the logical axes of the dims."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
+
+
+def bias(size: int, axis: str) -> nnx.Param:
+    return nnx.Param(jnp.zeros(size), out_sharding=(axis,))
+
+
+class Embedding(nnx.Module):
+    """A row of the table per id; the vocabulary may be split."""
+
+    def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
+        self.table_ve = weight(rngs, (vocab, width), ("vocab", "embed"))
+
+    def __call__(self, ids_bt: jax.Array, flow: Flow) -> jax.Array:
+        return flow.lookup(self.table_ve[...], ids_bt)
+
+
+class Norm(nnx.Module):
+    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) over the last dim, statistics in float32."""
+
+    def __init__(self, config: TransformerConfig):
+        self.centred, self.epsilon = config.norm == "layernorm", config.norm_epsilon
+        self.scale_e = nnx.Param(jnp.ones(config.embed), out_sharding=("norm",))
+        self.bias_e = bias(config.embed, "norm") if self.centred and config.bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        if self.centred:
+            x32 = x32 - x32.mean(-1, keepdims=True)
+        y = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + self.epsilon) * self.scale_e[...]
+        return (y if self.bias_e is None else y + self.bias_e[...]).astype(x.dtype)
+
+
+def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions (arXiv:2104.09864), halves rotated against each other as in Llama."""
+    half = x_btkgd.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = (positions_bt[..., None].astype(jnp.float32) * frequency)[:, :, None, None, :]
+    first, second = jnp.split(x_btkgd.astype(jnp.float32), 2, axis=-1)
+    turned = (first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle))
+    return jnp.concatenate(turned, -1).astype(x_btkgd.dtype)
+
+
+def attend(q_btkgd: jax.Array, k_bskd: jax.Array, v_bskd: jax.Array, mask_bts: jax.Array) -> jax.Array:
+    """Softmax attention in float32; a query with no key gives an arbitrary finite row (padding only)."""
+    scores = jnp.einsum("btkgd,bskd->bkgts", q_btkgd, k_bskd, preferred_element_type=jnp.float32)
+    scores = scores * q_btkgd.shape[-1] ** -0.5
+    scores = jnp.where(mask_bts[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    return jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores).astype(v_bskd.dtype), v_bskd)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values seen so far, of one layer or with a leading layer dim; `length` of the s places are filled."""
+
+    k_bskd: jax.Array
+    v_bskd: jax.Array
+    length: jax.Array
+
+    def extended(self, k_btkd: jax.Array, v_btkd: jax.Array) -> "Cache":
+        start = (0, self.length, 0, 0)
+        put = jax.lax.dynamic_update_slice
+        return Cache(put(self.k_bskd, k_btkd, start), put(self.v_bskd, v_btkd, start), self.length + k_btkd.shape[1])
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention within segments. One fused projection makes queries, keys and values."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        self.heads, self.dim = config.key_value_heads, config.width_per_head
+        self.group = config.heads // self.heads
+        self.theta = config.rope_theta if config.positions == "rope" else None
+        slots, std = self.group + 2, INIT_STD * (2 * config.layers) ** -0.5
+        self.qkv_eknd = weight(rngs, (config.embed, self.heads, slots, self.dim), ("embed", "kv_heads", None, "head_dim"))
+        self.out_kgde = weight(
+            rngs, (self.heads, self.group, self.dim, config.embed), ("kv_heads", None, "head_dim", "embed"), std
+        )
+        self.qkv_bias = bias(self.heads * slots * self.dim, "kv_heads") if config.bias else None
+        self.out_bias = bias(config.embed, "norm") if config.bias else None
+
+    def __call__(self, x_bte: jax.Array, flow: Flow, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
+        qkv = jnp.einsum("bte,eknd->btknd", x_bte, self.qkv_eknd[...])
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
+        qkv = flow.place(qkv, "batch", "time", "kv_heads", None, "head_dim")
+        if self.theta:
+            turned = rotate(qkv[..., :-1, :], flow.positions_bt, self.theta)
+            q, k, v = turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
+        else:
+            q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        if cache is None:
+            mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None]
+            if flow.segments_bt is not None:
+                mask = mask & (flow.segments_bt[:, :, None] == flow.segments_bt[:, None, :])
+        else:
+            cache = cache.extended(k, v)
+            k, v = cache.k_bskd, cache.v_bskd
+            places = jnp.arange(k.shape[1])
+            mask = places[None, None, :] <= flow.positions_bt[:, :, None]
+        y = flow.place(attend(q, k, v, mask), "batch", "time", "kv_heads", None, "head_dim")
+        y = jnp.einsum("btkgd,kgde->bte", y, self.out_kgde[...])
+        return (y if self.out_bias is None else y + self.out_bias[...]), cache
+
+
+class Mlp(nnx.Module):
+    """GELU mlp, or SwiGLU (arXiv:2002.05202) with gate and value in one projection."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        self.gated = config.mlp == "swiglu"
+        parts, hidden = (2 if self.gated else 1), config.hidden
+        self.up_epf = weight(rngs, (config.embed, parts, hidden), ("embed", None, "ffn"))
+        self.down_fe = weight(rngs, (hidden, config.embed), ("ffn", "embed"), INIT_STD * (2 * config.layers) ** -0.5)
+        self.up_bias = nnx.Param(jnp.zeros((parts, hidden)), out_sharding=(None, "ffn")) if config.bias else None
+        self.down_bias = bias(config.embed, "norm") if config.bias else None
+
+    def __call__(self, x_bte: jax.Array, flow: Flow) -> jax.Array:
+        h = jnp.einsum("bte,epf->btpf", x_bte, self.up_epf[...])
+        h = flow.place(h if self.up_bias is None else h + self.up_bias[...], "batch", "time", None, "ffn")
+        h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1] if self.gated else jax.nn.gelu(h[:, :, 0])
+        y = jnp.einsum("btf,fe->bte", h, self.down_fe[...])
+        return y if self.down_bias is None else y + self.down_bias[...]

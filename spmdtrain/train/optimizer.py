@@ -1,0 +1,79 @@
+"""Optimizers that see one layer's tensor: each parameter has a transformation and a state of its own, vmapped over
+the dims that stack layers. A layer-wise rule (a trust ratio, an orthogonalisation, a factored moment) is then right on
+stacked layers, and so is a decay mask that asks for the number of dims.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmdtrain.config.schema import AdamW, Schedule, Sgd
+from spmdtrain.models.blueprint import Parameter
+
+OptimizerState = dict[str, Any]
+
+
+def decays(path: str, parameter: Parameter) -> bool:
+    """Weight decay acts on matrices: two dims and more without the stack, and not a bias."""
+    return len(parameter.shape) - parameter.stacked >= 2 and "bias" not in path.rsplit(".", 1)[-1]
+
+
+def transformation(config: AdamW | Sgd, decay: bool) -> optax.GradientTransformation:
+    """Gradient -> direction, not yet scaled by the learning rate."""
+    decayed = [optax.add_decayed_weights(config.weight_decay)] if decay and config.weight_decay else []
+    if isinstance(config, AdamW):  # decoupled decay, arXiv:1711.05101
+        return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), *decayed)
+    return optax.chain(*decayed, *([optax.trace(config.momentum)] if config.momentum else []))
+
+
+def learning_rate(config: Schedule, steps: int, step: jax.Array) -> jax.Array:
+    """Rate of 0-based `step`: (step + 1) / (warmup + 1) of the peak while warming up; the last step has the final rate."""
+    peak, final = config.learning_rate, config.final_learning_rate
+    rising = peak * (step + 1) / (config.warmup + 1)
+    share = jnp.clip((step - config.warmup) / max(steps - 1 - config.warmup, 1), 0, 1)
+    falling = {
+        "constant": peak,
+        "linear": peak + (final - peak) * share,
+        "cosine": final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * share)),
+    }[config.schedule]
+    return jnp.where(step < config.warmup, rising, falling).astype(jnp.float32)
+
+
+def init(config: AdamW | Sgd, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]) -> OptimizerState:
+    def one(path, parameter):
+        return _over_stack(transformation(config, decays(path, parameter)).init, parameter.stacked)(values[path])
+
+    return {path: one(path, parameter) for path, parameter in parameters.items()}
+
+
+def directions(
+    config: AdamW | Sgd,
+    parameters: Mapping[str, Parameter],
+    gradients: Mapping[str, jax.Array],
+    state: OptimizerState,
+    values: Mapping[str, jax.Array],
+) -> tuple[dict[str, jax.Array], OptimizerState]:
+    """Per parameter: the direction to step against, times the learning rate still to come, and the new state."""
+    out = {}
+    for path, parameter in parameters.items():
+        update = transformation(config, decays(path, parameter)).update
+        out[path] = _over_stack(update, parameter.stacked)(gradients[path], state[path], values[path])
+    return {path: pair[0] for path, pair in out.items()}, {path: pair[1] for path, pair in out.items()}
+
+
+def clipped(gradients: dict[str, jax.Array], limit: float | None) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Gradients scaled so that their global norm is at most `limit`, and the norm before."""
+    norm = optax.global_norm(gradients).astype(jnp.float32)
+    if limit is None:
+        return gradients, norm
+    scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+    return {path: (leaf * scale).astype(leaf.dtype) for path, leaf in gradients.items()}, norm
+
+
+def _over_stack(function, stacked: int):
+    for _ in range(stacked):
+        function = jax.vmap(function)
+    return function

@@ -1,0 +1,79 @@
+"""The training state: what a step changes and a checkpoint keeps.
+
+`abstract_state` is the keystone of the house: shapes, dtypes and shardings of every leaf. Initialisation, restore, the
+compiled step and the planner all read it, and therefore agree.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.blueprint import Blueprint, cast
+from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.reduce import scatter_dim, scattered_spec
+from spmdtrain.train import optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """`step`: optimizer steps done. `params` and `opt_state`: by dotted parameter path."""
+
+    step: jax.Array
+    params: dict[str, jax.Array]
+    opt_state: optimizer.OptimizerState
+
+
+def parameter_specs(blueprint: Blueprint, rules: Rules) -> dict[str, P]:
+    """Where each parameter rests."""
+    return {path: rules.parameter_spec(p.axes, p.shape, path) for path, p in blueprint.parameters.items()}
+
+
+def scatter_dims(config: RunConfig, blueprint: Blueprint, rules: Rules) -> dict[str, int | None]:
+    """The dim of each parameter's gradient and optimizer state that ZeRO-1 splits over `data`; None: whole."""
+    data = rules.sizes["data"]
+    if not config.train.zero or data == 1:
+        return dict.fromkeys(blueprint.parameters)
+    specs = parameter_specs(blueprint, rules)
+    return {path: scatter_dim(p.shape, specs[path], data) for path, p in blueprint.parameters.items()}
+
+
+def gradient_specs(config: RunConfig, blueprint: Blueprint, rules: Rules) -> dict[str, P]:
+    """Where a reduced gradient, its moments and its update live: as the parameter, and over `data` with ZeRO-1."""
+    dims, specs = scatter_dims(config, blueprint, rules), parameter_specs(blueprint, rules)
+    return {path: scattered_spec(specs[path], dims[path]) for path in specs}
+
+
+def abstract_state(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> TrainState:
+    """A TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing."""
+
+    def leaf(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    shapes = jax.eval_shape(lambda key: _fresh(config, blueprint, key), jax.random.key(0))
+    rest, moments = parameter_specs(blueprint, rules), gradient_specs(config, blueprint, rules)
+    return TrainState(
+        step=leaf(shapes.step, P()),
+        params={path: leaf(x, rest[path]) for path, x in shapes.params.items()},
+        opt_state={
+            path: jax.tree.map(
+                lambda x, path=path: leaf(x, moments[path] if x.shape == shapes.params[path].shape else P()), state
+            )
+            for path, state in shapes.opt_state.items()
+        },
+    )
+
+
+def init_state(config: RunConfig, blueprint: Blueprint, abstract: TrainState) -> TrainState:
+    """The state at step 0. Every leaf is born in its shards; values depend on the seed alone, not on the mesh."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(lambda key: _fresh(config, blueprint, key), out_shardings=shardings)(jax.random.key(config.train.seed))
+
+
+def _fresh(config: RunConfig, blueprint: Blueprint, key: jax.Array) -> TrainState:
+    params = cast(blueprint.init(key), config.precision.params)
+    return TrainState(jnp.int32(0), params, optimizer.init(config.optimizer, blueprint.parameters, params))
