@@ -243,6 +243,10 @@ class RunConfig(Settings):
     def origin(self) -> dict[str, str]:
         return self._origin
 
+    def with_vocab(self, vocab: int) -> "RunConfig":
+        """The same run with `model.vocab` set."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"vocab": vocab})})
+
     @property
     def max_length(self) -> int:
         return self.model.max_length or self.train.sequence_length

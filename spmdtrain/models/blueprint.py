@@ -49,9 +49,13 @@ class Blueprint:
             state = nnx.state(self.make(key))
         return {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
 
-    def bind(self, values: Mapping[str, jax.Array], gather: Callable[[nnx.State], nnx.State] | None = None) -> nnx.Module:
+    def bind(
+        self, values: Mapping[str, jax.Array], gather: Callable[[nnx.State], nnx.State] | None = None
+    ) -> nnx.Module:
         """The module holding `values`; `gather` brings what is not stacked together for use (see `gathering`)."""
-        state = nnx.from_flat_state([(path, variable.replace(values[_dotted(path)])) for path, variable in self.variables])
+        state = nnx.from_flat_state(
+            [(path, variable.replace(values[_dotted(path)])) for path, variable in self.variables]
+        )
         return nnx.merge(self.graphdef, gather(state) if gather else state)
 
 
@@ -64,9 +68,13 @@ def build_model(config: RunConfig, make: MakeModel = Transformer) -> Blueprint:
     for path, variable in nnx.to_flat_state(state):
         at = _dotted(path)
         if not isinstance(variable, nnx.Param):
-            raise ConfigError(f"{at}: a {type(variable).__name__} in the model", fix="nnx.Param only; dropout through flow.drop")
+            raise ConfigError(
+                f"{at}: a {type(variable).__name__} in the model", fix="nnx.Param only; dropout through flow.drop"
+            )
         if variable.out_sharding is None:
-            raise ConfigError(f"{at}: shape {variable.shape} names no logical axes", fix="nnx.Param(..., out_sharding=(...))")
+            raise ConfigError(
+                f"{at}: shape {variable.shape} names no logical axes", fix="nnx.Param(..., out_sharding=(...))"
+            )
         parameters[at] = Parameter(tuple(variable.shape), tuple(variable.out_sharding))
     return Blueprint(parameters, graphdef, tuple(nnx.to_flat_state(state)), build)
 

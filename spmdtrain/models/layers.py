@@ -92,7 +92,9 @@ class Attention(nnx.Module):
         self.group = config.heads // self.heads
         self.theta = config.rope_theta if config.positions == "rope" else None
         slots, std = self.group + 2, INIT_STD * (2 * config.layers) ** -0.5
-        self.qkv_eknd = weight(rngs, (config.embed, self.heads, slots, self.dim), ("embed", "kv_heads", None, "head_dim"))
+        self.qkv_eknd = weight(
+            rngs, (config.embed, self.heads, slots, self.dim), ("embed", "kv_heads", None, "head_dim")
+        )
         self.out_kgde = weight(
             rngs, (self.heads, self.group, self.dim, config.embed), ("kv_heads", None, "head_dim", "embed"), std
         )

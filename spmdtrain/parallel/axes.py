@@ -70,10 +70,14 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
         for name, mesh_axes in table.items():
             for axis in mesh_axes:
                 if axis not in AXES:
-                    raise ConfigError(f"rules.{kind}.{name}: no mesh axis {axis!r}{_near(axis, AXES)}", found=", ".join(AXES))
+                    raise ConfigError(
+                        f"rules.{kind}.{name}: no mesh axis {axis!r}{_near(axis, AXES)}", found=", ".join(AXES)
+                    )
             if name not in base and (near := difflib.get_close_matches(name, base, 1, 0.8)):
                 raise ConfigError(f"rules.{kind}.{name}: no logical axis {name!r}; did you mean {near[0]!r}?")
-    return Rules({**PARAMETER_RULES, **overrides.parameters}, {**ACTIVATION_RULES, **overrides.activations}, dict(sizes))
+    return Rules(
+        {**PARAMETER_RULES, **overrides.parameters}, {**ACTIVATION_RULES, **overrides.activations}, dict(sizes)
+    )
 
 
 def partition_spec(
@@ -97,7 +101,8 @@ def partition_spec(
     for name, size in zip(names, shape, strict=True):
         if name is not None and name not in table:
             raise ConfigError(
-                f"{at}: no rule for logical axis {name!r}{_near(name, table)}", fix=f"--set rules.{kind}.{name}= (whole) or a mesh axis"
+                f"{at}: no rule for logical axis {name!r}{_near(name, table)}",
+                fix=f"--set rules.{kind}.{name}= (whole) or a mesh axis",
             )
         mesh_axes = [axis for axis in table.get(name, ()) if sizes[axis] > 1 and axis not in drop] if name else []
         for axis in mesh_axes:

@@ -30,7 +30,7 @@ def transformation(config: AdamW | Sgd, decay: bool) -> optax.GradientTransforma
 
 
 def learning_rate(config: Schedule, steps: int, step: jax.Array) -> jax.Array:
-    """Rate of 0-based `step`: (step + 1) / (warmup + 1) of the peak while warming up; the last step has the final rate."""
+    """Rate of 0-based `step`: while warming up (step + 1) / (warmup + 1) of the peak; at the last step the final."""
     peak, final = config.learning_rate, config.final_learning_rate
     rising = peak * (step + 1) / (config.warmup + 1)
     share = jnp.clip((step - config.warmup) / max(steps - 1 - config.warmup, 1), 0, 1)

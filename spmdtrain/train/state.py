@@ -71,7 +71,9 @@ def abstract_state(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
 def init_state(config: RunConfig, blueprint: Blueprint, abstract: TrainState) -> TrainState:
     """The state at step 0. Every leaf is born in its shards; values depend on the seed alone, not on the mesh."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(lambda key: _fresh(config, blueprint, key), out_shardings=shardings)(jax.random.key(config.train.seed))
+    return jax.jit(lambda key: _fresh(config, blueprint, key), out_shardings=shardings)(
+        jax.random.key(config.train.seed)
+    )
 
 
 def _fresh(config: RunConfig, blueprint: Blueprint, key: jax.Array) -> TrainState:

@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+UV ?= uv
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help train test check schema constraints
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+train: $(VENV)/installed  ## a tiny GPT on 8 simulated devices, no download; run it again and it resumes
+	$(BIN)/spmdtrain train configs/quickstart.toml --simulate-devices 8
+
+test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k mesh"
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/installed-dev  ## lint and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+schema: $(VENV)/installed  ## configs/schema.json, by which editors complete the TOML files
+	$(BIN)/python -c "import json, spmdtrain.config as c; print(json.dumps(c.json_schema(), indent=2))" > configs/schema.json
+
+constraints:  ## constraints.txt anew, with uv: the newest versions that Python 3.11 and later can install
+	$(UV) pip compile pyproject.toml --extra dev --extra hf --universal --python-version 3.11 --upgrade --quiet \
+	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate -o constraints.txt
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "installing into $(VENV): a minute or two, once"
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "installing into $(VENV): a minute or two, once"
+	$(INSTALL) -e '.[dev,hf]'
+	@touch $@ $(VENV)/installed
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "spmdtrain needs Python 3.11 or later: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || \
+	  { echo "$(PYTHON) cannot make a virtual environment: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,50 @@
+"""Settings of a run: the classes that hold them, the loader that fills them, the errors a person sees. No jax."""
+
+from spmdtrain.config.errors import PREEMPTED, CheckpointError, ConfigError, DataError, StorageError, UserError
+from spmdtrain.config.load import from_resolved, json_schema, load, resolved, to_toml
+from spmdtrain.config.schema import (
+    GPT,
+    AdamW,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    Llama,
+    LogConfig,
+    MeshConfig,
+    PrecisionConfig,
+    RulesConfig,
+    RunConfig,
+    Schedule,
+    Sgd,
+    TrainConfig,
+    TransformerConfig,
+)
+
+__all__ = [
+    "GPT",
+    "PREEMPTED",
+    "AdamW",
+    "CheckpointConfig",
+    "CheckpointError",
+    "ConfigError",
+    "DataConfig",
+    "DataError",
+    "EvalConfig",
+    "Llama",
+    "LogConfig",
+    "MeshConfig",
+    "PrecisionConfig",
+    "RulesConfig",
+    "RunConfig",
+    "Schedule",
+    "Sgd",
+    "StorageError",
+    "TrainConfig",
+    "TransformerConfig",
+    "UserError",
+    "from_resolved",
+    "json_schema",
+    "load",
+    "resolved",
+    "to_toml",
+]

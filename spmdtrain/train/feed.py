@@ -1,0 +1,64 @@
+"""Host arrays to device arrays: each process makes the rows of a batch that its own devices hold, and no others."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.parallel.axes import BATCH_AXES, Rules
+from spmdtrain.train.step import Batch, batch_sharding
+
+Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
+
+
+def sequences_at_once(config: RunConfig, rules: Rules) -> tuple[int, int]:
+    """(accumulation, sequences over all shards per microbatch): how a global batch is cut.
+
+    global_batch = microbatch x data x fsdp x expert x accumulation.
+    """
+    sizes = {axis: rules.sizes[axis] for axis in BATCH_AXES}
+    shards = int(np.prod(list(sizes.values())))
+    batch, micro = config.train.global_batch, config.train.microbatch
+    split = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one shard"
+    at_once = shards * (micro or 1)
+    if batch % at_once:
+        product = f"{split} x train.microbatch={micro}" if micro else split
+        below, above = batch // at_once * at_once, -(-batch // at_once) * at_once
+        raise ConfigError(
+            f"train.global_batch={batch} is not divisible by {product} = {at_once}",
+            fix=f"--set train.global_batch={below or above}" + (f" or {above}" if below else ""),
+        )
+    return (batch // at_once, at_once) if micro else (1, batch)
+
+
+def to_devices(samples: Samples, ids: np.ndarray, shape: tuple[int, int], mesh: Mesh, rules: Rules) -> Batch:
+    """The batch of the samples `ids`, cut as `shape` = (accumulation, sequences), as global arrays.
+
+    `samples(ids)` gives rows; it is asked for every row that a device of this process holds, once.
+    """
+    ids = ids.reshape(shape)
+    made: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+
+    def rows(columns: slice) -> dict[str, np.ndarray]:
+        start, stop, _ = columns.indices(shape[1])
+        if (start, stop) not in made:
+            mine = ids[:, start:stop]
+            found = samples(mine.ravel())
+            made[start, stop] = {name: x.reshape(*mine.shape, *x.shape[1:]) for name, x in found.items()}
+        return made[start, stop]
+
+    here = batch_sharding(mesh, rules, "sample").addressable_devices_indices_map(shape)
+    first = rows(next(iter(here.values()))[1])
+
+    def assemble(name: str) -> jax.Array:
+        whole = (*shape, *first[name].shape[2:])
+        return jax.make_array_from_callback(
+            whole,
+            batch_sharding(mesh, rules, name),
+            lambda index: rows(index[1])[name][(slice(None), slice(None), *index[2:])],
+        )
+
+    return {name: assemble(name) for name in first}

@@ -1,0 +1,118 @@
+"""Text from a trained run: its newest weights, a key-value cache, one compiled loop, on any mesh."""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.load import from_resolved
+from spmdtrain.config.schema import MeshConfig, RunConfig
+from spmdtrain.data.tokenizer import Tokenizer, from_spec
+from spmdtrain.models.blueprint import Blueprint, build_model, cast, gathering
+from spmdtrain.models.flow import Flow
+from spmdtrain.models.layers import Cache
+from spmdtrain.models.sampling import choose
+from spmdtrain.parallel.axes import Rules, make_rules, placement
+from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.parallel.vocabulary import lookup
+from spmdtrain.train.checkpoint import Checkpoints
+from spmdtrain.train.state import abstract_state
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the next token is chosen; see `models.sampling.choose`."""
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ConfigError(f"--temperature {self.temperature} is below 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"--top-k {self.top_k} leaves no token")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p {self.top_p} is not above 0 and at most 1")
+
+
+def sample(run: Path, prompt: str, length: int, choice: Choice, seed: int, overrides: Sequence[str] = ()) -> str:
+    """`prompt` and up to `length` tokens after it. `overrides` may set mesh.* (default: one device) and rules.*."""
+    config, tokenizer = _read_run(run, overrides)
+    devices = jax.devices()[: math.prod(size for size in config.mesh.sizes.values() if size > 0)]
+    mesh = build_mesh(config.mesh, devices=None if -1 in config.mesh.sizes.values() else devices, where=config.origin)
+    rules = make_rules(config.rules, mesh.shape)
+    blueprint = build_model(config)
+    ids = tokenizer.encode(prompt)
+    if not len(ids):
+        raise ConfigError("--prompt is empty: there is nothing to go on from")
+    if len(ids) + length > config.max_length:
+        raise ConfigError(
+            f"the model has {config.max_length} positions",
+            asked=f"{len(ids)} tokens of prompt and --length {length}",
+            fix=f"--length {max(config.max_length - len(ids), 0)}",
+        )
+    with contextlib.closing(Checkpoints(run, keep=None)) as checkpoints:
+        newest = checkpoints.newest()
+        if newest is None:
+            raise CheckpointError(f"{run} holds no checkpoint", fix="training first: spmdtrain train CONFIG --run RUN")
+        params = checkpoints.restore_params(newest, abstract_state(config, blueprint, mesh, rules).params)
+    generate = make_generate(config, blueprint, mesh, rules, length, choice)
+    generated = generate(params, ids[None].astype(np.int32), jax.random.key(seed))
+    return tokenizer.decode(np.concatenate([ids, jax.device_get(generated)[0]]))
+
+
+def make_generate(
+    config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules, length: int, choice: Choice
+) -> Callable[[dict[str, jax.Array], np.ndarray, jax.Array], jax.Array]:
+    """`generate(params, prompt [b, t], key) -> ids [b, length]`, jitted. The prompt is read at once, then token by
+    token. Weights stay split as the rules say; the few sequences are whole on every device."""
+    rules = replace(rules, activations={**rules.activations, "batch": (), "time": ()})
+    model_config, dtype = config.model, jnp.dtype(config.precision.compute)
+
+    def flow(positions_bt):
+        return Flow(positions_bt, place=placement(rules), lookup=lookup(rules), gather=gathering(rules))
+
+    def generate(params, prompt_bt, key):
+        model = blueprint.bind(cast(params, config.precision.compute), gathering(rules))
+        batch, start = prompt_bt.shape
+        shape = (model_config.layers, batch, start + length, model_config.key_value_heads, model_config.width_per_head)
+        empty = placement(rules)(jnp.zeros(shape, dtype), None, "batch", None, "kv_heads", "head_dim")
+
+        def extend(tokens_bt, cache):
+            positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
+            return model.extend(tokens_bt, flow(jnp.broadcast_to(positions, tokens_bt.shape)), cache)
+
+        def next_token(carry, key):
+            logits, cache = carry
+            token_b = choose(logits, key, choice.temperature, choice.top_k, choice.top_p)
+            return extend(token_b[:, None], cache), token_b
+
+        first = extend(prompt_bt, Cache(empty, empty, jnp.int32(0)))
+        _, tokens = jax.lax.scan(next_token, first, jax.random.split(key, length))
+        return tokens.T
+
+    def under_mesh(*arguments):
+        with jax.set_mesh(mesh):
+            return jax.jit(generate)(*arguments)
+
+    return under_mesh
+
+
+def _read_run(run: Path, overrides: Sequence[str]) -> tuple[RunConfig, Tokenizer]:
+    try:
+        saved = json.loads((run / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{run} is not a run directory: config.json {error}") from None
+    if saved.get("tokenizer") is None:
+        raise CheckpointError(f"{run} was trained on tokens without a tokenizer: there is no text to sample")
+    saved["config"]["mesh"] = MeshConfig().model_dump()
+    return from_resolved(saved, overrides), from_spec(saved["tokenizer"])

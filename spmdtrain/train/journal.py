@@ -1,0 +1,68 @@
+"""What a run leaves behind beside its checkpoints, and what it prints: config.json, compiled.json, metrics.jsonl (an
+object per step or evaluation) and events.jsonl. Process 0 writes; the others are silent.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdtrain.train.metrics import JsonLines
+from spmdtrain.train.progress import Progress
+
+
+class Journal:
+    """Use as a context. `progress` takes over the terminal while it is set."""
+
+    def __init__(self, directory: Path):
+        self.progress: Progress | None = None
+        self._writes = jax.process_index() == 0
+        self._directory = directory
+        self._files: dict[str, JsonLines] = {}
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def metrics(self, **values: Any) -> None:
+        self._write("metrics.jsonl", values)
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        self._write("events.jsonl", {"time": time.time(), "event": event, "step": step} | values)
+
+    def say(self, text: str) -> None:
+        if self.progress:
+            self.progress.say(text)
+        elif self._writes:
+            print(text, flush=True)
+
+    def document(self, name: str, value: Any) -> None:
+        """A whole JSON file, replaced at once."""
+        if self._writes:
+            spare = self._directory / f"{name}.tmp"
+            spare.write_text(json.dumps(value, indent=1))
+            spare.replace(self._directory / name)
+
+    @contextlib.contextmanager
+    def profile(self, step: int, chosen: Collection[int]) -> Iterator[None]:
+        """Around the dispatch of `step`: if it is one of the chosen, a trace of it in profile/stepN."""
+        if step not in chosen:
+            yield
+            return
+        with jax.profiler.trace(self._directory / "profile" / f"step{step}"):
+            yield
+            jax.block_until_ready(jax.live_arrays())
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        if not self._writes:
+            return
+        if name not in self._files:
+            self._files[name] = JsonLines(self._directory / name)
+        self._files[name].write(**values)

@@ -1,0 +1,288 @@
+"""A run from its first line to its last: `run` shows the seven verbs in order, the rest of the file is what they need.
+
+Files below the run directory: checkpoint.py writes checkpoints/, journal.py the rest.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
+from spmdtrain.config.load import resolved
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.batches import EvalWindows, Range, ReadAhead, TrainStream, batch_ids, split
+from spmdtrain.data.corpus import Corpus, open_corpus
+from spmdtrain.models.blueprint import Blueprint, MakeModel, build_model
+from spmdtrain.models.size import train_flops_per_token
+from spmdtrain.models.transformer import Transformer
+from spmdtrain.parallel.axes import Rules, make_rules
+from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.train import compiled
+from spmdtrain.train.checkpoint import Checkpoints, Meta, newest_step
+from spmdtrain.train.feed import sequences_at_once, to_devices
+from spmdtrain.train.interrupt import Interrupt
+from spmdtrain.train.journal import Journal
+from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
+from spmdtrain.train.progress import Progress, quantity
+from spmdtrain.train.state import TrainState, abstract_state, init_state
+from spmdtrain.train.step import make_eval_step, make_step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, after how many steps in all."""
+
+    status: Literal["finished", "preempted", "nothing to do"]
+    step: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run is made of once config, data and devices have met."""
+
+    config: RunConfig
+    corpus: Corpus
+    train: Range
+    validation: Range
+    mesh: Mesh
+    rules: Rules
+    blueprint: Blueprint
+    abstract: TrainState
+
+
+def run(config: RunConfig, directory: str | Path, *, fresh: bool = False, make: MakeModel = Transformer) -> Outcome:
+    """Trains until `train.steps`, going on from the newest checkpoint below `directory`; `fresh` sets an older run
+    aside instead. `make(config, rngs)` builds the model. SIGINT or SIGTERM: saves after the step in flight."""
+    setup = prepare(config, make)
+    config, directory = setup.config, _opened(Path(directory), fresh)
+    checkpoints = Checkpoints(directory, config.checkpoint.keep)
+    with contextlib.closing(checkpoints), Journal(directory) as journal:
+        state, sample = starting_state(setup, directory, checkpoints, journal)
+        if int(state.step) >= config.train.steps:
+            more = f"to go on: --set train.steps={2 * config.train.steps}"
+            journal.say(f"{directory} is finished at step {int(state.step)}; {more}")
+            return Outcome("nothing to do", int(state.step))
+        journal.document("config.json", _identity(setup))
+        with batches(setup, int(state.step), sample) as ahead:
+            step, report = compile_step(setup, state, ahead.first)
+            journal.document("compiled.json", report)
+            journal.say(_introduction(setup, report))
+            evaluate = make_evaluate(setup)
+            outcome = train(setup, state, sample, step, evaluate, ahead, checkpoints, journal)
+        stopped = f"stopped and saved at step {outcome.step}; the same command goes on"
+        finished = f"finished {outcome.step} steps; everything is in {directory}"
+        journal.say(finished if outcome.status == "finished" else stopped)
+        return outcome
+
+
+def prepare(config: RunConfig, make: MakeModel = Transformer) -> Setup:
+    """Config meets data and devices; whatever does not fit is refused here, before any memory is taken."""
+    corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
+    config = config.with_vocab(config.model.vocab or corpus.vocab)
+    mesh = build_mesh(config.mesh, where=config.origin)
+    rules = make_rules(config.rules, mesh.shape)
+    sequences_at_once(config, rules)
+    blueprint = build_model(config, make)
+    train, validation = split(corpus, config.data.validation_fraction, config.train.sequence_length)
+    if config.eval.every and not validation.size:
+        raise ConfigError("eval.every asks for evaluation, but data.validation_fraction=0 keeps no validation data")
+    abstract = abstract_state(config, blueprint, mesh, rules)
+    return Setup(config, corpus, train, validation, mesh, rules, blueprint, abstract)
+
+
+def starting_state(setup: Setup, directory: Path, checkpoints: Checkpoints, journal: Journal) -> tuple[TrainState, int]:
+    """The state and the global sample index to go on from: (1) the newest checkpoint of this run, (2) else the weights
+    of `train.init_from`, (3) else fresh."""
+    newest = checkpoints.newest()
+    forget_after(directory / "metrics.jsonl", newest or 0)
+    if newest is not None:
+        state, meta = checkpoints.restore(newest, setup.abstract)
+        _check_stream(meta, setup)
+        journal.event("resumed", newest, from_step=newest, mesh=dict(setup.mesh.shape))
+        journal.say(f"resumed {directory} at step {newest}")
+        return state, meta["sample"]
+    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    source = setup.config.train.init_from
+    if source:
+        newest = newest_step(Path(source))
+        if newest is None:
+            raise CheckpointError(f"train.init_from={source!r} holds no checkpoint")
+        with contextlib.closing(Checkpoints(Path(source), keep=None)) as other:
+            params = other.restore_params(newest, setup.abstract.params)
+        state = TrainState(state.step, params, state.opt_state)
+    journal.event("started", 0, mesh=dict(setup.mesh.shape), init_from=source)
+    return state, 0
+
+
+class Batches(ReadAhead):
+    """Device batches of the steps from `step` on, made ahead in a thread; `first` has the shapes to compile for."""
+
+    def __init__(self, make: Callable[[int], Any], step: int):
+        self.first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(step))
+        super().__init__(make, step)
+
+
+def batches(setup: Setup, step: int, sample: int) -> Batches:
+    """`sample` is the global sample index at which `step` begins."""
+    config = setup.config
+    stream = TrainStream(
+        setup.corpus,
+        setup.train,
+        config.train.sequence_length,
+        seed=config.train.seed,
+        shuffle=config.data.shuffle,
+        packing=config.data.packing,
+    )
+    shape, size = sequences_at_once(config, setup.rules), config.train.global_batch
+
+    def make(at: int):
+        ids = sample + batch_ids(at - step, size)
+        return to_devices(stream.samples, ids, shape, setup.mesh, setup.rules)
+
+    return Batches(make, step)
+
+
+def compile_step(setup: Setup, state: TrainState, batch: Any) -> tuple[Callable, dict]:
+    """The step as an executable, and the report for compiled.json."""
+    start = time.perf_counter()
+    step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules).lower(state, batch).compile()
+    return step, compiled.report(step, setup.mesh, time.perf_counter() - start)
+
+
+def make_evaluate(setup: Setup) -> Callable[[TrainState], float]:
+    """`evaluate(state) -> mean loss` over the validation split, or its first `eval.batches` batches."""
+    config = setup.config
+    step = make_eval_step(config, setup.blueprint, setup.mesh, setup.rules)
+    _, sequences = sequences_at_once(config, setup.rules)
+
+    def evaluate(state: TrainState) -> float:
+        windows = EvalWindows(setup.corpus, setup.validation, config.train.sequence_length, packing=config.data.packing)
+        total = np.zeros(2)
+        for index in range(windows.num_batches(sequences, config.eval.batches)):
+            ids = batch_ids(index, sequences)
+            part = to_devices(windows.samples, ids, (1, sequences), setup.mesh, setup.rules)
+            total += jax.device_get(step(state.params, part))
+        return float(total[0] / total[1])
+
+    return evaluate
+
+
+def train(
+    setup: Setup,
+    state: TrainState,
+    sample: int,
+    step: Callable,
+    evaluate: Callable[[TrainState], float],
+    ahead: Iterator,
+    checkpoints: Checkpoints,
+    journal: Journal,
+) -> Outcome:
+    """The loop, from `state` on. Metrics of a step are read after the next one is dispatched."""
+    config, mesh = setup.config, setup.mesh
+    first, total = int(state.step), config.train.steps
+    flops = train_flops_per_token(config.model, config.train.sequence_length)
+    peak = peak_flops(mesh.devices.flat[0].device_kind)
+    clock = StepClock()
+
+    def report(at: int, metrics: Any) -> None:
+        figures = step_figures(jax.device_get(metrics), clock.tick(), flops, mesh.size, peak)
+        journal.metrics(step=at, **figures)
+        progress.update(at, figures, due=at in (first + 1, total))
+
+    def save() -> None:
+        position = sample + (done - first) * config.train.global_batch
+        checkpoints.save(done, state, {"sample": position, "stream": _stream(setup)})
+        journal.event("saved", done)
+
+    done, late = first, OneLate(report)
+    with (
+        Progress(total, first, config.log.every, quiet=jax.process_index() > 0) as progress,
+        Interrupt(mesh) as interrupt,
+    ):
+        journal.progress = progress
+        while done < total:
+            batch = next(ahead)
+            with journal.profile(done + 1, config.log.profile):
+                state, metrics = step(state, batch)
+            done += 1
+            late.push(done, metrics)
+            ending = interrupt.agreed() or done == total
+            if config.eval.every and (done % config.eval.every == 0 or done == total):
+                late.flush()
+                loss = clock.paused(lambda: evaluate(state))  # noqa: B023  runs at once
+                journal.metrics(step=done, eval_loss=loss)
+                journal.event("evaluated", done, eval_loss=loss)
+                journal.say(f"step {done}/{total}  eval loss {loss:.4f}")
+            if ending or (config.checkpoint.every and done % config.checkpoint.every == 0):
+                late.flush()
+                clock.paused(save)
+            if ending:
+                break
+        checkpoints.wait()
+    status = "finished" if done == total else "preempted"
+    journal.event(status, done)
+    return Outcome(status, done)
+
+
+def _opened(directory: Path, fresh: bool) -> Path:
+    """The run directory, there and writable. With `fresh` an older run is renamed, never deleted."""
+    if jax.process_index() == 0:
+        try:
+            if fresh and directory.exists():
+                directory.rename(next(old for n in range(1, 1000) if not (old := Path(f"{directory}.{n}")).exists()))
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write the run directory {directory}: {error.strerror}") from None
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("run directory")
+    return directory
+
+
+def _stream(setup: Setup) -> dict[str, Any]:
+    """What decides which tokens a sample index means."""
+    config = setup.config
+    return {
+        "corpus": setup.corpus.fingerprint,
+        "train.seed": config.train.seed,
+        "train.sequence_length": config.train.sequence_length,
+        "data.shuffle": config.data.shuffle,
+        "data.packing": config.data.packing,
+        "data.validation_fraction": config.data.validation_fraction,
+    }
+
+
+def _check_stream(meta: Meta, setup: Setup) -> None:
+    for name, now in _stream(setup).items():
+        if meta["stream"][name] != now:
+            what = "the corpus is not the one this run was trained on" if name == "corpus" else f"{name} has changed"
+            raise CheckpointError(
+                what,
+                asked=str(now)[:16],
+                found=f"{str(meta['stream'][name])[:16]} in the checkpoint",
+                fix="the same data and seed, or --fresh for a new run",
+            )
+
+
+def _identity(setup: Setup) -> dict[str, Any]:
+    tokenizer = setup.corpus.tokenizer
+    return resolved(setup.config) | {"corpus": setup.corpus.fingerprint, "tokenizer": tokenizer and tokenizer.spec()}
+
+
+def _introduction(setup: Setup, report: dict) -> str:
+    config, mesh = setup.config, setup.mesh
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "no split"
+    parameters = sum(p.size for p in setup.blueprint.parameters.values())
+    kind, workspace = mesh.devices.flat[0].device_kind, report["memory"]["temp_bytes"] / 2**20
+    return (
+        f"{config.model.name}: {quantity(parameters)} parameters on {mesh.size} x {kind} ({axes})\n"
+        f"data: {config.data.corpus}, {quantity(setup.train.size)} tokens to train, vocabulary {config.model.vocab}\n"
+        f"compiled in {report['compile_seconds']:.1f} s; {workspace:.1f} MiB of workspace per device"
+    )

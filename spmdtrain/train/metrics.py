@@ -1,0 +1,112 @@
+"""What a run tells: one JSON object per step, one per event, and the figures a person watches.
+
+MFU (model FLOPs utilisation) = model FLOPs per token x tokens per second / (devices x peak). Model FLOPs: see
+`models.size.train_flops_per_token` (causal attention counted half, recomputation not at all). Peak: dense bfloat16,
+from the table below; on hardware that is not in it MFU is null, never guessed.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# jax's device_kind -> dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets.
+PEAK_BFLOAT16 = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    return PEAK_BFLOAT16.get(device_kind)
+
+
+class JsonLines:
+    """Appends one object per line and flushes, so that a kill loses nothing that was reported."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a")
+
+    def write(self, **values: Any) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drops the lines of steps after `step`: a resumed run takes those steps again. A torn last line goes too."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
+    spare = path.with_suffix(".tmp")
+    spare.write_text("".join(line + "\n" for line in kept))
+    spare.replace(path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+class OneLate:
+    """Reports the metrics of a step when the next step has been dispatched: reading them earlier would make the
+    devices wait for the host. `report(step, metrics)`."""
+
+    def __init__(self, report: Callable[[int, Any], None]):
+        self._report = report
+        self._held: tuple[int, Any] | None = None
+
+    def push(self, step: int, metrics: Any) -> None:
+        held, self._held = self._held, (step, metrics)
+        if held:
+            self._report(*held)
+
+    def flush(self) -> None:
+        """Reports what is held at once: where the loop waits for the devices anyway."""
+        held, self._held = self._held, None
+        if held:
+            self._report(*held)
+
+
+class StepClock:
+    """Seconds per step as the loop sees them: from one `tick` to the next, less what `pause` timed."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now = now
+        self._last = now()
+
+    def tick(self) -> float:
+        then, self._last = self._last, self._now()
+        return self._last - then
+
+    def paused(self, action: Callable[[], Any]) -> Any:
+        """Runs `action` outside of the step time."""
+        start = self._now()
+        result = action()
+        self._last += self._now() - start
+        return result
+
+
+def step_figures(
+    metrics: dict[str, Any], seconds: float, flops_per_token: float, devices: int, peak: float | None
+) -> dict:
+    """The line of one step in metrics.jsonl. `metrics`: host values of what the step returned."""
+    rate = float(metrics["tokens"]) / seconds
+    return {
+        "loss": float(metrics["loss"]),
+        "grad_norm": float(metrics["grad_norm"]),
+        "learning_rate": float(metrics["learning_rate"]),
+        "tokens": int(metrics["tokens"]),
+        "tokens_per_second": rate,
+        "step_seconds": seconds,
+        "mfu": flops_per_token * rate / (devices * peak) if peak else None,
+    }

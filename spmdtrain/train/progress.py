@@ -1,0 +1,68 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+import sys
+from typing import Any
+
+
+class Progress:
+    """Use as a context; `update` after each step, `say` for anything else. `every`: steps between plain lines."""
+
+    def __init__(self, total: int, done: int, every: int, *, quiet: bool = False):
+        self._total, self._every, self._quiet = total, every, quiet
+        self._seconds: float | None = None  # smoothed step time, for the time left
+        self._bar = _bar(total, done) if sys.stdout.isatty() and not quiet else None
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        if self._quiet:
+            return
+        if self._bar:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, flush=True)
+
+    def update(self, step: int, figures: dict[str, Any], due: bool = False) -> None:
+        """`due` asks for a plain line out of turn (the first step, the last)."""
+        seconds = figures["step_seconds"]
+        self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
+        left = duration(self._seconds * (self._total - step))
+        text = f"loss {figures['loss']:.4f}  {quantity(figures['tokens_per_second'])} tokens/s"
+        text += f"  mfu {figures['mfu']:.1%}" if figures["mfu"] is not None else ""
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=step, figures=f"{text}  eta {left}")
+        elif due or step % self._every == 0:
+            self.say(f"step {step}/{self._total}  {text}  {seconds:.3g} s/step  eta {left}")
+
+
+def quantity(number: float) -> str:
+    """1234567 -> '1.23M'."""
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """3723 -> '1:02:03'."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _bar(total: int, done: int):
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    bar = RichProgress(
+        TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=30), TextColumn("{task.fields[figures]}")
+    )
+    bar.add_task("train", total=total, completed=done, figures="compiling")
+    return bar

@@ -1,0 +1,130 @@
+"""The house of DESIGN.md, section 2: imports only go down, jax stays out of the config room, no drawers."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Lowest first. A room may import what lies on lower floors and itself, not its neighbours. A file without a room is an
+# error: find it one.
+FLOORS = [
+    ["pallas_kernels"],
+    ["spmdtrain"],  # its __init__.py alone: the version
+    ["spmdtrain.config"],
+    ["spmdtrain.parallel"],
+    ["spmdtrain.models", "spmdtrain.data"],
+    ["spmdtrain.train"],
+    ["spmdtrain.planner", "spmdtrain.launch"],
+    ["spmdtrain.cli", "spmdtrain.__main__"],
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+HOUSES = {room.partition(".")[0] for room in FLOOR}
+
+# The config room answers --help and typos in milliseconds.
+IMPORT_JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "pallas_kernels"}
+DRAWERS = {"util", "utils", "common", "misc", "base", "helper", "helpers"}
+
+
+def room_of(module: str) -> str:
+    """The longest prefix of a dotted name that is a room; names straight in `spmdtrain` live in "spmdtrain"."""
+    parts = module.split(".")
+    return next(room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in FLOOR)
+
+
+def imported(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, those inside functions too; `from a import b` gives "a.b"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def violations(root: Path) -> list[str]:
+    found = []
+    for path in sorted(file for house in HOUSES for file in (root / house).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        package = ".".join(parts[:-1])
+        room = room_of(module)
+        if room == "spmdtrain" and module != "spmdtrain":
+            found.append(f"{path.relative_to(root)}: has no floor in FLOORS")
+        if drawers := DRAWERS.intersection(parts):
+            found.append(f"{path.relative_to(root)}: {drawers.pop()} is a drawer, not a room")
+        for line, name in imported(ast.parse(path.read_text(), str(path)), package):
+            if complaint := complain(module, room, name):
+                found.append(f"{path.relative_to(root)}:{line}: {complaint}")
+    return found
+
+
+def complain(module: str, room: str, name: str) -> str:
+    """Why `module` in `room` may not import `name`; empty where it may."""
+    top = name.partition(".")[0]
+    if top in HOUSES and (there := room_of(name)) != room and FLOOR[there] >= FLOOR[room]:
+        return f"{room} (floor {FLOOR[room]}) imports {name} (floor {FLOOR[there]}): imports only go down"
+    if room == "spmdtrain.config" and top in IMPORT_JAX:
+        return f"{name}: the config room stays free of jax"
+    if top == "orbax" and module != "spmdtrain.train.checkpoint":
+        return f"{name}: only spmdtrain/train/checkpoint.py knows orbax"
+    return ""
+
+
+def test_imports_only_go_down_and_no_room_is_a_drawer():
+    assert violations(ROOT) == []
+
+
+def test_every_python_file_of_the_house_is_read():
+    assert (ROOT / "spmdtrain" / "config" / "schema.py").exists()
+    assert room_of("spmdtrain.config.schema") == "spmdtrain.config"
+    assert room_of("spmdtrain.configuration") == "spmdtrain"
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("spmdtrain/parallel/mesh.py", "from spmdtrain.models import size", "imports only go down"),
+        ("spmdtrain/parallel/mesh.py", "from spmdtrain import train", "imports only go down"),
+        ("spmdtrain/parallel/mesh.py", "def f():\n    import spmdtrain.train.step", "imports only go down"),
+        ("spmdtrain/parallel/mesh.py", "from ..train import step", "imports only go down"),
+        ("spmdtrain/parallel/__init__.py", "from ..cli import main", "imports only go down"),
+        ("spmdtrain/models/gpt.py", "from spmdtrain.data.corpus import read", "imports only go down"),
+        ("spmdtrain/train/loop.py", "from spmdtrain.planner import memory", "imports only go down"),
+        ("spmdtrain/__init__.py", "from spmdtrain.config import load", "imports only go down"),
+        ("pallas_kernels/choose.py", "import spmdtrain", "imports only go down"),
+        ("spmdtrain/config/load.py", "def f():\n    import jax.numpy as jnp", "free of jax"),
+        ("spmdtrain/config/load.py", "from flax import nnx", "free of jax"),
+        ("spmdtrain/train/loop.py", "from orbax import checkpoint", "only spmdtrain/train/checkpoint.py"),
+        ("spmdtrain/train/utils.py", "", "drawer"),
+        ("spmdtrain/common/names.py", "", "drawer"),
+        ("spmdtrain/trainer.py", "", "no floor"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
+    planted = tmp_path / file
+    planted.parent.mkdir(parents=True)
+    planted.write_text(source)
+    assert any(complaint in line for line in violations(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        (
+            "spmdtrain/train/step.py",
+            "from spmdtrain.models import size\nfrom . import loss\nfrom ..parallel import mesh",
+        ),
+        ("spmdtrain/train/checkpoint.py", "import orbax.checkpoint"),
+        ("spmdtrain/cli.py", "from spmdtrain import __version__\nfrom spmdtrain.config import load"),
+        ("pallas_kernels/norm/api.py", "import jax\nfrom pallas_kernels.choose import choose"),
+    ],
+)
+def test_a_lawful_import_is_left_alone(tmp_path, file, source):
+    planted = tmp_path / file
+    planted.parent.mkdir(parents=True)
+    planted.write_text(source)
+    assert violations(tmp_path) == []
