@@ -1,0 +1,152 @@
+"""Text to token ids and back: bytes, characters, or a Hugging Face `tokenizer.json`.
+
+A tokenizer's *spec* is a JSON value from which it can be rebuilt anywhere: it lies beside token files and in a run's
+config, so that samples can be decoded after the tokenizer's own file has moved.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+
+UNDECODABLE = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    size: int  # ids are < size
+
+    def encode(self, text: str) -> np.ndarray: ...  # int32 [tokens]
+    def decode(self, ids) -> str: ...  # never fails: an id that means nothing gives U+FFFD or nothing
+    def spec(self) -> dict: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes: 256 ids, every text round-trips."""
+
+    size = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        try:  # surrogateescape: a prompt from the command line that is not UTF-8 keeps its bytes
+            return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), np.uint8).astype(np.int32)
+        except UnicodeEncodeError as error:
+            raise DataError(f"the text holds half a surrogate pair at position {error.start}") from None
+
+    def decode(self, ids) -> str:
+        ids = np.asarray(ids, np.int64)
+        # 0xFF never occurs in UTF-8, so ids beyond the tokenizer (a padded vocabulary) decode as U+FFFD
+        return np.where((ids < 0) | (ids > 255), 0xFF, ids).astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def spec(self) -> dict:
+        return {"kind": "bytes"}
+
+
+class CharacterTokenizer:
+    """One id per character of an alphabet, in the order of their code points."""
+
+    def __init__(self, alphabet: Iterable[str]):
+        self.alphabet = "".join(sorted(set(alphabet)))
+        self.size = len(self.alphabet)
+        self._points = _code_points(self.alphabet)
+
+    def encode(self, text: str) -> np.ndarray:
+        points = _code_points(text)
+        ids = np.searchsorted(self._points, points)
+        unknown = self._points[np.minimum(ids, self.size - 1)] != points
+        if unknown.any():
+            at = int(unknown.argmax())
+            raise DataError(
+                f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among the "
+                f"{self.size} characters of the tokenizer"
+            )
+        return ids.astype(np.int32)
+
+    def decode(self, ids) -> str:
+        return "".join(self.alphabet[i] if 0 <= i < self.size else UNDECODABLE for i in np.asarray(ids).tolist())
+
+    def spec(self) -> dict:
+        return {"kind": "characters", "characters": self.alphabet}
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, given as its content. Adds no special tokens; finds those that the text spells out."""
+
+    def __init__(self, content: str, path: str):
+        try:
+            import tokenizers
+        except ModuleNotFoundError:
+            raise DataError(
+                f"the tokenizer {path} needs the package `tokenizers`, which is not installed",
+                fix="pip install tokenizers",
+            ) from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the package raises nothing narrower
+            raise DataError(f"{path} is not a Hugging Face tokenizer.json: {error}") from None
+        # A file saved with truncation would cut every document at a few hundred tokens, silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._content, self._path = content, path
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids) -> str:
+        known = [i for i in np.asarray(ids).tolist() if 0 <= i < self.size]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def spec(self) -> dict:
+        digest = hashlib.sha256(self._content.encode()).hexdigest()
+        return {"kind": "huggingface", "path": self._path, "sha256": digest, "json": self._content}
+
+
+def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
+    """`bytes`, `characters` (of `texts`, which it then needs) or the path of a `tokenizer.json`."""
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "characters":
+        assert texts is not None, "the characters tokenizer is made from a corpus"
+        alphabet = set().union(*texts)
+        if not alphabet:
+            raise DataError("the corpus is empty: it has no characters to make a tokenizer of")
+        return CharacterTokenizer(alphabet)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise DataError(
+            f"no tokenizer {name!r}: neither a known name nor a file", fix="bytes, characters or a tokenizer.json"
+        )
+    try:
+        return HuggingFaceTokenizer(path.read_text(encoding="utf-8"), name)
+    except UnicodeDecodeError:
+        raise DataError(f"{name} is not a Hugging Face tokenizer.json: not UTF-8 text") from None
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {name}: {error.strerror}") from None
+
+
+def from_spec(spec: dict) -> Tokenizer:
+    """The tokenizer that `spec()` described."""
+    match spec:
+        case {"kind": "bytes"}:
+            return ByteTokenizer()
+        case {"kind": "characters", "characters": str(alphabet)} if alphabet:
+            return CharacterTokenizer(alphabet)
+        case {"kind": "huggingface", "path": str(path), "sha256": str(digest), "json": str(content)}:
+            if hashlib.sha256(content.encode()).hexdigest() != digest:
+                raise DataError(f"the stored copy of the tokenizer {path} does not have its recorded sha256")
+            return HuggingFaceTokenizer(content, path)
+    raise DataError(f"not a tokenizer that this version knows: {json.dumps(spec)[:80]}")
+
+
+def tokenizer_fingerprint(spec: dict | None) -> str:
+    """Hex hash of what a tokenizer does, whatever path it was read from."""
+    content = {key: value for key, value in (spec or {}).items() if key != "path"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")

@@ -1,0 +1,192 @@
+"""Flat token files: `NAME.bin`, `NAME.idx` and the sidecar `NAME.json`.
+
+    NAME.bin   token ids, document after document, little endian: uint16 if the vocabulary fits, else uint32
+    NAME.idx   offset (in tokens) of each document's first token, little endian 64 bit integers, strictly increasing
+    NAME.json  version, dtype, counts, vocabulary, tokenizer spec, sha256 of the other two
+
+Offsets are a raw file and not a list in the sidecar or a .npy: tens of millions of documents neither fit in readable
+JSON nor are they counted before they are written, and a raw file can be appended to and mapped. Empty documents are
+left out. The sidecar is put in place last: files without it are not a token file.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizer import Tokenizer, tokenizer_fingerprint
+
+VERSION = 1
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+SIDECAR_TYPES = {"dtype": str, "tokens": int, "documents": int, "vocab": int, "sha256": str, "index_sha256": str}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was written."""
+
+    path: str  # of the .bin
+    documents: int
+    tokens: int
+    vocab: int
+    dtype: str
+
+
+def storage_dtype(vocab: int) -> str:
+    return "uint16" if vocab <= 65536 else "uint32"
+
+
+def token_paths(path: str | Path) -> tuple[Path, Path, Path]:
+    """The .bin, .idx and .json of a token file, which is named with or without its `.bin`."""
+    stem = str(Path(path).expanduser()).removesuffix(".bin")
+    return Path(stem + ".bin"), Path(stem + ".idx"), Path(stem + ".json")
+
+
+def write_tokens(
+    path: str | Path,
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    progress: Callable[[int, int], None] | None = None,
+) -> Summary:
+    """Encode documents one by one into a token file; `progress(documents, tokens)` is called after each.
+
+    Everything goes to temporary names first, so an interruption leaves nothing under the final ones. Existing files
+    are refused, never replaced: somebody may be training on them.
+    """
+    finals = token_paths(path)
+    for final in finals:
+        if final.exists():
+            raise DataError(f"{final} exists already", fix="another --out, or remove it first")
+    partials = [final.with_name(f".{final.name}.{os.getpid()}.partial") for final in finals]
+    try:
+        finals[0].parent.mkdir(parents=True, exist_ok=True)
+        sidecar = _write_content(partials[0], partials[1], documents, tokenizer, progress)
+        partials[2].write_text(json.dumps(sidecar, indent=1) + "\n", encoding="utf-8")
+        for partial, final in zip(partials, finals, strict=True):
+            os.replace(partial, final)
+    except OSError as error:
+        raise DataError(f"cannot write {finals[0]}: {error.strerror or error}") from None
+    finally:
+        for partial in filter(Path.exists, partials):
+            partial.unlink()
+    return Summary(str(finals[0]), sidecar["documents"], sidecar["tokens"], sidecar["vocab"], sidecar["dtype"])
+
+
+def _write_content(bin_path, idx_path, documents, tokenizer, progress) -> dict:
+    dtype = storage_dtype(tokenizer.size)
+    num_documents = num_tokens = 0
+    with ExitStack() as stack:
+        bin_file, idx_file = (stack.enter_context(path.open("wb")) for path in (bin_path, idx_path))
+        hashes = [hashlib.sha256(), hashlib.sha256()]
+        for document in documents:
+            ids = tokenizer.encode(document)
+            if len(ids):
+                assert ids.min() >= 0 and ids.max() < tokenizer.size, "a tokenizer gave an id beyond its size"
+                blocks = ids.astype(DTYPES[dtype]).tobytes(), np.array(num_tokens, "<i8").tobytes()
+                for file, hash_, block in zip((bin_file, idx_file), hashes, blocks, strict=True):
+                    file.write(block)
+                    hash_.update(block)
+                num_tokens += len(ids)
+                num_documents += 1
+            if progress:
+                progress(num_documents, num_tokens)
+        for file in (bin_file, idx_file):
+            file.flush()
+            os.fsync(file.fileno())
+    if not num_tokens:
+        raise DataError("the corpus is empty: no tokens to write")
+    return {
+        "version": VERSION,
+        "dtype": dtype,
+        "tokens": num_tokens,
+        "documents": num_documents,
+        "vocab": tokenizer.size,
+        "sha256": hashes[0].hexdigest(),
+        "index_sha256": hashes[1].hexdigest(),
+        "tokenizer": tokenizer.spec(),
+    }
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """An open token file whose sizes fit its sidecar. Contents are mapped when first asked for."""
+
+    path: str  # of the .bin, for messages
+    sidecar: dict
+
+    @property
+    def vocab(self) -> int:
+        return self.sidecar["vocab"]
+
+    @property
+    def tokenizer_spec(self) -> dict | None:
+        return self.sidecar["tokenizer"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex hash of content and tokenizer, from the sidecar alone."""
+        keys = ("dtype", "vocab", "sha256", "index_sha256")
+        parts = [str(self.sidecar[key]) for key in keys] + [tokenizer_fingerprint(self.tokenizer_spec)]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        # asarray: a plain view of the mapping; slicing a np.memmap itself costs several times as much
+        return np.asarray(np.memmap(self.path, DTYPES[self.sidecar["dtype"]], mode="r"))
+
+    @cached_property
+    def document_starts(self) -> np.ndarray:
+        """int64, strictly increasing, the first is 0."""
+        path = token_paths(self.path)[1]
+        starts = np.asarray(np.memmap(path, "<i8", mode="r"))
+        if starts[0] != 0 or starts[-1] >= self.sidecar["tokens"] or (starts[1:] <= starts[:-1]).any():
+            raise DataError(f"{path} is damaged: its document offsets do not rise from 0 to the end of the tokens")
+        return starts
+
+
+def open_tokens(path: str | Path) -> TokenSource:
+    """Open a token file after checking that its three files belong together."""
+    bin_path, idx_path, json_path = token_paths(path)
+    if not bin_path.is_file():
+        raise DataError(f"no token file {bin_path}", fix="spmdtrain data prepare")
+    if not json_path.is_file():
+        raise DataError(f"the token file {bin_path} has no sidecar {json_path}", fix="spmdtrain data prepare")
+    sidecar = _read_sidecar(json_path)
+    for file, count, itemsize in (
+        (bin_path, sidecar["tokens"], DTYPES[sidecar["dtype"]].itemsize),
+        (idx_path, sidecar["documents"], 8),
+    ):
+        if not file.is_file():
+            raise DataError(f"{file} is missing, which belongs to {bin_path}")
+        if (size := file.stat().st_size) != count * itemsize:
+            word = "truncated" if size < count * itemsize else "too long"
+            raise DataError(f"{file} is {word}", asked=f"{count * itemsize} bytes ({json_path})", found=f"{size} bytes")
+    return TokenSource(str(bin_path), sidecar)
+
+
+def _read_sidecar(path: Path) -> dict:
+    try:
+        sidecar = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise DataError(f"the sidecar {path} is not JSON: {error}") from None
+    if not isinstance(sidecar, dict) or "version" not in sidecar:
+        raise DataError(f"{path} is not the sidecar of a token file: it has no version")
+    if sidecar["version"] != VERSION:
+        raise DataError(f"{path} has version {sidecar['version']!r}; this program reads version {VERSION}")
+    for key, kind in SIDECAR_TYPES.items():
+        if type(sidecar.get(key)) is not kind:
+            raise DataError(f"the sidecar {path} is damaged: {key}={sidecar.get(key)!r}")
+    if sidecar["dtype"] not in DTYPES:
+        raise DataError(f"{path}: dtype={sidecar['dtype']!r}; it can be {' or '.join(DTYPES)}")
+    if min(sidecar["tokens"], sidecar["documents"], sidecar["vocab"]) < 1:
+        raise DataError(f"the sidecar {path} is damaged: tokens, documents and vocab are at least 1")
+    if not isinstance(sidecar.get("tokenizer"), dict | None):
+        raise DataError(f"the sidecar {path} is damaged: tokenizer={sidecar['tokenizer']!r}")
+    return sidecar

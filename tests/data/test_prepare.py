@@ -1,0 +1,48 @@
+import io
+import sys
+
+import pytest
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.config.schema import DataConfig
+from spmdtrain.data.corpus import open_corpus
+from spmdtrain.data.prepare import prepare
+
+
+@pytest.fixture
+def texts(tmp_path):
+    for number in range(30):
+        (tmp_path / f"{number:02}.txt").write_text(f"text number {number}\n")
+    return tmp_path
+
+
+def test_prepared_text_trains_like_the_text_itself(texts, capsys):
+    prepare([str(texts / "*.txt")], str(texts / "all"), "characters")
+    from_text = open_corpus(DataConfig(corpus="text", path=str(texts / "*.txt"), tokenizer="characters"), None, 0)
+    from_file = open_corpus(DataConfig(corpus="tokens", path=str(texts / "all.bin")), None, 0)
+    assert from_file.read(0, 10**6).tolist() == from_text.read(0, 10**6).tolist()
+    assert from_file.document_starts.tolist() == from_text.document_starts.tolist()
+    assert from_file.tokenizer.spec() == from_text.tokenizer.spec()
+    out, err = capsys.readouterr()
+    assert "all.bin: 440 tokens (uint16) in 30 documents, vocabulary 20, tokenizer characters" in out
+    assert "100% of 440 bytes, 440 tokens" in err and 5 < len(err.splitlines()) <= 11
+
+
+def test_on_a_terminal_there_is_a_bar(texts, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    prepare([str(texts / "*.txt")], str(texts / "all"), "bytes")
+    assert "440 tokens" in terminal.getvalue() and "440/440 bytes" in terminal.getvalue()
+
+
+def test_a_wrong_file_leaves_no_token_file(texts):
+    (texts / "zz.txt").write_bytes(b"ok\xff")
+    with pytest.raises(DataError, match=r"zz\.txt is not UTF-8 text: byte 0xff at offset 2"):
+        prepare([str(texts / "*.txt")], str(texts / "all"), "bytes")
+    assert not [path for path in texts.iterdir() if path.suffix != ".txt"]
+    with pytest.raises(DataError, match="no file matches"):
+        prepare([str(texts / "*.md")], str(texts / "all"), "bytes")

@@ -1,0 +1,96 @@
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizer import from_spec, open_tokenizer, tokenizer_fingerprint
+
+TEXTS = ["hello wörld\r\n", "", "a 🙂 b\t\x00", "hello there, hello again"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters", "huggingface"])
+def test_every_tokenizer_round_trips_text_also_after_its_spec_went_through_json(kind, tokenizer_json):
+    tokenizer = open_tokenizer(str(tokenizer_json) if kind == "huggingface" else kind, TEXTS)
+    spec = json.loads(json.dumps(tokenizer.spec()))
+    tokenizer_json.unlink()  # a moved file does not matter
+    for each in tokenizer, from_spec(spec):
+        assert each.size == tokenizer.size
+        for text in TEXTS:
+            ids = each.encode(text)
+            assert ids.dtype == np.int32 and (ids < each.size).all()
+            assert each.decode(ids) == text
+        assert isinstance(each.decode([0, each.size, 10**6, -1]), str)  # a padded vocabulary may be sampled
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_bytes_round_trip_every_text(text):
+    tokenizer = open_tokenizer("bytes")
+    assert tokenizer.encode(text).tolist() == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_bytes_cut_in_the_middle_of_a_character_decode_with_a_replacement():
+    assert open_tokenizer("bytes").decode([0x61, 0xC3]) == "a\ufffd"
+    assert open_tokenizer("bytes").decode([0x61, 300]) == "a\ufffd"
+
+
+def test_a_prompt_that_is_not_utf8_keeps_its_bytes():
+    """Python hands bytes of the command line that are not UTF-8 over as lone surrogates."""
+    assert open_tokenizer("bytes").encode("a\udcff").tolist() == [0x61, 0xFF]
+    with pytest.raises(DataError, match="half a surrogate pair at position 1"):
+        open_tokenizer("bytes").encode("a\ud800")
+
+
+def test_an_unknown_character_is_refused_by_name():
+    tokenizer = open_tokenizer("characters", ["abc", "cd"])
+    assert tokenizer.spec()["characters"] == "abcd"
+    with pytest.raises(DataError, match=r"'é' \(U\+00E9\) at position 2 "):
+        tokenizer.encode("abé")
+    with pytest.raises(DataError, match=r"'z'"):  # beyond the last of the alphabet
+        tokenizer.encode("z")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"not json", "not a Hugging Face"), (b"{}", "not a Hugging Face"), (b"\xff\xfe", "not UTF-8")],
+)
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(content, message, tmp_path):
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "wrong.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"wrong.json.*{message}"):
+        open_tokenizer(str(path))
+
+
+def test_an_unknown_tokenizer_is_refused_and_the_known_ones_told():
+    with pytest.raises(DataError, match="'byte'.*try bytes, characters"):
+        open_tokenizer("byte")
+
+
+def test_without_the_tokenizers_package_the_message_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(DataError, match="pip install tokenizers"):
+        open_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    "spec", [{}, {"kind": "runes"}, {"kind": "characters"}, {"kind": "characters", "characters": ""}]
+)
+def test_a_spec_of_an_unknown_tokenizer_is_refused(spec):
+    with pytest.raises(DataError, match="not a tokenizer that this version knows"):
+        from_spec(spec)
+
+
+def test_a_changed_copy_of_a_tokenizer_is_refused_and_its_path_is_not_part_of_the_fingerprint(tokenizer_json):
+    spec = open_tokenizer(str(tokenizer_json)).spec()
+    with pytest.raises(DataError, match="sha256"):
+        from_spec(spec | {"json": spec["json"] + " "})
+    assert tokenizer_fingerprint(spec) == tokenizer_fingerprint(spec | {"path": "elsewhere.json"})
+    assert tokenizer_fingerprint(spec) != tokenizer_fingerprint({"kind": "bytes"})
