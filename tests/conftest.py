@@ -4,6 +4,7 @@ JAX_PLATFORMS is respected where it is set: `JAX_PLATFORMS=cuda make test PYTEST
 """
 
 import os
+import tempfile
 
 import pytest
 
@@ -13,6 +14,10 @@ DEVICE_COUNT = "--xla_force_host_platform_device_count"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if DEVICE_COUNT not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT}=8".strip()
+# Tests compile the same tiny programs over and over, in this process and in those they start.
+_compiled = tempfile.TemporaryDirectory(prefix="spmdtrain-tests-")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
 
 def gpu_is_there() -> bool:

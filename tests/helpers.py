@@ -1,0 +1,64 @@
+"""What tests of training share: a tiny run, and training it on a mesh as the loop does, without its files."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdtrain.config import RunConfig, from_resolved, resolved
+from spmdtrain.train import loop
+from spmdtrain.train.state import TrainState, init_state
+from spmdtrain.train.step import make_step
+
+TINY = {
+    "model": {"name": "gpt", "layers": 2, "embed": 32, "heads": 4, "vocab": 64},
+    "train": {"steps": 20, "global_batch": 16, "sequence_length": 16},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-2, "warmup": 2, "weight_decay": 0.1},
+    "data": {"corpus": "synthetic"},
+}
+
+
+def tiny(*overrides: str) -> RunConfig:
+    """The tiny run with `a.b=c` strings on top, as `--set` takes them."""
+    return from_resolved({"config": TINY, "origin": {}} | {"origin": resolved(RunConfig())["origin"]}, overrides)
+
+
+def mesh_of(overrides: Sequence[str]) -> int:
+    """How many devices the `mesh.axis=n` strings ask for."""
+    return int(np.prod([int(text.partition("=")[2]) for text in overrides if text.startswith("mesh.")], initial=1))
+
+
+def prepared(*overrides: str) -> loop.Setup:
+    return loop.prepare(tiny(*overrides), devices=jax.devices()[: mesh_of(overrides)])
+
+
+@cache
+def trained(*overrides: str, steps: int = 20) -> tuple[np.ndarray, TrainState, list[dict[str, Any]]]:
+    """(losses, final state, metrics) of `steps` steps from the start."""
+    setup = prepared(*overrides)
+    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    metrics = []
+    with loop.batches(setup, 0, 0) as ahead:
+        step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules).lower(state, ahead.first).compile()
+        for _ in range(steps):
+            state, out = step(state, next(ahead))
+            metrics.append(jax.device_get(out))
+    return np.array([float(out["loss"]) for out in metrics]), state, metrics
+
+
+def compiled_step(*overrides: str) -> jax.stages.Compiled:
+    """The step's executable; nothing is allocated."""
+    setup = prepared(*overrides)
+    with loop.batches(setup, 0, 0) as ahead:
+        step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
+        return step.lower(setup.abstract, ahead.first).compile()
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    """Every leaf of two states equal to the last bit."""
+    got, want = jax.tree_util.tree_leaves_with_path(got), jax.tree_util.tree_leaves_with_path(want)
+    assert [path for path, _ in got] == [path for path, _ in want]
+    for (path, ours), (_, theirs) in zip(got, want, strict=True):
+        assert np.array_equal(np.asarray(ours), np.asarray(theirs)), jax.tree_util.keystr(path)

@@ -1,0 +1,113 @@
+"""The sentence that sells the framework: on every mesh it trains the same as on one device."""
+
+import numpy as np
+import pytest
+from helpers import compiled_step, prepared, trained
+
+from spmdtrain.train import compiled
+from spmdtrain.train.state import init_state
+
+STEPS, TOLERANCE = 20, 1e-5
+NOISY = ("model.dropout=0.1",)
+UNEVEN = ("data.packing=documents",)  # masks at document ends fall unevenly on shards and microbatches
+LLAMA = ("model.name=llama", "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.vocab=64")
+
+# (settings that change numbers, settings that must not)
+LAYOUTS = [
+    ((), ("mesh.data=2",)),
+    ((), ("mesh.tensor=4", "train.remat=dots")),
+    ((), ("mesh.data=8", "train.zero=1")),
+    ((), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")),
+    (NOISY, ("train.microbatch=4",)),
+    (NOISY, ("mesh.data=4", "mesh.tensor=2", "train.zero=1", "train.microbatch=1")),
+    (NOISY, ("mesh.fsdp=4", "mesh.context=2", "train.remat=full")),
+    (UNEVEN, ("mesh.data=4", "train.microbatch=1", "train.zero=1")),
+    (UNEVEN, ("mesh.fsdp=8",)),
+    (UNEVEN, ("mesh.data=2", "mesh.expert=2", "mesh.tensor=2", "train.microbatch=2")),
+    (LLAMA, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1")),
+    (LLAMA + UNEVEN, ("mesh.data=2", "mesh.fsdp=4", "train.microbatch=1", "train.zero=1")),
+]
+
+
+def name(layout) -> str:
+    return " ".join(setting.split(".", 1)[1] for part in layout for setting in part if "=" in setting)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_it_trains_on_this_mesh_as_on_one_device(layout, record_property):
+    numbers, placement = layout
+    got, want = trained(*numbers, *placement, steps=STEPS)[0], trained(*numbers, steps=STEPS)[0]
+    difference = np.max(np.abs(got - want) / want)
+    record_property("largest relative loss difference", float(difference))
+    assert difference <= TOLERANCE
+    assert want[-1] < want[0] - 0.2, "the reference itself must learn"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (NOISY, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1", "train.zero=1")),
+        (LLAMA + UNEVEN, ("mesh.data=2", "mesh.fsdp=2", "mesh.context=2", "train.remat=full")),
+    ],
+    ids=name,
+)
+def test_every_gradient_on_this_mesh_equals_one_devices(layout):
+    """By the step that SGD takes from equal parameters; Adam would blow up rounding where a gradient is zero."""
+    numbers, placement = layout
+    sgd = ("optimizer.name=sgd", "optimizer.learning_rate=1", "optimizer.momentum=0", "train.clip=none")
+    got, want = (trained(*numbers, *rest, *sgd, steps=1)[1].params for rest in (placement, ()))
+    start = prepared(*numbers, *sgd)
+    start = init_state(start.config, start.blueprint, start.abstract).params
+    for path in want:
+        theirs = np.asarray(want[path]) - np.asarray(start[path])
+        ours = np.asarray(got[path]) - np.asarray(start[path])
+        # a parameter of size 1 rounds its step at 1e-7; compare with the largest step of the tensor
+        assert np.max(np.abs(ours - theirs)) <= 1e-5 * np.max(np.abs(theirs)) + 2e-7, path
+
+
+def gradient_bytes(*overrides: str) -> tuple[int, int, int]:
+    """(bytes over data inside loops, outside loops, bytes of all gradients in float32) per device."""
+    setup = prepared(*overrides)
+    text = compiled_step(*overrides).as_text()
+    found = [c for c in compiled.instructions(text, setup.mesh.shape) if "data" in c.axis.split("+")]
+    inside = sum(c.bytes for c in found if c.inside_loop)
+    scattered = [c for c in found if c.kind == "reduce-scatter"]
+    summed = [c for c in found if c.kind == "all-reduce" and not c.inside_loop]
+    outside = sum(c.bytes for c in summed) + sum(c.bytes * setup.mesh.shape["data"] for c in scattered)
+    return inside, outside, 4 * sum(p.size for p in setup.blueprint.parameters.values())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("train.zero=1",), ("train.microbatch=1",), ("train.zero=1", "train.microbatch=1")],
+    ids=["plain", "zero", "accumulation 4", "zero accumulation 4"],
+)
+def test_gradients_cross_the_data_axis_once_per_step_and_never_in_a_loop(settings):
+    inside, outside, gradients = gradient_bytes("mesh.data=4", *settings)
+    assert inside == 0
+    # one pass of the gradients; a few scalars (loss, token count, norm) come with it
+    assert gradients <= outside <= gradients + 64
+
+
+def test_zero_halves_the_optimizer_state_on_two_data_shards_and_keeps_the_numbers():
+    whole = compiled.memory(compiled_step("mesh.data=2"))
+    split = compiled.memory(compiled_step("mesh.data=2", "train.zero=1"))
+    setup = prepared("mesh.data=2")
+    moments = 8 * sum(p.size for p in setup.blueprint.parameters.values())
+    saved = whole["argument_bytes"] - split["argument_bytes"]
+    assert 0.45 * moments <= saved <= 0.5 * moments
+
+
+def test_the_state_is_donated():
+    memory = compiled.memory(compiled_step("mesh.data=2"))
+    setup = prepared("mesh.data=2")
+    state = 12 * sum(p.size for p in setup.blueprint.parameters.values())
+    assert memory["alias_bytes"] >= state
+
+
+def test_fsdp_parameters_rest_split_and_are_born_split():
+    _, state, _ = trained("mesh.fsdp=8", "data.packing=documents", steps=STEPS)
+    weight = state.params["blocks.layer.mlp.up_epf"]
+    assert weight.addressable_shards[0].data.size * 8 == weight.size

@@ -1,0 +1,87 @@
+"""Optimizers see one layer's tensor, decay acts on matrices, the schedule hits its corners, clipping is global."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import prepared
+
+from spmdtrain.config import AdamW, Sgd
+from spmdtrain.models.blueprint import Parameter
+from spmdtrain.train import optimizer
+
+SHAPES = {
+    "blocks.layer.up": Parameter((3, 4, 5), ("layer", "embed", "ffn")),
+    "blocks.layer.up_bias": Parameter((3, 1, 5), ("layer", None, "ffn")),
+    "blocks.layer.scale": Parameter((3, 4), ("layer", "norm")),
+    "tokens.table": Parameter((7, 4), ("vocab", "embed")),
+}
+DECAYED = {"blocks.layer.up", "tokens.table"}
+
+
+def draw(seed: int) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
+    return {path: jax.random.normal(key, p.shape) for key, (path, p) in zip(keys, SHAPES.items(), strict=True)}
+
+
+@pytest.mark.parametrize("config", [AdamW(weight_decay=0.3), Sgd(weight_decay=0.3), Sgd(momentum=0.0)], ids=repr)
+def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
+    params, mask = draw(0), {path: path in DECAYED for path in SHAPES}
+    decay = optax.add_decayed_weights(config.weight_decay, mask)
+    reference = (
+        optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), decay)
+        if isinstance(config, AdamW)
+        else optax.chain(decay, optax.trace(config.momentum))
+    )
+    state, want_state = optimizer.init(config, SHAPES, params), reference.init(params)
+    for step in range(3):
+        got, state = optimizer.directions(config, SHAPES, draw(step + 1), state, params)
+        want, want_state = reference.update(draw(step + 1), want_state, params)
+        for path in SHAPES:
+            np.testing.assert_allclose(got[path], want[path], rtol=1e-6, atol=1e-6)
+
+
+def test_a_layerwise_rule_sees_one_layers_tensor(monkeypatch):
+    """A trust ratio on the stack would mix the norms of the layers; per layer it must equal layer by layer."""
+    monkeypatch.setattr(optimizer, "transformation", lambda config, decay: optax.scale_by_trust_ratio())  # noqa: ARG005
+    params, grads = draw(0), draw(1)
+    got, _ = optimizer.directions(
+        AdamW(), SHAPES, grads, optimizer.init(AdamW(), SHAPES, params), params
+    )
+    path, rule = "blocks.layer.up", optax.scale_by_trust_ratio()
+    for layer in range(3):
+        want, _ = rule.update(grads[path][layer], rule.init(params[path][layer]), params[path][layer])
+        np.testing.assert_allclose(got[path][layer], want, rtol=1e-6)
+    whole, _ = rule.update(grads[path], rule.init(params[path]), params[path])
+    assert not np.allclose(got[path], whole, rtol=1e-3), "the test could not tell the two apart"
+
+
+def test_only_matrices_decay():
+    assert {path for path, p in SHAPES.items() if optimizer.decays(path, p)} == DECAYED
+    real = prepared().blueprint.parameters
+    kept = {path for path, p in real.items() if not optimizer.decays(path, p)}
+    assert kept == {path for path in real if "norm" in path or "bias" in path}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.6, 0.2), ("cosine", 0.6, 0.2)]
+)
+def test_the_learning_rate_rises_over_the_warmup_and_ends_at_the_final_rate(schedule, middle, last):
+    config = AdamW(learning_rate=1.0, final_learning_rate=0.2, schedule=schedule, warmup=10)
+    rate = lambda step: float(optimizer.learning_rate(config, 111, jnp.int32(step)))  # noqa: E731
+    assert 0 < rate(0) < rate(5) < rate(9) < rate(10) == 1.0
+    assert rate(60) == pytest.approx(middle, abs=1e-6)
+    assert rate(110) == pytest.approx(last, abs=1e-6)
+
+
+def test_clipping_scales_all_gradients_by_one_factor_to_the_global_norm():
+    grads = draw(2)
+    norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in grads.values()))
+    clipped, before = optimizer.clipped(grads, 0.5)
+    assert float(before) == pytest.approx(norm, rel=1e-6)
+    for path in grads:
+        np.testing.assert_allclose(clipped[path], grads[path] * 0.5 / norm, rtol=1e-5)
+    small, _ = optimizer.clipped(grads, 10 * norm)
+    assert all(np.array_equal(small[path], grads[path]) for path in grads)
+    assert optimizer.clipped(grads, None)[0] is grads

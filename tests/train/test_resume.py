@@ -1,0 +1,231 @@
+"""A run that was stopped, killed or moved to other devices goes on exactly where it was."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import assert_same_bits, mesh_of, tiny
+
+from spmdtrain.config import CheckpointError, to_toml
+from spmdtrain.data import batches
+from spmdtrain.train import loop
+from spmdtrain.train.checkpoint import Checkpoints
+from spmdtrain.train.metrics import forget_after
+
+STEPS = 40
+SETTINGS = (
+    f"train.steps={STEPS}",
+    "model.dropout=0.1",
+    "data.packing=documents",
+    "checkpoint.every=10",
+    "checkpoint.keep=3",
+    "optimizer.schedule=constant",
+    "train.global_batch=8",
+)
+MESH = ("mesh.data=4", "mesh.tensor=2", "train.zero=1")
+
+
+def run(directory: Path, *overrides: str, **options) -> loop.Outcome:
+    return loop.run(tiny(*overrides), directory, devices=jax.devices()[: mesh_of(overrides)], **options)
+
+
+def losses(directory: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == sorted(set(steps)), "one line per step"
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def events(directory: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def saved_state(directory: Path, *overrides: str):
+    setup = loop.prepare(tiny(*overrides), devices=jax.devices()[: mesh_of(overrides)])
+    with contextlib.closing(Checkpoints(directory, keep=None)) as checkpoints:
+        return checkpoints.restore(checkpoints.newest(), setup.abstract)[0]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    assert run(directory, *SETTINGS, *MESH) == loop.Outcome("finished", STEPS)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def half(uninterrupted, tmp_path_factory) -> Path:
+    """The same run as it stood after 20 steps."""
+    directory = tmp_path_factory.mktemp("half")
+    shutil.copytree(uninterrupted, directory, dirs_exist_ok=True)
+    for step in (30, 40):
+        shutil.rmtree(directory / "checkpoints" / str(step))
+    forget_after(directory / "metrics.jsonl", 20)
+    return directory
+
+
+@pytest.mark.core
+def test_a_signal_stops_after_the_step_in_flight_and_the_resumed_run_is_bit_identical(
+    uninterrupted, tmp_path, monkeypatch
+):
+    consumed: list[np.ndarray] = []
+    push = loop.OneLate.push
+
+    def stop_at_20(self, step, metrics):
+        if step == 20 and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            signal.raise_signal(signal.SIGTERM)
+        push(self, step, metrics)
+
+    class Spy(batches.TrainStream):
+        def samples(self, indices):
+            consumed.append(np.array(indices))
+            return super().samples(indices)
+
+    monkeypatch.setattr(loop, "TrainStream", Spy)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.OneLate, "push", stop_at_20)
+        assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("preempted", 20)
+    first_half = {int(i) for ids in consumed for i in ids}
+    consumed.clear()
+    assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("finished", STEPS)
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert_same_bits(saved_state(tmp_path, *SETTINGS, *MESH), saved_state(uninterrupted, *SETTINGS, *MESH))
+    assert set(range(20 * 8)) <= first_half
+    assert {int(i) for ids in consumed for i in ids} >= set(range(20 * 8, STEPS * 8))
+    assert min(int(ids.min()) for ids in consumed) == 20 * 8, "no sample is seen twice"
+    assert events(tmp_path) == ["started", "saved", "saved", "preempted", "resumed", "saved", "saved", "finished"]
+
+
+def command(directory: Path, config: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "spmdtrain.cli", "train", str(config), "--run", str(directory), *more]
+
+
+def wait_for_step(process: subprocess.Popen, directory: Path, step: int, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, IndexError):
+            if json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= step:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step}: {process.communicate(timeout=10)}")
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "run.toml"
+    path.write_text(to_toml(tiny(*SETTINGS, *MESH)))
+    return path
+
+
+def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(uninterrupted, config_file, tmp_path):
+    """Through the command line: killed without warning, run again, and nothing shows but one event."""
+    process = subprocess.Popen(
+        command(tmp_path, config_file, "--simulate-devices", "8"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    wait_for_step(process, tmp_path, 23)
+    process.kill()
+    process.wait()
+    assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("finished", STEPS)
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert_same_bits(saved_state(tmp_path, *SETTINGS, *MESH), saved_state(uninterrupted, *SETTINGS, *MESH))
+    assert events(tmp_path).count("resumed") == 1
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [("mesh.data=2", "mesh.tensor=4"), ("mesh.data=8",), (), ("mesh.fsdp=4", "mesh.context=2")],
+    ids=lambda mesh: " ".join(mesh) or "one device",
+)
+def test_a_run_goes_on_on_another_mesh(uninterrupted, half, tmp_path, mesh):
+    shutil.copytree(half, tmp_path, dirs_exist_ok=True)
+    assert run(tmp_path, *SETTINGS, *mesh).status == "finished"
+    got, want = losses(tmp_path), losses(uninterrupted)
+    assert got.keys() == want.keys()
+    assert max(abs(got[step] - want[step]) / want[step] for step in got) <= 1e-5
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.core
+def test_two_processes_train_as_one_and_stop_together(uninterrupted, half, config_file, tmp_path):
+    """Resumed from one process on two of four devices each; then a SIGTERM that only one of them gets."""
+    shutil.copytree(half, tmp_path, dirs_exist_ok=True)
+    port, more = free_port(), ("--simulate-devices", "4", "--set", "mesh.data=4", "--set", "train.steps=4000")
+    flags = ("--coordinator", f"localhost:{port}", "--processes", "2")
+    processes = [
+        subprocess.Popen(
+            command(tmp_path, config_file, *more, *flags, "--process", str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        wait_for_step(processes[0], tmp_path, STEPS)
+        processes[1].send_signal(signal.SIGTERM)
+        said = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [3, 3], said
+    got, want = losses(tmp_path), losses(uninterrupted)
+    assert max(abs(got[step] - want[step]) / want[step] for step in want) <= 1e-5
+    assert events(tmp_path)[-3:] == ["resumed", "saved", "preempted"]
+    assert said[1] == ""
+
+
+def test_a_finished_run_says_so_and_more_steps_go_on(uninterrupted, tmp_path, capsys):
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("nothing to do", STEPS)
+    assert "--set train.steps=80" in capsys.readouterr().out
+    assert run(tmp_path, *SETTINGS, *MESH, "train.steps=41") == loop.Outcome("finished", 41)
+
+
+def test_fresh_sets_the_old_run_aside(uninterrupted, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(uninterrupted, directory)
+    assert run(directory, *SETTINGS, *MESH, "train.steps=2", fresh=True) == loop.Outcome("finished", 2)
+    assert max(losses(tmp_path / "run.1")) == STEPS
+
+
+def test_only_the_newest_checkpoints_are_kept(uninterrupted):
+    assert sorted(int(path.name) for path in (uninterrupted / "checkpoints").iterdir()) == [20, 30, 40]
+
+
+def test_weights_alone_start_another_run(uninterrupted, tmp_path):
+    """Other optimizer, other mesh, step 0: but the loss begins where the other run ended."""
+    other = ("mesh.fsdp=2", "optimizer.name=sgd", "optimizer.learning_rate=1e-5", f"train.init_from={uninterrupted}")
+    assert run(tmp_path, *SETTINGS, *other, "train.steps=3").status == "finished"
+    assert losses(tmp_path)[1] < losses(uninterrupted)[1] - 0.3
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ("model.embed=64", r"does not fit: blocks.*asked float32\[2, 64\]"),
+        ("train.seed=1", "train.seed"),
+        ("train.sequence_length=8", "sequence_length"),
+        ("optimizer.name=sgd", "optimizer."),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(uninterrupted, tmp_path, change, word):
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    before = os.listdir(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=word):
+        run(tmp_path, *SETTINGS, *MESH, change, "train.steps=80", "model.max_length=16")
+    assert os.listdir(tmp_path / "checkpoints") == before
