@@ -23,7 +23,9 @@ def plain(hidden, table, targets, mask):
     return -jnp.sum(jnp.take_along_axis(log_probability, targets[..., None], -1)[..., 0] * mask)
 
 
-@pytest.mark.parametrize("limit", [B * T * V, B * T * V // 3, 1], ids=["one chunk", "three chunks", "a chunk per token"])
+@pytest.mark.parametrize(
+    "limit", [B * T * V, B * T * V // 3, 1], ids=["one chunk", "three chunks", "a chunk per token"]
+)
 def test_chunked_cross_entropy_equals_the_definition(limit):
     hidden, table, targets, mask = draw()
     function = lambda h, w: cross_entropy(h, w, targets, mask, limit=limit)  # noqa: E731

@@ -46,9 +46,7 @@ def test_a_layerwise_rule_sees_one_layers_tensor(monkeypatch):
     """A trust ratio on the stack would mix the norms of the layers; per layer it must equal layer by layer."""
     monkeypatch.setattr(optimizer, "transformation", lambda config, decay: optax.scale_by_trust_ratio())  # noqa: ARG005
     params, grads = draw(0), draw(1)
-    got, _ = optimizer.directions(
-        AdamW(), SHAPES, grads, optimizer.init(AdamW(), SHAPES, params), params
-    )
+    got, _ = optimizer.directions(AdamW(), SHAPES, grads, optimizer.init(AdamW(), SHAPES, params), params)
     path, rule = "blocks.layer.up", optax.scale_by_trust_ratio()
     for layer in range(3):
         want, _ = rule.update(grads[path][layer], rule.init(params[path][layer]), params[path][layer])

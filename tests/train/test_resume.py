@@ -185,7 +185,8 @@ def test_two_processes_train_as_one_and_stop_together(uninterrupted, half, confi
     assert [process.returncode for process in processes] == [3, 3], said
     got, want = losses(tmp_path), losses(uninterrupted)
     assert max(abs(got[step] - want[step]) / want[step] for step in want) <= 1e-5
-    assert events(tmp_path)[-3:] == ["resumed", "saved", "preempted"]
+    happened = events(tmp_path)
+    assert happened[-2:] == ["saved", "preempted"] and happened.count("resumed") == 1
     assert said[1] == ""
 
 
