@@ -8,10 +8,10 @@ UV ?= uv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test check schema constraints
+.PHONY: help train test check bench-overhead schema constraints
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 train: $(VENV)/installed  ## a tiny GPT on 8 simulated devices, no download; run it again and it resumes
 	$(BIN)/spmdtrain train configs/quickstart.toml --simulate-devices 8
@@ -22,6 +22,9 @@ test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k me
 check: $(VENV)/installed-dev  ## lint and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+bench-overhead: $(VENV)/installed  ## step time of the loop against a bare step, on CPU: two minutes on a quiet machine
+	MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 $(BIN)/python benchmarks/overhead.py
 
 schema: $(VENV)/installed  ## configs/schema.json, by which editors complete the TOML files
 	$(BIN)/python -c "import json, spmdtrain.config as c; print(json.dumps(c.json_schema(), indent=2))" > configs/schema.json

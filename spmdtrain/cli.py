@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     sample = commands.add_parser("sample", help="text from a trained run")
     sample.add_argument("run", metavar="RUN", help="run directory")
     sample.add_argument("--prompt", default="\n", help="text to go on from (default: a line break)")
-    sample.add_argument("--length", type=_positive, default=48, help="tokens to add (default: %(default)s)")
+    sample.add_argument("--length", type=_positive, help="tokens to add (default: what the model has positions for)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
     sample.add_argument("--top-k", type=int, help="among the k likeliest tokens only")
     sample.add_argument("--top-p", type=float, help="among the likeliest tokens that reach probability p together")
@@ -144,10 +144,9 @@ def _add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

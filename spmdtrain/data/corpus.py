@@ -3,6 +3,7 @@
 A *corpus* is one long row of token ids, document after document. *Offsets* count tokens from its start.
 """
 
+import difflib
 import glob
 import hashlib
 import math
@@ -219,7 +220,9 @@ def find_files(patterns: Iterable[str]) -> list[str]:
         literal = os.path.isfile(expanded)
         matches = [expanded] if literal else sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
         if not matches:
-            raise DataError(f"no file matches {pattern}")
+            folder, name = os.path.split(expanded)
+            near = difflib.get_close_matches(name, os.listdir(folder or ".") if os.path.isdir(folder or ".") else (), 1)
+            raise DataError(f"no file matches {pattern}", fix=os.path.join(folder, near[0]) if near else "")
         found.update(dict.fromkeys(matches))
     return list(found)
 

@@ -20,7 +20,7 @@ class Stack(nnx.Module):
     def __init__(self, make_block: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs):
         self.count = count
         stacked = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layer"})
-        self.layer = stacked(rngs.fork(split=count))
+        self.layer = stacked(rngs.split(count))
 
     def __call__(self, x: jax.Array, flow: Flow) -> jax.Array:
         graphdef, parameters = nnx.split(self.layer)

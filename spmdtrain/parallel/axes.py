@@ -42,6 +42,7 @@ ACTIVATION_RULES: Table = {
 }
 STACK_AXES = ("layer",)  # leading dims of stacked layers: an optimizer sees one layer's tensor, without them
 BATCH_AXES = ACTIVATION_RULES["batch"]
+MANUAL_AXES = ("pipeline", "data")  # manual in the training step: it cuts layers and batch over them, nothing else
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Rules:
 
 def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     """The default tables with `[rules]` of the config on top; unknown mesh axes and near-misses are refused."""
+    if sizes["pipeline"] > 1:  # a mesh can have stages, but nothing runs them yet
+        raise ConfigError(f"mesh.pipeline={sizes['pipeline']}: there is no pipelining yet", fix="--set mesh.pipeline=1")
     if "batch" in overrides.activations:
         raise ConfigError(f"rules.activations.batch: the batch is always split over {' x '.join(BATCH_AXES)}")
     for table, base in ((overrides.parameters, PARAMETER_RULES), (overrides.activations, ACTIVATION_RULES)):
@@ -73,6 +76,8 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
                     raise ConfigError(
                         f"rules.{kind}.{name}: no mesh axis {axis!r}{_near(axis, AXES)}", found=", ".join(AXES)
                     )
+                if axis in MANUAL_AXES:
+                    raise ConfigError(f"rules.{kind}.{name}: mesh axis {axis!r} is split by the training step itself")
             if name not in base and (near := difflib.get_close_matches(name, base, 1, 0.8)):
                 raise ConfigError(f"rules.{kind}.{name}: no logical axis {name!r}; did you mean {near[0]!r}?")
     return Rules(

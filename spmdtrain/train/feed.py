@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.parallel.axes import BATCH_AXES, Rules
+from spmdtrain.parallel.axes import BATCH_AXES, Rules, partition_spec
 from spmdtrain.train.step import Batch, batch_sharding
 
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
@@ -31,7 +31,11 @@ def sequences_at_once(config: RunConfig, rules: Rules) -> tuple[int, int]:
             f"train.global_batch={batch} is not divisible by {product} = {at_once}",
             fix=f"--set train.global_batch={below or above}" + (f" or {above}" if below else ""),
         )
-    return (batch // at_once, at_once) if micro else (1, batch)
+    sequences = at_once if micro else batch
+    names, shape = ("batch", "time"), (sequences, config.train.sequence_length)
+    # for its refusals: a length that does not divide, time over a mesh axis of the batch
+    partition_spec(rules.activations, "activations", names, shape, rules.sizes, at="train.sequence_length")
+    return batch // sequences, sequences
 
 
 def to_devices(samples: Samples, ids: np.ndarray, shape: tuple[int, int], mesh: Mesh, rules: Rules) -> Batch:

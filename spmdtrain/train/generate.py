@@ -26,6 +26,8 @@ from spmdtrain.parallel.vocabulary import lookup
 from spmdtrain.train.checkpoint import Checkpoints
 from spmdtrain.train.state import abstract_state
 
+LONGEST = 200  # tokens, where nobody asked for a number
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -36,16 +38,17 @@ class Choice:
     top_p: float | None = None
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ConfigError(f"--temperature {self.temperature} is below 0")
+        if not self.temperature >= 0:
+            raise ConfigError(f"--temperature {self.temperature} is not at least 0")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"--top-k {self.top_k} leaves no token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p} is not above 0 and at most 1")
 
 
-def sample(run: Path, prompt: str, length: int, choice: Choice, seed: int, overrides: Sequence[str] = ()) -> str:
-    """`prompt` and up to `length` tokens after it. `overrides` may set mesh.* (default: one device) and rules.*."""
+def sample(run: Path, prompt: str, length: int | None, choice: Choice, seed: int, overrides: Sequence[str] = ()) -> str:
+    """`prompt` and `length` tokens after it (None: as many as the model has positions for, at most LONGEST).
+    `overrides` may set mesh.* (default: one device) and rules.*."""
     config, tokenizer = _read_run(run, overrides)
     devices = jax.devices()[: math.prod(size for size in config.mesh.sizes.values() if size > 0)]
     mesh = build_mesh(config.mesh, devices=None if -1 in config.mesh.sizes.values() else devices, where=config.origin)
@@ -54,11 +57,13 @@ def sample(run: Path, prompt: str, length: int, choice: Choice, seed: int, overr
     ids = tokenizer.encode(prompt)
     if not len(ids):
         raise ConfigError("--prompt is empty: there is nothing to go on from")
-    if len(ids) + length > config.max_length:
+    room = config.max_length - len(ids)
+    length = length or min(max(room, 1), LONGEST)
+    if length > room:
         raise ConfigError(
             f"the model has {config.max_length} positions",
             asked=f"{len(ids)} tokens of prompt and --length {length}",
-            fix=f"--length {max(config.max_length - len(ids), 0)}",
+            fix=f"--length {room}" if room > 0 else "a shorter --prompt",
         )
     with contextlib.closing(Checkpoints(run, keep=None)) as checkpoints:
         newest = checkpoints.newest()
@@ -110,9 +115,15 @@ def make_generate(
 def _read_run(run: Path, overrides: Sequence[str]) -> tuple[RunConfig, Tokenizer]:
     try:
         saved = json.loads((run / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{run} is not a run directory: config.json {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+        cause = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{run} is not a run directory: {run / 'config.json'}: {cause}", fix="what training was given as --run"
+        ) from None
+    if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
+        raise CheckpointError(f"{run} is not a run directory: {run / 'config.json'} holds no resolved config")
     if saved.get("tokenizer") is None:
         raise CheckpointError(f"{run} was trained on tokens without a tokenizer: there is no text to sample")
     saved["config"]["mesh"] = MeshConfig().model_dump()
+    saved["origin"] = {key: where for key, where in saved["origin"].items() if not key.startswith("mesh.")}
     return from_resolved(saved, overrides), from_spec(saved["tokenizer"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.train.metrics import JsonLines
+from spmdtrain.train.metrics import JsonLines, writing
 from spmdtrain.train.progress import Progress
 
 
@@ -46,9 +46,10 @@ class Journal:
     def document(self, name: str, value: Any) -> None:
         """A whole JSON file, replaced at once."""
         if self._writes:
-            spare = self._directory / f"{name}.tmp"
-            spare.write_text(json.dumps(value, indent=1))
-            spare.replace(self._directory / name)
+            path, spare = self._directory / name, self._directory / f"{name}.tmp"
+            with writing(path):
+                spare.write_text(json.dumps(value, indent=1))
+                spare.replace(path)
 
     @contextlib.contextmanager
     def profile(self, step: int, chosen: Collection[int]) -> Iterator[None]:

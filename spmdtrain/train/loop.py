@@ -5,8 +5,8 @@ Files below the run directory: checkpoint.py writes checkpoints/, journal.py the
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,12 +56,22 @@ class Setup:
     rules: Rules
     blueprint: Blueprint
     abstract: TrainState
+    model_name: str
+    flops_per_token: float | None  # of forward and backward; None: not known for this model, so no MFU
 
 
-def run(config: RunConfig, directory: str | Path, *, fresh: bool = False, make: MakeModel = Transformer) -> Outcome:
+def run(
+    config: RunConfig,
+    directory: str | Path,
+    *,
+    fresh: bool = False,
+    make: MakeModel = Transformer,
+    devices: Sequence[jax.Device] | None = None,
+) -> Outcome:
     """Trains until `train.steps`, going on from the newest checkpoint below `directory`; `fresh` sets an older run
-    aside instead. `make(config, rngs)` builds the model. SIGINT or SIGTERM: saves after the step in flight."""
-    setup = prepare(config, make)
+    aside instead. `make(config, rngs)` builds the model; `devices` default to all. SIGINT or SIGTERM: saves after the
+    step in flight."""
+    setup = prepare(config, make, devices)
     config, directory = setup.config, _opened(Path(directory), fresh)
     checkpoints = Checkpoints(directory, config.checkpoint.keep)
     with contextlib.closing(checkpoints), Journal(directory) as journal:
@@ -83,11 +93,11 @@ def run(config: RunConfig, directory: str | Path, *, fresh: bool = False, make: 
         return outcome
 
 
-def prepare(config: RunConfig, make: MakeModel = Transformer) -> Setup:
+def prepare(config: RunConfig, make: MakeModel = Transformer, devices: Sequence[jax.Device] | None = None) -> Setup:
     """Config meets data and devices; whatever does not fit is refused here, before any memory is taken."""
     corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
     config = config.with_vocab(config.model.vocab or corpus.vocab)
-    mesh = build_mesh(config.mesh, where=config.origin)
+    mesh = build_mesh(config.mesh, devices, config.origin)
     rules = make_rules(config.rules, mesh.shape)
     sequences_at_once(config, rules)
     blueprint = build_model(config, make)
@@ -95,7 +105,10 @@ def prepare(config: RunConfig, make: MakeModel = Transformer) -> Setup:
     if config.eval.every and not validation.size:
         raise ConfigError("eval.every asks for evaluation, but data.validation_fraction=0 keeps no validation data")
     abstract = abstract_state(config, blueprint, mesh, rules)
-    return Setup(config, corpus, train, validation, mesh, rules, blueprint, abstract)
+    own = make is not Transformer
+    name = getattr(make, "__name__", "own model") if own else config.model.name
+    flops = None if own else train_flops_per_token(config.model, config.train.sequence_length)
+    return Setup(config, corpus, train, validation, mesh, rules, blueprint, abstract, name, flops)
 
 
 def starting_state(setup: Setup, directory: Path, checkpoints: Checkpoints, journal: Journal) -> tuple[TrainState, int]:
@@ -109,17 +122,21 @@ def starting_state(setup: Setup, directory: Path, checkpoints: Checkpoints, jour
         journal.event("resumed", newest, from_step=newest, mesh=dict(setup.mesh.shape))
         journal.say(f"resumed {directory} at step {newest}")
         return state, meta["sample"]
-    state = init_state(setup.config, setup.blueprint, setup.abstract)
     source = setup.config.train.init_from
-    if source:
-        newest = newest_step(Path(source))
-        if newest is None:
-            raise CheckpointError(f"train.init_from={source!r} holds no checkpoint")
-        with contextlib.closing(Checkpoints(Path(source), keep=None)) as other:
-            params = other.restore_params(newest, setup.abstract.params)
-        state = TrainState(state.step, params, state.opt_state)
+    params = _weights_of(Path(source), setup) if source else None
+    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    state = state if params is None else replace(state, params=params)
     journal.event("started", 0, mesh=dict(setup.mesh.shape), init_from=source)
     return state, 0
+
+
+def _weights_of(run: Path, setup: Setup) -> dict[str, jax.Array]:
+    """The newest parameters of another run."""
+    newest = newest_step(run)
+    if newest is None:
+        raise CheckpointError(f"train.init_from='{run}' holds no checkpoint", fix="the directory of a trained run")
+    with contextlib.closing(Checkpoints(run, keep=None)) as checkpoints:
+        return checkpoints.restore_params(newest, setup.abstract.params)
 
 
 class Batches(ReadAhead):
@@ -188,12 +205,11 @@ def train(
     """The loop, from `state` on. Metrics of a step are read after the next one is dispatched."""
     config, mesh = setup.config, setup.mesh
     first, total = int(state.step), config.train.steps
-    flops = train_flops_per_token(config.model, config.train.sequence_length)
     peak = peak_flops(mesh.devices.flat[0].device_kind)
     clock = StepClock()
 
     def report(at: int, metrics: Any) -> None:
-        figures = step_figures(jax.device_get(metrics), clock.tick(), flops, mesh.size, peak)
+        figures = step_figures(jax.device_get(metrics), clock.tick(), setup.flops_per_token, mesh.size, peak)
         journal.metrics(step=at, **figures)
         progress.update(at, figures, due=at in (first + 1, total))
 
@@ -250,12 +266,12 @@ def _stream(setup: Setup) -> dict[str, Any]:
     """What decides which tokens a sample index means."""
     config = setup.config
     return {
-        "corpus": setup.corpus.fingerprint,
         "train.seed": config.train.seed,
         "train.sequence_length": config.train.sequence_length,
         "data.shuffle": config.data.shuffle,
         "data.packing": config.data.packing,
         "data.validation_fraction": config.data.validation_fraction,
+        "corpus": setup.corpus.fingerprint,
     }
 
 
@@ -282,7 +298,7 @@ def _introduction(setup: Setup, report: dict) -> str:
     parameters = sum(p.size for p in setup.blueprint.parameters.values())
     kind, workspace = mesh.devices.flat[0].device_kind, report["memory"]["temp_bytes"] / 2**20
     return (
-        f"{config.model.name}: {quantity(parameters)} parameters on {mesh.size} x {kind} ({axes})\n"
+        f"{setup.model_name}: {quantity(parameters)} parameters on {mesh.size} x {kind} ({axes})\n"
         f"data: {config.data.corpus}, {quantity(setup.train.size)} tokens to train, vocabulary {config.model.vocab}\n"
         f"compiled in {report['compile_seconds']:.1f} s; {workspace:.1f} MiB of workspace per device"
     )

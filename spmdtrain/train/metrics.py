@@ -5,11 +5,14 @@ MFU (model FLOPs utilisation) = model FLOPs per token x tokens per second / (dev
 from the table below; on hardware that is not in it MFU is null, never guessed.
 """
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from spmdtrain.config.errors import StorageError
 
 # jax's device_kind -> dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets.
 PEAK_BFLOAT16 = {
@@ -26,28 +29,42 @@ def peak_flops(device_kind: str) -> float | None:
     return PEAK_BFLOAT16.get(device_kind)
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around file work on `path`: a full disk and the like become a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
 class JsonLines:
     """Appends one object per line and flushes, so that a kill loses nothing that was reported."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a")
+        self._path = path
+        with writing(path):
+            self._file = path.open("a")
 
     def write(self, **values: Any) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path):  # what could not be written is tried once more
+            self._file.close()
 
 
 def forget_after(path: Path, step: int) -> None:
     """Drops the lines of steps after `step`: a resumed run takes those steps again. A torn last line goes too."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
-    spare = path.with_suffix(".tmp")
-    spare.write_text("".join(line + "\n" for line in kept))
-    spare.replace(path)
+    with writing(path):
+        kept = [line for line in path.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
+        spare = path.with_suffix(".tmp")
+        spare.write_text("".join(line + "\n" for line in kept))
+        spare.replace(path)
 
 
 def _step_of(line: str) -> int | None:
@@ -97,7 +114,7 @@ class StepClock:
 
 
 def step_figures(
-    metrics: dict[str, Any], seconds: float, flops_per_token: float, devices: int, peak: float | None
+    metrics: dict[str, Any], seconds: float, flops_per_token: float | None, devices: int, peak: float | None
 ) -> dict:
     """The line of one step in metrics.jsonl. `metrics`: host values of what the step returned."""
     rate = float(metrics["tokens"]) / seconds
@@ -108,5 +125,5 @@ def step_figures(
         "tokens": int(metrics["tokens"]),
         "tokens_per_second": rate,
         "step_seconds": seconds,
-        "mfu": flops_per_token * rate / (devices * peak) if peak else None,
+        "mfu": flops_per_token * rate / (devices * peak) if peak and flops_per_token else None,
     }

@@ -26,20 +26,19 @@ def transformation(config: AdamW | Sgd, decay: bool) -> optax.GradientTransforma
     decayed = [optax.add_decayed_weights(config.weight_decay)] if decay and config.weight_decay else []
     if isinstance(config, AdamW):  # decoupled decay, arXiv:1711.05101
         return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), *decayed)
-    return optax.chain(*decayed, *([optax.trace(config.momentum)] if config.momentum else []))
+    return optax.chain(*decayed, optax.trace(config.momentum) if config.momentum else optax.identity())
 
 
 def learning_rate(config: Schedule, steps: int, step: jax.Array) -> jax.Array:
     """Rate of 0-based `step`: while warming up (step + 1) / (warmup + 1) of the peak; at the last step the final."""
-    peak, final = config.learning_rate, config.final_learning_rate
-    rising = peak * (step + 1) / (config.warmup + 1)
-    share = jnp.clip((step - config.warmup) / max(steps - 1 - config.warmup, 1), 0, 1)
-    falling = {
-        "constant": peak,
-        "linear": peak + (final - peak) * share,
-        "cosine": final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * share)),
-    }[config.schedule]
-    return jnp.where(step < config.warmup, rising, falling).astype(jnp.float32)
+    peak, final, warmup = config.learning_rate, config.final_learning_rate, config.warmup
+    if config.schedule == "constant":
+        falling = peak
+    else:
+        share = jnp.clip((step - warmup) / max(steps - 1 - warmup, 1), 0, 1)
+        height = 0.5 * (1 + jnp.cos(jnp.pi * share)) if config.schedule == "cosine" else 1 - share
+        falling = final + (peak - final) * height
+    return jnp.where(step < warmup, peak * (step + 1) / (warmup + 1), falling).astype(jnp.float32)
 
 
 def init(config: AdamW | Sgd, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]) -> OptimizerState:
@@ -66,7 +65,7 @@ def directions(
 
 def clipped(gradients: dict[str, jax.Array], limit: float | None) -> tuple[dict[str, jax.Array], jax.Array]:
     """Gradients scaled so that their global norm is at most `limit`, and the norm before."""
-    norm = optax.global_norm(gradients).astype(jnp.float32)
+    norm = optax.tree.norm(gradients).astype(jnp.float32)
     if limit is None:
         return gradients, norm
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))

@@ -19,14 +19,13 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.blueprint import Blueprint, cast, gathering
 from spmdtrain.models.flow import Flow, sample_noise
-from spmdtrain.parallel.axes import BATCH_AXES, Rules, placement
+from spmdtrain.parallel.axes import BATCH_AXES, MANUAL_AXES, Rules, placement
 from spmdtrain.parallel.reduce import reduced, summed
 from spmdtrain.parallel.vocabulary import lookup
 from spmdtrain.train import optimizer
 from spmdtrain.train.loss import cross_entropy
-from spmdtrain.train.state import TrainState, gradient_specs, scatter_dims
+from spmdtrain.train.state import TrainState, abstract_state, gradient_specs, scatter_dims
 
-MANUAL = ("pipeline", "data")
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
@@ -60,7 +59,8 @@ def make_step(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules)
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate, "tokens": tokens}
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(config, blueprint, mesh, rules))
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def make_eval_step(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ def _gradient_function(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rule
     """`(params, step, batch) -> (gradients of the mean loss, mean loss, tokens)` over all microbatches and shards."""
     dims = scatter_dims(config, blueprint, rules)
     specs = gradient_specs(config, blueprint, rules)
-    resting = {path: _without(MANUAL, spec) for path, spec in specs.items()}
+    resting = {path: _without(MANUAL_AXES, spec) for path, spec in specs.items()}
     accumulate, data = config.precision.accumulate, rules.sizes["data"]
 
     def total_loss(params, part, step):
@@ -109,7 +109,7 @@ def _gradient_function(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rule
         grads = reduced(grads, dims, data)
         return {path: (g / count).astype(g.dtype) for path, g in grads.items()}, losses / count, tokens
 
-    out_specs = ({path: _only(MANUAL, spec) for path, spec in specs.items()}, P(), P())
+    out_specs = ({path: _only(MANUAL_AXES, spec) for path, spec in specs.items()}, P(), P())
     return _manual(local, mesh, in_specs=(P(), P(), P(None, "data")), out_specs=out_specs)
 
 
@@ -120,12 +120,12 @@ def _bound(config, blueprint, rules, params, part, step=None) -> tuple[nnx.Modul
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens_bt.shape[1], dtype=jnp.int32), tokens_bt.shape)
     noisy = step is not None and config.model.dropout > 0
-    gather = gathering(rules, MANUAL)
+    gather = gathering(rules, MANUAL_AXES)
     flow = Flow(
         positions_bt=positions,
         segments_bt=part.get("segment_ids"),
-        place=placement(rules, MANUAL),
-        lookup=lookup(rules, MANUAL),
+        place=placement(rules, MANUAL_AXES),
+        lookup=lookup(rules, MANUAL_AXES),
         gather=gather,
         remat=config.train.remat,
         dropout=config.model.dropout,
@@ -145,7 +145,7 @@ def _token_losses(model, flow: Flow, part: Batch) -> tuple[jax.Array, jax.Array]
 def _manual(function, mesh: Mesh, in_specs, out_specs):
     # check_vma off: gradients are taken inside the region, where parameters must not be summed over `data` again.
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(MANUAL), check_vma=False
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(MANUAL_AXES), check_vma=False
     )
 
 

@@ -1,0 +1,180 @@
+"""The loop: metrics one step late, honest figures, evaluation of the whole split, the files it leaves."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny
+
+from spmdtrain.config import ConfigError, from_resolved
+from spmdtrain.data.batches import EvalWindows
+from spmdtrain.train import loop
+from spmdtrain.train.journal import Journal
+from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
+from spmdtrain.train.progress import duration, quantity
+from spmdtrain.train.state import init_state
+
+ONE = {"devices": jax.devices()[:1]}
+SETTINGS = (
+    "train.steps=6",
+    "eval.every=3",
+    "checkpoint.every=4",
+    "log.profile=2",
+    "train.global_batch=4",
+    "data.validation_fraction=0.0049",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("finished")
+    loop.run(tiny(*SETTINGS), directory, **ONE)
+    return directory
+
+
+def lines(directory: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+class Unread:
+    """A metric that cannot be had before the step after it was dispatched."""
+
+    dispatched = 0
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def __array__(self, dtype=None, copy=None):  # noqa: ARG002
+        if Unread.dispatched <= self.step:
+            raise AssertionError(f"metrics of step {self.step} were read before step {self.step + 1} was dispatched")
+        return np.float32(1.0)
+
+
+def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
+    setup = loop.prepare(tiny("train.steps=8", "eval.every=0", "checkpoint.every=0"), **ONE)
+    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    Unread.dispatched = 0
+
+    def step(state, batch):  # noqa: ARG001
+        Unread.dispatched += 1
+        names = ("loss", "grad_norm", "learning_rate", "tokens")
+        # the last step has no next one: it is read when the loop has nothing left to dispatch
+        ready = Unread.dispatched == 8
+        return state, {name: np.float32(1) if ready else Unread(Unread.dispatched) for name in names}
+
+    class NoCheckpoints:
+        def save(self, *_):
+            pass
+
+        def wait(self):
+            pass
+
+    with Journal(tmp_path) as journal, loop.batches(setup, 0, 0) as ahead:
+        outcome = loop.train(setup, state, 0, step, lambda _: 0.0, ahead, NoCheckpoints(), journal)
+    assert outcome == loop.Outcome("finished", 8)
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_reading_on_time_would_be_noticed():
+    reads = []
+    late = OneLate(lambda step, _: reads.append(step))
+    late.push(1, None)
+    assert reads == []
+    late.push(2, None)
+    assert reads == [1]
+    late.flush()
+    assert reads == [1, 2]
+
+
+@pytest.mark.core
+def test_a_run_leaves_the_files_that_were_promised(finished):
+    metrics = lines(finished, "metrics.jsonl")
+    steps = [line for line in metrics if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    expected = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"}
+    assert set(steps[0]) == expected
+    assert steps[0]["tokens"] == 4 * 16 and steps[0]["mfu"] is None
+    assert [(line["step"], "eval_loss" in line) for line in metrics if "loss" not in line] == [(3, True), (6, True)]
+    events = [(line["event"], line["step"]) for line in lines(finished, "events.jsonl")]
+    assert events == [
+        ("started", 0),
+        ("evaluated", 3),
+        ("saved", 4),
+        ("evaluated", 6),
+        ("saved", 6),
+        ("finished", 6),
+    ]
+    compiled = json.loads((finished / "compiled.json").read_text())
+    assert set(compiled) == {"memory", "collectives", "compile_seconds"}
+    assert set(compiled["memory"]) == {"argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"}
+    saved = json.loads((finished / "config.json").read_text())
+    assert from_resolved(saved).model_dump() == tiny(*SETTINGS).with_vocab(64).model_dump()
+    assert saved["origin"]["eval.every"] == "--set"
+    assert list((finished / "profile").rglob("*.xplane.pb")), "step 2 was traced"
+    assert [path.name for path in (finished / "profile").iterdir()] == ["step2"]
+
+
+def test_evaluation_is_the_mean_over_every_validation_token(finished):
+    """Against a plain sum over all windows, one by one, of the weights that were saved."""
+    setup = loop.prepare(tiny(*SETTINGS), **ONE)
+    with contextlib.closing(loop.Checkpoints(finished, keep=None)) as checkpoints:
+        state, _ = checkpoints.restore(6, setup.abstract)
+    model = setup.blueprint.bind(state.params)
+    windows = EvalWindows(setup.corpus, setup.validation, 16)
+    batch = windows.samples(np.arange(windows.windows))
+    from spmdtrain.models.flow import Flow
+
+    def token_losses(tokens, targets):
+        flow = Flow(jax.numpy.broadcast_to(jax.numpy.arange(16), tokens.shape))
+        hidden, table = model.head(model.blocks(model.embed(tokens, flow), flow), flow)
+        log_probability = jax.nn.log_softmax(hidden @ table.T)
+        return -jax.numpy.take_along_axis(log_probability, targets[..., None], -1)[..., 0]
+
+    losses = np.asarray(jax.jit(token_losses)(batch["tokens"], batch["targets"]))
+    assert batch["mask"].sum() == setup.validation.size - 1
+    assert len(losses) % 4, "the last batch must need padding"
+    want = float((losses * batch["mask"]).sum() / batch["mask"].sum())
+    got = [line["eval_loss"] for line in lines(finished, "metrics.jsonl") if "eval_loss" in line][-1]
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_evaluation_without_validation_data_is_refused():
+    with pytest.raises(ConfigError, match="data.validation_fraction=0"):
+        loop.prepare(tiny("eval.every=3", "data.validation_fraction=0"), **ONE)
+
+
+def test_a_pipeline_mesh_is_refused_for_now():
+    with pytest.raises(ConfigError, match="mesh.pipeline=2.*try --set mesh.pipeline=1"):
+        loop.prepare(tiny("mesh.pipeline=2"), devices=jax.devices()[:2])
+
+
+def test_figures_of_a_step():
+    values = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 1000}
+    figures = step_figures(values, seconds=0.5, flops_per_token=1e9, devices=2, peak=4e12)
+    assert figures["tokens_per_second"] == 2000
+    assert figures["mfu"] == pytest.approx(1e9 * 2000 / (2 * 4e12))
+    assert step_figures(values, 0.5, 1e9, 2, None)["mfu"] is None
+    assert peak_flops("cpu") is None and peak_flops("NVIDIA H200") == 989.4e12
+
+
+def test_the_step_clock_leaves_out_pauses():
+    now = iter([0.0, 1.0, 1.0, 6.0, 8.0])
+    clock = StepClock(lambda: next(now))
+    assert clock.tick() == 1.0
+    clock.paused(lambda: None)  # from 1 to 6
+    assert clock.tick() == 2.0
+
+
+def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n{"st')
+    forget_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n'
+
+
+def test_numbers_for_people():
+    assert [quantity(n) for n in (0.5, 999, 1234, 5.6e6, 8e9, 1.5e13)] == ["0.5", "999", "1.23k", "5.6M", "8B", "15T"]
+    assert [duration(s) for s in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
