@@ -5,6 +5,7 @@ f ffn, v vocab.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -125,20 +126,37 @@ class Attention(nnx.Module):
         return (y if self.out_bias is None else y + self.out_bias[...]), cache
 
 
+# The backward pass starts from the input again, a pass over memory, instead of keeping several arrays as wide as f.
+recomputed = partial(jax.checkpoint, prevent_cse=False)  # layers run in a scan: there is nothing to merge with
+
+
+@recomputed
+def gelu(h_btf: jax.Array) -> jax.Array:
+    """GELU (arXiv:1606.08415) in its tanh form, as GPT-2 has it."""
+    return jax.nn.gelu(h_btf)
+
+
+@recomputed
+def swiglu(h_bt2f: jax.Array) -> jax.Array:
+    """SwiGLU (arXiv:2002.05202) of gate and value."""
+    return jax.nn.silu(h_bt2f[:, :, 0]) * h_bt2f[:, :, 1]
+
+
 class Mlp(nnx.Module):
-    """GELU mlp, or SwiGLU (arXiv:2002.05202) with gate and value in one projection."""
+    """GELU mlp, or SwiGLU with gate and value in one projection, a dim of two before f."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.gated = config.mlp == "swiglu"
-        parts, hidden = (2 if self.gated else 1), config.hidden
-        self.up_epf = weight(rngs, (config.embed, parts, hidden), ("embed", None, "ffn"))
-        self.down_fe = weight(rngs, (hidden, config.embed), ("ffn", "embed"), INIT_STD * (2 * config.layers) ** -0.5)
-        self.up_bias = nnx.Param(jnp.zeros((parts, hidden)), out_sharding=(None, "ffn")) if config.bias else None
+        hidden, std = config.hidden, INIT_STD * (2 * config.layers) ** -0.5
+        self.up_shape, self.up_axes = ((2, hidden), (None, "ffn")) if self.gated else ((hidden,), ("ffn",))
+        self.up_ef = weight(rngs, (config.embed, *self.up_shape), ("embed", *self.up_axes))
+        self.down_fe = weight(rngs, (hidden, config.embed), ("ffn", "embed"), std)
+        self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes) if config.bias else None
         self.down_bias = bias(config.embed, "norm") if config.bias else None
 
     def __call__(self, x_bte: jax.Array, flow: Flow) -> jax.Array:
-        h = jnp.einsum("bte,epf->btpf", x_bte, self.up_epf[...])
-        h = flow.place(h if self.up_bias is None else h + self.up_bias[...], "batch", "time", None, "ffn")
-        h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1] if self.gated else jax.nn.gelu(h[:, :, 0])
+        h = jnp.einsum("bte,e...f->bt...f", x_bte, self.up_ef[...])
+        h = flow.place(h if self.up_bias is None else h + self.up_bias[...], "batch", "time", *self.up_axes)
+        h = (swiglu if self.gated else gelu)(h)
         y = jnp.einsum("btf,fe->bte", h, self.down_fe[...])
         return y if self.down_bias is None else y + self.down_bias[...]

@@ -109,5 +109,5 @@ def test_the_state_is_donated():
 
 def test_fsdp_parameters_rest_split_and_are_born_split():
     _, state, _ = trained("mesh.fsdp=8", "data.packing=documents", steps=STEPS)
-    weight = state.params["blocks.layer.mlp.up_epf"]
+    weight = state.params["blocks.layer.mlp.up_ef"]
     assert weight.addressable_shards[0].data.size * 8 == weight.size
