@@ -12,8 +12,12 @@ DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 # Before anything imports jax: it reads both once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if DEVICE_COUNT not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_COUNT}=8".strip()
+FLAGS = {DEVICE_COUNT: 8}
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    FLAGS["--xla_backend_optimization_level"] = 0  # half the compile time, and tiny programs need no speed
+for flag, value in FLAGS.items():
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
 # Tests compile the same tiny programs over and over, in this process and in those they start.
 _compiled = tempfile.TemporaryDirectory(prefix="spmdtrain-tests-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
