@@ -17,7 +17,7 @@ train: $(VENV)/installed  ## a tiny GPT on 8 simulated devices, no download; run
 	$(BIN)/spmdtrain train configs/quickstart.toml --simulate-devices 8
 
 test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k mesh"
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(VENV)/installed-dev  ## lint and formatting
 	$(BIN)/ruff check .
