@@ -40,7 +40,12 @@ class Flow:
         return jnp.where(keep, x / (1 - self.dropout), 0).astype(x.dtype)
 
 
+def random_key(seed: int, purpose: Literal["init", "noise"]) -> jax.Array:
+    """The key of one purpose: initial values and noise of a run share a seed, but never a key."""
+    return jax.random.fold_in(jax.random.key(seed), {"init": 0, "noise": 1}[purpose])
+
+
 def sample_noise(seed: int, step: jax.Array, sample_b: jax.Array) -> jax.Array:
     """One random key per sample, from (seed, step, global sample index). sample_b: uint32 [b]."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
+    key = jax.random.fold_in(random_key(seed, "noise"), step)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, sample_b)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.blueprint import Blueprint, cast
+from spmdtrain.models.flow import random_key
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.reduce import scatter_dim, scattered_spec
 from spmdtrain.train import optimizer
@@ -71,9 +72,8 @@ def abstract_state(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
 def init_state(config: RunConfig, blueprint: Blueprint, abstract: TrainState) -> TrainState:
     """The state at step 0. Every leaf is born in its shards; values depend on the seed alone, not on the mesh."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(lambda key: _fresh(config, blueprint, key), out_shardings=shardings)(
-        jax.random.key(config.train.seed)
-    )
+    fresh = jax.jit(lambda key: _fresh(config, blueprint, key), out_shardings=shardings)
+    return fresh(random_key(config.train.seed, "init"))
 
 
 def _fresh(config: RunConfig, blueprint: Blueprint, key: jax.Array) -> TrainState:

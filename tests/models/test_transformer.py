@@ -11,7 +11,7 @@ from flax import nnx
 from helpers import tiny, trained
 
 from spmdtrain.models.blueprint import build_model
-from spmdtrain.models.flow import Flow, sample_noise
+from spmdtrain.models.flow import Flow, random_key, sample_noise
 from spmdtrain.models.layers import Cache, Norm, rotate
 from spmdtrain.models.size import matmul_parameters, train_flops_per_token
 
@@ -115,6 +115,12 @@ def test_noise_depends_on_seed_step_sample_layer_and_site_only():
     for change in ({"seed": 1}, {"step": 6}, {"layer": 3}, {"site": 2}, {"samples": (17, 18, 19)}):
         assert np.mean(noise(**change) == base) < 0.6, change
     assert np.array_equal(noise(samples=(9, 7, 8)), base[[2, 0, 1]]), "a sample keeps its noise wherever it is put"
+
+
+def test_initial_values_and_noise_never_share_a_key():
+    noise = {tuple(np.asarray(jax.random.key_data(jax.random.fold_in(random_key(3, "noise"), n)))) for n in range(50)}
+    init = {tuple(np.asarray(jax.random.key_data(jax.random.fold_in(random_key(3, "init"), n)))) for n in range(50)}
+    assert len(noise | init) == 100
 
 
 def test_evaluation_has_no_dropout():
