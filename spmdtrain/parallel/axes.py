@@ -14,9 +14,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import MeshConfig, RulesConfig
+from spmdtrain.config.schema import RulesConfig
+from spmdtrain.parallel.mesh import AXES
 
-AXES = tuple(MeshConfig.model_fields)
 Table = Mapping[str, tuple[str, ...]]
 
 PARAMETER_RULES: Table = {

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import MeshConfig
 
-AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+AXES = tuple(MeshConfig.model_fields)  # slowest link first
 MOST_ROWS, MOST_DRAWN = 16, 8  # of the drawing: rows; columns, and devices in a box
 MOST_SIMULATED = 1024  # more simulated devices than this are not worth suggesting
 
