@@ -3,13 +3,15 @@
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdtrain.config import PREEMPTED, ConfigError, UserError, load, to_toml
+from spmdtrain.config import PREEMPTED, ConfigError, StorageError, UserError, load, to_toml
 
 DONE = 0
+LARGEST_SCHEDULE = 1_000_000  # ticks x stages: seconds of work here, and more than anybody looks at
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +62,65 @@ def _prepare(parsed: argparse.Namespace) -> int:
 
     prepare(parsed.paths, parsed.out, parsed.tokenizer)
     return DONE
+
+
+def _schedule(parsed: argparse.Namespace) -> int:
+    from spmdtrain.parallel import schedule, schedule_file, simulate, timeline
+    from spmdtrain.parallel.schedule_rules import LETTERS
+
+    sizes = {name: size for name in ("stages", "microbatches", "chunks") if (size := getattr(parsed, name)) is not None}
+    if parsed.kind in schedule.KINDS:
+        _refuse_sizes(parsed.kind, **sizes)
+        table = schedule.build(parsed.kind, **sizes)
+    elif Path(parsed.kind).suffix in (".json", ".csv"):
+        table = schedule_file.read(parsed.kind)
+        for name, size in sizes.items():
+            if getattr(table, name) != size:
+                found = f"{name} {getattr(table, name)}"
+                raise ConfigError(f"{parsed.kind} has its own sizes", asked=f"--{name} {size}", found=found)
+    else:
+        choices = f"{', '.join(schedule.KINDS)}, or a .json or .csv file"
+        raise ConfigError("unknown pipeline schedule", asked=f"--kind {parsed.kind}", fix=choices)
+
+    names = ("forward", "backward", "weight", "hop")
+    times = simulate.Times(**{name: time for name in names if (time := getattr(parsed, name)) is not None})
+    if not times.microbatch:
+        raise ConfigError("one of --forward, --backward and --weight takes some time", found="0 for all")
+    if parsed.svg is not None:
+        try:
+            Path(parsed.svg).write_text(timeline.svg(table, times), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write {parsed.svg}: {error.strerror}") from None
+
+    if parsed.json:
+        print(json.dumps(schedule_file.to_json(table, times)))
+    else:
+        width = shutil.get_terminal_size((0, 0)).columns or None  # no terminal: nothing to fit into
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        bubbles = [f"{simulate.bubble_fraction(table, times):.1%} in lockstep"]
+        if parsed.kind in ("1f1b", "interleaved"):
+            orders = simulate.megatron_orders(table.stages, table.microbatches, table.chunks)
+            bubbles.append(f"{simulate.order_bubble_fraction(orders, times):.1%} in Megatron-LM's order")
+        elif parsed.kind == "zero_bubble" and table.chunks == 1:
+            orders = simulate.zb_h1_orders(table.stages, table.microbatches)
+            bubbles.append(f"{simulate.order_bubble_fraction(orders, times):.1%} in ZB-H1's order")
+        priced = ", ".join(f"{LETTERS.get(name, name)} {getattr(times, name):g}" for name in names)
+        print(timeline.draw(table, times, width=width, colour=colour))
+        print(f"\nbubble {', '.join(bubbles)} ({priced})")
+    if parsed.svg is not None:
+        print(f"{parsed.svg}: the same, drawn to scale", file=sys.stderr if parsed.json else sys.stdout)
+    return DONE
+
+
+def _refuse_sizes(kind: str, stages: int | None = None, microbatches: int | None = None, chunks: int = 1) -> None:
+    """What is missing, and what would take minutes or more memory than there is."""
+    if stages is None or microbatches is None:
+        raise ConfigError(f"--kind {kind} needs --stages and --microbatches", fix="--stages 4 --microbatches 8")
+    cells = stages * (microbatches * chunks + stages * (chunks + 1))
+    if cells > LARGEST_SCHEDULE:
+        asked = f"--stages {stages} --microbatches {microbatches} --chunks {chunks}"
+        found = f"about {cells:,} ticks x stages, at most {LARGEST_SCHEDULE:,}"
+        raise ConfigError("the schedule is too large to lay out", asked=asked, found=found)
 
 
 def _start_jax(parsed: argparse.Namespace) -> None:
@@ -122,6 +183,23 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--out", required=True, metavar="NAME", help="writes NAME.bin and its sidecars")
     prepare.add_argument("--tokenizer", default="bytes", help="bytes | characters | a tokenizer.json (default: bytes)")
     prepare.set_defaults(command=_prepare)
+
+    schedule = commands.add_parser("schedule", help="a pipeline schedule: its timeline, bubble and stash; no devices")
+    kinds = "gpipe | 1f1b | interleaved | zero_bubble | a .json or .csv file with its own sizes (default: %(default)s)"
+    schedule.add_argument("--kind", default="1f1b", metavar="KIND", help=kinds)
+    schedule.add_argument("--stages", type=_positive, metavar="P", help="of the pipeline")
+    schedule.add_argument("--microbatches", type=_positive, metavar="M", help="per step")
+    schedule.add_argument("--chunks", type=_positive, metavar="V", help="runs of layers per stage (default: 1)")
+    through = "of a microbatch through all chunks of a stage, in any one unit (default: 1)"
+    schedule.add_argument("--forward", type=_time, metavar="TIME", help=through)
+    schedule.add_argument(
+        "--backward", type=_time, metavar="TIME", help="the same, of the backward without weight gradient"
+    )
+    schedule.add_argument("--weight", type=_time, metavar="TIME", help="the same; adds to backwards that are not split")
+    schedule.add_argument("--hop", type=_time, metavar="TIME", help="from a stage to the next (default: 0)")
+    schedule.add_argument("--svg", metavar="FILE", help="writes a picture, as wide as the times say")
+    schedule.add_argument("--json", action="store_true", help="for programs; --kind FILE.json reads it back")
+    schedule.set_defaults(command=_schedule)
     return parser
 
 
@@ -147,6 +225,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
+
+
+def _time(text: str) -> float:
+    try:
+        time = float(text)
+    except ValueError:
+        time = -1.0
+    if not 0 <= time <= 1e12:  # nan neither; the bound keeps sums finite
+        raise argparse.ArgumentTypeError(f"{text} is not a time: a number from 0 to 1e12")
+    return time
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ FILES = {
     "short.txt": "short text",
     "empty.txt": "",
     "tokenizer.json": "{}",
+    "two_stages.csv": "F0.0,\n,F0.0 B0.0\nB0.0,\n",
+    "two_backwards.csv": "F0.0 B0.0 B0.0\n",
     "file": "",
 }
 
@@ -123,6 +125,10 @@ def resume(run: str, *settings: str) -> list[str]:
 
 def sample(*arguments: str, run: str = "run") -> list[str]:
     return ["sample", run, "--prompt", "to", "--length", "4", *arguments]
+
+
+def schedule(*arguments: str) -> list[str]:
+    return ["schedule", "--stages", "4", "--microbatches", "6", *arguments]
 
 
 def tokens(name: str) -> list[str]:
@@ -316,6 +322,42 @@ TABLE = {
     "temperature of nan": (CONFIG, "--temperature nan", sample("--temperature", "nan")),
     "empty prompt": (CONFIG, "--prompt is empty", sample("--prompt", "")),
     "unknown character": (DATA, "character 'z' (U+007A) at position 0", sample("--prompt", "zebra")),
+    # pipeline schedules
+    "schedule of no size": (CONFIG, "1f1b needs --stages and --microbatches", ["schedule", "--stages", "4"]),
+    "unknown schedule": (CONFIG, "asked --kind 2f2b|1f1b|.csv file", schedule("--kind", "2f2b")),
+    "no such schedule file": (CONFIG, "cannot be read|none.csv", ["schedule", "--kind", "none.csv"]),
+    "schedule that breaks a rule": (
+        CONFIG,
+        "two_backwards.csv|tick 0, stage 0",
+        schedule("--kind", "two_backwards.csv"),
+    ),
+    "schedule file of another size": (
+        CONFIG,
+        "two_stages.csv has its own sizes|asked --stages 4|found stages 2",
+        schedule("--kind", "two_stages.csv"),
+    ),
+    "schedule of no stages": (CONFIG, "--stages: 0 is not a whole number", schedule("--stages", "0")),
+    "schedule too large": (
+        CONFIG,
+        "too large|about 6,000,000,032 ticks x stages",
+        schedule("--microbatches", "1500000000"),
+    ),
+    "chunks of a kind without": (CONFIG, "one chunk per stage|try 'interleaved'", schedule("--chunks", "2")),
+    "microbatches over stages": (
+        CONFIG,
+        "microbatches=6 with stages=4|try microbatches=4 or microbatches=8",
+        schedule("--kind", "interleaved", "--chunks", "2"),
+    ),
+    "negative time": (CONFIG, "--hop: -1 is not a time|from 0", schedule("--hop", "-1")),
+    "time that is no number": (CONFIG, "--forward: nan is not a time", schedule("--forward", "nan")),
+    "time without end": (CONFIG, "--backward: inf is not a time", schedule("--backward", "inf")),
+    "time in words": (CONFIG, "--weight: long is not a time", schedule("--weight", "long")),
+    "no time at all": (
+        CONFIG,
+        "takes some time|found 0 for all",
+        schedule("--forward", "0", "--backward", "0", "--weight", "0"),
+    ),
+    "picture into a file": (STORAGE, "cannot write file/x.svg: Not a directory", schedule("--svg", "file/x.svg")),
 }
 
 
@@ -337,6 +379,8 @@ REFUSED_BEFORE_JAX = (
     "--processes alone",
     "two axes to fill",
     "prepare nothing",
+    "negative time",
+    "schedule file of another size",
 )
 
 

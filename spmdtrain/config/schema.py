@@ -129,6 +129,36 @@ class MeshConfig(Settings):
         return {axis: getattr(self, axis) for axis in type(self).model_fields}
 
 
+class PipelineConfig(Settings):
+    """How the stages of mesh.pipeline take turns; where there is one stage there is no pipeline, whatever is set."""
+
+    schedule: str = Field(
+        "1f1b",
+        description="gpipe | 1f1b | interleaved | zero_bubble | a .json or .csv file, as `spmdtrain schedule` writes",
+    )
+    chunks: PositiveInt = Field(
+        1, description="runs of layers per stage, each a 1 / chunks of its layers (interleaved, zero_bubble)"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        known = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+        if self.schedule not in known and not self.is_file:
+            raise ValueError(
+                f"pipeline.schedule={self.schedule!r} is none of {', '.join(known)} and no .json or .csv file"
+            )
+        if self.chunks > 1 and self.schedule in ("gpipe", "1f1b"):
+            raise ValueError(
+                f"pipeline.chunks={self.chunks}: {self.schedule} has one chunk per stage; "
+                "set pipeline.schedule='interleaved'"
+            )
+        return self
+
+    @property
+    def is_file(self) -> bool:
+        return self.schedule.endswith((".json", ".csv"))
+
+
 class TrainConfig(Settings):
     steps: PositiveInt = Field(1000, description="optimizer steps in all; raising it and resuming goes on")
     global_batch: PositiveInt = Field(16, description="sequences per step over all devices")
@@ -228,6 +258,7 @@ class RunConfig(Settings):
 
     model: Annotated[GPT | Llama, Field(discriminator="name")] = GPT()
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     train: TrainConfig = TrainConfig()
     optimizer: Annotated[AdamW | Sgd, Field(discriminator="name")] = AdamW()
     precision: PrecisionConfig = PrecisionConfig()
@@ -256,6 +287,11 @@ class RunConfig(Settings):
         length, longest = self.train.sequence_length, self.max_length
         if length > longest:
             raise ValueError(f"train.sequence_length={length} is longer than model.max_length={longest}")
+        if self.mesh.pipeline != 1 and self.pipeline.schedule == "zero_bubble" and self.train.remat != "none":
+            raise ValueError(
+                f"train.remat={self.train.remat!r}: zero_bubble takes a layer's backward apart, which needs remat 'none'; "
+                "or set pipeline.schedule='interleaved'"
+            )
         if self.optimizer.warmup > self.train.steps:
             raise ValueError(f"optimizer.warmup={self.optimizer.warmup} is longer than train.steps={self.train.steps}")
         if self.optimizer.final_learning_rate > self.optimizer.learning_rate:

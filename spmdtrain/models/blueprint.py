@@ -15,7 +15,9 @@ from flax import nnx
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.transformer import Transformer
+from spmdtrain.parallel import layout
 from spmdtrain.parallel.axes import STACK_AXES, Rules
+from spmdtrain.parallel.layout import Layout, lay_out
 
 MakeModel = Callable[[RunConfig, nnx.Rngs], nnx.Module]
 
@@ -42,29 +44,44 @@ class Blueprint:
     graphdef: nnx.GraphDef
     variables: tuple[tuple[tuple, nnx.Variable], ...]
     make: Callable[[jax.Array], nnx.Module]
+    layout: Layout  # of the stacked layers; staged() says whether they lie in it
+
+    def staged(self, path: str) -> bool:
+        """Whether this parameter lies on the stages of a pipeline, [v, p, layers per chunk, ...]."""
+        return self.parameters[path].axes[:3] == layout.AXES
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Fresh parameters; trace it under jit with output shardings, so that none is ever whole on one device."""
         with nnx.use_eager_sharding(False):
             state = nnx.state(self.make(key))
-        return {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
+        values = {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
+        return {path: self.layout.staged(x) if self.staged(path) else x for path, x in values.items()}
 
     def bind(
         self, values: Mapping[str, jax.Array], gather: Callable[[nnx.State], nnx.State] | None = None
     ) -> nnx.Module:
-        """The module holding `values`; `gather` brings what is not stacked together for use (see `gathering`)."""
-        state = nnx.from_flat_state(
-            [(path, variable.replace(values[_dotted(path)])) for path, variable in self.variables]
-        )
+        """The module holding `values`; `gather` brings what is not stacked together for use (see `gathering`).
+
+        Parameters without a value stay abstract: a part of the model that does not use them runs all the same.
+        """
+
+        def held(path, variable):
+            at = _dotted(path)
+            return variable.replace(values[at]) if at in values else variable
+
+        state = nnx.from_flat_state([(path, held(path, variable)) for path, variable in self.variables])
         return nnx.merge(self.graphdef, gather(state) if gather else state)
 
 
-def build_model(config: RunConfig, make: MakeModel = Transformer) -> Blueprint:
-    """Traces `make(config, rngs)` without allocating anything. Every parameter must name its logical axes."""
+def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 1, chunks: int = 1) -> Blueprint:
+    """Traces `make(config, rngs)` without allocating anything. Every parameter must name its logical axes.
+
+    With several `stages`, parameters of the stack `blocks` lie on them in pipeline layout, `chunks` to a stage.
+    """
     with nnx.use_eager_sharding(False):
         build = lambda key: make(config, nnx.Rngs(params=key))  # noqa: E731
         graphdef, state = nnx.split(nnx.eval_shape(build, jax.random.key(0)))
-    parameters = {}
+    parameters, lay = {}, lay_out(config.model.layers, stages, chunks)
     for path, variable in nnx.to_flat_state(state):
         at = _dotted(path)
         if not isinstance(variable, nnx.Param):
@@ -75,8 +92,11 @@ def build_model(config: RunConfig, make: MakeModel = Transformer) -> Blueprint:
             raise ConfigError(
                 f"{at}: shape {variable.shape} names no logical axes", fix="nnx.Param(..., out_sharding=(...))"
             )
-        parameters[at] = Parameter(tuple(variable.shape), tuple(variable.out_sharding))
-    return Blueprint(parameters, graphdef, tuple(nnx.to_flat_state(state)), build)
+        shape, axes = tuple(variable.shape), tuple(variable.out_sharding)
+        if stages > 1 and path[0] == "blocks" and axes[0] == "layer":
+            shape, axes = lay.shape + shape[1:], layout.AXES + axes[1:]
+        parameters[at] = Parameter(shape, axes)
+    return Blueprint(parameters, graphdef, tuple(nnx.to_flat_state(state)), build, lay)
 
 
 def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State], nnx.State]:

@@ -1,11 +1,12 @@
 """What a layer may ask for besides its input: positions, segments, noise, and where its activations belong.
 
 One `Flow` accompanies a microbatch through the model. It is an argument, not ambient state: a layer that is given none
-cannot silently run unsharded. Letters: b batch, t time.
+cannot silently run unsharded. It is a pytree of its arrays. Letters: b batch, t time.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import jax
@@ -13,6 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["positions_bt", "segments_bt", "noise_b"],
+    meta_fields=["place", "lookup", "gather", "remat", "dropout"],
+)
 @dataclass(frozen=True)
 class Flow:
     positions_bt: jax.Array  # of each token inside its document; int32

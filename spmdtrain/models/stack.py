@@ -15,22 +15,37 @@ POLICIES = {
 
 
 class Stack(nnx.Module):
-    """`count` blocks made by `make_block(rngs)`, each called as `block(x, flow) -> x`."""
+    """`count` blocks made by `make_block(rngs)`, each called as `block(x, flow)`; it gives x, or (x, side loss).
+
+    A side loss is a float32 scalar, weighted, summed over the tokens of x as their losses are: training minimises the
+    sum of both over the number of tokens.
+    """
 
     def __init__(self, make_block: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs):
         self.count = count
         stacked = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layer"})
         self.layer = stacked(rngs.split(count))
 
-    def __call__(self, x: jax.Array, flow: Flow) -> jax.Array:
+    def __call__(self, x: jax.Array, flow: Flow) -> tuple[jax.Array, jax.Array | None]:
+        """x behind the last block, and the sum of the side losses if the blocks have any."""
         graphdef, parameters = nnx.split(self.layer)
 
         def body(x, layer):
-            index, parameters = layer
-            block = nnx.merge(graphdef, flow.gather(parameters))
-            return block(x, flow.at_layer(index)), None
+            number, parameters = layer
+            return run_block(nnx.merge(graphdef, flow.gather(parameters)), x, flow, number)
 
-        if flow.remat != "none":
-            body = jax.checkpoint(body, policy=POLICIES[flow.remat], prevent_cse=False)
-        x, _ = jax.lax.scan(body, x, (jnp.arange(self.count), parameters))
-        return x
+        x, sides = jax.lax.scan(rematerialised(body, flow.remat), x, (jnp.arange(self.count), parameters))
+        return x, None if sides is None else sides.sum()
+
+
+def run_block(block: nnx.Module, x: jax.Array, flow: Flow, number: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Layer `number` of a stack, which `block` holds the weights of: (x, side loss if it has one)."""
+    out = block(x, flow.at_layer(number))
+    return out if isinstance(out, tuple) else (out, None)
+
+
+def rematerialised(layer: Callable, remat: str) -> Callable:
+    """`layer` whose backward computes again what `remat` says: nothing (none), all but matmuls (dots), all (full)."""
+    if remat == "none":
+        return layer
+    return jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False)

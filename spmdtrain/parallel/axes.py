@@ -20,8 +20,10 @@ from spmdtrain.parallel.mesh import AXES
 Table = Mapping[str, tuple[str, ...]]
 
 PARAMETER_RULES: Table = {
+    "chunk": (),
+    "stage": ("pipeline",),
     "layer": (),
-    "vocab": ("tensor",),
+    "vocab": ("pipeline", "tensor"),
     "embed": ("fsdp",),
     "kv_heads": ("tensor",),
     "heads": ("tensor",),
@@ -40,9 +42,8 @@ ACTIVATION_RULES: Table = {
     "ffn": ("tensor",),
     "vocab": ("tensor",),
 }
-STACK_AXES = ("layer",)  # leading dims of stacked layers: an optimizer sees one layer's tensor, without them
+STACK_AXES = ("chunk", "stage", "layer")  # dims of stacked layers: an optimizer sees one layer's tensor, without them
 BATCH_AXES = ACTIVATION_RULES["batch"]
-MANUAL_AXES = ("pipeline", "data")  # manual in the training step: it cuts layers and batch over them, nothing else
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,17 @@ class Rules:
         return partition_spec(self.activations, "activations", names, shape, self.sizes, at=at, drop=drop)
 
 
+def manual_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes that the training step splits by hand.
+
+    Always `pipeline` and `data`. With a pipeline all axes of the batch: left automatic, their reductions and gathers
+    would run at every tick.
+    """
+    return ("pipeline", *BATCH_AXES) if sizes["pipeline"] > 1 else ("pipeline", "data")
+
+
 def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     """The default tables with `[rules]` of the config on top; unknown mesh axes and near-misses are refused."""
-    if sizes["pipeline"] > 1:  # a mesh can have stages, but nothing runs them yet
-        raise ConfigError(f"mesh.pipeline={sizes['pipeline']}: there is no pipelining yet", fix="--set mesh.pipeline=1")
     if "batch" in overrides.activations:
         raise ConfigError(f"rules.activations.batch: the batch is always split over {' x '.join(BATCH_AXES)}")
     for table, base in ((overrides.parameters, PARAMETER_RULES), (overrides.activations, ACTIVATION_RULES)):
@@ -76,7 +84,7 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
                     raise ConfigError(
                         f"rules.{kind}.{name}: no mesh axis {axis!r}{_near(axis, AXES)}", found=", ".join(AXES)
                     )
-                if axis in MANUAL_AXES:
+                if axis in ("pipeline", "data"):
                     raise ConfigError(f"rules.{kind}.{name}: mesh axis {axis!r} is split by the training step itself")
             if name not in base and (near := difflib.get_close_matches(name, base, 1, 0.8)):
                 raise ConfigError(f"rules.{kind}.{name}: no logical axis {name!r}; did you mean {near[0]!r}?")

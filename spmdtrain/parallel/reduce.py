@@ -1,13 +1,23 @@
-"""How gradients cross the data axis: one sum per step, or one scatter (ZeRO-1).
+"""How gradients cross mesh axes: one sum per step, or one scatter where a gradient rests split (ZeRO-1, fsdp).
 
-Called inside the manual region over `data`, after all microbatches, on gradients that each data shard has summed on
-its own.
+Called inside the manual region over these axes, after all microbatches, on gradients that each shard has summed on its
+own.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 from jax.sharding import PartitionSpec as P
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Of one gradient: summed over the axes in `sum`, and over those in `scatter` left split along their dim."""
+
+    sum: tuple[str, ...] = ()
+    scatter: tuple[tuple[str, int], ...] = ()
 
 
 def scatter_dim(shape: Sequence[int], spec: P, data: int) -> int | None:
@@ -29,17 +39,27 @@ def scattered_spec(spec: P, dim: int | None) -> P:
     return P(*parts)
 
 
-def summed(tree, data: int):
-    """Sums every leaf over the `data` devices. One device: nothing to sum, and XLA refuses a group of one here."""
-    return jax.lax.psum(tree, "data") if data > 1 else tree
+def crossing(spec: P, axes: Sequence[str]) -> Crossing:
+    """How a gradient that will rest as `spec` says crosses `axes`. Over `pipeline` it either is split already, each
+    stage having its own, or is summed."""
+    dims = {axis: dim for dim, part in enumerate(spec) for axis in (part if isinstance(part, tuple) else (part,))}
+    return Crossing(
+        sum=tuple(axis for axis in axes if axis not in dims),
+        scatter=tuple((axis, dims[axis]) for axis in axes if axis in dims and axis != "pipeline"),
+    )
 
 
-def reduced(gradients: Mapping[str, jax.Array], dims: Mapping[str, int | None], data: int) -> dict[str, jax.Array]:
-    """Gradients summed over `data`. Leaves with a dim in `dims` come back as this shard's slice of the sum."""
-    whole = summed({path: leaf for path, leaf in gradients.items() if dims[path] is None}, data)
-    slices = {
-        path: jax.lax.psum_scatter(leaf, "data", scatter_dimension=dims[path], tiled=True)
-        for path, leaf in gradients.items()
-        if dims[path] is not None
-    }
-    return whole | slices
+def summed(tree, axes: Sequence[str]):
+    """Sums every leaf over `axes`, which have more than one device each: XLA refuses a group of one here."""
+    return jax.lax.psum(tree, tuple(axes)) if axes else tree
+
+
+def reduced(gradients: Mapping[str, jax.Array], ways: Mapping[str, Crossing]) -> dict[str, jax.Array]:
+    """Gradients after their crossings; scattered ones are this shard's slice of the sum."""
+    slices, groups = dict(gradients), defaultdict(list)
+    for path, way in ways.items():
+        for axis, dim in way.scatter:
+            slices[path] = jax.lax.psum_scatter(slices[path], axis, scatter_dimension=dim, tiled=True)
+        groups[way.sum].append(path)
+    whole = [summed({path: slices[path] for path in paths}, axes) for axes, paths in groups.items()]
+    return {path: x for group in whole for path, x in group.items()}

@@ -16,24 +16,37 @@ from spmdtrain.parallel.axes import Rules
 def lookup(rules: Rules, manual: Sequence[str] = ()) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """`look(table [vocab, embed], ids [batch, time]) -> [batch, time, embed]`, the table whole over `fsdp`.
 
-    `manual`: mesh axes that the enclosing shard_map splits by hand already.
+    `manual`: mesh axes that the enclosing shard_map splits by hand already; over `pipeline` the table is this stage's
+    rows.
     """
+    by_hand = split_by_hand(rules, manual)
 
     def look(table: jax.Array, ids: jax.Array) -> jax.Array:
         table_spec = rules.parameter_spec(("vocab", None), table.shape, "embedding table", drop=("fsdp", *manual))
+        if by_hand:
+            ids = ids - jax.lax.axis_index(by_hand) * table.shape[0]
         if table_spec[0] is None:
-            return table[ids]
+            return jax.lax.psum(_own_rows(table, ids), by_hand) if by_hand else table[ids]
         axes = table_spec[0] if isinstance(table_spec[0], tuple) else (table_spec[0],)
         ids_spec = rules.activation_spec(("batch", "time"), ids.shape, drop=manual)
 
         def local(rows, ids):
-            place = ids - jax.lax.axis_index(axes) * rows.shape[0]
-            mine = (place >= 0) & (place < rows.shape[0])
-            found = jnp.where(mine[..., None], rows[jnp.where(mine, place, 0)], 0)
-            return jax.lax.psum(found, axes)
+            found = _own_rows(rows, ids - jax.lax.axis_index(axes) * rows.shape[0])
+            return jax.lax.psum(found, (*by_hand, *axes))
 
         rest = {axis for axis in rules.sizes if axis not in manual}
         specs = {"in_specs": (table_spec, ids_spec), "out_specs": P(*ids_spec, None)}
         return jax.shard_map(local, axis_names=rest, check_vma=False, **specs)(table, ids)
 
     return look
+
+
+def split_by_hand(rules: Rules, manual: Sequence[str]) -> tuple[str, ...]:
+    """The `manual` mesh axes that the vocabulary is split over."""
+    return tuple(axis for axis in rules.parameters["vocab"] if axis in manual and rules.sizes[axis] > 1)
+
+
+def _own_rows(rows: jax.Array, places: jax.Array) -> jax.Array:
+    """`rows[places]`, and 0 where a place lies outside."""
+    mine = (places >= 0) & (places < rows.shape[0])
+    return jnp.where(mine[..., None], rows[jnp.where(mine, places, 0)], 0)

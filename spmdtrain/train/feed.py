@@ -4,14 +4,21 @@ from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, partition_spec
-from spmdtrain.train.step import Batch, batch_sharding
+from spmdtrain.train.microbatch import Batch
 
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
+
+
+def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
+    """Of the batch entry `name`: sequences over data x fsdp x expert, time as the activation table says."""
+    time = rules.activation_spec(("time",), (0,)) if name != "sample" else ()
+    return NamedSharding(mesh, P(None, BATCH_AXES, *time))
 
 
 def sequences_at_once(config: RunConfig, rules: Rules) -> tuple[int, int]:

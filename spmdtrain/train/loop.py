@@ -30,6 +30,7 @@ from spmdtrain.train.checkpoint import Checkpoints, Meta, newest_step
 from spmdtrain.train.feed import sequences_at_once, to_devices
 from spmdtrain.train.interrupt import Interrupt
 from spmdtrain.train.journal import Journal
+from spmdtrain.train.pipelined import table_of
 from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
 from spmdtrain.train.progress import Progress, quantity
 from spmdtrain.train.state import TrainState, abstract_state, init_state
@@ -99,8 +100,10 @@ def prepare(config: RunConfig, make: MakeModel = Transformer, devices: Sequence[
     config = config.with_vocab(config.model.vocab or corpus.vocab)
     mesh = build_mesh(config.mesh, devices, config.origin)
     rules = make_rules(config.rules, mesh.shape)
-    sequences_at_once(config, rules)
-    blueprint = build_model(config, make)
+    stages, (microbatches, _) = mesh.shape["pipeline"], sequences_at_once(config, rules)
+    if stages > 1:
+        table_of(config, stages, microbatches)
+    blueprint = build_model(config, make, stages, config.pipeline.chunks)
     train, validation = split(corpus, config.data.validation_fraction, config.train.sequence_length)
     if config.eval.every and not validation.size:
         raise ConfigError("eval.every asks for evaluation, but data.validation_fraction=0 keeps no validation data")
@@ -178,14 +181,13 @@ def make_evaluate(setup: Setup) -> Callable[[TrainState], float]:
     """`evaluate(state) -> mean loss` over the validation split, or its first `eval.batches` batches."""
     config = setup.config
     step = make_eval_step(config, setup.blueprint, setup.mesh, setup.rules)
-    _, sequences = sequences_at_once(config, setup.rules)
+    shape, size = sequences_at_once(config, setup.rules), config.train.global_batch
 
     def evaluate(state: TrainState) -> float:
         windows = EvalWindows(setup.corpus, setup.validation, config.train.sequence_length, packing=config.data.packing)
         total = np.zeros(2)
-        for index in range(windows.num_batches(sequences, config.eval.batches)):
-            ids = batch_ids(index, sequences)
-            part = to_devices(windows.samples, ids, (1, sequences), setup.mesh, setup.rules)
+        for index in range(windows.num_batches(size, config.eval.batches)):
+            part = to_devices(windows.samples, batch_ids(index, size), shape, setup.mesh, setup.rules)
             total += jax.device_get(step(state.params, part))
         return float(total[0] / total[1])
 

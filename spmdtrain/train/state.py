@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.blueprint import Blueprint, cast
 from spmdtrain.models.flow import random_key
-from spmdtrain.parallel.axes import Rules
-from spmdtrain.parallel.reduce import scatter_dim, scattered_spec
+from spmdtrain.parallel.axes import Rules, manual_axes
+from spmdtrain.parallel.reduce import Crossing, crossing, scatter_dim, scattered_spec
 from spmdtrain.train import optimizer
 
 
@@ -47,6 +47,12 @@ def gradient_specs(config: RunConfig, blueprint: Blueprint, rules: Rules) -> dic
     """Where a reduced gradient, its moments and its update live: as the parameter, and over `data` with ZeRO-1."""
     dims, specs = scatter_dims(config, blueprint, rules), parameter_specs(blueprint, rules)
     return {path: scattered_spec(specs[path], dims[path]) for path in specs}
+
+
+def crossings(config: RunConfig, blueprint: Blueprint, rules: Rules) -> dict[str, Crossing]:
+    """How each gradient leaves the manual region of the step."""
+    axes = [axis for axis in manual_axes(rules.sizes) if rules.sizes[axis] > 1]
+    return {path: crossing(spec, axes) for path, spec in gradient_specs(config, blueprint, rules).items()}
 
 
 def abstract_state(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> TrainState:

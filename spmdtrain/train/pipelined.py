@@ -1,0 +1,145 @@
+"""Gradients with a pipeline: the model's `embed`, `blocks` and `head` as the program that stages run.
+
+One region, manual over `pipeline` and all axes of the batch: weights are gathered over `fsdp` once before the ticks,
+in compute precision, and gradients scattered once after. `context` and `tensor` stay automatic.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.blueprint import Blueprint, cast
+from spmdtrain.models.stack import rematerialised, run_block
+from spmdtrain.parallel import schedule, schedule_file
+from spmdtrain.parallel.axes import BATCH_AXES, Rules, manual_axes
+from spmdtrain.parallel.pipeline import Program, gradients, losses
+from spmdtrain.parallel.reduce import reduced, summed
+from spmdtrain.parallel.schedule import Table
+from spmdtrain.train.microbatch import Batch, head_loss, make_flow, manually, only, without
+from spmdtrain.train.state import crossings, gradient_specs, parameter_specs
+
+
+def table_of(config: RunConfig, stages: int, microbatches: int) -> Table:
+    """The schedule that the run asks for: built, or read from its file."""
+    asked = config.pipeline
+    if not asked.is_file:
+        return schedule.build(asked.schedule, stages, microbatches, asked.chunks)
+    table = schedule_file.read(Path(asked.schedule))
+    wanted = {"stages": stages, "microbatches": microbatches, "chunks": asked.chunks}
+    for name, value in wanted.items():
+        if getattr(table, name) != value:
+            raise ConfigError(
+                f"pipeline.schedule={asked.schedule!r} is for other {name}",
+                asked=f"{name}={value} of the run",
+                found=f"{name}={getattr(table, name)}",
+                fix="mesh.pipeline, pipeline.chunks and train.global_batch / train.microbatch as in the file",
+            )
+    if table.split and config.train.remat != "none":
+        raise ConfigError(
+            f"train.remat={config.train.remat!r}: {asked.schedule!r} takes a layer's backward apart",
+            fix="--set train.remat=none",
+        )
+    return table
+
+
+def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
+    """As `accumulated.make_gradients`; the batch's microbatches are those of the schedule."""
+    manual = manual_axes(rules.sizes)
+    specs, ways = gradient_specs(config, blueprint, rules), crossings(config, blueprint, rules)
+    resting = {path: without((*manual, "fsdp"), spec) for path, spec in parameter_specs(blueprint, rules).items()}
+    keep = config.train.remat != "full"
+
+    def local(params, step, batch):
+        table = table_of(config, rules.sizes["pipeline"], batch["tokens"].shape[0])
+        program, sided = _program(config, blueprint, rules, batch, step)
+        zeros = {
+            path: jax.lax.with_sharding_constraint(jnp.zeros(x.shape, config.precision.accumulate), resting[path])
+            for path, x in params.items()
+        }
+        totals, weights = _parts(blueprint, zeros), _parts(blueprint, params)
+        loss, side, *grads = gradients(program, table, blueprint.layout, *weights, totals, keep)
+        sums = _sums(loss, side if sided else None, batch, rules)
+        grads, count = reduced(grads[0] | grads[1], ways), jnp.maximum(sums["tokens"], 1)
+        return {path: (g / count).astype(g.dtype) for path, g in grads.items()}, sums
+
+    out_specs = ({path: only(manual, spec) for path, spec in specs.items()}, P())
+    return _gathered(local, config, blueprint, mesh, rules, out_specs)
+
+
+def make_losses(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
+    """As `accumulated.make_losses`."""
+
+    def local(params, _, batch):
+        table = table_of(config, rules.sizes["pipeline"], batch["tokens"].shape[0])
+        program, sided = _program(config, blueprint, rules, batch, None)
+        loss, side = losses(program, table, blueprint.layout, *_parts(blueprint, params))
+        return _sums(loss, side if sided else None, batch, rules)
+
+    run = _gathered(local, config, blueprint, mesh, rules, P())
+    return lambda params, batch: run(params, jnp.int32(0), batch)
+
+
+def _gathered(local, config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules, out_specs) -> Callable:
+    """`local(params, step, batch)` in the manual region, with weights in compute precision and whole over fsdp."""
+    manual = manual_axes(rules.sizes)
+    whole = {path: without(("fsdp",), spec) for path, spec in parameter_specs(blueprint, rules).items()}
+    in_specs = ({path: only(manual, spec) for path, spec in whole.items()}, P(), P(None, BATCH_AXES))
+    region = manually(local, mesh, manual, in_specs, out_specs)
+
+    def run(params, step, batch):
+        params = cast(params, config.precision.compute)
+        constrain = jax.lax.with_sharding_constraint
+        params = {path: constrain(x, NamedSharding(mesh, whole[path])) for path, x in params.items()}
+        return region(params, step, batch)
+
+    return run
+
+
+def _program(
+    config: RunConfig, blueprint: Blueprint, rules: Rules, batch: Batch, step: jax.Array | None
+) -> tuple[Program, bool]:
+    """What stages run on this batch, and whether the blocks have side losses."""
+    flow_of = make_flow(config, rules)
+    sided = []
+
+    def context_of(microbatch):
+        part = {name: jax.lax.dynamic_index_in_dim(x, microbatch, 0, keepdims=False) for name, x in batch.items()}
+        return part, flow_of(part, step)
+
+    def embed(shared, context):
+        part, flow = context
+        return blueprint.bind(shared).embed(part["tokens"], flow)
+
+    def layer(weights, x, rest):
+        number, (_, flow) = rest
+        y, side = run_block(blueprint.bind(weights).blocks.layer, x, flow, number)
+        sided.append(side is not None)
+        return y, jnp.float32(0) if side is None else side
+
+    def head(shared, x, context):
+        part, flow = context
+        return head_loss(blueprint.bind(shared), x, flow, part, rules)
+
+    remat = "dots" if config.train.remat == "dots" else "none"  # full: the executor runs whole chunks again
+    return Program(embed, rematerialised(layer, remat), head, context_of), sided
+
+
+def _parts(blueprint: Blueprint, values: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """(outside the layers, of the layers)."""
+    staged = {path: x for path, x in values.items() if blueprint.staged(path)}
+    return {path: x for path, x in values.items() if path not in staged}, staged
+
+
+def _sums(loss: jax.Array, side: jax.Array | None, batch: Batch, rules: Rules) -> dict[str, jax.Array]:
+    """Over all batch shards; every stage has the same."""
+    sums = {"loss": loss, "tokens": batch["mask"].astype(jnp.float32).sum()}
+    sums = sums if side is None else sums | {"side_loss": side}
+    return summed(sums, [axis for axis in BATCH_AXES if rules.sizes[axis] > 1])
