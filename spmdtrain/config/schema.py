@@ -289,8 +289,8 @@ class RunConfig(Settings):
             raise ValueError(f"train.sequence_length={length} is longer than model.max_length={longest}")
         if self.mesh.pipeline != 1 and self.pipeline.schedule == "zero_bubble" and self.train.remat != "none":
             raise ValueError(
-                f"train.remat={self.train.remat!r}: zero_bubble takes a layer's backward apart, which needs remat 'none'; "
-                "or set pipeline.schedule='interleaved'"
+                f"train.remat={self.train.remat!r}: zero_bubble takes a layer's backward apart, which needs remat "
+                "'none'; or set pipeline.schedule='interleaved'"
             )
         if self.optimizer.warmup > self.train.steps:
             raise ValueError(f"optimizer.warmup={self.optimizer.warmup} is longer than train.steps={self.train.steps}")

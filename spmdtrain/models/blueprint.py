@@ -15,7 +15,6 @@ from flax import nnx
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel import layout
 from spmdtrain.parallel.axes import STACK_AXES, Rules
 from spmdtrain.parallel.layout import Layout, lay_out
 
@@ -44,18 +43,19 @@ class Blueprint:
     graphdef: nnx.GraphDef
     variables: tuple[tuple[tuple, nnx.Variable], ...]
     make: Callable[[jax.Array], nnx.Module]
-    layout: Layout  # of the stacked layers; staged() says whether they lie in it
+    layout: Layout  # of the parameters in the stack `blocks`
 
-    def staged(self, path: str) -> bool:
-        """Whether this parameter lies on the stages of a pipeline, [v, p, layers per chunk, ...]."""
-        return self.parameters[path].axes[:3] == layout.AXES
+    def in_stack(self, path: str) -> bool:
+        """Whether this parameter belongs to the layers that a pipeline spreads over its stages."""
+        axes = self.layout.axes
+        return path.startswith("blocks.") and self.parameters[path].axes[: len(axes)] == axes
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Fresh parameters; trace it under jit with output shardings, so that none is ever whole on one device."""
         with nnx.use_eager_sharding(False):
             state = nnx.state(self.make(key))
         values = {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
-        return {path: self.layout.staged(x) if self.staged(path) else x for path, x in values.items()}
+        return {path: self.layout.staged(x) if self.in_stack(path) else x for path, x in values.items()}
 
     def bind(
         self, values: Mapping[str, jax.Array], gather: Callable[[nnx.State], nnx.State] | None = None
@@ -93,8 +93,8 @@ def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 
                 f"{at}: shape {variable.shape} names no logical axes", fix="nnx.Param(..., out_sharding=(...))"
             )
         shape, axes = tuple(variable.shape), tuple(variable.out_sharding)
-        if stages > 1 and path[0] == "blocks" and axes[0] == "layer":
-            shape, axes = lay.shape + shape[1:], layout.AXES + axes[1:]
+        if path[0] == "blocks" and axes[:1] == ("layer",):
+            shape, axes = lay.shape + shape[1:], lay.axes + axes[1:]
         parameters[at] = Parameter(shape, axes)
     return Blueprint(parameters, graphdef, tuple(nnx.to_flat_state(state)), build, lay)
 

@@ -13,6 +13,7 @@ Memory: the rings of the table, of its slots and not of its microbatches. Gradie
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -127,6 +128,10 @@ class _Pipeline:
         """All rounds of the table: a scan for each phase, and one around the phases of a round that repeats."""
         columns = {name: jnp.asarray(getattr(self.table, name))[:, self.stage] for name in COLUMNS}
         columns |= {name: jnp.asarray(getattr(self.table, name)) for name in OF_ALL_STAGES}
+
+        def ticking(phase, carry, cell):
+            return tick(phase, carry, cell), None
+
         for each in self.table.rounds:
             first, length = each.phases[0].start, each.ticks * each.repeats
             cells = {name: column[first : first + length] for name, column in columns.items()}
@@ -134,9 +139,7 @@ class _Pipeline:
             def once(carry, cells, each=each, first=first):
                 for phase in each.phases:
                     own = {name: column[phase.start - first : phase.stop - first] for name, column in cells.items()}
-                    carry, _ = jax.lax.scan(
-                        lambda carry, cell, phase=phase: (tick(phase, carry, cell), None), carry, own
-                    )
+                    carry, _ = jax.lax.scan(partial(ticking, phase), carry, own)
                 return carry, None
 
             if each.repeats == 1:
@@ -148,7 +151,7 @@ class _Pipeline:
 
     def forward_tick(self, phase: Phase, carry: dict[str, Tree], cell: Cell) -> dict[str, Tree]:
         """A tick of evaluation."""
-        carry = dict(carry)
+        carry = self.arrived(phase, carry, cell)
         if phase.forward:
             y = self.forward(phase, carry, cell)
             if phase.head:
@@ -157,7 +160,7 @@ class _Pipeline:
 
     def tick(self, phase: Phase, carry: dict[str, Tree], cell: Cell) -> dict[str, Tree]:
         """A tick of training."""
-        carry, table, cotangent = dict(carry), self.table, self.zeros(self.x)
+        carry, table, cotangent = self.arrived(phase, carry, cell), self.table, self.zeros(self.x)
         if phase.arrive_backward:  # sent now, not when it was made: it can pass during the forward
             cotangent = self.to_previous(carry["cotangent"])
             if table.cotangent_slots:
@@ -182,12 +185,16 @@ class _Pipeline:
 
     # The work of one tick
 
+    def arrived(self, phase: Phase, carry: dict[str, Tree], cell: Cell) -> dict[str, Tree]:
+        """With the activation that has come in its slot, where activations wait."""
+        if not (self.table.activations_wait and phase.arrive_forward):
+            return dict(carry)
+        return carry | {"inputs": _put(carry["inputs"], cell["arrive_forward_slot"], carry["activation"])}
+
     def forward(self, phase: Phase, carry: dict[str, Tree], cell: Cell) -> jax.Array:
         """y, which is sent on; the side loss is added; in training what backward needs goes into the stash."""
-        x = carry["activation"]
-        if self.table.activations_wait:
-            carry["inputs"] = _put(carry["inputs"], cell["arrive_forward_slot"], x)
-            x = _take(carry["inputs"], cell["forward_slot"])
+        waits = self.table.activations_wait
+        x = _take(carry["inputs"], cell["forward_slot"]) if waits else carry["activation"]
         if phase.embed:
             embedded = self.program.embed(self.shared, self.context(cell["embed_microbatch"]))
             x = jnp.where((self.stage == 0) & (cell["forward_chunk"] == 0), embedded, x)

@@ -7,6 +7,7 @@ own.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -42,7 +43,7 @@ def scattered_spec(spec: P, dim: int | None) -> P:
 def crossing(spec: P, axes: Sequence[str]) -> Crossing:
     """How a gradient that will rest as `spec` says crosses `axes`. Over `pipeline` it either is split already, each
     stage having its own, or is summed."""
-    dims = {axis: dim for dim, part in enumerate(spec) for axis in (part if isinstance(part, tuple) else (part,))}
+    dims = {axis: dim for dim, part in enumerate(spec) for axis in _axes(part)}
     return Crossing(
         sum=tuple(axis for axis in axes if axis not in dims),
         scatter=tuple((axis, dims[axis]) for axis in axes if axis in dims and axis != "pipeline"),
@@ -54,12 +55,36 @@ def summed(tree, axes: Sequence[str]):
     return jax.lax.psum(tree, tuple(axes)) if axes else tree
 
 
-def reduced(gradients: Mapping[str, jax.Array], ways: Mapping[str, Crossing]) -> dict[str, jax.Array]:
-    """Gradients after their crossings; scattered ones are this shard's slice of the sum."""
+def reduced(
+    gradients: Mapping[str, jax.Array], ways: Mapping[str, Crossing], automatic: Mapping[str, P]
+) -> dict[str, jax.Array]:
+    """Gradients after their crossings; scattered ones are this shard's slice of the sum.
+
+    `automatic`: how the mesh axes that the region leaves to XLA split each gradient. They are made manual as well:
+    around a scatter XLA would gather over them. Not where one of them splits the very dim that is scattered.
+    """
+    mixed = {path for path, way in ways.items() if any(_axes(automatic[path][dim]) for _, dim in way.scatter)}
+    alone = {path: x for path, x in gradients.items() if path not in mixed}
+    specs = {path: automatic[path] for path in alone}
+    axes = {axis for spec in specs.values() for part in spec for axis in _axes(part)}
+    cross = partial(_crossed, ways=ways)
+    if axes:
+        alone = jax.shard_map(cross, axis_names=axes, in_specs=(specs,), out_specs=specs, check_vma=False)(alone)
+    else:
+        alone = cross(alone)
+    return alone | cross({path: gradients[path] for path in mixed})
+
+
+def _crossed(gradients: Mapping[str, jax.Array], ways: Mapping[str, Crossing]) -> dict[str, jax.Array]:
     slices, groups = dict(gradients), defaultdict(list)
-    for path, way in ways.items():
+    for path in gradients:
+        way = ways[path]
         for axis, dim in way.scatter:
             slices[path] = jax.lax.psum_scatter(slices[path], axis, scatter_dimension=dim, tiled=True)
         groups[way.sum].append(path)
     whole = [summed({path: slices[path] for path in paths}, axes) for axes, paths in groups.items()]
     return {path: x for group in whole for path, x in group.items()}
+
+
+def _axes(part) -> tuple[str, ...]:
+    return part if isinstance(part, tuple) else (part,) if part else ()

@@ -34,7 +34,7 @@ def lookup(rules: Rules, manual: Sequence[str] = ()) -> Callable[[jax.Array, jax
             found = _own_rows(rows, ids - jax.lax.axis_index(axes) * rows.shape[0])
             return jax.lax.psum(found, (*by_hand, *axes))
 
-        rest = {axis for axis in rules.sizes if axis not in manual}
+        rest = {axis for axis, size in rules.sizes.items() if size > 1 and axis not in manual}
         specs = {"in_specs": (table_spec, ids_spec), "out_specs": P(*ids_spec, None)}
         return jax.shard_map(local, axis_names=rest, check_vma=False, **specs)(table, ids)
 

@@ -48,7 +48,7 @@ def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
             add = lambda total, part: (jax.tree.map(jnp.add, total, microbatch(part)), None)  # noqa: E731
             (grads, sums), _ = jax.lax.scan(add, (zeros, none), batch)
         sums = summed(sums, _axes(rules))
-        grads, count = reduced(grads, ways), jnp.maximum(sums["tokens"], 1)
+        grads, count = reduced(grads, ways, resting), jnp.maximum(sums["tokens"], 1)
         return {path: (g / count).astype(g.dtype) for path, g in grads.items()}, sums
 
     out_specs = ({path: only(manual, spec) for path, spec in specs.items()}, P())

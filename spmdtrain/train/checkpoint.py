@@ -3,20 +3,26 @@
 A step has three items: `params` (so that weights can be read alone), `state` (optimizer) and `meta` (JSON: which leaves
 with which shapes, where the data stands). Orbax writes in the background into a temporary name and renames: a step
 that is listed is complete. Restoring reads straight into the shards that the abstract state asks for, whatever mesh or
-number of processes wrote it.
+number of processes wrote it. Stacked layers are saved in the pipeline layout in which they rest; where another is asked
+for, they are read and laid out anew one parameter at a time.
 """
 
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import CheckpointError, StorageError
+from spmdtrain.models.blueprint import Blueprint
+from spmdtrain.parallel.layout import Layout, lay_out
 from spmdtrain.train.state import TrainState
 
 FORMAT = 1
@@ -25,9 +31,13 @@ logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save on
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. `keep`: how many of the newest stay; None: only read, change nothing."""
+    """The checkpoints of one run directory. `keep`: how many of the newest stay; None: only read, change nothing.
 
-    def __init__(self, run: Path, keep: int | None):
+    `blueprint`: of the model whose state is saved and restored.
+    """
+
+    def __init__(self, run: Path, blueprint: Blueprint, keep: int | None):
+        self._blueprint = blueprint
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=keep is not None, read_only=keep is None
         )
@@ -42,7 +52,8 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, meta: Meta) -> None:
         """Starts saving; `state` may be donated as soon as this returns. Waits for the save before it, if any."""
-        meta = {"format": FORMAT, "leaves": leaves(state)} | meta
+        layout = self._blueprint.layout.describe()
+        meta = {"format": FORMAT, "leaves": leaves(state), "layout": layout} | meta
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
             state=ocp.args.StandardSave(state.opt_state),
@@ -52,18 +63,16 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
         """The state saved at `step`, each leaf read into the sharding that `abstract` gives it."""
-        meta = self._checked_meta(step, leaves(abstract))
-        items = ocp.args.Composite(
-            params=ocp.args.StandardRestore(abstract.params), state=ocp.args.StandardRestore(abstract.opt_state)
-        )
-        found = self._read(step, items)
+        meta, saved = self._checked_meta(step, abstract)
+        params = self._restored(step, "params", abstract.params, saved)
+        opt_state = self._restored(step, "state", abstract.opt_state, saved)
         counter = jax.make_array_from_callback((), abstract.step.sharding, lambda _: abstract.step.dtype.type(step))
-        return TrainState(counter, found.params, found.state), meta
+        return TrainState(counter, params, opt_state), meta
 
     def restore_params(self, step: int, params: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """The weights alone."""
-        self._checked_meta(step, leaves(params))
-        return self._read(step, ocp.args.Composite(params=ocp.args.StandardRestore(params))).params
+        _, saved = self._checked_meta(step, params)
+        return self._restored(step, "params", params, saved)
 
     def wait(self) -> None:
         """Returns when the last save is complete on disk."""
@@ -72,13 +81,70 @@ class Checkpoints:
     def close(self) -> None:
         self._manager.close()
 
-    def _checked_meta(self, step: int, asked: dict[str, list]) -> Meta:
-        meta = self._read(step, ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+    def _restored(self, step: int, item: str, asked: dict[str, Any], saved: Layout) -> dict[str, Any]:
+        """The item's leaves by parameter, each in the shape and sharding of `asked`."""
+        if saved == self._blueprint.layout:
+            arguments = ocp.args.Composite(**{item: ocp.args.StandardRestore(asked)})
+            return self._read(step, lambda: self._manager.restore(step, args=arguments)[item])
+        directory = self._manager.directory / str(step) / item
+        with contextlib.closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as reader:
+            return {path: self._relaid(step, reader, directory, path, asked[path], saved) for path in asked}
+
+    def _relaid(self, step: int, reader: ocp.Checkpointer, directory, path: str, asked, saved: Layout):
+        """One parameter's leaves, read as they were saved and laid out as asked."""
+        here = {path: self._as_saved(path, asked, saved)}
+        how = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), here)
+        arguments = ocp.args.PyTreeRestore(here, restore_args=how, partial_restore=True)
+        found = self._read(step, lambda: reader.restore(directory, args=arguments)[path])
+        if not self._blueprint.in_stack(path):
+            return found
+        shardings = jax.tree.map(lambda x: x.sharding, asked)
+        staged = self._blueprint.layout.staged
+        relay = jax.jit(lambda tree: jax.tree.map(lambda x: staged(saved.unstaged(x)), tree), out_shardings=shardings)
+        return relay(found)
+
+    def _as_saved(self, path: str, tree, saved: Layout):
+        """Shapes of a parameter's leaves in the saved layout, split over the mesh much as they will be."""
+        if not self._blueprint.in_stack(path):
+            return tree
+        leading = len(self._blueprint.layout.shape)
+
+        def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            shape = saved.shape + x.shape[leading:]
+            if not isinstance(x.sharding, NamedSharding):
+                return jax.ShapeDtypeStruct(shape, x.dtype)
+            mesh, spec = x.sharding.mesh, [*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec))]
+            stages = mesh.shape["pipeline"]
+            split = next((at for at, size in enumerate(saved.shape) if size % stages == 0), None)
+            over = ["pipeline" if at == split and stages > 1 else None for at in range(len(saved.shape))]
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, P(*over, *spec[leading:])))
+
+        return jax.tree.map(leaf, tree)
+
+    def _checked_meta(self, step: int, abstract) -> tuple[Meta, Layout]:
+        """The checkpoint's meta and layout, once they are known to fit `abstract`, a TrainState or its params."""
+        arguments = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        meta = self._read(step, lambda: self._manager.restore(step, args=arguments).meta)
         if meta.get("format") != FORMAT:
             raise CheckpointError(
                 f"{self._at(step)} has format {meta.get('format')}", found=f"this version reads {FORMAT}"
             )
-        saved = meta["leaves"]
+        layout, saved = self._blueprint.layout, meta["leaves"]
+        layout_saved = Layout(**meta["layout"]) if "layout" in meta else lay_out(layout.layers, 1, 1)
+        if layout_saved.layers != layout.layers:
+            raise CheckpointError(
+                f"{self._at(step)} does not fit",
+                asked=f"model.layers={layout.layers}",
+                found=f"{layout_saved.layers} layers",
+                fix="the configuration that it was saved with, or another --run",
+            )
+        params, opt_state = (
+            (abstract.params, abstract.opt_state) if isinstance(abstract, TrainState) else (abstract, {})
+        )
+        relaid = [
+            {path: self._as_saved(path, x, layout_saved) for path, x in tree.items()} for tree in (params, opt_state)
+        ]
+        asked = leaves(replace(abstract, params=relaid[0], opt_state=relaid[1])) if opt_state else leaves(relaid[0])
         for path in sorted(asked):
             if asked[path] != saved.get(path):
                 raise CheckpointError(
@@ -87,12 +153,12 @@ class Checkpoints:
                     found=_described(saved.get(path)),
                     fix="the configuration that it was saved with, or another --run",
                 )
-        return meta
+        return meta, layout_saved
 
-    def _read(self, step: int, items):
+    def _read(self, step: int, read: Callable[[], Any]):
         try:
             with _without_stray_reads():
-                return self._manager.restore(step, args=items)
+                return read()
         except (ValueError, OSError, KeyError) as error:
             cause = " ".join(str(error).split())[:200]
             before = max((other for other in self._manager.all_steps() if other < step), default=None)

@@ -65,7 +65,7 @@ def sample(run: Path, prompt: str, length: int | None, choice: Choice, seed: int
             asked=f"{len(ids)} tokens of prompt and --length {length}",
             fix=f"--length {room}" if room > 0 else "a shorter --prompt",
         )
-    with contextlib.closing(Checkpoints(run, keep=None)) as checkpoints:
+    with contextlib.closing(Checkpoints(run, blueprint, keep=None)) as checkpoints:
         newest = checkpoints.newest()
         if newest is None:
             raise CheckpointError(f"{run} holds no checkpoint", fix="training first: spmdtrain train CONFIG --run RUN")

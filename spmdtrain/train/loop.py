@@ -30,8 +30,8 @@ from spmdtrain.train.checkpoint import Checkpoints, Meta, newest_step
 from spmdtrain.train.feed import sequences_at_once, to_devices
 from spmdtrain.train.interrupt import Interrupt
 from spmdtrain.train.journal import Journal
-from spmdtrain.train.pipelined import table_of
 from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
+from spmdtrain.train.pipelined import table_of
 from spmdtrain.train.progress import Progress, quantity
 from spmdtrain.train.state import TrainState, abstract_state, init_state
 from spmdtrain.train.step import make_eval_step, make_step
@@ -74,7 +74,7 @@ def run(
     step in flight."""
     setup = prepare(config, make, devices)
     config, directory = setup.config, _opened(Path(directory), fresh)
-    checkpoints = Checkpoints(directory, config.checkpoint.keep)
+    checkpoints = Checkpoints(directory, setup.blueprint, config.checkpoint.keep)
     with contextlib.closing(checkpoints), Journal(directory) as journal:
         state, sample = starting_state(setup, directory, checkpoints, journal)
         if int(state.step) >= config.train.steps:
@@ -138,7 +138,7 @@ def _weights_of(run: Path, setup: Setup) -> dict[str, jax.Array]:
     newest = newest_step(run)
     if newest is None:
         raise CheckpointError(f"train.init_from='{run}' holds no checkpoint", fix="the directory of a trained run")
-    with contextlib.closing(Checkpoints(run, keep=None)) as checkpoints:
+    with contextlib.closing(Checkpoints(run, setup.blueprint, keep=None)) as checkpoints:
         return checkpoints.restore_params(newest, setup.abstract.params)
 
 

@@ -5,7 +5,6 @@ in compute precision, and gradients scattered once after. `context` and `tensor`
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
     """As `accumulated.make_gradients`; the batch's microbatches are those of the schedule."""
     manual = manual_axes(rules.sizes)
     specs, ways = gradient_specs(config, blueprint, rules), crossings(config, blueprint, rules)
-    resting = {path: without((*manual, "fsdp"), spec) for path, spec in parameter_specs(blueprint, rules).items()}
+    resting = {path: without(manual, spec) for path, spec in specs.items()}
     keep = config.train.remat != "full"
 
     def local(params, step, batch):
@@ -67,7 +66,7 @@ def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
         totals, weights = _parts(blueprint, zeros), _parts(blueprint, params)
         loss, side, *grads = gradients(program, table, blueprint.layout, *weights, totals, keep)
         sums = _sums(loss, side if sided else None, batch, rules)
-        grads, count = reduced(grads[0] | grads[1], ways), jnp.maximum(sums["tokens"], 1)
+        grads, count = reduced(grads[0] | grads[1], ways, resting), jnp.maximum(sums["tokens"], 1)
         return {path: (g / count).astype(g.dtype) for path, g in grads.items()}, sums
 
     out_specs = ({path: only(manual, spec) for path, spec in specs.items()}, P())
@@ -134,8 +133,8 @@ def _program(
 
 def _parts(blueprint: Blueprint, values: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """(outside the layers, of the layers)."""
-    staged = {path: x for path, x in values.items() if blueprint.staged(path)}
-    return {path: x for path, x in values.items() if path not in staged}, staged
+    stack = {path: x for path, x in values.items() if blueprint.in_stack(path)}
+    return {path: x for path, x in values.items() if path not in stack}, stack
 
 
 def _sums(loss: jax.Array, side: jax.Array | None, batch: Batch, rules: Rules) -> dict[str, jax.Array]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.blueprint import Blueprint, cast
+from spmdtrain.models.blueprint import Blueprint, Parameter, cast
 from spmdtrain.models.flow import random_key
 from spmdtrain.parallel.axes import Rules, manual_axes
 from spmdtrain.parallel.reduce import Crossing, crossing, scatter_dim, scattered_spec
@@ -68,11 +68,19 @@ def abstract_state(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
         params={path: leaf(x, rest[path]) for path, x in shapes.params.items()},
         opt_state={
             path: jax.tree.map(
-                lambda x, path=path: leaf(x, moments[path] if x.shape == shapes.params[path].shape else P()), state
+                lambda x, path=path: leaf(x, _spec_beside(x, blueprint.parameters[path], moments[path])), state
             )
             for path, state in shapes.opt_state.items()
         },
     )
+
+
+def _spec_beside(x: jax.ShapeDtypeStruct, parameter: Parameter, spec: P) -> P:
+    """Of an optimizer leaf: as the gradient if it has its shape; else its layers as the gradient's, the rest whole."""
+    if x.shape == parameter.shape:
+        return spec
+    stack = parameter.shape[: parameter.stacked]
+    return P(*spec[: len(stack)]) if x.shape[: len(stack)] == stack else P()
 
 
 def init_state(config: RunConfig, blueprint: Blueprint, abstract: TrainState) -> TrainState:

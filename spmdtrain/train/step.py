@@ -24,8 +24,7 @@ Metrics = dict[str, jax.Array]
 
 def make_step(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
     """`step(state, batch) -> (state, metrics)`, jitted, state donated. Metrics: loss (mean over the unmasked tokens of
-    the whole batch), grad_norm (before clipping), learning_rate, tokens (unmasked), and side_loss where blocks have one.
-    """
+    the whole batch), grad_norm (before clipping), learning_rate, tokens (unmasked); side_loss where blocks have one."""
     gradients = _way(rules).make_gradients(config, blueprint, mesh, rules)
     moments = {path: NamedSharding(mesh, spec) for path, spec in gradient_specs(config, blueprint, rules).items()}
 

@@ -1,5 +1,6 @@
 """Schedules: their tick counts, stashes and phases, and that the arrays alone are enough to run them."""
 
+import random
 from itertools import product
 
 import numpy as np
@@ -38,9 +39,22 @@ def tables(draw) -> Table:
 
 @st.composite
 def waiting_tables(draw) -> Table:
-    """Legal schedules in which things wait: each tick every stage runs some of the units that are ready, or none."""
+    """Legal schedules in which things wait."""
     stages, chunks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    split, random = draw(st.booleans()), draw(st.randoms(use_true_random=False))
+    return waiting_table(stages, chunks, microbatches, draw(st.booleans()), draw(st.randoms(use_true_random=False)))
+
+
+def some_waiting_table(seed: int) -> Table:
+    """One of them, of two or four stages, in which something does wait."""
+    choose = random.Random(seed)
+    while True:
+        table = waiting_table((2, 4)[seed % 2], choose.randint(1, 2), 4, seed % 4 < 2, choose)
+        if table.activations_wait and table.cotangent_slots and (table.deferred_slots or not table.split):
+            return table
+
+
+def waiting_table(stages: int, chunks: int, microbatches: int, split: bool, choose: random.Random) -> Table:
+    """Each tick every stage runs some of the units that are ready, or none."""
     kinds = ("forward", "backward", "weight") if split else ("forward", "backward")
     ran = {kind: {} for kind in kinds}
     rows = {kind: [] for kind in ("forward", "backward", "weight")}
@@ -65,8 +79,8 @@ def waiting_tables(draw) -> Table:
                 for microbatch, chunk in product(range(microbatches), range(chunks))
                 if (stage, microbatch, chunk) not in ran[kind] and ready(kind, stage, microbatch, chunk, tick)
             ]
-            if units and random.random() < 0.7:
-                row[kind][stage] = random.choice(units)
+            if units and choose.random() < 0.7:
+                row[kind][stage] = choose.choice(units)
                 ran[kind][stage, *row[kind][stage]] = tick
         if any(unit != (-1, -1) for cells in row.values() for unit in cells):
             for kind in rows:
