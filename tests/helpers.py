@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from spmdtrain.config import RunConfig, from_resolved, resolved
-from spmdtrain.train import loop
+from spmdtrain.train import accumulated, loop, pipelined
 from spmdtrain.train.state import TrainState, init_state
 from spmdtrain.train.step import make_step
 
@@ -62,3 +62,52 @@ def assert_same_bits(got: Any, want: Any) -> None:
     assert [path for path, _ in got] == [path for path, _ in want]
     for (path, ours), (_, theirs) in zip(got, want, strict=True):
         assert np.array_equal(np.asarray(ours), np.asarray(theirs)), jax.tree_util.keystr(path)
+
+
+def pipeline(stages: int, axes: tuple[str, ...], schedule: str, chunks: int, turns: int, remat: str) -> tuple[str, ...]:
+    """Settings of a pipeline with other axes of 2 beside it; 32 sequences in microbatches of `turns` to a stage."""
+    shards = 2 ** len([axis for axis in axes if axis != "tensor"])
+    return (
+        *(f"mesh.{axis}=2" for axis in axes),
+        f"mesh.pipeline={stages}",
+        f"pipeline.schedule={schedule}",
+        f"pipeline.chunks={chunks}",
+        "train.global_batch=32",
+        f"train.microbatch={32 // (turns * stages * shards)}",
+        f"train.remat={remat}",
+    )
+
+
+def pipeline_name(case: tuple) -> str:
+    """Of a test: the arguments of `pipeline`, or settings."""
+    if isinstance(case[0], str):
+        return " ".join(setting.partition(".")[2] for setting in case)
+    stages, axes, schedule, chunks, turns, remat = case
+    return f"p{stages} {' '.join(axes)} {schedule} v{chunks} m{turns}p {remat}"
+
+
+@cache
+def gradients(*overrides: str) -> tuple[float, dict[str, np.ndarray]]:
+    """(mean loss, gradients in the order of the layers) of the first batch, from the initial weights."""
+    setup = prepared(*overrides)
+    way = pipelined if setup.rules.sizes["pipeline"] > 1 else accumulated
+    find = jax.jit(way.make_gradients(setup.config, setup.blueprint, setup.mesh, setup.rules))
+    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    with loop.batches(setup, 0, 0) as ahead:
+        found, sums = jax.device_get(find(state.params, state.step, next(ahead)))
+    unstaged = setup.blueprint.layout.unstaged
+    in_order = {path: unstaged(g) if setup.blueprint.in_stack(path) else g for path, g in found.items()}
+    return float(sums["loss"] / sums["tokens"]), in_order
+
+
+def assert_gradients_of_one_device(numbers: tuple[str, ...], placement: tuple[str, ...], tolerance: float) -> None:
+    """Loss, and every gradient relative to the largest of its tensor."""
+    smallest = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_length=8", "train.global_batch=32")
+    got_loss, got = gradients(*smallest, *numbers, *placement)
+    want_loss, want = gradients(*smallest, *numbers)
+    assert abs(got_loss - want_loss) <= tolerance * want_loss
+    assert got.keys() == want.keys()
+    for path in want:
+        assert got[path].shape == want[path].shape
+        worst = np.max(np.abs(got[path] - want[path])) / np.max(np.abs(want[path]))
+        assert worst <= tolerance, f"{path}: {worst}"

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from spmdtrain.parallel.layer_gradient import LayerGradient
 from spmdtrain.parallel.layout import Layout
+from spmdtrain.parallel.reduce import summed
 from spmdtrain.parallel.schedule import Phase, Table
 
 AXIS = "pipeline"
@@ -208,7 +209,7 @@ class _Pipeline:
     def head_loss(self, shared: Tree, y: jax.Array, cell: Cell) -> tuple[jax.Array, jax.Array]:
         """This stage's part of the loss of the microbatch that leaves the last stage, and whether one does."""
         leaves = cell["head_microbatch"] >= 0
-        x = jax.lax.psum(jnp.where(self.last & leaves, y, 0), AXIS)
+        x = summed(jnp.where(self.last & leaves, y, 0), (AXIS,))
         loss = self.program.head(shared, x, self.context(cell["head_microbatch"]))
         return jnp.where(leaves, loss, 0) / self.table.stages, leaves
 

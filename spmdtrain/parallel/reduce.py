@@ -5,11 +5,12 @@ own.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 
@@ -52,7 +53,16 @@ def crossing(spec: P, axes: Sequence[str]) -> Crossing:
 
 def summed(tree, axes: Sequence[str]):
     """Sums every leaf over `axes`, which have more than one device each: XLA refuses a group of one here."""
-    return jax.lax.psum(tree, tuple(axes)) if axes else tree
+    return jax.tree.map(lambda x: _on_cpu_in_float32(lambda x: jax.lax.psum(x, tuple(axes)), x), tree) if axes else tree
+
+
+def _on_cpu_in_float32(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """XLA's CPU compiler aborts the process at a 16-bit sum in a region that is manual over some axes only (jax 0.10
+    and 0.12: "Invalid binary instruction opcode copy")."""
+    if x.dtype.itemsize != 2:
+        return collective(x)
+    wide = lambda x: collective(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
+    return jax.lax.platform_dependent(x, cpu=wide, default=collective)
 
 
 def reduced(
@@ -80,7 +90,8 @@ def _crossed(gradients: Mapping[str, jax.Array], ways: Mapping[str, Crossing]) -
     for path in gradients:
         way = ways[path]
         for axis, dim in way.scatter:
-            slices[path] = jax.lax.psum_scatter(slices[path], axis, scatter_dimension=dim, tiled=True)
+            scatter = partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True)
+            slices[path] = _on_cpu_in_float32(scatter, slices[path])
         groups[way.sum].append(path)
     whole = [summed({path: slices[path] for path in paths}, axes) for axes, paths in groups.items()]
     return {path: x for group in whole for path, x in group.items()}

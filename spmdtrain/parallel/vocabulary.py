@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.reduce import summed
 
 
 def lookup(rules: Rules, manual: Sequence[str] = ()) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -26,13 +27,13 @@ def lookup(rules: Rules, manual: Sequence[str] = ()) -> Callable[[jax.Array, jax
         if by_hand:
             ids = ids - jax.lax.axis_index(by_hand) * table.shape[0]
         if table_spec[0] is None:
-            return jax.lax.psum(_own_rows(table, ids), by_hand) if by_hand else table[ids]
+            return summed(_own_rows(table, ids), by_hand) if by_hand else table[ids]
         axes = table_spec[0] if isinstance(table_spec[0], tuple) else (table_spec[0],)
         ids_spec = rules.activation_spec(("batch", "time"), ids.shape, drop=manual)
 
         def local(rows, ids):
             found = _own_rows(rows, ids - jax.lax.axis_index(axes) * rows.shape[0])
-            return jax.lax.psum(found, (*by_hand, *axes))
+            return summed(found, (*by_hand, *axes))
 
         rest = {axis for axis, size in rules.sizes.items() if size > 1 and axis not in manual}
         specs = {"in_specs": (table_spec, ids_spec), "out_specs": P(*ids_spec, None)}

@@ -12,6 +12,8 @@ NOISY = ("model.dropout=0.1",)
 UNEVEN = ("data.packing=documents",)  # masks at document ends fall unevenly on shards and microbatches
 LLAMA = ("model.name=llama", "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.vocab=64")
 
+INTERLEAVED = ("pipeline.schedule=interleaved", "pipeline.chunks=2")  # of two layers: the second chunk is padding
+
 # (settings that change numbers, settings that must not)
 LAYOUTS = [
     ((), ("mesh.data=2",)),
@@ -26,6 +28,9 @@ LAYOUTS = [
     (UNEVEN, ("mesh.data=2", "mesh.expert=2", "mesh.tensor=2", "train.microbatch=2")),
     (LLAMA, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1")),
     (LLAMA + UNEVEN, ("mesh.data=2", "mesh.fsdp=4", "train.microbatch=1", "train.zero=1")),
+    (NOISY, ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2", "train.zero=1")),
+    (UNEVEN, ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.data=2", "train.microbatch=1", *INTERLEAVED)),
+    (LLAMA + UNEVEN, ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.context=2", "train.microbatch=2", "train.remat=full")),
 ]
 
 

@@ -52,7 +52,7 @@ def events(directory: Path) -> list[str]:
 
 def saved_state(directory: Path, *overrides: str):
     setup = loop.prepare(tiny(*overrides), devices=jax.devices()[: mesh_of(overrides)])
-    with contextlib.closing(Checkpoints(directory, keep=None)) as checkpoints:
+    with contextlib.closing(Checkpoints(directory, setup.blueprint, keep=None)) as checkpoints:
         return checkpoints.restore(checkpoints.newest(), setup.abstract)[0]
 
 

@@ -1,0 +1,104 @@
+"""Prices: pipelines by the tables that run, terms by their physics."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from spmdtrain.config import ConfigError
+from spmdtrain.config.schema import Llama
+from spmdtrain.models.size import train_flops_per_token
+from spmdtrain.parallel import schedule, simulate
+from spmdtrain.planner import cost
+from spmdtrain.planner.flops import model_flops_per_token
+from spmdtrain.planner.hardware import DEVICES, hardware, swept
+from spmdtrain.planner.job import Job, Layout, Shape, shape_of
+from spmdtrain.planner.kernels import hop
+from spmdtrain.planner.stack import stack
+
+H100 = DEVICES["h100"]
+OURS = stack("spmdtrain", "h100")
+SHAPE = Shape(8, 1024, 16, 16, 64, 4096, 32768)
+
+
+def job(**more) -> Job:
+    return replace(Job(SHAPE, 1024, 64, 1), **more)
+
+
+def test_the_closed_form_of_a_schedule_is_the_time_of_its_table():
+    times = [simulate.Times(0.7, 1.1, 0.4, hop) for hop in (0.0, 0.3, 5.0)]
+    checked = 0
+    for kind, p, m, v in product(schedule.KINDS, (2, 3, 4), (1, 2, 4, 6, 12), (1, 2, 3)):
+        try:
+            table = schedule.build(kind, p, m, v)
+        except ConfigError:  # chunks of a kind without, or microbatches that do not come in groups
+            continue
+        for each in times:
+            assert cost.lockstep_time(kind, p, m, v, each) == pytest.approx(simulate.lockstep_time(table, each))
+            checked += 1
+    assert checked > 100
+
+
+def test_a_pipeline_is_priced_by_the_table_that_runs():
+    found = cost.price(job(layout=Layout(4), schedule="interleaved", chunks=2), H100, OURS)
+    table = schedule.build("interleaved", 4, 64, 2)
+    work = cost.layer_work(found.job, H100, OURS)
+    times = [2 * sum(part[i] for part in work.values()) for i in range(3)]
+    one_hop = hop(1024 * 1024 * 2, 1, H100)
+    bubble = simulate.lockstep_time(table, simulate.Times(*times, hop=one_hop)) - 64 * sum(times)
+    assert found.seconds["pipeline_bubble"] == pytest.approx(bubble)
+
+
+def test_orders_of_other_frameworks_are_priced_as_simulated():
+    times = simulate.Times(1.0, 1.1, 0.7)
+    for kind, p, m, v in (("1f1b", 4, 8, 1), ("1f1b", 8, 24, 1), ("interleaved", 4, 8, 2), ("zero_bubble", 8, 24, 1)):
+        orders = simulate.zb_h1_orders(p, m) if kind == "zero_bubble" else simulate.megatron_orders(p, m, v)
+        simulated = simulate.order_time(orders, times) - m * times.microbatch
+        assert cost.order_bubble(kind, p, v, times) == pytest.approx(simulated)
+
+
+def test_flops_agree_with_the_metrics_of_a_run():
+    config = Llama(layers=4, embed=256, heads=8, kv_heads=2, vocab=1000)
+    assert model_flops_per_token(shape_of(config, 512), 512) == train_flops_per_token(config, 512)
+
+
+def test_terms_follow_what_limits_them():
+    before = cost.price(job(layout=Layout(data=8)), H100, OURS)
+    faster = cost.price(before.job, swept(H100, "memory_bandwidth", 2 * H100.memory_bandwidth), OURS)
+    assert faster.seconds["elementwise"] == pytest.approx(before.seconds["elementwise"] / 2)
+    assert faster.seconds["matmul"] == before.seconds["matmul"]
+    limited = cost.price(before.job, replace(H100, power_limit=H100.power / 4), OURS)
+    assert limited.seconds["matmul"] > 1.7 * before.seconds["matmul"]
+    assert sum(before.seconds.values()) == pytest.approx(before.step)
+
+
+def test_the_number_of_members_on_a_host_decides_the_bandwidth_of_a_ring():
+    device = replace(H100, link_latency=0.0, network_latency=0.0)
+    wide = cost.price(job(layout=Layout(data=64)), device, OURS)
+    narrow = cost.price(job(layout=Layout(data=8, tensor=8)), device, OURS)  # one member per host
+    slowdown = narrow.seconds["data_reduction"] * 8 / wide.seconds["data_reduction"]
+    assert slowdown == pytest.approx(8 * 7 / 8 / (63 / 64), rel=0.1)  # one card instead of eight
+
+
+def test_hardware_files(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = "h100"\nnetwork_bandwidth = 25e9\n[sources]\nnetwork_bandwidth = "measured"\n')
+    mine = hardware(str(path))
+    assert (mine.name, mine.network_bandwidth, mine.memory) == ("mine", 25e9, H100.memory)
+    assert mine.sources["network_bandwidth"] == "measured"
+    for text, complaint in (
+        ("memory = 1e9\n", "lacks bfloat16"),
+        ('extends = "h100"\nmemory = -1\n', "positive"),
+        ('extends = "h100"\nmemroy = 1\n', "no such figure"),
+        ("memory =\n", "not TOML"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=complaint):
+            hardware(str(path))
+    with pytest.raises(ConfigError, match="unknown hardware"):
+        hardware("h1000")
+
+
+def test_every_figure_of_every_device_has_a_source():
+    for device in DEVICES.values():
+        assert {"bfloat16", "memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth"} <= set(device.sources)

@@ -1,0 +1,159 @@
+"""The search: the published 1T layout, refusals, and what the commands print."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdtrain.cli import main
+from spmdtrain.config import ConfigError
+from spmdtrain.planner import search
+from spmdtrain.planner.hardware import DEVICES
+from spmdtrain.planner.job import Job, Layout, Shape
+from spmdtrain.planner.stack import stack
+
+TRILLION = Shape(128, 25600, 160, 160, 160, 102400, 51200, positions=2048, dropout=True)
+A100, H100 = DEVICES["a100-80"], DEVICES["h100"]
+SMALL = """
+[model]
+name = "llama"
+layers = 8
+embed = 512
+heads = 8
+kv_heads = 8
+vocab = 32768
+[train]
+global_batch = 32
+microbatch = 1
+sequence_length = 1024
+[precision]
+compute = "bfloat16"
+"""
+
+
+@pytest.fixture
+def config(tmp_path) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return str(path)
+
+
+def test_the_published_layout_of_1t_is_among_the_best():
+    job = Job(TRILLION, 2048, 3072, 1)
+    start = time.process_time()
+    plans = search.search(job, 3072, A100, stack("megatron-2021", "a100-80"))
+    assert time.process_time() - start < 5  # 0.02 s on an idle core; the issue asks for 0.5
+    published = [at for at, plan in enumerate(plans) if plan.job.layout == Layout(64, 6, tensor=8)]
+    assert published[0] < 20
+    assert plans[published[0]].price.step < 1.1 * plans[0].price.step
+
+
+def test_plans_are_in_order_fit_and_say_why_they_lost():
+    job = Job(Shape(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False, bias=False), 4096, 256, 1)
+    plans = search.search(job, 64, H100, stack("spmdtrain", "h100"))
+    steps = [plan.price.step for plan in plans]
+    assert steps == sorted(steps)
+    assert all(plan.memory.total <= 0.8 * H100.memory for plan in plans)
+    assert all(plan.job.layout.devices == 64 for plan in plans)
+    assert plans[-1].why.endswith(("(network)", "(idle)", "(compute)", "(memory)"))
+
+
+def test_what_fits_nowhere_is_one_line_with_what_would_help():
+    with pytest.raises(ConfigError, match=r"fits nowhere.*1e\+03 G.*--devices \d+"):
+        search.search(Job(TRILLION, 2048, 3072, 1), 8, A100, stack("spmdtrain", "a100-80"))
+    with pytest.raises(ConfigError, match="no layout divides the batch"):
+        odd = Shape(8, 512, 7, 7, 64, 2048, 32768)
+        search.search(Job(odd, 1024, 1, 1), 11, H100, stack("spmdtrain", "h100"))
+
+
+def test_estimate_and_plan_agree_and_the_line_to_paste_works(config, capsys):
+    assert main(["plan", config, "--devices", "8", "--hardware", "h100", "--top", "3", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert [plan["step_seconds"] for plan in plans] == sorted(plan["step_seconds"] for plan in plans)
+    assert main(["plan", config, "--devices", "8", "--hardware", "h100"]) == 0
+    pasted = capsys.readouterr().out.strip().splitlines()[-1].split()
+    assert main(["estimate", config, "--hardware", "h100", "--devices", "8", "--json", *pasted]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_seconds"] == pytest.approx(plans[0]["step_seconds"])
+    assert found["layout"] == plans[0]["layout"]
+    memory = found["memory_bytes_per_device"]
+    names = ["parameters", "gradients", "optimizer", "activations", "logits", "buffers"]
+    assert memory["total"] == sum(memory[name] for name in names)
+    assert found["step_seconds"] == pytest.approx(sum(found["breakdown_seconds"].values()))
+    keys = "tokens_per_second_per_device model_tflops_per_device mfu bubble_fraction fits"
+    assert set(keys.split()) <= set(found)
+
+
+def test_estimate_for_a_person_sweeps_and_generation(config, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert main(["estimate", config, "--hardware", "h100"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens/s per device" in shown and "network per device" in shown and "matmul" in shown
+    command = ["estimate", config, "--hardware", "h100", "--json"]
+    assert main([*command, "--sweep", "hardware.memory_bandwidth=1e12,2e12,4e12"]) == 0
+    steps = [row["step_seconds"] for row in json.loads(capsys.readouterr().out)]
+    assert steps[0] > steps[1] > steps[2]
+    found = []
+    command = ["estimate", "configs/llama3_8b.toml", "--hardware", "h100", "--devices", "1", "--json"]
+    for batch in ("1", "256"):
+        assert main([*command, "--generate", "512+64", "--batch", batch]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["decode_bound"] == "memory"
+    weights_once = found[0]["weight_bytes"] / (0.85 * H100.memory_bandwidth)
+    assert found[0]["token_seconds"] > weights_once
+    assert found[1]["tokens_per_second"] > 20 * found[0]["tokens_per_second"]
+
+
+def test_a_measured_run_anchors_the_estimate(config, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    from spmdtrain.config import load, resolved
+
+    (run / "config.json").write_text(json.dumps(resolved(load(config))))
+    seconds = (9, 3, 3, 3)  # the first step of a run holds what compiling left over
+    lines = [{"step": step, "step_seconds": took} for step, took in enumerate(seconds, start=1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    mesh = dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1)
+    (run / "events.jsonl").write_text(json.dumps({"event": "started", "step": 0, "mesh": mesh}) + "\n")
+    assert main(["estimate", config, "--hardware", "h100", "--anchor", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(3)
+
+
+def test_a_run_ends_with_predicted_compiled_and_measured_figures(config, tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = ["mesh.data=8", "train.steps=4", "train.sequence_length=16", "model.layers=1", "model.embed=32"]
+    settings += ["model.vocab=256", "data.corpus=synthetic", "checkpoint.every=0"]
+    pasted = [part for setting in settings for part in ("--set", setting)]
+    assert main(["train", config, "--run", str(run), "--hardware", "h100", *pasted]) == 0
+    shown = capsys.readouterr().out
+    assert "predicted" in shown and "measured" in shown
+    found = json.loads((run / "predicted.json").read_text())
+    memory = json.loads((run / "compiled.json").read_text())["memory"]
+    assert found["memory_bytes"]["compiled"] >= memory["argument_bytes"] + memory["temp_bytes"]
+    steps = found["step_seconds"]
+    assert steps["error"] == pytest.approx(steps["predicted"] / steps["measured"] - 1)
+    state = found["estimate"]["memory_bytes_per_device"]
+    assert state["parameters"] + state["optimizer"] < memory["argument_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("estimate", "--hardware", "h1000"), "unknown hardware"),
+        (("estimate", "--hardware", "h100", "--devices", "3"), "does not fit 3 devices"),
+        (("estimate", "--hardware", "h100", "--set", "mesh.data=-1"), "--devices N"),
+        (("estimate", "--hardware", "h100", "--set", "mesh.tensor=3"), "kv_heads=8 is not divisible"),
+        (("estimate", "--hardware", "h100", "--set", "mesh.data=64"), "global_batch"),
+        (("estimate", "--hardware", "h100", "--sweep", "memory=1"), "--sweep hardware"),
+        (("estimate", "--hardware", "h100", "--sweep", "hardware.memroy=1"), "no such figure"),
+        (("estimate", "--hardware", "h100", "--generate", "512"), "not PROMPT+NEW"),
+        (("estimate", "--hardware", "h100", "--anchor", "nowhere"), "cannot read a run"),
+    ],
+)
+def test_mistakes_are_one_line(config, capsys, arguments, complaint):
+    command, *rest = arguments
+    assert main([command, config, *rest]) == 4
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1

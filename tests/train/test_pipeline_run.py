@@ -1,0 +1,288 @@
+"""Pipelines as a run has them: memory, what crosses which mesh axis, evaluation, checkpoints, refusals, own models."""
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_same_bits, compiled_step, mesh_of, prepared, tiny, trained
+
+from spmdtrain.config import CheckpointError, ConfigError
+from spmdtrain.models.stack import Stack
+from spmdtrain.models.transformer import Block, Transformer
+from spmdtrain.train import compiled, loop
+from spmdtrain.train.checkpoint import Checkpoints
+from spmdtrain.train.state import abstract_state, init_state
+from spmdtrain.train.step import make_step
+
+ONE_F_ONE_B = ("mesh.pipeline=4", "train.microbatch=2", "model.layers=8")
+INTERLEAVED = (*ONE_F_ONE_B, "pipeline.schedule=interleaved", "pipeline.chunks=2")
+LARGE = ("model.embed=64", "train.sequence_length=64")  # activations weigh more than the table's few columns
+
+
+def batch(microbatches: int, shards: int = 1) -> str:
+    return f"train.global_batch={2 * shards * microbatches}"
+
+
+# Memory and compiled text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"),
+    [(ONE_F_ONE_B, "full"), (INTERLEAVED, "full"), (INTERLEAVED, "none")],
+    ids=["1f1b full", "interleaved full", "interleaved none"],
+)
+def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(schedule, remat):
+    few, many = (compiled_step(*schedule, *LARGE, f"train.remat={remat}", batch(m)) for m in (8, 64))
+    assert compiled.memory(many)["temp_bytes"] <= 1.02 * compiled.memory(few)["temp_bytes"]
+    lines = [each.as_text().count("\n") for each in (few, many)]
+    assert lines[1] <= 1.1 * lines[0]
+
+
+def test_the_program_does_not_grow_with_the_number_of_layers():
+    few, many = (compiled_step(*ONE_F_ONE_B, f"model.layers={layers}", batch(8)).as_text() for layers in (8, 32))
+    assert many.count("\n") <= 1.1 * few.count("\n")
+
+
+@cache
+def text(*settings: str) -> str:
+    return compiled_step(*settings).as_text()
+
+
+def test_no_stage_holds_gradients_of_all_stages():
+    settings = (*INTERLEAVED, "mesh.data=2", batch(8, 2))
+    setup = prepared(*settings)
+    for path, parameter in setup.blueprint.parameters.items():
+        if setup.blueprint.in_stack(path) and len(parameter.shape) > 4:
+            whole, own = parameter.shape, (*parameter.shape[:1], 1, *parameter.shape[2:])
+            assert f"f32[{','.join(map(str, own))}]" in text(*settings), path
+            assert f"f32[{','.join(map(str, whole))}]" not in text(*settings), path
+
+
+def crossings(*settings: str) -> list[compiled.Collective]:
+    return list(compiled.instructions(text(*settings), prepared(*settings).mesh.shape))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("settings", "axis"),
+    [
+        (("mesh.data=2", batch(8, 2)), "data"),
+        (("mesh.fsdp=2", "train.remat=full", batch(8, 2)), "fsdp"),
+        (("mesh.tensor=2", "train.remat=dots", batch(8)), "tensor"),
+    ],
+    ids=["data", "fsdp", "tensor"],
+)
+def test_only_stages_and_tensor_talk_inside_the_ticks_and_nothing_in_a_conditional(settings, axis):
+    found = crossings(*INTERLEAVED, *settings)
+    ticking = {part for each in found if each.inside_loop for part in each.axis.split("+")}
+    assert ticking - {"none"} == {"pipeline", "tensor"} & {"pipeline", axis}
+    assert not any(each.inside_conditional for each in found)
+    permutes = [each for each in found if each.kind == "collective-permute"]
+    assert {each.axis for each in permutes} == {"pipeline"}
+    assert all(each.inside_loop for each in permutes)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_cross_the_data_axis_once_and_nothing_gathers_over_tensor(zero):
+    settings = ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2", f"train.zero={zero}")
+    found = crossings(*settings)
+    over_data = [each for each in found if "data" in each.axis.split("+") and each.kind != "all-gather"]
+    setup = prepared(*settings)
+    specs = {path: x.sharding for path, x in setup.abstract.params.items()}
+    shapes = {path: p.shape for path, p in setup.blueprint.parameters.items()}
+    gradients = sum(4 * int(np.prod(specs[path].shard_shape(shapes[path]))) for path in shapes)
+    crossed = sum(each.bytes * (2 if each.kind == "reduce-scatter" else 1) for each in over_data)
+    assert not any(each.inside_loop for each in over_data)
+    assert gradients <= crossed <= gradients + 4 * (3 + len(shapes))
+    assert not [each for each in found if each.kind == "all-gather" and "tensor" in each.axis]
+
+
+# A run
+
+
+def test_evaluation_is_that_of_one_device():
+    layout = ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2", "model.layers=3", "eval.every=1")
+    values = []
+    for settings in (("model.layers=3", "eval.every=1", "eval.batches=3"), (*layout, "eval.batches=3")):
+        setup = prepared(*settings, "model.dropout=0.1", "data.packing=documents")
+        values.append(loop.make_evaluate(setup)(init_state(setup.config, setup.blueprint, setup.abstract)))
+    assert values[1] == pytest.approx(values[0], rel=1e-5)
+
+
+def test_bfloat16_stays_near_float32_and_keeps_float32_weights():
+    layout = ("mesh.pipeline=2", "mesh.fsdp=2", "train.microbatch=2", "train.remat=full", "precision.compute=bfloat16")
+    losses, state, _ = trained(*layout)
+    want, _, _ = trained()
+    assert np.max(np.abs(losses - want) / want) < 0.02
+    assert losses[-1] < losses[0] - 0.2
+    assert {x.dtype for x in state.params.values()} == {jnp.dtype("float32")}
+
+
+LAYOUTS = {
+    "none": (),
+    "p2 v3": ("mesh.pipeline=2", "pipeline.schedule=interleaved", "pipeline.chunks=3"),
+    "p4 v2, padded": ("mesh.pipeline=4", "pipeline.schedule=interleaved", "pipeline.chunks=2", "mesh.tensor=2"),
+    "p8, padded": ("mesh.pipeline=8",),
+    "data": ("mesh.data=2", "mesh.fsdp=2", "train.zero=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Layout -> the run directory and state of a checkpoint in it. All hold the same numbers, none of them zero."""
+    found = {}
+    for name, settings in LAYOUTS.items():
+        setup = prepared("model.layers=6", "train.microbatch=1", *settings)
+        state = init_state(setup.config, setup.blueprint, setup.abstract)
+        in_stack, layout = setup.blueprint.in_stack, setup.blueprint.layout
+
+        def numbered(path, tree, in_stack=in_stack, layout=layout):
+            def leaf(x):
+                real = layout.unstaged(np.asarray(x)) if in_stack(path) else np.asarray(x)
+                values = np.sin(1 + np.arange(real.size)).reshape(real.shape).astype(real.dtype)
+                return jax.device_put(layout.staged(values) if in_stack(path) else values, x.sharding)
+
+            return jax.tree.map(leaf, tree)
+
+        moments = {path: numbered(path, tree) for path, tree in state.opt_state.items()}
+        state = replace(state, opt_state=moments, step=jnp.int32(7))
+        directory = tmp_path_factory.mktemp("saved")
+        checkpoints = Checkpoints(directory, setup.blueprint, keep=1)
+        checkpoints.save(7, state, {})
+        checkpoints.close()
+        found[name] = setup, directory, state
+    return found
+
+
+# From and to no pipeline, and around: any other pair goes through the same two reshapes.
+AROUND = [*LAYOUTS, next(iter(LAYOUTS))]
+PAIRS = {*(("none", name) for name in LAYOUTS), *((name, "none") for name in LAYOUTS), *itertools.pairwise(AROUND)}
+
+
+@pytest.mark.parametrize(("source", "target"), sorted(PAIRS))
+def test_a_checkpoint_of_any_layout_is_restored_into_any_other(saved, source, target):
+    directory = saved[source][1]
+    setup, _, want = saved[target]
+    checkpoints = Checkpoints(directory, setup.blueprint, keep=None)
+    got, meta = checkpoints.restore(7, setup.abstract)
+    assert meta["layout"] == saved[source][0].blueprint.layout.describe()
+    assert_same_bits(got, want)
+    for ours, asked in zip(jax.tree.leaves(got), jax.tree.leaves(setup.abstract), strict=True):
+        assert ours.sharding.is_equivalent_to(asked.sharding, ours.ndim)
+    assert_same_bits(checkpoints.restore_params(7, setup.abstract.params), want.params)
+    checkpoints.close()
+
+
+def test_another_number_of_layers_is_refused_even_where_the_padded_shapes_agree(saved):
+    setup = prepared("model.layers=7", "train.microbatch=1", *LAYOUTS["p8, padded"])
+    checkpoints = Checkpoints(saved["p8, padded"][1], setup.blueprint, keep=None)
+    with pytest.raises(CheckpointError, match=r"asked model.layers=7; found 6 layers"):
+        checkpoints.restore(7, setup.abstract)
+    checkpoints.close()
+
+
+def run(directory, *settings: str) -> list[float]:
+    """Losses of all steps so far, at most one line each."""
+    config = tiny("train.steps=12", "optimizer.schedule=constant", "model.layers=4", "model.dropout=0.1", *settings)
+    loop.run(config, directory, devices=jax.devices()[: mesh_of(settings)])
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def test_a_run_goes_on_without_its_pipeline_as_if_nothing_had_happened(tmp_path):
+    want = run(tmp_path / "one device", "train.microbatch=2")
+    piped = ("mesh.pipeline=2", "mesh.data=2", "pipeline.schedule=interleaved", "pipeline.chunks=2")
+    run(tmp_path / "moved", *piped, "train.steps=6", "train.microbatch=2")
+    got = run(tmp_path / "moved", "train.microbatch=2")
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+# Own models
+
+
+class Sided(Block):
+    """A block with a loss of its own: a share of the mean square of what it gives, summed over tokens."""
+
+    share = 0.01
+
+    def __call__(self, x_bte, flow):
+        y = super().__call__(x_bte, flow)
+        return y, self.share * jnp.square(y).mean(-1).sum()
+
+
+class Careless(Sided):
+    share = 0.0
+
+
+def transformer_of(block):
+    class Made(Transformer):
+        def __init__(self, config, rngs: nnx.Rngs):
+            super().__init__(config, rngs)
+            self.blocks = Stack(lambda rngs: block(config.model, rngs), config.model.layers, rngs)
+
+    return Made
+
+
+def test_side_losses_of_layers_are_trained_on_alike_with_and_without_a_pipeline():
+    found = []
+    piped = ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=2")
+    for block, settings in ((Sided, ("train.microbatch=4",)), (Sided, piped), (Careless, ())):
+        make = transformer_of(block)
+        setup = loop.prepare(tiny("model.layers=3", *settings), make, jax.devices()[: mesh_of(settings)])
+        state = init_state(setup.config, setup.blueprint, setup.abstract)
+        step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
+        with loop.batches(setup, 0, 0) as ahead:
+            sums = []
+            for _ in range(3):
+                state, metrics = step(state, next(ahead))
+                sums.append([float(metrics[key]) for key in ("loss", "side_loss", "grad_norm")])
+        found.append(sums)
+    plain, piped, careless = found
+    assert plain[0][1] > 0
+    assert piped == pytest.approx(np.array(plain), rel=1e-5)
+    assert careless[0][0] == pytest.approx(plain[0][0], rel=1e-6), "the same weights"
+    assert careless[0][2] != pytest.approx(plain[0][2], rel=1e-5), "but other gradients"
+    assert "side_loss" not in trained()[2][0]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            (*INTERLEAVED, "train.global_batch=12"),
+            r"microbatches=6 with stages=4, chunks=2.*microbatches=4 or microbatches=8",
+        ),
+        (("mesh.pipeline=2", "pipeline.schedule=1f1b", "pipeline.chunks=2"), "pipeline.chunks=2: 1f1b has one chunk"),
+        (("mesh.pipeline=2", "pipeline.schedule=zero_bubble", "train.remat=full"), "zero_bubble takes a layer"),
+        (("pipeline.schedule=2f2b",), "'2f2b' is none of gpipe, 1f1b, interleaved, zero_bubble"),
+        (("mesh.pipeline=4", "model.vocab=66"), "vocab=66 is not divisible by pipeline = 4"),
+        (("mesh.pipeline=2", "rules.parameters.ffn=pipeline"), "mesh axis 'pipeline' is split by the training step"),
+    ],
+)  # fmt: skip
+def test_what_a_pipeline_cannot_do_is_said_in_one_line(settings, message):
+    with pytest.raises(ConfigError) as refused:
+        prepared(*settings)
+    assert re.search(message, str(refused.value))
+    assert "\n" not in str(refused.value)
+
+
+def test_abstract_state_splits_layers_over_stages_and_the_vocabulary_over_stages_and_tensor():
+    setup = prepared(*INTERLEAVED, "mesh.tensor=2", batch(8))
+    abstract = abstract_state(setup.config, setup.blueprint, setup.mesh, setup.rules)
+    qkv, table = abstract.params["blocks.layer.attention.qkv_eknd"], abstract.params["tokens.table_ve"]
+    assert qkv.shape[:3] == (2, 4, 1)
+    assert qkv.sharding.shard_shape(qkv.shape)[:3] == (2, 1, 1)
+    assert table.sharding.shard_shape(table.shape)[0] * 8 == table.shape[0]
+    count = abstract.opt_state["blocks.layer.attention.qkv_eknd"][0].count
+    assert count.sharding.shard_shape(count.shape) == (2, 1, 1)
