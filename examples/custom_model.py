@@ -1,10 +1,10 @@
 """A model of one's own on any mesh: causal gated convolutions instead of attention, trained by `loop.run`.
 
-    python examples/custom_model.py [--steps 200] [--devices 1]        (after `pip install -e .`)
+    python examples/custom_model.py [--steps 200] [--mesh split|stages|one]        (after `pip install -e .`)
 
 No download, any CPU: the process pretends to have 8 devices. The model names the dims of its weights and activations
-("channel", "inner", ...); RULES says which mesh axes split them, nothing else does. One sees where each weight rests,
-then the loss falling from about ln 256 = 5.5, and with --devices 1 the same losses. Run files: runs/custom_model_8.
+("channel", "inner", ...); RULES says which mesh axes split them, nothing else does; `stages` pipelines the same model.
+One sees where each weight rests, then the loss falling from about ln 256 = 5.5, the same on every mesh.
 """
 
 import argparse
@@ -26,7 +26,11 @@ RULES = RulesConfig(
     parameters={"channel": ("fsdp",), "inner": ("tensor",), "tap": ()},
     activations={"channel": (), "inner": ("tensor",)},
 )
-MESHES = {1: MeshConfig(), 8: MeshConfig(data=2, fsdp=2, tensor=2)}  # by number of devices
+MESHES = {
+    "split": MeshConfig(data=2, fsdp=2, tensor=2),
+    "stages": MeshConfig(pipeline=2, data=2, tensor=2),
+    "one": MeshConfig(),
+}
 
 
 class Block(nnx.Module):
@@ -68,12 +72,12 @@ class Convolutions(nnx.Module):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--devices", type=int, default=8, choices=MESHES)
+    parser.add_argument("--mesh", default="split", choices=MESHES)
     chosen = parser.parse_args()
-    simulate_devices(chosen.devices)  # leave this out where there are GPUs
-    model, train = GPT(layers=3, embed=64), TrainConfig(steps=chosen.steps, sequence_length=64)
-    mesh, optimizer = MESHES[chosen.devices], AdamW(learning_rate=3e-3)
+    simulate_devices(1 if chosen.mesh == "one" else 8)  # leave this out where there are GPUs
+    model, train = GPT(layers=4, embed=64), TrainConfig(steps=chosen.steps, sequence_length=64, microbatch=2)
+    mesh, optimizer = MESHES[chosen.mesh], AdamW(learning_rate=3e-3)
     config = RunConfig(model=model, mesh=mesh, train=train, optimizer=optimizer, rules=RULES)
     for row in show.describe(config, Convolutions)[0]["parameters"]:
         print(f"{row['path']:28} {row['shape']!s:18} split over {row['mesh_axes']}")
-    run(config, f"runs/custom_model_{chosen.devices}", make=Convolutions)
+    run(config, f"runs/custom_model_{chosen.mesh}", make=Convolutions)

@@ -50,6 +50,12 @@ class Blueprint:
         axes = self.layout.axes
         return path.startswith("blocks.") and self.parameters[path].axes[: len(axes)] == axes
 
+    @property
+    def size(self) -> int:
+        """Parameters in all; padding of the layout is none."""
+        share = self.layout.layers / self.layout.places
+        return sum(round(p.size * (share if self.in_stack(path) else 1)) for path, p in self.parameters.items())
+
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Fresh parameters; trace it under jit with output shardings, so that none is ever whole on one device."""
         with nnx.use_eager_sharding(False):

@@ -52,6 +52,10 @@ def sample(run: Path, prompt: str, length: int | None, choice: Choice, seed: int
     config, tokenizer = _read_run(run, overrides)
     devices = jax.devices()[: math.prod(size for size in config.mesh.sizes.values() if size > 0)]
     mesh = build_mesh(config.mesh, devices=None if -1 in config.mesh.sizes.values() else devices, where=config.origin)
+    if mesh.shape["pipeline"] > 1:
+        raise ConfigError(
+            f"mesh.pipeline={mesh.shape['pipeline']}: sampling has no pipeline", fix="--set mesh.tensor or mesh.fsdp"
+        )
     rules = make_rules(config.rules, mesh.shape)
     blueprint = build_model(config)
     ids = tokenizer.encode(prompt)

@@ -31,7 +31,7 @@ from spmdtrain.train.feed import sequences_at_once, to_devices
 from spmdtrain.train.interrupt import Interrupt
 from spmdtrain.train.journal import Journal
 from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
-from spmdtrain.train.pipelined import table_of
+from spmdtrain.train.pipelined import describe, table_of
 from spmdtrain.train.progress import Progress, quantity
 from spmdtrain.train.state import TrainState, abstract_state, init_state
 from spmdtrain.train.step import make_eval_step, make_step
@@ -297,10 +297,15 @@ def _identity(setup: Setup) -> dict[str, Any]:
 def _introduction(setup: Setup, report: dict) -> str:
     config, mesh = setup.config, setup.mesh
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "no split"
-    parameters = sum(p.size for p in setup.blueprint.parameters.values())
     kind, workspace = mesh.devices.flat[0].device_kind, report["memory"]["temp_bytes"] / 2**20
+    pipeline = ""
+    if mesh.shape["pipeline"] > 1:
+        microbatches, _ = sequences_at_once(config, setup.rules)
+        table = table_of(config, mesh.shape["pipeline"], microbatches)
+        pipeline = f"pipeline: {describe(table, setup.blueprint.layout)}\n"
     return (
-        f"{setup.model_name}: {quantity(parameters)} parameters on {mesh.size} x {kind} ({axes})\n"
+        f"{setup.model_name}: {quantity(setup.blueprint.size)} parameters on {mesh.size} x {kind} ({axes})\n"
+        f"{pipeline}"
         f"data: {config.data.corpus}, {quantity(setup.train.size)} tokens to train, vocabulary {config.model.vocab}\n"
         f"compiled in {report['compile_seconds']:.1f} s; {workspace:.1f} MiB of workspace per device"
     )

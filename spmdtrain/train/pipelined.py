@@ -19,9 +19,11 @@ from spmdtrain.models.blueprint import Blueprint, cast
 from spmdtrain.models.stack import rematerialised, run_block
 from spmdtrain.parallel import schedule, schedule_file
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, manual_axes
+from spmdtrain.parallel.layout import Layout
 from spmdtrain.parallel.pipeline import Program, gradients, losses
 from spmdtrain.parallel.reduce import reduced, summed
 from spmdtrain.parallel.schedule import Table
+from spmdtrain.parallel.timeline import headline
 from spmdtrain.train.microbatch import Batch, head_loss, make_flow, manually, only, without
 from spmdtrain.train.state import crossings, gradient_specs, parameter_specs
 
@@ -47,6 +49,14 @@ def table_of(config: RunConfig, stages: int, microbatches: int) -> Table:
             fix="--set train.remat=none",
         )
     return table
+
+
+def describe(table: Table, layout: Layout) -> str:
+    """The schedule in one line, and what padding costs."""
+    if not layout.padding:
+        return headline(table)
+    more = layout.places / layout.layers - 1
+    return f"{headline(table)}; {layout.layers} layers in {layout.places} places, {more:.0%} more layer work"
 
 
 def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:

@@ -14,16 +14,21 @@ from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import make_rules
 from spmdtrain.parallel.mesh import build_mesh, describe_mesh
 from spmdtrain.train.feed import sequences_at_once
+from spmdtrain.train.pipelined import describe as describe_pipeline
+from spmdtrain.train.pipelined import table_of
 from spmdtrain.train.state import abstract_state, parameter_specs
 
 
 def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str, Any], Mesh]:
-    """Plain values for `show --json`: config, origin, mesh, parameters (a row each), totals; and the mesh."""
+    """Plain values for `show --json`: config, origin, mesh, pipeline (a line, or null), parameters (a row each),
+    totals; and the mesh."""
     config = config.with_vocab(config.model.vocab or open_corpus(config.data, None, config.train.seed).vocab)
     mesh = build_mesh(config.mesh, where=config.origin)
     rules = make_rules(config.rules, mesh.shape)
     accumulation, sequences = sequences_at_once(config, rules)
-    blueprint = build_model(config, make)
+    stages = mesh.shape["pipeline"]
+    blueprint = build_model(config, make, stages, config.pipeline.chunks)
+    pipeline = describe_pipeline(table_of(config, stages, accumulation), blueprint.layout) if stages > 1 else None
     abstract, specs = abstract_state(config, blueprint, mesh, rules), parameter_specs(blueprint, rules)
     rows = [
         {
@@ -38,13 +43,14 @@ def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str
         for path, parameter in blueprint.parameters.items()
     ]
     totals = {
-        "parameters": sum(parameter.size for parameter in blueprint.parameters.values()),
+        "parameters": blueprint.size,
         "bytes_per_device": sum(row["bytes_per_device"] for row in rows),
         "optimizer_bytes_per_device": sum(row["optimizer_bytes_per_device"] for row in rows),
         "accumulation": accumulation,
         "sequences_at_once": sequences,
     }
-    return resolved(config) | {"mesh": dict(mesh.shape), "parameters": rows, "totals": totals}, mesh
+    found = {"mesh": dict(mesh.shape), "pipeline": pipeline, "parameters": rows, "totals": totals}
+    return resolved(config) | found, mesh
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -66,7 +72,8 @@ def show(config: RunConfig) -> str:
     lines = ["  ".join([*map(str.ljust, row[:4], widths), *map(str.rjust, row[4:], widths[4:])]) for row in rows]
     accumulation, sequences = totals["accumulation"], totals["sequences_at_once"]
     batch = f"batch: {accumulation} x {sequences} sequences of {config.train.sequence_length} tokens"
-    return "\n\n".join([to_toml(config).strip(), describe_mesh(mesh), batch, "\n".join(lines)])
+    pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
+    return "\n\n".join([to_toml(config).strip(), describe_mesh(mesh), *pipeline, batch, "\n".join(lines)])
 
 
 def _sizes(row: dict[str, Any]) -> tuple[str, str]:
