@@ -53,7 +53,17 @@ def crossing(spec: P, axes: Sequence[str]) -> Crossing:
 
 def summed(tree, axes: Sequence[str]):
     """Sums every leaf over `axes`, which have more than one device each: XLA refuses a group of one here."""
-    return jax.tree.map(lambda x: _on_cpu_in_float32(lambda x: jax.lax.psum(x, tuple(axes)), x), tree) if axes else tree
+    return jax.tree.map(lambda x: _sum(x, tuple(axes)), tree) if axes else tree
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Its transpose is the same sum, as where shard_map does not check varying axes. Said here because jax would leave
+    the choice of platform in the transpose as a conditional around the collective."""
+    return _on_cpu_in_float32(lambda x: jax.lax.psum(x, axes), x)
+
+
+_sum.defvjp(lambda x, axes: (_sum(x, axes), None), lambda axes, _, dx: (_sum(dx, axes),))
 
 
 def _on_cpu_in_float32(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

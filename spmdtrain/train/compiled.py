@@ -74,7 +74,7 @@ def collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, A
 
 def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collective]:
     """Every collective of the module, in the order of the calls from its entry. A -start and its -done are one."""
-    computations, entry = _computations(hlo_text)
+    named, entry = computations(hlo_text)
     header = hlo_text[: hlo_text.find("\n")]
     for count, expected in (("replica_count", 1), ("num_partitions", math.prod(mesh_axes.values()))):
         found = re.search(rf"\b{count}=(\d+)", header)
@@ -85,8 +85,8 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
 
     def walk(name: str, inside_loop: bool, inside_conditional: bool) -> Iterator[Collective]:
         seen.add(name)
-        done = {each.operands.split()[-1]: each.type for each in computations[name] if each.opcode.endswith("-done")}
-        for each in computations[name]:
+        done = {each.operands.split()[-1]: each.type for each in named[name] if each.opcode.endswith("-done")}
+        for each in named[name]:
             kind = each.opcode.removesuffix("-start")
             if kind in KINDS:
                 assert kind == each.opcode or each.name in done, f"nothing ends the collective: {each.line}"
@@ -94,14 +94,14 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
                 axis = "+".join(_varying(_groups(kind, each, math.prod(mesh_axes.values())), mesh_axes)) or "none"
                 yield Collective(each.name, kind, axis, inside_loop, inside_conditional, _bytes(output, each.line))
             for called in each.called:
-                assert called in computations, f"no computation {called} in the text: {each.line}"
+                assert called in named, f"no computation {called} in the text: {each.line}"
                 yield from walk(
                     called, inside_loop or each.opcode == "while", inside_conditional or each.opcode == "conditional"
                 )
 
     yield from walk(entry, False, False)
-    for name in computations.keys() - seen:
-        lost = [each.line for each in computations[name] if each.opcode.removesuffix("-start") in KINDS]
+    for name in named.keys() - seen:
+        lost = [each.line for each in named[name] if each.opcode.removesuffix("-start") in KINDS]
         assert not lost, f"nothing calls computation {name}, which holds {lost[0]}"
 
 
@@ -123,21 +123,21 @@ class _Instruction:
         return list(dict.fromkeys([*re.findall(one, self.attributes), *listed]))
 
 
-def _computations(hlo_text: str) -> tuple[dict[str, list[_Instruction]], str]:
+def computations(hlo_text: str) -> tuple[dict[str, list[_Instruction]], str]:
     """Computation name -> its instructions, and the name of the entry."""
-    computations: dict[str, list[_Instruction]] = {}
+    named: dict[str, list[_Instruction]] = {}
     entry = current = None
     for line in hlo_text.splitlines():
         if start := re.match(r"(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$", line):
             current = start[2]
-            computations[current] = []
+            named[current] = []
             entry = current if start[1] else entry
         elif line == "}":
             current = None
         elif current and (start := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line)):
-            computations[current].append(_instruction(start[1], line, start.end()))
+            named[current].append(_instruction(start[1], line, start.end()))
     assert entry, "no ENTRY computation in the text"
-    return computations, entry
+    return named, entry
 
 
 def _instruction(name: str, line: str, at: int) -> _Instruction:

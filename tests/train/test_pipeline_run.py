@@ -75,7 +75,7 @@ def crossings(*settings: str) -> list[compiled.Collective]:
     [
         (("mesh.data=2", batch(8, 2)), "data"),
         (("mesh.fsdp=2", "train.remat=full", batch(8, 2)), "fsdp"),
-        (("mesh.tensor=2", "train.remat=dots", batch(8)), "tensor"),
+        (("mesh.tensor=2", "train.remat=dots", "precision.compute=bfloat16", batch(8)), "tensor"),
     ],
     ids=["data", "fsdp", "tensor"],
 )

@@ -1,0 +1,148 @@
+"""The pipelined step compiled for 8 H200s that are not there: memory, and where its permutes run.
+
+    make bench-pipeline-cuda        (installs CUDA's compiler wheels beside jax >= 0.11, no GPU and no driver needed)
+
+XLA compiles for a described GPU (its public target configuration); nothing runs. Printed: temp bytes per device for
+m = 8 to 64 microbatches, the collectives by kind and mesh axis, and for each `while` body that holds permutes the order
+of permute starts, permute ends, other collectives, loops over layers and fusions as scheduled. The share of a tick that
+permutes take is predicted from their bytes at 50 GB/s (one 400 Gb/s port per GPU) and the tick's FLOPs at 400 TFLOP/s.
+"""
+
+import argparse
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
+from spmdtrain.models.blueprint import build_model
+from spmdtrain.models.size import matmul_parameters
+from spmdtrain.parallel.axes import make_rules
+from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.train import compiled
+from spmdtrain.train.feed import batch_sharding
+from spmdtrain.train.state import abstract_state
+from spmdtrain.train.step import make_step
+
+H200 = """
+gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
+  core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0"
+  device_interconnect_info { active_links: 18 } }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 28 } runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+LINK, FLOPS = 50e9, 400e12  # bytes/s between stages on different hosts, FLOP/s of a tick's matmuls
+
+
+def configuration(chosen: argparse.Namespace, microbatches: int) -> RunConfig:
+    model = GPT(layers=chosen.layers, embed=chosen.width, heads=chosen.width // 128, vocab=32768)
+    train = TrainConfig(
+        global_batch=microbatches * 8 // (4 * chosen.tensor),
+        microbatch=1,
+        sequence_length=chosen.length,
+        remat=chosen.remat,
+    )
+    return RunConfig(
+        model=model,
+        mesh=MeshConfig(pipeline=4, data=8 // (4 * chosen.tensor), tensor=chosen.tensor),
+        pipeline=PipelineConfig(schedule="interleaved" if chosen.chunks > 1 else "1f1b", chunks=chosen.chunks),
+        train=train,
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(corpus="synthetic"),
+    )
+
+
+def compile_step(config: RunConfig, devices) -> jax.stages.Compiled:
+    mesh = build_mesh(config.mesh, devices)
+    rules = make_rules(config.rules, mesh.shape)
+    blueprint = build_model(config, stages=mesh.shape["pipeline"], chunks=config.pipeline.chunks)
+    shards = mesh.shape["data"]
+    shape = config.train.global_batch // shards, shards, config.train.sequence_length
+    dtypes = {"tokens": "int32", "targets": "int32", "mask": "float32"}
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, rules, name))
+        for name, dtype in dtypes.items()
+    }
+    batch["sample"] = jax.ShapeDtypeStruct(shape[:2], "uint32", sharding=batch_sharding(mesh, rules, "sample"))
+    state = abstract_state(config, blueprint, mesh, rules)
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or NamedSharding(mesh, P())), state
+    )
+    return make_step(config, blueprint, mesh, rules).lower(state, batch).compile()
+
+
+def bodies(text: str) -> dict[str, list[str]]:
+    """Computation -> its events in scheduled order, for those that hold permutes."""
+    found = {}
+    for name, instructions in compiled.computations(text)[0].items():
+        events = [event for each in instructions if (event := event_of(each.opcode, each.line))]
+        if any(event.startswith("permute") for event in events):
+            found[name] = events
+    return found
+
+
+def event_of(opcode: str, line: str) -> str | None:
+    if opcode == "while":
+        return "LAYERS"
+    if "gemm" in line and opcode in ("custom-call", "fusion"):
+        return "matmul"
+    kind = opcode.removesuffix("-start").removesuffix("-done")
+    return opcode.replace("collective-", "") if kind in compiled.KINDS else opcode if opcode == "fusion" else None
+
+
+def folded(events: list[str]) -> str:
+    """`fusion fusion fusion` -> `3 fusion`."""
+    runs: list[list] = []
+    for event in events:
+        if runs and runs[-1][1] == event:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, event])
+    return " | ".join(f"{count} {event}" if count > 1 else event for count, event in runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--tensor", type=int, default=2, choices=(1, 2))
+    parser.add_argument("--chunks", type=int, default=2)
+    parser.add_argument("--remat", default="full", choices=("none", "dots", "full"))
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32, 64])
+    chosen = parser.parse_args()
+    devices = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x8").devices
+    temp = []
+    for microbatches in chosen.microbatches:
+        step = compile_step(configuration(chosen, microbatches), devices)
+        temp.append(compiled.memory(step)["temp_bytes"])
+        print(f"m={microbatches}: {temp[-1] / 2**20:.1f} MiB temp per device", flush=True)
+    print(f"largest / smallest: {max(temp) / min(temp):.4f}")
+    config = configuration(chosen, chosen.microbatches[-1])
+    mesh = build_mesh(config.mesh, devices)
+    text = step.as_text()
+    for each in compiled.collectives(text, dict(mesh.shape)):
+        print(each)
+    conditional = [each for each in compiled.instructions(text, dict(mesh.shape)) if each.inside_conditional]
+    print(f"collectives inside a conditional: {len(conditional)}")
+    for name, events in bodies(text).items():
+        print(f"{name}: {folded(events)}")
+    hop = chosen.length * chosen.width * 2
+    layers = matmul_parameters(config.model) - config.model.vocab * chosen.width
+    tick = 8 * chosen.length * layers / (4 * chosen.chunks * chosen.tensor)  # forward, again, and both gradients
+    share = 2 * hop / LINK / (tick / FLOPS)
+    print(
+        f"a hop: {hop / 2**20:.1f} MiB = {1e6 * hop / LINK:.0f} us; a tick's layers: {tick:.2e} FLOP = "
+        f"{1e6 * tick / FLOPS:.0f} us; both permutes: {share:.1%} of a tick's layers if nothing runs beside them"
+    )
+
+
+if __name__ == "__main__":
+    main()
