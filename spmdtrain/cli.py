@@ -32,11 +32,34 @@ def _train(parsed: argparse.Namespace) -> int:
         print(to_toml(config), end="")
         return DONE
     directory = parsed.run or f"runs/{Path(parsed.config).stem}"
+    if parsed.hardware:
+        from spmdtrain.planner.hardware import hardware
+
+        hardware(parsed.hardware)  # a typo is refused before the run, not after it
     _start_jax(parsed)
     from spmdtrain.train.loop import run
 
     outcome = run(config, directory, fresh=parsed.fresh)
+    _compare(Path(directory), parsed.hardware)
     return PREEMPTED if outcome.status == "preempted" else DONE
+
+
+def _compare(directory: Path, name: str | None) -> None:
+    """Predicted, compiled and measured figures of the run side by side, where the hardware is described."""
+    import jax
+
+    from spmdtrain.planner import compare
+    from spmdtrain.planner.hardware import KINDS, hardware
+
+    device = jax.local_devices()[0]
+    name = name or KINDS.get(device.device_kind)
+    if name is None or jax.process_index():
+        return
+    peak = ((device.memory_stats() or {}) if device.platform == "gpu" else {}).get("peak_bytes_in_use")
+    try:
+        print(compare.show(compare.compare(directory, hardware(name), peak)))
+    except UserError as error:  # the run itself is done and saved
+        print(f"no comparison with the estimate: {error}")
 
 
 def _show(parsed: argparse.Namespace) -> int:
@@ -112,6 +135,101 @@ def _schedule(parsed: argparse.Namespace) -> int:
     return DONE
 
 
+def _estimate(parsed: argparse.Namespace) -> int:
+    from spmdtrain.planner import compare, report
+    from spmdtrain.planner.hardware import hardware
+
+    _without_devices()
+    device = hardware(parsed.hardware)
+    config = report.with_vocab(load(parsed.config, parsed.set))
+    sizes = report.mesh_sizes(config, parsed.devices)
+    if parsed.generate:
+        return _generate(parsed, config, sizes, device)
+    if parsed.sweep:
+        rows = report.sweep(config, sizes, device, parsed.sweep)
+        print(json.dumps(rows) if parsed.json else report.show_sweep(rows))
+        return DONE
+    scale = compare.anchored(parsed.anchor, device) if parsed.anchor else 1.0
+    price, held = report.priced(config, sizes, device, scale)
+    found = report.describe(price, held) | ({"anchor": scale} if parsed.anchor else {})
+    shown = [report.show(price, held)] + ([f"anchored on {parsed.anchor}: x {scale:.3g}"] if parsed.anchor else [])
+    if parsed.compile:
+        from spmdtrain.planner import deviceless
+
+        found["compiled"] = deviceless.compile_step(config, sizes, device)
+        shown.append(report.show_compiled(found["compiled"], held))
+    print(json.dumps(found) if parsed.json else "\n".join(shown))
+    return DONE
+
+
+def _generate(parsed: argparse.Namespace, config, sizes, device) -> int:
+    from dataclasses import asdict
+
+    from spmdtrain.planner import report
+    from spmdtrain.planner.generation import generate
+    from spmdtrain.planner.job import job_of
+    from spmdtrain.planner.stack import stack
+
+    prompt, new = parsed.generate
+    job = job_of(config, sizes)
+    found = generate(job, parsed.batch, prompt, new, device, stack("spmdtrain", device.name))
+    values = asdict(found) | {"tokens_per_second": found.tokens_per_second}
+    print(json.dumps(values) if parsed.json else report.show_generation(found, device))
+    return DONE
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from spmdtrain.planner import report, search
+    from spmdtrain.planner.hardware import hardware
+    from spmdtrain.planner.stack import stack
+
+    device = hardware(parsed.hardware)
+    config = report.with_vocab(load(parsed.config, parsed.set))
+    if parsed.rules:
+        return _rules(parsed, config, device)
+    plans = report.plan(config, parsed.devices, device, stack("spmdtrain", device.name))
+    best = search.distinct(plans, parsed.top)
+    if parsed.json:
+        print(json.dumps([report.describe(plan.price, plan.memory) | {"why": plan.why} for plan in best]))
+    else:
+        print(report.show_plans(best, plans))
+    return DONE
+
+
+def _rules(parsed: argparse.Namespace, config, device) -> int:
+    from spmdtrain.planner import assign, report
+    from spmdtrain.planner.job import job_of
+    from spmdtrain.planner.stack import stack
+
+    job = job_of(config, report.mesh_sizes(config, parsed.devices))
+    report.check_divides(job, device)
+    found = assign.assign(job, device, stack("spmdtrain", device.name))
+    if parsed.json:
+        print(json.dumps([each.describe() for each in found]))
+    else:
+        print(assign.show(found))
+    return DONE
+
+
+def _calibrate(parsed: argparse.Namespace) -> int:
+    _start_jax(parsed)
+    from spmdtrain.planner import calibrate
+
+    found = calibrate.calibrate()
+    calibrate.write(found, Path(parsed.out))
+    print(
+        f"{parsed.out}: {found['bfloat16'] / 1e12:.4g} TFLOP/s bfloat16, {found['float32'] / 1e12:.4g} float32, "
+        f"{found['memory_bandwidth'] / 1e9:.4g} GB/s memory, {found['link_bandwidth'] / 1e9:.4g} GB/s links"
+    )
+    return DONE
+
+
+def _without_devices() -> None:
+    """jax is asked for shapes only: it need not take hold of a GPU."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
 def _refuse_sizes(kind: str, stages: int | None = None, microbatches: int | None = None, chunks: int = 1) -> None:
     """What is missing, and what would take minutes or more memory than there is."""
     if stages is None or microbatches is None:
@@ -154,6 +272,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--run", metavar="DIR", help="run directory (default: runs/NAME_OF_CONFIG)")
     train.add_argument("--fresh", action="store_true", help="start anew; an older run in the directory is set aside")
     train.add_argument("--print-config", action="store_true", help="print the resolved config with origins, and end")
+    train.add_argument(
+        "--hardware", metavar="NAME", help="compares the run with the estimate for it (default: the GPU that is there)"
+    )
     _add_devices(train)
     train.set_defaults(command=_train)
 
@@ -200,7 +321,50 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--svg", metavar="FILE", help="writes a picture, as wide as the times say")
     schedule.add_argument("--json", action="store_true", help="for programs; --kind FILE.json reads it back")
     schedule.set_defaults(command=_schedule)
+
+    estimate = commands.add_parser("estimate", help="time and memory of a step on hardware that need not be here")
+    _add_config(estimate)
+    _add_hardware(estimate)
+    estimate.add_argument("--devices", type=_positive, metavar="N", help="how many (default: the product of the mesh)")
+    estimate.add_argument("--anchor", metavar="RUN", help="scales the times by what a run on this hardware measured")
+    estimate.add_argument("--sweep", metavar="hardware.KEY=A,B", help="the estimate at several values of one figure")
+    estimate.add_argument(
+        "--compile", action="store_true", help="compiles the real step for these GPUs and prints XLA's own figures"
+    )
+    estimate.add_argument(
+        "--generate", type=_prompt_and_new, metavar="PROMPT+NEW", help="prices generation instead: 512+128 tokens"
+    )
+    estimate.add_argument("--batch", type=_positive, default=1, metavar="N", help="sequences to generate at once")
+    estimate.set_defaults(command=_estimate)
+
+    plan = commands.add_parser("plan", help="which layout: searches them all and says why the others lost")
+    _add_config(plan)
+    _add_hardware(plan)
+    plan.add_argument("--devices", type=_positive, required=True, metavar="N", help="how many")
+    plan.add_argument("--top", type=_positive, default=10, metavar="N", help="meshes to print (default: %(default)s)")
+    plan.add_argument(
+        "--rules", action="store_true", help="keeps the config's mesh; which layer kinds its tensor axis should split"
+    )
+    plan.set_defaults(command=_plan)
+
+    calibrate = commands.add_parser("calibrate", help="measures this machine and writes a file for --hardware")
+    calibrate.add_argument("--out", default="hardware.toml", metavar="FILE", help="default: %(default)s")
+    _add_devices(calibrate)
+    calibrate.set_defaults(command=_calibrate)
     return parser
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    names = "a100-40, a100-80, h100, h100-pcie, h200, b200, gb200, mi300x or a .toml file"
+    parser.add_argument("--hardware", required=True, metavar="NAME", help=names)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _prompt_and_new(text: str) -> tuple[int, int]:
+    prompt, plus, new = text.partition("+")
+    if not plus:
+        raise argparse.ArgumentTypeError(f"{text} is not PROMPT+NEW, 512+128 say")
+    return _positive(prompt), _positive(new)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

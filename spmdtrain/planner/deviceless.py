@@ -1,0 +1,101 @@
+"""The real step, compiled for GPUs that are not there: what XLA itself says about memory and collectives.
+
+Needs jax's CUDA plugin and the compiler wheels, no driver and no GPU: `pip install --no-deps jax-cuda13-plugin
+jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm` beside the jax in use. Nothing is autotuned without a device, so temporary
+bytes and kernels differ a little from a compile on the GPU.
+"""
+
+import math
+import time
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.planner.hardware import Hardware
+
+# Compute capability; shared memory per core and per block; L2 bytes; fp32 units per core; the name XLA knows.
+CHIPS = {
+    "a100": ("major: 8", 167936, 166912, 41943040, 64, "NVIDIA A100-SXM4-80GB"),
+    "h100": ("major: 9 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 52428800, 128, "NVIDIA H100"),
+    "h200": ("major: 9 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 52428800, 128, "NVIDIA H200"),
+    "b200": ("major: 10 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 132644864, 128, "NVIDIA B200"),
+    "gb200": ("major: 10 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 132644864, 128, "NVIDIA GB200"),
+}
+
+
+def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
+    """{"memory", "collectives", "compile_seconds"} as RUN/compiled.json has them; `model.vocab` must be set."""
+    import jax
+
+    from spmdtrain.models.blueprint import build_model
+    from spmdtrain.parallel.axes import make_rules
+    from spmdtrain.parallel.mesh import build_mesh
+    from spmdtrain.train import compiled
+    from spmdtrain.train.state import abstract_state
+    from spmdtrain.train.step import make_step
+
+    start = time.perf_counter()
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
+    mesh = build_mesh(config.mesh, described_devices(device, math.prod(sizes.values())), config.origin)
+    rules = make_rules(config.rules, mesh.shape)
+    blueprint = build_model(config, stages=sizes["pipeline"], chunks=config.pipeline.chunks)
+    abstract = abstract_state(config, blueprint, mesh, rules)
+    step = make_step(config, blueprint, mesh, rules)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        made = step.lower(abstract, abstract_batch(config, mesh, rules)).compile()
+    return compiled.report(made, mesh, time.perf_counter() - start)
+
+
+def abstract_batch(config: RunConfig, mesh: Any, rules: Any) -> dict[str, Any]:
+    """The batch of a step as ShapeDtypeStructs with their shardings."""
+    import jax
+
+    from spmdtrain.train.feed import batch_sharding, sequences_at_once
+
+    rows, time_ = sequences_at_once(config, rules), (config.train.sequence_length,)
+    kinds = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
+    if config.data.packing == "documents":
+        kinds |= {"segment_ids": "int32", "positions": "int32"}
+
+    def one(name, dtype):
+        shape = rows if name == "sample" else rows + time_
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, rules, name))
+
+    return {name: one(name, dtype) for name, dtype in kinds.items()}
+
+
+def described_devices(device: Hardware, count: int) -> list[Any]:
+    """`count` devices of that kind, host by host, that can be compiled for and not run."""
+    from jax.experimental import topologies
+
+    per_host = min(count, device.per_host)
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=target(device), topology=f"1x{-(-count // per_host)}x{per_host}"
+        )
+    except Exception as error:  # which one depends on what is missing
+        raise ConfigError(
+            f"cannot compile for {device.name} here: {str(error).splitlines()[0]}",
+            fix="pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm, "
+            "of the versions of the jax in use",
+        ) from None
+    return list(topology.devices)
+
+
+def target(device: Hardware) -> str:
+    """GpuTargetConfigProto text of the device."""
+    chip = next((name for name in (device.name, device.name.split("-")[0]) if name in CHIPS), None)
+    if chip is None:
+        raise ConfigError(f"XLA's compiler for {device.name} is not described here", found=", ".join(CHIPS))
+    capability, per_core, per_block, cache, units, name = CHIPS[chip]
+    return f"""gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {per_core} shared_memory_per_block_optin: {per_block} threads_per_core_limit: 2048
+  core_count: {device.cores} fpus_per_core: {units} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: {device.memory_bandwidth:.0f} l2_cache_size: {cache} clock_rate_ghz: 1.8
+  device_memory_size: {device.memory:.0f} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability {{ {capability} }} driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0" device_interconnect_info {{ active_links: 18 }} }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 28 }} runtime_version {{ major: 13 }}
+device_description_str: "{name}"
+"""

@@ -1,0 +1,241 @@
+"""What the commands `estimate` and `plan` say: plain values for programs, and the same for a person."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.planner import cost, memory, search
+from spmdtrain.planner.cost import Price
+from spmdtrain.planner.generation import Generation
+from spmdtrain.planner.hardware import Hardware, swept
+from spmdtrain.planner.job import Job, job_of
+from spmdtrain.planner.memory import SAFE, Memory
+from spmdtrain.planner.stack import Stack, stack
+
+
+def mesh_sizes(config: RunConfig, devices: int | None) -> dict[str, int]:
+    """The mesh with -1 filled; without `devices`, what it multiplies to."""
+    sizes, fixed = dict(config.mesh.sizes), 1
+    for size in sizes.values():
+        fixed *= max(size, 1)
+    open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+    if open_axis is None and devices in (None, fixed):
+        return sizes
+    if open_axis is not None and devices is None:
+        raise ConfigError(f"mesh.{open_axis}=-1 fills the mesh", fix=f"--devices N, a multiple of {fixed}")
+    if open_axis is None or devices % fixed:
+        asked = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "no mesh axis"
+        multiple = "" if open_axis is None else "a multiple of "
+        raise ConfigError(f"the mesh does not fit {devices} devices", asked=asked, fix=f"--devices {multiple}{fixed}")
+    return sizes | {open_axis: devices // fixed}
+
+
+def with_vocab(config: RunConfig) -> RunConfig:
+    """The vocabulary from the corpus if the config does not say it."""
+    if config.model.vocab:
+        return config
+    from spmdtrain.data.corpus import open_corpus
+
+    return config.with_vocab(open_corpus(config.data, None, config.train.seed).vocab)
+
+
+def check_divides(job: Job, device: Hardware) -> None:
+    """Refuses what the real run would refuse: one line, with what to change."""
+    shape, layout = job.shape, job.layout
+    rows = (
+        ("mesh.tensor", layout.tensor, "kv_heads", shape.kv_heads),
+        ("mesh.tensor", layout.tensor, "ffn", shape.hidden),
+        ("mesh.pipeline x mesh.tensor", layout.pipeline * layout.tensor, "vocab", shape.vocab),
+        ("mesh.fsdp", layout.fsdp, "embed", shape.embed),
+        ("mesh.context", layout.context, "train.sequence_length", job.sequence),
+    )
+    for axis, ways, name, size in rows:
+        if size % ways:
+            raise ConfigError(
+                f"{name}={size} is not divisible by {axis}={ways}", fix=f"{name}={-(-size // ways) * ways}"
+            )
+    per_host = min(layout.devices, device.per_host)
+    if per_host % layout.tensor:
+        found = f"{per_host} x {device.name}"
+        raise ConfigError(f"mesh.tensor={layout.tensor} would cross hosts", found=found, fix="a divisor of that number")
+
+
+def priced(config: RunConfig, sizes: dict[str, int], device: Hardware, scale: float = 1.0) -> tuple[Price, Memory]:
+    """Exactly this layout: time by the schedule's table, parameter and optimizer bytes off the abstract state."""
+    job = job_of(config, sizes)
+    check_divides(job, device)
+    price = replace(cost.price(job, device, stack("spmdtrain", device.name)), scale=scale)
+    return price, memory.ours(job, memory.exact_state(config, sizes))
+
+
+def describe(price: Price, held: Memory) -> dict[str, Any]:
+    """The JSON object of `estimate`; `plan` gives a list of them."""
+    job = price.job
+    layout = job.layout.sizes | {
+        "microbatch": job.microbatch,
+        "accumulation": job.accumulation,
+        "schedule": job.schedule if job.layout.pipeline > 1 else None,
+        "chunks": job.chunks,
+        "remat": job.remat,
+        "zero": job.zero,
+    }
+    return {
+        "step_seconds": price.step,
+        "tokens_per_second_per_device": price.tokens_per_second_per_device,
+        "model_tflops_per_device": price.model_flops_per_device / 1e12,
+        "mfu": price.mfu,
+        "bubble_fraction": price.bubble_fraction,
+        "fits": held.fits(price.device),
+        "memory_bytes_per_device": held.describe(),
+        "breakdown_seconds": {term: price.scale * seconds for term, seconds in price.seconds.items()},
+        "bound_by": {term: price.bound(term) for term in price.seconds},
+        "layout": layout,
+        "devices": job.layout.devices,
+        "hardware": price.device.name,
+        "assumed": assumed(price.device),
+    }
+
+
+def assumed(device: Hardware) -> dict[str, Any]:
+    """What belongs to a cluster and not to a chip."""
+    return {
+        "network_bandwidth": device.network_bandwidth,
+        "network_source": device.sources.get("network_bandwidth", "not stated"),
+        "devices_per_host": device.per_host,
+        "power_limit": device.power_limit or device.power,
+    }
+
+
+def show(price: Price, held: Memory) -> str:
+    """The same for a person."""
+    job, device = price.job, price.device
+    axes = " x ".join(f"{axis} {size}" for axis, size in job.layout.sizes.items() if size > 1) or "one device"
+    cut = f"{job.accumulation} x {job.microbatch} sequences of {job.sequence} tokens per batch shard, remat {job.remat}"
+    turns = f", {job.schedule} {job.chunks} chunk{'s' * (job.chunks > 1)}" if job.layout.pipeline > 1 else ""
+    total, room = held.total, device.memory
+    verdict = "fits" if held.fits(device) else "does not fit"
+    lines = [
+        f"{job.shape.parameters / 1e9:.3g} G parameters on {job.layout.devices} x {device.name}: {axes}{turns}",
+        cut,
+        "",
+        f"step       {price.step:.4g} s   {price.tokens_per_second_per_device:,.0f} tokens/s per device",
+        f"speed      {price.model_flops_per_device / 1e12:.3g} TFLOP/s per device, mfu {price.mfu:.1%}, "
+        f"bubble {price.bubble_fraction:.1%}",
+        f"memory     {total / 1e9:.3g} of {room / 1e9:.3g} GB, {total / room:.0%}: {verdict} (safe: {SAFE:.0%})",
+        "",
+    ]
+    terms = sorted(((s, term) for term, s in price.seconds.items() if s), reverse=True)
+    whole = sum(price.seconds.values())
+    lines += [
+        f"  {term.replace('_', ' '):<24}{price.scale * seconds:>11.4g} s {seconds / whole:>6.1%}  {price.bound(term)}"
+        for seconds, term in terms
+    ]
+    lines += ["", *(f"  {name:<24}{size / 1e9:>11.4g} GB" for name, size in held.describe().items()), ""]
+    network = device.sources.get("network_bandwidth", "not stated")
+    lines.append(f"assumed: {device.network_bandwidth / 1e9:.0f} GB/s of network per device ({network})")
+    return "\n".join(lines)
+
+
+def sweep(config: RunConfig, sizes: dict[str, int], device: Hardware, asked: str) -> list[dict[str, Any]]:
+    """`hardware.memory_bandwidth=2e12,3e12`: the estimate at each value."""
+    key, _, values = asked.removeprefix("hardware.").partition("=")
+    if not asked.startswith("hardware.") or not values:
+        raise ConfigError(f"--sweep {asked}", fix="--sweep hardware.memory_bandwidth=2e12,3e12,4e12")
+    found = []
+    for text in values.split(","):
+        try:
+            value = float(text)
+        except ValueError:
+            raise ConfigError(f"--sweep {asked}: {text!r} is not a number") from None
+        found.append({key: value} | describe(*priced(config, sizes, swept(device, key, value))))
+    return found
+
+
+def show_sweep(rows: Sequence[dict[str, Any]]) -> str:
+    key = next(iter(rows[0]))
+    lines = [f"{key:>20} {'step':>11} {'tokens/s/device':>16} {'mfu':>7}  fits"]
+    lines += [
+        f"{row[key]:>20.4g} {row['step_seconds']:>9.4g} s {row['tokens_per_second_per_device']:>16,.0f} "
+        f"{row['mfu']:>7.1%}  {'yes' if row['fits'] else 'no'}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def show_plans(plans: Sequence[search.Plan], found: Sequence[search.Plan]) -> str:
+    """A table, best first, and the line to paste; `found` are all, of which `plans` are shown."""
+    head = (
+        "step",
+        "tok/s/dev",
+        "mfu",
+        "memory",
+        "pipe",
+        "data",
+        "fsdp",
+        "ctx",
+        "tp",
+        "mb",
+        "schedule",
+        "remat",
+        "zero",
+    )
+    rows = [head]
+    for plan in plans:
+        job, layout = plan.job, plan.job.layout
+        turns = f"{job.schedule} {job.chunks}" if layout.pipeline > 1 else "-"
+        sizes = (layout.pipeline, layout.data, layout.fsdp, layout.context, layout.tensor, job.microbatch)
+        speed = f"{plan.price.tokens_per_second_per_device:,.0f}", f"{plan.price.mfu:.1%}"
+        held = f"{plan.memory.total / 1e9:.1f} GB"
+        rows.append((f"{plan.price.step:.4g} s", *speed, held, *map(str, sizes), turns, job.remat, str(job.zero)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    lines = [lines[0] + "  why not", *(line + "  " + plan.why for line, plan in zip(lines[1:], plans, strict=True))]
+    best = " ".join(f"--set {setting}" for setting in plans[0].settings)
+    close = sum(plan.why.startswith("as good") for plan in plans)
+    fit = sum(plan.fits for plan in found)
+    note = (
+        f"{fit} layouts fit, {len(found) - fit} do not; {close} of these meshes are within {search.CLOSE:.0%} of best"
+    )
+    return "\n".join([*lines, "", note, "", best])
+
+
+def plan(config: RunConfig, devices: int, device: Hardware, stack_: Stack) -> list[search.Plan]:
+    """Layouts of the config's model and batch, best first."""
+    one = config.model_copy(update={"mesh": type(config.mesh)(), "pipeline": type(config.pipeline)()})
+    one = one.model_copy(update={"train": config.train.model_copy(update={"microbatch": 1})})
+    return search.search(job_of(one, one.mesh.sizes), devices, device, stack_)
+
+
+def show_generation(found: Generation, device: Hardware) -> str:
+    return "\n".join(
+        [
+            f"prefill    {found.prefill_seconds:.4g} s for {found.batch} x {found.prompt} tokens "
+            f"({found.prefill_bound})",
+            f"decode     {1e3 * found.token_seconds:.3g} ms per token, {found.tokens_per_second:,.0f} tokens/s "
+            f"over {found.batch} sequences ({found.decode_bound})",
+            f"cache      {found.cache_bytes / 1e9:.2f} GB, weights {found.weight_bytes / 1e9:.2f} GB per device, "
+            f"of {device.memory / 1e9:.0f} GB",
+        ]
+    )
+
+
+def show_compiled(compiled: dict[str, Any], held: Memory) -> str:
+    """XLA's own figures beside the formula's."""
+    xla = compiled["memory"]
+    whole = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
+    at_rest = held.parameters + held.optimizer
+    rows = [
+        ("arguments", at_rest, xla["argument_bytes"]),
+        ("temporary", held.total - at_rest, xla["temp_bytes"]),
+        ("total", held.total, whole),
+    ]
+    lines = ["", f"compiled in {compiled['compile_seconds']:.0f} s; memory in GB   formula       XLA"]
+    lines += [f"  {name:<36}{ours / 1e9:>9.3f} {theirs / 1e9:>9.3f}" for name, ours, theirs in rows]
+    lines += [
+        f"  {each['count']:>3} x {each['kind']:<20} over {each['axis']:<16}{each['bytes'] / 1e6:>10.2f} MB"
+        f"{'  in a loop' if each['inside_loop'] else ''}"
+        for each in compiled["collectives"]
+    ]
+    return "\n".join(lines)
