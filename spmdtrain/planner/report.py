@@ -195,9 +195,7 @@ def show_plans(plans: Sequence[search.Plan], found: Sequence[search.Plan]) -> st
     best = " ".join(f"--set {setting}" for setting in plans[0].settings)
     close = sum(plan.why.startswith("as good") for plan in plans)
     fit = sum(plan.fits for plan in found)
-    note = (
-        f"{fit} layouts fit, {len(found) - fit} do not; {close} of these meshes are within {search.CLOSE:.0%} of best"
-    )
+    note = f"{fit} layouts fit, {len(found) - fit} meshes do not; {close} of those shown are within {search.CLOSE:.0%}"
     return "\n".join([*lines, "", note, "", best])
 
 

@@ -2,7 +2,7 @@
 
 Candidates are what this framework can run: pipeline x data x fsdp x context x tensor, the tensor axis inside a host and
 dividing the heads, microbatches that divide the batch, schedules with their chunks, remat, ZeRO. What cannot fit is
-told apart by the closed form of its memory: of a mesh whose state alone is too large, one candidate stands for all.
+told apart by the closed form of its memory: of a mesh that cannot fit, one candidate stands for all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,12 +50,18 @@ class Plan:
 
 
 def search(job: Job, devices: int, device: Hardware, stack: Stack) -> list[Plan]:
-    """Layouts of `job` on `devices` devices: those that fit, fastest first, then those that do not; ConfigError if none
-    fits."""
-    found = [
-        Plan(cost.price(candidate, device, stack, cost.closed_bubble), held_by(candidate, stack))
-        for candidate in candidates(job, devices, device, stack)
-    ]
+    """Layouts of `job` on `devices` devices that fit, fastest first, then of each mesh that does not fit what needs
+    least memory; ConfigError if none fits."""
+    fitting, lean = [], {}
+    for candidate in candidates(job, devices, device, stack):
+        held, mesh = held_by(candidate, stack), candidate.layout
+        if held.fits(device):
+            fitting.append((candidate, held))
+        elif mesh not in lean or held.total < lean[mesh][1].total:
+            lean[mesh] = candidate, held
+    meshes = {candidate.layout for candidate, _ in fitting}
+    misfits = [pair for mesh, pair in lean.items() if mesh not in meshes]
+    found = [Plan(cost.price(each, device, stack, cost.closed_bubble), held) for each, held in fitting + misfits]
     found.sort(key=lambda plan: (not plan.fits, plan.price.step))
     if not found or not found[0].fits:
         raise _nothing(job, devices, device, stack, min(found, key=lambda plan: plan.memory.total, default=None))
