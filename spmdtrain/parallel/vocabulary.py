@@ -35,7 +35,9 @@ def lookup(rules: Rules, manual: Sequence[str] = ()) -> Callable[[jax.Array, jax
             found = _own_rows(rows, ids - jax.lax.axis_index(axes) * rows.shape[0])
             return summed(found, (*by_hand, *axes))
 
-        rest = {axis for axis, size in rules.sizes.items() if size > 1 and axis not in manual}
+        # All of them, those of one device too: XLA's CPU compiler aborts at the 16-bit sum over the batch that the
+        # transpose of a region makes for the table, unless the region is manual over every axis.
+        rest = {axis for axis in rules.sizes if axis not in manual}
         specs = {"in_specs": (table_spec, ids_spec), "out_specs": P(*ids_spec, None)}
         return jax.shard_map(local, axis_names=rest, check_vma=False, **specs)(table, ids)
 
