@@ -78,25 +78,6 @@ def compile_step(config: RunConfig, devices) -> jax.stages.Compiled:
     return make_step(config, blueprint, mesh, rules).lower(state, batch).compile()
 
 
-def bodies(text: str) -> dict[str, list[str]]:
-    """Computation -> its events in scheduled order, for those that hold permutes."""
-    found = {}
-    for name, instructions in compiled.computations(text)[0].items():
-        events = [event for each in instructions if (event := event_of(each.opcode, each.line))]
-        if any(event.startswith("permute") for event in events):
-            found[name] = events
-    return found
-
-
-def event_of(opcode: str, line: str) -> str | None:
-    if opcode == "while":
-        return "LAYERS"
-    if "gemm" in line and opcode in ("custom-call", "fusion"):
-        return "matmul"
-    kind = opcode.removesuffix("-start").removesuffix("-done")
-    return opcode.replace("collective-", "") if kind in compiled.KINDS else opcode if opcode == "fusion" else None
-
-
 def folded(events: list[str]) -> str:
     """`fusion fusion fusion` -> `3 fusion`."""
     runs: list[list] = []
@@ -132,8 +113,11 @@ def main() -> None:
         print(each)
     conditional = [each for each in compiled.instructions(text, dict(mesh.shape)) if each.inside_conditional]
     print(f"collectives inside a conditional: {len(conditional)}")
-    for name, events in bodies(text).items():
-        print(f"{name}: {folded(events)}")
+    for each in compiled.overlaps(text, dict(mesh.shape)):
+        print(each)
+    for name, events in compiled.events(text).items():
+        if any(event.startswith("collective-permute") for event, _ in events):
+            print(f"{name}: {folded([event for event, _ in events])}")
     hop = chosen.length * chosen.width * 2
     layers = matmul_parameters(config.model) - config.model.vocab * chosen.width
     tick = 8 * chosen.length * layers / (4 * chosen.chunks * chosen.tensor)  # forward, again, and both gradients

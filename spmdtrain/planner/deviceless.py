@@ -24,7 +24,8 @@ CHIPS = {
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
-    """{"memory", "collectives", "compile_seconds"} as RUN/compiled.json has them; `model.vocab` must be set."""
+    """{"memory", "collectives", "compile_seconds"} as RUN/compiled.json has them, and "overlap" (compiled.overlaps);
+    `model.vocab` must be set."""
     import jax
 
     from spmdtrain.models.blueprint import build_model
@@ -43,7 +44,8 @@ def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> 
     step = make_step(config, blueprint, mesh, rules)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         made = step.lower(abstract, abstract_batch(config, mesh, rules)).compile()
-    return compiled.report(made, mesh, time.perf_counter() - start)
+    found = compiled.report(made, mesh, time.perf_counter() - start)
+    return found | {"overlap": compiled.overlaps(made.as_text(), dict(mesh.shape))}
 
 
 def abstract_batch(config: RunConfig, mesh: Any, rules: Any) -> dict[str, Any]:

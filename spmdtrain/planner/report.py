@@ -13,6 +13,9 @@ from spmdtrain.planner.hardware import Hardware, swept
 from spmdtrain.planner.job import Job, job_of
 from spmdtrain.planner.memory import SAFE, Memory
 from spmdtrain.planner.stack import Stack, stack
+from spmdtrain.train.interval import best_interval, lost_share, seconds_between_failures
+
+TO_HOST = 25e9  # bytes/s from a device into its host's memory: PCIe 4 x16, less overhead
 
 
 def mesh_sizes(config: RunConfig, devices: int | None) -> dict[str, int]:
@@ -94,8 +97,18 @@ def describe(price: Price, held: Memory) -> dict[str, Any]:
         "layout": layout,
         "devices": job.layout.devices,
         "hardware": price.device.name,
+        "checkpoint": checkpoint(price, held),
         "assumed": assumed(price.device),
     }
+
+
+def checkpoint(price: Price, held: Memory) -> dict[str, Any]:
+    """How often to save. A save stops the run while the state is copied to the host; writing goes on behind it."""
+    save = (held.parameters + held.optimizer) / TO_HOST
+    between = seconds_between_failures(price.job.layout.devices)
+    steps = max(1, round(best_interval(save, between) / price.step))
+    lost = lost_share(steps * price.step, save, between)
+    return {"every": steps, "save_seconds": save, "seconds_between_failures": between, "lost_share": lost}
 
 
 def assumed(device: Hardware) -> dict[str, Any]:
@@ -134,6 +147,11 @@ def show(price: Price, held: Memory) -> str:
     ]
     lines += ["", *(f"  {name:<24}{size / 1e9:>11.4g} GB" for name, size in held.describe().items()), ""]
     network = device.sources.get("network_bandwidth", "not stated")
+    saves = checkpoint(price, held)
+    lines.append(
+        f"checkpoint.every={saves['every']}: a save stops {saves['save_seconds']:.2g} s, a device fails every "
+        f"{saves['seconds_between_failures'] / 3600:.3g} h; {saves['lost_share']:.2%} of the time is lost to both"
+    )
     lines.append(f"assumed: {device.network_bandwidth / 1e9:.0f} GB/s of network per device ({network})")
     return "\n".join(lines)
 
@@ -235,5 +253,9 @@ def show_compiled(compiled: dict[str, Any], held: Memory) -> str:
         f"  {each['count']:>3} x {each['kind']:<20} over {each['axis']:<16}{each['bytes'] / 1e6:>10.2f} MB"
         f"{'  in a loop' if each['inside_loop'] else ''}"
         for each in compiled["collectives"]
+    ]
+    lines += [
+        f"  {each['beside_work']:>3} of {each['count']} {each['kind']} over {each['axis']} run beside matmuls or loops"
+        for each in compiled["overlap"]
     ]
     return "\n".join(lines)

@@ -105,6 +105,46 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
         assert not lost, f"nothing calls computation {name}, which holds {lost[0]}"
 
 
+def events(hlo_text: str) -> dict[str, list[tuple[str, "_Instruction"]]]:
+    """Computation -> what it does, in scheduled order: collectives and their -start and -done by opcode, "loop",
+    "matmul" and "fusion" for the rest that takes time."""
+    found = {}
+    for name, instructions_ in computations(hlo_text)[0].items():
+        found[name] = [(event, each) for each in instructions_ if (event := _event(each))]
+    return found
+
+
+def _event(instruction: "_Instruction") -> str | None:
+    opcode = instruction.opcode
+    if opcode == "while":
+        return "loop"
+    if "gemm" in instruction.line and opcode in ("custom-call", "fusion") or opcode == "dot":
+        return "matmul"
+    kind = opcode.removesuffix("-start").removesuffix("-done")
+    return opcode if kind in KINDS or opcode == "fusion" else None
+
+
+def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Collectives by kind and axis: `count` in the text, and how many of them have a matmul or a loop between their
+    start and their end. One that is not split into start and end has nothing beside it."""
+    totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+    for listed in events(hlo_text).values():
+        for at, (event, each) in enumerate(listed):
+            kind = event.removesuffix("-start")
+            if kind not in KINDS:
+                continue
+            axis = "+".join(_varying(_groups(kind, each, math.prod(mesh_axes.values())), mesh_axes)) or "none"
+            totals[kind, axis][0] += 1
+            if event != kind:
+                ends = (
+                    n for n, (_, end) in enumerate(listed) if end.opcode == f"{kind}-done" and each.name in end.operands
+                )
+                between = {name for name, _ in listed[at : next(ends)]}
+                totals[kind, axis][1] += bool(between & {"matmul", "loop"})
+    keys = ("kind", "axis", "count", "beside_work")
+    return [dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())]
+
+
 @dataclass(frozen=True)
 class _Instruction:
     line: str

@@ -303,3 +303,39 @@ def test_a_start_and_its_done_are_one_and_a_kernel_called_from_two_places_is_two
         ("collective-permute", "none", False, 1, 16 * 4),
         ("reduce-scatter", "data", False, 1, 8 * 4),
     ]
+
+
+SCHEDULED = """HloModule scheduled, is_scheduled=true, num_partitions=4
+
+%body (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %neg = f32[8]{0} negate(%p)
+}
+
+%condition (q: f32[8]) -> pred[] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %yes = pred[] constant(false)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %one = (f32[8]{0}, f32[8]{0}) collective-permute-start(%x), source_target_pairs={{0,2},{1,3}}
+  %loop = f32[8]{0} while(%x), condition=%condition, body=%body
+  %one.done = f32[8]{0} collective-permute-done(%one)
+  %two = (f32[8]{0}, f32[8]{0}) collective-permute-start(%one.done), source_target_pairs={{0,2},{1,3}}
+  %small = f32[8]{0} fusion(%x), kind=kLoop, calls=%body
+  %two.done = f32[8]{0} collective-permute-done(%two)
+  ROOT %sum = f32[8]{0} all-reduce(%two.done), replica_groups={{0,1},{2,3}}, to_apply=%body
+}
+"""
+
+
+def test_what_runs_beside_a_collective_is_what_lies_between_its_start_and_its_end():
+    found = compiled.overlaps(SCHEDULED, {"pipeline": 2, "tensor": 2})
+    assert found == [
+        {"kind": "all-reduce", "axis": "tensor", "count": 1, "beside_work": 0},
+        {"kind": "collective-permute", "axis": "pipeline", "count": 2, "beside_work": 1},
+    ]
+    events = [event for event, _ in compiled.events(SCHEDULED)["main"]]
+    start, end = "collective-permute-start", "collective-permute-done"
+    assert events == [start, "loop", end, start, "fusion", end, "all-reduce"]
