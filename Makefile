@@ -8,7 +8,7 @@ UV ?= uv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test check bench-overhead schema constraints
+.PHONY: help train test test-slow check bench-overhead bench-pipeline bench-pipeline-cuda plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,12 +19,25 @@ train: $(VENV)/installed  ## a tiny GPT on 8 simulated devices, no download; run
 test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k mesh"
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
+test-slow: $(VENV)/installed-dev  ## the tests that take long: the whole grid of pipelines, an hour
+	SPMDTRAIN_SLOW=1 $(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+
 check: $(VENV)/installed-dev  ## lint and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 bench-overhead: $(VENV)/installed  ## step time of the loop against a bare step, on CPU: two minutes on a quiet machine
 	MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 $(BIN)/python benchmarks/overhead.py
+
+bench-pipeline: $(VENV)/installed  ## memory and step time of pipelines against a differentiated loop, on CPU: twenty minutes
+	MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 $(BIN)/python benchmarks/pipeline.py
+
+bench-pipeline-cuda: $(VENV)/installed  ## the pipelined step compiled for 8 H200s, without one: jax 0.11 or later (Python 3.12)
+	$(BIN)/python -m pip install --quiet --no-deps $$($(BIN)/python -c "import jax; v = jax.__version__; print(f'jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}')") nvidia-cuda-nvcc nvidia-nvvm
+	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/pipeline_cuda.py
+
+plan-table: $(VENV)/installed  ## the README's table of the planner: the published 1T run among all layouts of 3072 A100s
+	@$(BIN)/python benchmarks/planner/plan_table.py
 
 schema: $(VENV)/installed  ## configs/schema.json, by which editors complete the TOML files
 	$(BIN)/python -c "import json, spmdtrain.config as c; print(json.dumps(c.json_schema(), indent=2))" > configs/schema.json

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.processes import simulate_devices
-from spmdtrain.train.compiled import collectives, instructions, memory, replica_groups, report
+from spmdtrain.train.compiled import collectives, events, instructions, memory, overlaps, replica_groups, report
 
 simulate_devices(8)
 
@@ -331,11 +331,11 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_what_runs_beside_a_collective_is_what_lies_between_its_start_and_its_end():
-    found = compiled.overlaps(SCHEDULED, {"pipeline": 2, "tensor": 2})
+    found = overlaps(SCHEDULED, {"pipeline": 2, "tensor": 2})
     assert found == [
         {"kind": "all-reduce", "axis": "tensor", "count": 1, "beside_work": 0},
         {"kind": "collective-permute", "axis": "pipeline", "count": 2, "beside_work": 1},
     ]
-    events = [event for event, _ in compiled.events(SCHEDULED)["main"]]
+    listed = [event for event, _ in events(SCHEDULED)["main"]]
     start, end = "collective-permute-start", "collective-permute-done"
-    assert events == [start, "loop", end, start, "fusion", end, "all-reduce"]
+    assert listed == [start, "loop", end, start, "fusion", end, "all-reduce"]
