@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TINY = {
+OVERHEAD = {
     "model.layers": 1,
     "model.embed": 16,
     "model.heads": 2,
@@ -15,19 +15,47 @@ TINY = {
     "train.sequence_length": 8,
     "optimizer.learning_rate": 1e-2,
 }
+PIPELINE = {
+    "model.layers": 4,
+    "model.embed": 16,
+    "model.heads": 2,
+    "model.vocab": 32,
+    "train.microbatch": 1,
+    "train.sequence_length": 8,
+    "mesh.pipeline": 2,
+    "mesh.tensor": 2,
+}
 
 
-def test_the_loop_and_the_bare_step_of_the_overhead_benchmark_train_the_same(tmp_path):
-    settings = [part for key, value in TINY.items() for part in ("--set", f"{key}={value}")]
-    out = tmp_path / "overhead.json"
-    command = [sys.executable, "benchmarks/overhead.py", "--rounds", "1", "--steps", "5", "--json", str(out), *settings]
+def ran(command, out):
+    """(the figures, all that was printed)."""
     # Compiling is what takes the time here: half of it with optimisation off.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result == json.loads(done.stdout.splitlines()[-1])
+    return result, done.stdout
+
+
+def test_the_loop_and_the_bare_step_of_the_overhead_benchmark_train_the_same(tmp_path):
+    settings = [part for key, value in OVERHEAD.items() for part in ("--set", f"{key}={value}")]
+    out = tmp_path / "overhead.json"
+    command = ["benchmarks/overhead.py", "--rounds", "1", "--steps", "5", "--json", str(out), *settings]
+    result, shown = ran(command, out)
     assert result["steps"] == 10  # one round and the one that warms up
     assert result["largest_loss_difference"] < 1e-5
     assert set(result["seconds"]) == {"bare, unrolled", "bare, scanned", "step", "loop"}
-    assert "loop / bare" in done.stdout
+    assert "loop / bare" in shown
+
+
+def test_the_pipelines_of_the_benchmark_have_the_same_gradients(tmp_path):
+    settings = [part for key, value in PIPELINE.items() for part in ("--set", f"{key}={value}")]
+    out = tmp_path / "pipeline.json"
+    sizes = ["--microbatches", "4", "--timed", "4", "--rounds", "1", "--remat", "full"]
+    result, shown = ran(["benchmarks/pipeline.py", *sizes, "--json", str(out), *settings], out)
+    assert 0 < result["largest_gradient_difference"] < 1e-5  # other orders of summation
+    assert len(result["temp_bytes"]) == 5 and all(sizes["4"] > 0 for sizes in result["temp_bytes"].values())
+    assert "interleaved, v=2, full / circular scan, v=2, full" in shown
