@@ -29,7 +29,7 @@ check: $(VENV)/installed-dev  ## lint and formatting
 bench-overhead: $(VENV)/installed  ## step time of the loop against a bare step, on CPU: two minutes on a quiet machine
 	MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 $(BIN)/python benchmarks/overhead.py
 
-bench-pipeline: $(VENV)/installed  ## memory and step time of pipelines against a differentiated loop, on CPU: twenty minutes
+bench-pipeline: $(VENV)/installed  ## memory and step time of pipelines against a differentiated loop, on CPU: ten minutes
 	MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 $(BIN)/python benchmarks/pipeline.py
 
 bench-pipeline-cuda: $(VENV)/installed  ## the pipelined step compiled for 8 H200s, without one: jax 0.11 or later (Python 3.12)

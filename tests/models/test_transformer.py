@@ -38,7 +38,7 @@ def jitted(*family: str):
     def run(params, tokens_bt, positions_bt, segments_bt):
         flow = Flow(positions_bt, segments_bt)
         model = blueprint.bind(params)
-        hidden, table = model.head(model.blocks(model.embed(tokens_bt, flow), flow), flow)
+        hidden, table = model.head(model.blocks(model.embed(tokens_bt, flow), flow)[0], flow)
         return hidden @ table.T
 
     return jax.jit(run)
@@ -96,7 +96,7 @@ def test_remat_changes_no_gradient(remat):
 
     def loss(params, remat):
         model, beside = blueprint.bind(params), flow(2, remat=remat)
-        return jnp.sum(jnp.square(model.blocks(model.embed(draw(2), beside), beside)))
+        return jnp.sum(jnp.square(model.blocks(model.embed(draw(2), beside), beside)[0]))
 
     want, got = (jax.jit(jax.grad(loss), static_argnums=1)(params, mode) for mode in ("none", remat))
     for path in want:

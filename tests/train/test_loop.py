@@ -120,7 +120,7 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
 def test_evaluation_is_the_mean_over_every_validation_token(finished):
     """Against a plain sum over all windows, one by one, of the weights that were saved."""
     setup = loop.prepare(tiny(*SETTINGS), **ONE)
-    with contextlib.closing(loop.Checkpoints(finished, keep=None)) as checkpoints:
+    with contextlib.closing(loop.Checkpoints(finished, setup.blueprint, keep=None)) as checkpoints:
         state, _ = checkpoints.restore(6, setup.abstract)
     model = setup.blueprint.bind(state.params)
     windows = EvalWindows(setup.corpus, setup.validation, 16)
@@ -129,7 +129,7 @@ def test_evaluation_is_the_mean_over_every_validation_token(finished):
 
     def token_losses(tokens, targets):
         flow = Flow(jax.numpy.broadcast_to(jax.numpy.arange(16), tokens.shape))
-        hidden, table = model.head(model.blocks(model.embed(tokens, flow), flow), flow)
+        hidden, table = model.head(model.blocks(model.embed(tokens, flow), flow)[0], flow)
         log_probability = jax.nn.log_softmax(hidden @ table.T)
         return -jax.numpy.take_along_axis(log_probability, targets[..., None], -1)[..., 0]
 
@@ -144,11 +144,6 @@ def test_evaluation_is_the_mean_over_every_validation_token(finished):
 def test_evaluation_without_validation_data_is_refused():
     with pytest.raises(ConfigError, match="data.validation_fraction=0"):
         loop.prepare(tiny("eval.every=3", "data.validation_fraction=0"), **ONE)
-
-
-def test_a_pipeline_mesh_is_refused_for_now():
-    with pytest.raises(ConfigError, match="mesh.pipeline=2.*try --set mesh.pipeline=1"):
-        loop.prepare(tiny("mesh.pipeline=2"), devices=jax.devices()[:2])
 
 
 def test_figures_of_a_step():
