@@ -223,7 +223,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
         STEP: Contender(step, alone, batches, lambda metrics: metrics["loss"])
     }
 
-    checkpoints = Checkpoints(directory, config.checkpoint.keep)
+    checkpoints = Checkpoints(directory, setup.blueprint, config.checkpoint.keep)
     with (
         contextlib.closing(checkpoints),
         Journal(directory) as journal,

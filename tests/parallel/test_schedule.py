@@ -274,3 +274,30 @@ def test_tables_cannot_be_written_to_and_compare_by_value():
     assert table != one_f_one_b(2, 5)
     with pytest.raises(ValueError, match="read-only"):
         table.forward_slot[0, 0] = 1
+
+
+@RELAXED
+@given(st.one_of(tables(), waiting_tables()))
+def test_rounds_go_through_every_tick_once_with_all_work_that_a_tick_has(table):
+    work = {kind: (units_of(table, kind)[..., 0] >= 0).any(1) for kind in ("forward", "backward", "weight")}
+    work |= {"embed": table.embed_microbatch >= 0, "head": table.head_microbatch >= 0}
+    work["embed_backward"] = table.embed_backward_microbatch >= 0
+    tick = 0
+    for each in table.rounds:
+        assert each.phases[0].start == tick
+        for _ in range(each.repeats):
+            for phase in each.phases:
+                for at in range(tick, tick := tick + phase.stop - phase.start):
+                    assert all(getattr(phase, kind) for kind in work if work[kind][at])
+    assert tick == table.ticks
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 2)])
+def test_rounds_do_not_grow_with_microbatches_and_the_head_runs_for_nothing_in_no_tick(kind, chunks):
+    few, many = (build(kind, 4, microbatches, chunks) for microbatches in (16, 128))
+    assert [len(each.phases) for each in few.rounds] == [len(each.phases) for each in many.rounds]
+    assert sum(len(each.phases) for each in many.rounds) <= 7
+    ticks = sum(
+        each.repeats * (phase.stop - phase.start) for each in many.rounds for phase in each.phases if phase.head
+    )
+    assert ticks == 128
