@@ -7,8 +7,11 @@ UV ?= uv
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# XLA's CUDA side for the jax that is installed, without driver and libraries.
+CUDA_COMPILER = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nvidia-cuda-nvcc nvidia-nvvm \
+  $$($(BIN)/python -c "from jax import __version__ as v; print(f'jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}')")
 
-.PHONY: help train test test-slow check bench-overhead bench-pipeline bench-pipeline-cuda plan-table schema constraints
+.PHONY: help train test test-slow check bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu aot plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,8 +36,15 @@ bench-pipeline: $(VENV)/installed  ## memory and step time of pipelines against 
 	MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 $(BIN)/python benchmarks/pipeline.py
 
 bench-pipeline-cuda: $(VENV)/installed  ## the pipelined step compiled for 8 H200s, without one: jax 0.11 or later (Python 3.12)
-	$(BIN)/python -m pip install --quiet --no-deps $$($(BIN)/python -c "import jax; v = jax.__version__; print(f'jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}')") nvidia-cuda-nvcc nvidia-nvvm
+	$(CUDA_COMPILER)
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/pipeline_cuda.py
+
+bench-gpu: $(VENV)/installed  ## every kernel timed, on a GPU
+	mkdir -p benchmarks/results && $(BIN)/python -m pallas_kernels.bench --json benchmarks/results/kernels.json
+
+aot: $(VENV)/installed  ## every kernel through ptxas for GPUs that are not there: jax 0.11 or later (Python 3.12)
+	$(CUDA_COMPILER)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pallas_kernels.aot
 
 plan-table: $(VENV)/installed  ## the README's table of the planner: the published 1T run among all layouts of 3072 A100s
 	@$(BIN)/python benchmarks/planner/plan_table.py

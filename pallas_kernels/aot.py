@@ -1,0 +1,176 @@
+"""Compiles every case for NVIDIA GPUs that are not there, through ptxas: forward and backward, nothing runs.
+
+    python -m pallas_kernels.aot [--gpus a100 h200 b200] [--ops attention norm] [--implementations triton] [--first N]
+
+Needs jax >= 0.11, its CUDA plugin and compiler wheels (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc,
+nvidia-nvvm; `pip install --no-deps`), no driver. A compiler that aborts takes only its own case along: cases run in a
+process of their own that is started anew after it. Prints a line per case, and fails if one did not compile.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+GPUS = {  # compute capability; shared memory per core and per block; L2 bytes; fp32 units per core; cores; the name
+    "a100": ("major: 8", 167936, 166912, 41943040, 64, 108, "NVIDIA A100-SXM4-80GB"),
+    "h200": ("major: 9 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 52428800, 128, 132, "NVIDIA H200"),
+    "b200": ("major: 10 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 132644864, 128, 148, "NVIDIA B200"),
+}
+TARGET = """
+gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {core} shared_memory_per_block_optin: {block} threads_per_core_limit: 2048
+  core_count: {cores} fpus_per_core: {units} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000 l2_cache_size: {cache} clock_rate_ghz: 1.98 device_memory_size: 84942979072
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 cuda_compute_capability {{ {capability} }}
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0"
+  device_interconnect_info {{ active_links: 18 }} }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 28 }} runtime_version {{ major: 13 }}
+device_description_str: "{name}"
+"""
+
+
+def devices(gpu: str, count: int = 1):
+    """`count` devices on one host, which can be compiled for."""
+    from jax.experimental import topologies
+
+    capability, core, block, cache, units, cores, name = GPUS[gpu]
+    said = dict(capability=capability, core=core, block=block, cache=cache, units=units, cores=cores, name=name)
+    target = TARGET.format(**said)
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}").devices
+
+
+def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
+    """(name of the case, `run(implementation, **arrays)` forward and backward, shapes of the arrays)"""
+    if op == "attention":
+        from pallas_kernels.attention import attention, cases
+
+        for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
+            yield case.name, _attention(attention, case.options()), case.abstract()
+    if op == "norm":
+        from pallas_kernels import norm
+        from pallas_kernels.norm import cases
+
+        for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
+            yield case.name, _norm(getattr(norm, case.op)), case.abstract()
+
+
+def _attention(attention, options):
+    import jax
+
+    def run(implementation, q, k, v, dout, bias=None):
+        out, pull = jax.vjp(lambda *qkv: attention(*qkv, bias=bias, implementation=implementation, **options), q, k, v)
+        return out, pull(dout)
+
+    return run
+
+
+def _norm(norm):
+    import jax
+
+    def run(implementation, x, scale, bias, residual, dy, dtotal):
+        there = {"x": x, "scale": scale, "bias": bias, "residual": residual}
+        there = {name: each for name, each in there.items() if each is not None}
+        out, pull = jax.vjp(lambda given: norm(**given, implementation=implementation), there)
+        return out, pull(dy if residual is None else (dy, dtotal))
+
+    return run
+
+
+def compile_cases(gpu: str, op: str, implementation: str, first: int, skip: int) -> None:
+    """In a process of its own: {"case", "seconds", "refused" or "error" or "calls"} per line, after {"case"} alone."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from pallas_kernels.choose import Refused
+
+    mesh = Mesh(np.array(devices(gpu)), ("all",))
+    for number, (name, run, shapes) in enumerate(programs(op)):
+        if not skip <= number < first:
+            continue
+        print(json.dumps({"case": name}), flush=True)
+        here = NamedSharding(mesh, P())
+        given = jax.tree.map(lambda x, here=here: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+        start, found = time.perf_counter(), {"case": name}
+        try:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                made = jax.jit(lambda given, run=run: run(implementation, **given)).lower(given).compile()
+            found["calls"] = made.as_text().count("__gpu$xla.gpu.triton")
+        except Refused as refused:
+            found["refused"] = str(refused)
+        except Exception as error:  # whatever the compiler says
+            found["error"] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        print(json.dumps(found | {"seconds": round(time.perf_counter() - start, 2)}), flush=True)
+
+
+def compiled(gpu: str, op: str, implementation: str, first: int) -> Iterator[dict]:
+    """What `compile_cases` finds, of cases that abort the compiler too."""
+    done = 0
+    while True:
+        command = [
+            sys.executable,
+            "-m",
+            "pallas_kernels.aot",
+            "--child",
+            gpu,
+            op,
+            implementation,
+            str(first),
+            str(done),
+        ]
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        begun = None
+        for line in child.stdout:
+            found = json.loads(line)
+            begun = found["case"] if len(found) == 1 else None
+            if begun is None:
+                done += 1
+                yield found
+        if child.wait() == 0:
+            return
+        if begun is None:
+            raise SystemExit(
+                f"the compiling process ended with {child.returncode} outside any case: {' '.join(command)}"
+            )
+        done += 1
+        yield {"case": begun, "error": f"aborted the compiler ({child.returncode})"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=GPUS)
+    parser.add_argument("--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm"))
+    parser.add_argument("--implementations", nargs="+", default=["triton"])
+    parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.child:
+        gpu, op, implementation, first, skip = chosen.child
+        return compile_cases(gpu, op, implementation, int(first), int(skip))
+    counts = {"compiled": 0, "refused": 0, "failed": 0}
+    for gpu in chosen.gpus:
+        for op in chosen.ops:
+            for implementation in chosen.implementations:
+                for found in compiled(gpu, op, implementation, chosen.first):
+                    kind = "failed" if "error" in found else "refused" if "refused" in found else "compiled"
+                    counts[kind] += 1
+                    said = found.get("error") or found.get("refused") or f"{found['calls']} kernels"
+                    print(
+                        f"{gpu} {op} {implementation} {found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)",
+                        flush=True,
+                    )
+    print(counts)
+    sys.exit(bool(counts["failed"]) or not counts["compiled"])
+
+
+if __name__ == "__main__":
+    main()

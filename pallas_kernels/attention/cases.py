@@ -1,0 +1,140 @@
+"""Attention calls that tests check, `aot.py` compiles and `bench.py` times. Letters as in problem.py."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Segments = Literal["", "one", "three", "short", "padded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    b: int = 1
+    t: int = 128
+    s: int | None = None  # None: t
+    heads: tuple[int, int] = (2, 2)  # of queries, of keys and values
+    d: int = 64
+    e: int | None = None  # None: d
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    segments: Segments = ""  # "short": of one token each; "padded": the last third has an id of its own, and holds NaN
+    bias: tuple[bool, bool, bool, bool] | None = None  # which of its dims are whole; the others are 1
+    positions: bool = False  # given, and those of queries half way into the keys
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.b}x{self.t}x{self.keys}-h{self.heads[0]}x{self.heads[1]}-d{self.d}"
+        said = [sizes if self.e is None else f"{sizes}x{self.e}", self.dtype]
+        said += ["causal"] * self.causal + ["positions"] * self.positions
+        said += [f"window{self.window[0]},{self.window[1]}"] if self.window else []
+        said += [f"softcap{self.softcap:g}"] if self.softcap else []
+        said += [f"segments-{self.segments}"] if self.segments else []
+        return "-".join(said + (["bias" + "".join("01"[part] for part in self.bias)] if self.bias else []))
+
+    @property
+    def keys(self) -> int:
+        return self.s or self.t
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of q, k, v, bias where there is one, and dout."""
+        heads, shared = self.heads
+        shapes = {
+            "q": (self.b, self.t, heads, self.d),
+            "k": (self.b, self.keys, shared, self.d),
+            "v": (self.b, self.keys, shared, self.e or self.d),
+        }
+        if self.bias:
+            whole = (self.b, heads, self.t, self.keys)
+            shapes["bias"] = tuple(size if part else 1 for size, part in zip(whole, self.bias, strict=True))
+        return shapes | {"dout": (*shapes["q"][:3], shapes["v"][3])}
+
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what `draw` gives."""
+        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in self.shapes().items()}
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `attention` besides q, k, v and bias."""
+        options = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        if self.segments:
+            options["segment_ids"] = (self._segments(self.t), self._segments(self.keys))
+        if self.positions:
+            start = np.full((self.b, 1), self.keys // 2)
+            places = np.arange(self.t) + start, np.broadcast_to(np.arange(self.keys), (self.b, self.keys))
+            options["positions"] = tuple(jnp.asarray(place, jnp.int32) for place in places)
+        return options
+
+    def _segments(self, length: int) -> jax.Array:
+        at = np.arange(length)
+        cuts = {"one": 0 * at, "three": at * 3 // length, "short": at, "padded": at >= length - length // 3}
+        return jnp.asarray(np.broadcast_to(cuts[self.segments], (self.b, length)), jnp.int32)
+
+    def draw(self, seed: int = 0) -> dict[str, jax.Array]:
+        """q, k, v, bias where there is one, and dout, normal."""
+        random, shapes = np.random.default_rng(seed), self.shapes().items()
+        return {name: jnp.asarray(random.standard_normal(shape), self.dtype) for name, shape in shapes}
+
+
+F32 = {"dtype": "float32"}
+CI = (
+    Case(t=128, **F32),
+    Case(t=128, causal=True),
+    Case(t=127, d=32, heads=(1, 1), causal=True, **F32),
+    Case(t=1, s=200, d=32, causal=True, **F32),
+    Case(t=1, d=64, heads=(1, 1)),
+    Case(b=2, t=17, d=72, heads=(6, 3), **F32),
+    Case(t=64, s=128, d=32, heads=(4, 1), causal=True, **F32),
+    Case(t=128, s=64, d=32, heads=(4, 2), causal=True, **F32),
+    Case(t=131, s=140, d=80, causal=True),
+    Case(t=128, d=96, window=(20, 0), causal=True, **F32),
+    Case(t=130, d=32, window=(24, 10), **F32),
+    Case(t=130, d=64, window=(None, 7)),
+    Case(t=128, d=128, softcap=15.0, causal=True, **F32),
+    Case(t=128, d=64, softcap=50.0),
+    Case(b=2, t=128, d=32, segments="one", **F32),
+    Case(b=2, t=128, d=32, segments="three", causal=True, heads=(4, 2), **F32),
+    Case(t=64, d=32, segments="short"),  # not float32: dq is the difference of two equal sums, nothing but rounding
+    Case(b=2, t=96, d=64, segments="padded", causal=True),
+    Case(t=160, d=32, segments="three", window=(16, 0), causal=True, heads=(6, 3), **F32),
+    Case(t=100, d=192, e=128, heads=(2, 1), causal=True),
+    Case(t=64, d=256, heads=(1, 1), causal=True),
+    Case(t=96, d=64, dtype="float16", causal=True),
+    Case(t=40, s=96, d=32, positions=True, causal=True, heads=(4, 2), **F32),
+    Case(t=70, d=32, bias=(False, True, True, True), causal=True, **F32),
+    Case(b=2, t=70, d=32, bias=(True, False, False, True), heads=(4, 2), **F32),
+)  # fmt: skip
+
+_MASKS = (
+    {},
+    {"causal": True},
+    {"window": (128, 0)},
+    {"window": (64, 64)},
+    {"segments": "three"},
+    {"segments": "padded"},
+    {"segments": "three", "causal": True, "window": (64, 0)},
+)  # fmt: skip
+SLOW = tuple(
+    [Case(d=d, dtype=dtype, heads=(2, 1), t=200, **mask) for d in (32, 64, 72, 80, 96, 128, 192, 256)
+     for dtype in ("bfloat16", "float32") for mask in _MASKS]
+    + [Case(t=t, d=64, heads=heads, **mask) for t in (1, 17, 127, 384, 1000)
+       for heads in ((1, 1), (4, 1), (6, 3)) for mask in _MASKS[:2]]
+    + [Case(t=t, s=s, causal=causal) for t, s in ((64, 128), (128, 64), (1, 1024), (1023, 1024))
+       for causal in (False, True)]
+)  # fmt: skip
+
+
+def timed(tokens: int = 16384, width: int = 2048) -> list[Case]:
+    """The points of the FlashAttention-3 paper, `tokens` in all, heads x head_dim = `width`; packed, windowed."""
+    cases = []
+    for d in (64, 128, 256):
+        heads = (width // d, width // d)
+        for t in (512, 1024, 2048, 4096, 8192, 16384):
+            whole = Case(b=max(tokens // t, 1), t=t, d=d, heads=heads)
+            cases += [whole, replace(whole, causal=True)]
+    grouped = Case(b=4, t=4096, d=128, heads=(32, 8), causal=True)
+    long = Case(b=1, t=16384, d=128, heads=(16, 16), causal=True)
+    return [*cases, grouped, replace(long, window=(1024, 0)), replace(long, b=2, t=8192, segments="three")]

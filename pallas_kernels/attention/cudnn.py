@@ -1,0 +1,46 @@
+"""Attention by cuDNN, through jax.nn: bfloat16 and float16 on NVIDIA GPUs of sm_80 and up."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.problem import Inputs, Problem
+from pallas_kernels.choose import device_kind, no_gpu
+
+
+def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:
+    (t, s), q = inputs.lengths, inputs.q_bthd
+    d, e = q.shape[3], inputs.v_bske.shape[3]
+    if interpreted:
+        return "has no interpreted form"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"bfloat16 and float16, not {q.dtype}"
+    widest = 128 if any(name in device_kind() for name in ("A100", "A10", "A30", "A40", "L4", "RTX")) else 256
+    if d != e or d % 8 or d > widest:
+        return f"one head dim, a multiple of 8 up to {widest}, not {d} and {e}"
+    if problem.softcap is not None:
+        return "no softcap"
+    if inputs.segments is not None or inputs.positions is not None:
+        return "no segments or positions: jax.nn would make them a t x s mask"
+    if problem.right not in (None, 0) or (problem.left is not None and problem.right is None):
+        return "no window to the right"
+    if inputs.bias is not None:
+        return "no bias: its -inf would not give 0 for a query that sees no key"
+    if (problem.left, problem.right) != (None, None) and t != s:
+        return f"causal only where queries and keys are as many, not {t} and {s}: jax.nn aligns them at the start"
+    if t % 2 or s % 2:
+        return f"no backward pass for odd lengths, {t} and {s}"
+    return no_gpu(interpreted)
+
+
+def attend(problem: Problem, inputs: Inputs) -> jax.Array:
+    """out [b, t, h, e]; differentiable by itself. No lse."""
+    window = None if problem.left is None else (problem.left, 0)
+    return jax.nn.dot_product_attention(
+        inputs.q_bthd,
+        inputs.k_bskd,
+        inputs.v_bske,
+        scale=problem.scale,
+        is_causal=problem.right == 0,
+        local_window_size=window,
+        implementation="cudnn",
+    )

@@ -1,0 +1,1 @@
+from pallas_kernels.loss.api import linear_cross_entropy as linear_cross_entropy

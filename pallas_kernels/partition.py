@@ -1,0 +1,31 @@
+"""Kernels on a mesh: run where every axis is manual, on local values, so that XLA has nothing to gather around them.
+
+A kernel is one opaque call to XLA's partitioner, which would gather all its inputs. A nested shard_map over the axes
+that are still automatic works without a region around it and inside one that is manual over some axes.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import AxisType
+
+
+def automatic_axes() -> frozenset[str]:
+    """The mesh axes of more than one device that XLA still splits by itself here; none without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    named = zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
+    return frozenset(name for name, kind, size in named if kind != AxisType.Manual and size > 1)
+
+
+def locally(function: Callable, in_specs, out_specs) -> Callable:
+    """`function` on the local values of every axis that is still automatic; itself where none is.
+
+    Specs are shard_map's and name automatic axes only. An input is whole along the axes its spec leaves out, and its
+    gradient is summed over them. That sum runs in the gradient's dtype: give weights in float32 (XLA's CPU compiler
+    aborts at a 16-bit sum inside a partly manual region, jax 0.10 and 0.12).
+    """
+    axes = automatic_axes()
+    if not axes:
+        return function
+    # jit: shard_map by itself runs eagerly only where all axes of the mesh are manual
+    return jax.jit(jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False))

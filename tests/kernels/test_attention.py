@@ -1,0 +1,223 @@
+"""Every implementation of attention against its definition in float64, values and all gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from pallas_kernels.attention import attention, cases, cudnn, reference, tiling, xla
+from pallas_kernels.attention.problem import prepare
+from pallas_kernels.attention.tiling import Tile
+from pallas_kernels.choose import Refused
+
+DEFAULTS = {"scale": None, "bias": None, "positions": None, "segment_ids": None}
+
+
+INTERPRETED = [case for case in cases.CI if not case.bias and (case.d in (32, 72, 192) or case.softcap)]
+
+
+def definition(options):
+    def run(q, k, v, bias):
+        return reference.attend(*prepare(q, k, v, **(DEFAULTS | options | {"bias": bias})))
+
+    return run
+
+
+def kernel(options, implementation):
+    def run(q, k, v, bias):
+        return attention(q, k, v, bias=bias, return_lse=True, implementation=implementation, **options)
+
+    return run
+
+
+def with_gradients(run):
+    """(out, lse, gradients) given q, k, v, bias, dout: the objective takes lse in as well."""
+
+    def both(q, k, v, bias, dout):
+        def objective(q, k, v, bias):
+            out, lse = run(q, k, v, bias)
+            wide = jnp.promote_types(out.dtype, jnp.float32)
+            loss = jnp.sum(out.astype(wide) * dout.astype(wide)) + 0.1 * jnp.sum(jnp.where(lse > -jnp.inf, lse, 0))
+            return loss, (out, lse)
+
+        gradients, (out, lse) = jax.grad(objective, (0, 1, 2, 3)[: 3 + (bias is not None)], has_aux=True)(q, k, v, bias)
+        return out, lse, gradients
+
+    return both
+
+
+def compare(case, implementation):
+    drawn, options = case.draw(), case.options()
+    arrays = [drawn.get(name) for name in ("q", "k", "v", "bias", "dout")]
+    want = oracle.in_float64(with_gradients(definition(options)), *arrays)
+    plain = jax.jit(with_gradients(definition(options)))(*arrays)
+    got = jax.jit(with_gradients(kernel(options, implementation)))(*arrays)
+    factor = 3.0 if case.softcap else 2.0
+    oracle.check("out", got[0], plain[0], want[0], case.dtype, factor=factor)
+    seen = ~np.isneginf(want[1])
+    np.testing.assert_array_equal(~np.isneginf(got[1]), seen)
+    near = 1e-5 if case.dtype == "float32" else 1e-3
+    np.testing.assert_allclose(np.asarray(got[1])[seen], want[1][seen], atol=near, rtol=near)
+    for name, *three in zip(("dq", "dk", "dv", "dbias"), got[2], plain[2], want[2], strict=False):
+        oracle.check(name, *three, case.dtype, oracle.GRADIENT, factor)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(xla, "BLOCK", 48)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
+def test_xla(case):
+    compare(case, "xla")
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_interpreted_triton(case, monkeypatch):
+    for name in ("FORWARD", "DQ", "DKV"):  # several tiles of each kind
+        small = {limit: Tile(32, 16, 4, 1) for limit in (64, 128, 256)}
+        monkeypatch.setattr(tiling, name, {2: small, 4: small})
+    compare(case, "triton:interpret")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", cases.SLOW, ids=lambda case: case.name)
+def test_xla_on_the_grid(case):
+    compare(case, "xla")
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (cases.Case(dtype="float32"), "bfloat16 and float16"),
+        (cases.Case(d=72, e=64), "one head dim"),
+        (cases.Case(softcap=5.0), "no softcap"),
+        (cases.Case(segments="three"), "no segments"),
+        (cases.Case(window=(8, 8)), "window to the right"),
+        (cases.Case(s=64, causal=True), "aligns them at the start"),
+        (cases.Case(t=127), "odd lengths"),
+        (cases.Case(), "needs an NVIDIA GPU, this is cpu"),
+    ],
+)
+def test_cudnn_says_why_not(case, said):
+    drawn = case.draw()
+    with pytest.raises(Refused, match=said):
+        attention(*(drawn[name] for name in "qkv"), implementation="cudnn", **case.options())
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (9, 3)}, {"scale": 0.5}])
+def test_cudnn_is_asked_for_the_same(options, monkeypatch):
+    """What jax.nn is told means what attention was told; here jax.nn computes it in its other way."""
+    real = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *qkv, **told: real(*qkv, **told | {"implementation": "xla"})
+    )
+    monkeypatch.setattr(cudnn, "no_gpu", lambda _: "")
+    drawn = cases.Case(t=32, heads=(4, 2), d=16, dtype="float16").draw()
+    arrays = [drawn[name] for name in "qkv"]
+    got, want = (attention(*arrays, implementation=name, **options) for name in ("cudnn", "xla"))
+    np.testing.assert_allclose(got, want, atol=4e-3)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
+def test_what_is_not_seen_may_be_nan(implementation):
+    """Queries, keys, values and gradients of padding: nothing of them reaches the rest, and their own are 0."""
+    case = cases.Case(b=2, t=96, heads=(4, 2), d=32, dtype="float32", segments="padded", causal=True)
+    drawn, ids = case.draw(), case.options()["segment_ids"][0]
+    segments = ids, jnp.where(ids == 1, 2, ids)  # padding sees nothing and is not seen
+    nothing = (ids == 1)[:, :, None, None]
+
+    def run(fill):
+        q, k, v, dout = (jnp.where(nothing, fill, drawn[name]) for name in ("q", "k", "v", "dout"))
+        options = {"causal": True, "segment_ids": segments, "softcap": 9.0, "implementation": implementation}
+        out, pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
+        return out, *pull(dout)
+
+    for name, clean, dirty in zip(("out", "dq", "dk", "dv"), run(0.0), run(jnp.nan), strict=True):
+        np.testing.assert_array_equal(dirty, clean, err_msg=name)
+        assert not np.where(nothing, dirty, 0).any(), name
+
+
+def test_extremes():
+    q = jnp.ones((1, 64, 1, 32)) * 100
+    k = jnp.ones((1, 64, 1, 32)).at[:, 5].set(100.0)
+    v = jnp.arange(64.0)[None, :, None, None] * jnp.ones((1, 64, 1, 32))
+    np.testing.assert_allclose(attention(q, k, v), 5.0)  # one huge key: scores of 5.7e4 against 5.7e2
+    np.testing.assert_allclose(attention(q, jnp.ones_like(k), v), 31.5, rtol=1e-6)  # all equal
+
+
+def test_memory_grows_with_the_length_not_its_square():
+    def temp(t):
+        q = jax.ShapeDtypeStruct((1, t, 1, 32), jnp.float32)
+        run = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, causal=True).sum(), (0, 1, 2)))
+        return run.lower(q, q, q).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp(16384) < 2.5 * temp(8192) < 2**26  # one score matrix of 8192 alone is 2**28
+
+
+def test_hidden_tiles_are_skipped():
+    q = jnp.zeros((1, 2048, 1, 32))
+    plain = DEFAULTS | {"causal": False, "window": None, "softcap": None}
+
+    def count(**options):
+        return len(xla._Tiles(*prepare(q, q, q, **(plain | options))).table)
+
+    assert (count(), count(causal=True), count(window=(1, 0))) == (16, 10, 7)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
+def test_twenty_runs_give_the_same_bits(implementation):
+    drawn = cases.Case(b=2, t=160, d=32, causal=True).draw()
+    run = jax.jit(
+        jax.value_and_grad(
+            lambda q, k, v: attention(q, k, v, causal=True, implementation=implementation).astype("float32").sum(),
+            (0, 1, 2),
+        )
+    )
+    first = run(drawn["q"], drawn["k"], drawn["v"])
+    for _ in range(19):
+        jax.tree.map(np.testing.assert_array_equal, run(drawn["q"], drawn["k"], drawn["v"]), first)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
+def test_vmap_remat_and_scan(implementation):
+    drawn = cases.Case(b=3, t=50, d=16, heads=(4, 2), dtype="float32").draw()
+    q, k, v = (drawn[name] for name in "qkv")
+
+    def loss(q, k, v):
+        return jnp.square(attention(q, k, v, causal=True, implementation=implementation)).sum()
+
+    want = jax.grad(loss, (0, 1, 2))(q, k, v)
+    alone = [x[:, None] for x in (q, k, v)]
+    mapped = jax.vmap(jax.grad(loss, (0, 1, 2)))(*alone)
+    remat = jax.grad(jax.checkpoint(loss), (0, 1, 2))(q, k, v)
+
+    def scanned(q, k, v):
+        return jax.lax.scan(lambda total, qkv: (total + loss(*qkv), None), 0.0, (q[:, None], k[:, None], v[:, None]))[0]
+
+    for got in ([x[:, 0] for x in mapped], remat, jax.grad(scanned, (0, 1, 2))(q, k, v)):
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"k": (1, 8, 3, 16), "v": (1, 8, 3, 16)}, "do not fit"),
+        ({"segment_ids": jnp.zeros((1, 9), int)}, "segment_ids must be"),
+        ({"bias": jnp.zeros((8, 8))}, "does not broadcast"),
+        ({"window": (-1, 0)}, "at least 0"),
+        ({"softcap": 0.0}, "above 0"),
+        ({"implementation": "cuda"}, "there are"),
+        ({"implementation": "xla:interpret"}, "no interpreted form"),
+    ],
+)
+def test_a_mistake_is_one_line(change, said):
+    shapes = {"q": (1, 8, 2, 16), "k": (1, 8, 2, 16), "v": (1, 8, 2, 16)}
+    arrays = [jnp.zeros(change.pop(name, shape)) for name, shape in shapes.items()]
+    with pytest.raises((ValueError, Refused), match=said) as raised:
+        attention(*arrays, **change)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,17 @@
+"""The table of times: that the script runs from end to end, on no GPU."""
+
+import json
+import sys
+
+from pallas_kernels import bench
+
+
+def test_dry_run(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    monkeypatch.setattr(sys, "argv", ["bench", "--dry", "--first", "1", "--json", str(path)])
+    bench.main()
+    rows = json.loads(path.read_text())["rows"]
+    timed = [(row["op"], row["implementation"]) for row in rows if "forward" in row]
+    assert timed == [(op, name) for op, names in bench.IMPLEMENTATIONS.items() for name in names if name != "cudnn"]
+    assert [row["implementation"] for row in rows if "refused" in row] == ["cudnn"]
+    assert len(capsys.readouterr().out.splitlines()) == len(rows) + 1

@@ -1,0 +1,55 @@
+"""Which implementation runs, and what is said where none does; kernels compiled for GPUs that are not there."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from pallas_kernels import choose
+from pallas_kernels.choose import Refused
+
+ROOT = Path(__file__).parents[2]
+REFUSALS = {"fast": lambda _: "too odd", "plain": lambda interpreted: "not interpreted" if interpreted else ""}
+
+
+def test_the_first_that_does_not_refuse_or_the_named_one():
+    assert choose.choose("op", REFUSALS, ("fast", "plain"), None) == "plain"
+    assert choose.choose("op", REFUSALS, ("fast",), "plain") == "plain"
+    with pytest.raises(Refused, match="op: implementation 'fast' refuses: too odd"):
+        choose.choose("op", REFUSALS, ("fast", "plain"), "fast")
+    with pytest.raises(Refused, match="not interpreted"):
+        choose.choose("op", REFUSALS, ("fast", "plain"), "plain:interpret")
+    with pytest.raises(Refused, match="no implementation runs this call. fast: too odd"):
+        choose.choose("op", REFUSALS, ("fast",), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("NVIDIA H200", ""), ("Tesla V100-SXM2-16GB", "needs sm_80"), ("AMD Instinct", "needs an NVIDIA")],
+)
+def test_old_and_other_gpus_are_refused(kind, said, monkeypatch):
+    monkeypatch.setattr(choose, "device_kind", lambda: kind)
+    assert choose.no_gpu(False).startswith(said) and bool(choose.no_gpu(False)) == bool(said)
+    assert choose.no_gpu(True) == ""
+
+
+def test_a_mesh_in_use_says_what_is_compiled_for():
+    mesh = jax.make_mesh((1,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+    assert choose.device_kind() == jax.devices()[0].device_kind
+    with jax.set_mesh(mesh):
+        assert choose.device_kind() == jax.devices()[0].device_kind
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin")
+@pytest.mark.parametrize("gpu", ["a100", "h200"])
+def test_kernels_go_through_ptxas(gpu):
+    command = [sys.executable, "-m", "pallas_kernels.aot", "--gpus", gpu, "--first", "6"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "{'compiled': 12, 'refused': 0, 'failed': 0}"

@@ -1,0 +1,89 @@
+"""Every implementation of the norms against their definition in float64, values and all gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from pallas_kernels import norm
+from pallas_kernels.norm import cases, reference, triton
+
+NAMES = ("x", "scale", "bias", "residual", "dy", "dtotal")
+FLOOR = {"bfloat16": 2.5e-3, "float32": 1e-6}  # relative L2 of y and dx; rounding to bfloat16 alone is 1.7e-3
+OF_WEIGHTS = {"bfloat16": 2.5e-3, "float32": 1e-4}
+
+
+def with_gradients(run):
+    def both(x, scale, bias, residual, dy, dtotal):
+        there = [each for each in (x, scale, bias, residual) if each is not None]
+
+        def given(*there):
+            left = iter(there)
+            return run(*(None if each is None else next(left) for each in (x, scale, bias, residual)))
+
+        out, pull = jax.vjp(given, *there)
+        return out, pull((dy.astype(out[0].dtype), None if dtotal is None else dtotal.astype(out[1].dtype)))
+
+    return both
+
+
+def definition(case):
+    def run(*arrays):
+        epsilon = 1e-5 if case.op == "layernorm" else 1e-6
+        y, total = reference.normalise(*arrays, epsilon=epsilon, centred=case.op == "layernorm")
+        return y, total if case.residual else None
+
+    return with_gradients(run)
+
+
+def kernel(case, implementation):
+    def run(x, scale, bias, residual):
+        out = getattr(norm, case.op)(x, scale, bias, residual=residual, implementation=implementation)
+        return out if case.residual else (out, None)
+
+    return with_gradients(run)
+
+
+def compare(case, implementation):
+    arrays = [case.draw()[name] for name in NAMES]
+    want = oracle.in_float64(definition(case), *arrays)
+    if case.residual == "bfloat16":  # what is normalised is the rounded sum: that is what the definition says
+        x, residual = (np.asarray(arrays[i], np.float64) for i in (0, 3))
+        rounded = np.asarray((x + residual).astype(np.float32).astype(jnp.bfloat16), np.float64)
+        want = oracle.in_float64(definition(case), *arrays[:3], rounded - x, *arrays[4:])
+    plain = jax.jit(definition(case))(*arrays)
+    got = jax.jit(kernel(case, implementation))(*arrays)
+    there = [name for name in NAMES[:4] if case.draw()[name] is not None]
+    for name, *three in zip(("y", "sum"), got[0], plain[0], want[0], strict=True):
+        if three[0] is not None:
+            oracle.check(name, *three, str(three[0].dtype), FLOOR)
+    for name, *three in zip(there, got[1], plain[1], want[1], strict=True):
+        limits = OF_WEIGHTS if name in ("scale", "bias") else FLOOR
+        oracle.check(f"d{name}", *three, str(three[0].dtype), limits)
+
+
+@pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
+def test_xla(case):
+    compare(case, "xla")
+
+
+@pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
+def test_interpreted_triton(case, monkeypatch):
+    monkeypatch.setattr(triton, "PROGRAMS", 3)  # several turns each
+    compare(case, "triton:interpret")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.SLOW, ids=lambda case: case.name)
+def test_xla_on_the_grid(case):
+    compare(case, "xla")
+
+
+def test_a_norm_takes_any_leading_dims_and_refuses_what_does_not_fit():
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    np.testing.assert_allclose(norm.rmsnorm(x, jnp.ones(4))[1, 2], norm.rmsnorm(x[1, 2], jnp.ones(4)), rtol=1e-6)
+    with pytest.raises(ValueError, match="scale must be"):
+        norm.layernorm(x, jnp.ones(3))
+    with pytest.raises(ValueError, match="shape of x"):
+        norm.layernorm(x, jnp.ones(4), residual=x[0])
