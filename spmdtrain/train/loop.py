@@ -118,7 +118,8 @@ def starting_state(setup: Setup, directory: Path, checkpoints: Checkpoints, jour
     """The state and the global sample index to go on from: (1) the newest checkpoint of this run, (2) else the weights
     of `train.init_from`, (3) else fresh."""
     newest = checkpoints.newest()
-    forget_after(directory / "metrics.jsonl", newest or 0)
+    if jax.process_index() == 0:
+        forget_after(directory / "metrics.jsonl", newest or 0)
     if newest is not None:
         state, meta = checkpoints.restore(newest, setup.abstract)
         _check_stream(meta, setup)
