@@ -21,10 +21,11 @@ Arrays = list[jax.Array]
 class LayerGradient:
     """Of `layer(weights, x, rest) -> (y, side loss)`, by weights and x. Traces it once; arguments give shapes only.
 
-    `kept` and `deferred`: the shapes of what waits from forward to backward, and from there to the weight gradient.
+    `kept` and, where `split`, `deferred`: the shapes of what waits from forward to backward, and from there to the
+    weight gradient.
     """
 
-    def __init__(self, layer: Layer, weights: Tree, x: jax.Array, rest: Tree):
+    def __init__(self, layer: Layer, weights: Tree, x: jax.Array, rest: Tree, *, split: bool = False):
         pulls = []
 
         def with_residuals(weights, x, rest):
@@ -45,8 +46,9 @@ class LayerGradient:
             dict.fromkeys(var for var in self._residuals if isinstance(var, jex.Var) and var in following)
         )
         self.kept = tuple(_shape(var) for var in self._kept)
-        self._split()
-        self.deferred = tuple(_shape(var) for var in self._deferred)
+        if split:
+            self._split()
+            self.deferred = tuple(_shape(var) for var in self._deferred)
 
     def forward(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, jax.Array, Arrays]:
         """(y, side loss, kept)."""
@@ -63,7 +65,7 @@ class LayerGradient:
     def input_gradient(
         self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dside: jax.Array
     ) -> tuple[jax.Array, Arrays]:
-        """(gradient by x, deferred)."""
+        """(gradient by x, deferred), where `split`."""
         known = self._pulled_in(weights, rest, kept) | dict(zip(self._cotangents, (dy, dside), strict=True))
         dx, *deferred = _evaluate(self._pulled.jaxpr, known, [self._dx, *self._deferred])
         return dx, deferred

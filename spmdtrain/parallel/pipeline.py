@@ -13,7 +13,7 @@ Memory: the rings of the table, of its slots and not of its microbatches. Gradie
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -40,30 +40,32 @@ OF_ALL_STAGES = ("embed_microbatch", "head_microbatch", "embed_backward_microbat
 class Program:
     """What a pipeline runs. `shared`: the weights outside the layers; `context`: what a microbatch brings along.
 
-    `embed(shared, context) -> x`; `layer(weights, x, (number, context)) -> (y, side loss)`; `head(shared, x, context)
-    -> sum of the losses`, the same on every stage. `context_of(microbatch)`. Losses are float32 scalars.
+    `embed(shared, context) -> x`; `layer(weights, x, (number, context)) -> (y, side loss or None)`; `head(shared, x,
+    context) -> sum of the losses`, the same on every stage. `context_of(microbatch)`. Losses are float32 scalars.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
-    layer: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
+    layer: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array | None]]
     head: Callable[[Tree, jax.Array, Tree], jax.Array]
     context_of: Callable[[jax.Array], Tree]
 
 
-def losses(program: Program, table: Table, layout: Layout, shared: Tree, stack: Tree) -> tuple[jax.Array, jax.Array]:
-    """(sum of the head's losses, sum of side losses) over all microbatches of this batch shard, forward only.
+def losses(
+    program: Program, table: Table, layout: Layout, shared: Tree, stack: Tree
+) -> tuple[jax.Array, jax.Array | None]:
+    """(sum of the head's losses, of side losses if layers have any) over all microbatches of this batch shard, forward
+    only.
 
     Inside a region manual over `pipeline`; `stack` leaves are this stage's [v, 1, Lc, ...].
     """
     pipeline = _Pipeline(program, table, layout, shared, stack)
-    carry = pipeline.run(pipeline.start(), pipeline.forward_tick)
-    return jax.lax.psum((carry["loss"], carry["side"]), AXIS)
+    return pipeline.sums(pipeline.run(pipeline.start(), pipeline.forward_tick))
 
 
 def gradients(
     program: Program, table: Table, layout: Layout, shared: Tree, stack: Tree, totals: tuple[Tree, Tree], keep: bool
-) -> tuple[jax.Array, jax.Array, Tree, Tree]:
-    """(loss, side loss, gradients of `shared`, of `stack`), losses as `losses` has them.
+) -> tuple[jax.Array, jax.Array | None, Tree, Tree]:
+    """(loss, side loss or None, gradients of `shared`, of `stack`), losses as `losses` has them.
 
     `totals`: zeros for the gradients to gather in. `keep`: residuals wait for their backward; otherwise the chunk's
     input does and its forward runs again. Gradients of `shared` are this stage's part: sum those of weights that every
@@ -72,7 +74,7 @@ def gradients(
     pipeline = _Pipeline(program, table, layout, shared, stack, keep)
     carry = pipeline.run(pipeline.start() | pipeline.start_backward(totals), pipeline.tick)
     dstack = jax.tree.map(lambda total: total[:, None], carry["stack"])
-    return *jax.lax.psum((carry["loss"], carry["side"]), AXIS), carry["shared"], dstack
+    return *pipeline.sums(carry), carry["shared"], dstack
 
 
 class _Pipeline:
@@ -84,12 +86,18 @@ class _Pipeline:
         context = jax.eval_shape(program.context_of, jnp.int32(0))
         self.x = jax.eval_shape(program.embed, shared, context)
         weights = jax.eval_shape(lambda stack: jax.tree.map(lambda leaf: leaf[0, 0], stack), self.stack)
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        self.gradient = LayerGradient(self.layer, weights, self.x, (number, context))
+        self.of_a_layer = weights, self.x, (jax.ShapeDtypeStruct((), jnp.int32), context)
+        self.sided = jax.eval_shape(program.layer, *self.of_a_layer)[1] is not None
+
+    @cached_property
+    def gradient(self) -> LayerGradient:
+        """Training's; evaluation has none."""
+        return LayerGradient(self.layer, *self.of_a_layer, split=self.table.split)
 
     def layer(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, jax.Array]:
-        """The program's layer; where padding lies there is none, and x passes."""
+        """The program's layer; where padding lies there is none, and x passes. No side loss is one of 0."""
         y, side = self.program.layer(weights, x, rest)
+        side = jnp.float32(0) if side is None else side
         if not self.layout.padding:
             return y, side
         real = rest[0] < self.layout.layers
@@ -122,6 +130,11 @@ class _Pipeline:
             leading = table.deferred_slots + 1, layers
             carry["deferred"] = [self.zeros(leaf, *leading) for leaf in self.gradient.deferred]
         return carry
+
+    def sums(self, carry: dict[str, Tree]) -> tuple[jax.Array, jax.Array | None]:
+        """(loss, side loss or None) of all stages."""
+        loss, side = jax.lax.psum((carry["loss"], carry["side"]), AXIS)
+        return loss, side if self.sided else None
 
     # The ticks
 
@@ -273,8 +286,11 @@ class _Pipeline:
 
         def layer(x, given):
             weights, number = given
-            y, side, kept = self.gradient.forward(weights, x, (number, rest))
-            return y, (side, kept if keep else None)
+            if keep:
+                y, side, kept = self.gradient.forward(weights, x, (number, rest))
+                return y, (side, kept)
+            y, side = self.layer(weights, x, (number, rest))
+            return y, (side, None)
 
         y, (sides, kept) = jax.lax.scan(layer, x, (weights, self.numbers(cell[f"{kind}_chunk"])))
         return y, sides.sum(), kept

@@ -68,14 +68,14 @@ def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
 
     def local(params, step, batch):
         table = table_of(config, rules.sizes["pipeline"], batch["tokens"].shape[0])
-        program, sided = _program(config, blueprint, rules, batch, step)
+        program = _program(config, blueprint, rules, batch, step)
         zeros = {
             path: jax.lax.with_sharding_constraint(jnp.zeros(x.shape, config.precision.accumulate), resting[path])
             for path, x in params.items()
         }
         totals, weights = _parts(blueprint, zeros), _parts(blueprint, params)
         loss, side, *grads = gradients(program, table, blueprint.layout, *weights, totals, keep)
-        sums = _sums(loss, side if sided else None, batch, rules)
+        sums = _sums(loss, side, batch, rules)
         grads, count = reduced(grads[0] | grads[1], ways, resting), jnp.maximum(sums["tokens"], 1)
         return {path: (g / count).astype(g.dtype) for path, g in grads.items()}, sums
 
@@ -86,14 +86,13 @@ def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
 def make_losses(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
     """As `accumulated.make_losses`."""
 
-    def local(params, _, batch):
+    def local(params, step, batch):
         table = table_of(config, rules.sizes["pipeline"], batch["tokens"].shape[0])
-        program, sided = _program(config, blueprint, rules, batch, None)
-        loss, side = losses(program, table, blueprint.layout, *_parts(blueprint, params))
-        return _sums(loss, side if sided else None, batch, rules)
+        program = _program(config, blueprint, rules, batch, step)
+        return _sums(*losses(program, table, blueprint.layout, *_parts(blueprint, params)), batch, rules)
 
     run = _gathered(local, config, blueprint, mesh, rules, P())
-    return lambda params, batch: run(params, jnp.int32(0), batch)
+    return lambda params, batch: run(params, None, batch)
 
 
 def _gathered(local, config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules, out_specs) -> Callable:
@@ -112,12 +111,9 @@ def _gathered(local, config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules:
     return run
 
 
-def _program(
-    config: RunConfig, blueprint: Blueprint, rules: Rules, batch: Batch, step: jax.Array | None
-) -> tuple[Program, bool]:
-    """What stages run on this batch, and whether the blocks have side losses."""
+def _program(config: RunConfig, blueprint: Blueprint, rules: Rules, batch: Batch, step: jax.Array | None) -> Program:
+    """What stages run on this batch; no step: no dropout."""
     flow_of = make_flow(config, rules)
-    sided = []
 
     def context_of(microbatch):
         part = {name: jax.lax.dynamic_index_in_dim(x, microbatch, 0, keepdims=False) for name, x in batch.items()}
@@ -129,16 +125,14 @@ def _program(
 
     def layer(weights, x, rest):
         number, (_, flow) = rest
-        y, side = run_block(blueprint.bind(weights).blocks.layer, x, flow, number)
-        sided.append(side is not None)
-        return y, jnp.float32(0) if side is None else side
+        return run_block(blueprint.bind(weights).blocks.layer, x, flow, number)
 
     def head(shared, x, context):
         part, flow = context
         return head_loss(blueprint.bind(shared), x, flow, part, rules)
 
     remat = "dots" if config.train.remat == "dots" else "none"  # full: the executor runs whole chunks again
-    return Program(embed, rematerialised(layer, remat), head, context_of), sided
+    return Program(embed, rematerialised(layer, remat), head, context_of)
 
 
 def _parts(blueprint: Blueprint, values: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:

@@ -43,7 +43,7 @@ def close(got, want):
 @pytest.mark.parametrize("function", [layer, dots])
 def test_whole_and_split_backward_equal_jax_vjp(function, given):
     weights, x, rest, dy, dside = given
-    gradient = LayerGradient(function, weights, x, rest)
+    gradient = LayerGradient(function, weights, x, rest, split=True)
     (y, side), pull = jax.vjp(lambda weights, x: function(weights, x, rest), weights, x)
     got_y, got_side, kept = jax.jit(gradient.forward)(weights, x, rest)
     assert [(leaf.shape, leaf.dtype) for leaf in kept] == [(leaf.shape, leaf.dtype) for leaf in gradient.kept]
@@ -70,7 +70,7 @@ def test_what_does_not_follow_from_x_is_not_kept(given):
 def test_the_split_puts_matmuls_of_weights_last_and_no_others(given):
     """Of the six matmuls of the backward, two make weight gradients; the split defers three cotangents for them."""
     weights, x, rest, dy, dside = given
-    gradient = LayerGradient(layer, weights, x, rest)
+    gradient = LayerGradient(layer, weights, x, rest, split=True)
     _, _, kept = gradient.forward(weights, x, rest)
 
     def matmuls(function, *arguments):

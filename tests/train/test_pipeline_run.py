@@ -253,6 +253,14 @@ def test_side_losses_of_layers_are_trained_on_alike_with_and_without_a_pipeline(
     assert "side_loss" not in trained()[2][0]
 
 
+def test_a_pipeline_of_layers_without_side_losses_reports_none():
+    setup = prepared(*ONE_F_ONE_B, batch(8))
+    step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
+    with loop.batches(setup, 0, 0) as ahead:
+        _, metrics = jax.eval_shape(step, setup.abstract, ahead.first)
+    assert "side_loss" not in metrics
+
+
 # Refusals
 
 
