@@ -10,34 +10,12 @@ permutes take is predicted from their bytes at 50 GB/s (one 400 Gb/s port per GP
 
 import argparse
 
-import jax
-from jax.experimental import topologies
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-
 from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
-from spmdtrain.models.blueprint import build_model
 from spmdtrain.models.size import matmul_parameters
-from spmdtrain.parallel.axes import make_rules
-from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.planner import deviceless
+from spmdtrain.planner.hardware import hardware
 from spmdtrain.train import compiled
-from spmdtrain.train.feed import batch_sharding
-from spmdtrain.train.state import abstract_state
-from spmdtrain.train.step import make_step
 
-H200 = """
-gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
-  core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0"
-  device_interconnect_info { active_links: 18 } }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 28 } runtime_version { major: 13 }
-device_description_str: "NVIDIA H200"
-"""
 LINK, FLOPS = 50e9, 400e12  # bytes/s between stages on different hosts, FLOP/s of a tick's matmuls
 
 
@@ -57,25 +35,6 @@ def configuration(chosen: argparse.Namespace, microbatches: int) -> RunConfig:
         precision=PrecisionConfig(compute="bfloat16"),
         data=DataConfig(corpus="synthetic"),
     )
-
-
-def compile_step(config: RunConfig, devices) -> jax.stages.Compiled:
-    mesh = build_mesh(config.mesh, devices)
-    rules = make_rules(config.rules, mesh.shape)
-    blueprint = build_model(config, stages=mesh.shape["pipeline"], chunks=config.pipeline.chunks)
-    shards = mesh.shape["data"]
-    shape = config.train.global_batch // shards, shards, config.train.sequence_length
-    dtypes = {"tokens": "int32", "targets": "int32", "mask": "float32"}
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, rules, name))
-        for name, dtype in dtypes.items()
-    }
-    batch["sample"] = jax.ShapeDtypeStruct(shape[:2], "uint32", sharding=batch_sharding(mesh, rules, "sample"))
-    state = abstract_state(config, blueprint, mesh, rules)
-    state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or NamedSharding(mesh, P())), state
-    )
-    return make_step(config, blueprint, mesh, rules).lower(state, batch).compile()
 
 
 def folded(events: list[str]) -> str:
@@ -99,15 +58,13 @@ def main() -> None:
     parser.add_argument("--remat", default="full", choices=("none", "dots", "full"))
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32, 64])
     chosen = parser.parse_args()
-    devices = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x8").devices
     temp = []
     for microbatches in chosen.microbatches:
-        step = compile_step(configuration(chosen, microbatches), devices)
+        config = configuration(chosen, microbatches)
+        step, mesh = deviceless.executable(config, config.mesh.model_dump(), hardware("h200"))
         temp.append(compiled.memory(step)["temp_bytes"])
         print(f"m={microbatches}: {temp[-1] / 2**20:.1f} MiB temp per device", flush=True)
     print(f"largest / smallest: {max(temp) / min(temp):.4f}")
-    config = configuration(chosen, chosen.microbatches[-1])
-    mesh = build_mesh(config.mesh, devices)
     text = step.as_text()
     for each in compiled.collectives(text, dict(mesh.shape)):
         print(each)

@@ -5,7 +5,7 @@ on the machine (devices, files) is checked where the config meets it. No jax imp
 milliseconds.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -129,6 +129,9 @@ class MeshConfig(Settings):
         return {axis: getattr(self, axis) for axis in type(self).model_fields}
 
 
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
 class PipelineConfig(Settings):
     """How the stages of mesh.pipeline take turns; where there is one stage there is no pipeline, whatever is set."""
 
@@ -142,7 +145,7 @@ class PipelineConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self):
-        known = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+        known = get_args(PipelineSchedule)
         if self.schedule not in known and not self.is_file:
             raise ValueError(
                 f"pipeline.schedule={self.schedule!r} is none of {', '.join(known)} and no .json or .csv file"

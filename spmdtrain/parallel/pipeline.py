@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from spmdtrain.parallel.layer_gradient import LayerGradient
 from spmdtrain.parallel.layout import Layout
 from spmdtrain.parallel.reduce import summed
-from spmdtrain.parallel.schedule import Phase, Table
+from spmdtrain.parallel.rounds import Phase, rounds
+from spmdtrain.parallel.schedule import Table
 
 AXIS = "pipeline"
 Tree = Any
@@ -146,7 +147,7 @@ class _Pipeline:
         def ticking(phase, carry, cell):
             return tick(phase, carry, cell), None
 
-        for each in self.table.rounds:
+        for each in rounds(self.table):
             first, length = each.phases[0].start, each.ticks * each.repeats
             cells = {name: column[first : first + length] for name, column in columns.items()}
 

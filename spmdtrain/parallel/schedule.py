@@ -24,54 +24,18 @@ the executor needs none: `activations_wait` is False (forward inputs are used as
 zero_bubble defers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from heapq import heappop, heappush
+from typing import get_args
 
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import PipelineSchedule
 
-KINDS: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A run of ticks [start, stop) in which the same kinds of work are present on some stage.
-
-    `embed` to `embed_backward` say that some tick of the run has one: they do not split phases.
-    """
-
-    start: int
-    stop: int
-    forward: bool
-    backward: bool
-    weight: bool
-    embed: bool
-    head: bool
-    arrive_forward: bool
-    arrive_backward: bool
-    embed_backward: bool
-
-    @property
-    def flags(self) -> tuple[bool, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self)[2:])
-
-
-@dataclass(frozen=True)
-class Round:
-    """Phases that run one after the other, `repeats` times over: all repeats have the same lengths and kinds of work.
-
-    `phases` are those of the first time, with what any of the repeats has of embed and arrivals.
-    """
-
-    phases: tuple[Phase, ...]
-    repeats: int
-
-    @property
-    def ticks(self) -> int:
-        """Of one repeat."""
-        return self.phases[-1].stop - self.phases[0].start
+KINDS: tuple[str, ...] = get_args(PipelineSchedule)
+WORK: tuple[str, ...] = ("forward", "backward", "weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,53 +101,6 @@ class Table:
     def head_microbatch(self) -> np.ndarray:
         """[ticks]: whose last activation leaves the last stage at this tick, or -1."""
         return np.where(self.forward_chunk[:, -1] == self.chunks - 1, self.forward_microbatch[:, -1], -1)
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """Maximal runs of ticks with the same kinds of work present on any stage: fill, steady, drain and the like."""
-        return self._runs(self._kinds)
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """The phases as an executor scans them. They are cut where the head starts or stops as well, because its work
-        is too dear to be done for nothing, and what repeats is folded: the number of rounds does not grow with that of
-        microbatches. A table without such order is one phase in which every tick has every kind of work.
-        """
-        runs = self._runs(np.concatenate([self._kinds, self.head_microbatch[:, None] >= 0], axis=1))
-        rounds = tuple(_folded(runs))
-        if sum(len(each.phases) for each in rounds) <= MOST_PHASES:
-            return rounds
-        whole = Phase(0, self.ticks, *(any(flags) for flags in zip(*(run.flags for run in runs), strict=True)))
-        return (Round((whole,), 1),)
-
-    @property
-    def _kinds(self) -> np.ndarray:
-        return np.stack([(getattr(self, f"{kind}_microbatch") >= 0).any(1) for kind in WORK], axis=1)
-
-    def _runs(self, same: np.ndarray) -> tuple[Phase, ...]:
-        """Maximal runs of ticks with the same row of `same` [ticks, n]."""
-        starts = [0, *(np.flatnonzero((same[1:] != same[:-1]).any(1)) + 1).tolist()]
-        sometimes = np.stack(
-            [
-                self.embed_microbatch >= 0,
-                self.head_microbatch >= 0,
-                (arriving_forward(self)[..., 0] >= 0).any(1),
-                (arriving_backward(self)[..., 0] >= 0).any(1),
-                self.embed_backward_microbatch >= 0,
-            ],
-            axis=1,
-        )
-        kinds = self._kinds
-        return tuple(
-            Phase(start, stop, *kinds[start].tolist(), *sometimes[start:stop].any(0).tolist())
-            for start, stop in zip(starts, [*starts[1:], self.ticks], strict=True)
-        )
-
-
-MOST_PHASES = 12  # that an executor compiles; the schedules built here have five at most
-
-
-WORK: tuple[str, ...] = ("forward", "backward", "weight")
 
 
 def build(kind: str, stages: int, microbatches: int, chunks: int = 1) -> Table:
@@ -378,29 +295,6 @@ def _shifted(units: np.ndarray, to: int, chunks: int) -> np.ndarray:
     wrapped[:, 1] += np.where(wrapped[:, 0] >= 0, to, 0)
     wrapped[(wrapped[:, 1] < 0) | (wrapped[:, 1] >= chunks)] = -1
     return arriving
-
-
-def _folded(runs: Sequence[Phase]) -> Iterator[Round]:
-    """At each place the repetition that covers most, the shortest first."""
-    cut = [(run.forward, run.backward, run.weight, run.head, run.stop - run.start) for run in runs]
-    at = 0
-    while at < len(runs):
-        best = (1, 1)
-        for period in range(1, (len(runs) - at) // 2 + 1):
-            repeats = 1
-            while cut[at + repeats * period :][:period] == cut[at : at + period]:
-                repeats += 1
-            if repeats > 1 and repeats * period > best[0] * best[1]:
-                best = (period, repeats)
-        period, repeats = best
-        phases = []
-        for first in range(at, at + period):
-            alike = [run.flags for run in runs[first : at + period * repeats : period]]
-            phases.append(
-                Phase(runs[first].start, runs[first].stop, *(any(flags) for flags in zip(*alike, strict=True)))
-            )
-        yield Round(tuple(phases), repeats)
-        at += period * repeats
 
 
 def _idle(ticks: int, stages: int) -> np.ndarray:

@@ -5,9 +5,18 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
+from spmdtrain.parallel.rounds import phases
 from spmdtrain.parallel.schedule import WORK, Table, units_of
 from spmdtrain.parallel.schedule_rules import LETTERS
-from spmdtrain.parallel.simulate import Times, bubble_fraction, lockstep_spans, lockstep_ticks
+from spmdtrain.parallel.simulate import (
+    Times,
+    bubble_fraction,
+    lockstep_spans,
+    lockstep_ticks,
+    megatron_orders,
+    order_bubble_fraction,
+    zb_h1_orders,
+)
 
 TERMINAL_COLOURS = {"forward": 34, "backward": 32, "weight": 33}
 HUES = {"forward": 0.58, "backward": 0.38, "weight": 0.09}
@@ -25,6 +34,19 @@ def headline(table: Table, times: Times | None = None) -> str:
         f"{table.kind}: {', '.join(sizes)}, {table.microbatches} microbatches, {table.ticks} ticks, "
         f"bubble {bubble:.1%}, stash {max(table.peak_stash)}"
     )
+
+
+def bubbles(table: Table, times: Times, *, peers: bool) -> str:
+    """The bubble in one line; `peers`: that of the order in which others run a schedule of this kind as well."""
+    found = [f"{bubble_fraction(table, times):.1%} in lockstep"]
+    if peers and table.kind in ("1f1b", "interleaved"):
+        orders = megatron_orders(table.stages, table.microbatches, table.chunks)
+        found.append(f"{order_bubble_fraction(orders, times):.1%} in Megatron-LM's order")
+    elif peers and table.kind == "zero_bubble" and table.chunks == 1:
+        orders = zb_h1_orders(table.stages, table.microbatches)
+        found.append(f"{order_bubble_fraction(orders, times):.1%} in ZB-H1's order")
+    priced = ", ".join(f"{LETTERS.get(name, name)} {getattr(times, name):g}" for name in (*WORK, "hop"))
+    return f"bubble {', '.join(found)} ({priced})"
 
 
 def draw(table: Table, times: Times | None = None, *, width: int | None = None, colour: bool = False) -> str:
@@ -125,7 +147,7 @@ def _legend(table: Table) -> list[str]:
 def _phase_marks(table: Table, edges: list[float], bottom: int) -> list[str]:
     """A line where the kinds of work change, and below each stretch which they are, if there is room."""
     parts = []
-    for phase in table.phases:
+    for phase in phases(table):
         left, right = edges[phase.start], edges[phase.stop]
         kinds = "+".join(LETTERS[kind] for kind in WORK if getattr(phase, kind))
         if phase.start:

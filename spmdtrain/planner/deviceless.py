@@ -26,16 +26,24 @@ CHIPS = {
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
     """{"memory", "collectives", "compile_seconds"} as RUN/compiled.json has them, and "overlap" (compiled.overlaps);
     `model.vocab` must be set."""
+    from spmdtrain.train import compiled
+
+    start = time.perf_counter()
+    made, mesh = executable(config, sizes, device)
+    found = compiled.report(made, mesh, time.perf_counter() - start)
+    return found | {"overlap": compiled.overlaps(made.as_text(), dict(mesh.shape))}
+
+
+def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tuple[Any, Any]:
+    """(the compiled step, a jax.stages.Compiled that cannot run; its mesh)"""
     import jax
 
     from spmdtrain.models.blueprint import build_model
     from spmdtrain.parallel.axes import make_rules
     from spmdtrain.parallel.mesh import build_mesh
-    from spmdtrain.train import compiled
     from spmdtrain.train.state import abstract_state
     from spmdtrain.train.step import make_step
 
-    start = time.perf_counter()
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
     mesh = build_mesh(config.mesh, described_devices(device, math.prod(sizes.values())), config.origin)
     rules = make_rules(config.rules, mesh.shape)
@@ -43,9 +51,7 @@ def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> 
     abstract = abstract_state(config, blueprint, mesh, rules)
     step = make_step(config, blueprint, mesh, rules)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        made = step.lower(abstract, abstract_batch(config, mesh, rules)).compile()
-    found = compiled.report(made, mesh, time.perf_counter() - start)
-    return found | {"overlap": compiled.overlaps(made.as_text(), dict(mesh.shape))}
+        return step.lower(abstract, abstract_batch(config, mesh, rules)).compile(), mesh
 
 
 def abstract_batch(config: RunConfig, mesh: Any, rules: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.parallel.rounds import phases, rounds
 from spmdtrain.parallel.schedule import (
     KINDS,
     Table,
@@ -189,7 +190,7 @@ def test_with_one_chunk_any_number_of_microbatches_goes(stages, microbatches):
 def test_gpipe_stashes_all_microbatches_and_ends_forwards_before_backwards(stages, microbatches):
     table = gpipe(stages, microbatches)
     assert table.peak_stash == (microbatches,) * stages
-    assert [(phase.start, phase.stop, phase.forward, phase.backward) for phase in table.phases] == [
+    assert [(phase.start, phase.stop, phase.forward, phase.backward) for phase in phases(table)] == [
         (0, table.ticks // 2, True, False),
         (table.ticks // 2, table.ticks, False, True),
     ]
@@ -200,11 +201,11 @@ def test_gpipe_stashes_all_microbatches_and_ends_forwards_before_backwards(stage
 def test_interleaved_has_fill_steady_and_drain(stages, chunks, groups):
     total, turn = groups * stages * chunks, chunks * stages - 1
     table = interleaved(stages, groups * stages, chunks)
-    fill, steady, drain = table.phases
+    fill, steady, drain = phases(table)
     assert (fill.start, fill.stop, fill.forward, fill.backward) == (0, turn, True, False)
     assert (steady.stop - steady.start, steady.forward, steady.backward) == (total - turn + stages - 1, True, True)
     assert (drain.stop - drain.start, drain.forward, drain.backward) == (turn, False, True)
-    assert not any(phase.weight for phase in table.phases)
+    assert not any(phase.weight for phase in phases(table))
     assert (fill.embed, fill.head, fill.arrive_forward, fill.arrive_backward) == (True, False, turn > 1, False)
     assert (drain.embed, drain.head, drain.arrive_forward, drain.arrive_backward) == (False, False, False, True)
 
@@ -212,16 +213,16 @@ def test_interleaved_has_fill_steady_and_drain(stages, chunks, groups):
 @RELAXED
 @given(table=waiting_tables())
 def test_phases_part_the_ticks_where_the_kinds_of_work_change(table):
-    phases = table.phases
-    assert [phase.start for phase in phases] == [0, *(phase.stop for phase in phases[:-1])]
-    assert phases[-1].stop == table.ticks
-    for phase in phases:
+    found = phases(table)
+    assert [phase.start for phase in found] == [0, *(phase.stop for phase in found[:-1])]
+    assert found[-1].stop == table.ticks
+    for phase in found:
         for kind in ("forward", "backward", "weight"):
             present = (units_of(table, kind)[phase.start : phase.stop, :, 0] >= 0).any(1)
             assert present.all() if getattr(phase, kind) else not present.any()
         for flag, by_tick in (("embed", table.embed_microbatch), ("head", table.head_microbatch)):
             assert getattr(phase, flag) == bool((by_tick[phase.start : phase.stop] >= 0).any())
-    kinds = [(phase.forward, phase.backward, phase.weight) for phase in phases]
+    kinds = [(phase.forward, phase.backward, phase.weight) for phase in found]
     assert all(one != other for one, other in zip(kinds, kinds[1:], strict=False))
 
 
@@ -283,7 +284,7 @@ def test_rounds_go_through_every_tick_once_with_all_work_that_a_tick_has(table):
     work |= {"embed": table.embed_microbatch >= 0, "head": table.head_microbatch >= 0}
     work["embed_backward"] = table.embed_backward_microbatch >= 0
     tick = 0
-    for each in table.rounds:
+    for each in rounds(table):
         assert each.phases[0].start == tick
         for _ in range(each.repeats):
             for phase in each.phases:
@@ -295,9 +296,9 @@ def test_rounds_go_through_every_tick_once_with_all_work_that_a_tick_has(table):
 @pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 2)])
 def test_rounds_do_not_grow_with_microbatches_and_the_head_runs_for_nothing_in_no_tick(kind, chunks):
     few, many = (build(kind, 4, microbatches, chunks) for microbatches in (16, 128))
-    assert [len(each.phases) for each in few.rounds] == [len(each.phases) for each in many.rounds]
-    assert sum(len(each.phases) for each in many.rounds) <= 7
+    assert [len(each.phases) for each in rounds(few)] == [len(each.phases) for each in rounds(many)]
+    assert sum(len(each.phases) for each in rounds(many)) <= 7
     ticks = sum(
-        each.repeats * (phase.stop - phase.start) for each in many.rounds for phase in each.phases if phase.head
+        each.repeats * (phase.stop - phase.start) for each in rounds(many) for phase in each.phases if phase.head
     )
     assert ticks == 128
