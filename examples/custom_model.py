@@ -44,7 +44,7 @@ class Block(nnx.Module):
         self.down_ic = weight(rngs, (inner, channel), ("inner", "channel"))
 
     def __call__(self, x_btc: jax.Array, flow: Flow) -> jax.Array:
-        up_btpi = jnp.einsum("btc,cpi->btpi", self.norm(x_btc), self.up_cpi[...])
+        up_btpi = jnp.einsum("btc,cpi->btpi", self.norm(x_btc, flow), self.up_cpi[...])
         up_btpi = flow.place(up_btpi, "batch", "time", None, "inner")
         gate, value = up_btpi[:, :, 0], jnp.pad(up_btpi[:, :, 1], ((0, 0), (TAPS - 1, 0), (0, 0)))
         mixed = sum(value[:, k : k + gate.shape[1]] * self.taps_ki[k] for k in range(TAPS))
@@ -66,7 +66,7 @@ class Convolutions(nnx.Module):
 
     def head(self, x_btc: jax.Array, flow: Flow) -> tuple[jax.Array, jax.Array]:
         """Hidden [b, t, c] and table [v, c], whose product are the logits."""
-        return flow.place(self.norm(x_btc), "batch", "time", "channel"), self.table_vc[...]
+        return flow.place(self.norm(x_btc, flow), "batch", "time", "channel"), self.table_vc[...]
 
 
 if __name__ == "__main__":

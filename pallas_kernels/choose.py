@@ -13,7 +13,11 @@ ALREADY_OLD = ("K80", "P4", "P100", "V100", "T4", "RTX 20", "Quadro RTX", "TITAN
 
 
 class Refused(NotImplementedError):
-    """No implementation runs this call, or the named one does not."""
+    """No implementation runs this call, or the named one does not: `reason` says why."""
+
+    def __init__(self, reason: str, said: str):
+        super().__init__(said)
+        self.reason = reason
 
 
 def choose(op: str, refusals: Mapping[str, Callable[[bool], str]], preference: Sequence[str], asked: str | None) -> str:
@@ -28,12 +32,12 @@ def choose(op: str, refusals: Mapping[str, Callable[[bool], str]], preference: S
                 return name
             reasons[name] = reason
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise Refused(f"{op}: no implementation runs this call. {said}")
+        raise Refused(said, f"{op}: no implementation runs this call. {said}")
     name = asked.removesuffix(INTERPRET)
     if name not in refusals:
         raise ValueError(f"{op}: no implementation {asked!r}; there are {', '.join(refusals)}")
     if reason := refusals[name](asked.endswith(INTERPRET)):
-        raise Refused(f"{op}: implementation {asked!r} refuses: {reason}; try implementation=None")
+        raise Refused(reason, f"{op}: implementation {asked!r} refuses: {reason}; try implementation=None")
     return asked
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 
 def automatic_axes() -> frozenset[str]:
@@ -18,14 +19,22 @@ def automatic_axes() -> frozenset[str]:
 
 
 def locally(function: Callable, in_specs, out_specs) -> Callable:
-    """`function` on the local values of every axis that is still automatic; itself where none is.
+    """`function` on local values along the automatic axes that its specs name; itself where they name none.
 
-    Specs are shard_map's and name automatic axes only. An input is whole along the axes its spec leaves out, and its
-    gradient is summed over them. That sum runs in the gradient's dtype: give weights in float32 (XLA's CPU compiler
-    aborts at a 16-bit sum inside a partly manual region, jax 0.10 and 0.12).
+    Specs are shard_map's. Along an axis that no spec names all devices do the same with the same values, so it may stay
+    automatic. Along one that only others name an input is whole, and its gradient is summed over it. That sum runs in
+    the gradient's dtype: give weights in float32 (XLA's CPU compiler aborts at a 16-bit sum inside a partly manual
+    region, jax 0.10 and 0.12).
     """
-    axes = automatic_axes()
+    specs = jax.tree.leaves((in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, P))
+    axes = automatic_axes() & axes_of(*specs)
     if not axes:
         return function
     # jit: shard_map by itself runs eagerly only where all axes of the mesh are manual
     return jax.jit(jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False))
+
+
+def axes_of(*specs: P) -> set[str]:
+    """The mesh axes that the specs name."""
+    parts = [part for spec in specs for part in spec if part]
+    return {axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))}

@@ -21,6 +21,7 @@ from pydantic import (
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Float = Literal["float32", "bfloat16"]
+Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
 # TOML has lists only, hence not strict about the container; what is in it stays strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Steps = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
@@ -49,6 +50,9 @@ class TransformerConfig(Settings):
     bias: bool = Field(description="biases in linear layers and layernorm")
     tied: bool = Field(description="one matrix for embedding and head")
     dropout: Fraction = 0.0
+    attention: Attention = Field(
+        "auto", description="its implementation; auto: the fastest measured that can; a named one never falls back"
+    )
     rope_theta: PositiveFloat = 10_000.0
     norm_epsilon: PositiveFloat = 1e-5
 

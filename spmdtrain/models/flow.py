@@ -17,13 +17,14 @@ from flax import nnx
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["positions_bt", "segments_bt", "noise_b"],
-    meta_fields=["place", "lookup", "gather", "remat", "dropout"],
+    meta_fields=["place", "local", "lookup", "gather", "remat", "dropout"],
 )
 @dataclass(frozen=True)
 class Flow:
     positions_bt: jax.Array  # of each token inside its document; int32
     segments_bt: jax.Array | None = None  # tokens attend within equal ids only; None: one document
     place: Callable[..., jax.Array] = lambda x, *_: x  # place(x, *logical axes): constrain an activation
+    local: Callable[..., jax.Array] = lambda function, arrays, *_: function(*arrays)  # see parallel.axes.localisation
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, ids: table[ids]  # rows of a split vocabulary
     gather: Callable[[nnx.State], nnx.State] = lambda state: state  # a layer's weights, whole over fsdp
     remat: Literal["none", "dots", "full"] = "none"

@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.attention import attention
+from pallas_kernels.choose import Refused
+from pallas_kernels.norm import layernorm, rmsnorm
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.flow import Flow
 
@@ -37,19 +41,18 @@ class Embedding(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) over the last dim, statistics in float32."""
+    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) of x [b, t, e] over e, statistics in float32."""
 
     def __init__(self, config: TransformerConfig):
         self.centred, self.epsilon = config.norm == "layernorm", config.norm_epsilon
         self.scale_e = nnx.Param(jnp.ones(config.embed), out_sharding=("norm",))
         self.bias_e = bias(config.embed, "norm") if self.centred and config.bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        if self.centred:
-            x32 = x32 - x32.mean(-1, keepdims=True)
-        y = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + self.epsilon) * self.scale_e[...]
-        return (y if self.bias_e is None else y + self.bias_e[...]).astype(x.dtype)
+    def __call__(self, x_bte: jax.Array, flow: Flow) -> jax.Array:
+        kernel = partial(layernorm if self.centred else rmsnorm, eps=self.epsilon)
+        vectors = [None if each is None else each[...].astype(jnp.float32) for each in (self.scale_e, self.bias_e)]
+        of_x = "batch", "time", None
+        return flow.local(kernel, (x_bte, *vectors), (of_x, (None,), (None,)), of_x)
 
 
 def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Array:
@@ -60,14 +63,6 @@ def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Arr
     first, second = jnp.split(x_btkgd.astype(jnp.float32), 2, axis=-1)
     turned = (first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle))
     return jnp.concatenate(turned, -1).astype(x_btkgd.dtype)
-
-
-def attend(q_btkgd: jax.Array, k_bskd: jax.Array, v_bskd: jax.Array, mask_bts: jax.Array) -> jax.Array:
-    """Softmax attention in float32; a query with no key gives an arbitrary finite row (padding only)."""
-    scores = jnp.einsum("btkgd,bskd->bkgts", q_btkgd, k_bskd, preferred_element_type=jnp.float32)
-    scores = scores * q_btkgd.shape[-1] ** -0.5
-    scores = jnp.where(mask_bts[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    return jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores).astype(v_bskd.dtype), v_bskd)
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +87,7 @@ class Attention(nnx.Module):
         self.heads, self.dim = config.key_value_heads, config.width_per_head
         self.group = config.heads // self.heads
         self.theta = config.rope_theta if config.positions == "rope" else None
+        self.implementation = None if config.attention == "auto" else config.attention
         slots, std = self.group + 2, INIT_STD * (2 * config.layers) ** -0.5
         self.qkv_eknd = weight(
             rngs, (config.embed, self.heads, slots, self.dim), ("embed", "kv_heads", None, "head_dim")
@@ -112,18 +108,37 @@ class Attention(nnx.Module):
             q, k, v = turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
         else:
             q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-        if cache is None:
-            mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None]
-            if flow.segments_bt is not None:
-                mask = mask & (flow.segments_bt[:, :, None] == flow.segments_bt[:, None, :])
-        else:
+        if cache is not None:
             cache = cache.extended(k, v)
             k, v = cache.k_bskd, cache.v_bskd
-            places = jnp.arange(k.shape[1])
-            mask = places[None, None, :] <= flow.positions_bt[:, :, None]
-        y = flow.place(attend(q, k, v, mask), "batch", "time", "kv_heads", None, "head_dim")
+        y = flow.place(self._attend(q, k, v, flow, cache), "batch", "time", "kv_heads", None, "head_dim")
         y = jnp.einsum("btkgd,kgde->bte", y, self.out_kgde[...])
         return (y if self.out_bias is None else y + self.out_bias[...]), cache
+
+    def _attend(self, q_btkgd, k_bskd, v_bskd, flow: Flow, cache: Cache | None) -> jax.Array:
+        """[b, t, k, g, d], each device its own heads and queries; the keys come whole."""
+        places_bs = jnp.broadcast_to(jnp.arange(k_bskd.shape[1]), k_bskd.shape[:2])
+        places_bt = places_bs if cache is None else flow.positions_bt
+
+        def local(q, k, v, q_segments, k_segments, q_places, k_places):
+            aligned = cache is None and q.shape[1] == k.shape[1]  # all queries are here: what each sees is known now
+            options = {
+                "causal": True,
+                "segment_ids": None if q_segments is None else (q_segments, k_segments),
+                "positions": None if aligned else (q_places, k_places),
+                "implementation": self.implementation,
+            }
+            try:
+                return attention(q.reshape(*q.shape[:2], -1, self.dim), k, v, **options).reshape(q.shape)
+            except Refused as refused:
+                asked = f"model.attention={self.implementation!r}"
+                raise ConfigError(f"{asked} cannot run: {refused.reason}", fix="--set model.attention=auto") from None
+
+        of_q, of_k = ("batch", "time", "kv_heads", None, None), ("batch", None, "kv_heads", None)
+        pairs = ("batch", "time"), ("batch", None)
+        segments = flow.segments_bt if cache is None else None
+        arrays = q_btkgd, k_bskd, v_bskd, segments, segments, places_bt, places_bs
+        return flow.local(local, arrays, (of_q, of_k, of_k, *pairs, *pairs), of_q)
 
 
 # The backward pass starts from the input again, a pass over memory, instead of keeping several arrays as wide as f.

@@ -26,9 +26,9 @@ class Block(nnx.Module):
 
     def extend(self, x_bte: jax.Array, flow: Flow, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         """As `__call__`, with the keys and values of earlier tokens; gives them back with this call's appended."""
-        y, cache = self.attention(self.attention_norm(x_bte), flow, cache)
+        y, cache = self.attention(self.attention_norm(x_bte, flow), flow, cache)
         x_bte = flow.place(x_bte + flow.drop(y, ATTENTION_SITE), "batch", "time", "embed")
-        y = self.mlp(self.mlp_norm(x_bte), flow)
+        y = self.mlp(self.mlp_norm(x_bte, flow), flow)
         return flow.place(x_bte + flow.drop(y, MLP_SITE), "batch", "time", "embed"), cache
 
 
@@ -55,7 +55,7 @@ class Transformer(nnx.Module):
     def head(self, x_bte: jax.Array, flow: Flow) -> tuple[jax.Array, jax.Array]:
         """Hidden [b, t, e] and weight [v, e] whose product are the logits; the loss never forms them whole."""
         table = self.tokens.table_ve if self.unembed_ve is None else self.unembed_ve
-        return flow.place(self.norm(x_bte), "batch", "time", "embed"), table[...]
+        return flow.place(self.norm(x_bte, flow), "batch", "time", "embed"), table[...]
 
     def extend(self, tokens_bt: jax.Array, flow: Flow, cache: Cache) -> tuple[jax.Array, Cache]:
         """Logits [b, v] of the last token in float32, and the cache (stacked over layers) with these tokens in it."""

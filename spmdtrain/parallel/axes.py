@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.partition import axes_of, locally
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RulesConfig
 from spmdtrain.parallel.mesh import AXES
@@ -146,6 +148,37 @@ def placement(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., jax.Arr
         return jax.lax.with_sharding_constraint(x, spec) if any(part is not None for part in spec) else x
 
     return place
+
+
+def localisation(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., jax.Array]:
+    """`local(function, arrays, names, out)`: `function(*arrays)` where each device has its part of what is split.
+
+    For kernels, which XLA cannot partition. `names`: the logical axes of each array (which may be None), looked up in
+    the activation table; along an unnamed dim arrays come whole. `out`: those of the one result, among `names`.
+
+    What several devices share (keys, where queries are split over time) has a gradient summed over them: in float32.
+    """
+
+    def local(function: Callable, arrays: Sequence, names: Sequence[Sequence[str | None]], out: Sequence[str | None]):
+        specs, parts = [], {None: None}
+        for x, of_x in zip(arrays, names, strict=True):
+            specs.append(P() if x is None else rules.activation_spec(of_x, x.shape, drop=manual))
+            parts |= dict(zip(of_x, specs[-1], strict=False))
+        named = [axes_of(spec) for spec in specs]
+        dtypes = [getattr(x, "dtype", None) for x in arrays]
+
+        def widened(x, spec: P, own: set[str]):
+            if x is None or own == set.union(*named) or x.dtype not in (jnp.bfloat16, jnp.float16):
+                return x
+            return jax.lax.with_sharding_constraint(x, spec).astype(jnp.float32)  # gathered as it was, then widened
+
+        def narrowed(*arrays):
+            return function(*(x if x is None else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)))
+
+        region = locally(narrowed, tuple(specs), P(*(parts[name] for name in out)))
+        return region(*map(widened, arrays, specs, named))
+
+    return local
 
 
 def _near(word: str, known: Sequence[str] | Mapping[str, object]) -> str:

@@ -20,7 +20,7 @@ from spmdtrain.models.blueprint import Blueprint, build_model, cast, gathering
 from spmdtrain.models.flow import Flow
 from spmdtrain.models.layers import Cache
 from spmdtrain.models.sampling import choose
-from spmdtrain.parallel.axes import Rules, make_rules, placement
+from spmdtrain.parallel.axes import Rules, localisation, make_rules, placement
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.vocabulary import lookup
 from spmdtrain.train.checkpoint import Checkpoints
@@ -88,7 +88,13 @@ def make_generate(
     model_config, dtype = config.model, jnp.dtype(config.precision.compute)
 
     def flow(positions_bt):
-        return Flow(positions_bt, place=placement(rules), lookup=lookup(rules), gather=gathering(rules))
+        return Flow(
+            positions_bt,
+            place=placement(rules),
+            local=localisation(rules),
+            lookup=lookup(rules),
+            gather=gathering(rules),
+        )
 
     def generate(params, prompt_bt, key):
         model = blueprint.bind(cast(params, config.precision.compute), gathering(rules))

@@ -12,12 +12,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.loss import linear_cross_entropy
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.blueprint import gathering
 from spmdtrain.models.flow import Flow, sample_noise
-from spmdtrain.parallel.axes import Rules, manual_axes, placement
+from spmdtrain.parallel.axes import Rules, localisation, manual_axes, placement
 from spmdtrain.parallel.vocabulary import lookup, split_by_hand
-from spmdtrain.train.loss import cross_entropy
 
 Batch = dict[str, jax.Array]
 
@@ -25,7 +25,8 @@ Batch = dict[str, jax.Array]
 def make_flow(config: RunConfig, rules: Rules) -> Callable[..., Flow]:
     """`flow(part, step) -> Flow` of a microbatch; with `step` given, dropout is on."""
     manual = manual_axes(rules.sizes)
-    place, look, gather = placement(rules, manual), lookup(rules, manual), gathering(rules, manual)
+    place, local = placement(rules, manual), localisation(rules, manual)
+    look, gather = lookup(rules, manual), gathering(rules, manual)
 
     def flow(part: Batch, step: jax.Array | None = None) -> Flow:
         tokens_bt = part["tokens"]
@@ -37,6 +38,7 @@ def make_flow(config: RunConfig, rules: Rules) -> Callable[..., Flow]:
             positions_bt=positions,
             segments_bt=part.get("segment_ids"),
             place=place,
+            local=local,
             lookup=look,
             gather=gather,
             remat=config.train.remat,
@@ -50,9 +52,21 @@ def make_flow(config: RunConfig, rules: Rules) -> Callable[..., Flow]:
 def head_loss(model: nnx.Module, x_bte: jax.Array, flow: Flow, part: Batch, rules: Rules) -> jax.Array:
     """Sum of the losses of the unmasked tokens, float32."""
     hidden_bte, table_ve = model.head(x_bte, flow)
-    split = split_by_hand(rules, manual_axes(rules.sizes))
-    mask_bt = part["mask"].astype(jnp.float32)
-    return cross_entropy(hidden_bte, table_ve, part["targets"], mask_bt, flow.place, split=split)
+    manual = manual_axes(rules.sizes)
+
+    def axes(*names):
+        of = [axis for name in names for axis in rules.activations[name]]
+        return tuple(axis for axis in of if rules.sizes[axis] > 1 and axis not in manual)
+
+    def local(hidden_bte, table_ve, targets_bt, mask_bt):
+        split = (*split_by_hand(rules, manual), *axes("vocab"))
+        loss = linear_cross_entropy(hidden_bte, table_ve, targets_bt, mask=mask_bt, split=split)
+        over = axes("batch", "time")
+        return jax.lax.psum(loss, over) if over else loss
+
+    of_token = "batch", "time"
+    arrays = hidden_bte, table_ve, part["targets"], part["mask"].astype(jnp.float32)
+    return flow.local(local, arrays, ((*of_token, None), ("vocab", None), of_token, of_token), ())
 
 
 def manually(function: Callable, mesh: Mesh, manual: Collection[str], in_specs, out_specs) -> Callable:

@@ -142,14 +142,18 @@ def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(family):
 
 
 def test_norms_equal_their_formulas():
+    flow = Flow(jnp.zeros((2, 5), jnp.int32))
     x = 3 + 2 * jax.random.normal(jax.random.key(0), (2, 5, 32))
     with nnx.use_eager_sharding(False):
         layernorm, rmsnorm = (Norm(tiny(*family).model) for family in (GPT, LLAMA))
     np.testing.assert_allclose(
-        layernorm(x), (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5), rtol=1e-5, atol=1e-5
+        layernorm(x, flow),
+        (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5),
+        rtol=1e-5,
+        atol=1e-5,
     )
     np.testing.assert_allclose(
-        rmsnorm(x), x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-5), rtol=1e-5, atol=1e-5
+        rmsnorm(x, flow), x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-5), rtol=1e-5, atol=1e-5
     )
 
 
