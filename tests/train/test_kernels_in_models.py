@@ -1,0 +1,95 @@
+"""Kernels where models use them: the same gradients on any mesh, nothing gathered around them, one line where none runs."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import mesh_of, tiny
+
+from spmdtrain.config import ConfigError
+from spmdtrain.train import accumulated, loop, pipelined
+from spmdtrain.train.state import init_state
+from spmdtrain.train.step import make_step
+
+SMALL = ("model.embed=32", "model.heads=4", "model.vocab=32", "train.sequence_length=16", "train.global_batch=8")
+MESHES = {
+    "data fsdp tensor": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "model.kv_heads=2", "model.name=llama"),
+    "context documents": ("mesh.context=2", "mesh.tensor=2", "data.packing=documents", "precision.compute=bfloat16"),
+    "zero bubble": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=2", "pipeline.schedule=zero_bubble"),
+}
+ROOT = Path(__file__).parents[2]
+
+
+def setup_with(attention: str, settings: tuple[str, ...]) -> loop.Setup:
+    """`attention`: also an interpreted kernel, which the settings do not offer."""
+    config = tiny(*SMALL, *settings)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
+    return loop.prepare(config, devices=jax.devices()[: mesh_of(settings)])
+
+
+def loss_and_gradients(attention: str, settings: tuple[str, ...]):
+    setup = setup_with(attention, settings)
+    way = pipelined if setup.rules.sizes["pipeline"] > 1 else accumulated
+    find = jax.jit(way.make_gradients(setup.config, setup.blueprint, setup.mesh, setup.rules))
+    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    with loop.batches(setup, 0, 0) as ahead:
+        return jax.device_get(find(state.params, state.step, next(ahead)))
+
+
+@pytest.mark.parametrize("settings", MESHES.values(), ids=MESHES)
+def test_a_kernel_gives_the_gradients_of_the_plain_implementation(settings):
+    got, got_sums = loss_and_gradients("triton:interpret", settings)
+    want, want_sums = loss_and_gradients("xla", settings)
+    near = 2e-2 if "precision.compute=bfloat16" in settings else 1e-5
+    assert got_sums["loss"] == pytest.approx(want_sums["loss"], rel=near)
+    for path in want:
+        worst = np.max(np.abs(got[path] - want[path])) / np.max(np.abs(want[path]))
+        assert worst <= near, f"{path}: {worst}"
+
+
+def test_an_implementation_that_cannot_run_is_one_line():
+    setup = setup_with("cudnn", ())
+    step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
+    with loop.batches(setup, 0, 0) as ahead, pytest.raises(ConfigError) as refused:
+        step.lower(setup.abstract, ahead.first)
+    said = "model.attention='cudnn' cannot run: bfloat16 and float16, not float32; try --set model.attention=auto"
+    assert str(refused.value) == said
+
+
+GPU_STEP = """
+import sys
+from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
+from spmdtrain.planner import deviceless
+from spmdtrain.planner.hardware import hardware
+attention, stages = sys.argv[1], int(sys.argv[2])
+config = RunConfig(
+    model=GPT(layers=4, embed=512, heads=8, vocab=4096, attention=attention),
+    mesh=MeshConfig(pipeline=stages, data=4 // stages, tensor=2),
+    train=TrainConfig(global_batch=16, microbatch=2, sequence_length=256),
+    precision=PrecisionConfig(compute="bfloat16"),
+    data=DataConfig(corpus="synthetic"),
+)
+step, _ = deviceless.executable(config, config.mesh.model_dump(), hardware("h200"))
+text = step.as_text()
+calls = sum(text.count(f'custom_call_target="{name}') for name in ("__gpu$xla.gpu.triton", "mosaic_gpu", "__cudnn$fmha"))
+gathers = sum(text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in ("all-gather", "all-to-all"))
+print(calls, gathers)
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin")
+@pytest.mark.parametrize(("attention", "stages"), [("triton", 2), ("mosaic", 1)])
+def test_a_step_for_8_gpus_gathers_nothing_around_its_kernels(attention, stages):
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", GPU_STEP, attention, str(stages)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    calls, gathers = map(int, done.stdout.split())
+    assert calls >= 3, "forward, dq, dk and dv"
+    assert gathers == 0
