@@ -34,6 +34,16 @@ def locally(function: Callable, in_specs, out_specs) -> Callable:
     return jax.jit(jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False))
 
 
+def wholly_manual(function: Callable) -> Callable:
+    """Inside a region that is manual over some axes: `function` in one that is manual over the others too, with what
+    is whole along them. Elsewhere `function` itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rest = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    if not rest or len(rest) == len(mesh.axis_names):
+        return function
+    return jax.jit(jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=rest, check_vma=False))
+
+
 def axes_of(*specs: P) -> set[str]:
     """The mesh axes that the specs name."""
     parts = [part for spec in specs for part in spec if part]

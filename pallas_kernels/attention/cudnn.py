@@ -1,10 +1,13 @@
 """Attention by cuDNN, through jax.nn: bfloat16 and float16 on NVIDIA GPUs of sm_80 and up."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.choose import device_kind, no_gpu
+from pallas_kernels.partition import wholly_manual
 
 
 def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:
@@ -29,18 +32,30 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:
         return f"causal only where queries and keys are as many, not {t} and {s}: jax.nn aligns them at the start"
     if t % 2 or s % 2:
         return f"no backward pass for odd lengths, {t} and {s}"
-    return no_gpu(interpreted)
+    return no_gpu(interpreted) or _not_installed()
+
+
+def _not_installed() -> str:
+    """What jax says where cuDNN is missing; it would only say so later, as an error."""
+    try:
+        from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+    except ImportError:  # jax keeps it elsewhere: it says so itself
+        return ""
+    try:
+        check_cudnn_version()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def attend(problem: Problem, inputs: Inputs) -> jax.Array:
     """out [b, t, h, e]; differentiable by itself. No lse."""
-    window = None if problem.left is None else (problem.left, 0)
-    return jax.nn.dot_product_attention(
-        inputs.q_bthd,
-        inputs.k_bskd,
-        inputs.v_bske,
+    run = partial(
+        jax.nn.dot_product_attention,
         scale=problem.scale,
         is_causal=problem.right == 0,
-        local_window_size=window,
+        local_window_size=None if problem.left is None else (problem.left, 0),
         implementation="cudnn",
     )
+    # jax's own rule for splitting cuDNN's call fails where some axes are manual and some are not (jax 0.10 to 0.12)
+    return wholly_manual(run)(*inputs[:3])
