@@ -10,8 +10,7 @@ for, they are read and laid out anew one parameter at a time.
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, meta: Meta) -> None:
         """Starts saving; `state` may be donated as soon as this returns. Waits for the save before it, if any."""
         layout = self._blueprint.layout.describe()
-        meta = {"format": FORMAT, "leaves": leaves(state), "layout": layout} | meta
+        meta = {"format": FORMAT, "leaves": leaves(state.params, state.opt_state), "layout": layout} | meta
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
             state=ocp.args.StandardSave(state.opt_state),
@@ -63,7 +62,7 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
         """The state saved at `step`, each leaf read into the sharding that `abstract` gives it."""
-        meta, saved = self._checked_meta(step, abstract)
+        meta, saved = self._checked_meta(step, abstract.params, abstract.opt_state)
         params = self._restored(step, "params", abstract.params, saved)
         opt_state = self._restored(step, "state", abstract.opt_state, saved)
         counter = jax.make_array_from_callback((), abstract.step.sharding, lambda _: abstract.step.dtype.type(step))
@@ -121,8 +120,8 @@ class Checkpoints:
 
         return jax.tree.map(leaf, tree)
 
-    def _checked_meta(self, step: int, abstract) -> tuple[Meta, Layout]:
-        """The checkpoint's meta and layout, once they are known to fit `abstract`, a TrainState or its params."""
+    def _checked_meta(self, step: int, *trees: Mapping[str, Any]) -> tuple[Meta, Layout]:
+        """The checkpoint's meta and layout, once they fit abstract params, and optimizer state if it is given."""
         arguments = ocp.args.Composite(meta=ocp.args.JsonRestore())
         meta = self._read(step, lambda: self._manager.restore(step, args=arguments).meta)
         if meta.get("format") != FORMAT:
@@ -138,13 +137,7 @@ class Checkpoints:
                 found=f"{layout_saved.layers} layers",
                 fix="the configuration that it was saved with, or another --run",
             )
-        params, opt_state = (
-            (abstract.params, abstract.opt_state) if isinstance(abstract, TrainState) else (abstract, {})
-        )
-        relaid = [
-            {path: self._as_saved(path, x, layout_saved) for path, x in tree.items()} for tree in (params, opt_state)
-        ]
-        asked = leaves(replace(abstract, params=relaid[0], opt_state=relaid[1])) if opt_state else leaves(relaid[0])
+        asked = leaves(*({path: self._as_saved(path, x, layout_saved) for path, x in tree.items()} for tree in trees))
         for path in sorted(asked):
             if asked[path] != saved.get(path):
                 raise CheckpointError(
@@ -198,14 +191,14 @@ def newest_step(run: Path) -> int | None:
     return max(found, default=None)
 
 
-def leaves(tree) -> dict[str, list]:
+def leaves(params: Mapping[str, Any], opt_state: Mapping[str, Any] | None = None) -> dict[str, list]:
     """Path -> [shape, dtype] of every leaf: what two states must share for one to restore the other."""
-    if isinstance(tree, TrainState):
-        return leaves(tree.params) | {f"optimizer.{path}": leaf for path, leaf in leaves(tree.opt_state).items()}
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): [list(leaf.shape), str(leaf.dtype)]
+    named = {
+        prefix + jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for prefix, tree in (("", params), ("optimizer.", opt_state))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+    return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in named.items()}
 
 
 def _described(leaf: list | None) -> str:
