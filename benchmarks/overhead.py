@@ -344,10 +344,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(str(error))
     result = figures(config, measured)
     assert result["largest_loss_difference"] <= LOSS_TOLERANCE, f"different models: {measured['losses']}"
-    print(table(result))
+    publish(table(result), result, parsed.json)
+
+
+def publish(text: str, result: dict[str, Any], path: Path | None) -> None:
+    """Prints the text and the figures; writes the figures to `path` if there is one."""
+    print(text)
     print(json.dumps(result))
-    if parsed.json:
-        parsed.json.write_text(json.dumps(result, indent=1) + "\n")
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

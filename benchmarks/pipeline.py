@@ -16,7 +16,6 @@ Another mesh of eight: --set mesh.data=1 --set mesh.tensor=2.
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -34,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from overhead import Spent, spread
+from overhead import Spent, publish, spread
 from pipeline_baselines import make_gradients, whole_vocabulary
 
 from spmdtrain.config.errors import ConfigError, UserError
@@ -268,10 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = figures(config, parsed.microbatches, parsed.timed, parsed.rounds, parsed.remat)
     except UserError as error:
         sys.exit(str(error))
-    print(table(result, config.pipeline.chunks))
-    print(json.dumps(result))
-    if parsed.json:
-        parsed.json.write_text(json.dumps(result, indent=1) + "\n")
+    publish(table(result, config.pipeline.chunks), result, parsed.json)
 
 
 if __name__ == "__main__":

@@ -35,31 +35,34 @@ def _train(parsed: argparse.Namespace) -> int:
     if parsed.hardware:
         from spmdtrain.planner.hardware import hardware
 
-        hardware(parsed.hardware)  # a typo is refused before the run, not after it
+        hardware(parsed.hardware)  # a typo is refused before devices are looked for
     _start_jax(parsed)
     from spmdtrain.train.loop import run
 
-    outcome = run(config, directory, fresh=parsed.fresh)
-    _compare(Path(directory), parsed.hardware)
+    outcome = run(config, directory, fresh=parsed.fresh, prediction=_prediction(config, parsed.hardware))
     return PREEMPTED if outcome.status == "preempted" else DONE
 
 
-def _compare(directory: Path, name: str | None) -> None:
-    """Predicted, compiled and measured figures of the run side by side, where the hardware is described."""
+def _prediction(config, name: str | None):
+    """Plain numbers for `run`: for the hardware `name`, else for the device at hand where it is described, else None.
+    Every process makes them, so that all are refused or none."""
     import jax
 
-    from spmdtrain.planner import compare
+    from spmdtrain.planner import report
     from spmdtrain.planner.hardware import KINDS, hardware
+    from spmdtrain.train.summary import Prediction
 
-    device = jax.local_devices()[0]
-    name = name or KINDS.get(device.device_kind)
-    if name is None or jax.process_index():
-        return
-    peak = ((device.memory_stats() or {}) if device.platform == "gpu" else {}).get("peak_bytes_in_use")
+    known = name or KINDS.get(jax.devices()[0].device_kind)
+    if known is None:
+        return None
     try:
-        print(compare.show(compare.compare(directory, hardware(name), peak)))
-    except UserError as error:  # the run itself is done and saved
-        print(f"no comparison with the estimate: {error}")
+        config, device = report.with_vocab(config), hardware(known)
+        price, held = report.priced(config, report.mesh_sizes(config, jax.device_count(), device), device)
+    except UserError:
+        if name:
+            raise
+        return None  # nobody asked; what is wrong with the run, the run says
+    return Prediction(device.name, price.step, held.total)
 
 
 def _show(parsed: argparse.Namespace) -> int:
@@ -89,7 +92,6 @@ def _prepare(parsed: argparse.Namespace) -> int:
 
 def _schedule(parsed: argparse.Namespace) -> int:
     from spmdtrain.parallel import schedule, schedule_file, simulate, timeline
-    from spmdtrain.parallel.schedule_rules import LETTERS
 
     sizes = {name: size for name in ("stages", "microbatches", "chunks") if (size := getattr(parsed, name)) is not None}
     if parsed.kind in schedule.KINDS:
@@ -120,36 +122,28 @@ def _schedule(parsed: argparse.Namespace) -> int:
     else:
         width = shutil.get_terminal_size((0, 0)).columns or None  # no terminal: nothing to fit into
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        bubbles = [f"{simulate.bubble_fraction(table, times):.1%} in lockstep"]
-        if parsed.kind in ("1f1b", "interleaved"):
-            orders = simulate.megatron_orders(table.stages, table.microbatches, table.chunks)
-            bubbles.append(f"{simulate.order_bubble_fraction(orders, times):.1%} in Megatron-LM's order")
-        elif parsed.kind == "zero_bubble" and table.chunks == 1:
-            orders = simulate.zb_h1_orders(table.stages, table.microbatches)
-            bubbles.append(f"{simulate.order_bubble_fraction(orders, times):.1%} in ZB-H1's order")
-        priced = ", ".join(f"{LETTERS.get(name, name)} {getattr(times, name):g}" for name in names)
         print(timeline.draw(table, times, width=width, colour=colour))
-        print(f"\nbubble {', '.join(bubbles)} ({priced})")
+        print(f"\n{timeline.bubbles(table, times, peers=parsed.kind in schedule.KINDS)}")
     if parsed.svg is not None:
         print(f"{parsed.svg}: the same, drawn to scale", file=sys.stderr if parsed.json else sys.stdout)
     return DONE
 
 
 def _estimate(parsed: argparse.Namespace) -> int:
-    from spmdtrain.planner import compare, report
+    from spmdtrain.planner import anchor, report
     from spmdtrain.planner.hardware import hardware
 
     _without_devices()
     device = hardware(parsed.hardware)
     config = report.with_vocab(load(parsed.config, parsed.set))
-    sizes = report.mesh_sizes(config, parsed.devices)
-    if parsed.generate:
-        return _generate(parsed, config, sizes, device)
     if parsed.sweep:
-        rows = report.sweep(config, sizes, device, parsed.sweep)
+        rows = report.sweep(config, parsed.devices, device, parsed.sweep)
         print(json.dumps(rows) if parsed.json else report.show_sweep(rows))
         return DONE
-    scale = compare.anchored(parsed.anchor, device) if parsed.anchor else 1.0
+    sizes = report.mesh_sizes(config, parsed.devices, device)
+    if parsed.generate:
+        return _generate(parsed, config, sizes, device)
+    scale = anchor.anchored(parsed.anchor, device) if parsed.anchor else 1.0
     price, held = report.priced(config, sizes, device, scale)
     found = report.describe(price, held) | ({"anchor": scale} if parsed.anchor else {})
     shown = [report.show(price, held)] + ([f"anchored on {parsed.anchor}: x {scale:.3g}"] if parsed.anchor else [])
@@ -168,11 +162,10 @@ def _generate(parsed: argparse.Namespace, config, sizes, device) -> int:
     from spmdtrain.planner import report
     from spmdtrain.planner.generation import generate
     from spmdtrain.planner.job import job_of
-    from spmdtrain.planner.stack import stack
 
     prompt, new = parsed.generate
     job = job_of(config, sizes)
-    found = generate(job, parsed.batch, prompt, new, device, stack("spmdtrain", device.name))
+    found = generate(job, parsed.batch, prompt, new, device, report.our_stack(config, device))
     values = asdict(found) | {"tokens_per_second": found.tokens_per_second}
     print(json.dumps(values) if parsed.json else report.show_generation(found, device))
     return DONE
@@ -181,13 +174,12 @@ def _generate(parsed: argparse.Namespace, config, sizes, device) -> int:
 def _plan(parsed: argparse.Namespace) -> int:
     from spmdtrain.planner import report, search
     from spmdtrain.planner.hardware import hardware
-    from spmdtrain.planner.stack import stack
 
     device = hardware(parsed.hardware)
     config = report.with_vocab(load(parsed.config, parsed.set))
     if parsed.rules:
         return _rules(parsed, config, device)
-    plans = report.plan(config, parsed.devices, device, stack("spmdtrain", device.name))
+    plans = report.plan(config, parsed.devices, device, report.our_stack(config, device))
     best = search.distinct(plans, parsed.top)
     if parsed.json:
         print(json.dumps([report.describe(plan.price, plan.memory) | {"why": plan.why} for plan in best]))
@@ -198,16 +190,14 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 def _rules(parsed: argparse.Namespace, config, device) -> int:
     from spmdtrain.planner import assign, report
-    from spmdtrain.planner.job import job_of
-    from spmdtrain.planner.stack import stack
 
-    job = job_of(config, report.mesh_sizes(config, parsed.devices))
-    report.check_divides(job, device)
-    found = assign.assign(job, device, stack("spmdtrain", device.name))
+    job, _ = report.checked(config, report.mesh_sizes(config, parsed.devices, device))
+    ours = report.our_stack(config, device)
+    found = assign.assign(job, device, ours)
     if parsed.json:
         print(json.dumps([each.describe() for each in found]))
     else:
-        print(assign.show(found))
+        print(assign.show(found, assign.assign(job, device, ours, by_rules=False)))
     return DONE
 
 
@@ -273,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--fresh", action="store_true", help="start anew; an older run in the directory is set aside")
     train.add_argument("--print-config", action="store_true", help="print the resolved config with origins, and end")
     train.add_argument(
-        "--hardware", metavar="NAME", help="compares the run with the estimate for it (default: the GPU that is there)"
+        "--hardware", metavar="NAME", help="predicts the run for it (default: the GPU at hand, where it is described)"
     )
     _add_devices(train)
     train.set_defaults(command=_train)
@@ -343,7 +333,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--devices", type=_positive, required=True, metavar="N", help="how many")
     plan.add_argument("--top", type=_positive, default=10, metavar="N", help="meshes to print (default: %(default)s)")
     plan.add_argument(
-        "--rules", action="store_true", help="keeps the config's mesh; which layer kinds its tensor axis should split"
+        "--rules",
+        action="store_true",
+        help="keeps the config's mesh; its tensor axis used best, as a [rules] table",
     )
     plan.set_defaults(command=_plan)
 

@@ -84,10 +84,18 @@ def sc21_table1(table) -> Iterator[Case]:
         )
 
 
+SC21_TABLE2 = {174.6: (gpt(96, 12288, 96), 12, 1), 529.6: (gpt(105, 20480, 128), 35, 3)}  # shape, stages, chunks
+
+
+def zero3_job(row: dict[str, Any]) -> Job:
+    """Of a ZeRO-3 row of sc21_table2."""
+    sizes = (2048, row["global_batch"], row["microbatch"], Layout(fsdp=row["gpus"]))
+    return Job(SC21_TABLE2[row["params_B"]][0], *sizes, remat="full")
+
+
 def sc21_table2(table) -> Iterator[Case]:
-    shapes = {174.6: (gpt(96, 12288, 96), 12, 1), 529.6: (gpt(105, 20480, 128), 35, 3)}
     for row in rows(table):
-        shape, p, v = shapes[row["params_B"]]
+        shape, p, v = SC21_TABLE2[row["params_B"]]
         name = f"{row['scheme']} {row['params_B']:.0f}B {row['gpus']}"
         if row["scheme"] == "PTD-P":
             layout = Layout(p, row["gpus"] // row["model_parallel"], tensor=8)
@@ -97,9 +105,7 @@ def sc21_table2(table) -> Iterator[Case]:
                 table["id"], name, row["derived_iteration_s"], "megatron-2021", _priced(job, A100, "megatron-2021")
             )
         else:
-            layout = Layout(fsdp=row["gpus"])
-            job = Job(shape, 2048, row["global_batch"], row["microbatch"], layout, remat="full")
-            predict = _priced(job, A100, "zero3-2021")
+            predict = _priced(zero3_job(row), A100, "zero3-2021")
             yield Case(f"{table['id']} ZeRO-3", name, row["derived_iteration_s"], "zero3-2021", predict)
 
 

@@ -12,13 +12,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel import schedule, schedule_file, simulate
+from spmdtrain.parallel import schedule, simulate
+from spmdtrain.parallel.tables import table_of
 from spmdtrain.planner.flops import model_flops_per_token
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.job import Job
 from spmdtrain.planner.kernels import all_reduce, fused_attention, gather, hop, matmul, memory_pass
-from spmdtrain.planner.stack import Stack
+from spmdtrain.planner.stack import BESIDE, Stack
 
 Work = tuple[float, float, float]  # forward, backward by input, backward by weight
 OPTIMIZER_BYTES = 30  # per parameter: gradient, weight and two moments read, three written, and the compute copy
@@ -239,9 +239,8 @@ def _head(job: Job, device: Hardware, stack: Stack) -> float:
     vocab = -(-shape.vocab // t)
     run = lambda *sizes: matmul(*sizes, device, stack, job.dtype)  # noqa: E731
     matrices = run(tokens, vocab, shape.embed), run(tokens, shape.embed, vocab), run(vocab, shape.embed, tokens)
-    again = matrices[0] if stack.lockstep and tokens * vocab > 2**26 else 0.0  # chunks of logits are made twice
     logits = memory_pass(sum(LOGIT_BYTES) * tokens * vocab, device)
-    return sum(matrices) + again + logits + all_reduce(tokens * shape.embed * _size(job), t, 1, device)
+    return sum(matrices) + logits + all_reduce(tokens * shape.embed * _size(job), t, 1, device)
 
 
 def _embedding(job: Job, device: Hardware, stack: Stack) -> float:
@@ -265,17 +264,25 @@ def _slowest(stage: dict[str, float], embed: float, head: float, job: Job, m: in
 
 
 def _fsdp(job: Job, device: Hardware, stack: Stack, stage: float) -> float:
-    """Weights split over `fsdp`: gathered for each microbatch's forward and backward and gradients scattered after it,
-    beside the layers' work; with a pipeline once per step, beside nothing."""
-    layout = job.layout
+    """Weights split over `fsdp`. With a pipeline gathered and their gradients scattered once per step, beside nothing.
+    Else for each microbatch: those of the layers gathered for its forward and backward and scattered after it, beside
+    the layers' work, which they slow; the first gather and the last scatter, of what is outside the layers, beside
+    nothing."""
+    layout, shape = job.layout, job.shape
     if layout.fsdp == 1:
         return 0.0
-    moved = local_parameters(job, stack) * _size(job)
-    ring = gather(moved, layout.fsdp, layout.stride("fsdp"), device, stack.rings)
-    scattered = 2 * ring if stack.gradient_bytes > _size(job) else ring
+    ring = lambda elements, pieces: gather(  # noqa: E731
+        elements * _size(job), layout.fsdp, layout.stride("fsdp"), device, stack.rings, pieces
+    )
+    back = (stack.scattered_bytes or _size(job)) / _size(job)
+    layers, outside = job.layers_per_stage, shape.outside / layout.tensor
     if layout.pipeline > 1:
-        return ring + scattered
-    return job.accumulation * max(0.0, 2 * ring + scattered - stack.fsdp_overlap * stage)
+        return (1 + back) * ring(local_parameters(job, stack), 1)
+    layer = shape.layer_parameters / layout.tensor
+    running = (2 + back) * ring(layers * layer, layers * stack.pieces)
+    hidden = min(running, stack.fsdp_overlap * stage / (1 - BESIDE * stack.fsdp_overlap))
+    ends = ring(layer, stack.pieces) + (1 + back) * ring(outside, 1)
+    return job.accumulation * (ends + running - hidden + BESIDE * hidden)
 
 
 def _reduction(job: Job, device: Hardware, stack: Stack) -> float:
@@ -298,28 +305,13 @@ def _bubble(job: Job, times: simulate.Times, stack: Stack) -> float:
         return order_bubble(job.schedule, p, v, times)
     if job.schedule in schedule.KINDS and m * v * p > MOST_CELLS:
         return lockstep_time(job.schedule, p, m, v, times) - m * times.microbatch
-    return simulate.lockstep_time(table_of(job.schedule, p, m, v), times) - m * times.microbatch
+    return simulate.lockstep_time(table_of(job.schedule, p, v, m), times) - m * times.microbatch
 
 
 def closed_bubble(job: Job, times: simulate.Times, stack: Stack) -> float:  # noqa: ARG001  (as `price` calls it)
     """The same in closed form, of the schedules that have names: what a search asks thousands of times."""
     m = job.accumulation
     return lockstep_time(job.schedule, job.layout.pipeline, m, job.chunks, times) - m * times.microbatch
-
-
-@lru_cache(maxsize=256)
-def table_of(kind: str, stages: int, microbatches: int, chunks: int) -> schedule.Table:
-    """The schedule that the executor runs: built, or read from its file."""
-    if kind in schedule.KINDS:
-        return schedule.build(kind, stages, microbatches, chunks)
-    table = schedule_file.read(kind)
-    if (table.stages, table.microbatches, table.chunks) != (stages, microbatches, chunks):
-        raise ConfigError(
-            f"pipeline.schedule={kind!r} is for another run",
-            asked=f"{stages} stages, {microbatches} microbatches, {chunks} chunks",
-            found=f"{table.stages} stages, {table.microbatches} microbatches, {table.chunks} chunks",
-        )
-    return table
 
 
 def lockstep_time(kind: str, p: int, m: int, v: int, times: simulate.Times) -> float:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 
 
@@ -156,15 +155,8 @@ def shape_of(model: TransformerConfig, longest: int) -> Shape:
 
 
 def job_of(config: RunConfig, sizes: Mapping[str, int]) -> Job:
-    """The job of a run on a mesh of these `sizes` (none -1); `model.vocab` must be set."""
+    """The job of a run on a mesh of these `sizes` (none -1) that divide its batch; `model.vocab` must be set."""
     layout, train = Layout(**sizes), config.train
-    at_once = layout.shards * (train.microbatch or 1)
-    if train.global_batch % at_once:
-        raise ConfigError(
-            "train.global_batch does not divide into microbatches",
-            asked=f"train.global_batch={train.global_batch}, {at_once} sequences at once",
-            fix=f"--set train.global_batch={-(-train.global_batch // at_once) * at_once}",
-        )
     pipelined = layout.pipeline > 1
     return Job(
         shape=shape_of(config.model, config.max_length),

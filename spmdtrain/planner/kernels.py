@@ -44,18 +44,18 @@ def group_bandwidth(size: int, stride: int, device: Hardware, rings: bool = True
 
 
 def latency(size: int, stride: int, device: Hardware) -> float:
-    """Of one hop of a ring's slowest link."""
-    inside = size * stride <= device.per_host
-    return device.link_latency if inside else device.network_latency
+    """Of all hops of a ring, one after the other: of the members on a host one sends to the next host."""
+    on_a_host = max(1, min(size, device.per_host // stride))
+    across = 0 if on_a_host == size else min(size - 1, size / on_a_host)
+    return (size - 1 - across) * device.link_latency + across * device.network_latency
 
 
-def gather(moved: float, size: int, stride: int, device: Hardware, rings: bool = True) -> float:
-    """All-gather or reduce-scatter of `moved` bytes (the whole, on each member)."""
+def gather(moved: float, size: int, stride: int, device: Hardware, rings: bool = True, pieces: int = 1) -> float:
+    """All-gather or reduce-scatter of `moved` bytes (the whole, on each member), `pieces` of them one by one."""
     if size == 1:
         return 0.0
-    steps = size - 1 if size <= 64 else 64  # larger groups go by trees
     bandwidth = group_bandwidth(size, stride, device, rings)
-    return (size - 1) / size * moved / bandwidth + steps * latency(size, stride, device)
+    return (size - 1) / size * moved / bandwidth + pieces * latency(size, stride, device)
 
 
 def all_reduce(moved: float, size: int, stride: int, device: Hardware, rings: bool = True) -> float:

@@ -10,17 +10,18 @@ runs whose estimate is at most 80 % of the memory never ran out of it: that is `
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
+from pallas_kernels.attention.xla import BLOCK
+from pallas_kernels.loss.api import CHUNK_LOGITS
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.schedule import KINDS
-from spmdtrain.planner.cost import table_of
+from spmdtrain.parallel.tables import table_of
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.job import Job, Shape
 
 SAFE = 0.8  # of the memory; the 80 % rule
-CHUNK_LOGITS = 2**26  # as in train/loss.py: more are computed in chunks
 MEGATRON_BYTES = 16  # fp16 weight and gradient, float32 weight and two moments; 18 with float32 gradients
 
 
@@ -51,18 +52,25 @@ class Memory:
 
 
 def exact_state(config: RunConfig, sizes: dict[str, int]) -> tuple[int, int]:
-    """(parameter bytes, optimizer bytes) per device, off the abstract state on a mesh of these sizes; no devices."""
+    """(parameter bytes, optimizer bytes) per device, off the abstract state on a mesh of these sizes; no devices.
+    Refuses what does not divide, as a run does."""
     import jax
 
     from spmdtrain.models.blueprint import build_model
     from spmdtrain.parallel.axes import make_rules
     from spmdtrain.parallel.mesh import AXES
+    from spmdtrain.train.feed import sequences_at_once
+    from spmdtrain.train.pipelined import table_of as table_of_run
     from spmdtrain.train.show import bytes_per_device
     from spmdtrain.train.state import abstract_state
 
     mesh = jax.sharding.AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES)
-    blueprint = build_model(config, stages=sizes["pipeline"], chunks=config.pipeline.chunks)
-    abstract = abstract_state(config, blueprint, mesh, make_rules(config.rules, sizes))
+    rules, stages = make_rules(config.rules, sizes), sizes["pipeline"]
+    microbatches, _ = sequences_at_once(config, rules)
+    if stages > 1:
+        table_of_run(config, stages, microbatches)
+    blueprint = build_model(config, stages=stages, chunks=config.pipeline.chunks)
+    abstract = abstract_state(config, blueprint, mesh, rules)
     return bytes_per_device(abstract.params), bytes_per_device((abstract.opt_state, abstract.step))
 
 
@@ -92,33 +100,25 @@ def _outside_elements(job: Job) -> float:
 
 def kept(job: Job, remat: str | None = None) -> int:
     """Bytes that one layer keeps of one microbatch for its backward (LayerGradient.kept, tested equal to it)."""
-    return _kept(job.shape, job.tokens, job.sequence, job.layout.tensor, _size(job), remat or job.remat)
-
-
-def held(job: Job, remat: str | None = None) -> float:
-    """What XLA holds of `kept`: not the attention weights in compute precision, which it makes from float32 again."""
-    remat = remat or job.remat
-    return kept(job, remat) - (_size(job) * _scores(job) if remat == "none" else 0)
+    return _kept(job.shape, job.tokens, job.layout.tensor, _size(job), remat or job.remat)
 
 
 @lru_cache(maxsize=10_000)
-def _kept(shape: Shape, tokens: int, sequence: int, tensor: int, size: int, remat: str) -> int:
+def _kept(shape: Shape, tokens: int, tensor: int, size: int, remat: str) -> int:
     e = shape.embed
     if remat == "full":
         return size * tokens * e
     if remat == "dots":
         return size * tokens * (2 * e + (shape.qkv_width + shape.up_width) // tensor)
-    norm = tokens * (12 * e + 8 + size * e)  # float32: x, x centred or scaled twice; two columns; the output
-    heads = shape.heads / tensor
-    projected = size * tokens * (shape.qkv_width + shape.attention_width + shape.up_width + shape.hidden) // tensor
-    scores = int(tokens * heads * (sequence * (1 + 8 + size) + 8))  # mask, two float32, the weights; two columns
-    return 2 * norm + projected + scores
+    norm = tokens * (2 * size * e + (8 if shape.centred else 4))  # input and output; mean and deviation in float32
+    attention = size * (shape.qkv_width + 2 * shape.attention_width) + 4 * shape.heads  # and its log-sum-exp in float32
+    return 2 * norm + tokens * (attention + size * (shape.up_width + shape.hidden)) // tensor
 
 
 def deferred(job: Job) -> int:
     """Bytes that a layer's split backward leaves for its weight gradient."""
     size, shape, t = _size(job), job.shape, job.layout.tensor
-    return job.tokens * ((2 * size + 8) * shape.embed + size * (shape.up_width + shape.qkv_width) // t)
+    return job.tokens * ((2 * size + 16) * shape.embed + size * (shape.up_width + shape.qkv_width) // t)
 
 
 def rings(job: Job) -> tuple[int, int, int]:
@@ -130,7 +130,7 @@ def rings(job: Job) -> tuple[int, int, int]:
     if job.schedule in KINDS:
         stash = min(m * v, (v - 1) * p + 2 * (p - 1) + 1)
         return stash + 1, 0, min(m * v, p) + 1 if job.schedule == "zero_bubble" else 0
-    table = table_of(job.schedule, p, m, v)
+    table = table_of(job.schedule, p, v, m)
     ring = lambda slots: slots + 1 if slots else 0  # noqa: E731
     return table.slots + 1, ring(table.cotangent_slots), ring(table.deferred_slots)
 
@@ -152,7 +152,7 @@ def _accumulated(job: Job, parameters: int, optimizer: int) -> Memory:
     partial = size * (layer + table) if split else 0.0  # gradients before they are scattered
     sums = 4 * elements if job.accumulation > 1 else 0.0
     made = size * elements
-    activations = shape.layers * held(job) + 2 * size * job.tokens * shape.embed
+    activations = shape.layers * kept(job) + 2 * size * job.tokens * shape.embed
     logits = _logits(job, layout.tensor)
     head = sums + copy + gathered + activations + logits
     back = sums + copy + gathered + partial + made + activations + _again(job) + _workspace(job)
@@ -171,16 +171,17 @@ def _pipelined(job: Job, parameters: int, optimizer: int) -> Memory:
     per_chunk = job.layers_per_stage // job.chunks
     stash, cotangents, waiting = rings(job)
     x = size * job.tokens * shape.embed
-    unit = x if job.remat == "full" else per_chunk * held(job)
+    unit = x if job.remat == "full" else per_chunk * kept(job)
     activations = stash * unit + waiting * per_chunk * deferred(job) + (cotangents + 2) * x
     weights = size * elements if size < job.resting or layout.fsdp > 1 else 0.0
     chunk = size * per_chunk * _layer_elements(shape, layout.tensor)  # its gradients, before they are added
     made = _again(job)  # by remat full for all layers of a chunk at once, by dots for one
-    working = per_chunk * made if job.remat == "full" else per_chunk * held(job) + made
+    # of a unit, what the forward makes and what the backward reads
+    working = 2 * per_chunk * made if job.remat == "full" else 2 * per_chunk * kept(job) + made
     if per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
         working += _workspace(job)
     logits = _logits(job, layout.pipeline * layout.tensor)
-    working += per_chunk * deferred(job) if waiting else 0
+    working += 2 * per_chunk * deferred(job) if waiting else 0
     ticks = 4 * elements + weights + activations + chunk + working + logits
     return _memory(job, parameters, optimizer, (4 * elements, activations, logits), ticks)
 
@@ -193,29 +194,27 @@ def _memory(job: Job, parameters: int, optimizer: int, parts: tuple[float, float
 
 
 def _logits(job: Job, ways: int) -> float:
-    """Of a chunk: float32, and in compute precision for the matmuls of the gradients."""
-    whole = job.tokens * job.shape.vocab
-    chunks = max(1, math.ceil(whole / CHUNK_LOGITS))
-    return whole / chunks / ways * (4 + _size(job))
+    """Of a chunk: float32, and in compute precision for the matmuls of the gradients; and where there are more chunks
+    than one, two float32 gradients of the table, which gathers them."""
+    rows = job.shape.vocab / ways
+    chunks = max(1, math.ceil(job.tokens * rows / CHUNK_LOGITS))
+    return job.tokens * rows / chunks * (4 + _size(job)) + (8 * rows * job.shape.embed if chunks > 1 else 0.0)
 
 
 def _again(job: Job) -> float:
     """What one layer's backward makes again before it starts, by remat."""
-    return held(job, "none") if job.remat != "none" else 0.0
+    return kept(job, "none") if job.remat != "none" else 0.0
 
 
 def _workspace(job: Job) -> float:
-    """Of one layer's backward: two float32 gradients of the scores, or one of the mlp. Where the layer was made again,
-    XLA reuses the places of the scores."""
+    """Of one layer's backward: two float32 tiles of attention's scores and the float32 gradients of queries, keys and
+    values, or the gradients of the mlp. Where the layer was made again, XLA reuses its places."""
     if job.remat == "dots" or (job.remat == "full" and job.layout.pipeline == 1):
         return 0.0
-    mlp = job.tokens * (job.shape.up_width + job.shape.hidden) / job.layout.tensor * _size(job)
-    return max(8 * _scores(job), mlp)
-
-
-def _scores(job: Job) -> float:
-    """Entries of the attention scores of one layer and microbatch on one device."""
-    return job.tokens * job.sequence * job.shape.heads / job.layout.tensor
+    shape, t = job.shape, job.layout.tensor
+    tile = min(BLOCK, job.sequence) * min(BLOCK, job.tokens // job.microbatch)
+    attention = 8 * job.microbatch * shape.heads / t * tile + 4 * job.tokens * shape.qkv_width / t
+    return max(attention, job.tokens * (shape.up_width + shape.hidden) / t * _size(job))
 
 
 def _size(job: Job) -> int:
@@ -226,7 +225,7 @@ def _size(job: Job) -> int:
 
 
 def layer_activations(job: Job) -> float:
-    """Korthikanti et al., table 2, in bytes of one layer and microbatch, 16-bit, dropout included."""
+    """What a layer keeps: Korthikanti et al., table 2, in bytes of one microbatch, 16-bit, dropout included."""
     shape, t = job.shape, job.layout.tensor
     wide = job.tokens * shape.embed
     scores = 5 * shape.heads * job.sequence / (shape.embed * t)
@@ -237,25 +236,29 @@ def layer_activations(job: Job) -> float:
 
 
 def megatron(job: Job, per_parameter: int = MEGATRON_BYTES, sharded: bool = False) -> Memory:
-    """Of a published run on its fullest stage. `sharded`: the distributed optimizer, 12 of the bytes over data."""
+    """Of a published run on its fullest stage. `sharded`: the distributed optimizer, 12 of the bytes over data. With
+    `fsdp` (ZeRO-3) all of them are split; one layer's weights and its gradient are whole at a time."""
     shape, layout = job.shape, job.layout
     p, layers = layout.pipeline, job.layers_per_stage
     tables = shape.embed * (shape.vocab + shape.positions) / layout.tensor
+    layer = shape.layer_parameters / layout.tensor
+    again = layer_activations(replace(job, remat="none")) if job.remat == "full" else 0.0
+    whole = 2 * 2 * layer if layout.fsdp > 1 else 0.0
     best = None
     for stage in sorted({0, min(1, p - 1), p - 1}):
         end = stage in (0, p - 1)
         own = layers - (job.short_ends if end and p > 1 else 0)
         in_flight = _in_flight(job, stage)
-        parameters = own * shape.layer_parameters / layout.tensor + (tables if end else 0)
+        parameters = (own * layer + (tables if end else 0)) / layout.fsdp
         held = in_flight * own * layer_activations(job)
         optimizer = 12 * parameters / (layout.data if sharded else 1)
         found = Memory(
             parameters=int(2 * parameters),
             gradients=int((per_parameter - 14) * parameters),
             optimizer=int(optimizer),
-            activations=int(held),
+            activations=int(held + again),
             logits=0,
-            buffers=0,
+            buffers=int(whole),
         )
         best = found if best is None or found.total > best.total else best
     return best

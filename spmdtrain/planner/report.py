@@ -1,7 +1,9 @@
 """What the commands `estimate` and `plan` say: plain values for programs, and the same for a person."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
@@ -18,21 +20,22 @@ from spmdtrain.train.interval import best_interval, lost_share, seconds_between_
 TO_HOST = 25e9  # bytes/s from a device into its host's memory: PCIe 4 x16, less overhead
 
 
-def mesh_sizes(config: RunConfig, devices: int | None) -> dict[str, int]:
-    """The mesh with -1 filled; without `devices`, what it multiplies to."""
-    sizes, fixed = dict(config.mesh.sizes), 1
-    for size in sizes.values():
-        fixed *= max(size, 1)
-    open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
-    if open_axis is None and devices in (None, fixed):
-        return sizes
+def mesh_sizes(config: RunConfig, devices: int | None, device: Hardware) -> dict[str, int]:
+    """The mesh with -1 filled, on so many of these devices (default: what it multiplies to), in hosts of equal size;
+    refused as a run on them would be."""
+    from spmdtrain.parallel.mesh import AXES, arrange
+
+    fixed = math.prod(size for size in config.mesh.sizes.values() if size != -1)
+    open_axis = next((axis for axis, size in config.mesh.sizes.items() if size == -1), None)
     if open_axis is not None and devices is None:
         raise ConfigError(f"mesh.{open_axis}=-1 fills the mesh", fix=f"--devices N, a multiple of {fixed}")
-    if open_axis is None or devices % fixed:
-        asked = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "no mesh axis"
-        multiple = "" if open_axis is None else "a multiple of "
-        raise ConfigError(f"the mesh does not fit {devices} devices", asked=asked, fix=f"--devices {multiple}{fixed}")
-    return sizes | {open_axis: devices // fixed}
+    count = devices or fixed
+    per_host = max(k for k in range(1, min(count, device.per_host) + 1) if count % k == 0)
+    described = [
+        SimpleNamespace(id=at, process_index=at // per_host, device_kind=device.name, platform="gpu")
+        for at in range(count)
+    ]
+    return dict(zip(AXES, arrange(config.mesh.sizes, described, config.origin).shape, strict=True))
 
 
 def with_vocab(config: RunConfig) -> RunConfig:
@@ -44,33 +47,25 @@ def with_vocab(config: RunConfig) -> RunConfig:
     return config.with_vocab(open_corpus(config.data, None, config.train.seed).vocab)
 
 
-def check_divides(job: Job, device: Hardware) -> None:
-    """Refuses what the real run would refuse: one line, with what to change."""
-    shape, layout = job.shape, job.layout
-    rows = (
-        ("mesh.tensor", layout.tensor, "kv_heads", shape.kv_heads),
-        ("mesh.tensor", layout.tensor, "ffn", shape.hidden),
-        ("mesh.pipeline x mesh.tensor", layout.pipeline * layout.tensor, "vocab", shape.vocab),
-        ("mesh.fsdp", layout.fsdp, "embed", shape.embed),
-        ("mesh.context", layout.context, "train.sequence_length", job.sequence),
-    )
-    for axis, ways, name, size in rows:
-        if size % ways:
-            raise ConfigError(
-                f"{name}={size} is not divisible by {axis}={ways}", fix=f"{name}={-(-size // ways) * ways}"
-            )
-    per_host = min(layout.devices, device.per_host)
-    if per_host % layout.tensor:
-        found = f"{per_host} x {device.name}"
-        raise ConfigError(f"mesh.tensor={layout.tensor} would cross hosts", found=found, fix="a divisor of that number")
+def checked(config: RunConfig, sizes: dict[str, int]) -> tuple[Job, tuple[int, int]]:
+    """The job of a run, and the bytes of its state (memory.exact_state); what the run would refuse is refused here, by
+    the same functions."""
+    exact = memory.exact_state(config, sizes)
+    return job_of(config, sizes), exact
 
 
 def priced(config: RunConfig, sizes: dict[str, int], device: Hardware, scale: float = 1.0) -> tuple[Price, Memory]:
     """Exactly this layout: time by the schedule's table, parameter and optimizer bytes off the abstract state."""
-    job = job_of(config, sizes)
-    check_divides(job, device)
-    price = replace(cost.price(job, device, stack("spmdtrain", device.name)), scale=scale)
-    return price, memory.ours(job, memory.exact_state(config, sizes))
+    job, exact = checked(config, sizes)
+    price = replace(cost.price(job, device, our_stack(config, device)), scale=scale)
+    return price, memory.ours(job, exact)
+
+
+def our_stack(config: RunConfig, device: Hardware) -> Stack:
+    """This framework's: attention in one kernel where cuDNN has one, else in tiles by XLA, which writes scores out."""
+    kernel = config.precision.compute == "bfloat16" and config.data.packing != "documents"
+    fused = config.model.attention != "xla" and kernel and not device.name.startswith("mi")
+    return stack("spmdtrain" if fused else "spmdtrain-xla", device.name)
 
 
 def describe(price: Price, held: Memory) -> dict[str, Any]:
@@ -156,7 +151,7 @@ def show(price: Price, held: Memory) -> str:
     return "\n".join(lines)
 
 
-def sweep(config: RunConfig, sizes: dict[str, int], device: Hardware, asked: str) -> list[dict[str, Any]]:
+def sweep(config: RunConfig, devices: int | None, device: Hardware, asked: str) -> list[dict[str, Any]]:
     """`hardware.memory_bandwidth=2e12,3e12`: the estimate at each value."""
     key, _, values = asked.removeprefix("hardware.").partition("=")
     if not asked.startswith("hardware.") or not values:
@@ -167,7 +162,8 @@ def sweep(config: RunConfig, sizes: dict[str, int], device: Hardware, asked: str
             value = float(text)
         except ValueError:
             raise ConfigError(f"--sweep {asked}: {text!r} is not a number") from None
-        found.append({key: value} | describe(*priced(config, sizes, swept(device, key, value))))
+        other = swept(device, key, value)
+        found.append({key: value} | describe(*priced(config, mesh_sizes(config, devices, other), other)))
     return found
 
 

@@ -1,5 +1,5 @@
 """What a run leaves behind beside its checkpoints, and what it prints: config.json, compiled.json, metrics.jsonl (an
-object per step or evaluation) and events.jsonl. Process 0 writes; the others are silent.
+object per step or evaluation), events.jsonl and, once it ended, summary.json. Process 0 writes; the others are silent.
 """
 
 import contextlib

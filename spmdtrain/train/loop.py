@@ -4,9 +4,10 @@ Files below the run directory: checkpoint.py writes checkpoints/, journal.py the
 """
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import Rules, make_rules
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.train import compiled
+from spmdtrain.train import compiled, summary
 from spmdtrain.train.checkpoint import Checkpoints, Meta, newest_step
 from spmdtrain.train.feed import sequences_at_once, to_devices
 from spmdtrain.train.interrupt import Interrupt
@@ -35,14 +36,16 @@ from spmdtrain.train.pipelined import describe, table_of
 from spmdtrain.train.progress import Progress, quantity
 from spmdtrain.train.state import TrainState, abstract_state, init_state
 from spmdtrain.train.step import make_eval_step, make_step
+from spmdtrain.train.summary import Prediction
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, after how many steps in all."""
+    """How a run ended, after how many steps in all. `step_seconds`: median of the steps now taken, but the first."""
 
     status: Literal["finished", "preempted", "nothing to do"]
     step: int
+    step_seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,11 @@ def run(
     fresh: bool = False,
     make: MakeModel = Transformer,
     devices: Sequence[jax.Device] | None = None,
+    prediction: Prediction | None = None,
 ) -> Outcome:
     """Trains until `train.steps`, going on from the newest checkpoint below `directory`; `fresh` sets an older run
     aside instead. `make(config, rngs)` builds the model; `devices` default to all. SIGINT or SIGTERM: saves after the
-    step in flight."""
+    step in flight. The end is a summary of what was compiled and measured, beside the `prediction` if there is one."""
     setup = prepare(config, make, devices)
     config, directory = setup.config, _opened(Path(directory), fresh)
     checkpoints = Checkpoints(directory, setup.blueprint, config.checkpoint.keep)
@@ -91,6 +95,9 @@ def run(
         stopped = f"stopped and saved at step {outcome.step}; the same command goes on"
         finished = f"finished {outcome.step} steps; everything is in {directory}"
         journal.say(finished if outcome.status == "finished" else stopped)
+        figures = summary.figures(prediction, report, outcome.step_seconds, summary.peak_bytes(setup.mesh))
+        journal.document("summary.json", figures)
+        journal.say(summary.show(figures))
         return outcome
 
 
@@ -209,10 +216,11 @@ def train(
     config, mesh = setup.config, setup.mesh
     first, total = int(state.step), config.train.steps
     peak = peak_flops(mesh.devices.flat[0].device_kind)
-    clock = StepClock()
+    clock, taken = StepClock(), []
 
     def report(at: int, metrics: Any) -> None:
         figures = step_figures(jax.device_get(metrics), clock.tick(), setup.flops_per_token, mesh.size, peak)
+        taken.append(figures["step_seconds"])
         journal.metrics(step=at, **figures)
         progress.update(at, figures, due=at in (first + 1, total))
 
@@ -248,7 +256,7 @@ def train(
         checkpoints.wait()
     status = "finished" if done == total else "preempted"
     journal.event(status, done)
-    return Outcome(status, done)
+    return Outcome(status, done, statistics.median(taken[1:]) if taken[1:] else None)
 
 
 def _opened(directory: Path, fresh: bool) -> Path:

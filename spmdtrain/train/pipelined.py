@@ -5,7 +5,6 @@ in compute precision, and gradients scattered once after. `context` and `tensor`
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.blueprint import Blueprint, cast
 from spmdtrain.models.stack import rematerialised, run_block
-from spmdtrain.parallel import schedule, schedule_file
+from spmdtrain.parallel import tables
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, manual_axes
 from spmdtrain.parallel.layout import Layout
 from spmdtrain.parallel.pipeline import Program, gradients, losses
@@ -29,20 +28,9 @@ from spmdtrain.train.state import crossings, gradient_specs, parameter_specs
 
 
 def table_of(config: RunConfig, stages: int, microbatches: int) -> Table:
-    """The schedule that the run asks for: built, or read from its file."""
+    """The schedule that the run asks for."""
     asked = config.pipeline
-    if not asked.is_file:
-        return schedule.build(asked.schedule, stages, microbatches, asked.chunks)
-    table = schedule_file.read(Path(asked.schedule))
-    wanted = {"stages": stages, "microbatches": microbatches, "chunks": asked.chunks}
-    for name, value in wanted.items():
-        if getattr(table, name) != value:
-            raise ConfigError(
-                f"pipeline.schedule={asked.schedule!r} is for other {name}",
-                asked=f"{name}={value} of the run",
-                found=f"{name}={getattr(table, name)}",
-                fix="mesh.pipeline, pipeline.chunks and train.global_batch / train.microbatch as in the file",
-            )
+    table = tables.table_of(asked.schedule, stages, asked.chunks, microbatches)
     if table.split and config.train.remat != "none":
         raise ConfigError(
             f"train.remat={config.train.remat!r}: {asked.schedule!r} takes a layer's backward apart",

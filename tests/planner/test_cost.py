@@ -13,8 +13,8 @@ from spmdtrain.planner import cost
 from spmdtrain.planner.flops import model_flops_per_token
 from spmdtrain.planner.hardware import DEVICES, hardware, swept
 from spmdtrain.planner.job import Job, Layout, Shape, shape_of
-from spmdtrain.planner.kernels import hop
-from spmdtrain.planner.stack import stack
+from spmdtrain.planner.kernels import gather, hop, latency
+from spmdtrain.planner.stack import BESIDE, stack
 
 H100 = DEVICES["h100"]
 OURS = stack("spmdtrain", "h100")
@@ -78,6 +78,25 @@ def test_the_number_of_members_on_a_host_decides_the_bandwidth_of_a_ring():
     narrow = cost.price(job(layout=Layout(data=8, tensor=8)), device, OURS)  # one member per host
     slowdown = narrow.seconds["data_reduction"] * 8 / wide.seconds["data_reduction"]
     assert slowdown == pytest.approx(8 * 7 / 8 / (63 / 64), rel=0.1)  # one card instead of eight
+
+
+def test_a_ring_takes_one_hop_per_host_over_the_network():
+    assert latency(8, 1, H100) == pytest.approx(7 * H100.link_latency)
+    assert latency(16, 1, H100) == pytest.approx(13 * H100.link_latency + 2 * H100.network_latency)
+    assert latency(4, 8, H100) == pytest.approx(3 * H100.network_latency)
+
+
+def test_gathered_weights_slow_the_work_beside_them_and_the_first_and_last_stand_alone():
+    ring = lambda elements, pieces=1: gather(2 * elements, 8, 1, H100, pieces=pieces)  # noqa: E731
+    found = cost.price(job(layout=Layout(fsdp=8), microbatch=8), H100, OURS)
+    layers = 3 * ring(8 * SHAPE.layer_parameters, 8)  # gathered twice, scattered once
+    ends = ring(SHAPE.layer_parameters) + 2 * ring(SHAPE.outside)
+    assert found.seconds["fsdp_collectives"] == pytest.approx(ends + BESIDE * layers)
+    slow = replace(H100, link_bandwidth=1e9)  # nothing but collectives: of the work a fifth stands alone
+    alone, hiding = (cost.price(replace(found.job, remat=remat), slow, OURS).seconds for remat in ("none", "full"))
+    assert alone["fsdp_collectives"] > 100 * found.seconds["fsdp_collectives"]
+    less = alone["fsdp_collectives"] - hiding["fsdp_collectives"]
+    assert less == pytest.approx(0.8 * hiding["recompute"] * (1 - BESIDE) / (1 - 0.8 * BESIDE))
 
 
 def test_hardware_files(tmp_path):

@@ -51,10 +51,16 @@ def test_sc21_parameters_and_aggregate_flops():
 
 
 def test_korthikanti_mfu_and_hfu():
+    """Within 0.2 points; and no further off than the printed times (to 0.01 s) and percentages (to 0.1) are rounded."""
     for row in cases.rows(cases.tables()["korthikanti_table5"]):
-        found = flops.korthikanti_flops(row["global_batch"], 2048, row["layers"], row["hidden"], 51200)
-        rate = [100 * work / row["iter_s_present_work"] / row["gpus"] / 312e12 for work in found]
-        assert rate == pytest.approx([row["mfu_pct"], row["hfu_pct"]], abs=0.21)
+        work = flops.korthikanti_flops(row["global_batch"], 2048, row["layers"], row["hidden"], 51200)
+        for done, printed in zip(work, (row["mfu_pct"], row["hfu_pct"]), strict=True):
+            least, found, most = (
+                100 * done / (row["iter_s_present_work"] + rounded) / row["gpus"] / 312e12
+                for rounded in (0.005, 0.0, -0.005)
+            )
+            assert abs(found - printed) <= 0.2
+            assert least - 0.05 <= printed <= most + 0.05
 
 
 # Mean and worst absolute error in %, blind: a little above what fit.py prints.
@@ -80,6 +86,12 @@ def test_step_times(table, mean, worst):
     assert errors.max() < worst
 
 
+def test_fsdp_over_more_hosts_after_calibrating_on_one():
+    found = cases.cases("torchtitan_h100_2024")
+    after = fit.calibrated(found, fit.errors(found, stacks(*CONSTANTS)))  # rows on 128 devices, by those on 8
+    assert 100 * abs(after).mean() < 2
+
+
 def test_schedules_against_1f1b():
     found = cases.cases("zb_table4")
     predicted = np.array([case.predict(stacks(*CONSTANTS)) for case in found]).reshape(-1, 4)
@@ -95,28 +107,41 @@ def test_the_fitted_constants_are_where_a_fit_ends():
     assert now < 1.02 * (fit.residuals(np.log(fitted), training) ** 2).sum()
 
 
-def test_memory_of_zero_bubble_runs():
+def measured_memory() -> dict[str, list[tuple[memory.Memory, float]]]:
+    """Table -> (estimate, bytes measured) of each of its runs."""
     tables = cases.tables()
-    errors = [
-        memory.megatron(job).total / 1e9 / row["memory_GB"] - 1 for job, row in cases.zb_jobs(tables["zb_table4"])
-    ]
-    assert 100 * np.abs(errors).mean() < 2
-    assert 100 * np.abs(errors).max() < 6
-    one = {row["model"]: job for job, row in cases.zb_jobs(tables["zb_table4"]) if row["schedule"] == "1F1B"}
-    errors = []
+    jobs = list(cases.zb_jobs(tables["zb_table4"]))
+    one = {row["model"]: job for job, row in jobs if row["schedule"] == "1F1B"}
+    found = {"zb_table4": [(memory.megatron(job), 1e9 * row["memory_GB"]) for job, row in jobs], "zb_memory_check": []}
     for row in cases.rows(tables["zb_memory_check"]):
         job = one[row["model"]]
         job = replace(job, global_batch=row["microbatches"] * job.microbatch)
-        errors.append(memory.megatron(job).total / 1e9 / row["measured_GB"] - 1)
-    assert 100 * np.abs(errors).mean() < 2
-    assert 100 * np.abs(errors).max() < 6
+        found["zb_memory_check"].append((memory.megatron(job), 1e9 * row["measured_GB"]))
+    return found
 
 
-def test_what_the_80_percent_rule_calls_safe_never_held_more_than_there_is():
-    runs = [(memory.megatron(job), row["memory_GB"]) for job, row in cases.zb_jobs(cases.tables()["zb_table4"])]
-    safe = [measured for held, measured in runs if held.fits(A100)]
-    assert 30 < len(safe) < len(runs)  # the rule is careful: some runs beyond it did fit
-    assert all(1e9 * measured < 0.85 * A100.memory for measured in safe)
+def test_memory_of_zero_bubble_runs():
+    for runs in measured_memory().values():
+        errors = [held.total / measured - 1 for held, measured in runs]
+        assert 100 * np.abs(errors).mean() < 2
+        assert 100 * np.abs(errors).max() < 6
+
+
+def test_the_80_percent_rule():
+    """What is estimated at 80 % of the memory or less does not run out of it."""
+    runs = [run for table in measured_memory().values() for run in table]
+    on_the_line = [(held.total / memory.SAFE, measured) for held, measured in runs]  # devices that are just safe
+    assert all(measured < room for room, measured in on_the_line)
+    assert any(measured > memory.SAFE * room for room, measured in on_the_line)  # 100 % would not do
+
+    # SC21's ZeRO-3 runs: 530B with microbatch 4 ran out of memory on 560 devices, the others ran, 640 devices too
+    ran = [row for row in cases.rows(cases.tables()["sc21_table2"]) if row["scheme"] == "ZeRO-3"]
+    filled = {
+        (row["gpus"], row["microbatch"]): memory.megatron(cases.zero3_job(row)).total / A100.memory for row in ran
+    }
+    ran_out = cases.zero3_job(ran[3] | {"gpus": 560, "global_batch": 2240})
+    assert not memory.megatron(ran_out).fits(A100)
+    assert [run for run, share in filled.items() if share > memory.SAFE] == [(640, 4)]
 
 
 def test_rankings_that_sc21_states():

@@ -87,6 +87,16 @@ def test_estimate_and_plan_agree_and_the_line_to_paste_works(config, capsys):
     assert set(keys.split()) <= set(found)
 
 
+def test_attention_that_writes_its_scores_out_costs_more(config, capsys):
+    found = []
+    for attention in ("auto", "xla"):
+        assert main(["estimate", config, "--hardware", "h100", "--json", "--set", f"model.attention={attention}"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    bounds = [each["bound_by"]["attention"] for each in found]
+    assert bounds == ["compute", "memory"]
+    assert found[1]["breakdown_seconds"]["attention"] > 2 * found[0]["breakdown_seconds"]["attention"]
+
+
 def test_estimate_for_a_person_sweeps_and_generation(config, capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     assert main(["estimate", config, "--hardware", "h100"]) == 0
@@ -127,26 +137,44 @@ def test_a_run_ends_with_predicted_compiled_and_measured_figures(config, tmp_pat
     settings = ["mesh.data=8", "train.steps=4", "train.sequence_length=16", "model.layers=1", "model.embed=32"]
     settings += ["model.vocab=256", "data.corpus=synthetic", "checkpoint.every=0"]
     pasted = [part for setting in settings for part in ("--set", setting)]
-    assert main(["train", config, "--run", str(run), "--hardware", "h100", *pasted]) == 0
-    shown = capsys.readouterr().out
-    assert "predicted" in shown and "measured" in shown
-    found = json.loads((run / "predicted.json").read_text())
-    memory = json.loads((run / "compiled.json").read_text())["memory"]
-    assert found["memory_bytes"]["compiled"] >= memory["argument_bytes"] + memory["temp_bytes"]
-    steps = found["step_seconds"]
+
+    def trained(*more) -> tuple[str, dict]:
+        """(the last three lines, summary.json)"""
+        assert main(["train", config, "--run", str(run), "--fresh", *more, *pasted]) == 0
+        return capsys.readouterr().out.splitlines()[-3:], json.loads((run / "summary.json").read_text())
+
+    shown, found = trained("--hardware", "h100")
+    compiled = json.loads((run / "compiled.json").read_text())["memory"]
+    memory, steps = found["memory_bytes"], found["step_seconds"]
+    assert main(["estimate", config, "--hardware", "h100", "--json", *pasted]) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert steps["predicted"] == estimate["step_seconds"]
+    assert memory["predicted"] == estimate["memory_bytes_per_device"]["total"]
+    assert memory["compiled"] >= compiled["argument_bytes"] + compiled["temp_bytes"]
+    assert memory["error"] == pytest.approx(memory["predicted"] / memory["compiled"] - 1)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    taken = sorted(line["step_seconds"] for line in lines if "step_seconds" in line and line["step"] > 1)
+    assert steps["measured"] == taken[1] and len(taken) == 3
     assert steps["error"] == pytest.approx(steps["predicted"] / steps["measured"] - 1)
-    state = found["estimate"]["memory_bytes_per_device"]
-    assert state["parameters"] + state["optimizer"] < memory["argument_bytes"]
+    assert shown[0].split()[:3] == ["predicted", "compiled", "measured"]
+    assert f"{steps['predicted']:.4g} s" in shown[1] and f"{steps['measured']:.4g} s" in shown[1]
+
+    shown, found = trained()  # no hardware is named, and a CPU is none that is described
+    assert shown[0].split() == ["compiled", "measured"]
+    assert found["hardware"] is None and found["memory_bytes"]["predicted"] is None
+    assert found["memory_bytes"]["compiled"] == memory["compiled"] and found["step_seconds"]["measured"] > 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("estimate", "--hardware", "h1000"), "unknown hardware"),
-        (("estimate", "--hardware", "h100", "--devices", "3"), "does not fit 3 devices"),
+        (("estimate", "--hardware", "h100", "--devices", "3"), "does not fit the 3 devices"),
         (("estimate", "--hardware", "h100", "--set", "mesh.data=-1"), "--devices N"),
         (("estimate", "--hardware", "h100", "--set", "mesh.tensor=3"), "kv_heads=8 is not divisible"),
         (("estimate", "--hardware", "h100", "--set", "mesh.data=64"), "global_batch"),
+        (("estimate", "--hardware", "h100", "--set", "mesh.tensor=16"), "mesh.tensor=16 would cross hosts"),
+        (("estimate", "--hardware", "h100", "--set", "mesh.context=3"), "time=1024 is not divisible"),
         (("estimate", "--hardware", "h100", "--sweep", "memory=1"), "--sweep hardware"),
         (("estimate", "--hardware", "h100", "--sweep", "hardware.memroy=1"), "no such figure"),
         (("estimate", "--hardware", "h100", "--generate", "512"), "not PROMPT+NEW"),

@@ -1,0 +1,55 @@
+"""The end of a run: what was predicted, what was compiled and what was measured, side by side: RUN/summary.json."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What whoever started the run expects of it, in plain numbers. `memory_bytes`: of the fullest device."""
+
+    hardware: str  # that the figures are for
+    step_seconds: float
+    memory_bytes: int
+
+
+def figures(
+    prediction: Prediction | None, compiled: dict[str, Any], step_seconds: float | None, peak_bytes: int | None
+) -> dict[str, Any]:
+    """`compiled`: the report of compiled.json; a compiler knows no time. `step_seconds` and `peak_bytes`: measured, or
+    None. `error`: predicted / measured - 1, of the compiled figure where nothing was measured."""
+    xla = compiled["memory"]
+    held = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
+    return {
+        "hardware": prediction and prediction.hardware,
+        "step_seconds": _beside(prediction and prediction.step_seconds, None, step_seconds),
+        "memory_bytes": _beside(prediction and prediction.memory_bytes, held, peak_bytes),
+    }
+
+
+def _beside(predicted: float | None, compiled: float | None, measured: float | None) -> dict[str, float | None]:
+    truth = measured or compiled
+    error = predicted / truth - 1 if predicted is not None and truth else None
+    return {"predicted": predicted, "compiled": compiled, "measured": measured, "error": error}
+
+
+def peak_bytes(mesh: jax.sharding.Mesh) -> int | None:
+    """The most that the allocator of a device of this process held so far; None where there is none to ask (CPU)."""
+    devices = [device for device in mesh.local_devices if device.platform != "cpu"]
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def show(found: dict[str, Any]) -> str:
+    """The same for a person. Columns of which nothing is known are left out."""
+    columns = ["predicted", "compiled", "measured"] if found["hardware"] else ["compiled", "measured"]
+    of = f" (predicted for {found['hardware']})" if found["hardware"] else ""
+    lines = [f"{'':<12}" + "".join(f"{column:>12}" for column in columns) + of]
+    for name, unit, scale in (("step_seconds", "s", 1.0), ("memory_bytes", "GB", 1e9)):
+        figures = found[name]
+        cells = [f"{figures[column] / scale:.4g} {unit}" if figures[column] else "-" for column in columns]
+        error = "" if figures["error"] is None else f"  {figures['error']:+.1%}"
+        lines.append(f"{name.partition('_')[0]:<12}" + "".join(f"{cell:>12}" for cell in cells) + error)
+    return "\n".join(lines)
