@@ -47,9 +47,13 @@ def show(found: dict[str, Any]) -> str:
     columns = ["predicted", "compiled", "measured"] if found["hardware"] else ["compiled", "measured"]
     of = f" (predicted for {found['hardware']})" if found["hardware"] else ""
     lines = [f"{'':<12}" + "".join(f"{column:>12}" for column in columns) + of]
-    for name, unit, scale in (("step_seconds", "s", 1.0), ("memory_bytes", "GB", 1e9)):
+    for name, said in (("step_seconds", lambda seconds: f"{seconds:.4g} s"), ("memory_bytes", _size)):
         figures = found[name]
-        cells = [f"{figures[column] / scale:.4g} {unit}" if figures[column] else "-" for column in columns]
+        cells = [said(figures[column]) if figures[column] else "-" for column in columns]
         error = "" if figures["error"] is None else f"  {figures['error']:+.1%}"
         lines.append(f"{name.partition('_')[0]:<12}" + "".join(f"{cell:>12}" for cell in cells) + error)
     return "\n".join(lines)
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.4g} GB" if count >= 1e9 else f"{count / 1e6:.4g} MB"
