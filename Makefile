@@ -7,11 +7,9 @@ UV ?= uv
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# XLA's CUDA side for the jax that is installed, without driver and libraries.
-CUDA_COMPILER = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nvidia-cuda-nvcc nvidia-nvvm \
-  $$($(BIN)/python -c "from jax import __version__ as v; print(f'jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}')")
+NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-slow check bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu aot plan-table schema constraints
+.PHONY: help train test test-slow test-gpu check bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +23,9 @@ test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k me
 test-slow: $(VENV)/installed-dev  ## the tests that take long: the whole grid of pipelines, an hour
 	SPMDTRAIN_SLOW=1 $(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
 
+test-gpu: $(VENV)/installed-dev  ## kernels on the GPU that is there, with jax's CUDA libraries installed beside
+	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
 check: $(VENV)/installed-dev  ## lint and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,15 +36,19 @@ bench-overhead: $(VENV)/installed  ## step time of the loop against a bare step,
 bench-pipeline: $(VENV)/installed  ## memory and step time of pipelines against a differentiated loop, on CPU: ten minutes
 	MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 $(BIN)/python benchmarks/pipeline.py
 
-bench-pipeline-cuda: $(VENV)/installed  ## the pipelined step compiled for 8 H200s, without one: jax 0.11 or later (Python 3.12)
-	$(CUDA_COMPILER)
+bench-pipeline-cuda: $(VENV)/cuda-compiler  ## the pipelined step compiled for 8 H200s, without one: jax 0.11 or later (Python 3.12)
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/pipeline_cuda.py
+
+bench-torch: $(VENV)/installed  ## our training step against the same model in PyTorch, where it is installed, on a GPU
+	mkdir -p benchmarks/results && $(BIN)/python benchmarks/compare_torch.py --json benchmarks/results/compare_torch.json
 
 bench-gpu: $(VENV)/installed  ## every kernel timed, on a GPU
 	mkdir -p benchmarks/results && $(BIN)/python -m pallas_kernels.bench --json benchmarks/results/kernels.json
 
-aot: $(VENV)/installed  ## every kernel through ptxas for GPUs that are not there: jax 0.11 or later (Python 3.12)
-	$(CUDA_COMPILER)
+cuda-compiler: $(VENV)/cuda-compiler  ## XLA's CUDA side for the jax that is installed, without driver and libraries
+
+aot: $(VENV)/cuda-compiler  ## every kernel through ptxas for GPUs that are not there: jax 0.11 or later (Python 3.12)
+	$(NO_DEPENDENCIES) nvidia-cudnn-cu13
 	JAX_PLATFORMS=cpu $(BIN)/python -m pallas_kernels.aot
 
 plan-table: $(VENV)/installed  ## the README's table of the planner: the published 1T run among all layouts of 3072 A100s
@@ -65,6 +70,12 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing into $(VENV): a minute or two, once"
 	$(INSTALL) -e '.[dev,hf]'
 	@touch $@ $(VENV)/installed
+
+$(VENV)/cuda-compiler: $(VENV)/installed
+	@echo "installing XLA's CUDA compiler into $(VENV): once, 1 GB"
+	$(NO_DEPENDENCIES) nvidia-cuda-nvcc nvidia-nvvm \
+	  $$($(BIN)/python -c "from jax import __version__ as v; print(f'jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}')")
+	@touch $@
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,25 +1,36 @@
 """Compiles every case for NVIDIA GPUs that are not there, through ptxas: forward and backward, nothing runs.
 
-    python -m pallas_kernels.aot [--gpus a100 h200 b200] [--ops attention norm] [--implementations triton] [--first N]
+    python -m pallas_kernels.aot [--gpus a100 h200 b200] [--ops attention norm] [--implementations mosaic triton cudnn]
+                                 [--first N] [--jobs N]
 
 Needs jax >= 0.11, its CUDA plugin and compiler wheels (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc,
-nvidia-nvvm; `pip install --no-deps`), no driver. A compiler that aborts takes only its own case along: cases run in a
-process of their own that is started anew after it. Prints a line per case, and fails if one did not compile.
+nvidia-nvvm; `pip install --no-deps`), no driver. Only with nvidia-cudnn-cu13 too is cudnn compiled, for one GPU: what
+jax checks of it hardly depends on that, and its own plan it makes where the GPU is. A compiler that aborts takes only
+its own case along: cases run in a process of their own that is started anew after it. Prints a line per case, then how
+many were refused and why, and fails if one did not compile.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 GPUS = {  # compute capability; shared memory per core and per block; L2 bytes; fp32 units per core; cores; the name
     "a100": ("major: 8", 167936, 166912, 41943040, 64, 108, "NVIDIA A100-SXM4-80GB"),
     "h200": ("major: 9 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 52428800, 128, 132, "NVIDIA H200"),
     "b200": ("major: 10 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 132644864, 128, 148, "NVIDIA B200"),
 }
+CUDNN_GPU = "h200"
+CALLS = "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmha"  # as compiled programs name them
 TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {core} shared_memory_per_block_optin: {block} threads_per_core_limit: 2048
@@ -81,6 +92,20 @@ def _norm(norm):
     return run
 
 
+def mosaic_faults(folder: Path) -> str:
+    """What ptxas says against the Mosaic kernels whose reports are in `folder`, "" if nothing; removes the reports."""
+    found = []
+    for path in sorted(folder.glob("*.ptxas")):
+        said = path.read_text()
+        if spilled := sum(int(count) for count in re.findall(r"(\d+) bytes spill", said)):
+            found.append(f"{path.stem} spills {spilled} bytes of registers")
+        if "instructions are serialized" in said:
+            found.append(f"{path.stem} waits after each wgmma")
+    for path in folder.iterdir():
+        path.unlink()
+    return "; ".join(found)
+
+
 def compile_cases(gpu: str, op: str, implementation: str, first: int, skip: int) -> None:
     """In a process of its own: {"case", "seconds", "refused" or "error" or "calls"} per line, after {"case"} alone."""
     import jax
@@ -91,6 +116,12 @@ def compile_cases(gpu: str, op: str, implementation: str, first: int, skip: int)
     from pallas_kernels.choose import Refused
 
     mesh = Mesh(np.array(devices(gpu)), ("all",))
+    if implementation == "cudnn":  # without a GPU jax checks what those before Hopper can
+        from jax._src.cudnn import fused_attention_stablehlo
+
+        fused_attention_stablehlo.check_compute_capability = lambda _: True
+    reports = tempfile.TemporaryDirectory()
+    os.environ["MOSAIC_GPU_DUMP_TO"] = reports.name
     for number, (name, run, shapes) in enumerate(programs(op)):
         if not skip <= number < first:
             continue
@@ -101,7 +132,10 @@ def compile_cases(gpu: str, op: str, implementation: str, first: int, skip: int)
         try:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 made = jax.jit(lambda given, run=run: run(implementation, **given)).lower(given).compile()
-            found["calls"] = made.as_text().count("__gpu$xla.gpu.triton")
+            text = made.as_text()
+            found["calls"] = sum(text.count(f'="{name}') for name in CALLS)
+            if faults := mosaic_faults(Path(reports.name)):
+                found["error"] = faults
         except Refused as refused:
             found["refused"] = str(refused)
         except Exception as error:  # whatever the compiler says
@@ -145,31 +179,65 @@ def compiled(gpu: str, op: str, implementation: str, first: int) -> Iterator[dic
         yield {"case": begun, "error": f"aborted the compiler ({child.returncode})"}
 
 
+def combinations(gpus: list[str], ops: list[str], asked: list[str] | None) -> list[tuple[str, str, str]]:
+    """(gpu, op, implementation): those that are kernels, or those of `asked` that the op has."""
+    from pallas_kernels import norm
+    from pallas_kernels.attention import api
+
+    there = {"attention": api.IMPLEMENTATIONS, "norm": norm.api.IMPLEMENTATIONS}
+    wanted = [name for name in {**there["attention"], **there["norm"]} if name != "xla"] if asked is None else asked
+    every = [(gpu, op, name) for gpu in gpus for op in ops for name in wanted if name in there[op]]
+    if left_out := not has_cudnn() and any(name == "cudnn" for *_, name in every):
+        print("cudnn is left out: there is no nvidia-cudnn-cu13")
+    return [each for each in every if each[2] != "cudnn" or (each[0] == CUDNN_GPU and not left_out)]
+
+
+def has_cudnn() -> bool:
+    try:
+        return importlib.util.find_spec("nvidia.cudnn") is not None
+    except ModuleNotFoundError:  # no nvidia at all
+        return False
+
+
+def report(combination: tuple[str, str, str], first: int) -> Counter:
+    """Prints a line per case. Counts of {"compiled" or "failed" or ("refused", reason)}."""
+    counts = Counter()
+    for found in compiled(*combination, first):
+        kind = "failed" if "error" in found else "refused" if "refused" in found else "compiled"
+        reason = found.get("refused", "").partition("refuses: ")[2].partition("; try ")[0]
+        general = re.split(r",? not |, \d", reason)[0]
+        counts[(kind, general) if kind == "refused" else kind] += 1
+        said = found.get("error") or reason or f"{found['calls']} kernels"
+        print(*combination, f"{found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)", flush=True)
+    return counts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=GPUS)
     parser.add_argument("--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm"))
-    parser.add_argument("--implementations", nargs="+", default=["triton"])
+    parser.add_argument("--implementations", nargs="+", help="default: all but xla")
     parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
+    parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="compilers at a time")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
         gpu, op, implementation, first, skip = chosen.child
         return compile_cases(gpu, op, implementation, int(first), int(skip))
-    counts = {"compiled": 0, "refused": 0, "failed": 0}
-    for gpu in chosen.gpus:
-        for op in chosen.ops:
-            for implementation in chosen.implementations:
-                for found in compiled(gpu, op, implementation, chosen.first):
-                    kind = "failed" if "error" in found else "refused" if "refused" in found else "compiled"
-                    counts[kind] += 1
-                    said = found.get("error") or found.get("refused") or f"{found['calls']} kernels"
-                    print(
-                        f"{gpu} {op} {implementation} {found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)",
-                        flush=True,
-                    )
-    print(counts)
-    sys.exit(bool(counts["failed"]) or not counts["compiled"])
+    asked = combinations(chosen.gpus, chosen.ops, chosen.implementations)
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        counts = dict(zip(asked, pool.map(lambda each: report(each, chosen.first), asked), strict=True))
+    total = Counter()
+    for combination, found in counts.items():
+        own = {"compiled": found["compiled"], "refused": 0, "failed": found["failed"]}
+        for kind, count in found.items():
+            if kind not in own:
+                own["refused"] += count
+                print(*combination, f"refused {count}: {kind[1]}")
+        print(*combination, own)
+        total.update(own)
+    print(dict(total))
+    sys.exit(bool(total["failed"]) or not total["compiled"])
 
 
 if __name__ == "__main__":

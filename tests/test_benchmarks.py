@@ -1,5 +1,6 @@
 """The benchmarks run and compare like with like. Their figures are for people: nothing here is timed."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -59,3 +60,11 @@ def test_the_pipelines_of_the_benchmark_have_the_same_gradients(tmp_path):
     assert 0 < result["largest_gradient_difference"] < 1e-5  # other orders of summation
     assert len(result["temp_bytes"]) == 5 and all(sizes["4"] > 0 for sizes in result["temp_bytes"].values())
     assert "interleaved, v=2, full / circular scan, v=2, full" in shown
+
+
+def test_the_step_that_is_compared_with_torch_runs_without_it(tmp_path):
+    out = tmp_path / "torch.json"
+    result, shown = ran(["benchmarks/compare_torch.py", "--dry", "--shapes", "llama_1b", "--json", str(out)], out)
+    assert result[0]["ours"]["losses"][0] > 3 and result[0]["ours"]["mfu"] is None
+    there = importlib.util.find_spec("torch") is not None
+    assert ("theirs" in result[0]) == there == ("torch is not installed" not in shown)

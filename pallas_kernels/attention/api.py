@@ -5,12 +5,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import cudnn, triton, xla
+from pallas_kernels.attention import cudnn, mosaic, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, prepare
 from pallas_kernels.choose import INTERPRET, choose
 
-IMPLEMENTATIONS = {"xla": xla, "triton": triton, "cudnn": cudnn}
-PREFERENCE = ("xla",)  # no other was measured to be faster yet
+IMPLEMENTATIONS = {"xla": xla, "mosaic": mosaic, "triton": triton, "cudnn": cudnn}
+# Published: cuDNN's forward at 395 to 617 TFLOP/s on an H100 (arXiv:2407.08608, head dims 64 and 128). Our kernels take
+# their places once they are measured.
+PREFERENCE = ("cudnn", "xla")
 
 
 def attention(  # noqa: PLR0913 - the question has as many parts

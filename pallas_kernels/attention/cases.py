@@ -97,7 +97,8 @@ CI = (
     Case(t=128, d=64, softcap=50.0),
     Case(b=2, t=128, d=32, segments="one", **F32),
     Case(b=2, t=128, d=32, segments="three", causal=True, heads=(4, 2), **F32),
-    Case(t=64, d=32, segments="short"),  # not float32: dq is the difference of two equal sums, nothing but rounding
+    Case(t=64, d=32, segments="short"),
+    Case(t=64, d=32, segments="short", **F32),
     Case(b=2, t=96, d=64, segments="padded", causal=True),
     Case(t=160, d=32, segments="three", window=(16, 0), causal=True, heads=(6, 3), **F32),
     Case(t=100, d=192, e=128, heads=(2, 1), causal=True),

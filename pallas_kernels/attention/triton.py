@@ -10,11 +10,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import tiling
-from pallas_kernels.attention.problem import Inputs, Problem, sees, tiles
+from pallas_kernels.attention.plan import bounds, padded, padded_places, parts, scores, visit
+from pallas_kernels.attention.problem import Inputs, Problem, sees
 from pallas_kernels.attention.tiling import Tile
 from pallas_kernels.choose import no_gpu
 from pallas_kernels.triton import LOG2E, call, dot, power_of_two, rows
@@ -47,7 +47,7 @@ class _Plan:
     counts: tuple[int, int]  # of query tiles, of key tiles
     lengths: tuple[int, int]
     group: int
-    parts: tuple[int, ...]  # of `_over`, those that may have tiles
+    parts: tuple[int, ...]  # of `visit`, those that may have tiles
     exact: bool  # float32: exp, as exp2 of scores times log2(e) rounds once more
 
     @property
@@ -60,10 +60,7 @@ class _Plan:
 
     def scores(self, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """(scores for `power`, slope of the softcap or None)"""
-        if self.problem.softcap is None:
-            return products * (self.problem.scale * self.base), None
-        capped = jnp.tanh(products * (self.problem.scale / self.problem.softcap))
-        return capped * (self.problem.softcap * self.base), 1 - capped * capped
+        return scores(self.problem, products, self.base)
 
     def queries(self, at, places):
         """(positions, segments or None) of the queries of tile `at`."""
@@ -93,29 +90,13 @@ def _kept(x: jax.Array, seen: jax.Array, axis: int) -> jax.Array:
     return jnp.where(some[:, None], x, jnp.zeros_like(x))
 
 
-def _over(plan, bounds, body, carry):
-    """`body(masked)(at, carry)` over [bounds 0, 1) masked, [1, 2) not, [2, 3) masked."""
-    for part in plan.parts:
-        carry = jax.lax.fori_loop(bounds[part], bounds[part + 1], body(part != 1), carry)
-    return carry
-
-
-def _parts(problem: Problem, inputs: Inputs, whole: bool, by_query: bool) -> tuple[int, ...]:
-    """`whole`: no padding of keys."""
-    if inputs.segments is not None or inputs.positions is not None or problem.left is not None:
-        return 0, 1, 2
-    if problem.right is not None:
-        return (1, 2) if by_query else (0, 1, 2)
-    return (1,) if whole else (1, 2)
-
-
-def _forward_kernel(plan: _Plan, bounds, q_ref, k_ref, v_ref, *rest):
+def _forward_kernel(plan: _Plan, limits, q_ref, k_ref, v_ref, *rest):
     *places, out_ref, lse_ref = rest
     at = plan.counts[0] - 1 - pl.program_id(0)
     q, queries = q_ref[...], plan.queries(at, places)
 
     def body(masked):
-        def visit(j, carry):
+        def step(j, carry):
             largest, total, out = carry
             k, v = rows(k_ref, j, plan.tile.k, slice(None)), rows(v_ref, j, plan.tile.k, slice(None))
             if masked:
@@ -130,24 +111,24 @@ def _forward_kernel(plan: _Plan, bounds, q_ref, k_ref, v_ref, *rest):
             out = out * shrink[:, None] + dot(weights.astype(v.dtype), v)
             return new, total * shrink + weights.sum(1), out
 
-        return visit
+        return step
 
     start = jnp.full(plan.tile.q, -jnp.inf, jnp.float32), jnp.zeros(plan.tile.q, jnp.float32)
-    largest, total, out = _over(plan, bounds, body, (*start, jnp.zeros(out_ref.shape, jnp.float32)))
+    largest, total, out = visit(plan.parts, limits, body, (*start, jnp.zeros(out_ref.shape, jnp.float32)))
     some = total > 0
     total = jnp.where(some, total, 1.0)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     lse_ref[...] = jnp.where(some, largest / plan.base + jnp.log(total), -jnp.inf)
 
 
-def _dq_kernel(plan: _Plan, bounds, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
+def _dq_kernel(plan: _Plan, limits, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
     *places, dq_ref = rest
     at = plan.counts[0] - 1 - pl.program_id(0)
     q, dout, queries = q_ref[...], dout_ref[...], plan.queries(at, places)
     lse, delta = lse_ref[...] * plan.base, delta_ref[...]
 
     def body(masked):
-        def visit(j, dq):
+        def step(j, dq):
             k, v = rows(k_ref, j, plan.tile.k, slice(None)), rows(v_ref, j, plan.tile.k, slice(None))
             if masked:
                 seen = plan.seen(queries, plan.keys(j, places))
@@ -159,13 +140,13 @@ def _dq_kernel(plan: _Plan, bounds, q_ref, k_ref, v_ref, dout_ref, lse_ref, delt
                 dscores = jnp.where(seen, dscores, 0.0)
             return dq + dot(dscores.astype(k.dtype), k)
 
-        return visit
+        return step
 
-    dq = _over(plan, bounds, body, jnp.zeros(dq_ref.shape, jnp.float32))
+    dq = visit(plan.parts, limits, body, jnp.zeros(dq_ref.shape, jnp.float32))
     dq_ref[...] = (dq * plan.problem.scale).astype(dq_ref.dtype)
 
 
-def _dkv_kernel(plan: _Plan, bounds, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
+def _dkv_kernel(plan: _Plan, limits, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
     """Scores are transposed, [k, q]; the query heads that share these keys come one after the other."""
     *places, dk_ref, dv_ref = rest
     at = pl.program_id(0)
@@ -173,7 +154,7 @@ def _dkv_kernel(plan: _Plan, bounds, q_ref, k_ref, v_ref, dout_ref, lse_ref, del
 
     def head(g, carry):
         def body(masked):
-            def visit(i, carry):
+            def step(i, carry):
                 dk, dv = carry
                 q, dout = rows(q_ref, i, plan.tile.q, g, slice(None)), rows(dout_ref, i, plan.tile.q, g, slice(None))
                 lse, delta = rows(lse_ref, i, plan.tile.q, g) * plan.base, rows(delta_ref, i, plan.tile.q, g)
@@ -190,9 +171,9 @@ def _dkv_kernel(plan: _Plan, bounds, q_ref, k_ref, v_ref, dout_ref, lse_ref, del
                     dscores = jnp.where(seen, dscores, 0.0)
                 return dk + dot(dscores.astype(q.dtype), q), dv
 
-            return visit
+            return step
 
-        return _over(plan, bounds, body, carry)
+        return visit(plan.parts, limits, body, carry)
 
     start = jnp.zeros(dk_ref.shape, jnp.float32), jnp.zeros(dv_ref.shape, jnp.float32)
     dk, dv = jax.lax.fori_loop(0, plan.group, head, start)
@@ -219,7 +200,7 @@ def forward(problem: Problem, inputs: Inputs, *, interpret: bool = False) -> tup
         interpret=interpret,
         name="attention_forward",
     )
-    out, lse = run(_bounds(plan, problem, inputs, 2), q, k, v, *places)
+    out, lse = run(bounds(problem, inputs, plan.tile.q, plan.tile.k, 2), q, k, v, *places)
     return out[:, :t, :, :e], jnp.moveaxis(lse, 1, 2)[:, :t]
 
 
@@ -232,7 +213,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpre
     def arrays(table):
         plan, q, k, v, places = _planned(problem, inputs, table)
         length = q.shape[1]
-        own = _padded(dout, (b, length, h, v.shape[3])), *(_padded(x, (b, h, length)) for x in (lse, delta))
+        own = padded(dout, (b, length, h, v.shape[3])), *(padded(x, (b, h, length)) for x in (lse, delta))
         return plan, (q, k, v, *own), places
 
     plan, given, places = arrays(tiling.DQ)
@@ -256,7 +237,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpre
         name="attention_dq",
         **common,
     )
-    [dq] = run(_bounds(plan, problem, inputs, 2), *given, *places)
+    [dq] = run(bounds(problem, inputs, plan.tile.q, plan.tile.k, 2), *given, *places)
 
     plan, given, places = arrays(tiling.DKV)
     (q, k, v, dout_p, *_), count, group = given, plan.counts[1], plan.group
@@ -287,7 +268,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpre
         name="attention_dkv",
         **common,
     )
-    dk, dv = run(_bounds(plan, problem, inputs, 1), q, k, v, dout_p, lse_p, delta_p, *places)
+    dk, dv = run(bounds(problem, inputs, plan.tile.q, plan.tile.k, 1), q, k, v, dout_p, lse_p, delta_p, *places)
     return dq[:, :t, :, :d], dk[:, :s, :, :d], dv[:, :s, :, :e], None
 
 
@@ -299,38 +280,12 @@ def _planned(problem, inputs, table):
     counts = -(-t // tile.q), -(-s // tile.k)
     long, wide = counts[0] * tile.q, counts[1] * tile.k
     (b, _, h, _), shared = inputs.q_bthd.shape, inputs.k_bskd.shape[2]
-    q = _padded(inputs.q_bthd, (b, long, h, d))
-    k, v = _padded(inputs.k_bskd, (b, wide, shared, d)), _padded(inputs.v_bske, (b, wide, shared, e))
-    pairs = [pair or (None, None) for pair in (inputs.segments, inputs.positions)]
-    places = [
-        None if x is None else _padded(x, (b, n)) for pair in pairs for x, n in zip(pair, (long, wide), strict=True)
-    ]
-    parts = _parts(problem, inputs, wide == s, table is not tiling.DKV)
+    q = padded(inputs.q_bthd, (b, long, h, d))
+    k, v = padded(inputs.k_bskd, (b, wide, shared, d)), padded(inputs.v_bske, (b, wide, shared, e))
+    places = padded_places(inputs, b, (long, wide))
+    some = parts(problem, inputs, wide == s, table is not tiling.DKV)
     exact = inputs.q_bthd.dtype == jnp.float32
-    return _Plan(problem, tile, counts, (t, s), inputs.group, parts, exact), q, k, v, places
-
-
-def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    extra = [(0, want - have) for have, want in zip(x.shape, shape, strict=True)]
-    return jnp.pad(x, extra) if any(after for _, after in extra) else x
-
-
-def _bounds(plan: _Plan, problem: Problem, inputs: Inputs, over: int) -> jax.Array:
-    """[1 or b, tiles, 4]: of each tile, the tiles of the other kind (dim `over` of `tiles`) it meets, as `_over` takes
-    them."""
-    visible, full = tiles(problem, inputs, plan.tile.q, plan.tile.k)
-    xp = np if isinstance(visible, np.ndarray) else jnp
-    visible, full = xp.broadcast_arrays(visible, full)
-    visible, full = (xp.moveaxis(x, over, 2) for x in (visible, full))
-    count = visible.shape[2]
-    number = xp.arange(count)
-    first = xp.min(xp.where(visible, number, count), -1)
-    last = xp.max(xp.where(visible, number + 1, 0), -1)
-    last = xp.maximum(first, last)
-    clear = full & visible
-    free = xp.where(clear.any(-1), xp.min(xp.where(clear, number, count), -1), first)
-    stop = xp.minimum(xp.min(xp.where((number >= free[..., None]) & ~clear, number, count), -1), last)
-    return jnp.asarray(xp.stack([first, free, stop, last], -1), jnp.int32)
+    return _Plan(problem, tile, counts, (t, s), inputs.group, some, exact), q, k, v, places
 
 
 def _bounds_spec(heads: int, inputs: Inputs, count: int | None):

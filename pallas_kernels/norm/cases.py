@@ -54,6 +54,7 @@ CI = (
     Case(op="layernorm", rows=128, width=768, bias=True),
     Case(op="layernorm", rows=3, width=1024, dtype="float32", bias=True, residual="float32"),
     Case(op="layernorm", rows=17, width=100, mean=30.0),
+    Case(op="layernorm", rows=17, width=100, mean=30.0, dtype="float32"),
     Case(op="layernorm", rows=300, width=72, weights="bfloat16", bias=True, residual="bfloat16"),
     Case(rows=2048, width=64),
 )

@@ -63,8 +63,10 @@ def _forward_kernel(shape, epsilon, centred, *refs):
         wide = total.astype(jnp.float32)
     if centred:
         mean = wide.sum(1) / shape[1]
-        store(mean_ref, mean, there)
         wide = jnp.where(mask, wide - mean[:, None], 0.0)
+        left = wide.sum(1) / shape[1]  # the mean of a row far from 0 is rounded coarsely
+        wide = jnp.where(mask, wide - left[:, None], 0.0)
+        store(mean_ref, mean + left, there)
     rstd = jax.lax.rsqrt((wide * wide).sum(1) / shape[1] + epsilon)
     store(rstd_ref, rstd, there)
     y = wide * rstd[:, None] * load(scale_ref, columns).astype(jnp.float32)[None]

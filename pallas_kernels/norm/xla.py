@@ -15,7 +15,14 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
     if centred:
         mean = wide.mean(-1)
         wide = wide - mean[:, None]
-    rstd = jax.lax.rsqrt(jnp.square(wide).mean(-1) + epsilon)
+        # The mean of a row far from 0 is rounded coarsely. What is left of it is summed along with the squares: no
+        # reading more.
+        left = wide.mean(-1)
+        square = jnp.square(wide).mean(-1) - left * left
+        wide, mean = wide - left[:, None], mean + left
+    else:
+        square = jnp.square(wide).mean(-1)
+    rstd = jax.lax.rsqrt(square + epsilon)
     y = wide * rstd[:, None] * _wide(scale)
     return (y if bias is None else y + _wide(bias)).astype(x.dtype), total, mean, rstd
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from pallas_kernels import choose
+from pallas_kernels import choose, mosaic
 from pallas_kernels.choose import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,16 @@ def test_old_and_other_gpus_are_refused(kind, said, monkeypatch):
     assert choose.no_gpu(True) == ""
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="has no Mosaic GPU kernels")
+@pytest.mark.parametrize(("version", "said"), [(0, ""), (12070, ""), (12080, "12.9.1"), (12090, "12.9.1"), (13000, "")])
+def test_a_compiler_that_is_known_to_be_wrong_is_refused(version, said, monkeypatch):
+    monkeypatch.setattr(mosaic, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(mosaic, "_cuda_version", lambda: version)
+    refused = mosaic.refusal(False)
+    assert said in refused and bool(said) == bool(refused)
+    assert mosaic.refusal(True) == ""
+
+
 def test_a_mesh_in_use_says_what_is_compiled_for():
     mesh = jax.make_mesh((1,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
     assert choose.device_kind() == jax.devices()[0].device_kind
@@ -45,11 +55,15 @@ def test_a_mesh_in_use_says_what_is_compiled_for():
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin")
-@pytest.mark.parametrize("gpu", ["a100", "h200"])
-def test_kernels_go_through_ptxas(gpu):
-    command = [sys.executable, "-m", "pallas_kernels.aot", "--gpus", gpu, "--first", "6"]
+def test_kernels_go_through_ptxas():
+    """The first two cases of each op for sm_80, sm_90a and sm_100a; `make aot` takes all."""
+    command = [sys.executable, "-m", "pallas_kernels.aot", "--first", "2", "--jobs", "2"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == "{'compiled': 12, 'refused': 0, 'failed': 0}"
+    for gpu in ("a100", "h200", "b200"):
+        for op in ("attention", "norm"):
+            assert f"{gpu} {op} triton {{'compiled': 2, 'refused': 0, 'failed': 0}}" in done.stdout
+    assert "h200 attention mosaic {'compiled': 1, 'refused': 1, 'failed': 0}" in done.stdout
+    assert "b200 attention mosaic refused 1: needs an NVIDIA GPU of sm_90 (Hopper)" in done.stdout

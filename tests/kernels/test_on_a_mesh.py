@@ -1,5 +1,7 @@
 """Kernels on 8 devices: equal to one device, and nothing is gathered around them, in a pipeline's manual region too."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention import attention
-from pallas_kernels.norm import rmsnorm
-from pallas_kernels.partition import locally
+from pallas_kernels.loss import linear_cross_entropy
+from pallas_kernels.norm import layernorm, rmsnorm
+from pallas_kernels.partition import automatic_axes, locally
 
 BATCH, HEADS = "data", "tensor"
 
@@ -29,27 +32,52 @@ def layer(implementation):
     return run
 
 
-@pytest.fixture
-def arrays():
+def head(implementation):
+    """Loss of layernorm(x + residual), [batch, time, embed], everywhere; the batch and the vocabulary split."""
+
+    def local(automatic, x, residual, weight, scale, bias):
+        y, total = layernorm(x, scale, bias, residual=residual, implementation=implementation)
+        targets = jnp.arange(x.shape[1])[None] % 12 + 0 * x[..., 0].astype(int)
+        split = tuple(automatic & {HEADS})
+        loss = linear_cross_entropy(y + total, weight, targets, split=split, z_loss=1e-3, chunk_logits=64)
+        loss = jax.lax.psum(loss, BATCH) if BATCH in automatic else loss
+        return jnp.full(x.shape[:2], loss / 1000)
+
+    def run(x, residual, weight, scale, bias):
+        specs = P(BATCH), P(BATCH), P(HEADS), P(), P()
+        return locally(partial(local, automatic_axes()), specs, P(BATCH))(x, residual, weight, scale, bias)
+
+    return run
+
+
+LAYER = layer, [(4, 32, 4, 16), (4, 32, 2, 16), (4, 32, 2, 16), (16,)], [P(BATCH, None, HEADS)] * 3 + [P()]
+HEAD = head, [(4, 32, 24)] * 2 + [(16, 24), (24,), (24,)], [P(BATCH)] * 2 + [P(HEADS), P(), P()]
+CASES = [
+    pytest.param(*part, implementation, id=f"{part[0].__name__}-{implementation}")
+    for part in (LAYER, HEAD)
+    for implementation in ("xla", "triton:interpret")
+]
+
+
+def drawn(shapes):
     random = np.random.default_rng(0)
-    shapes = (4, 32, 4, 16), (4, 32, 2, 16), (4, 32, 2, 16), (16,)
     return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
 def made_mesh(shape, names):
-    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
-    return mesh, {"q": NamedSharding(mesh, P(BATCH, None, HEADS)), "scale": NamedSharding(mesh, P())}
+    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
-def compiled(run, arrays, mesh, shardings):
-    """(the step: loss and all gradients, its arguments)"""
+def stepping(run, count):
+    """Loss and all gradients."""
+    return jax.value_and_grad(lambda *arrays: jnp.square(run(*arrays)).sum(), tuple(range(count)))
 
-    def loss(*arrays):
-        return jnp.square(run(*arrays)).sum()
 
-    placed = [jax.device_put(x, shardings["q" if x.ndim > 1 else "scale"]) for x in arrays]
+def compiled(run, arrays, mesh, specs):
+    """(the step, its arguments)"""
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
     with jax.set_mesh(mesh):
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3))).lower(*placed).compile(), placed
+        return jax.jit(stepping(run, len(arrays))).lower(*placed).compile(), placed
 
 
 def moved(step) -> list[str]:
@@ -59,43 +87,45 @@ def moved(step) -> list[str]:
     return [kind for kind in kinds if f" {kind}(" in text or f" {kind}-start(" in text]
 
 
-def check(run, arrays, mesh, shardings):
-    step, placed = compiled(run, arrays, mesh, shardings)
-    got = step(*placed)
-    want = jax.value_and_grad(lambda *arrays: jnp.square(layer("xla")(*arrays)).sum(), (0, 1, 2, 3))(*arrays)
+def check(part, shapes, specs, mesh, run):
+    """`run` gives what `part` on one device gives."""
+    arrays = drawn(shapes)
+    step, placed = compiled(run, arrays, mesh, specs)
+    got, want = step(*placed), stepping(part("xla"), len(arrays))(*arrays)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
     assert moved(step) == []
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
-def test_automatic_mesh(implementation, arrays):
-    check(layer(implementation), arrays, *made_mesh((4, 2), (BATCH, HEADS)))
+@pytest.mark.parametrize(("part", "shapes", "specs", "implementation"), CASES)
+def test_automatic_mesh(part, shapes, specs, implementation):
+    check(part, shapes, specs, made_mesh((4, 2), (BATCH, HEADS)), part(implementation))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
-def test_inside_a_region_that_is_manual_over_the_pipeline(implementation, arrays):
+@pytest.mark.parametrize(("part", "shapes", "specs", "implementation"), CASES)
+def test_inside_a_region_that_is_manual_over_the_pipeline(part, shapes, specs, implementation):
     """Two stages, each half of a microbatched loop with remat; only `data` and `tensor` are left automatic."""
-    mesh, shardings = made_mesh((2, 2, 2), ("pipeline", BATCH, HEADS))
-    step = jax.checkpoint(layer(implementation))
+    mesh = made_mesh((2, 2, 2), ("pipeline", BATCH, HEADS))
+    step = jax.checkpoint(part(implementation))
 
-    def stage(q, k, v, scale):
-        def once(q, _):
-            return q, step(q, k, v, scale)
+    def stage(first, *others):
+        def once(first, _):
+            return first, step(first, *others)
 
-        _, y = jax.lax.scan(once, q, None, length=2)
+        _, y = jax.lax.scan(once, first, None, length=2)
         return jax.lax.psum(y.sum(0), "pipeline") / 4
 
     region = jax.shard_map(
-        stage, in_specs=(P(),) * 4, out_specs=P(), axis_names={"pipeline"}, check_vma=False, mesh=mesh
+        stage, in_specs=(P(),) * len(shapes), out_specs=P(), axis_names={"pipeline"}, check_vma=False, mesh=mesh
     )
-    check(region, arrays, mesh, shardings)
+    check(part, shapes, specs, mesh, region)
 
 
-def test_a_bare_kernel_is_gathered(arrays):
+def test_a_bare_kernel_is_gathered():
     """So that the tests above can fail."""
+    _, shapes, specs = LAYER
 
     def bare(q, k, v, _):
         return attention(q, k, v, causal=True, implementation="triton:interpret")
 
-    step, _ = compiled(bare, arrays, *made_mesh((4, 2), (BATCH, HEADS)))
+    step, _ = compiled(bare, drawn(shapes), made_mesh((4, 2), (BATCH, HEADS)), specs)
     assert "all-gather" in moved(step)

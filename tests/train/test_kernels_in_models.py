@@ -1,4 +1,4 @@
-"""Kernels where models use them: the same gradients on any mesh, nothing gathered around them, one line if none runs."""
+"""Kernels in models: the same gradients on any mesh, nothing gathered around them, one line where one cannot run."""
 
 import importlib.util
 import os

@@ -1,0 +1,64 @@
+"""Every implementation on the GPU that is there, each on all cases that it does not refuse: make test-gpu."""
+
+import jax
+import numpy as np
+import pytest
+import test_attention as of_attention
+import test_norms as of_norms
+
+from pallas_kernels.attention import cases as attention_cases
+from pallas_kernels.attention.api import IMPLEMENTATIONS, attention
+from pallas_kernels.choose import Refused
+from pallas_kernels.norm import cases as norm_cases
+
+pytestmark = pytest.mark.gpu
+ATTENTION = tuple(dict.fromkeys([*attention_cases.CI, *attention_cases.SLOW]))
+NORMS = tuple(dict.fromkeys([*norm_cases.CI, *norm_cases.SLOW]))
+
+
+def unless_refused(compare, case, implementation):
+    try:
+        compare(case, implementation)
+    except Refused as refused:
+        pytest.skip(refused.reason)
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention(implementation, case, monkeypatch):
+    if implementation == "cudnn":  # it gives no lse: that and its gradient come from another
+        monkeypatch.setattr(of_attention, "kernel", with_lse_of_xla)
+    unless_refused(of_attention.compare, case, implementation)
+
+
+def with_lse_of_xla(options, implementation):
+    def run(q, k, v, bias):
+        out = attention(q, k, v, bias=bias, implementation=implementation, **options)
+        return out, attention(q, k, v, bias=bias, return_lse=True, implementation="xla", **options)[1]
+
+    return run
+
+
+@pytest.mark.parametrize("case", NORMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_norms(implementation, case):
+    unless_refused(of_norms.compare, case, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "cudnn"])
+def test_twenty_runs_give_the_same_bits(implementation):
+    case = attention_cases.Case(b=4, t=2048, heads=(8, 2), d=128, causal=True)
+    drawn = case.draw()
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, pull = jax.vjp(lambda *qkv: attention(*qkv, causal=True, implementation=implementation), q, k, v)
+        return out, pull(dout)
+
+    arrays = [drawn[name] for name in ("q", "k", "v", "dout")]
+    try:
+        first = jax.device_get(run(*arrays))
+    except Refused as refused:
+        pytest.skip(refused.reason)
+    for _ in range(19):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run(*arrays)), first)

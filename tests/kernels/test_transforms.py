@@ -1,0 +1,87 @@
+"""Every kernel under jax's transformations, and run twenty times: gradients as of the plain call, and the same bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import attention
+from pallas_kernels.loss import linear_cross_entropy
+from pallas_kernels.norm import layernorm, rmsnorm
+
+BOTH = "xla", "triton:interpret"
+COUNT = 3  # of what is mapped and scanned over
+
+
+def attended(implementation, mapped, shared):
+    out, lse = attention(*mapped, *shared, causal=True, return_lse=True, implementation=implementation)
+    return jnp.square(out).sum() + lse.sum()
+
+
+def normed(implementation, mapped, shared):
+    """Both norms, one after the other, with a residual between them."""
+    x, residual = mapped
+    scale, bias = shared
+    y, total = layernorm(x, scale, bias, residual=residual, implementation=implementation)
+    return jnp.sum(rmsnorm(y, scale, residual=total, implementation=implementation)[0] ** 3) + jnp.square(total).sum()
+
+
+def headed(_, mapped, shared):
+    targets = jnp.arange(mapped[0].shape[1])[None] % 5
+    return linear_cross_entropy(*mapped, *shared, targets, label_smoothing=0.1, z_loss=1e-3, chunk_logits=10)
+
+
+OPS = {  # the loss, shapes of what is mapped and of what is not, given a time
+    "attention": (attended, lambda t: [(1, t, 4, 16)], lambda t: [(1, t, 2, 16)] * 2, BOTH),
+    "norms": (normed, lambda t: [(t, 24)] * 2, lambda _: [(24,)] * 2, BOTH),
+    "linear_cross_entropy": (headed, lambda t: [(1, t, 6)], lambda _: [(5, 6)], ("xla",)),
+}
+CASES = [(op, implementation) for op, (*_, implementations) in OPS.items() for implementation in implementations]
+
+
+def drawn(op: str, implementation: str, time: int):
+    """(loss(mapped, shared), mapped [COUNT, ...], shared)"""
+    loss, mapped, shared, _ = OPS[op]
+    random = np.random.default_rng(0)
+    draw = lambda shapes: [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]  # noqa: E731
+    return (
+        lambda *arrays: loss(implementation, *arrays),
+        draw((COUNT, *shape) for shape in mapped(time)),
+        draw(shared(time)),
+    )
+
+
+@pytest.mark.parametrize(("op", "implementation"), CASES)
+def test_gradients_under_transformations(op, implementation):
+    loss, mapped, shared = drawn(op, implementation, 20)
+
+    def total(loss, mapped, shared):
+        return sum(loss([x[i] for x in mapped], shared) for i in range(COUNT))
+
+    def scanned(mapped, shared):
+        return jax.lax.scan(lambda total, each: (total + loss(each, shared), None), jnp.float32(0), mapped)[0]
+
+    @jax.jit
+    def run(mapped, shared):
+        both = 0, 1
+        own, common = jax.vmap(jax.grad(loss, both), (0, None))(mapped, shared)
+        return {
+            "vmap of grad": (own, [x.sum(0) for x in common]),
+            "grad of vmap": jax.grad(lambda *two: jax.vmap(loss, (0, None))(*two).sum(), both)(mapped, shared),
+            "remat": jax.grad(lambda *two: total(jax.checkpoint(loss), *two), both)(mapped, shared),
+            "scan": jax.grad(scanned, both)(mapped, shared),
+        }
+
+    want = jax.jit(jax.grad(lambda *two: total(loss, *two), (0, 1)))(mapped, shared)
+    for name, got in run(mapped, shared).items():
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("op", "implementation"), CASES)
+def test_twenty_runs_give_the_same_bits(op, implementation):
+    loss, mapped, shared = drawn(op, implementation, 200)  # several tiles
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    first = run([x[0] for x in mapped], shared)
+    for _ in range(19):
+        jax.tree.map(np.testing.assert_array_equal, run([x[0] for x in mapped], shared), first)
