@@ -28,7 +28,7 @@ CACHE = 24 * 2**20  # bytes of keys and values that programs which run at the sa
 
 
 def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa: ARG001
-    b, t, h, d = inputs.q_bthd.shape
+    (b, _, h, d), longest = inputs.q_bthd.shape, max(inputs.lengths)
     e = inputs.v_bske.shape[3]
     if inputs.bias is not None:
         return "no bias"
@@ -38,8 +38,8 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa
         return f"head dims up to 256, not {max(d, e)}"
     if max(x.size for x in inputs[:3]) >= 2**31:
         return "arrays of fewer than 2^31 elements: offsets are 32 bits"
-    if max(b * h, t // 64) > GRID_LIMIT:
-        return f"batch x heads and query tiles up to {GRID_LIMIT}, not {b * h} and {t // 64}"
+    if max(b * h, longest // 64) > GRID_LIMIT:
+        return f"batch x heads and tiles of 64 up to {GRID_LIMIT}, not {b * h} and {longest // 64}"
     return gpu.refusal(interpreted)
 
 
