@@ -66,16 +66,16 @@ def _attend(problem: Problem, name: str, inputs: Inputs) -> tuple[jax.Array, jax
 
 def _forward(problem, name, inputs):
     module, how = _implementation(name)
-    made = module.forward(problem, inputs, **how)  # out, lse, and what else its backward wants
-    return made[:2], (inputs, made)
+    out, lse = module.forward(problem, inputs, **how)
+    return (out, lse), (inputs, out, lse)
 
 
 def _backward(problem, name, kept, gradients):
-    inputs, made = kept
+    inputs, out, lse = kept
     dout, dlse = gradients
-    dlse = jnp.where(jnp.isneginf(made[1]), 0, dlse)
+    dlse = jnp.where(jnp.isneginf(lse), 0, dlse)
     module, how = _implementation(name)
-    dq, dk, dv, dbias = module.backward(problem, inputs, *made, dout, dlse, **how)
+    dq, dk, dv, dbias = module.backward(problem, inputs, out, lse, dout, dlse, **how)
     return (Inputs(dq, dk, dv, dbias),)
 
 

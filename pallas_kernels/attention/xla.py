@@ -19,12 +19,8 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa
     return "has no interpreted form" if interpreted else ""
 
 
-def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(out [b, t, h, e] in the dtype of q, lse [b, t, h] in float32, what rounding took from lse or None).
-
-    The last one is for backward where inputs are float32: a weight is exp(score - lse), and an lse of 5 is rounded by
-    as much as float32 resolves of that weight, the same way in a whole row.
-    """
+def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+    """(out [b, t, h, e] in the dtype of q, lse [b, t, h] in float32)."""
     work = _Tiles(problem, inputs)
     (b, t, k, g, _), e = work.q.shape, work.v.shape[-1]
     start = (
@@ -49,23 +45,17 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax
     total = jnp.where(some, total, 1)
     lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)
     t, h = inputs.q_bthd.shape[1:3]
-
-    def by_time(x):
-        return jnp.moveaxis(x, 3, 1)[:, :t].reshape(b, t, h, *x.shape[4:])
-
-    exact = inputs.q_bthd.dtype == jnp.float32
-    rest = by_time(jnp.where(some, largest - lse + jnp.log(total), 0)) if exact else None
-    return by_time(out / total[..., None]).astype(inputs.q_bthd.dtype), by_time(lse), rest
+    out = jnp.moveaxis(out / total[..., None], 3, 1)[:, :t].reshape(b, t, h, e)
+    return out.astype(inputs.q_bthd.dtype), jnp.moveaxis(lse, 3, 1)[:, :t].reshape(b, t, h)
 
 
-def backward(problem: Problem, inputs: Inputs, out, lse, rest, dout, dlse) -> tuple[jax.Array, ...]:
-    """(dq, dk, dv, dbias or None); dlse is the gradient of lse, `rest` what `forward` gives."""
+def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> tuple[jax.Array, ...]:
+    """(dq, dk, dv, dbias or None); dlse is the gradient of lse."""
     work = _Tiles(problem, inputs)
     b, t, k, g, d = work.q.shape
     delta = jnp.sum(out.astype(work.wide) * dout.astype(work.wide), -1) - dlse
-    rest = jnp.zeros_like(lse) if rest is None else rest
-    delta, lse, rest = (work.padded_rows(jnp.where(jnp.isneginf(lse), 0, x)) for x in (delta, lse, rest))
-    delta, lse, rest = (jnp.moveaxis(x.reshape(b, t, k, g), 1, 3) for x in (delta, lse, rest))
+    delta, lse = (work.padded_rows(jnp.where(jnp.isneginf(lse), 0, x)) for x in (delta, lse))
+    delta, lse = (jnp.moveaxis(x.reshape(b, t, k, g), 1, 3) for x in (delta, lse))
     dout = work.padded_rows(dout).reshape(b, t, k, g, -1)
     start = [jnp.zeros(x.shape, work.wide) for x in (work.q, work.k, work.v)]
     if work.bias is not None:
@@ -78,7 +68,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, rest, dout, dlse) -> tu
         if tile.seen is not None:
             dout_t = _kept(dout_t, tile.seen.any((1, 2, 4)))
         scores, slope = work.scores(tile)
-        weights = jnp.exp(scores - work.rows(lse, at, 3)[..., None] - work.rows(rest, at, 3)[..., None])
+        weights = jnp.exp(scores - work.rows(lse, at, 3)[..., None])
         dv_t = work.dot("bkgts,btkge->bske", weights.astype(dout_t.dtype), dout_t)
         dweights = work.dot("btkge,bske->bkgts", dout_t, tile.v)
         dscores = weights * (dweights - work.rows(delta, at, 3)[..., None])

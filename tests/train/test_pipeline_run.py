@@ -33,6 +33,11 @@ def batch(microbatches: int, shards: int = 1) -> str:
 # Memory and compiled text
 
 
+def instructions(step: jax.stages.Compiled) -> int:
+    """Of the program; the text also lists the source lines that they came from."""
+    return step.as_text().count(" = ")
+
+
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     [(ONE_F_ONE_B, "full"), (INTERLEAVED, "full"), (INTERLEAVED, "none")],
@@ -41,13 +46,12 @@ def batch(microbatches: int, shards: int = 1) -> str:
 def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(schedule, remat):
     few, many = (compiled_step(*schedule, *LARGE, f"train.remat={remat}", batch(m)) for m in (8, 64))
     assert compiled.memory(many)["temp_bytes"] <= 1.02 * compiled.memory(few)["temp_bytes"]
-    lines = [each.as_text().count("\n") for each in (few, many)]
-    assert lines[1] <= 1.1 * lines[0]
+    assert instructions(many) <= 1.1 * instructions(few)
 
 
 def test_the_program_does_not_grow_with_the_number_of_layers():
-    few, many = (compiled_step(*ONE_F_ONE_B, f"model.layers={layers}", batch(8)).as_text() for layers in (8, 32))
-    assert many.count("\n") <= 1.1 * few.count("\n")
+    few, many = (compiled_step(*ONE_F_ONE_B, f"model.layers={layers}", batch(8)) for layers in (8, 32))
+    assert instructions(many) <= 1.1 * instructions(few)
 
 
 @cache
