@@ -30,9 +30,9 @@ def tile(table: dict[int, dict[int, Tile]], head_dim: int, itemsize: int, t: int
 
 @dataclass(frozen=True)
 class WarpgroupTile:
-    """Of the Mosaic kernels for Hopper, whose programs have two computing warpgroups."""
+    """Of the forward kernel for Hopper, whose programs have two computing warpgroups."""
 
-    q: int  # in the forward and dq kernels those of one warpgroup
+    q: int  # of one warpgroup
     k: int
     stages: int  # tiles of the other kind in shared memory
 
