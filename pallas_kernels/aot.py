@@ -24,34 +24,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-GPUS = {  # compute capability; shared memory per core and per block; L2 bytes; fp32 units per core; cores; the name
-    "a100": ("major: 8", 167936, 166912, 41943040, 64, 108, "NVIDIA A100-SXM4-80GB"),
-    "h200": ("major: 9 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 52428800, 128, 132, "NVIDIA H200"),
-    "b200": ("major: 10 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 132644864, 128, 148, "NVIDIA B200"),
-}
+from pallas_kernels import gpus
+
+CORES = {"a100": 108, "h200": 132, "b200": 148}  # of the GPUs that are compiled for
 CUDNN_GPU = "h200"
 CALLS = "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmha"  # as compiled programs name them
-TARGET = """
-gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: {core} shared_memory_per_block_optin: {block} threads_per_core_limit: 2048
-  core_count: {cores} fpus_per_core: {units} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: 4800000000000 l2_cache_size: {cache} clock_rate_ghz: 1.98 device_memory_size: 84942979072
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 cuda_compute_capability {{ {capability} }}
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0"
-  device_interconnect_info {{ active_links: 18 }} }}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 28 }} runtime_version {{ major: 13 }}
-device_description_str: "{name}"
-"""
 
 
 def devices(gpu: str, count: int = 1):
     """`count` devices on one host, which can be compiled for."""
     from jax.experimental import topologies
 
-    capability, core, block, cache, units, cores, name = GPUS[gpu]
-    said = dict(capability=capability, core=core, block=block, cache=cache, units=units, cores=cores, name=name)
-    target = TARGET.format(**said)
+    # ptxas asks for neither bandwidth nor memory
+    target = gpus.target(gpu, cores=CORES[gpu], memory_bandwidth=4.8e12, memory=84942979072)
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}").devices
 
 
@@ -214,7 +199,7 @@ def report(combination: tuple[str, str, str], first: int) -> Counter:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=GPUS)
+    parser.add_argument("--gpus", nargs="+", default=list(CORES), choices=CORES)
     parser.add_argument("--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm"))
     parser.add_argument("--implementations", nargs="+", help="default: all but xla")
     parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
