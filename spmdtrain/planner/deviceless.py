@@ -16,8 +16,7 @@ from spmdtrain.planner.hardware import Hardware
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
-    """{"memory", "collectives", "compile_seconds"} as RUN/compiled.json has them, and "overlap" (compiled.overlaps);
-    `model.vocab` must be set."""
+    """What RUN/compiled.json holds (compiled.report), and "overlap" (compiled.overlaps); `model.vocab` must be set."""
     from spmdtrain.train import compiled
 
     start = time.perf_counter()

@@ -254,4 +254,5 @@ def show_compiled(compiled: dict[str, Any], held: Memory) -> str:
         f"  {each['beside_work']:>3} of {each['count']} {each['kind']} over {each['axis']} run beside matmuls or loops"
         for each in compiled["overlap"]
     ]
+    lines += [f"  {count:>3} x {name} called" for name, count in compiled["calls"].items()]
     return "\n".join(lines)

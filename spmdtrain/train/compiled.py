@@ -1,4 +1,5 @@
-"""What XLA made of a compiled step: its memory and its collectives, i.e. RUN/compiled.json.
+"""What XLA made of a compiled step: its memory, its collectives and the libraries and kernels it calls, i.e.
+RUN/compiled.json.
 
 The text of the optimized module is the only place that says where a collective runs. A *position* is a device's place
 in the flattened mesh, which is how XLA counts partitions whatever the ids of the devices are. Everything that is not
@@ -9,7 +10,7 @@ Not counted: send and recv, which XLA makes only of host callbacks unless a flag
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ def report(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, seconds: floa
     return {
         "memory": memory(compiled),
         "collectives": collectives(compiled.as_text(), dict(mesh.shape)),
+        "calls": calls(compiled.as_text()),
         "compile_seconds": seconds,
     }
 
@@ -58,6 +60,11 @@ def memory(compiled: jax.stages.Compiled) -> dict[str, int]:
     analysis = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     return {f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in names}
+
+
+def calls(hlo_text: str) -> dict[str, int]:
+    """How often the text calls what XLA did not compile itself, by XLA's name of it: cuDNN, cuBLAS, Pallas kernels."""
+    return dict(sorted(Counter(re.findall(r'\bcustom_call_target="([^"]+)"', hlo_text)).items()))
 
 
 def collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:

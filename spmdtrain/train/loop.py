@@ -312,9 +312,10 @@ def _introduction(setup: Setup, report: dict) -> str:
         microbatches, _ = sequences_at_once(config, setup.rules)
         table = table_of(config, mesh.shape["pipeline"], microbatches)
         pipeline = f"pipeline: {describe(table, setup.blueprint.layout)}\n"
+    called = f"; calls {', '.join(report['calls'])}" if report["calls"] else ""
     return (
         f"{setup.model_name}: {quantity(setup.blueprint.size)} parameters on {mesh.size} x {kind} ({axes})\n"
         f"{pipeline}"
         f"data: {config.data.corpus}, {quantity(setup.train.size)} tokens to train, vocabulary {config.model.vocab}\n"
-        f"compiled in {report['compile_seconds']:.1f} s; {workspace:.1f} MiB of workspace per device"
+        f"compiled in {report['compile_seconds']:.1f} s; {workspace:.1f} MiB of workspace per device{called}"
     )

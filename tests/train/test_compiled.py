@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.processes import simulate_devices
-from spmdtrain.train.compiled import collectives, events, instructions, memory, overlaps, replica_groups, report
+from spmdtrain.train.compiled import calls, collectives, events, instructions, memory, overlaps, replica_groups, report
 
 simulate_devices(8)
 
@@ -158,8 +158,18 @@ def test_the_report_is_what_compiled_json_holds():
         "collectives": [
             {"kind": "all-reduce", "axis": "data", "inside_loop": False, "count": 1, "bytes": BLOCK},
         ],
+        "calls": {},
         "compile_seconds": seconds,
     }
+
+
+def test_what_a_program_calls_is_counted_by_its_name():
+    def twice(x):
+        return jax.lax.linalg.cholesky(x) + jax.lax.linalg.cholesky(x + 1)
+
+    text = compiled(twice, ((4, 4), P())).as_text()
+    [(name, count)] = calls(text).items()
+    assert name.startswith("lapack_spotrf") and count == 2
 
 
 def module(*lines, header="HloModule m, num_partitions=8"):

@@ -66,6 +66,7 @@ import sys
 from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.hardware import hardware
+from spmdtrain.train import compiled
 attention, stages = sys.argv[1], int(sys.argv[2])
 config = RunConfig(
     model=GPT(layers=4, embed=512, heads=8, vocab=4096, attention=attention),
@@ -76,7 +77,8 @@ config = RunConfig(
 )
 step, _ = deviceless.executable(config, config.mesh.model_dump(), hardware("h200"))
 text = step.as_text()
-calls = sum(text.count(f'custom_call_target="{name}') for name in ("__gpu$xla.gpu.triton", "mosaic_gpu"))
+own = "__gpu$xla.gpu.triton", "mosaic_gpu"
+calls = sum(count for name, count in compiled.calls(text).items() if name.startswith(own))
 gathers = sum(text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in ("all-gather", "all-to-all"))
 print(calls, gathers)
 """

@@ -108,7 +108,7 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
         ("finished", 6),
     ]
     compiled = json.loads((finished / "compiled.json").read_text())
-    assert set(compiled) == {"memory", "collectives", "compile_seconds"}
+    assert set(compiled) == {"memory", "collectives", "calls", "compile_seconds"}
     assert set(compiled["memory"]) == {"argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"}
     saved = json.loads((finished / "config.json").read_text())
     assert from_resolved(saved).model_dump() == tiny(*SETTINGS).with_vocab(64).model_dump()
