@@ -31,7 +31,7 @@ ASSUMED = {
     "torchtitan_h100_2024": "8B, bfloat16 rows; power limit 500 W as stated; flash attention 2; network 50 GB/s",
     "jax_toolbox_pax": "sizes, vocabulary 50304 and PACKED_INPUT of google/paxml, contrib/gpu/scripts_gpu/configs.py: "
     "attention over packed documents was unfused; 175B: fused, vocabulary 50257 padded; recomputation unprinted: none "
-    "for 126M, all but matmuls (dots) for 5B, full for 175B; network 25 (A100) and 50 GB/s (H100)",
+    "for 126M, all but matmuls for 5B, full for 175B; network 25 (A100) and 50 GB/s (H100)",
 }
 
 
@@ -225,7 +225,7 @@ def torchtitan_h100_2024(table) -> Iterator[Case]:
 
 def jax_toolbox_pax(table) -> Iterator[Case]:
     shapes = {"126M": (12, 768, 12), "5B": (24, 4096, 32), "175B": (96, 12288, 96)}
-    remat = {"126M": "none", "5B": "dots", "175B": "full"}
+    remat = {"126M": "none", "5B": "matmuls", "175B": "full"}
     # The 5B rows come first: they are the ones to calibrate on.
     for row in sorted(rows(table), key=lambda row: row["model"] != "5B"):
         if "FP8" in row["precision"]:

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import cudnn, mosaic, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, prepare
@@ -13,6 +14,7 @@ IMPLEMENTATIONS = {"xla": xla, "mosaic": mosaic, "triton": triton, "cudnn": cudn
 # Published: cuDNN's forward at 395 to 617 TFLOP/s on an H100 (arXiv:2407.08608, head dims 64 and 128). Our kernels take
 # their places once they are measured.
 PREFERENCE = ("cudnn", "xla")
+NAME = "attention"  # of what `saveable` keeps
 
 
 def attention(  # noqa: PLR0913 - the question has as many parts
@@ -66,7 +68,7 @@ def _attend(problem: Problem, name: str, inputs: Inputs) -> tuple[jax.Array, jax
 
 def _forward(problem, name, inputs):
     module, how = _implementation(name)
-    out, lse = module.forward(problem, inputs, **how)
+    out, lse = (checkpoint_name(x, NAME) for x in module.forward(problem, inputs, **how))
     return (out, lse), (inputs, out, lse)
 
 
@@ -86,3 +88,9 @@ def _implementation(name):
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def saveable(primitive, *avals, **options) -> bool:
+    """A policy of `jax.checkpoint`: what attention's backward reads beside q, k and v, its out and lse, is kept."""
+    named = jax.checkpoint_policies.save_only_these_names(NAME)(primitive, *avals, **options)
+    return named or primitive.name == cudnn.FORWARD

@@ -9,6 +9,8 @@ from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.choose import device_kind, no_gpu
 from pallas_kernels.partition import wholly_manual
 
+FORWARD = "dot_product_attention_fwd_wrapper"  # jax's primitive: gives out and what backward reads of the softmax
+
 
 def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:
     (t, s), q = inputs.lengths, inputs.q_bthd

@@ -175,7 +175,7 @@ class TrainConfig(Settings):
     sequence_length: PositiveInt = Field(128, description="tokens per sequence")
     seed: NonNegativeInt = Field(0, description="of initialisation, data order and dropout")
     remat: Literal["none", "dots", "full"] = Field(
-        "none", description="what backward recomputes: nothing | all but matmuls | whole layers"
+        "none", description="what backward recomputes: nothing | all but matmuls and attention | whole layers"
     )
     zero: Literal[0, 1] = Field(0, description="1: gradients and optimizer state split over data (ZeRO-1)")
     clip: PositiveFloat | None = Field(1.0, description="largest global gradient norm; none: no clipping")

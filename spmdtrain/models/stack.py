@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.attention import saveable as attention_saveable
 from spmdtrain.models.flow import Flow
 
 POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, attention_saveable
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -45,7 +48,8 @@ def run_block(block: nnx.Module, x: jax.Array, flow: Flow, number: jax.Array) ->
 
 
 def rematerialised(layer: Callable, remat: str) -> Callable:
-    """`layer` whose backward computes again what `remat` says: nothing (none), all but matmuls (dots), all (full)."""
+    """`layer` whose backward computes again what `remat` says: nothing (none), all but matmuls and attention
+    (dots), all (full)."""
     if remat == "none":
         return layer
     return jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False)

@@ -202,7 +202,8 @@ def _half(kind, shape, batch, parallel, remat, dtype, device: Hardware, stack: S
     }
     again = {
         "none": 0.0,
-        "dots": work["elementwise"][0] + work["attention"][0],
+        "dots": work["elementwise"][0],
+        "matmuls": work["elementwise"][0] + work["attention"][0],
         "attention": work["attention"][0],
         "half": work["elementwise"][0] + work["matmul"][0] / 2,
         "full": sum(done[0] for done in work.values()),

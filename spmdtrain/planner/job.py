@@ -95,8 +95,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Job:
-    """A run. `microbatch`: sequences per batch shard. `remat`: none, dots (all but matmuls again), full, or of other
-    frameworks attention (the scores again: Megatron's selective) and half (every other matmul again: torchtitan's).
+    """A run. `microbatch`: sequences per batch shard. `remat`: none, dots (all but matmuls and attention again), full,
+    or of other frameworks matmuls (all but those again: jax's own policy), attention (the scores again: Megatron's
+    selective) and half (every other matmul again: torchtitan's).
     `short_ends`: layers that the first and the last stage have fewer than the others.
     """
 

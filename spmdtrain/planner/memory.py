@@ -108,10 +108,11 @@ def _kept(shape: Shape, tokens: int, tensor: int, size: int, remat: str) -> int:
     e = shape.embed
     if remat == "full":
         return size * tokens * e
+    attention = size * shape.attention_width + 4 * shape.heads  # its result, and its log-sum-exp in float32
     if remat == "dots":
-        return size * tokens * (2 * e + (shape.qkv_width + shape.up_width) // tensor)
+        return tokens * (2 * size * e + (size * (shape.qkv_width + shape.up_width) + attention) // tensor)
     norm = tokens * (2 * size * e + (8 if shape.centred else 4))  # input and output; mean and deviation in float32
-    attention = size * (shape.qkv_width + 2 * shape.attention_width) + 4 * shape.heads  # and its log-sum-exp in float32
+    attention += size * (shape.qkv_width + shape.attention_width)  # and what it reads, what the matrix behind it reads
     return 2 * norm + tokens * (attention + size * (shape.up_width + shape.hidden)) // tensor
 
 

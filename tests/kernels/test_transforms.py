@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention
+from pallas_kernels.attention import attention, cudnn, saveable
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.norm import layernorm, rmsnorm
 
@@ -85,3 +85,19 @@ def test_twenty_runs_give_the_same_bits(op, implementation):
     first = run([x[0] for x in mapped], shared)
     for _ in range(19):
         jax.tree.map(np.testing.assert_array_equal, run([x[0] for x in mapped], shared), first)
+
+
+@pytest.mark.parametrize(("implementation", "kernel", "backward"), [("xla", "scan", 1), ("cudnn", cudnn.FORWARD, 0)])
+def test_saveable_keeps_the_forward_from_running_again(implementation, kernel, backward, monkeypatch):
+    monkeypatch.setattr(cudnn, "no_gpu", lambda _: "")
+    monkeypatch.setattr(cudnn, "_not_installed", lambda: "")
+    for check in ("check_cudnn_version", "check_compute_capability"):
+        monkeypatch.setattr(f"jax._src.cudnn.fused_attention_stablehlo.{check}", lambda *_: 91900)
+    q = jnp.ones((1, 64, 2, 32), jnp.bfloat16)
+
+    def count(policy):
+        layer = jax.checkpoint(lambda q: attention(q, 2 * q, q, implementation=implementation), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(lambda q: layer(q).sum().astype(jnp.float32)))(q)).count(f"{kernel}[")
+
+    assert count(saveable) == 1 + backward
+    assert count(None) == 2 + backward
