@@ -1,7 +1,7 @@
 """Compiles every case for NVIDIA GPUs that are not there, through ptxas: forward and backward, nothing runs.
 
     python -m pallas_kernels.aot [--gpus a100 h200 b200] [--ops attention norm] [--implementations mosaic triton cudnn]
-                                 [--first N] [--jobs N]
+                                 [--only TEXT] [--first N] [--jobs N]
 
 Needs jax >= 0.11, its CUDA plugin and compiler wheels (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc,
 nvidia-nvvm; `pip install --no-deps`), no driver. Only with nvidia-cudnn-cu13 too is cudnn compiled, for one GPU: what
@@ -23,12 +23,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from pallas_kernels import gpus
 
 CORES = {"a100": 108, "h200": 132, "b200": 148}  # of the GPUs that are compiled for
 CUDNN_GPU = "h200"
 CALLS = "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmha"  # as compiled programs name them
+
+
+class Work(NamedTuple):
+    """The `first` cases of those whose name holds `only`, of one op with one implementation for one GPU."""
+
+    gpu: str
+    op: str
+    implementation: str
+    first: int
+    only: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.gpu} {self.op} {self.implementation}"
 
 
 def devices(gpu: str, count: int = 1):
@@ -91,8 +106,9 @@ def mosaic_faults(folder: Path) -> str:
     return "; ".join(found)
 
 
-def compile_cases(gpu: str, op: str, implementation: str, first: int, skip: int) -> None:
-    """In a process of its own: {"case", "seconds", "refused" or "error" or "calls"} per line, after {"case"} alone."""
+def compile_cases(work: Work, skip: int) -> None:
+    """In a process of its own, all but the first `skip`: {"case", "seconds", "refused" or "error" or "calls"} per line,
+    after {"case"} alone."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
@@ -100,23 +116,22 @@ def compile_cases(gpu: str, op: str, implementation: str, first: int, skip: int)
 
     from pallas_kernels.choose import Refused
 
-    mesh = Mesh(np.array(devices(gpu)), ("all",))
-    if implementation == "cudnn":  # without a GPU jax checks what those before Hopper can
+    mesh = Mesh(np.array(devices(work.gpu)), ("all",))
+    if work.implementation == "cudnn":  # without a GPU jax checks what those before Hopper can
         from jax._src.cudnn import fused_attention_stablehlo
 
         fused_attention_stablehlo.check_compute_capability = lambda _: True
     reports = tempfile.TemporaryDirectory()
     os.environ["MOSAIC_GPU_DUMP_TO"] = reports.name
-    for number, (name, run, shapes) in enumerate(programs(op)):
-        if not skip <= number < first:
-            continue
+    chosen = [each for each in programs(work.op) if work.only in each[0]]
+    for name, run, shapes in chosen[skip : work.first]:
         print(json.dumps({"case": name}), flush=True)
         here = NamedSharding(mesh, P())
         given = jax.tree.map(lambda x, here=here: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
         start, found = time.perf_counter(), {"case": name}
         try:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                made = jax.jit(lambda given, run=run: run(implementation, **given)).lower(given).compile()
+                made = jax.jit(lambda given, run=run: run(work.implementation, **given)).lower(given).compile()
             text = made.as_text()
             found["calls"] = sum(text.count(f'="{name}') for name in CALLS)
             if faults := mosaic_faults(Path(reports.name)):
@@ -128,21 +143,11 @@ def compile_cases(gpu: str, op: str, implementation: str, first: int, skip: int)
         print(json.dumps(found | {"seconds": round(time.perf_counter() - start, 2)}), flush=True)
 
 
-def compiled(gpu: str, op: str, implementation: str, first: int) -> Iterator[dict]:
+def compiled(work: Work) -> Iterator[dict]:
     """What `compile_cases` finds, of cases that abort the compiler too."""
     done = 0
     while True:
-        command = [
-            sys.executable,
-            "-m",
-            "pallas_kernels.aot",
-            "--child",
-            gpu,
-            op,
-            implementation,
-            str(first),
-            str(done),
-        ]
+        command = [sys.executable, "-m", "pallas_kernels.aot", "--child", *map(str, work), str(done)]
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -164,17 +169,17 @@ def compiled(gpu: str, op: str, implementation: str, first: int) -> Iterator[dic
         yield {"case": begun, "error": f"aborted the compiler ({child.returncode})"}
 
 
-def combinations(gpus: list[str], ops: list[str], asked: list[str] | None) -> list[tuple[str, str, str]]:
-    """(gpu, op, implementation): those that are kernels, or those of `asked` that the op has."""
+def combinations(gpus: list[str], ops: list[str], asked: list[str] | None, first: int, only: str) -> list[Work]:
+    """With the implementations that are kernels, or those of `asked` that the op has."""
     from pallas_kernels import norm
     from pallas_kernels.attention import api
 
     there = {"attention": api.IMPLEMENTATIONS, "norm": norm.api.IMPLEMENTATIONS}
     wanted = [name for name in {**there["attention"], **there["norm"]} if name != "xla"] if asked is None else asked
-    every = [(gpu, op, name) for gpu in gpus for op in ops for name in wanted if name in there[op]]
-    if left_out := not has_cudnn() and any(name == "cudnn" for *_, name in every):
+    every = [Work(gpu, op, name, first, only) for gpu in gpus for op in ops for name in wanted if name in there[op]]
+    if left_out := not has_cudnn() and any(each.implementation == "cudnn" for each in every):
         print("cudnn is left out: there is no nvidia-cudnn-cu13")
-    return [each for each in every if each[2] != "cudnn" or (each[0] == CUDNN_GPU and not left_out)]
+    return [each for each in every if each.implementation != "cudnn" or (each.gpu == CUDNN_GPU and not left_out)]
 
 
 def has_cudnn() -> bool:
@@ -184,16 +189,16 @@ def has_cudnn() -> bool:
         return False
 
 
-def report(combination: tuple[str, str, str], first: int) -> Counter:
+def report(work: Work) -> Counter:
     """Prints a line per case. Counts of {"compiled" or "failed" or ("refused", reason)}."""
     counts = Counter()
-    for found in compiled(*combination, first):
+    for found in compiled(work):
         kind = "failed" if "error" in found else "refused" if "refused" in found else "compiled"
         reason = found.get("refused", "").partition("refuses: ")[2].partition("; try ")[0]
         general = re.split(r",? not |, \d", reason)[0]
         counts[(kind, general) if kind == "refused" else kind] += 1
         said = found.get("error") or reason or f"{found['calls']} kernels"
-        print(*combination, f"{found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)", flush=True)
+        print(f"{work.title} {found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)", flush=True)
     return counts
 
 
@@ -202,24 +207,25 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", default=list(CORES), choices=CORES)
     parser.add_argument("--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm"))
     parser.add_argument("--implementations", nargs="+", help="default: all but xla")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
     parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="compilers at a time")
-    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
-        gpu, op, implementation, first, skip = chosen.child
-        return compile_cases(gpu, op, implementation, int(first), int(skip))
-    asked = combinations(chosen.gpus, chosen.ops, chosen.implementations)
+        *names, first, only, skip = chosen.child
+        return compile_cases(Work(*names, int(first), only), int(skip))
+    asked = combinations(chosen.gpus, chosen.ops, chosen.implementations, chosen.first, chosen.only)
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        counts = dict(zip(asked, pool.map(lambda each: report(each, chosen.first), asked), strict=True))
+        counts = dict(zip(asked, pool.map(report, asked), strict=True))
     total = Counter()
-    for combination, found in counts.items():
+    for work, found in counts.items():
         own = {"compiled": found["compiled"], "refused": 0, "failed": found["failed"]}
         for kind, count in found.items():
             if kind not in own:
                 own["refused"] += count
-                print(*combination, f"refused {count}: {kind[1]}")
-        print(*combination, own)
+                print(f"{work.title} refused {count}: {kind[1]}")
+        print(work.title, own)
         total.update(own)
     print(dict(total))
     sys.exit(bool(total["failed"]) or not total["compiled"])

@@ -16,7 +16,7 @@ from pallas_kernels.attention import tiling
 from pallas_kernels.attention.plan import bounds, padded, padded_places, parts, scores, visit
 from pallas_kernels.attention.problem import Inputs, Problem, sees
 from pallas_kernels.attention.tiling import Tile
-from pallas_kernels.choose import no_gpu
+from pallas_kernels.choose import device_kind, no_gpu
 from pallas_kernels.triton import LOG2E, call, dot, power_of_two, rows
 
 GRID_LIMIT = 65535  # programs along the second dim of a CUDA grid
@@ -184,7 +184,7 @@ def _dkv_kernel(plan: _Plan, limits, q_ref, k_ref, v_ref, dout_ref, lse_ref, del
 def forward(problem: Problem, inputs: Inputs, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """As `xla.forward`."""
     (b, t, h, _), e = inputs.q_bthd.shape, inputs.v_bske.shape[3]
-    plan, q, k, v, places = _planned(problem, inputs, tiling.FORWARD)
+    plan, q, k, v, places = _planned(problem, inputs, tiling.FORWARD, True)
     count, length = plan.counts[0], q.shape[1]
     queries, keys = _by_query(plan, h, q.shape[3]), partial(_all_keys, plan, h, k.shape[1])
     run = call(
@@ -210,13 +210,13 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpre
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
     lse, delta = (jnp.moveaxis(jnp.where(jnp.isneginf(lse), 0, x), 2, 1) for x in (lse, delta))
 
-    def arrays(table):
-        plan, q, k, v, places = _planned(problem, inputs, table)
+    def arrays(table, by_query):
+        plan, q, k, v, places = _planned(problem, inputs, table, by_query)
         length = q.shape[1]
         own = padded(dout, (b, length, h, v.shape[3])), *(padded(x, (b, h, length)) for x in (lse, delta))
         return plan, (q, k, v, *own), places
 
-    plan, given, places = arrays(tiling.DQ)
+    plan, given, places = arrays(tiling.DQ, True)
     (q, k, v, dout_p, *_), count = given, plan.counts[0]
     keys = partial(_all_keys, plan, h, k.shape[1])
     common = {"warps": plan.tile.warps, "stages": plan.tile.stages, "interpret": interpret}
@@ -239,7 +239,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpre
     )
     [dq] = run(bounds(problem, inputs, plan.tile.q, plan.tile.k, 2), *given, *places)
 
-    plan, given, places = arrays(tiling.DKV)
+    plan, given, places = arrays(tiling.dkv(device_kind()), False)
     (q, k, v, dout_p, *_), count, group = given, plan.counts[1], plan.group
     common = {"warps": plan.tile.warps, "stages": plan.tile.stages, "interpret": interpret}
 
@@ -272,7 +272,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpre
     return dq[:, :t, :, :d], dk[:, :s, :, :d], dv[:, :s, :, :e], None
 
 
-def _planned(problem, inputs, table):
+def _planned(problem, inputs, table, by_query):
     """(plan, q, k, v, places), the arrays padded; places: segments and positions, each of queries and of keys."""
     t, s = inputs.lengths
     d, e = (power_of_two(x.shape[3]) for x in (inputs.k_bskd, inputs.v_bske))
@@ -283,7 +283,7 @@ def _planned(problem, inputs, table):
     q = padded(inputs.q_bthd, (b, long, h, d))
     k, v = padded(inputs.k_bskd, (b, wide, shared, d)), padded(inputs.v_bske, (b, wide, shared, e))
     places = padded_places(inputs, b, (long, wide))
-    some = parts(problem, inputs, wide == s, table is not tiling.DKV)
+    some = parts(problem, inputs, wide == s, by_query)
     exact = inputs.q_bthd.dtype == jnp.float32
     return _Plan(problem, tile, counts, (t, s), inputs.group, some, exact), q, k, v, places
 

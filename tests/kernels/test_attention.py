@@ -103,6 +103,13 @@ def test_xla_on_the_grid(case):
     compare(case, "xla")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.SLOW, ids=lambda case: case.name)
+def test_interpreted_triton_on_the_grid(case):
+    """In tiles of its own size, too."""
+    compare(case, "triton:interpret")
+
+
 @pytest.mark.parametrize(
     ("case", "said"),
     [
