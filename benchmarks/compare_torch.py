@@ -105,7 +105,7 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
                  for name in ("tokens", "targets")}  # fmt: skip
         np.savez(chosen.start, **{name: np.asarray(x) for name, x in state.params.items()}, **first)
     count = sum(x.size for x in state.params.values())
-    step, _ = loop.compile_step(setup, state, batches[0])
+    step, _ = loop.compile_step(setup, loop.lower_step(setup))
     losses = []
     for batch in batches:
         state, metrics = step(state, batch)

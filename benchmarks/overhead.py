@@ -217,7 +217,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     pairs = [(batch["tokens"][0], batch["targets"][0]) for batch in batches]
 
     state = init_state(setup.config, setup.blueprint, setup.abstract)
-    step, _ = loop.compile_step(setup, state, batches[0])
+    step, _ = loop.compile_step(setup, loop.lower_step(setup))
     alone = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
     contenders = {name: Contender(*bare_step(setup.config, state.params, name == BARE[1]), pairs) for name in BARE} | {
         STEP: Contender(step, alone, batches, lambda metrics: metrics["loss"])

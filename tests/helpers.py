@@ -10,7 +10,6 @@ import numpy as np
 from spmdtrain.config import RunConfig, from_resolved, resolved
 from spmdtrain.train import accumulated, loop, pipelined
 from spmdtrain.train.state import TrainState, init_state
-from spmdtrain.train.step import make_step
 
 TINY = {
     "model": {"name": "gpt", "layers": 2, "embed": 32, "heads": 4, "vocab": 64},
@@ -41,7 +40,7 @@ def trained(*overrides: str, steps: int = 20) -> tuple[np.ndarray, TrainState, l
     state = init_state(setup.config, setup.blueprint, setup.abstract)
     metrics = []
     with loop.batches(setup, 0, 0) as ahead:
-        step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules).lower(state, ahead.first).compile()
+        step = loop.lower_step(setup).compile()
         for _ in range(steps):
             state, out = step(state, next(ahead))
             metrics.append(jax.device_get(out))
@@ -50,10 +49,7 @@ def trained(*overrides: str, steps: int = 20) -> tuple[np.ndarray, TrainState, l
 
 def compiled_step(*overrides: str) -> jax.stages.Compiled:
     """The step's executable; nothing is allocated."""
-    setup = prepared(*overrides)
-    with loop.batches(setup, 0, 0) as ahead:
-        step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
-        return step.lower(setup.abstract, ahead.first).compile()
+    return loop.lower_step(prepared(*overrides)).compile()
 
 
 def assert_same_bits(got: Any, want: Any) -> None:

@@ -83,6 +83,7 @@ def on_cpu(layouts: list[str]) -> None:
     from spmdtrain.models.blueprint import build_model
     from spmdtrain.parallel.axes import make_rules
     from spmdtrain.parallel.mesh import build_mesh
+    from spmdtrain.train.feed import abstract_batch
     from spmdtrain.train.state import abstract_state
     from spmdtrain.train.step import make_step
 
@@ -94,7 +95,7 @@ def on_cpu(layouts: list[str]) -> None:
         rules = make_rules(config.rules, mesh.shape)
         blueprint = build_model(config, stages=sizes["pipeline"], chunks=config.pipeline.chunks)
         step, abstract = make_step(config, blueprint, mesh, rules), abstract_state(config, blueprint, mesh, rules)
-        compiled = step.lower(abstract, deviceless.abstract_batch(config, mesh, rules)).compile().memory_analysis()
+        compiled = step.lower(abstract, abstract_batch(config, mesh, rules)).compile().memory_analysis()
         ours = sum(memory.exact_state(config, sizes)) + batch_bytes(job_of(config, sizes))
         exact_ones += ours == compiled.argument_size_in_bytes
         print(f"{ours:>9} {compiled.argument_size_in_bytes:>9}  {short(settings)}", flush=True)

@@ -36,6 +36,12 @@ class CheckpointError(UserError):
     exit_code = 6
 
 
+class DivergedError(UserError):
+    """The loss is not a number any more."""
+
+    exit_code = 9
+
+
 class StorageError(UserError):
     """The run directory cannot be written."""
 

@@ -32,6 +32,7 @@ def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tu
     from spmdtrain.models.blueprint import build_model
     from spmdtrain.parallel.axes import make_rules
     from spmdtrain.parallel.mesh import build_mesh
+    from spmdtrain.train.feed import abstract_batch
     from spmdtrain.train.state import abstract_state
     from spmdtrain.train.step import make_step
 
@@ -43,24 +44,6 @@ def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tu
     step = make_step(config, blueprint, mesh, rules)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return step.lower(abstract, abstract_batch(config, mesh, rules)).compile(), mesh
-
-
-def abstract_batch(config: RunConfig, mesh: Any, rules: Any) -> dict[str, Any]:
-    """The batch of a step as ShapeDtypeStructs with their shardings."""
-    import jax
-
-    from spmdtrain.train.feed import batch_sharding, sequences_at_once
-
-    rows, time_ = sequences_at_once(config, rules), (config.train.sequence_length,)
-    kinds = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
-    if config.data.packing == "documents":
-        kinds |= {"segment_ids": "int32", "positions": "int32"}
-
-    def one(name, dtype):
-        shape = rows if name == "sample" else rows + time_
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, rules, name))
-
-    return {name: one(name, dtype) for name, dtype in kinds.items()}
 
 
 def described_devices(device: Hardware, count: int) -> list[Any]:

@@ -10,6 +10,7 @@ for, they are read and laid out anew one parameter at a time.
 import contextlib
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.config.errors import CheckpointError, StorageError
+from spmdtrain.config.errors import CheckpointError, StorageError, UserError
 from spmdtrain.models.blueprint import Blueprint
 from spmdtrain.parallel.layout import Layout, lay_out
 from spmdtrain.train.state import TrainState
 
 FORMAT = 1
 Meta = dict[str, Any]
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save on several lines
+# Orbax reports every save on several lines, and a failure by a traceback per thread; each comes back as one exception.
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
+warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
 
 class Checkpoints:
@@ -122,14 +126,8 @@ class Checkpoints:
 
     def _checked_meta(self, step: int, *trees: Mapping[str, Any]) -> tuple[Meta, Layout]:
         """The checkpoint's meta and layout, once they fit abstract params, and optimizer state if it is given."""
-        arguments = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        meta = self._read(step, lambda: self._manager.restore(step, args=arguments).meta)
-        if meta.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{self._at(step)} has format {meta.get('format')}", found=f"this version reads {FORMAT}"
-            )
+        meta, layout_saved = self._read(step, lambda: self._meta(step))
         layout, saved = self._blueprint.layout, meta["leaves"]
-        layout_saved = Layout(**meta["layout"]) if "layout" in meta else lay_out(layout.layers, 1, 1)
         if layout_saved.layers != layout.layers:
             raise CheckpointError(
                 f"{self._at(step)} does not fit",
@@ -148,32 +146,44 @@ class Checkpoints:
                 )
         return meta, layout_saved
 
+    def _meta(self, step: int) -> tuple[Meta, Layout]:
+        """As it was saved, and the layout in it."""
+        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        if meta["format"] != FORMAT:
+            raise CheckpointError(f"{self._at(step)} has format {meta['format']}", found=f"this version reads {FORMAT}")
+        if missing := {"leaves", "sample", "stream"} - meta.keys():
+            raise KeyError(f"no {', '.join(sorted(missing))} in its meta")
+        return meta, Layout(**meta["layout"]) if "layout" in meta else lay_out(self._blueprint.layout.layers, 1, 1)
+
     def _read(self, step: int, read: Callable[[], Any]):
+        """What `read` gives. Orbax's errors of files that are damaged are of any kind."""
         try:
-            with _without_stray_reads():
+            with _without_stray_errors():
                 return read()
-        except (ValueError, OSError, KeyError) as error:
-            cause = " ".join(str(error).split())[:200]
+        except (UserError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:
+            cause = " ".join(str(error.__cause__ or error).split())[:200]
             before = max((other for other in self._manager.all_steps() if other < step), default=None)
             fix = "another run" if before is None else f"removing it: step {before} is there too"
             raise CheckpointError(f"{self._at(step)} cannot be read: {cause}", fix=fix) from error
 
     def _guarded(self, action):
+        """Runs what writes; a full disk comes as a ValueError, the name of which tensorstore chooses."""
         try:
-            return action()
+            with _without_stray_errors():
+                return action()
         except (OSError, ValueError) as error:
-            if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, OSError):
-                raise StorageError(f"cannot save a checkpoint: {' '.join(str(error).split())[:200]}") from error
-            raise
+            raise StorageError(f"cannot save a checkpoint: {' '.join(str(error).split())[:200]}") from error
 
     def _at(self, step: int) -> str:
         return f"checkpoint {self._manager.directory / str(step)}"
 
 
 @contextlib.contextmanager
-def _without_stray_reads() -> Iterator[None]:
-    """Where a read fails, others are still under way; each ends in a thread that finds its event loop closed and would
-    print a traceback around our one line (orbax-checkpoint 0.12 on tensorstore 0.1.86)."""
+def _without_stray_errors() -> Iterator[None]:
+    """Where a read or a write fails, others are still under way; each ends in a thread that finds its event loop closed
+    and would print a traceback around our one line (orbax-checkpoint 0.12 on tensorstore 0.1.86)."""
     hook = sys.unraisablehook
 
     def quiet(unraisable) -> None:

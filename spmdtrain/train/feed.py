@@ -45,6 +45,20 @@ def sequences_at_once(config: RunConfig, rules: Rules) -> tuple[int, int]:
     return batch // sequences, sequences
 
 
+def abstract_batch(config: RunConfig, mesh: Mesh, rules: Rules) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `to_devices` makes of a training batch, as shapes with their shardings."""
+    rows, time = sequences_at_once(config, rules), (config.train.sequence_length,)
+    kinds = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
+    if config.data.packing == "documents":
+        kinds |= {"segment_ids": "int32", "positions": "int32"}
+
+    def one(name: str, dtype: str) -> jax.ShapeDtypeStruct:
+        shape = rows if name == "sample" else rows + time
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, rules, name))
+
+    return {name: one(name, dtype) for name, dtype in kinds.items()}
+
+
 def to_devices(samples: Samples, ids: np.ndarray, shape: tuple[int, int], mesh: Mesh, rules: Rules) -> Batch:
     """The batch of the samples `ids`, cut as `shape` = (accumulation, sequences), as global arrays.
 

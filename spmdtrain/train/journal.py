@@ -3,6 +3,7 @@ object per step or evaluation), events.jsonl and, once it ended, summary.json. P
 """
 
 import contextlib
+import fcntl
 import json
 import time
 from collections.abc import Collection, Iterator
@@ -11,8 +12,9 @@ from typing import Any
 
 import jax
 
-from spmdtrain.train.metrics import JsonLines, writing
-from spmdtrain.train.progress import Progress
+from spmdtrain.config.errors import StorageError
+from spmdtrain.train.metrics import JsonLines, numbers, writing
+from spmdtrain.train.progress import Progress, tell
 
 
 class Journal:
@@ -41,14 +43,14 @@ class Journal:
         if self.progress:
             self.progress.say(text)
         elif self._writes:
-            print(text, flush=True)
+            tell(text)
 
     def document(self, name: str, value: Any) -> None:
         """A whole JSON file, replaced at once."""
         if self._writes:
             path, spare = self._directory / name, self._directory / f"{name}.tmp"
             with writing(path):
-                spare.write_text(json.dumps(value, indent=1))
+                spare.write_text(json.dumps(numbers(value), indent=1))
                 spare.replace(path)
 
     @contextlib.contextmanager
@@ -67,3 +69,17 @@ class Journal:
         if name not in self._files:
             self._files[name] = JsonLines(self._directory / name)
         self._files[name].write(**values)
+
+
+@contextlib.contextmanager
+def only_run(directory: Path) -> Iterator[None]:
+    """Holds RUN/lock; a StorageError where another process does. The lock goes with its process, however that ends; a
+    file system without locks has none."""
+    with (directory / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(f"another run is writing {directory}", fix="another --run, or wait for it") from None
+        except OSError:
+            pass
+        yield

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
+from spmdtrain.config.errors import CheckpointError, ConfigError, DivergedError, StorageError
 from spmdtrain.config.load import resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import EvalWindows, Range, ReadAhead, TrainStream, batch_ids, split
@@ -28,9 +28,9 @@ from spmdtrain.parallel.axes import Rules, make_rules
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.train import compiled, summary
 from spmdtrain.train.checkpoint import Checkpoints, Meta, newest_step
-from spmdtrain.train.feed import sequences_at_once, to_devices
+from spmdtrain.train.feed import abstract_batch, sequences_at_once, to_devices
 from spmdtrain.train.interrupt import Interrupt
-from spmdtrain.train.journal import Journal
+from spmdtrain.train.journal import Journal, only_run
 from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
 from spmdtrain.train.pipelined import describe, table_of
 from spmdtrain.train.progress import Progress, quantity
@@ -76,29 +76,33 @@ def run(
     """Trains until `train.steps`, going on from the newest checkpoint below `directory`; `fresh` sets an older run
     aside instead. `make(config, rngs)` builds the model; `devices` default to all. SIGINT or SIGTERM: saves after the
     step in flight. The end is a summary of what was compiled and measured, beside the `prediction` if there is one."""
-    setup = prepare(config, make, devices)
-    config, directory = setup.config, _opened(Path(directory), fresh)
-    checkpoints = Checkpoints(directory, setup.blueprint, config.checkpoint.keep)
-    with contextlib.closing(checkpoints), Journal(directory) as journal:
-        state, sample = starting_state(setup, directory, checkpoints, journal)
-        if int(state.step) >= config.train.steps:
-            more = f"to go on: --set train.steps={2 * config.train.steps}"
-            journal.say(f"{directory} is finished at step {int(state.step)}; {more}")
-            return Outcome("nothing to do", int(state.step))
-        journal.document("config.json", _identity(setup))
-        with batches(setup, int(state.step), sample) as ahead:
-            step, report = compile_step(setup, state, ahead.first)
+    setup, directory = prepare(config, make, devices), Path(directory)
+    config, lowered = setup.config, None
+    if fresh or newest_step(directory) is None:  # what cannot begin touches no directory
+        _check_source(config.train.init_from, directory, fresh)
+        lowered = lower_step(setup)
+    with _opened(directory, fresh):
+        checkpoints = Checkpoints(directory, setup.blueprint, config.checkpoint.keep)
+        with contextlib.closing(checkpoints), Journal(directory) as journal:
+            state, sample = starting_state(setup, directory, checkpoints, journal)
+            if (done := int(state.step)) >= config.train.steps:
+                journal.say(f"{directory} is finished at step {done}; to go on: --set train.steps={2 * done}")
+                return Outcome("nothing to do", done)
+            journal.say(_introduction(setup))
+            step, report = compile_step(setup, lowered or lower_step(setup))
+            journal.document("config.json", _identity(setup))
             journal.document("compiled.json", report)
-            journal.say(_introduction(setup, report))
-            evaluate = make_evaluate(setup)
-            outcome = train(setup, state, sample, step, evaluate, ahead, checkpoints, journal)
-        stopped = f"stopped and saved at step {outcome.step}; the same command goes on"
-        finished = f"finished {outcome.step} steps; everything is in {directory}"
-        journal.say(finished if outcome.status == "finished" else stopped)
-        figures = summary.figures(prediction, report, outcome.step_seconds, summary.peak_bytes(setup.mesh))
-        journal.document("summary.json", figures)
-        journal.say(summary.show(figures))
-        return outcome
+            journal.say(_compiled(report))
+            with batches(setup, done, sample) as ahead:
+                evaluate = make_evaluate(setup)
+                outcome = train(setup, state, sample, step, evaluate, ahead, checkpoints, journal)
+            stopped = f"stopped and saved at step {outcome.step}; the same command goes on"
+            finished = f"finished {outcome.step} steps; everything is in {directory}"
+            journal.say(finished if outcome.status == "finished" else stopped)
+            figures = summary.figures(prediction, report, outcome.step_seconds, summary.peak_bytes(setup.mesh))
+            journal.document("summary.json", figures)
+            journal.say(summary.show(figures))
+            return outcome
 
 
 def prepare(config: RunConfig, make: MakeModel = Transformer, devices: Sequence[jax.Device] | None = None) -> Setup:
@@ -143,23 +147,12 @@ def starting_state(setup: Setup, directory: Path, checkpoints: Checkpoints, jour
 
 def _weights_of(run: Path, setup: Setup) -> dict[str, jax.Array]:
     """The newest parameters of another run."""
-    newest = newest_step(run)
-    if newest is None:
-        raise CheckpointError(f"train.init_from='{run}' holds no checkpoint", fix="the directory of a trained run")
     with contextlib.closing(Checkpoints(run, setup.blueprint, keep=None)) as checkpoints:
-        return checkpoints.restore_params(newest, setup.abstract.params)
+        return checkpoints.restore_params(newest_step(run), setup.abstract.params)
 
 
-class Batches(ReadAhead):
-    """Device batches of the steps from `step` on, made ahead in a thread; `first` has the shapes to compile for."""
-
-    def __init__(self, make: Callable[[int], Any], step: int):
-        self.first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(step))
-        super().__init__(make, step)
-
-
-def batches(setup: Setup, step: int, sample: int) -> Batches:
-    """`sample` is the global sample index at which `step` begins."""
+def batches(setup: Setup, step: int, sample: int) -> ReadAhead:
+    """Device batches of the steps from `step` on, which begins at the global sample index `sample`."""
     config = setup.config
     stream = TrainStream(
         setup.corpus,
@@ -175,13 +168,19 @@ def batches(setup: Setup, step: int, sample: int) -> Batches:
         ids = sample + batch_ids(at - step, size)
         return to_devices(stream.samples, ids, shape, setup.mesh, setup.rules)
 
-    return Batches(make, step)
+    return ReadAhead(make, step)
 
 
-def compile_step(setup: Setup, state: TrainState, batch: Any) -> tuple[Callable, dict]:
+def lower_step(setup: Setup) -> jax.stages.Lowered:
+    """The step, traced: what a model cannot do on this mesh is refused here."""
+    step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
+    return step.lower(setup.abstract, abstract_batch(setup.config, setup.mesh, setup.rules))
+
+
+def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> tuple[Callable, dict]:
     """The step as an executable, and the report for compiled.json."""
     start = time.perf_counter()
-    step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules).lower(state, batch).compile()
+    step = lowered.compile()
     return step, compiled.report(step, setup.mesh, time.perf_counter() - start)
 
 
@@ -216,18 +215,24 @@ def train(
     config, mesh = setup.config, setup.mesh
     first, total = int(state.step), config.train.steps
     peak = peak_flops(mesh.devices.flat[0].device_kind)
-    clock, taken = StepClock(), []
+    clock, taken, saved = StepClock(), [], [first] if first else []
 
     def report(at: int, metrics: Any) -> None:
         figures = step_figures(jax.device_get(metrics), clock.tick(), setup.flops_per_token, mesh.size, peak)
         taken.append(figures["step_seconds"])
         journal.metrics(step=at, **figures)
+        if not np.isfinite(figures["loss"]):
+            journal.event("diverged", at)
+            last = f"step {saved[-1]} is the newest checkpoint" if saved else "nothing was saved"
+            fix = "a lower optimizer.learning_rate"
+            raise DivergedError(f"the loss of step {at} is {figures['loss']}; {last}", fix=fix)
         progress.update(at, figures, due=at in (first + 1, total))
 
     def save() -> None:
         position = sample + (done - first) * config.train.global_batch
         checkpoints.save(done, state, {"sample": position, "stream": _stream(setup)})
         journal.event("saved", done)
+        saved.append(done)
 
     done, late = first, OneLate(report)
     with (
@@ -259,18 +264,34 @@ def train(
     return Outcome(status, done, statistics.median(taken[1:]) if taken[1:] else None)
 
 
-def _opened(directory: Path, fresh: bool) -> Path:
-    """The run directory, there and writable. With `fresh` an older run is renamed, never deleted."""
-    if jax.process_index() == 0:
-        try:
-            if fresh and directory.exists():
-                directory.rename(next(old for n in range(1, 1000) if not (old := Path(f"{directory}.{n}")).exists()))
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot write the run directory {directory}: {error.strerror}") from None
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("run directory")
-    return directory
+def _check_source(source: str | None, directory: Path, fresh: bool) -> None:
+    """`train.init_from` is there, and stays there."""
+    if source is None:
+        return
+    asked = f"train.init_from='{source}'"
+    if fresh and Path(source).resolve() == directory.resolve():
+        raise ConfigError(f"{asked} is the run that --fresh sets aside", fix="another --run")
+    if newest_step(Path(source)) is None:
+        raise CheckpointError(f"{asked} holds no checkpoint", fix="the directory of a trained run")
+
+
+@contextlib.contextmanager
+def _opened(directory: Path, fresh: bool) -> Iterator[None]:
+    """The run directory is there, writable, this run's alone. With `fresh` an older run is renamed, never deleted."""
+    with contextlib.ExitStack() as held:
+        if jax.process_index() == 0:
+            try:
+                if fresh and directory.exists():
+                    with only_run(directory):
+                        aside = (Path(f"{directory}.{n}") for n in range(1, 1000))
+                        directory.rename(next(path for path in aside if not path.exists()))
+                directory.mkdir(parents=True, exist_ok=True)
+                held.enter_context(only_run(directory))
+            except OSError as error:
+                raise StorageError(f"cannot write the run directory {directory}: {error.strerror}") from None
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("run directory")
+        yield
 
 
 def _stream(setup: Setup) -> dict[str, Any]:
@@ -303,19 +324,22 @@ def _identity(setup: Setup) -> dict[str, Any]:
     return resolved(setup.config) | {"corpus": setup.corpus.fingerprint, "tokenizer": tokenizer and tokenizer.spec()}
 
 
-def _introduction(setup: Setup, report: dict) -> str:
+def _introduction(setup: Setup) -> str:
     config, mesh = setup.config, setup.mesh
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "no split"
-    kind, workspace = mesh.devices.flat[0].device_kind, report["memory"]["temp_bytes"] / 2**20
-    pipeline = ""
+    kind, pipeline = mesh.devices.flat[0].device_kind, ""
     if mesh.shape["pipeline"] > 1:
         microbatches, _ = sequences_at_once(config, setup.rules)
         table = table_of(config, mesh.shape["pipeline"], microbatches)
         pipeline = f"pipeline: {describe(table, setup.blueprint.layout)}\n"
-    called = f"; calls {', '.join(report['calls'])}" if report["calls"] else ""
     return (
         f"{setup.model_name}: {quantity(setup.blueprint.size)} parameters on {mesh.size} x {kind} ({axes})\n"
         f"{pipeline}"
-        f"data: {config.data.corpus}, {quantity(setup.train.size)} tokens to train, vocabulary {config.model.vocab}\n"
-        f"compiled in {report['compile_seconds']:.1f} s; {workspace:.1f} MiB of workspace per device{called}"
+        f"data: {config.data.corpus}, {quantity(setup.train.size)} tokens to train, vocabulary {config.model.vocab}"
     )
+
+
+def _compiled(report: dict) -> str:
+    workspace = report["memory"]["temp_bytes"] / 2**20
+    called = f"; calls {', '.join(report['calls'])}" if report["calls"] else ""
+    return f"compiled in {report['compile_seconds']:.1f} s; {workspace:.1f} MiB of workspace per device{called}"

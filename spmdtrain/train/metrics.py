@@ -7,6 +7,7 @@ from the table below; on hardware that is not in it MFU is null, never guessed.
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ class JsonLines:
 
     def write(self, **values: Any) -> None:
         with writing(self._path):
-            self._file.write(json.dumps(values) + "\n")
+            self._file.write(json.dumps(numbers(values)) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -56,12 +57,22 @@ class JsonLines:
             self._file.close()
 
 
+def numbers(value: Any) -> Any:
+    """`value` with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [numbers(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def forget_after(path: Path, step: int) -> None:
-    """Drops the lines of steps after `step`: a resumed run takes those steps again. A torn last line goes too."""
+    """Drops the lines of steps after `step`: a resumed run takes those steps again. What is no such line goes too."""
     if not path.exists():
         return
     with writing(path):
-        kept = [line for line in path.read_text().splitlines() if (at := _step_of(line)) is not None and at <= step]
+        lines = path.read_text(errors="replace").splitlines()
+        kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
         spare = path.with_suffix(".tmp")
         spare.write_text("".join(line + "\n" for line in kept))
         spare.replace(path)
@@ -69,9 +80,10 @@ def forget_after(path: Path, step: int) -> None:
 
 def _step_of(line: str) -> int | None:
     try:
-        return json.loads(line)["step"]
+        at = json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
         return None
+    return at if isinstance(at, int) else None
 
 
 class OneLate:
@@ -120,6 +132,7 @@ def step_figures(
     rate = float(metrics["tokens"]) / seconds
     return {
         "loss": float(metrics["loss"]),
+        **({"side_loss": float(metrics["side_loss"])} if "side_loss" in metrics else {}),
         "grad_norm": float(metrics["grad_norm"]),
         "learning_rate": float(metrics["learning_rate"]),
         "tokens": int(metrics["tokens"]),

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 from typing import Any
 
@@ -27,7 +28,7 @@ class Progress:
         if self._bar:
             self._bar.console.print(text, highlight=False, markup=False)
         else:
-            print(text, flush=True)
+            tell(text)
 
     def update(self, step: int, figures: dict[str, Any], due: bool = False) -> None:
         """`due` asks for a plain line out of turn (the first step, the last)."""
@@ -40,6 +41,14 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], completed=step, figures=f"{text}  eta {left}")
         elif due or step % self._every == 0:
             self.say(f"step {step}/{self._total}  {text}  {seconds:.3g} s/step  eta {left}")
+
+
+def tell(text: str) -> None:
+    """A line on the standard output; a run goes on without its audience (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def quantity(number: float) -> str:

@@ -17,8 +17,8 @@ from spmdtrain.parallel.layer_gradient import LayerGradient
 from spmdtrain.planner import memory
 from spmdtrain.planner.job import Job, Layout, Shape, job_of
 from spmdtrain.train import loop
+from spmdtrain.train.feed import abstract_batch
 from spmdtrain.train.show import bytes_per_device
-from spmdtrain.train.step import make_step
 
 LLAMA = (
     *("model.name=llama", "model.layers=4", "model.embed=32", "model.heads=4"),
@@ -42,10 +42,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("overrides", LAYOUTS)
 def test_argument_bytes_of_the_compiled_step(overrides):
     setup = prepared(*overrides)
-    with loop.batches(setup, 0, 0) as ahead:
-        step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
-        compiled = step.lower(setup.abstract, ahead.first).compile().memory_analysis()
-        batch = bytes_per_device({name: x for name, x in ahead.first.items() if name != "sample"})  # of dropout alone
+    compiled = loop.lower_step(setup).compile().memory_analysis()
+    batch = abstract_batch(setup.config, setup.mesh, setup.rules)
+    batch = bytes_per_device({name: x for name, x in batch.items() if name != "sample"})  # of dropout alone
     exact = memory.exact_state(setup.config, dict(setup.mesh.shape))
     assert sum(exact) + batch == compiled.argument_size_in_bytes
 

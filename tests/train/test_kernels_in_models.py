@@ -14,7 +14,6 @@ from helpers import mesh_of, tiny
 from spmdtrain.config import ConfigError
 from spmdtrain.train import accumulated, loop, pipelined
 from spmdtrain.train.state import init_state
-from spmdtrain.train.step import make_step
 
 SMALL = ("model.embed=32", "model.heads=4", "model.vocab=32", "train.sequence_length=16", "train.global_batch=8")
 MESHES = {
@@ -54,9 +53,8 @@ def test_a_kernel_gives_the_gradients_of_the_plain_implementation(settings):
 
 def test_an_implementation_that_cannot_run_is_one_line():
     setup = setup_with("cudnn", ())
-    step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
-    with loop.batches(setup, 0, 0) as ahead, pytest.raises(ConfigError) as refused:
-        step.lower(setup.abstract, ahead.first)
+    with pytest.raises(ConfigError) as refused:
+        loop.lower_step(setup)
     said = "model.attention='cudnn' cannot run: bfloat16 and float16, not float32; try --set model.attention=auto"
     assert str(refused.value) == said
 

@@ -165,7 +165,8 @@ def test_the_step_clock_leaves_out_pauses():
 
 def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n{"st')
+    damaged = b'{"step": "x"}\n[2]\n\xff\xfe{"st'
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n' + damaged)
     forget_after(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n'
 

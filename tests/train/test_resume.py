@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits, mesh_of, tiny
 
-from spmdtrain.config import CheckpointError, to_toml
+from spmdtrain.config import CheckpointError, ConfigError, to_toml
+from spmdtrain.config.errors import DivergedError, StorageError
 from spmdtrain.data import batches
 from spmdtrain.train import loop
 from spmdtrain.train.checkpoint import Checkpoints
+from spmdtrain.train.journal import only_run
 from spmdtrain.train.metrics import forget_after
 
 STEPS = 40
@@ -230,3 +232,66 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(uninterrupted, tmp_pa
     with pytest.raises(CheckpointError, match=word):
         run(tmp_path, *SETTINGS, *MESH, change, "train.steps=80", "model.max_length=16")
     assert os.listdir(tmp_path / "checkpoints") == before
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_refused_command_changes_nothing(uninterrupted, tmp_path, fresh):
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="model.attention='cudnn' cannot run"):
+        run(tmp_path / "run", *SETTINGS, *MESH, "train.steps=80", "model.attention=cudnn", fresh=fresh)
+    after, log = contents(tmp_path), "run/events.jsonl"
+    assert after.pop(log).startswith(before.pop(log)) and after == before
+
+
+def test_weights_to_start_from_are_not_set_aside(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    source = f"train.init_from={tmp_path / 'run'}"
+    with pytest.raises(ConfigError, match="is the run that --fresh sets aside; try another --run"):
+        run(tmp_path / "run", *SETTINGS, *MESH, source, fresh=True)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        run(tmp_path / "run", *SETTINGS, *MESH, f"train.init_from={tmp_path / 'none'}", fresh=True)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_two_runs_in_one_directory_are_one_too_many(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    with only_run(tmp_path):
+        for fresh in (False, True):
+            with pytest.raises(StorageError, match="another run is writing .*; try another --run"):
+                run(tmp_path, *SETTINGS, *MESH, "train.steps=80", fresh=fresh)
+    assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("nothing to do", STEPS)
+
+
+@pytest.mark.parametrize("size", [0, 100, None])
+@pytest.mark.parametrize("item", ["params", "state"])
+def test_a_damaged_file_of_a_checkpoint_is_one_line(uninterrupted, tmp_path, item, size):
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    data = max((tmp_path / "checkpoints" / "40" / item).rglob("d/*"), key=lambda path: path.stat().st_size)
+    data.unlink() if size is None else os.truncate(data, size)
+    with pytest.raises(CheckpointError, match=r"checkpoints/40 cannot be read: [A-Z_]+: .*; try removing it: step 30 is"):
+        run(tmp_path, *SETTINGS, *MESH)
+
+
+@pytest.mark.parametrize(
+    "meta", [[], {"format": 1}, {"format": 1, "leaves": {}, "sample": 0, "stream": {}, "layout": 3}]
+)
+def test_a_checkpoint_that_says_nothing_of_itself_is_one_line(uninterrupted, tmp_path, meta):
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checkpoints" / "40" / "meta" / "metadata").write_text(json.dumps(meta))
+    with pytest.raises(CheckpointError, match="checkpoints/40 cannot be read"):
+        run(tmp_path, *SETTINGS, *MESH)
+
+
+def test_a_diverged_run_ends_before_it_saves(tmp_path):
+    wild = ("optimizer.name=sgd", "optimizer.learning_rate=1e30", "train.clip=none", "train.steps=6")
+    with pytest.raises(DivergedError, match="the loss of step [23] is nan; step 1 is the newest checkpoint") as raised:
+        run(tmp_path, *wild, "checkpoint.every=1", "checkpoint.keep=1")
+    assert raised.value.exit_code == 9 and os.listdir(tmp_path / "checkpoints") == ["1"]
+    assert events(tmp_path)[-1] == "diverged"
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last, parse_constant=pytest.fail)["loss"] is None

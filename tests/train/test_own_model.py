@@ -1,0 +1,166 @@
+"""Models of one's own: whatever their dims are called, a mesh changes no loss, and what cannot be is one line."""
+
+import re
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_gradients_of_one_device, mesh_of, prepared, tiny
+
+from spmdtrain.config import ConfigError
+from spmdtrain.models.blueprint import build_model
+from spmdtrain.models.layers import weight
+from spmdtrain.models.stack import Stack
+from spmdtrain.models.transformer import Block, Transformer
+from spmdtrain.train import accumulated, loop, pipelined
+from spmdtrain.train.state import init_state
+
+SMALLEST = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_length=8", "train.global_batch=8")
+STAGES = ("mesh.pipeline=2", "train.microbatch=2")
+
+
+def with_table(rows: int, name: str) -> type[Transformer]:
+    class WithTable(Transformer):
+        def __init__(self, config, rngs: nnx.Rngs):
+            super().__init__(config, rngs)
+            self.tokens.table_ve = weight(rngs, (rows, config.model.embed), (name, "embed"))
+
+    return WithTable
+
+
+Rows, MoreRows, FewRows = with_table(36, "rows"), with_table(36, "vocab"), with_table(24, "vocab")
+
+
+class Cut(MoreRows):
+    def head(self, x_bte, flow):
+        hidden_bte, table_ve = super().head(x_bte, flow)
+        return hidden_bte, table_ve[:32]
+
+
+class OtherLength(Transformer):
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.blocks = Stack(lambda rngs: Block(config.model, rngs), 6, rngs)
+
+
+class NoBlocks(Transformer):
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.layers = self.blocks
+        del self.blocks
+
+
+class NoHead(nnx.Module):
+    def __init__(self, config, rngs: nnx.Rngs):
+        self.blocks = Stack(lambda rngs: Block(config.model, rngs), config.model.layers, rngs)
+
+    def embed(self, tokens_bt, flow):
+        return tokens_bt
+
+
+@cache
+def first_batch(make, *settings: str) -> tuple[float, float, dict[str, np.ndarray]]:
+    """(mean loss of training, of evaluation, gradients) of the initial weights."""
+    setup = loop.prepare(tiny(*SMALLEST, *settings), make, jax.devices()[: mesh_of(settings)])
+    parts = setup.config, setup.blueprint, setup.mesh, setup.rules
+    way = pipelined if setup.rules.sizes["pipeline"] > 1 else accumulated
+    gradients, losses = way.make_gradients(*parts), way.make_losses(*parts)
+    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    both = jax.jit(lambda params, step, batch: (gradients(params, step, batch), losses(params, batch)))
+    with loop.batches(setup, 0, 0) as ahead:
+        (found, train), evaluation = jax.device_get(both(state.params, state.step, next(ahead)))
+    in_stack, unstaged = setup.blueprint.in_stack, setup.blueprint.layout.unstaged
+    in_order = {path: unstaged(g) if in_stack(path) else g for path, g in found.items()}
+    return *(float(sums["loss"] / sums["tokens"]) for sums in (train, evaluation)), in_order
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (Rows, (*STAGES, "mesh.tensor=2", "rules.parameters.rows=")),
+        (Rows, (*STAGES, "mesh.fsdp=2", "rules.parameters.rows=fsdp", "rules.parameters.embed=")),
+        (Rows, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "rules.parameters.rows=tensor")),
+        (MoreRows, (*STAGES, "mesh.tensor=2")),
+    ],
+    ids=["whole on stages", "gathered on stages", "split", "padded on stages"],
+)
+def test_a_table_of_any_name_and_length_has_the_loss_and_gradients_of_one_device(make, settings):
+    whole = ("rules.parameters.rows=",) if make is Rows else ()
+    *got, found = first_batch(make, *settings)
+    *want, wanted = first_batch(make, *whole)
+    assert got == pytest.approx(want, rel=1e-5)
+    for path in wanted:
+        assert np.max(np.abs(found[path] - wanted[path])) <= 1e-5 * np.max(np.abs(wanted[path])), path
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (*STAGES, "mesh.fsdp=2", "rules.parameters.vocab=fsdp", "rules.parameters.embed="),
+        (*STAGES, "mesh.expert=2", "rules.parameters.vocab=expert", "rules.parameters.ffn=expert"),
+        ("mesh.expert=2", "mesh.context=2", "rules.parameters.vocab=context,expert"),
+    ],
+    ids=["fsdp on stages", "expert on stages", "context and expert"],
+)
+def test_weights_may_rest_split_over_the_axes_of_the_tokens(settings):
+    assert_gradients_of_one_device((), settings, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("mesh.fsdp=2", "rules.activations.vocab=fsdp"), "'batch' and 'vocab' both want mesh axis 'fsdp'"),
+        ((*STAGES, "mesh.context=2", "rules.activations.vocab=context"), "'time' and 'vocab' both want mesh axis"),
+    ],
+    ids=["fsdp", "context on stages"],
+)
+def test_logits_split_twice_over_one_axis_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=f"activation.*{words}.*try --set rules.activations.vocab="):
+        first_batch(Transformer, *settings)
+
+
+def test_a_head_that_cuts_the_table_of_a_stage_is_refused():
+    with pytest.raises(ConfigError, match="head gives 18 rows of a table of 32 on each of 2 stages"):
+        first_batch(Cut, *STAGES)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (OtherLength, r"blocks has 6 layers; found model.layers=2; try Stack\(..., config.model.layers, ...\)"),
+        (NoBlocks, r"NoBlocks has no blocks, a Stack; try self.blocks = Stack\(make_block, config.model.layers, rngs\)"),
+        (NoHead, r"NoHead has no head; try def head\(self, x_bte, flow\)"),
+        (FewRows, r"head gives a table of 24 rows; found model.vocab=32; try config.model.vocab rows"),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_model_without_what_training_asks_for_is_refused_in_one_line(make, message, stages):
+    with pytest.raises(ConfigError, match=f"^{message}") as refused:
+        build_model(tiny(*SMALLEST), make, stages)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_rule_for_a_dim_that_no_parameter_has_is_refused():
+    with pytest.raises(ConfigError, match=r"rules.parameters.nosuchthing: no parameter has a logical axis.*found embed"):
+        prepared("rules.parameters.nosuchthing=fsdp")
+    with pytest.raises(ConfigError, match="rules.parameters.rovs.*did you mean 'rows'"):
+        build_model(tiny("rules.parameters.rovs=fsdp"), Rows)
+    assert "rows" in build_model(tiny("rules.parameters.rows="), Rows).parameters["tokens.table_ve"].axes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (*STAGES, "model.vocab=33"),
+        ("mesh.fsdp=4", "model.embed=18", "model.heads=2"),
+        ("mesh.tensor=2", "model.ffn=31"),
+        ("mesh.context=2", "train.sequence_length=7"),
+    ],
+    ids=["vocab", "embed", "ffn", "time"],
+)
+def test_what_does_not_divide_can_be_typed_as_it_is_said(settings):
+    with pytest.raises(ConfigError, match="is not divisible by") as refused:
+        prepared(*SMALLEST, *settings)
+    prepared(*SMALLEST, *settings, *re.findall(r"--set ((?:model|train)\.\w+=\d+)", str(refused.value))[:1])
