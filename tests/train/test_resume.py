@@ -273,13 +273,12 @@ def test_a_damaged_file_of_a_checkpoint_is_one_line(uninterrupted, tmp_path, ite
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
     data = max((tmp_path / "checkpoints" / "40" / item).rglob("d/*"), key=lambda path: path.stat().st_size)
     data.unlink() if size is None else os.truncate(data, size)
-    with pytest.raises(CheckpointError, match=r"checkpoints/40 cannot be read: [A-Z_]+: .*; try removing it: step 30 is"):
+    said = "checkpoints/40 cannot be read: [A-Z_]+: .*; try removing it: step 30 is there"
+    with pytest.raises(CheckpointError, match=said):
         run(tmp_path, *SETTINGS, *MESH)
 
 
-@pytest.mark.parametrize(
-    "meta", [[], {"format": 1}, {"format": 1, "leaves": {}, "sample": 0, "stream": {}, "layout": 3}]
-)
+@pytest.mark.parametrize("meta", [[], {"format": 1}, {"format": 1, "leaves": {}, "layout": 3}])
 def test_a_checkpoint_that_says_nothing_of_itself_is_one_line(uninterrupted, tmp_path, meta):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoints" / "40" / "meta" / "metadata").write_text(json.dumps(meta))
