@@ -4,12 +4,13 @@ An implementation is a module with `refusal(...) -> str`: why it cannot run the 
 implementation never falls back. "NAME:interpret" runs a kernel's instructions one by one on any machine, for tests.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
 INTERPRET = ":interpret"
-ALREADY_OLD = ("K80", "P4", "P100", "V100", "T4", "RTX 20", "Quadro RTX", "TITAN V", "TITAN RTX")  # before sm_80
+ALREADY_OLD = re.compile(r"\b(K80|M40|M60|P4|P40|P100|V100S?|T4|T1000|GTX|GeForce RTX 20\d\d|Quadro RTX|TITAN)\b")
 
 
 class Refused(NotImplementedError):
@@ -54,7 +55,12 @@ def no_gpu(interpreted: bool) -> str:
     kind = device_kind()
     if not any(maker in kind for maker in ("NVIDIA", "Tesla", "Quadro", "TITAN")):
         return f"needs an NVIDIA GPU, this is {kind}"
-    return f"needs sm_80 or later, this is {kind}" if any(old in kind for old in ALREADY_OLD) else ""
+    return f"needs sm_80 or later, this is {kind}" if ALREADY_OLD.search(kind) else ""
+
+
+def no_64_bits() -> str:
+    """Why a kernel whose counters are int32 cannot run here; "" where it can."""
+    return "no 64 bit numbers (jax_enable_x64): its counters have 32" if jax.config.jax_enable_x64 else ""
 
 
 def not_interpretable(interpreted: bool) -> str:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.choose import device_kind
+from pallas_kernels.choose import device_kind, no_64_bits
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -45,8 +45,8 @@ def refusal(interpreted: bool) -> str:
     """Why kernels for Hopper cannot run here; "" where they can. Compiling one for another GPU ends the process."""
     if jax.__version_info__ < (0, 11):
         return f"needs jax 0.11 or later, this is {jax.__version__}"
-    if interpreted:
-        return ""
+    if (refused := no_64_bits()) or interpreted:
+        return refused
     if not HOPPER.search(device_kind()):
         return f"needs an NVIDIA GPU of sm_90 (Hopper), this is {device_kind()}"
     if MISCOMPILING[0] <= _cuda_version() <= MISCOMPILING[1]:

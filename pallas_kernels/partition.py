@@ -44,6 +44,13 @@ def wholly_manual(function: Callable) -> Callable:
     return jax.jit(jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=rest, check_vma=False))
 
 
+def unchecked(op: str, *arrays: jax.Array | None) -> None:
+    """A ValueError inside a shard_map that follows which values differ between devices: derivative rules written by
+    hand, and kernels, do not say that of what they give."""
+    if any(x is not None and jax.typeof(x).manual_axis_type.varying for x in arrays):
+        raise ValueError(f"{op}: needs jax.shard_map(..., check_vma=False) around it")
+
+
 def axes_of(*specs: P) -> set[str]:
     """The mesh axes that the specs name."""
     parts = [part for spec in specs for part in spec if part]

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.attention import cudnn, mosaic, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, prepare
 from pallas_kernels.choose import INTERPRET, choose
+from pallas_kernels.partition import unchecked
 
 IMPLEMENTATIONS = {"xla": xla, "mosaic": mosaic, "triton": triton, "cudnn": cudnn}
 # Published: cuDNN's forward at 395 to 617 TFLOP/s on an H100 (arXiv:2407.08608, head dims 64 and 128). Our kernels take
@@ -46,6 +47,7 @@ def attention(  # noqa: PLR0913 - the question has as many parts
     is seen. `implementation` None: the first that does not refuse, in the order of PREFERENCE; a named one never
     falls back: it raises `Refused`.
     """
+    unchecked("attention", q, k, v, bias)
     problem, inputs = prepare(
         q, k, v, causal=causal, segment_ids=segment_ids, window=window, softcap=softcap, scale=scale, bias=bias,
         positions=positions,

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+MOST_POSITIONS = 2**30  # positions are int32, so are their differences
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -60,17 +62,24 @@ def prepare(  # noqa: PLR0913 - the arguments of `attention`
             f"attention: q {q.shape}, k {k.shape}, v {v.shape} do not fit: k and v share batch, time and heads, "
             "q and k head_dim, and the heads of q are a multiple of those of k"
         )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"attention: softcap={softcap} must be above 0; None: no cap")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"attention: softcap={softcap} must be above 0 and finite; None: no cap")
+    if window is not None and (not isinstance(window, tuple | list) or len(window) != 2):
+        raise ValueError(f"attention: window={window} must be (left, right), keys before and after the query")
     left, right = (None, None) if window is None else window
     if any(side is not None and side < 0 for side in (left, right)):
         raise ValueError(f"attention: window={window}: (left, right) count keys, at least 0; None: no bound")
+    farthest = t + s if positions is None else MOST_POSITIONS
+    left, right = (None if side is None or side >= farthest else int(side) for side in (left, right))
     if causal:
         right = 0
-    if bias is not None and (
-        bias.ndim != 4 or any(have not in (1, want) for have, want in zip(bias.shape, (b, h, t, s), strict=True))
-    ):
-        raise ValueError(f"attention: bias {bias.shape} does not broadcast to [batch, heads, t, s] = {(b, h, t, s)}")
+    if bias is not None:
+        if bias.ndim != 4 or any(have not in (1, want) for have, want in zip(bias.shape, (b, h, t, s), strict=True)):
+            raise ValueError(
+                f"attention: bias {bias.shape} does not broadcast to [batch, heads, t, s] = {(b, h, t, s)}"
+            )
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise ValueError(f"attention: bias is {bias.dtype}, not floating: a mask is jnp.where(mask, 0, -jnp.inf)")
     segments = _pair("segment_ids", segment_ids, b, t, s)
     positions = _pair("positions", positions, b, t, s)
     problem = Problem(left, right, softcap, d**-0.5 if scale is None else float(scale))
@@ -81,8 +90,8 @@ def _pair(name: str, given, b: int, t: int, s: int) -> tuple[jax.Array, jax.Arra
     if given is None:
         return None
     pair = tuple(given) if isinstance(given, tuple | list) else (given, given)
-    if len(pair) != 2 or [x.shape for x in pair] != [(b, t), (b, s)]:
-        found = ", ".join(str(x.shape) for x in pair)
+    if [getattr(x, "shape", None) for x in pair] != [(b, t), (b, s)]:
+        found = ", ".join(str(getattr(x, "shape", type(x).__name__)) for x in pair)
         raise ValueError(f"attention: {name} must be [batch, t], [batch, s] = {(b, t)}, {(b, s)}, not {found}")
     if any(not jnp.issubdtype(x.dtype, jnp.integer) for x in pair):
         raise ValueError(f"attention: {name} must be integers")

@@ -63,11 +63,12 @@ class _Plan:
         return scores(self.problem, products, self.base)
 
     def queries(self, at, places):
-        """(positions, segments or None) of the queries of tile `at`."""
+        """(positions, segments or None, whether they are there) of the queries of tile `at`."""
         segments, positions = places[0], places[2]
-        own = at * self.tile.q + jnp.arange(self.tile.q) + (self.lengths[1] - self.lengths[0])
+        number = at * self.tile.q + jnp.arange(self.tile.q)
+        own = number + (self.lengths[1] - self.lengths[0])
         own = own if positions is None else rows(positions, at, self.tile.q)
-        return own, None if segments is None else rows(segments, at, self.tile.q)
+        return own, None if segments is None else rows(segments, at, self.tile.q), number < self.lengths[0]
 
     def keys(self, at, places):
         """(positions, segments or None, whether they are there) of the keys of tile `at`."""
@@ -79,7 +80,7 @@ class _Plan:
     def seen(self, queries, keys) -> jax.Array:
         """[q, k]"""
         split = () if queries[1] is None else (queries[1][:, None], keys[1][None])
-        there = jnp.broadcast_to(keys[2][None], (self.tile.q, self.tile.k))
+        there = queries[2][:, None] & keys[2][None]
         seen = sees(self.problem, queries[0][:, None], keys[0][None], *split)
         return there if seen is None else there & seen
 

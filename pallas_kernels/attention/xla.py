@@ -131,7 +131,8 @@ class _Tiles:
         if inputs.positions is not None:
             visible, full = np.ones_like(visible), np.zeros_like(full)
         self.table = jnp.asarray(np.argwhere(visible[0]).reshape(-1, 2), jnp.int32)
-        self.masked = inputs.segments is not None or not full[visible].all() or inputs.bias is not None
+        ragged = bool(t % self.block_q)
+        self.masked = inputs.segments is not None or inputs.bias is not None or ragged or not full[visible].all()
 
     def at(self, at: jax.Array) -> _Tile:
         """With what nothing in the tile sees set to 0: it may be NaN."""
@@ -151,8 +152,9 @@ class _Tiles:
         split = ()
         if self.segments is not None:
             split = self.rows(self.segments[0], at, 1)[:, :, None], self.keys(self.segments[1], at, 1)[:, None]
-        there = (at[1] * self.block_k + jnp.arange(self.block_k) < self.inputs.lengths[1])[None, None]
-        there = jnp.broadcast_to(there, (1, self.block_q, self.block_k))
+        t, s = self.inputs.lengths
+        q_there = (at[0] * self.block_q + jnp.arange(self.block_q) < t)[None, :, None]
+        there = q_there & (at[1] * self.block_k + jnp.arange(self.block_k) < s)[None, None]
         seen = sees(self.problem, *places, *split)
         seen = (there if seen is None else there & seen)[:, None, None]
         return seen if bias is None else seen & (bias > -jnp.inf)

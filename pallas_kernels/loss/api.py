@@ -9,6 +9,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.partition import unchecked
+
 CHUNK_LOGITS = 2**26  # logits computed at once (256 MiB in float32) before more chunks are cut
 
 
@@ -38,6 +40,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     gradients are as if each of these devices had computed the whole: what they do with the loss counts together, and
     the gradient of x is this device's part, to be summed over `split`, as of any input that all of them share.
     """
+    unchecked("linear_cross_entropy", x, weight, targets, mask)
     if x.ndim < 2 or x.shape[:-1] != targets.shape or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"linear_cross_entropy: x {x.shape}, weight {weight.shape}, targets {targets.shape} are not "
@@ -52,15 +55,21 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     if ignore_index is not None:
         mask = jnp.where(targets == ignore_index, 0, mask)
+    if 0 in x.shape or isinstance(split, str):
+        raise ValueError(f"linear_cross_entropy: x {x.shape} has no elements, or split={split!r} is no tuple of names")
     time, width = x.shape[-2:]
     chunks = _chunks(math.prod(x.shape[:-2]), time, weight.shape[0], chunk_logits)
     flat = x.reshape(-1, time, width), targets.reshape(-1, time), mask.reshape(-1, time)
+    if more := -time % chunks:  # with tokens that count 0
+        flat = [jnp.pad(each, [(0, 0), (0, more), (0, 0)][: each.ndim]) for each in flat]
     return _loss(chunks, float(label_smoothing), float(z_loss), tuple(split), flat[0], weight, *flat[1:])
 
 
 def _chunks(batch: int, time: int, vocab: int, limit: int) -> int:
-    """The smallest number of equal chunks of `time` with at most `limit` logits each, one time step at least."""
-    return next(n for n in range(1, time + 1) if time % n == 0 and (batch * (time // n) * vocab <= limit or n == time))
+    """The smallest number of equal chunks of `time` with at most `limit` logits each, one time step at least; where no
+    number up to twice that divides `time`, that one."""
+    least = min(-(-batch * time * vocab // limit), time)
+    return next((n for n in range(least, 2 * least + 1) if time % n == 0), least)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -80,21 +89,22 @@ def _forward(chunks, smoothing, z_loss, split, x_bte, weight_ve, targets_bt, mas
         total, dweight = carry
         x, _, mask = chunk
         loss, each, slope = part(*chunk)
-        dlogits = (slope() * mask[..., None]).astype(x.dtype)
+        counts = mask[..., None] != 0  # what does not may be NaN
+        dlogits, x = jnp.where(counts, slope() * mask[..., None], 0).astype(x.dtype), jnp.where(counts, x, 0)
         dx = _dot("btv,ve->bte", dlogits, weight_ve).astype(x.dtype)
         return (total + loss, dweight + _dot("btv,bte->ve", dlogits, x)), (dx, each)
 
     start = jnp.float32(0), jnp.zeros(weight_ve.shape, jnp.float32)
     (total, dweight), (dx, each) = jax.lax.scan(step, start, _cut(chunks, x_bte, targets_bt, mask_bt))
     dx, dmask = (jnp.moveaxis(part, 0, 2).reshape(*mask_bt.shape, *part.shape[3:]) for part in (dx, each))
-    return total, (dx, dweight.astype(weight_ve.dtype), dmask)
+    return total, (dx, dweight, dmask, jnp.zeros((0,), weight_ve.dtype))
 
 
 def _backward(_chunks, _smoothing, _z_loss, split, kept, dloss):
-    dx, dweight, dmask = kept
+    dx, dweight, dmask, weight = kept
     ours = jax.lax.psum(dloss, split) if split else dloss
-    # the mask is whole on every device of `split`, and so is its gradient: each counts its own
-    return *((ours * part.astype(jnp.float32)).astype(part.dtype) for part in (dx, dweight)), None, dloss * dmask
+    dx, dweight = (ours * dx.astype(jnp.float32)).astype(dx.dtype), (ours * dweight).astype(weight.dtype)
+    return dx, dweight, None, dloss * dmask  # the mask is whole on every device of `split`: each counts its own
 
 
 _loss.defvjp(_forward, _backward)

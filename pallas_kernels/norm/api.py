@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.choose import choose
 from pallas_kernels.norm import triton, xla
+from pallas_kernels.partition import unchecked
 
 IMPLEMENTATIONS = {"xla": xla, "triton": triton}
 PREFERENCE = ("xla",)  # no other was measured to be faster yet
@@ -44,6 +45,10 @@ def rmsnorm(
 
 
 def _norm(op, x, scale, bias, residual, eps, implementation):
+    unchecked(op, x, scale, bias, residual)
+    for name, each in (("x", x), ("scale", scale), ("bias", bias), ("residual", residual)):
+        if each is not None and not jnp.issubdtype(each.dtype, jnp.floating):
+            raise ValueError(f"{op}: {name} is {each.dtype}, not floating")
     width = x.shape[-1:]
     for name, vector in (("scale", scale), ("bias", bias)):
         if vector is not None and vector.shape != width:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.choose import INTERPRET, no_gpu
+from pallas_kernels.choose import INTERPRET, no_64_bits, no_gpu
 from pallas_kernels.triton import call, load, power_of_two, store
 
 WIDEST = 16384  # a row is held in registers
@@ -21,7 +21,7 @@ def refusal(rows: tuple[int, int], interpreted: bool) -> str:
         return f"rows up to {WIDEST} wide, not {rows[1]}"
     if rows[0] * rows[1] >= 2**31:
         return "arrays of fewer than 2^31 elements: offsets are 32 bits"
-    return no_gpu(interpreted)
+    return no_64_bits() or no_gpu(interpreted)
 
 
 def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
@@ -94,7 +94,7 @@ def backward(total, scale, mean, rstd, dy, dtotal, name: str):
             dtotal if dtotal is None else whole,
         ],  # fmt: skip
         outputs=[
-            (jax.ShapeDtypeStruct((n, d), total.dtype), whole),
+            (jax.ShapeDtypeStruct((n, d), jnp.promote_types(total.dtype, dy.dtype)), whole),
             *[(jax.ShapeDtypeStruct((programs, d), jnp.float32), part)] * 2,
         ],
         warps=_warps(block[1]),

@@ -166,6 +166,51 @@ def test_what_is_not_seen_may_be_nan(implementation):
         assert not np.where(nothing, dirty, 0).any(), name
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
+@pytest.mark.parametrize("hidden_by", ["segments", "positions", "bias"])
+def test_queries_of_padding_see_nothing_either(implementation, hidden_by, monkeypatch):
+    """Lengths are padded to whole tiles: those queries must not let in what no query sees."""
+    if hidden_by == "bias" and implementation != "xla":
+        pytest.skip("no bias")
+    monkeypatch.setattr(xla, "BLOCK", 48)
+    random, t, hidden = np.random.default_rng(0), 53, np.arange(8) >= 6
+    q, k, v = (jnp.asarray(random.standard_normal((1, n, 1, 16)), jnp.float32) for n in (t, 8, 8))
+    options = {
+        "segments": {"segment_ids": (jnp.ones((1, t), int), jnp.where(hidden, 0, 1)[None])},
+        "positions": {"positions": (jnp.full((1, t), -5), jnp.where(hidden, -3, -6)[None]), "causal": True},
+        "bias": {"bias": jnp.where(hidden, -jnp.inf, jnp.zeros((1, 1, t, 8)))},
+    }[hidden_by]
+
+    def run(fill):
+        there = [jnp.where(hidden[None, :, None, None], fill, x) for x in (k, v)]
+        out, pull = jax.vjp(lambda *qkv: attention(*qkv, implementation=implementation, **options), q, *there)
+        return out, *pull(jnp.ones_like(out))
+
+    jax.tree.map(np.testing.assert_array_equal, run(jnp.nan), run(0.0))
+
+
+def test_a_large_bias_makes_no_infinity_of_padding(monkeypatch):
+    monkeypatch.setattr(xla, "BLOCK", 48)
+    k, bias = jnp.ones((1, 8, 1, 16)), jnp.full((1, 1, 1, 8), 100.0)
+    loss = jax.grad(lambda k, b: attention(jnp.ones((1, 53, 1, 16)), k, jnp.ones((1, 8, 1, 16)), bias=b).sum(), (0, 1))
+    assert all(np.isfinite(x).all() for x in loss(k, bias))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
+def test_a_window_without_end(implementation):
+    drawn, far = cases.Case(t=40, d=16, dtype="float32", segments="three").draw(), 2**31 - 1
+    ids = cases.Case(t=40, segments="three").options()["segment_ids"]
+    places = jnp.arange(40)[None] - 50
+
+    def run(window, **options):
+        return attention(*(drawn[name] for name in "qkv"), segment_ids=ids, window=window,
+                         implementation=implementation, **options)  # fmt: skip
+
+    np.testing.assert_array_equal(run((16, far)), run((16, None)))
+    np.testing.assert_array_equal(run((2**40, 3)), run((None, 3)))
+    np.testing.assert_array_equal(run((far, 3), positions=places), run((None, 3), positions=places))
+
+
 def test_extremes():
     q = jnp.ones((1, 64, 1, 32)) * 100
     k = jnp.ones((1, 64, 1, 32)).at[:, 5].set(100.0)
@@ -200,7 +245,11 @@ def test_hidden_tiles_are_skipped():
         ({"segment_ids": jnp.zeros((1, 9), int)}, "segment_ids must be"),
         ({"bias": jnp.zeros((8, 8))}, "does not broadcast"),
         ({"window": (-1, 0)}, "at least 0"),
+        ({"window": 4}, r"must be \(left, right\)"),
+        ({"segment_ids": [[0] * 8, [1] * 8]}, "segment_ids must be .* not list, list"),
+        ({"bias": jnp.ones((1, 1, 8, 8), bool)}, r"bias is bool, .*jnp.where\(mask, 0, -jnp.inf\)"),
         ({"softcap": 0.0}, "above 0"),
+        ({"softcap": float("inf")}, "finite"),
         ({"implementation": "cuda"}, "there are"),
         ({"implementation": "xla:interpret"}, "no interpreted form"),
     ],

@@ -10,7 +10,10 @@ import jax
 import pytest
 
 from pallas_kernels import choose, mosaic
+from pallas_kernels.attention import cudnn
+from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.choose import Refused
+from pallas_kernels.norm import triton
 
 ROOT = Path(__file__).parents[2]
 REFUSALS = {"fast": lambda _: "too odd", "plain": lambda interpreted: "not interpreted" if interpreted else ""}
@@ -29,7 +32,17 @@ def test_the_first_that_does_not_refuse_or_the_named_one():
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("NVIDIA H200", ""), ("Tesla V100-SXM2-16GB", "needs sm_80"), ("AMD Instinct", "needs an NVIDIA")],
+    [
+        ("NVIDIA H200", ""),
+        ("NVIDIA RTX 2000 Ada Generation", ""),
+        ("NVIDIA L4", ""),
+        ("NVIDIA A40", ""),
+        ("Tesla V100-SXM2-16GB", "needs sm_80"),
+        ("Tesla T4", "needs sm_80"),
+        ("NVIDIA GeForce RTX 2080 Ti", "needs sm_80"),
+        ("NVIDIA GeForce GTX 1080 Ti", "needs sm_80"),
+        ("AMD Instinct", "needs an NVIDIA"),
+    ],
 )
 def test_old_and_other_gpus_are_refused(kind, said, monkeypatch):
     monkeypatch.setattr(choose, "device_kind", lambda: kind)
@@ -45,6 +58,25 @@ def test_a_compiler_that_is_known_to_be_wrong_is_refused(version, said, monkeypa
     refused = mosaic.refusal(False)
     assert said in refused and bool(said) == bool(refused)
     assert mosaic.refusal(True) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs"), [("NVIDIA H200", True), ("NVIDIA B200", True), ("NVIDIA A800-SXM4-80GB", False)]
+)
+def test_wide_heads_run_on_cudnn_from_hopper_on(kind, runs, monkeypatch):
+    for module in (cudnn, choose):
+        monkeypatch.setattr(module, "device_kind", lambda: kind)
+    monkeypatch.setattr(cudnn, "_not_installed", lambda: "")
+    q = jax.ShapeDtypeStruct((1, 64, 2, 256), "bfloat16")
+    refused = cudnn.refusal(Problem(None, 0, None, 1.0), Inputs(q, q, q), False)
+    assert refused == ("" if runs else "one head dim, a multiple of 8 up to 128, not 256 and 256")
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax's version is said first")
+def test_kernels_whose_counters_have_32_bits_refuse_64():
+    with jax.enable_x64(True):
+        for refused in (mosaic.refusal(True), triton.refusal((4, 16), True)):
+            assert refused.startswith("no 64 bit numbers (jax_enable_x64)")
 
 
 def test_a_mesh_in_use_says_what_is_compiled_for():

@@ -7,7 +7,7 @@ import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.loss import cases, linear_cross_entropy, reference
+from pallas_kernels.loss import api, cases, linear_cross_entropy, reference
 
 
 def options(case):
@@ -45,6 +45,35 @@ def test_ignored_targets_count_nothing():
     run = jax.value_and_grad(lambda x, w, t, **more: linear_cross_entropy(x, w, t, **more), (0, 1))
     got, want = run(x, weight, ignored, ignore_index=-100), run(x, weight, targets, mask=mask)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_what_counts_nothing_may_be_nan():
+    x, weight, targets, mask = cases.Case(masked=True).draw()
+    run = jax.value_and_grad(lambda x, w: linear_cross_entropy(x, w, targets, mask=mask, chunk_logits=1000), (0, 1))
+    got, want = (run(jnp.where(mask[..., None] == 0, fill, x), weight) for fill in (jnp.nan, 0.0))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(("time", "chunks"), [(8192, 16), (8191, 16), (4099, 8), (2039, 4), (12, 1)])
+def test_chunks_are_few_whatever_divides_the_time(time, chunks):
+    assert api._chunks(1, time, 128256, 2**26) == chunks
+
+
+def test_a_time_that_no_number_of_chunks_divides():
+    x, weight, targets, mask = cases.Case(t=13).draw()
+    run = jax.value_and_grad(lambda limit, *given: linear_cross_entropy(*given[:2], targets, mask=given[2],
+                                                                        chunk_logits=limit), (1, 2, 3))  # fmt: skip
+    rows = x.shape[0] * weight.shape[0]
+    got, want = run(3 * rows, x, weight, mask), run(13 * rows, x, weight, mask)
+    assert api._chunks(x.shape[0], 13, weight.shape[0], 3 * rows) == 5
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_a_gradient_is_rounded_after_it_is_scaled():
+    """The sum over 70,000 tokens is above what float16 holds, their mean is not."""
+    x, targets = jnp.ones((1, 70000, 8), jnp.float16), jnp.zeros((1, 70000), int)
+    mean = jax.jit(jax.grad(lambda weight: linear_cross_entropy(x, weight, targets) / 70000))
+    np.testing.assert_allclose(mean(jnp.zeros((16, 8), jnp.float16))[0], -15 / 16, rtol=1e-3)
 
 
 def test_logits_are_never_whole():

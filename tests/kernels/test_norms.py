@@ -80,6 +80,11 @@ def test_xla_on_the_grid(case):
     compare(case, "xla")
 
 
+def test_equal_numbers_far_from_zero_have_a_norm():
+    x = jnp.asarray(1e8 * (1 + np.random.default_rng(0).random((20, 1))), jnp.float32) + jnp.zeros((20, 100))
+    assert np.isfinite(jax.jit(lambda x: norm.layernorm(x, jnp.ones(100)))(x)).all()
+
+
 def test_a_norm_takes_any_leading_dims_and_refuses_what_does_not_fit():
     x = jnp.arange(24.0).reshape(2, 3, 4)
     np.testing.assert_allclose(norm.rmsnorm(x, jnp.ones(4))[1, 2], norm.rmsnorm(x[1, 2], jnp.ones(4)), rtol=1e-6)
@@ -87,3 +92,5 @@ def test_a_norm_takes_any_leading_dims_and_refuses_what_does_not_fit():
         norm.layernorm(x, jnp.ones(3))
     with pytest.raises(ValueError, match="shape of x"):
         norm.layernorm(x, jnp.ones(4), residual=x[0])
+    with pytest.raises(ValueError, match="x is int32, not floating"):
+        norm.rmsnorm(jnp.arange(8).reshape(2, 4), jnp.ones(4))

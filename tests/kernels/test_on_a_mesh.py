@@ -129,3 +129,11 @@ def test_a_bare_kernel_is_gathered():
 
     step, _ = compiled(bare, drawn(shapes), made_mesh((4, 2), (BATCH, HEADS)), specs)
     assert "all-gather" in moved(step)
+
+
+def test_a_region_that_follows_what_differs_is_refused():
+    x = jax.ShapeDtypeStruct((8, 32, 2, 16), jnp.float32)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    region = jax.shard_map(attention, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"attention: needs jax.shard_map\(..., check_vma=False\) around it"):
+        jax.jit(region).lower(x, x, x)
