@@ -1,6 +1,7 @@
 """The command line: arguments in, exit code out. jax is imported once a command has its settings, not for `--help`."""
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -9,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmdtrain.config import PREEMPTED, ConfigError, StorageError, UserError, load, to_toml
+from spmdtrain.config.schema import SEEDS
 
 DONE = 0
+CLOSED_PIPE = 141  # as of a program that SIGPIPE ends
 LARGEST_SCHEDULE = 1_000_000  # ticks x stages: seconds of work here, and more than anybody looks at
 
 
@@ -18,10 +21,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. A person's mistake is one line on stderr and its exit code; only our bugs show a traceback."""
     try:
         parsed = _parser().parse_args(arguments)
-        return parsed.command(parsed)
+        code = parsed.command(parsed)
+        print(end="", flush=True)
+        return code
     except UserError as error:
         print(f"spmdtrain: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try again at its end
+        if error.errno == errno.EPIPE:  # `| head`: nobody reads on, and nobody made a mistake
+            return CLOSED_PIPE
+        print(f"spmdtrain: cannot write: {error.strerror}", file=sys.stderr)
+        return StorageError.exit_code
     except KeyboardInterrupt:  # before the loop took over the signal: nothing to save yet
         return 130
 
@@ -32,7 +45,7 @@ def _train(parsed: argparse.Namespace) -> int:
         print(to_toml(config), end="")
         return DONE
     directory = parsed.run or f"runs/{Path(parsed.config).stem}"
-    if parsed.hardware:
+    if parsed.hardware is not None:
         from spmdtrain.planner.hardware import hardware
 
         hardware(parsed.hardware)  # a typo is refused before devices are looked for
@@ -130,20 +143,25 @@ def _schedule(parsed: argparse.Namespace) -> int:
 
 
 def _estimate(parsed: argparse.Namespace) -> int:
+    _refuse_together(parsed, "sweep", "generate", "compile", "anchor")
+    _refuse_together(parsed, "generate", "compile", "anchor")
+    if parsed.batch and not parsed.generate:
+        fix = f"--generate 512+128 --batch {parsed.batch}"
+        raise ConfigError("--batch is how many sequences --generate makes", asked=f"--batch {parsed.batch}", fix=fix)
     from spmdtrain.planner import anchor, report
     from spmdtrain.planner.hardware import hardware
 
     _without_devices()
     device = hardware(parsed.hardware)
     config = report.with_vocab(load(parsed.config, parsed.set))
-    if parsed.sweep:
+    if parsed.sweep is not None:
         rows = report.sweep(config, parsed.devices, device, parsed.sweep)
         print(json.dumps(rows) if parsed.json else report.show_sweep(rows))
         return DONE
     sizes = report.mesh_sizes(config, parsed.devices, device)
     if parsed.generate:
         return _generate(parsed, config, sizes, device)
-    scale = anchor.anchored(parsed.anchor, device) if parsed.anchor else 1.0
+    scale = 1.0 if parsed.anchor is None else anchor.anchored(parsed.anchor, device)
     price, held = report.priced(config, sizes, device, scale)
     found = report.describe(price, held) | ({"anchor": scale} if parsed.anchor else {})
     shown = [report.show(price, held)] + ([f"anchored on {parsed.anchor}: x {scale:.3g}"] if parsed.anchor else [])
@@ -165,13 +183,14 @@ def _generate(parsed: argparse.Namespace, config, sizes, device) -> int:
 
     prompt, new = parsed.generate
     job = job_of(config, sizes)
-    found = generate(job, parsed.batch, prompt, new, device, report.our_stack(config, device))
+    found = generate(job, parsed.batch or 1, prompt, new, device, report.our_stack(config, device))
     values = asdict(found) | {"tokens_per_second": found.tokens_per_second}
     print(json.dumps(values) if parsed.json else report.show_generation(found, device))
     return DONE
 
 
 def _plan(parsed: argparse.Namespace) -> int:
+    _refuse_together(parsed, "rules", "top")
     from spmdtrain.planner import report, search
     from spmdtrain.planner.hardware import hardware
 
@@ -180,7 +199,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     if parsed.rules:
         return _rules(parsed, config, device)
     plans = report.plan(config, parsed.devices, device, report.our_stack(config, device))
-    best = search.distinct(plans, parsed.top)
+    best = search.distinct(plans, parsed.top or 10)
     if parsed.json:
         print(json.dumps([report.describe(plan.price, plan.memory) | {"why": plan.why} for plan in best]))
     else:
@@ -202,6 +221,9 @@ def _rules(parsed: argparse.Namespace, config, device) -> int:
 
 
 def _calibrate(parsed: argparse.Namespace) -> int:
+    if not parsed.out.endswith(".toml"):
+        raise ConfigError(f"--out {parsed.out}: --hardware reads .toml files", fix=f"--out {parsed.out}.toml")
+    _refuse_unwritable(Path(parsed.out))  # before minutes of measuring
     _start_jax(parsed)
     from spmdtrain.planner import calibrate
 
@@ -212,6 +234,24 @@ def _calibrate(parsed: argparse.Namespace) -> int:
         f"{found['memory_bandwidth'] / 1e9:.4g} GB/s memory, {found['link_bandwidth'] / 1e9:.4g} GB/s links"
     )
     return DONE
+
+
+def _refuse_together(parsed: argparse.Namespace, first: str, *others: str) -> None:
+    """`first` would pass over the other options in silence."""
+    given = [name for name in (first, *others) if getattr(parsed, name) not in (None, False)]
+    if first in given[:1] and given[1:]:
+        raise ConfigError(f"--{first} and --{given[1]} cannot go together", fix="one of them at a time")
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Leaves the file, or that there is none, as it was."""
+    try:
+        there = os.path.lexists(path)
+        path.open("a").close()
+        if not there:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _without_devices() -> None:
@@ -281,8 +321,8 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
     sample.add_argument("--top-k", type=int, help="among the k likeliest tokens only")
     sample.add_argument("--top-p", type=float, help="among the likeliest tokens that reach probability p together")
-    sample.add_argument("--seed", type=int, default=0, help="another seed, another text")
-    _add_set(sample, "mesh.tensor=2, say; the default is one device")
+    sample.add_argument("--seed", type=_seed, default=0, help="another seed, another text")
+    _add_set(sample, "mesh.tensor=2, say (the default is one device); mesh.*, rules.* and model.attention alone")
     _add_devices(sample)
     sample.set_defaults(command=_sample)
 
@@ -324,14 +364,14 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--generate", type=_prompt_and_new, metavar="PROMPT+NEW", help="prices generation instead: 512+128 tokens"
     )
-    estimate.add_argument("--batch", type=_positive, default=1, metavar="N", help="sequences to generate at once")
+    estimate.add_argument("--batch", type=_positive, metavar="N", help="sequences to generate at once (default: 1)")
     estimate.set_defaults(command=_estimate)
 
     plan = commands.add_parser("plan", help="which layout: searches them all and says why the others lost")
     _add_config(plan)
     _add_hardware(plan)
     plan.add_argument("--devices", type=_positive, required=True, metavar="N", help="how many")
-    plan.add_argument("--top", type=_positive, default=10, metavar="N", help="meshes to print (default: %(default)s)")
+    plan.add_argument("--top", type=_positive, metavar="N", help="meshes to print (default: 10)")
     plan.add_argument(
         "--rules",
         action="store_true",
@@ -340,7 +380,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(command=_plan)
 
     calibrate = commands.add_parser("calibrate", help="measures this machine and writes a file for --hardware")
-    calibrate.add_argument("--out", default="hardware.toml", metavar="FILE", help="default: %(default)s")
+    calibrate.add_argument("--out", default="hardware.toml", metavar="FILE", help="a .toml file (default: %(default)s)")
     _add_devices(calibrate)
     calibrate.set_defaults(command=_calibrate)
     return parser
@@ -380,6 +420,12 @@ def _add_devices(parser: argparse.ArgumentParser) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= SEEDS:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to {SEEDS - 1}")
     return int(text)
 
 

@@ -3,6 +3,7 @@
 Most cases go through the command line in this process, where jax sees 8 devices already; a few start it anew.
 """
 
+import json
 import os
 import resource
 import shutil
@@ -70,6 +71,17 @@ def made_runs() -> None:
         Path(name).mkdir()
         if config:
             Path(name, "config.json").write_text(config)
+    saved = json.loads(Path("run/config.json").read_text())
+    model = saved["config"]["model"]
+    for name, change in {
+        "no_origin": {"origin": None},
+        "odd_origin": {"origin": ["model.vocab"]},
+        "no_settings": {"config": {}},
+        "no_vocab": {"config": {"model": model | {"vocab": None}}},
+        "no_model": {"config": {"model": 3}},
+    }.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(saved | change))
     Path("no_checkpoint").mkdir()
     shutil.copy("run/config.json", "no_checkpoint")
     Path("log_is_folder/metrics.jsonl").mkdir(parents=True)
@@ -131,10 +143,16 @@ def schedule(*arguments: str) -> list[str]:
     return ["schedule", "--stages", "4", "--microbatches", "6", *arguments]
 
 
+def estimate(*arguments: str) -> list[str]:
+    return ["estimate", "tiny.toml", "--hardware", "h100", *arguments]
+
+
 def tokens(name: str) -> list[str]:
     return train("data.corpus=tokens", "data.tokenizer=bytes", f"data.path={name}.bin")
 
 
+SWEEP = ("--sweep", "hardware.memory_bandwidth=1e12")
+HUGE = "99999999999999999999999"
 # exit code, words of the line, command line
 TABLE = {
     # config files and --set
@@ -154,6 +172,7 @@ TABLE = {
     "unknown model": (CONFIG, "model.name='gtp'|did you mean 'gpt'?", train("model.name=gtp")),
     "negative rate": (CONFIG, "learning_rate=-1.0|greater than 0", train("optimizer.learning_rate=-1")),
     "rate that is no number": (CONFIG, "learning_rate=nan|finite", train("optimizer.learning_rate=nan")),
+    "seed of too many bits": (CONFIG, "train.seed=4294967296|less than 4294967296", train("train.seed=4294967296")),
     "warm-up past the end": (CONFIG, "optimizer.warmup=9|train.steps=2", train("optimizer.warmup=9")),
     "sequence too long": (CONFIG, "sequence_length=8|max_length=4", train("model.max_length=4")),
     "heads do not divide": (CONFIG, "model.embed=16|model.heads=3|model.head_dim", train("model.heads=3")),
@@ -171,6 +190,11 @@ TABLE = {
     "unknown option": (CONFIG, "unrecognized arguments: --bogus", ["train", "tiny.toml", "--bogus"]),
     "no devices": (CONFIG, "0 is not a whole number of at least 1", ["train", "tiny.toml", "--simulate-devices", "0"]),
     "devices in words": (CONFIG, "many is not a whole number", ["train", "tiny.toml", "--simulate-devices", "many"]),
+    "devices without end": (
+        CONFIG,
+        "asked --simulate-devices 99999999999|1 to 4096",
+        ["train", "tiny.toml", "--simulate-devices", "99999999999"],
+    ),
     "--processes alone": (
         CONFIG,
         "--coordinator and --process missing|asked --processes 2|try --coordinator HOST:PORT",
@@ -267,7 +291,7 @@ TABLE = {
         "good.bin exists already|another --out",
         ["data", "prepare", "text.txt", "--out", "good"],
     ),
-    "prepare into a file": (DATA, "cannot write file/x.bin", ["data", "prepare", "text.txt", "--out", "file/x"]),
+    "prepare into a file": (STORAGE, "cannot write file/x.bin", ["data", "prepare", "text.txt", "--out", "file/x"]),
     # going on from a checkpoint
     "resume another shape": (
         CHECKPOINT,
@@ -320,8 +344,37 @@ TABLE = {
     "top-k of nothing": (CONFIG, "--top-k 0", sample("--top-k", "0")),
     "temperature below zero": (CONFIG, "--temperature -1.0", sample("--temperature", "-1")),
     "temperature of nan": (CONFIG, "--temperature nan", sample("--temperature", "nan")),
+    "sampling seed of too many bits": (CONFIG, f"--seed: {HUGE}|0 to 4294967295", sample("--seed", HUGE)),
+    "sampling seed below zero": (CONFIG, "--seed: -1|0 to 4294967295", sample("--seed=-1")),
+    "sample other settings": (
+        CONFIG,
+        "asked --set model.layers=2|mesh.*, rules.* or model.attention",
+        sample("--set", "model.layers=2"),
+    ),
+    "sample without origins": (CHECKPOINT, "no_origin/config.json holds no resolved", sample(run="no_origin")),
+    "sample odd origins": (CHECKPOINT, "odd_origin/config.json holds no resolved", sample(run="odd_origin")),
+    "sample without settings": (CHECKPOINT, "no_settings/config.json holds no resolved", sample(run="no_settings")),
+    "sample without vocabulary": (CHECKPOINT, "no_vocab/config.json holds no resolved", sample(run="no_vocab")),
+    "sample settings of no model": (CHECKPOINT, "no_model/config.json holds no resolved", sample(run="no_model")),
     "empty prompt": (CONFIG, "--prompt is empty", sample("--prompt", "")),
     "unknown character": (DATA, "character 'z' (U+007A) at position 0", sample("--prompt", "zebra")),
+    # the planner
+    "sweep beside generation": (CONFIG, "--sweep and --generate|try", estimate(*SWEEP, "--generate", "8+8")),
+    "sweep beside compile": (CONFIG, "--sweep and --compile", estimate(*SWEEP, "--compile")),
+    "sweep beside an anchor": (CONFIG, "--sweep and --anchor", estimate(*SWEEP, "--anchor", "nowhere")),
+    "sweep of nothing": (CONFIG, "--sweep|try --sweep hardware.", estimate("--sweep", "")),
+    "generation beside an anchor": (
+        CONFIG,
+        "--generate and --anchor",
+        estimate("--generate", "8+8", "--anchor", "nowhere"),
+    ),
+    "generation beside compile": (CONFIG, "--generate and --compile", estimate("--generate", "8+8", "--compile")),
+    "batch of no generation": (CONFIG, "--batch|--generate 512+128", estimate("--batch", "3")),
+    "top of the rules": (
+        CONFIG,
+        "--rules and --top",
+        ["plan", "tiny.toml", "--hardware", "h100", "--devices", "8", "--rules", "--top", "3"],
+    ),
     # pipeline schedules
     "schedule of no size": (CONFIG, "1f1b needs --stages and --microbatches", ["schedule", "--stages", "4"]),
     "unknown schedule": (CONFIG, "asked --kind 2f2b|1f1b|.csv file", schedule("--kind", "2f2b")),

@@ -1,6 +1,7 @@
 """The command line from text files to text: prepare, show, train, sample; and what it does before jax starts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -82,6 +83,19 @@ def test_sample_draws_another_text_for_another_seed_and_the_same_for_the_same(ca
     first = sample("0")
     assert len(first) == 48 + 1, "as many as the model has positions for"
     assert sample("0") == first != sample("1")
+
+
+def test_a_run_of_a_kernel_that_is_not_here_is_sampled_with_one_that_is(here, capsys):
+    run = here / "elsewhere"
+    shutil.copytree(here / "runs" / "fox", run)
+    saved = json.loads((run / "config.json").read_text())
+    saved["config"]["model"]["attention"], saved["origin"]["model.attention"] = "mosaic", "--set"
+    (run / "config.json").write_text(json.dumps(saved))
+    arguments = ["sample", str(run), "--prompt", "The qu", "--length", "12", "--temperature", "0"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "The quick brown fox\n"[: len("The qu") + 12] + "\n"
+    assert main([*arguments, "--set", "model.attention=mosaic"]) == 4
+    assert "mosaic" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("here")

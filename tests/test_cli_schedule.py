@@ -117,3 +117,22 @@ def test_jax_is_not_imported():
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1f1b: 2 stages")
+
+
+@pytest.mark.parametrize("microbatches", ["2", "400"], ids=["all in the buffer", "more than the buffer"])
+def test_a_reader_that_leaves_ends_it_quietly_and_a_full_disk_in_one_line(microbatches):
+    program = "import sys; from spmdtrain.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["schedule", "--stages", "2", "--microbatches", microbatches, "--json"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+
+    def run(stdout) -> tuple[int, str]:
+        command = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
+        return done.returncode, done.stderr
+
+    reader, pipe = os.pipe()
+    os.close(reader)
+    assert run(pipe) == (141, "")
+    os.close(pipe)
+    with open("/dev/full", "w") as full:
+        assert run(full) == (10, "spmdtrain: cannot write: No space left on device\n")

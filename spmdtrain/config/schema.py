@@ -22,6 +22,7 @@ from pydantic import (
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Float = Literal["float32", "bfloat16"]
 Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
+SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would be another one's double
 # TOML has lists only, hence not strict about the container; what is in it stays strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Steps = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
@@ -173,7 +174,7 @@ class TrainConfig(Settings):
         None, description="sequences per batch shard at once; default: all of them, i.e. no accumulation"
     )
     sequence_length: PositiveInt = Field(128, description="tokens per sequence")
-    seed: NonNegativeInt = Field(0, description="of initialisation, data order and dropout")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="of initialisation, data order and dropout")
     remat: Literal["none", "dots", "full"] = Field(
         "none", description="what backward recomputes: nothing | all but matmuls and attention | whole layers"
     )

@@ -26,7 +26,8 @@ def prepare(paths: list[str], out: str, tokenizer: str) -> None:
             out, (read_text(file) for file in files), encoder, lambda _, tokens: advance(next(sizes), tokens)
         )
     print(
-        f"{done.path}: {done.tokens:,} tokens ({done.dtype}) in {done.documents:,} documents, "
+        f"{done.path}: {done.tokens:,} tokens ({done.dtype}) in "
+        f"{done.documents:,} document{'s' * (done.documents > 1)}, "
         f"vocabulary {done.vocab:,}, tokenizer {tokenizer}"
     )
 

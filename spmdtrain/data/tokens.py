@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmdtrain.config.errors import DataError
+from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.data.tokenizer import Tokenizer, tokenizer_fingerprint
 
 VERSION = 1
@@ -62,7 +62,7 @@ def write_tokens(
     """
     finals = token_paths(path)
     for final in finals:
-        if final.exists():
+        if os.path.exists(final):  # also of a name too long, where Path's raises
             raise DataError(f"{final} exists already", fix="another --out, or remove it first")
     partials = [final.with_name(f".{final.name}.{os.getpid()}.partial") for final in finals]
     try:
@@ -71,10 +71,10 @@ def write_tokens(
         partials[2].write_text(json.dumps(sidecar, indent=1) + "\n", encoding="utf-8")
         for partial, final in zip(partials, finals, strict=True):
             os.replace(partial, final)
-    except OSError as error:
-        raise DataError(f"cannot write {finals[0]}: {error.strerror or error}") from None
+    except OSError as error:  # of writing alone: what cannot be read is a DataError by now
+        raise StorageError(f"cannot write {finals[0]}: {error.strerror or error}") from None
     finally:
-        for partial in filter(Path.exists, partials):
+        for partial in filter(os.path.exists, partials):
             partial.unlink()
     return Summary(str(finals[0]), sidecar["documents"], sidecar["tokens"], sidecar["vocab"], sidecar["dtype"])
 

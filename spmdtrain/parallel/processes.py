@@ -11,6 +11,7 @@ import sys
 from spmdtrain.config.errors import ConfigError
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+MOST_SIMULATED = 4096
 HEARTBEAT_SECONDS = 30  # jax waits 100 before it calls a silent process dead
 SHUTDOWN_SECONDS = 15  # and 300 for the others when one ends with an exception
 
@@ -19,6 +20,9 @@ def simulate_devices(count: int) -> None:
     """Makes this process see `count` CPU devices. ConfigError once jax has looked and found another number."""
     if count < 1:
         raise ConfigError("a run needs a device", asked=f"--simulate-devices {count}", fix="--simulate-devices 8")
+    if count > MOST_SIMULATED:
+        fix = f"1 to {MOST_SIMULATED}"
+        raise ConfigError("too many devices to simulate", asked=f"--simulate-devices {count}", fix=fix)
     if "jax" in sys.modules:
         import jax
 

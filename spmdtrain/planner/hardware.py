@@ -5,6 +5,7 @@ what of a figure software reaches is the business of stack.py. Network bandwidth
 the figure here is that of the vendor's own box, printed beside every estimate, and `--hardware FILE.toml` replaces it.
 """
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -53,6 +54,8 @@ SPECS = "device_memory_size of openxla/xla, xla/backends/gpu/target_config/specs
 MEASURED = "maximum achievable matmul FLOP/s: stas00/ml-engineering, compute/accelerator, at 744d01e1"
 NDR = "400 Gb/s InfiniBand per device: NVIDIA DGX H100 data sheet"
 HDR = "200 Gb/s InfiniBand per device: NVIDIA DGX A100 data sheet"
+
+SMALLEST, LARGEST = 1e-30, 1e30  # of a figure: products and quotients of a few stay finite
 
 # name: bfloat16, float32 (TF32), cores, memory, memory bandwidth, link, network, per host, power
 DEVICES: Mapping[str, Hardware] = {
@@ -142,10 +145,11 @@ KINDS: Mapping[str, str] = {  # what jax calls a device -> its name here
 }
 
 
-def hardware(name: str) -> Hardware:
-    """By name, or from a .toml file: the fields of `Hardware`, those of `extends = "h100"` where not given."""
+def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
+    """By name, or from a .toml file: the fields of `Hardware`, those of `extends = "h100"` where not given. `above`:
+    the files whose `extends` led here."""
     if name.endswith(".toml"):
-        return _read(Path(name))
+        return _read(Path(name), above)
     if name not in DEVICES:
         raise ConfigError("unknown hardware", asked=name, fix=f"{', '.join(DEVICES)}, or a .toml file")
     return DEVICES[name]
@@ -153,20 +157,26 @@ def hardware(name: str) -> Hardware:
 
 def swept(device: Hardware, key: str, value: float) -> Hardware:
     """The device with `key` (e.g. "memory_bandwidth") at another value."""
-    _check(key, value, f"hardware.{key}")
-    return replace(device, **{key: type(getattr(device, key))(value)})
+    return replace(device, **{key: _figure(key, value, f"hardware.{key}")})
 
 
-def _check(key: str, value: object, where: str) -> None:
+def _figure(key: str, value: object, where: str) -> float:
+    """`value` as the type of the field `key`."""
     known = {each.name: each for each in fields(Hardware) if each.name not in ("name", "sources")}
     if key not in known:
         raise ConfigError(f"{where}: no such figure of a device", fix=", ".join(known))
-    may_be_zero = known[key].default == 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (not value and not may_be_zero):
-        raise ConfigError(f"{where} must be a positive number", found=repr(value))
+    whole = known[key].type is int
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    in_range = number and (SMALLEST <= value <= LARGEST or value == known[key].default == 0.0)
+    if not in_range or (whole and value % 1):
+        kind = "a whole number of at least 1" if whole else "a positive number"
+        raise ConfigError(f"{where} must be {kind}", found=f"{value!r:.80}")
+    return known[key].type(value)
 
 
-def _read(path: Path) -> Hardware:
+def _read(path: Path, above: tuple[Path, ...]) -> Hardware:
+    if os.path.realpath(path) in map(os.path.realpath, above):
+        raise ConfigError(f"hardware file {path} extends itself", found=" -> ".join(map(str, (*above, path))))
     try:
         given = tomllib.loads(path.read_text())
     except OSError as error:
@@ -174,11 +184,14 @@ def _read(path: Path) -> Hardware:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"hardware file {path} is not TOML: {error}") from None
     sources = given.pop("sources", {})
-    below = given.pop("extends", None)
-    start = hardware(below) if below else None
+    if not isinstance(sources, dict) or not all(isinstance(text, str) for text in sources.values()):
+        raise ConfigError(f"{path}: sources must be a table of strings", found=f"{sources!r:.80}")
+    for key in ("name", "extends"):
+        if not isinstance(given.get(key, ""), str):
+            raise ConfigError(f"{path}: {key} must be a string", found=f"{given[key]!r:.80}")
     name = given.pop("name", path.stem)
-    for key, value in given.items():
-        _check(key, value, f"{path}: {key}")
+    start = hardware(given.pop("extends"), (*above, path)) if "extends" in given else None
+    given = {key: _figure(key, value, f"{path}: {key}") for key, value in given.items()}
     needed = [each.name for each in fields(Hardware)[1:] if each.default is MISSING and each.name != "sources"]
     if start is None and (missing := [key for key in needed if key not in given]):
         raise ConfigError(f"hardware file {path} lacks {', '.join(missing)}", fix='extends = "h100"')

@@ -48,7 +48,7 @@ class Choice:
 
 def sample(run: Path, prompt: str, length: int | None, choice: Choice, seed: int, overrides: Sequence[str] = ()) -> str:
     """`prompt` and `length` tokens after it (None: as many as the model has positions for, at most LONGEST).
-    `overrides` may set mesh.* (default: one device) and rules.*."""
+    `overrides` may set mesh.* (default: one device), rules.* and model.attention."""
     config, tokenizer = _read_run(run, overrides)
     devices = jax.devices()[: math.prod(size for size in config.mesh.sizes.values() if size > 0)]
     mesh = build_mesh(config.mesh, devices=None if -1 in config.mesh.sizes.values() else devices, where=config.origin)
@@ -123,6 +123,15 @@ def make_generate(
 
 
 def _read_run(run: Path, overrides: Sequence[str]) -> tuple[RunConfig, Tokenizer]:
+    """Mesh and attention are not the run's: they belong to the devices that it was trained on."""
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key != "model.attention" and not key.startswith(("mesh.", "rules.")):
+            raise ConfigError(
+                "a run is sampled with the settings it was trained with",
+                asked=f"--set {override}",
+                fix="--set of mesh.*, rules.* or model.attention",
+            )
     try:
         saved = json.loads((run / "config.json").read_text())
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
@@ -130,10 +139,15 @@ def _read_run(run: Path, overrides: Sequence[str]) -> tuple[RunConfig, Tokenizer
         raise CheckpointError(
             f"{run} is not a run directory: {run / 'config.json'}: {cause}", fix="what training was given as --run"
         ) from None
-    if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
-        raise CheckpointError(f"{run} is not a run directory: {run / 'config.json'} holds no resolved config")
+    match saved:
+        case {"config": {"model": {"vocab": int()}}, "origin": dict() as origin}:
+            pass
+        case _:
+            raise CheckpointError(f"{run} is not a run directory: {run / 'config.json'} holds no resolved config")
     if saved.get("tokenizer") is None:
         raise CheckpointError(f"{run} was trained on tokens without a tokenizer: there is no text to sample")
     saved["config"]["mesh"] = MeshConfig().model_dump()
-    saved["origin"] = {key: where for key, where in saved["origin"].items() if not key.startswith("mesh.")}
+    saved["config"]["model"]["attention"] = "auto"
+    dropped = ("mesh.", "model.attention")
+    saved["origin"] = {key: str(where) for key, where in origin.items() if not key.startswith(dropped)}
     return from_resolved(saved, overrides), from_spec(saved["tokenizer"])

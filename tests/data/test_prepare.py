@@ -28,6 +28,11 @@ def test_prepared_text_trains_like_the_text_itself(texts, capsys):
     assert "100% of 440 bytes, 440 tokens" in err and 5 < len(err.splitlines()) <= 11
 
 
+def test_one_file_is_one_document(texts, capsys):
+    prepare([str(texts / "00.txt")], str(texts / "one"), "bytes")
+    assert "14 tokens (uint16) in 1 document, " in capsys.readouterr().out
+
+
 def test_on_a_terminal_there_is_a_bar(texts, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

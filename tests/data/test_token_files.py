@@ -1,10 +1,11 @@
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spmdtrain.config.errors import DataError
+from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.corpus import open_corpus, token_corpus
 from spmdtrain.data.tokenizer import open_tokenizer
@@ -77,10 +78,12 @@ def test_empty_documents_alone_are_refused_and_existing_files_never_replaced(tmp
     assert written.read_bytes() == before and len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_place_that_cannot_be_written_is_refused_by_name(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write .*file/play.bin"):
-        write_tokens(tmp_path / "file" / "play", DOCUMENTS, open_tokenizer("bytes"))
+@pytest.mark.parametrize("name", ["file/play", "/proc/play", "play" * 64], ids=["in a file", "no disk", "too long"])
+def test_a_place_that_cannot_be_written_is_refused_by_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    with pytest.raises(StorageError, match=f"cannot write {name}.bin: "):
+        write_tokens(name, DOCUMENTS, open_tokenizer("bytes"))
 
 
 @pytest.mark.parametrize(

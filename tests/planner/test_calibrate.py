@@ -1,5 +1,9 @@
 """Measuring this machine: what is written can be read, and says what was measured."""
 
+from pathlib import Path
+
+import pytest
+
 from spmdtrain.cli import main
 from spmdtrain.planner import calibrate
 from spmdtrain.planner.hardware import hardware
@@ -17,6 +21,34 @@ def test_calibrate_writes_a_file_that_estimate_reads(tmp_path, monkeypatch, caps
     assert mine.sources["network_bandwidth"].startswith("not measured")
     assert main(["estimate", "configs/quickstart.toml", "--hardware", path, "--devices", "8"]) == 0
     assert "x mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("out", "code", "words"),
+    [
+        ("none/mine.toml", 10, "cannot write none/mine.toml: No such file"),
+        ("folder.toml", 10, "cannot write folder.toml: Is a directory"),
+        ("mine", 4, "--out mine: --hardware reads .toml files; try --out mine.toml"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, out, code, words):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.toml").mkdir()
+    monkeypatch.setattr(calibrate, "calibrate", lambda: pytest.fail("measured"))
+    assert main(["calibrate", "--out", out]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_an_interrupted_calibrate_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("old.toml").write_text("before")
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "calibrate", interrupted)
+    assert [main(["calibrate", "--out", name]) for name in ("old.toml", "new.toml")] == [130, 130]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.toml", "before")]
 
 
 def test_what_is_written_gives_the_measured_rates_again(monkeypatch):
