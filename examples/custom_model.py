@@ -74,6 +74,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--mesh", default="split", choices=MESHES)
     chosen = parser.parse_args()
+    if chosen.steps < 1:
+        parser.exit(4, f"{parser.prog}: --steps {chosen.steps} is not a whole number of at least 1\n")
     simulate_devices(1 if chosen.mesh == "one" else 8)  # leave this out where there are GPUs
     model, train = GPT(layers=4, embed=64), TrainConfig(steps=chosen.steps, sequence_length=64, microbatch=2)
     mesh, optimizer = MESHES[chosen.mesh], AdamW(learning_rate=3e-3)

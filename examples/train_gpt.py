@@ -45,8 +45,11 @@ def losses(config: RunConfig, devices: list[jax.Device]) -> Iterator[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
+    chosen = parser.parse_args()
+    if chosen.steps < 1:
+        parser.exit(4, f"{parser.prog}: --steps {chosen.steps} is not a whole number of at least 1\n")
     simulate_devices(8)  # leave this out where there are 8 GPUs
-    model, train = GPT(layers=2, embed=64, heads=4), TrainConfig(steps=parser.parse_args().steps, sequence_length=64)
+    model, train = GPT(layers=2, embed=64, heads=4), TrainConfig(steps=chosen.steps, sequence_length=64)
     common = {"model": model, "train": train, "optimizer": AdamW(learning_rate=3e-3), "data": DataConfig()}
     alone = losses(RunConfig(**common), jax.devices()[:1])
     split_up = losses(RunConfig(mesh=MeshConfig(data=2, fsdp=2, tensor=2), **common), jax.devices()[:8])

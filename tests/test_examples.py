@@ -4,13 +4,14 @@ import importlib.util
 import inspect
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from spmdtrain.config import GPT, DataConfig, RunConfig, TrainConfig
+from spmdtrain.config import GPT, ConfigError, DataConfig, RunConfig, TrainConfig
 from spmdtrain.parallel.axes import AXES
 from spmdtrain.train import show
 
@@ -70,7 +71,7 @@ def test_every_example_is_run_by_a_test_and_short_enough_to_read():
     lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     assert lines.keys() == {"train_gpt.py", "custom_model.py"}
     assert lines["train_gpt.py"] < 60
-    assert lines["custom_model.py"] <= 84
+    assert lines["custom_model.py"] <= 85
 
 
 def test_train_gpt_shows_the_loss_falling_alike_on_one_device_and_on_eight(printed):
@@ -90,6 +91,15 @@ def test_a_model_of_ones_own_trains_alike_on_data_fsdp_tensor_in_a_pipeline_and_
     assert one[-1] < one[0] - 1
     assert equal(one, split)
     assert equal(one, stages)
+
+
+@pytest.mark.parametrize("script", ["custom_model.py", "train_gpt.py"])
+def test_a_number_of_steps_that_is_none_costs_one_line(script, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, "--steps", "0"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert ended.value.code == ConfigError.exit_code
+    assert capsys.readouterr().err == f"{script}: --steps 0 is not a whole number of at least 1\n"
 
 
 def test_a_model_of_ones_own_is_split_by_its_rules_over_tensor_and_fsdp(custom_model):

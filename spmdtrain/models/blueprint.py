@@ -7,15 +7,19 @@ NNX module exists inside traced functions only.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.flow import Flow
+from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel.axes import STACK_AXES, Rules
+from spmdtrain.parallel.axes import STACK_AXES, Rules, check_names
 from spmdtrain.parallel.layout import Layout, lay_out
 
 MakeModel = Callable[[RunConfig, nnx.Rngs], nnx.Module]
@@ -44,6 +48,7 @@ class Blueprint:
     variables: tuple[tuple[tuple, nnx.Variable], ...]
     make: Callable[[jax.Array], nnx.Module]
     layout: Layout  # of the parameters in the stack `blocks`
+    rows: int  # of the whole table that `head` gives
 
     def in_stack(self, path: str) -> bool:
         """Whether this parameter belongs to the layers that a pipeline spreads over its stages."""
@@ -78,15 +83,26 @@ class Blueprint:
         state = nnx.from_flat_state([(path, held(path, variable)) for path, variable in self.variables])
         return nnx.merge(self.graphdef, gather(state) if gather else state)
 
+    def read_by(self, part: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> set[str]:
+        """The parameters that `part(module, *arguments)` depends on. Traces it, with all parameters whole."""
+        values = {_dotted(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in self.variables}
+        run = lambda values, *arguments: part(self.bind(values), *arguments)  # noqa: E731
+        jaxpr = jax.make_jaxpr(run)(values, *arguments).jaxpr
+        _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        return {path for path, one in zip(sorted(values), used, strict=False) if one}
+
 
 def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 1, chunks: int = 1) -> Blueprint:
-    """Traces `make(config, rngs)` without allocating anything. Every parameter must name its logical axes.
+    """Traces `make(config, rngs)` without allocating anything. Every parameter must name its logical axes, the model
+    have `embed`, `blocks` and `head`, and every rule of the config for weights a parameter.
 
     With several `stages`, parameters of the stack `blocks` lie on them in pipeline layout, `chunks` to a stage.
     """
     with nnx.use_eager_sharding(False):
         build = lambda key: make(config, nnx.Rngs(params=key))  # noqa: E731
-        graphdef, state = nnx.split(nnx.eval_shape(build, jax.random.key(0)))
+        model = nnx.eval_shape(build, jax.random.key(0))
+    _check_parts(config, model)
+    graphdef, state = nnx.split(model)
     parameters, lay = {}, lay_out(config.model.layers, stages, chunks)
     for path, variable in nnx.to_flat_state(state):
         at = _dotted(path)
@@ -102,7 +118,38 @@ def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 
         if path[0] == "blocks" and axes[:1] == ("layer",):
             shape, axes = lay.shape + shape[1:], lay.axes + axes[1:]
         parameters[at] = Parameter(shape, axes)
-    return Blueprint(parameters, graphdef, tuple(nnx.to_flat_state(state)), build, lay)
+    check_names(config.rules, {name for p in parameters.values() for name in p.axes if name})
+    rows = _table_rows(config, graphdef, state)
+    return Blueprint(parameters, graphdef, tuple(nnx.to_flat_state(state)), build, lay, rows)
+
+
+def _check_parts(config: RunConfig, model: nnx.Module) -> None:
+    own = type(model).__name__
+    blocks, layers = getattr(model, "blocks", None), config.model.layers
+    if not isinstance(blocks, Stack):
+        fix = "self.blocks = Stack(make_block, config.model.layers, rngs)"
+        raise ConfigError(f"{own} has no blocks, a Stack", fix=fix)
+    if blocks.count != layers:
+        fix = "Stack(..., config.model.layers, ...)"
+        raise ConfigError(f"blocks has {blocks.count} layers", found=f"model.layers={layers}", fix=fix)
+    for part, takes in (("embed", "tokens_bt"), ("head", "x_bte")):
+        if not hasattr(model, part):
+            raise ConfigError(f"{own} has no {part}", fix=f"def {part}(self, {takes}, flow)")
+
+
+def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> int:
+    """Rows of the table [vocab, embed] that `head` gives where nothing is split."""
+
+    def table(state, tokens_bt):
+        model, flow = nnx.merge(graphdef, state), Flow(tokens_bt)
+        return model.head(model.embed(tokens_bt, flow), flow)[1]
+
+    tokens = jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32)
+    rows, vocab = jax.eval_shape(table, state, tokens).shape[0], config.model.vocab
+    if rows < vocab:
+        found = f"model.vocab={vocab}"
+        raise ConfigError(f"head gives a table of {rows} rows", found=found, fix="config.model.vocab rows")
+    return rows
 
 
 def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State], nnx.State]:

@@ -7,7 +7,7 @@ activations flow. A typo, a double use and a dim that does not divide are errors
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -46,6 +46,13 @@ ACTIVATION_RULES: Table = {
 }
 STACK_AXES = ("chunk", "stage", "layer")  # dims of stacked layers: an optimizer sees one layer's tensor, without them
 BATCH_AXES = ACTIVATION_RULES["batch"]
+SETTINGS = {  # that a dim's size is; those of heads depend on each other
+    "vocab": "model.vocab",
+    "embed": "model.embed",
+    "ffn": "model.ffn",
+    "position": "model.max_length",
+    "time": "train.sequence_length",
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,16 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     )
 
 
+def check_names(overrides: RulesConfig, names: Collection[str]) -> None:
+    """Refuses a rule for weights that no default has and none of `names`, the logical axes of a model's parameters."""
+    for name in overrides.parameters:
+        if name not in names and name not in PARAMETER_RULES:
+            raise ConfigError(
+                f"rules.parameters.{name}: no parameter has a logical axis {name!r}{_near(name, sorted(names))}",
+                found=", ".join(sorted(names)),
+            )
+
+
 def partition_spec(
     table: Table,
     kind: str,
@@ -129,9 +146,11 @@ def partition_spec(
             used[axis] = name
         ways = math.prod(sizes[axis] for axis in mesh_axes)
         if size % ways:
+            larger = -(-size // ways) * ways
+            typed = f" (--set {SETTINGS[name]}={larger})" if name in SETTINGS else ""
             raise ConfigError(
                 f"{at}: {name}={size} is not divisible by {' x '.join(mesh_axes)} = {ways}",
-                fix=f"{name} = {-(-size // ways) * ways}, or --set rules.{kind}.{name}= to keep it whole",
+                fix=f"{name} = {larger}{typed}, or --set rules.{kind}.{name}= to keep it whole",
             )
         spec.append(tuple(mesh_axes) if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
     return P(*spec)

@@ -4,7 +4,7 @@ The residuals of `jax.vjp` are of two kinds. What depends on the layer's input i
 from weights, positions, segments and noise alone, is made again when backward needs it. The split backward of
 zero-bubble schedules runs what the input gradient needs first, and *defers* what the weight gradient needs of that.
 
-The only file that reads jaxprs: `_evaluate` runs the part of one that leads from known to wanted variables.
+The only file that takes jaxprs apart: `_evaluate` runs the part of one that leads from known to wanted variables.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

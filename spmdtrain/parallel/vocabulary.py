@@ -10,26 +10,30 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.parallel.axes import Rules
+from pallas_kernels.partition import axes_of
+from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import summed
 
 
 def lookup(rules: Rules, manual: Sequence[str] = ()) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`look(table [vocab, embed], ids [batch, time]) -> [batch, time, embed]`, the table whole over `fsdp`.
+    """`look(table [vocab, embed], ids [batch, time]) -> [batch, time, embed]`, the table whole over `fsdp` and over
+    what the ids are split over.
 
     `manual`: mesh axes that the enclosing shard_map splits by hand already; over `pipeline` the table is this stage's
-    rows.
+    rows, or whole: then the first stage finds all.
     """
-    by_hand = split_by_hand(rules, manual)
+    left = set(manual) - set(BATCH_AXES)  # over the axes of the batch the table has been gathered
+    by_hand = tuple(axis for axis in rules.parameters["vocab"] if axis in left and rules.sizes[axis] > 1)
 
     def look(table: jax.Array, ids: jax.Array) -> jax.Array:
-        table_spec = rules.parameter_spec(("vocab", None), table.shape, "embedding table", drop=("fsdp", *manual))
+        ids_spec = rules.activation_spec(("batch", "time"), ids.shape, drop=manual)
+        whole = ("fsdp", *manual, *axes_of(ids_spec))
+        table_spec = rules.parameter_spec(("vocab", None), table.shape, "embedding table", drop=whole)
         if by_hand:
             ids = ids - jax.lax.axis_index(by_hand) * table.shape[0]
         if table_spec[0] is None:
             return summed(_own_rows(table, ids), by_hand) if by_hand else table[ids]
         axes = table_spec[0] if isinstance(table_spec[0], tuple) else (table_spec[0],)
-        ids_spec = rules.activation_spec(("batch", "time"), ids.shape, drop=manual)
 
         def local(rows, ids):
             found = _own_rows(rows, ids - jax.lax.axis_index(axes) * rows.shape[0])
@@ -42,11 +46,6 @@ def lookup(rules: Rules, manual: Sequence[str] = ()) -> Callable[[jax.Array, jax
         return jax.shard_map(local, axis_names=rest, check_vma=False, **specs)(table, ids)
 
     return look
-
-
-def split_by_hand(rules: Rules, manual: Sequence[str]) -> tuple[str, ...]:
-    """The `manual` mesh axes that the vocabulary is split over."""
-    return tuple(axis for axis in rules.parameters["vocab"] if axis in manual and rules.sizes[axis] > 1)
 
 
 def _own_rows(rows: jax.Array, places: jax.Array) -> jax.Array:

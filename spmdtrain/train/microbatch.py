@@ -17,7 +17,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.blueprint import gathering
 from spmdtrain.models.flow import Flow, sample_noise
 from spmdtrain.parallel.axes import Rules, localisation, manual_axes, placement
-from spmdtrain.parallel.vocabulary import lookup, split_by_hand
+from spmdtrain.parallel.vocabulary import lookup
 
 Batch = dict[str, jax.Array]
 
@@ -49,22 +49,26 @@ def make_flow(config: RunConfig, rules: Rules) -> Callable[..., Flow]:
     return flow
 
 
-def head_loss(model: nnx.Module, x_bte: jax.Array, flow: Flow, part: Batch, rules: Rules) -> jax.Array:
-    """Sum of the losses of the unmasked tokens, float32."""
+def head_loss(
+    model: nnx.Module, x_bte: jax.Array, flow: Flow, part: Batch, rules: Rules, by_hand: tuple[str, ...] = ()
+) -> jax.Array:
+    """Sum of the losses of the unmasked tokens, float32. `by_hand`: the manual mesh axes that the rows of the head's
+    table are split over."""
     hidden_bte, table_ve = model.head(x_bte, flow)
-    manual = manual_axes(rules.sizes)
+    manual, of_token = manual_axes(rules.sizes), ("batch", "time")
+    # Of the logits, which never exist: refuses a mesh axis that would split both tokens and vocabulary.
+    rules.activation_spec((*of_token, "vocab"), (*part["targets"].shape, table_ve.shape[0]), drop=manual)
 
     def axes(*names):
         of = [axis for name in names for axis in rules.activations[name]]
         return tuple(axis for axis in of if rules.sizes[axis] > 1 and axis not in manual)
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt):
-        split = (*split_by_hand(rules, manual), *axes("vocab"))
+        split = (*by_hand, *axes("vocab"))
         loss = linear_cross_entropy(hidden_bte, table_ve, targets_bt, mask=mask_bt, split=split)
-        over = axes("batch", "time")
+        over = axes(*of_token)
         return jax.lax.psum(loss, over) if over else loss
 
-    of_token = "batch", "time"
     arrays = hidden_bte, table_ve, part["targets"], part["mask"].astype(jnp.float32)
     return flow.local(local, arrays, ((*of_token, None), ("vocab", None), of_token, of_token), ())
 

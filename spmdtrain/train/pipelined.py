@@ -1,7 +1,7 @@
 """Gradients with a pipeline: the model's `embed`, `blocks` and `head` as the program that stages run.
 
-One region, manual over `pipeline` and all axes of the batch: weights are gathered over `fsdp` once before the ticks,
-in compute precision, and gradients scattered once after. `context` and `tensor` stay automatic.
+One region, manual over `pipeline` and all axes of the batch: weights are gathered over the latter once before the
+ticks, in compute precision, and gradients scattered once after. `context` and `tensor` stay automatic.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.blueprint import Blueprint, cast
+from spmdtrain.models.flow import Flow
 from spmdtrain.models.stack import rematerialised, run_block
 from spmdtrain.parallel import tables
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, manual_axes
@@ -52,11 +54,11 @@ def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
     manual = manual_axes(rules.sizes)
     specs, ways = gradient_specs(config, blueprint, rules), crossings(config, blueprint, rules)
     resting = {path: without(manual, spec) for path, spec in specs.items()}
-    keep = config.train.remat != "full"
+    keep, split = config.train.remat != "full", _table_split(config, blueprint, rules)
 
     def local(params, step, batch):
         table = table_of(config, rules.sizes["pipeline"], batch["tokens"].shape[0])
-        program = _program(config, blueprint, rules, batch, step)
+        program = _program(config, blueprint, rules, split, batch, step)
         zeros = {
             path: jax.lax.with_sharding_constraint(jnp.zeros(x.shape, config.precision.accumulate), resting[path])
             for path, x in params.items()
@@ -73,10 +75,11 @@ def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
 
 def make_losses(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
     """As `accumulated.make_losses`."""
+    split = _table_split(config, blueprint, rules)
 
     def local(params, step, batch):
         table = table_of(config, rules.sizes["pipeline"], batch["tokens"].shape[0])
-        program = _program(config, blueprint, rules, batch, step)
+        program = _program(config, blueprint, rules, split, batch, step)
         return _sums(*losses(program, table, blueprint.layout, *_parts(blueprint, params)), batch, rules)
 
     run = _gathered(local, config, blueprint, mesh, rules, P())
@@ -84,9 +87,10 @@ def make_losses(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rule
 
 
 def _gathered(local, config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules, out_specs) -> Callable:
-    """`local(params, step, batch)` in the manual region, with weights in compute precision and whole over fsdp."""
+    """`local(params, step, batch)` in the manual region, with weights in compute precision and whole over the axes
+    of the batch."""
     manual = manual_axes(rules.sizes)
-    whole = {path: without(("fsdp",), spec) for path, spec in parameter_specs(blueprint, rules).items()}
+    whole = {path: without(BATCH_AXES, spec) for path, spec in parameter_specs(blueprint, rules).items()}
     in_specs = ({path: only(manual, spec) for path, spec in whole.items()}, P(), P(None, BATCH_AXES))
     region = manually(local, mesh, manual, in_specs, out_specs)
 
@@ -99,8 +103,37 @@ def _gathered(local, config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules:
     return run
 
 
-def _program(config: RunConfig, blueprint: Blueprint, rules: Rules, batch: Batch, step: jax.Array | None) -> Program:
-    """What stages run on this batch; no step: no dropout."""
+def _table_split(config: RunConfig, blueprint: Blueprint, rules: Rules) -> tuple[str, ...]:
+    """("pipeline",) if stages have the rows of the head's table between them, () if each has all.
+
+    Refuses a model that does with its part of a table what is right with a whole one only.
+    """
+    tokens = jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32)
+
+    def head(model, tokens_bt):
+        flow = Flow(tokens_bt, lookup=lambda table, ids: jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype))
+        return model.head(model.embed(tokens_bt, flow), flow)
+
+    parts = {
+        path: blueprint.parameters[path].shape[dim]
+        for path, spec in parameter_specs(blueprint, rules).items()
+        for dim, axes in enumerate(spec)
+        if not blueprint.in_stack(path) and "pipeline" in axes_of(P(axes))
+    }
+    in_hidden = parts.keys() & blueprint.read_by(lambda *given: head(*given)[0], tokens)
+    in_table = parts.keys() & blueprint.read_by(lambda *given: head(*given)[1], tokens)
+    for path in sorted(in_hidden | {path for path in in_table if parts[path] != blueprint.rows}):
+        raise ConfigError(
+            f"{path}: each of {rules.sizes['pipeline']} stages has a part of {parts[path]} rows, taken for the whole",
+            fix="flow.lookup(table, tokens_bt) in embed, in head the table uncut; or dims not named 'vocab'",
+        )
+    return ("pipeline",) if in_table else ()
+
+
+def _program(
+    config: RunConfig, blueprint: Blueprint, rules: Rules, split: tuple[str, ...], batch: Batch, step: jax.Array | None
+) -> Program:
+    """What stages run on this batch; `split` is from `_table_split`; no step: no dropout."""
     flow_of = make_flow(config, rules)
 
     def context_of(microbatch):
@@ -117,7 +150,7 @@ def _program(config: RunConfig, blueprint: Blueprint, rules: Rules, batch: Batch
 
     def head(shared, x, context):
         part, flow = context
-        return head_loss(blueprint.bind(shared), x, flow, part, rules)
+        return head_loss(blueprint.bind(shared), x, flow, part, rules, split)
 
     remat = "dots" if config.train.remat == "dots" else "none"  # full: the executor runs whole chunks again
     return Program(embed, rematerialised(layer, remat), head, context_of)
