@@ -45,7 +45,10 @@ def choose(op: str, refusals: Mapping[str, Callable[[bool], str]], preference: S
 def device_kind() -> str:
     """What is compiled for, as "NVIDIA H200" or "cpu": the device of the mesh in use, else the default device."""
     described = jax.sharding.get_abstract_mesh().abstract_device
-    return described.device_kind if described is not None else jax.devices()[0].device_kind
+    if described is not None:
+        return described.device_kind
+    default = jax.config.jax_default_device  # a device, a platform or None
+    return (default if isinstance(default, jax.Device) else jax.devices(default)[0]).device_kind
 
 
 def no_gpu(interpreted: bool) -> str:

@@ -97,13 +97,15 @@ def _forward(chunks, smoothing, z_loss, split, x_bte, weight_ve, targets_bt, mas
     start = jnp.float32(0), jnp.zeros(weight_ve.shape, jnp.float32)
     (total, dweight), (dx, each) = jax.lax.scan(step, start, _cut(chunks, x_bte, targets_bt, mask_bt))
     dx, dmask = (jnp.moveaxis(part, 0, 2).reshape(*mask_bt.shape, *part.shape[3:]) for part in (dx, each))
+    if weight_ve.dtype != jnp.float16:  # which does not reach as far as a sum over many tokens
+        dweight = dweight.astype(weight_ve.dtype)
     return total, (dx, dweight, dmask, jnp.zeros((0,), weight_ve.dtype))
 
 
 def _backward(_chunks, _smoothing, _z_loss, split, kept, dloss):
     dx, dweight, dmask, weight = kept
     ours = jax.lax.psum(dloss, split) if split else dloss
-    dx, dweight = (ours * dx.astype(jnp.float32)).astype(dx.dtype), (ours * dweight).astype(weight.dtype)
+    dx, dweight = ((ours * x.astype(jnp.float32)).astype(like.dtype) for x, like in ((dx, dx), (dweight, weight)))
     return dx, dweight, None, dloss * dmask  # the mask is whole on every device of `split`: each counts its own
 
 

@@ -153,7 +153,7 @@ def _accumulated(job: Job, parameters: int, optimizer: int) -> Memory:
     partial = size * (layer + table) if split else 0.0  # gradients before they are scattered
     sums = 4 * elements if job.accumulation > 1 else 0.0
     made = size * elements
-    activations = shape.layers * kept(job) + 2 * size * job.tokens * shape.embed
+    activations = shape.layers * kept(job) + 3 * size * job.tokens * shape.embed  # in, out, and what the head reads
     logits = _logits(job, layout.tensor)
     head = sums + copy + gathered + activations + logits
     back = sums + copy + gathered + partial + made + activations + _again(job) + _workspace(job)
