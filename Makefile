@@ -20,7 +20,7 @@ train: $(VENV)/installed  ## a tiny GPT on 8 simulated devices, no download; run
 test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k mesh"
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-test-slow: $(VENV)/installed-dev  ## the tests that take long: the whole grid of pipelines, an hour
+test-slow: $(VENV)/installed-dev  ## the tests that take long: whole grids of pipelines and kernels, hours
 	SPMDTRAIN_SLOW=1 $(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/installed-dev  ## kernels on the GPU that is there, with jax's CUDA libraries installed beside
