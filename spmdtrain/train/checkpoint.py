@@ -156,13 +156,12 @@ class Checkpoints:
         return meta, Layout(**meta["layout"]) if "layout" in meta else lay_out(self._blueprint.layout.layers, 1, 1)
 
     def _read(self, step: int, read: Callable[[], Any]):
-        """What `read` gives. Orbax's errors of files that are damaged are of any kind."""
         try:
             with _without_stray_errors():
                 return read()
         except (UserError, jax.errors.JaxRuntimeError):
             raise
-        except Exception as error:
+        except Exception as error:  # Orbax raises nothing narrower where a data file is damaged
             cause = " ".join(str(error.__cause__ or error).split())[:200]
             before = max((other for other in self._manager.all_steps() if other < step), default=None)
             fix = "another run" if before is None else f"removing it: step {before} is there too"

@@ -309,12 +309,12 @@ def _stream(setup: Setup) -> dict[str, Any]:
 
 def _check_stream(meta: Meta, setup: Setup) -> None:
     for name, now in _stream(setup).items():
-        if meta["stream"][name] != now:
+        if (then := meta.get("stream", {}).get(name)) != now:
             what = "the corpus is not the one this run was trained on" if name == "corpus" else f"{name} has changed"
             raise CheckpointError(
                 what,
                 asked=str(now)[:16],
-                found=f"{str(meta['stream'][name])[:16]} in the checkpoint",
+                found=f"{str(then)[:16]} in the checkpoint",
                 fix="the same data and seed, or --fresh for a new run",
             )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from spmdtrain.data.batches import EvalWindows
 from spmdtrain.train import loop
 from spmdtrain.train.journal import Journal
 from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
-from spmdtrain.train.progress import duration, quantity
+from spmdtrain.train.progress import duration, quantity, tell
 from spmdtrain.train.state import init_state
 
 ONE = {"devices": jax.devices()[:1]}
@@ -153,6 +154,21 @@ def test_figures_of_a_step():
     assert figures["mfu"] == pytest.approx(1e9 * 2000 / (2 * 4e12))
     assert step_figures(values, 0.5, 1e9, 2, None)["mfu"] is None
     assert peak_flops("cpu") is None and peak_flops("NVIDIA H200") == 989.4e12
+
+
+def test_a_side_loss_is_reported_where_there_is_one():
+    metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 1}
+    assert "side_loss" not in step_figures(metrics, 1.0, None, 1, None)
+    assert step_figures(metrics | {"side_loss": np.float32(0.5)}, 1.0, None, 1, None)["side_loss"] == 0.5
+
+
+def test_a_run_goes_on_where_nobody_listens(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        tell("to nobody")
+        tell("again")
 
 
 def test_the_step_clock_leaves_out_pauses():
