@@ -59,7 +59,7 @@ def attention(  # noqa: PLR0913 - the question has as many parts
     name = choose("attention", refusals, PREFERENCE, implementation)
     if name == "cudnn":
         return cudnn.attend(problem, inputs)
-    out, lse = _attend(problem, name, inputs)
+    out, lse = _attend_compiled(problem, name, inputs)
     return (out, lse) if return_lse else out
 
 
@@ -74,6 +74,7 @@ def _forward(problem, name, inputs):
     return (out, lse), (inputs, out, lse)
 
 
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _backward(problem, name, kept, gradients):
     inputs, out, lse = kept
     dout, dlse = gradients
@@ -90,6 +91,7 @@ def _implementation(name):
 
 
 _attend.defvjp(_forward, _backward)
+_attend_compiled = jax.jit(_attend, static_argnums=(0, 1), inline=True)  # once, also outside any jit
 
 
 def saveable(primitive, *avals, **options) -> bool:

@@ -69,7 +69,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> tuple[ja
             dout_t = _kept(dout_t, tile.seen.any((1, 2, 4)))
         scores, slope = work.scores(tile)
         weights = jnp.exp(scores - work.rows(lse, at, 3)[..., None])
-        dv_t = work.dot("bkgts,btkge->bske", weights.astype(dout_t.dtype), dout_t)
+        dv_t = work.over_queries(weights.astype(dout_t.dtype), dout_t)
         dweights = work.dot("btkge,bske->bkgts", dout_t, tile.v)
         dscores = weights * (dweights - work.rows(delta, at, 3)[..., None])
         if tile.seen is not None:
@@ -79,7 +79,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> tuple[ja
         dscores = dscores * problem.scale if slope is None else dscores * slope * problem.scale
         dscores = dscores.astype(tile.q.dtype)
         dq_t = work.dot("bkgts,bskd->btkgd", dscores, tile.k)
-        dk_t = work.dot("bkgts,btkgd->bskd", dscores, tile.q)
+        dk_t = work.over_queries(dscores, tile.q)
         return [work.add_rows(dq, dq_t, at), work.add_keys(dk, dk_t, at), work.add_keys(dv, dv_t, at), *dbias], None
 
     (dq, dk, dv, *dbias), _ = jax.lax.scan(step, start, work.table)
@@ -168,6 +168,10 @@ class _Tiles:
         if tile.bias is not None:
             scores = scores + tile.bias.astype(self.wide)
         return scores if tile.seen is None else jnp.where(tile.seen, scores, -jnp.inf), slope
+
+    def over_queries(self, weights_bkgts: jax.Array, x_btkgd: jax.Array) -> jax.Array:
+        """[b, s, k, d]: head by head, then those of a group together. One sum over both loses digits as it grows."""
+        return self.dot("bkgts,btkgd->bskgd", weights_bkgts, x_btkgd).sum(3)
 
     # Slices along time, and what is put or added there
 

@@ -62,7 +62,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     flat = x.reshape(-1, time, width), targets.reshape(-1, time), mask.reshape(-1, time)
     if more := -time % chunks:  # with tokens that count 0
         flat = [jnp.pad(each, [(0, 0), (0, more), (0, 0)][: each.ndim]) for each in flat]
-    return _loss(chunks, float(label_smoothing), float(z_loss), tuple(split), flat[0], weight, *flat[1:])
+    return _loss_compiled(chunks, float(label_smoothing), float(z_loss), tuple(split), flat[0], weight, *flat[1:])
 
 
 def _chunks(batch: int, time: int, vocab: int, limit: int) -> int:
@@ -110,6 +110,7 @@ def _backward(_chunks, _smoothing, _z_loss, split, kept, dloss):
 
 
 _loss.defvjp(_forward, _backward)
+_loss_compiled = jax.jit(_loss, static_argnums=(0, 1, 2, 3), inline=True)  # once, also outside any jit
 
 
 def _cut(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

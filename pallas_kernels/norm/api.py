@@ -61,7 +61,7 @@ def _norm(op, x, scale, bias, residual, eps, implementation):
     refusals = {name: partial(module.refusal, rows) for name, module in IMPLEMENTATIONS.items()}
     name = choose(op, refusals, PREFERENCE, implementation)
     flat = [None if each is None else each.reshape(rows) for each in (x, residual)]
-    y, total = _normalise(eps, op == "layernorm", name, flat[0], scale, bias, flat[1])
+    y, total = _normalise_compiled(float(eps), op == "layernorm", name, flat[0], scale, bias, flat[1])
     y = y.reshape(x.shape)
     return y if residual is None else (y, total.reshape(x.shape))
 
@@ -79,6 +79,7 @@ def _forward(eps, centred, name, x, scale, bias, residual):
     return (y, total if residual is not None else None), (total, scale, mean, rstd, like)
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _backward(_eps, _centred, name, kept, gradients):
     (total, scale, mean, rstd, (x, bias, residual)), (dy, dtotal) = kept, gradients
     module = IMPLEMENTATIONS[name.partition(":")[0]]
@@ -92,3 +93,4 @@ def _backward(_eps, _centred, name, kept, gradients):
 
 
 _normalise.defvjp(_forward, _backward)
+_normalise_compiled = jax.jit(_normalise, static_argnums=(0, 1, 2), inline=True)  # once, also outside any jit

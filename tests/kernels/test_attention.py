@@ -77,8 +77,8 @@ def of_one_token(q, k, v, dout):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(xla, "BLOCK", 48)
+def small_tiles(tiles):
+    tiles.setattr(xla, "BLOCK", 48)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -88,10 +88,10 @@ def test_xla(case):
 
 
 @pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
-def test_interpreted_triton(case, monkeypatch):
+def test_interpreted_triton(case, tiles):
     for name in ("FORWARD", "DQ", "DKV"):  # several tiles of each kind
         small = {limit: Tile(32, 16, 4, 1) for limit in (64, 128, 256)}
-        monkeypatch.setattr(tiling, name, {2: small, 4: small})
+        tiles.setattr(tiling, name, {2: small, 4: small})
     compare(case, "triton:interpret")
 
 
@@ -166,13 +166,13 @@ def test_what_is_not_seen_may_be_nan(implementation):
         assert not np.where(nothing, dirty, 0).any(), name
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
 @pytest.mark.parametrize("hidden_by", ["segments", "positions", "bias"])
-def test_queries_of_padding_see_nothing_either(implementation, hidden_by, monkeypatch):
+def test_queries_of_padding_see_nothing_either(implementation, hidden_by):
     """Lengths are padded to whole tiles: those queries must not let in what no query sees."""
     if hidden_by == "bias" and implementation != "xla":
         pytest.skip("no bias")
-    monkeypatch.setattr(xla, "BLOCK", 48)
     random, t, hidden = np.random.default_rng(0), 53, np.arange(8) >= 6
     q, k, v = (jnp.asarray(random.standard_normal((1, n, 1, 16)), jnp.float32) for n in (t, 8, 8))
     options = {
@@ -189,8 +189,8 @@ def test_queries_of_padding_see_nothing_either(implementation, hidden_by, monkey
     jax.tree.map(np.testing.assert_array_equal, run(jnp.nan), run(0.0))
 
 
-def test_a_large_bias_makes_no_infinity_of_padding(monkeypatch):
-    monkeypatch.setattr(xla, "BLOCK", 48)
+@pytest.mark.usefixtures("small_tiles")
+def test_a_large_bias_makes_no_infinity_of_padding():
     k, bias = jnp.ones((1, 8, 1, 16)), jnp.full((1, 1, 1, 8), 100.0)
     loss = jax.grad(lambda k, b: attention(jnp.ones((1, 53, 1, 16)), k, jnp.ones((1, 8, 1, 16)), bias=b).sum(), (0, 1))
     assert all(np.isfinite(x).all() for x in loss(k, bias))

@@ -146,12 +146,12 @@ def answers(name):
 
 
 @pytest.mark.parametrize(("name", "implementation"), ASKED)
-def test_attention(name, implementation, monkeypatch):
+def test_attention(name, implementation, tiles):
     case = CASES[name]
     for table in ("FORWARD", "DQ", "DKV"):
         q, k = getattr(case, table.lower())
-        monkeypatch.setattr(tiling, table, {2: dict.fromkeys((64, 128, 256), Tile(q, k, 4, 1))})
-    monkeypatch.setattr(xla, "BLOCK", case.forward[0])
+        tiles.setattr(tiling, table, {2: dict.fromkeys((64, 128, 256), Tile(q, k, 4, 1))})
+    tiles.setattr(xla, "BLOCK", case.forward[0])
 
     def ours(q, k, v, bias=None):
         bias = case.hidden() if case.tril else bias

@@ -69,8 +69,8 @@ def test_xla(case):
 
 
 @pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
-def test_interpreted_triton(case, monkeypatch):
-    monkeypatch.setattr(triton, "PROGRAMS", 3)  # several turns each
+def test_interpreted_triton(case, tiles):
+    tiles.setattr(triton, "PROGRAMS", 3)  # several turns each
     compare(case, "triton:interpret")
 
 

@@ -87,6 +87,20 @@ def test_twenty_runs_give_the_same_bits(op, implementation):
         jax.tree.map(np.testing.assert_array_equal, run([x[0] for x in mapped], shared), first)
 
 
+@pytest.mark.parametrize(("op", "implementation"), CASES)
+def test_outside_any_jit_it_compiles_once(op, implementation, caplog):
+    loss, mapped, shared = drawn(op, implementation, 20)
+
+    def run():
+        jax.block_until_ready(jax.value_and_grad(loss, (0, 1))([x[0] for x in mapped], shared))
+
+    run()
+    run()  # jax 0.12 forgets what it compiled before its first interpreted kernel
+    with jax.log_compiles():
+        run()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(("implementation", "kernel", "backward"), [("xla", "scan", 1), ("cudnn", cudnn.FORWARD, 0)])
 def test_saveable_keeps_the_forward_from_running_again(implementation, kernel, backward, monkeypatch):
     monkeypatch.setattr(cudnn, "no_gpu", lambda _: "")
