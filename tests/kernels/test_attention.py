@@ -12,8 +12,15 @@ from pallas_kernels.attention.tiling import Tile
 from pallas_kernels.choose import Refused
 
 DEFAULTS = {"scale": None, "bias": None, "positions": None, "segment_ids": None}
-
-
+SUMMED_IN_PARTS = [
+    f"1x200x200-h2x1-{name}"
+    for name in (
+        "d64-float32",
+        "d64-float32-segments-three",
+        "d64-float32-segments-padded",
+        "d96-float32-segments-three",
+    )
+]
 INTERPRETED = [case for case in cases.CI if not case.bias and (case.d in (32, 72, 192) or case.softcap)]
 
 
@@ -106,10 +113,11 @@ def test_xla_on_the_grid(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases.SLOW, ids=lambda case: case.name)
 def test_interpreted_triton_on_the_grid(case, request):
-    """In tiles of its own size, too. As jax 0.10 interprets it, float32 dv is in 4 cases of 150 up to 1.23 times as far
-    off as allowed."""
-    if jax.__version_info__ < (0, 11) and case.dtype == "float32":
-        request.applymarker(pytest.mark.xfail(reason="float32 sums of jax 0.10's interpreter", strict=False))
+    """In tiles of its own size, too. A tile's scores are float32 sums of one term after the other, as on a GPU. So are
+    those of the definition but on jax 0.10, which sums wide matmuls in parts: twice as exact, and in four cases the
+    kernel's dv is up to 1.23 times as far off as that allows."""
+    if jax.__version_info__ < (0, 11) and case.name in SUMMED_IN_PARTS:
+        request.applymarker(pytest.mark.xfail(reason="jax 0.10 sums the definition's matmuls in parts"))
     compare(case, "triton:interpret")
 
 
