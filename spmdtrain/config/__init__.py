@@ -1,6 +1,14 @@
 """Settings of a run: the classes that hold them, the loader that fills them, the errors a person sees. No jax."""
 
-from spmdtrain.config.errors import PREEMPTED, CheckpointError, ConfigError, DataError, StorageError, UserError
+from spmdtrain.config.errors import (
+    DONE,
+    PREEMPTED,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    StorageError,
+    UserError,
+)
 from spmdtrain.config.load import from_resolved, json_schema, load, resolved, to_toml
 from spmdtrain.config.schema import (
     GPT,
@@ -23,6 +31,7 @@ from spmdtrain.config.schema import (
 
 __all__ = [
     "GPT",
+    "DONE",
     "PREEMPTED",
     "AdamW",
     "CheckpointConfig",

@@ -48,5 +48,6 @@ class StorageError(UserError):
     exit_code = 10
 
 
+DONE = 0
 # Not an error: the run was asked to stop, saved, and can be resumed.
 PREEMPTED = 3

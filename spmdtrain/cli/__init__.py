@@ -1,0 +1,33 @@
+"""The command line: arguments in, exit code out. jax is imported once a command has its settings, not for `--help`."""
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+
+from spmdtrain.cli.arguments import make_parser
+from spmdtrain.config import StorageError, UserError
+
+CLOSED_PIPE = 141  # as of a program that SIGPIPE ends
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. A person's mistake is one line on stderr and its exit code; only our bugs show a traceback."""
+    try:
+        parsed = make_parser().parse_args(arguments)
+        code = parsed.command(parsed)
+        print(end="", flush=True)
+        return code
+    except UserError as error:
+        print(f"spmdtrain: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try again at its end
+        if error.errno == errno.EPIPE:  # `| head`: nobody reads on, and nobody made a mistake
+            return CLOSED_PIPE
+        print(f"spmdtrain: cannot write: {error.strerror}", file=sys.stderr)
+        return StorageError.exit_code
+    except KeyboardInterrupt:  # before the loop took over the signal: nothing to save yet
+        return 130

@@ -1,0 +1,5 @@
+import sys
+
+from spmdtrain.cli import main
+
+sys.exit(main())

@@ -1,0 +1,72 @@
+"""What trains, and what goes before and after: `train`, `show`, `sample`, `data prepare`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from spmdtrain.cli.devices import start_jax
+from spmdtrain.config import DONE, PREEMPTED, UserError, load, to_toml
+
+
+def train(parsed: argparse.Namespace) -> int:
+    config = load(parsed.config, parsed.set)
+    if parsed.print_config:
+        print(to_toml(config), end="")
+        return DONE
+    directory = parsed.run or f"runs/{Path(parsed.config).stem}"
+    if parsed.hardware is not None:
+        from spmdtrain.planner.hardware import hardware
+
+        hardware(parsed.hardware)  # a typo is refused before devices are looked for
+    start_jax(parsed)
+    from spmdtrain.train.loop import run
+
+    outcome = run(config, directory, fresh=parsed.fresh, prediction=_prediction(config, parsed.hardware))
+    return PREEMPTED if outcome.status == "preempted" else DONE
+
+
+def _prediction(config, name: str | None):
+    """Plain numbers for `run`: for the hardware `name`, else for the device at hand where it is described, else None.
+    Every process makes them, so that all are refused or none."""
+    import jax
+
+    from spmdtrain.planner import report
+    from spmdtrain.planner.hardware import KINDS, hardware
+    from spmdtrain.train.summary import Prediction
+
+    known = name or KINDS.get(jax.devices()[0].device_kind)
+    if known is None:
+        return None
+    try:
+        config, device = report.with_vocab(config), hardware(known)
+        price, held = report.priced(config, report.mesh_sizes(config, jax.device_count(), device), device)
+    except UserError:
+        if name:
+            raise
+        return None  # nobody asked; what is wrong with the run, the run says
+    return Prediction(device.name, price.step, held.total)
+
+
+def show(parsed: argparse.Namespace) -> int:
+    config = load(parsed.config, parsed.set)
+    start_jax(parsed)
+    from spmdtrain.train import show as shown
+
+    print(json.dumps(shown.describe(config)[0], indent=1) if parsed.json else shown.show(config))
+    return DONE
+
+
+def sample(parsed: argparse.Namespace) -> int:
+    start_jax(parsed)
+    from spmdtrain.train import generate
+
+    choice = generate.Choice(parsed.temperature, parsed.top_k, parsed.top_p)
+    print(generate.sample(Path(parsed.run), parsed.prompt, parsed.length, choice, parsed.seed, parsed.set))
+    return DONE
+
+
+def prepare(parsed: argparse.Namespace) -> int:
+    from spmdtrain.data import prepare as data
+
+    data.prepare(parsed.paths, parsed.out, parsed.tokenizer)
+    return DONE
