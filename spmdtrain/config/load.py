@@ -8,6 +8,7 @@ or `--set`; a key without one has its default.
 import copy
 import difflib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -50,8 +51,9 @@ def resolved(config: RunConfig) -> dict[str, Any]:
 def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Reads back what `resolved` gave, origins included, with `a.b=c` strings on top. Raises ConfigError where this
     version cannot obey it."""
-    if not all(isinstance(values.get(part), dict) for part in ("config", "origin")):
-        raise ConfigError("config.json is not a resolved config", found=", ".join(values), fix="a new run directory")
+    if not isinstance(values, dict) or not all(isinstance(values.get(part), dict) for part in ("config", "origin")):
+        found = ", ".join(values) if isinstance(values, dict) else f"{values!r:.80}"
+        raise ConfigError("config.json is not a resolved config", found=found, fix="a new run directory")
     tables = copy.deepcopy(values["config"])
     origin = {key: where for key, where in values["origin"].items() if where != DEFAULT}
     # A setting this version does not know had an origin under the version that wrote it; name the file at least.
@@ -91,7 +93,7 @@ def json_schema() -> dict[str, Any]:
 
 def _file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[str, Tables]]:
     """(file name, its tables), root of the `extends` chain first; `above` are the files that led here."""
-    if path.resolve() in [other.resolve() for other in above]:
+    if os.path.realpath(path) in map(os.path.realpath, above):  # Path.resolve raises where links go in a circle
         raise ConfigError(f"{path} extends itself", found=" -> ".join(map(str, (*above, path))))
     layer = _read(path, above)
     if "extends" not in layer:

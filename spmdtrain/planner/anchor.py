@@ -14,17 +14,19 @@ from spmdtrain.planner.hardware import Hardware
 def measured_run(directory: Path) -> tuple[RunConfig, dict[str, int], float]:
     """(config, mesh, median seconds of a step) of a run, without its first step since it last started."""
     try:
-        config = from_resolved(json.loads((directory / "config.json").read_text()))
+        saved = json.loads((directory / "config.json").read_text())
         lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read a run in {directory}: {error}", fix="the directory of a finished run") from None
-    starts = [event for event in events if "mesh" in event]
-    since = starts[-1]["step"] + 1 if starts else 0
-    steps = [line["step_seconds"] for line in lines if "step_seconds" in line and line["step"] > since]
+        starts = [(event["step"] + 1, event["mesh"]) for event in events if "mesh" in event]
+        since, mesh = starts[-1] if starts else (0, {})
+        steps = [line["step_seconds"] for line in lines if "step_seconds" in line and line["step"] > since]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"cannot read a run in {directory}: {said}", fix="the directory of a finished run") from None
+    config = from_resolved(saved)
     if not steps or not starts:
         raise ConfigError(f"{directory} holds no measured steps", fix="a run of a few steps")
-    return config, starts[-1]["mesh"], statistics.median(steps)
+    return config, mesh, statistics.median(steps)
 
 
 def anchored(run: str, device: Hardware) -> float:

@@ -190,7 +190,10 @@ def _read(path: Path, above: tuple[Path, ...]) -> Hardware:
         if not isinstance(given.get(key, ""), str):
             raise ConfigError(f"{path}: {key} must be a string", found=f"{given[key]!r:.80}")
     name = given.pop("name", path.stem)
-    start = hardware(given.pop("extends"), (*above, path)) if "extends" in given else None
+    start = None
+    if "extends" in given:
+        below = given.pop("extends")  # a file is looked for beside this one
+        start = hardware(str(path.parent / below) if below.endswith(".toml") else below, (*above, path))
     given = {key: _figure(key, value, f"{path}: {key}") for key, value in given.items()}
     needed = [each.name for each in fields(Hardware)[1:] if each.default is MISSING and each.name != "sources"]
     if start is None and (missing := [key for key in needed if key not in given]):

@@ -247,6 +247,13 @@ BAD = {
 }
 
 
+def test_a_link_that_leads_to_itself_is_one_line(write):
+    write(x='extends = "circle.toml"')
+    Path("circle.toml").symlink_to("circle.toml")
+    with pytest.raises(ConfigError, match="circle.toml .extended by x.toml. cannot be read: Too many levels"):
+        load("x.toml")
+
+
 @pytest.mark.parametrize(("text", "overrides", "parts"), BAD.values(), ids=BAD)
 def test_a_mistake_is_one_line_that_names_key_value_and_origin(write, text, overrides, parts):
     write(x=text)

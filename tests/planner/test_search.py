@@ -132,6 +132,16 @@ def test_a_measured_run_anchors_the_estimate(config, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(4)
 
 
+@pytest.mark.parametrize("damaged", ["config.json", "metrics.jsonl", "events.jsonl"])
+@pytest.mark.parametrize("text", ["[1]", "5", "{", '{"step_seconds": 1, "mesh": {}}'])
+def test_an_anchor_that_is_no_run_is_refused(config, tmp_path, capsys, damaged, text):
+    for name in ("config.json", "metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).write_text(text if name == damaged else "{}")
+    assert main(["estimate", config, "--hardware", "h100", "--anchor", str(tmp_path)]) == 4
+    said = capsys.readouterr().err
+    assert said.startswith("spmdtrain: ") and said.count("\n") == 1
+
+
 def test_a_run_ends_with_predicted_compiled_and_measured_figures(config, tmp_path, capsys):
     run = tmp_path / "run"
     settings = ["mesh.data=8", "train.steps=4", "train.sequence_length=16", "model.layers=1", "model.embed=32"]
