@@ -5,6 +5,7 @@ the next one: cases run in a process of their own that has so many seconds.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,9 +128,9 @@ jax.block_until_ready(attention(*(drawn[name] for name in "qkv"), implementation
 
 @pytest.mark.skipif(OLD, reason="needs jax 0.11 or later")
 def test_a_wait_that_is_missing_is_found():
-    """The copies of the values are not waited for."""
+    """The copies of the values are not waited for: their use is a race, and a barrier that nobody looks at an error."""
     done = run(RACE, seconds=100)
-    assert done.returncode != 0 and "RACE DETECTED" in done.stderr, done.stderr[-3000:]
+    assert done.returncode != 0 and re.search("RACE DETECTED|no threads observed", done.stderr), done.stderr[-3000:]
 
 
 @pytest.mark.skipif(OLD, reason="jax's version is said first")
