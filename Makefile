@@ -24,7 +24,7 @@ test-slow: $(VENV)/installed-dev  ## the tests that take long: whole grids of pi
 	SPMDTRAIN_SLOW=1 $(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/installed-dev  ## kernels on the GPU that is there, with jax's CUDA libraries installed beside
-	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 4 -m gpu $(PYTEST_ARGS)
 
 check: $(VENV)/installed-dev  ## lint and formatting
 	$(BIN)/ruff check .

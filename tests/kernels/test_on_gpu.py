@@ -23,8 +23,8 @@ def unless_refused(compare, case, implementation):
         pytest.skip(refused.reason)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)  # a case's one after the other: they share its answers
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_attention(implementation, case, monkeypatch):
     if implementation == "cudnn":  # it gives no lse: that and its gradient come from another
         monkeypatch.setattr(of_attention, "kernel", with_lse_of_xla)
@@ -39,8 +39,8 @@ def with_lse_of_xla(options, implementation):
     return run
 
 
-@pytest.mark.parametrize("case", NORMS, ids=lambda case: case.name)
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("case", NORMS, ids=lambda case: case.name)
 def test_norms(implementation, case):
     unless_refused(of_norms.compare, case, implementation)
 
