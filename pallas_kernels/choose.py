@@ -4,13 +4,13 @@ An implementation is a module with `refusal(...) -> str`: why it cannot run the 
 implementation never falls back. "NAME:interpret" runs a kernel's instructions one by one on any machine, for tests.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
+from pallas_kernels.gpus import generation
+
 INTERPRET = ":interpret"
-ALREADY_OLD = re.compile(r"\b(K80|M40|M60|P4|P40|P100|V100S?|T4|T1000|GTX|GeForce RTX 20\d\d|Quadro RTX|TITAN)\b")
 
 
 class Refused(NotImplementedError):
@@ -58,7 +58,7 @@ def no_gpu(interpreted: bool) -> str:
     kind = device_kind()
     if not any(maker in kind for maker in ("NVIDIA", "Tesla", "Quadro", "TITAN")):
         return f"needs an NVIDIA GPU, this is {kind}"
-    return f"needs sm_80 or later, this is {kind}" if ALREADY_OLD.search(kind) else ""
+    return f"needs sm_80 or later, this is {kind}" if generation(kind) == "old" else ""
 
 
 def no_64_bits() -> str:

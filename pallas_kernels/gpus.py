@@ -1,4 +1,13 @@
-"""What XLA wants to know of an NVIDIA GPU to compile for it where it is not: the text of a GpuTargetConfigProto."""
+"""NVIDIA's GPUs: which generation a name means, and what XLA wants to know of one to compile for it where it is not."""
+
+import re
+
+# As jax names a device ("NVIDIA H200"), by what kernels ask: sm_80 or later at all, sm_90, sm_100 and up.
+GENERATIONS = {
+    "old": r"K80|M40|M60|P4|P40|P100|V100S?|T4|T1000|GTX|GeForce RTX 20\d\d|Quadro RTX|TITAN",
+    "hopper": r"G?H(20|100|200|800)",
+    "blackwell": r"G?B[123]00",
+}
 
 # Compute capability; shared memory per core and per block; L2 bytes; fp32 units per core; the name XLA knows.
 CHIPS = {
@@ -10,8 +19,13 @@ CHIPS = {
 }
 
 
+def generation(kind: str) -> str:
+    """One of GENERATIONS, of a device of that kind; "" for the others: Ampere, Ada, and what is no NVIDIA GPU."""
+    return next((name for name, kinds in GENERATIONS.items() if re.search(rf"\b({kinds})\b", kind)), "")
+
+
 def target(chip: str, *, cores: int, memory_bandwidth: float, memory: float) -> str:
-    """Of a chip in CHIPS with so many cores, bytes per second and bytes."""
+    """The text of a GpuTargetConfigProto: of a chip in CHIPS with so many cores, bytes per second and bytes."""
     capability, per_core, per_block, cache, units, name = CHIPS[chip]
     return f"""gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {per_core} shared_memory_per_block_optin: {per_block} threads_per_core_limit: 2048

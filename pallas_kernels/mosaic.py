@@ -9,7 +9,6 @@ any machine and finds races, but neither a matmul onto a value nor one whose lef
 jax.experimental.pallas.mosaic_gpu's own, which is imported when the first is used.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.choose import device_kind, no_64_bits
+from pallas_kernels.gpus import generation
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -26,7 +26,6 @@ LANES = 64  # a dim of shared memory that a matmul reads is a multiple of it: 12
 SHARED_MEMORY = 232448 - 1024  # bytes that scratch of one program may fill on sm_90; jax takes some for reductions
 ALIGNMENT = 1024  # bytes; of each array in shared memory
 MISCOMPILING = 12080, 12090  # CUDA versions, first and last
-HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
 def _plgpu():
@@ -47,7 +46,7 @@ def refusal(interpreted: bool) -> str:
         return f"needs jax 0.11 or later, this is {jax.__version__}"
     if (refused := no_64_bits()) or interpreted:
         return refused
-    if not HOPPER.search(device_kind()):
+    if generation(device_kind()) != "hopper":
         return f"needs an NVIDIA GPU of sm_90 (Hopper), this is {device_kind()}"
     if MISCOMPILING[0] <= _cuda_version() <= MISCOMPILING[1]:
         return "CUDA 12.8.0 to 12.9.0 compile causal attention wrongly (jax refuses its own there too): needs 12.9.1"

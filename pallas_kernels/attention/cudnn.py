@@ -1,6 +1,5 @@
 """Attention by cuDNN, through jax.nn: bfloat16 and float16 on NVIDIA GPUs of sm_80 and up."""
 
-import re
 from functools import partial
 
 import jax
@@ -8,9 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.choose import device_kind, no_gpu
+from pallas_kernels.gpus import generation
 from pallas_kernels.partition import wholly_manual
 
-WIDE = re.compile(r"\bG?[HB](20|100|200|300|800)\b")  # Hopper and later: head dims above 128
 FORWARD = "dot_product_attention_fwd_wrapper"  # jax's primitive: gives out and what backward reads of the softmax
 
 
@@ -21,7 +20,7 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:
         return "has no interpreted form"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"bfloat16 and float16, not {q.dtype}"
-    widest = 256 if WIDE.search(device_kind()) else 128
+    widest = 256 if generation(device_kind()) in ("hopper", "blackwell") else 128
     if d != e or d % 8 or d > widest:
         return f"one head dim, a multiple of 8 up to {widest}, not {d} and {e}"
     if problem.softcap is not None:

@@ -3,8 +3,9 @@
 Chosen to fit in registers and in the shared memory of sm_80 (163 KiB): aot.py proves that. Not tuned: no GPU was there.
 """
 
-import re
 from dataclasses import dataclass
+
+from pallas_kernels.gpus import generation
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,11 @@ DKV = {2: {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 64, 8,
        4: {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(32, 16, 8, 1)}}  # fmt: skip
 # Blackwell keeps sums in its tensor memory, 512 columns: dk and dv of 64 keys by 256 would leave none for their scores.
 DKV_BLACKWELL = {**DKV, 2: DKV[2] | {256: Tile(64, 32, 8, 1)}}
-BLACKWELL = re.compile(r"\bG?B[123]00\b")
 
 
 def dkv(kind: str) -> dict[int, dict[int, Tile]]:
     """The table for a GPU of that kind, as jax names it."""
-    return DKV_BLACKWELL if BLACKWELL.search(kind) else DKV
+    return DKV_BLACKWELL if generation(kind) == "blackwell" else DKV
 
 
 def tile(table: dict[int, dict[int, Tile]], head_dim: int, itemsize: int, t: int, s: int) -> Tile:

@@ -29,8 +29,9 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     """Sum over tokens of mask x (-log softmax(x weight^T)[target] + z_loss x lse^2), a float32 scalar.
 
     x: [..., time, embed]; weight: [vocabulary, embed]; targets: integers [..., time]; mask: float weights of the
-    tokens, 1 unless given. Tokens whose target is `ignore_index` count 0. `label_smoothing`: that share of the wanted
-    probability lies evenly on the whole vocabulary. lse is the logarithm of the softmax's denominator.
+    tokens, 1 unless given. Tokens whose target is `ignore_index` count 0; other targets beyond the vocabulary are not
+    looked for: they count as if their logit were 0. `label_smoothing`: that share of the wanted probability lies evenly
+    on the whole vocabulary. lse is the logarithm of the softmax's denominator.
 
     At most `chunk_logits` logits are there at once (but those of one time step are). Chunk i takes the times i, i + n,
     i + 2n, ... so that a split time dim stays split. Under differentiation the gradients are made along with the loss,
