@@ -74,7 +74,7 @@ def _forward(problem, name, inputs):
     return (out, lse), (inputs, out, lse)
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
+@partial(jax.jit, static_argnums=(0, 1), inline=True)  # jax 0.10 calls it outside any jit
 def _backward(problem, name, kept, gradients):
     inputs, out, lse = kept
     dout, dlse = gradients

@@ -79,7 +79,7 @@ def _forward(eps, centred, name, x, scale, bias, residual):
     return (y, total if residual is not None else None), (total, scale, mean, rstd, like)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)  # jax 0.10 calls it outside any jit
 def _backward(_eps, _centred, name, kept, gradients):
     (total, scale, mean, rstd, (x, bias, residual)), (dy, dtotal) = kept, gradients
     module = IMPLEMENTATIONS[name.partition(":")[0]]

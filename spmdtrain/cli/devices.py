@@ -21,6 +21,6 @@ def start_jax(parsed: argparse.Namespace) -> None:
 
 
 def without_devices() -> None:
-    """jax is asked for shapes only: it need not take hold of a GPU."""
+    """jax is asked for shapes only: it need not take hold of a GPU. It reads this when it is imported, not later."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -58,10 +58,10 @@ def estimate(parsed: argparse.Namespace) -> int:
     if parsed.batch and not parsed.generate:
         fix = f"--generate 512+128 --batch {parsed.batch}"
         raise ConfigError("--batch is how many sequences --generate makes", asked=f"--batch {parsed.batch}", fix=fix)
+    without_devices()
     from spmdtrain.planner import anchor, report
     from spmdtrain.planner.hardware import hardware
 
-    without_devices()
     device = hardware(parsed.hardware)
     config = report.with_vocab(load(parsed.config, parsed.set))
     if parsed.sweep is not None:
@@ -101,6 +101,7 @@ def _generate(parsed: argparse.Namespace, config, sizes, device) -> int:
 
 def plan(parsed: argparse.Namespace) -> int:
     _refuse_together(parsed, "rules", "top")
+    without_devices()
     from spmdtrain.planner import report, search
     from spmdtrain.planner.hardware import hardware
 

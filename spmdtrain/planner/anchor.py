@@ -7,6 +7,7 @@ from pathlib import Path
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.parallel.mesh import AXES
 from spmdtrain.planner import report
 from spmdtrain.planner.hardware import Hardware
 
@@ -18,8 +19,9 @@ def measured_run(directory: Path) -> tuple[RunConfig, dict[str, int], float]:
         lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
         starts = [(event["step"] + 1, event["mesh"]) for event in events if "mesh" in event]
-        since, mesh = starts[-1] if starts else (0, {})
-        steps = [line["step_seconds"] for line in lines if "step_seconds" in line and line["step"] > since]
+        since, mesh = starts[-1] if starts else (0, dict.fromkeys(AXES, 1))
+        mesh = {axis: int(mesh[axis]) for axis in AXES}
+        steps = [float(line["step_seconds"]) for line in lines if "step_seconds" in line and line["step"] > since]
     except (OSError, ValueError, TypeError, KeyError) as error:
         said = f"{type(error).__name__}: {error}"
         raise ConfigError(f"cannot read a run in {directory}: {said}", fix="the directory of a finished run") from None

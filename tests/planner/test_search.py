@@ -1,13 +1,16 @@
 """The search: the published 1T layout, refusals, and what the commands print."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.config import ConfigError
+from spmdtrain.config import ConfigError, load, resolved
 from spmdtrain.planner import search
 from spmdtrain.planner.hardware import DEVICES
 from spmdtrain.planner.job import Job, Layout, Shape
@@ -117,29 +120,49 @@ def test_estimate_for_a_person_sweeps_and_generation(config, capsys, monkeypatch
     assert found[1]["tokens_per_second"] > 20 * found[0]["tokens_per_second"]
 
 
-def test_a_measured_run_anchors_the_estimate(config, tmp_path, capsys):
+@pytest.fixture
+def measured(config, tmp_path):
+    """The directory of a run whose steps took 9, 3 and 5 seconds: its first one holds what compiling left over."""
+    lines = [{"step": step, "step_seconds": took} for step, took in enumerate((9, 3, 5), start=1)]
+    mesh = dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1)
     run = tmp_path / "run"
     run.mkdir()
-    from spmdtrain.config import load, resolved
-
     (run / "config.json").write_text(json.dumps(resolved(load(config))))
-    seconds = (9, 3, 5)  # the first step of a run holds what compiling left over
-    lines = [{"step": step, "step_seconds": took} for step, took in enumerate(seconds, start=1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    mesh = dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1)
     (run / "events.jsonl").write_text(json.dumps({"event": "started", "step": 0, "mesh": mesh}) + "\n")
-    assert main(["estimate", config, "--hardware", "h100", "--anchor", str(run), "--json"]) == 0
+    return run
+
+
+def test_a_measured_run_anchors_the_estimate(config, measured, capsys):
+    assert main(["estimate", config, "--hardware", "h100", "--anchor", str(measured), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(4)
 
 
-@pytest.mark.parametrize("damaged", ["config.json", "metrics.jsonl", "events.jsonl"])
-@pytest.mark.parametrize("text", ["[1]", "5", "{", '{"step_seconds": 1, "mesh": {}}'])
-def test_an_anchor_that_is_no_run_is_refused(config, tmp_path, capsys, damaged, text):
-    for name in ("config.json", "metrics.jsonl", "events.jsonl"):
-        (tmp_path / name).write_text(text if name == damaged else "{}")
-    assert main(["estimate", config, "--hardware", "h100", "--anchor", str(tmp_path)]) == 4
+DAMAGED = {
+    "config.json": ["[1]", "5", "{", "{}"],
+    "metrics.jsonl": ["", "[1]", "5", "{", '{"step_seconds": 1}', '{"step": 9, "step_seconds": []}'],
+    "events.jsonl": ["", "[1]", "5", "{", '{"step": 0, "mesh": {}}', '{"step": 0, "mesh": 3}'],
+}
+
+
+@pytest.mark.parametrize(("damaged", "text"), [(name, text) for name, texts in DAMAGED.items() for text in texts])
+def test_an_anchor_that_is_no_run_is_refused(config, measured, capsys, damaged, text):
+    (measured / damaged).write_text(text)
+    assert main(["estimate", config, "--hardware", "h100", "--anchor", str(measured)]) == 4
     said = capsys.readouterr().err
     assert said.startswith("spmdtrain: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("estimate",), ("plan", "--devices", "8", "--rules")])
+def test_a_gpu_that_is_there_is_left_alone(config, command):
+    """jax reads which platforms it may start when it is imported."""
+    program = (
+        "import sys; from spmdtrain.cli import main; main(sys.argv[1:]); import jax; print(jax.config.jax_platforms)"
+    )
+    arguments = [sys.executable, "-c", program, command[0], config, "--hardware", "h100", *command[1:]]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "cpu"
 
 
 def test_a_run_ends_with_predicted_compiled_and_measured_figures(config, tmp_path, capsys):
