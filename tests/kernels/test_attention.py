@@ -112,8 +112,8 @@ def test_interpreted_triton(case, tiles):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases.SLOW, ids=lambda case: case.name)
 def test_xla_on_the_grid(case):
-    """In tiles of its own size. In those of 48, float32 on the CPU is up to 3.5 times as far off as the definition: its
-    longer matmuls are summed otherwise. Relative L2 stays far below its limit."""
+    """In tiles of its own size. In those of 48, float32 is on jax 0.10 up to 2.1 times as far off as allowed, since the
+    definition's wide matmuls are more exact there than narrow ones; on jax 0.12 0.94 at most."""
     compare(case, "xla")
 
 
