@@ -8,24 +8,38 @@ milliseconds.
 from typing import Annotated, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     PrivateAttr,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _in_float32(value: float) -> float:
+    """Devices compute with float32: what lies outside its range would be 0 or infinite there."""
+    if value and not 1.2e-38 <= value <= 3.4e38:
+        raise PydanticCustomError("float32_range", "in the range of float32, 1.2e-38 to 3.4e38")
+    return value
+
+
+Positive = Annotated[PositiveFloat, AfterValidator(_in_float32)]
+NonNegative = Annotated[NonNegativeFloat, AfterValidator(_in_float32)]
 Float = Literal["float32", "bfloat16"]
 Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
+# Devices count with int32, steps and elements of a dim alike.
+Count = Annotated[int, Field(gt=0, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would be another one's double
 # TOML has lists only, hence not strict about the container; what is in it stays strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
-Steps = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
+Steps = Annotated[tuple[Count, ...], Field(strict=False)]
 
 
 class Settings(BaseModel):
@@ -37,14 +51,14 @@ class Settings(BaseModel):
 class TransformerConfig(Settings):
     """A decoder-only transformer. `name` picks a family, i.e. the defaults; every field may be set in either."""
 
-    layers: PositiveInt = 4
-    embed: PositiveInt = Field(128, description="width of the residual stream")
-    heads: PositiveInt = Field(4, description="query heads")
-    kv_heads: PositiveInt | None = Field(None, description="key and value heads (GQA); default: heads")
-    head_dim: PositiveInt | None = Field(None, description="default: embed / heads")
-    ffn: PositiveInt | None = Field(None, description="hidden width of the mlp; default: 4 embed, swiglu 8/3 embed")
-    vocab: PositiveInt | None = Field(None, description="rows of the embedding; default: what the tokenizer has")
-    max_length: PositiveInt | None = Field(None, description="longest sequence; default: train.sequence_length")
+    layers: Count = 4
+    embed: Count = Field(128, description="width of the residual stream")
+    heads: Count = Field(4, description="query heads")
+    kv_heads: Count | None = Field(None, description="key and value heads (GQA); default: heads")
+    head_dim: Count | None = Field(None, description="default: embed / heads")
+    ffn: Count | None = Field(None, description="hidden width of the mlp; default: 4 embed, swiglu 8/3 embed")
+    vocab: Count | None = Field(None, description="rows of the embedding; default: what the tokenizer has")
+    max_length: Count | None = Field(None, description="longest sequence; default: train.sequence_length")
     positions: Literal["learned", "rope"]
     norm: Literal["layernorm", "rmsnorm"]
     mlp: Literal["gelu", "swiglu"]
@@ -54,8 +68,8 @@ class TransformerConfig(Settings):
     attention: Attention = Field(
         "auto", description="its implementation; auto: the fastest measured that can; a named one never falls back"
     )
-    rope_theta: PositiveFloat = 10_000.0
-    norm_epsilon: PositiveFloat = 1e-5
+    rope_theta: Positive = 10_000.0
+    norm_epsilon: Positive = 1e-5
 
     @model_validator(mode="after")
     def _check(self):
@@ -144,7 +158,7 @@ class PipelineConfig(Settings):
         "1f1b",
         description="gpipe | 1f1b | interleaved | zero_bubble | a .json or .csv file, as `spmdtrain schedule` writes",
     )
-    chunks: PositiveInt = Field(
+    chunks: Count = Field(
         1, description="runs of layers per stage, each a 1 / chunks of its layers (interleaved, zero_bubble)"
     )
 
@@ -168,29 +182,29 @@ class PipelineConfig(Settings):
 
 
 class TrainConfig(Settings):
-    steps: PositiveInt = Field(1000, description="optimizer steps in all; raising it and resuming goes on")
-    global_batch: PositiveInt = Field(16, description="sequences per step over all devices")
-    microbatch: PositiveInt | None = Field(
+    steps: Count = Field(1000, description="optimizer steps in all; raising it and resuming goes on")
+    global_batch: Count = Field(16, description="sequences per step over all devices")
+    microbatch: Count | None = Field(
         None, description="sequences per batch shard at once; default: all of them, i.e. no accumulation"
     )
-    sequence_length: PositiveInt = Field(128, description="tokens per sequence")
+    sequence_length: Count = Field(128, description="tokens per sequence")
     seed: int = Field(0, ge=0, lt=SEEDS, description="of initialisation, data order and dropout")
     remat: Literal["none", "dots", "full"] = Field(
         "none", description="what backward recomputes: nothing | all but matmuls and attention | whole layers"
     )
     zero: Literal[0, 1] = Field(0, description="1: gradients and optimizer state split over data (ZeRO-1)")
-    clip: PositiveFloat | None = Field(1.0, description="largest global gradient norm; none: no clipping")
+    clip: Positive | None = Field(1.0, description="largest global gradient norm; none: no clipping")
     init_from: str | None = Field(None, description="run directory whose newest weights start this run")
 
 
 class Schedule(Settings):
     """Learning rate over steps: linear warm-up, then constant, or cosine / linear down to `final_learning_rate`."""
 
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: Positive = 1e-3
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    warmup: NonNegativeInt = Field(0, description="steps from 0 to learning_rate")
-    final_learning_rate: NonNegativeFloat = Field(0.0, description="at the last step (cosine, linear)")
-    weight_decay: NonNegativeFloat = Field(
+    warmup: CountOrZero = Field(0, description="steps from 0 to learning_rate")
+    final_learning_rate: NonNegative = Field(0.0, description="at the last step (cosine, linear)")
+    weight_decay: NonNegative = Field(
         0.0, description="on tensors of two and more dims (one layer's), not on norms and biases"
     )
 
@@ -199,7 +213,7 @@ class AdamW(Schedule):
     name: Literal["adamw"] = "adamw"
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    epsilon: PositiveFloat = 1e-8
+    epsilon: Positive = 1e-8
 
 
 class Sgd(Schedule):
@@ -238,19 +252,19 @@ class DataConfig(Settings):
 
 
 class EvalConfig(Settings):
-    every: NonNegativeInt = Field(0, description="steps between evaluations, and once at the end; 0: never")
-    batches: PositiveInt | None = Field(None, description="validation batches; default: the whole split")
+    every: CountOrZero = Field(0, description="steps between evaluations, and once at the end; 0: never")
+    batches: Count | None = Field(None, description="validation batches; default: the whole split")
 
 
 class CheckpointConfig(Settings):
-    every: NonNegativeInt = Field(
+    every: CountOrZero = Field(
         100, description="steps between checkpoints; the last step is always saved; 0: only that"
     )
-    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep: Count = Field(2, description="newest checkpoints kept")
 
 
 class LogConfig(Settings):
-    every: PositiveInt = Field(10, description="steps between plain lines when not a terminal")
+    every: Count = Field(10, description="steps between plain lines when not a terminal")
     profile: Steps = Field((), description="steps traced by the profiler into RUN/profile")
 
 

@@ -85,6 +85,8 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     """The default tables with `[rules]` of the config on top; unknown mesh axes and near-misses are refused."""
     if "batch" in overrides.activations:
         raise ConfigError(f"rules.activations.batch: the batch is always split over {' x '.join(BATCH_AXES)}")
+    if "stage" in overrides.parameters:
+        raise ConfigError("rules.parameters.stage: stages are always split over pipeline")
     for table, base in ((overrides.parameters, PARAMETER_RULES), (overrides.activations, ACTIVATION_RULES)):
         kind = "parameters" if table is overrides.parameters else "activations"
         for name, mesh_axes in table.items():

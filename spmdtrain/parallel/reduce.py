@@ -43,11 +43,16 @@ def scattered_spec(spec: P, dim: int | None) -> P:
 
 def crossing(spec: P, axes: Sequence[str]) -> Crossing:
     """How a gradient that will rest as `spec` says crosses `axes`. Over `pipeline` it either is split already, each
-    stage having its own, or is summed."""
-    dims = {axis: dim for dim, part in enumerate(spec) for axis in _axes(part)}
+    stage having its own, or is summed.
+
+    A dim that several axes split is scattered in the spec's order, major axis first: each scatter hands out
+    consecutive slices of what the one before has left.
+    """
+    split = [(axis, dim) for dim, part in enumerate(spec) for axis in _axes(part)]
+    named = [axis for axis, _ in split]
     return Crossing(
-        sum=tuple(axis for axis in axes if axis not in dims),
-        scatter=tuple((axis, dims[axis]) for axis in axes if axis in dims and axis != "pipeline"),
+        sum=tuple(axis for axis in axes if axis not in named),
+        scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis != "pipeline"),
     )
 
 

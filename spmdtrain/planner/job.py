@@ -171,5 +171,5 @@ def job_of(config: RunConfig, sizes: Mapping[str, int]) -> Job:
         zero=train.zero,
         dtype=config.precision.compute,
         resting=4 if config.precision.params == "float32" else 2,
-        moments=2 if config.optimizer.name == "adamw" else int(config.optimizer.momentum > 0),
+        moments=2 if config.optimizer.name == "adamw" else 1,
     )

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import type_handlers
 
 from spmdtrain.config.errors import CheckpointError, StorageError, UserError
 from spmdtrain.models.blueprint import Blueprint
@@ -26,6 +27,7 @@ from spmdtrain.parallel.layout import Layout, lay_out
 from spmdtrain.train.state import TrainState
 
 FORMAT = 1
+OPTIMIZER = "optimizer."  # before the names of its leaves, in meta
 Meta = dict[str, Any]
 # Orbax reports every save on several lines, and a failure by a traceback per thread; each comes back as one exception.
 for _name in ("absl", "asyncio"):
@@ -44,8 +46,11 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=keep is not None, read_only=keep is None
         )
+        handlers = {"params": _array_handler(), "state": _array_handler(), "meta": ocp.JsonCheckpointHandler()}
+        self._saving: list[int] = []
         try:
-            self._manager = ocp.CheckpointManager((run / "checkpoints").absolute(), options=options)
+            directory = (run / "checkpoints").absolute()
+            self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
         except OSError as error:
             raise StorageError(f"cannot write {run}: {error.strerror}") from None
 
@@ -54,15 +59,30 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, meta: Meta) -> None:
-        """Starts saving; `state` may be donated as soon as this returns. Waits for the save before it, if any."""
+        """Starts saving; `state` may be donated as soon as this returns. Waits for the save before it, if any.
+
+        When it is on disk `completed` says so.
+        """
         layout = self._blueprint.layout.describe()
         meta = {"format": FORMAT, "leaves": leaves(state.params, state.opt_state), "layout": layout} | meta
         items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
-            state=ocp.args.StandardSave(state.opt_state),
+            params=ocp.args.PyTreeSave(state.params),
+            state=ocp.args.PyTreeSave(state.opt_state),
             meta=ocp.args.JsonSave(meta),
         )
         self._guarded(lambda: self._manager.save(step, args=items))
+        self._saving.append(step)
+
+    def completed(self) -> list[int]:
+        """The steps of this object's saves that have become complete on disk since it was last asked."""
+        if not self._saving:
+            return []
+        if self._manager.is_saving_in_progress():  # the last; it began when those before it had ended
+            done, self._saving = self._saving[:-1], self._saving[-1:]
+            return done
+        self.wait()  # a save that failed is said here
+        done, self._saving = self._saving, []
+        return done
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
         """The state saved at `step`, each leaf read into the sharding that `abstract` gives it."""
@@ -72,10 +92,10 @@ class Checkpoints:
         counter = jax.make_array_from_callback((), abstract.step.sharding, lambda _: abstract.step.dtype.type(step))
         return TrainState(counter, params, opt_state), meta
 
-    def restore_params(self, step: int, params: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    def restore_params(self, step: int, params: dict[str, jax.ShapeDtypeStruct]) -> tuple[dict[str, jax.Array], Meta]:
         """The weights alone."""
-        _, saved = self._checked_meta(step, params)
-        return self._restored(step, "params", params, saved)
+        meta, saved = self._checked_meta(step, params)
+        return self._restored(step, "params", params, saved), meta
 
     def wait(self) -> None:
         """Returns when the last save is complete on disk."""
@@ -86,19 +106,22 @@ class Checkpoints:
 
     def _restored(self, step: int, item: str, asked: dict[str, Any], saved: Layout) -> dict[str, Any]:
         """The item's leaves by parameter, each in the shape and sharding of `asked`."""
-        if saved == self._blueprint.layout:
-            arguments = ocp.args.Composite(**{item: ocp.args.StandardRestore(asked)})
-            return self._read(step, lambda: self._manager.restore(step, args=arguments)[item])
         directory = self._manager.directory / str(step) / item
         with contextlib.closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as reader:
-            return {path: self._relaid(step, reader, directory, path, asked[path], saved) for path in asked}
+            tree = self._read(step, lambda: reader.metadata(directory).item_metadata.tree)
 
-    def _relaid(self, step: int, reader: ocp.Checkpointer, directory, path: str, asked, saved: Layout):
+            def read(paths: Iterable[str], shapes: Mapping[str, Any]) -> dict[str, Any]:
+                return self._read(
+                    step, lambda: _read_leaves(reader, directory, {path: tree[path] for path in paths}, shapes)
+                )
+
+            if saved == self._blueprint.layout:
+                return read(asked, asked)
+            return {path: self._relaid(read, path, asked[path], saved) for path in asked}
+
+    def _relaid(self, read: Callable[..., dict[str, Any]], path: str, asked, saved: Layout):
         """One parameter's leaves, read as they were saved and laid out as asked."""
-        here = {path: self._as_saved(path, asked, saved)}
-        how = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), here)
-        arguments = ocp.args.PyTreeRestore(here, restore_args=how, partial_restore=True)
-        found = self._read(step, lambda: reader.restore(directory, args=arguments)[path])
+        found = read([path], {path: self._as_saved(path, asked, saved)})[path]
         if not self._blueprint.in_stack(path):
             return found
         shardings = jax.tree.map(lambda x: x.sharding, asked)
@@ -136,11 +159,13 @@ class Checkpoints:
                 fix="the configuration that it was saved with, or another --run",
             )
         asked = leaves(*({path: self._as_saved(path, x, layout_saved) for path, x in tree.items()} for tree in trees))
-        for path in sorted(asked):
-            if asked[path] != saved.get(path):
+        if len(trees) == 1:  # weights alone
+            saved = {path: leaf for path, leaf in saved.items() if not path.startswith(OPTIMIZER)}
+        for path in sorted(asked.keys() | saved.keys()):
+            if asked.get(path) != saved.get(path):
                 raise CheckpointError(
                     f"{self._at(step)} does not fit: {path}",
-                    asked=_described(asked[path]),
+                    asked=_described(asked.get(path)),
                     found=_described(saved.get(path)),
                     fix="the configuration that it was saved with, or another --run",
                 )
@@ -203,11 +228,40 @@ def newest_step(run: Path) -> int | None:
 def leaves(params: Mapping[str, Any], opt_state: Mapping[str, Any] | None = None) -> dict[str, list]:
     """Path -> [shape, dtype] of every leaf: what two states must share for one to restore the other."""
     named = {
-        prefix + jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for prefix, tree in (("", params), ("optimizer.", opt_state))
+        prefix + _name(path): leaf
+        for prefix, tree in (("", params), (OPTIMIZER, opt_state))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
     return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in named.items()}
+
+
+def _array_handler() -> ocp.PyTreeCheckpointHandler:
+    """Of arrays, written by their first replica alone.
+
+    Orbax would cut replicated arrays into a slice for each replica, on the devices and all at once: a run over `data`
+    that just fits would run out of memory at its first save.
+    """
+    arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _read_leaves(reader: ocp.Checkpointer, directory, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
+    """The leaves of the tree `saved` from `directory`, in the structure, shapes and shardings of `asked`.
+
+    Leaves are found by name. The structures around them may differ: a node without leaves, as the state of a rule that
+    keeps nothing, has no part in it.
+    """
+    wanted = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(asked)}
+    item = jax.tree_util.tree_map_with_path(lambda path, _: wanted[_name(path)], saved)
+    how = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), item)
+    found = reader.restore(directory, args=ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True))
+    values = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
+    return jax.tree_util.tree_map_with_path(lambda path, _: values[_name(path)], asked)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _described(leaf: list | None) -> str:

@@ -73,7 +73,7 @@ def sample(run: Path, prompt: str, length: int | None, choice: Choice, seed: int
         newest = checkpoints.newest()
         if newest is None:
             raise CheckpointError(f"{run} holds no checkpoint", fix="training first: spmdtrain train CONFIG --run RUN")
-        params = checkpoints.restore_params(newest, abstract_state(config, blueprint, mesh, rules).params)
+        params, _ = checkpoints.restore_params(newest, abstract_state(config, blueprint, mesh, rules).params)
     generate = make_generate(config, blueprint, mesh, rules, length, choice)
     generated = generate(params, ids[None].astype(np.int32), jax.random.key(seed))
     return tokenizer.decode(np.concatenate([ids, jax.device_get(generated)[0]]))

@@ -34,7 +34,7 @@ from spmdtrain.train.journal import Journal, only_run
 from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
 from spmdtrain.train.pipelined import describe, table_of
 from spmdtrain.train.progress import Progress, quantity
-from spmdtrain.train.state import TrainState, abstract_state, init_state
+from spmdtrain.train.state import TrainState, abstract_state, init_state, is_finite
 from spmdtrain.train.step import make_eval_step, make_step
 from spmdtrain.train.summary import Prediction
 
@@ -134,21 +134,25 @@ def starting_state(setup: Setup, directory: Path, checkpoints: Checkpoints, jour
     if newest is not None:
         state, meta = checkpoints.restore(newest, setup.abstract)
         _check_stream(meta, setup)
+        _check_model(meta, setup)
         journal.event("resumed", newest, from_step=newest, mesh=dict(setup.mesh.shape))
         journal.say(f"resumed {directory} at step {newest}")
         return state, meta["sample"]
     source = setup.config.train.init_from
-    params = _weights_of(Path(source), setup) if source else None
+    params = _weights_of(Path(source), setup, journal) if source else None
     state = init_state(setup.config, setup.blueprint, setup.abstract)
     state = state if params is None else replace(state, params=params)
     journal.event("started", 0, mesh=dict(setup.mesh.shape), init_from=source)
     return state, 0
 
 
-def _weights_of(run: Path, setup: Setup) -> dict[str, jax.Array]:
+def _weights_of(run: Path, setup: Setup, journal: Journal) -> dict[str, jax.Array]:
     """The newest parameters of another run."""
     with contextlib.closing(Checkpoints(run, setup.blueprint, keep=None)) as checkpoints:
-        return checkpoints.restore_params(newest_step(run), setup.abstract.params)
+        params, meta = checkpoints.restore_params(newest_step(run), setup.abstract.params)
+    for name, then, now in _model_changes(meta, setup):
+        journal.say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
+    return params
 
 
 def batches(setup: Setup, step: int, sample: int) -> ReadAhead:
@@ -217,22 +221,35 @@ def train(
     peak = peak_flops(mesh.devices.flat[0].device_kind)
     clock, taken, saved = StepClock(), [], [first] if first else []
 
-    def report(at: int, metrics: Any) -> None:
-        figures = step_figures(jax.device_get(metrics), clock.tick(), setup.flops_per_token, mesh.size, peak)
+    def report(at: int, metrics: Any, ended: float | None) -> None:
+        metrics = jax.device_get(metrics)
+        figures = step_figures(metrics, clock.tick(ended), setup.flops_per_token, mesh.size, peak)
         taken.append(figures["step_seconds"])
         journal.metrics(step=at, **figures)
-        if not np.isfinite(figures["loss"]):
-            journal.event("diverged", at)
-            last = f"step {saved[-1]} is the newest checkpoint" if saved else "nothing was saved"
-            fix = "a lower optimizer.learning_rate"
-            raise DivergedError(f"the loss of step {at} is {figures['loss']}; {last}", fix=fix)
+        for what, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
+            if not np.isfinite(figures[name]):
+                raise diverged(at, f"the {what} of step {at} is {figures[name]}")
         progress.update(at, figures, due=at in (first + 1, total))
 
+    def diverged(at: int, what: str) -> DivergedError:
+        """The numbers of step `at` have gone wrong; says where the last good ones are."""
+        checkpoints.wait()
+        note_saved()
+        journal.event("diverged", at)
+        last = f"step {saved[-1]} is the newest checkpoint" if saved else "nothing was saved"
+        return DivergedError(f"{what}; {last}", fix="a lower optimizer.learning_rate")
+
     def save() -> None:
+        if not is_finite(state):  # the next step's loss would tell, too late
+            raise diverged(done, f"the weights or the optimizer state after step {done} are not finite")
         position = sample + (done - first) * config.train.global_batch
-        checkpoints.save(done, state, {"sample": position, "stream": _stream(setup)})
-        journal.event("saved", done)
-        saved.append(done)
+        meta = {"sample": position, "stream": _stream(setup), "model": _model_function(setup)}
+        checkpoints.save(done, state, meta)
+
+    def note_saved() -> None:
+        for at in checkpoints.completed():
+            journal.event("saved", at)
+            saved.append(at)
 
     done, late = first, OneLate(report)
     with (
@@ -242,10 +259,12 @@ def train(
         journal.progress = progress
         while done < total:
             batch = next(ahead)
-            with journal.profile(done + 1, config.log.profile):
-                state, metrics = step(state, batch)
+            late.before_dispatch()
+            with journal.profile(done + 1, config.log.profile) as traced:
+                state, metrics = traced(step(state, batch))
             done += 1
             late.push(done, metrics)
+            note_saved()
             ending = interrupt.agreed() or done == total
             if config.eval.every and (done % config.eval.every == 0 or done == total):
                 late.flush()
@@ -259,6 +278,7 @@ def train(
             if ending:
                 break
         checkpoints.wait()
+        note_saved()
     status = "finished" if done == total else "preempted"
     journal.event(status, done)
     return Outcome(status, done, statistics.median(taken[1:]) if taken[1:] else None)
@@ -319,6 +339,30 @@ def _check_stream(meta: Meta, setup: Setup) -> None:
             )
 
 
+def _model_function(setup: Setup) -> dict[str, Any]:
+    """What decides the function that the weights are of, beyond their shapes."""
+    model = setup.config.model
+    names = ["positions", "norm", "mlp", "norm_epsilon"]
+    names += ["rope_theta"] if model.positions == "rope" else []
+    return {f"model.{name}": getattr(model, name) for name in names}
+
+
+def _model_changes(meta: Meta, setup: Setup) -> list[tuple[str, Any, Any]]:
+    """(name, in the checkpoint, now) of what `_model_function` has and differs; older checkpoints say nothing."""
+    then, now = meta.get("model", {}), _model_function(setup)
+    return [(name, then[name], now[name]) for name in now if name in then and then[name] != now[name]]
+
+
+def _check_model(meta: Meta, setup: Setup) -> None:
+    for name, then, now in _model_changes(meta, setup):
+        raise CheckpointError(
+            f"{name} has changed",
+            asked=str(now),
+            found=f"{then} in the checkpoint",
+            fix=f"--set {name}={then}, or a new --run with train.init_from",
+        )
+
+
 def _identity(setup: Setup) -> dict[str, Any]:
     tokenizer = setup.corpus.tokenizer
     return resolved(setup.config) | {"corpus": setup.corpus.fingerprint, "tokenizer": tokenizer and tokenizer.spec()}
@@ -342,4 +386,6 @@ def _introduction(setup: Setup) -> str:
 def _compiled(report: dict) -> str:
     workspace = report["memory"]["temp_bytes"] / 2**20
     called = f"; calls {', '.join(report['calls'])}" if report["calls"] else ""
-    return f"compiled in {report['compile_seconds']:.1f} s; {workspace:.1f} MiB of workspace per device{called}"
+    unread = "; what crosses the network is not known, see compiled.json" if "unread" in report else ""
+    seconds = report["compile_seconds"]
+    return f"compiled in {seconds:.1f} s; {workspace:.1f} MiB of workspace per device{called}{unread}"

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from spmdtrain.config.errors import StorageError
 
 # jax's device_kind -> dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets.
@@ -88,22 +90,32 @@ def _step_of(line: str) -> int | None:
 
 class OneLate:
     """Reports the metrics of a step when the next step has been dispatched: reading them earlier would make the
-    devices wait for the host. `report(step, metrics)`."""
+    devices wait for the host. `report(step, metrics, ended)`; `ended` is when the step was seen to be over, or None:
+    it is over once its metrics are read.
+    """
 
-    def __init__(self, report: Callable[[int, Any], None]):
+    def __init__(self, report: Callable[[int, Any, float | None], None], now: Callable[[], float] = time.perf_counter):
         self._report = report
+        self._now = now
         self._held: tuple[int, Any] | None = None
+        self._ended: float | None = None
+
+    def before_dispatch(self) -> None:
+        """Notes when the step that is held ended, if it is over already. Dispatching the next one may take as long as
+        a whole step (on a CPU it does): that time is the next one's."""
+        if self._held and all(x.is_ready() for x in jax.tree.leaves(self._held[1])):
+            self._ended = self._now()
 
     def push(self, step: int, metrics: Any) -> None:
-        held, self._held = self._held, (step, metrics)
-        if held:
-            self._report(*held)
+        self.flush()
+        self._held = step, metrics
 
     def flush(self) -> None:
         """Reports what is held at once: where the loop waits for the devices anyway."""
         held, self._held = self._held, None
+        ended, self._ended = self._ended, None
         if held:
-            self._report(*held)
+            self._report(*held, ended)
 
 
 class StepClock:
@@ -113,8 +125,9 @@ class StepClock:
         self._now = now
         self._last = now()
 
-    def tick(self) -> float:
-        then, self._last = self._last, self._now()
+    def tick(self, ended: float | None = None) -> float:
+        """The seconds of a step that ended now, or at `ended`."""
+        then, self._last = self._last, self._now() if ended is None else ended
         return self._last - then
 
     def paused(self, action: Callable[[], Any]) -> Any:

@@ -22,11 +22,28 @@ def decays(path: str, parameter: Parameter) -> bool:
 
 
 def transformation(config: AdamW | Sgd, decay: bool) -> optax.GradientTransformation:
-    """Gradient -> direction, not yet scaled by the learning rate."""
-    decayed = [optax.add_decayed_weights(config.weight_decay)] if decay and config.weight_decay else []
+    """Gradient -> direction, not yet scaled by the learning rate.
+
+    Its state has the same leaves, by the same names, whatever the values of the settings: a run goes on with another
+    decay or momentum.
+    """
+    weight_decay = config.weight_decay if decay else 0.0
     if isinstance(config, AdamW):  # decoupled decay, arXiv:1711.05101
-        return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), *decayed)
-    return optax.chain(*decayed, optax.trace(config.momentum) if config.momentum else optax.identity())
+        adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+        return optax.chain(adam, optax.add_decayed_weights(weight_decay)) if weight_decay else optax.chain(adam)
+    return _after_decay(optax.chain(optax.trace(config.momentum)), weight_decay)
+
+
+def _after_decay(rule: optax.GradientTransformation, weight_decay: float) -> optax.GradientTransformation:
+    """`rule` on gradients with the decay in them. Its state is the rule's alone, as a chain's would not be."""
+    if not weight_decay:
+        return rule
+
+    def update(gradients, state, params):
+        decayed = jax.tree.map(lambda g, x: g + weight_decay * x, gradients, params)
+        return rule.update(decayed, state, params)
+
+    return optax.GradientTransformation(rule.init, update)
 
 
 def learning_rate(config: Schedule, steps: int, step: jax.Array) -> jax.Array:
@@ -55,17 +72,23 @@ def directions(
     state: OptimizerState,
     values: Mapping[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], OptimizerState]:
-    """Per parameter: the direction to step against, times the learning rate still to come, and the new state."""
-    out = {}
+    """Per parameter: the direction to step against, times the learning rate still to come, and the new state.
+
+    Gradients may be more precise than the state (`precision.params` below `precision.accumulate`): the rule computes
+    in the wider dtype of the two, and every leaf of the state keeps the dtype that `init` gave it.
+    """
+    found, kept = {}, {}
     for path, parameter in parameters.items():
-        update = transformation(config, decays(path, parameter)).update
-        out[path] = _over_stack(update, parameter.stacked)(gradients[path], state[path], values[path])
-    return {path: pair[0] for path, pair in out.items()}, {path: pair[1] for path, pair in out.items()}
+        update = _over_stack(transformation(config, decays(path, parameter)).update, parameter.stacked)
+        found[path], new = update(gradients[path], state[path], values[path])
+        kept[path] = jax.tree.map(lambda new, old: new.astype(old.dtype), new, state[path])
+    return found, kept
 
 
 def clipped(gradients: dict[str, jax.Array], limit: float | None) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Gradients scaled so that their global norm is at most `limit`, and the norm before."""
-    norm = optax.tree.norm(gradients).astype(jnp.float32)
+    """Gradients scaled so that their global norm is at most `limit`, and the norm before; its squares add up in
+    float32 whatever the dtype of the gradients."""
+    norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))
     if limit is None:
         return gradients, norm
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))

@@ -93,3 +93,14 @@ def init_state(config: RunConfig, blueprint: Blueprint, abstract: TrainState) ->
 def _fresh(config: RunConfig, blueprint: Blueprint, key: jax.Array) -> TrainState:
     params = cast(blueprint.init(key), config.precision.params)
     return TrainState(jnp.int32(0), params, optimizer.init(config.optimizer, blueprint.parameters, params))
+
+
+def is_finite(state: TrainState) -> bool:
+    """Whether no weight and nothing of the optimizer is infinite or not a number. Waits for the devices."""
+    return bool(_is_finite(state.params, state.opt_state))
+
+
+@jax.jit
+def _is_finite(*trees) -> jax.Array:
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(trees) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack(finite).all()

@@ -38,8 +38,8 @@ def make_step(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules)
 
         def moved(path):  # stepped where the moments live, gathered (ZeRO-1) by the output sharding
             x = state.params[path]
-            new = x - (rate * directions[path].astype(jnp.float32)).astype(x.dtype)
-            return jax.lax.with_sharding_constraint(new, moments[path])
+            new = x.astype(jnp.float32) - rate * directions[path].astype(jnp.float32)  # rounded once
+            return jax.lax.with_sharding_constraint(new.astype(x.dtype), moments[path])
 
         params = {path: moved(path) for path in state.params}
         tokens = sums.pop("tokens")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import tiny
+from orbax.checkpoint._src.serialization import replica_slices
 
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
@@ -53,6 +54,9 @@ class Unread:
             raise AssertionError(f"metrics of step {self.step} were read before step {self.step + 1} was dispatched")
         return np.float32(1.0)
 
+    def is_ready(self) -> bool:
+        return False
+
 
 def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
     setup = loop.prepare(tiny("train.steps=8", "eval.every=0", "checkpoint.every=0"), **ONE)
@@ -70,6 +74,9 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
         def save(self, *_):
             pass
 
+        def completed(self):
+            return []
+
         def wait(self):
             pass
 
@@ -81,7 +88,7 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
 
 def test_reading_on_time_would_be_noticed():
     reads = []
-    late = OneLate(lambda step, _: reads.append(step))
+    late = OneLate(lambda step, *_: reads.append(step))
     late.push(1, None)
     assert reads == []
     late.push(2, None)
@@ -100,14 +107,10 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
     assert steps[0]["tokens"] == 4 * 16 and steps[0]["mfu"] is None
     assert [(line["step"], "eval_loss" in line) for line in metrics if "loss" not in line] == [(3, True), (6, True)]
     events = [(line["event"], line["step"]) for line in lines(finished, "events.jsonl")]
-    assert events == [
-        ("started", 0),
-        ("evaluated", 3),
-        ("saved", 4),
-        ("evaluated", 6),
-        ("saved", 6),
-        ("finished", 6),
-    ]
+    saves = [event for event in events if event[0] == "saved"]  # written in the background: when it is true
+    assert saves == [("saved", 4), ("saved", 6)]
+    others = [event for event in events if event not in saves]
+    assert others == [("started", 0), ("evaluated", 3), ("evaluated", 6), ("finished", 6)]
     compiled = json.loads((finished / "compiled.json").read_text())
     assert set(compiled) == {"memory", "collectives", "calls", "compile_seconds"}
     assert set(compiled["memory"]) == {"argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"}
@@ -177,6 +180,91 @@ def test_the_step_clock_leaves_out_pauses():
     assert clock.tick() == 1.0
     clock.paused(lambda: None)  # from 1 to 6
     assert clock.tick() == 2.0
+
+
+class Metric:
+    """Ready once the clock has passed `done`."""
+
+    def __init__(self, clock, done: float):
+        self.clock, self.done = clock, done
+
+    def is_ready(self) -> bool:
+        return self.clock.now >= self.done
+
+    def read(self) -> None:
+        self.clock.now = max(self.clock.now, self.done)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["dispatch takes the step", "dispatch returns at once"])
+def test_every_step_has_its_own_time_where_the_loop_flushes(waits):
+    """Steps of one second, flushed after the third and the last."""
+
+    class clock:
+        now = 0.0
+
+    ticks, ready = StepClock(lambda: clock.now), 0.0
+    seconds = []
+
+    def report(_, metric, ended):
+        metric.read()
+        seconds.append(ticks.tick(ended))
+
+    late = OneLate(report, lambda: clock.now)
+    for step in range(1, 6):
+        late.before_dispatch()
+        ready = max(ready, clock.now) + 1
+        if waits:
+            clock.now = ready
+        late.push(step, Metric(clock, ready))
+        if step in (3, 5):
+            late.flush()
+    assert seconds == [1.0] * 5
+
+
+def test_saved_is_said_when_it_is_true(tmp_path, monkeypatch):
+    """At the moment of each event the checkpoint can be restored, and the newest one is the newest that was said."""
+    seen = []
+    event = Journal.event
+
+    def spy(self, name, step, **values):
+        if name == "saved":
+            seen.append((step, (tmp_path / "checkpoints" / str(step) / "meta").is_dir()))
+        event(self, name, step, **values)
+
+    monkeypatch.setattr(Journal, "event", spy)
+    loop.run(tiny("train.steps=7", "checkpoint.every=2"), tmp_path, **ONE)
+    assert seen == [(2, True), (4, True), (6, True), (7, True)]
+
+
+def test_a_step_after_a_save_can_be_profiled_on_several_devices(tmp_path):
+    settings = ("mesh.data=2", "train.steps=4", "checkpoint.every=2", "log.profile=1,3,4", "eval.every=2")
+    loop.run(tiny(*settings), tmp_path, devices=jax.devices()[:2])
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["step1", "step3", "step4"]
+
+
+def test_a_save_takes_no_memory_of_the_devices(tmp_path, monkeypatch):
+    """Replicated weights are not cut into slices on the devices: what just fits while training fits while saving."""
+
+    def held() -> int:
+        arrays = [shard.data for x in jax.live_arrays() if not x.is_deleted() for shard in x.addressable_shards]
+        return sum({x.unsafe_buffer_pointer(): x.nbytes for x in arrays}.values())
+
+    grown = []
+    transfer = replica_slices.transfer_arrays_to_host
+
+    def spy(arrays, *arguments, **options):
+        before = held()
+        copied = []
+        start = type(arrays[0]).copy_to_host_async
+        with monkeypatch.context() as patched:
+            patched.setattr(type(arrays[0]), "copy_to_host_async", lambda x: (copied.append(held()), start(x))[1])
+            found = transfer(arrays, *arguments, **options)
+        grown.append(max(copied) - before)
+        return found
+
+    monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", spy)
+    loop.run(tiny("mesh.data=2", "train.steps=2"), tmp_path, devices=jax.devices()[:2])
+    assert grown and max(grown) == 0
 
 
 def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path):

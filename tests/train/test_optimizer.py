@@ -10,6 +10,8 @@ from helpers import prepared
 from spmdtrain.config import AdamW, Sgd
 from spmdtrain.models.blueprint import Parameter
 from spmdtrain.train import optimizer
+from spmdtrain.train.feed import abstract_batch
+from spmdtrain.train.step import make_step
 
 SHAPES = {
     "blocks.layer.up": Parameter((3, 4, 5), ("layer", "embed", "ffn")),
@@ -25,7 +27,10 @@ def draw(seed: int) -> dict[str, jax.Array]:
     return {path: jax.random.normal(key, p.shape) for key, (path, p) in zip(keys, SHAPES.items(), strict=True)}
 
 
-@pytest.mark.parametrize("config", [AdamW(weight_decay=0.3), Sgd(weight_decay=0.3), Sgd(momentum=0.0)], ids=repr)
+RULES = [AdamW(), AdamW(weight_decay=0.3), Sgd(), Sgd(weight_decay=0.3), Sgd(momentum=0.0)]
+
+
+@pytest.mark.parametrize("config", RULES, ids=repr)
 def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
     params, mask = draw(0), {path: path in DECAYED for path in SHAPES}
     decay = optax.add_decayed_weights(config.weight_decay, mask)
@@ -83,3 +88,44 @@ def test_clipping_scales_all_gradients_by_one_factor_to_the_global_norm():
     small, _ = optimizer.clipped(grads, 10 * norm)
     assert all(np.array_equal(small[path], grads[path]) for path in grads)
     assert optimizer.clipped(grads, None)[0] is grads
+
+
+def leaves_of(tree) -> list[tuple[str, tuple, str]]:
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in named]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_state_has_the_same_leaves_whatever_the_values(name):
+    """A run goes on with another decay, momentum or epsilon: what it kept is found again by name."""
+    rules = [config for config in RULES if config.name == name]
+    states = [leaves_of(optimizer.init(config, SHAPES, draw(0))) for config in rules]
+    assert states[0] and all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize("layout", [(), ("mesh.pipeline=2", "mesh.data=2", "train.zero=1", "train.microbatch=2")])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("params", ["float32", "bfloat16"])
+@pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_step_gives_back_the_state_it_was_given(layout, name, params, accumulate, compute):
+    """Shapes and dtypes of every leaf, in every precision: traced, not run."""
+    precision = f"precision.params={params}", f"precision.accumulate={accumulate}", f"precision.compute={compute}"
+    setup = prepared(*layout, f"optimizer.name={name}", *precision)
+    step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
+    batch = abstract_batch(setup.config, setup.mesh, setup.rules)
+    with jax.set_mesh(setup.mesh):
+        state, _ = jax.eval_shape(step, setup.abstract, batch)
+    assert leaves_of(state) == leaves_of(setup.abstract)
+    held = {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state))} - {jnp.dtype("int32")}
+    assert held == {jnp.dtype(params)}, "weights and moments are as precise as precision.params says"
+
+
+def test_the_norm_of_narrow_gradients_is_as_exact_as_of_wide_ones():
+    wide = {"a": jax.random.normal(jax.random.key(0), (300, 300)), "b": jax.random.normal(jax.random.key(1), (77,))}
+    narrow = {path: g.astype(jnp.bfloat16) for path, g in wide.items()}
+    exact = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in narrow.values()))
+    clipped, norm = jax.jit(optimizer.clipped, static_argnums=1)(narrow, 1.0)
+    assert float(norm) == pytest.approx(exact, rel=1e-6)
+    after = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in clipped.values()))
+    assert after == pytest.approx(1.0, rel=1e-3), "but for the rounding of each gradient"

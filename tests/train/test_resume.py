@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits, mesh_of, tiny
@@ -19,6 +21,7 @@ from helpers import assert_same_bits, mesh_of, tiny
 from spmdtrain.config import CheckpointError, ConfigError, to_toml
 from spmdtrain.config.errors import DivergedError, StorageError
 from spmdtrain.data import batches
+from spmdtrain.models.transformer import Transformer
 from spmdtrain.train import loop
 from spmdtrain.train.checkpoint import Checkpoints
 from spmdtrain.train.journal import only_run
@@ -234,6 +237,67 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(uninterrupted, tmp_pa
     assert os.listdir(tmp_path / "checkpoints") == before
 
 
+ONE_DEVICE = ("optimizer.schedule=constant", "train.global_batch=8", "checkpoint.every=2", "train.steps=4")
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory) -> dict[str, Path]:
+    """Short runs on one device, by the setting that tells them apart."""
+    found = {}
+    for change in ("model.bias=true", "model.tied=false", "optimizer.name=sgd"):
+        found[change] = tmp_path_factory.mktemp("family")
+        run(found[change], *ONE_DEVICE, change)
+    return found
+
+
+PIPELINE = ("mesh.pipeline=2", "train.microbatch=4")
+
+
+@pytest.mark.parametrize("mesh", [(), PIPELINE], ids=["the same layout", "another layout"])
+@pytest.mark.parametrize(
+    ("trained", "change", "name"),
+    [
+        ("model.bias=true", "model.bias=false", "blocks.layer.attention.out_bias"),
+        ("model.bias=true", "model.tied=false", "unembed_ve"),
+        ("model.tied=false", "model.tied=true", "unembed_ve"),
+    ],
+)
+def test_a_model_with_more_or_fewer_parameters_is_refused_by_name(families, tmp_path, mesh, trained, change, name):
+    """On resume and as weights to start from: nothing that was trained is dropped in silence."""
+    shutil.copytree(families[trained], tmp_path / "run")
+    with pytest.raises(CheckpointError, match=f"does not fit: .*{name}"):
+        run(tmp_path / "run", *ONE_DEVICE, *mesh, change, "train.steps=6")
+    with pytest.raises(CheckpointError, match=f"does not fit: .*{name}"):
+        run(tmp_path / "other", *ONE_DEVICE, *mesh, change, f"train.init_from={families[trained]}")
+
+
+@pytest.mark.parametrize("mesh", [(), PIPELINE], ids=["the same layout", "another layout"])
+@pytest.mark.parametrize(
+    ("trained", "change"),
+    [
+        ("model.bias=true", "optimizer.weight_decay=0"),
+        ("optimizer.name=sgd", "optimizer.weight_decay=0"),
+        ("optimizer.name=sgd", "optimizer.momentum=0"),
+    ],
+)
+def test_an_optimizers_values_may_change(families, tmp_path, mesh, trained, change):
+    """A decay or momentum of 0 keeps what the others keep: the run goes on, and is obeyed."""
+    shutil.copytree(families[trained], tmp_path, dirs_exist_ok=True)
+    assert run(tmp_path, *ONE_DEVICE, *mesh, trained, change, "train.steps=6").step == 6
+    assert losses(tmp_path)[4] == losses(families[trained])[4]
+
+
+@pytest.mark.parametrize("change", ["model.norm_epsilon=1e-3", "model.norm=rmsnorm"])
+def test_a_setting_that_changes_no_shape_but_the_function_is_refused(tmp_path, capsys, change):
+    settings = (*ONE_DEVICE, "model.bias=false")
+    run(tmp_path / "run", *settings)
+    name, now = change.split("=")
+    with pytest.raises(CheckpointError, match=f"{name} has changed; asked .*; found .* in the checkpoint"):
+        run(tmp_path / "run", *settings, change, "train.steps=6")
+    run(tmp_path / "other", *settings, change, f"train.init_from={tmp_path / 'run'}")
+    assert f"were trained with {name}=" in capsys.readouterr().out
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
@@ -284,6 +348,47 @@ def test_a_checkpoint_that_says_nothing_of_itself_is_one_line(uninterrupted, tmp
     (tmp_path / "checkpoints" / "40" / "meta" / "metadata").write_text(json.dumps(meta))
     with pytest.raises(CheckpointError, match="checkpoints/40 cannot be read"):
         run(tmp_path, *SETTINGS, *MESH)
+
+
+def assert_the_newest_checkpoint_is_finite(directory: Path, error: DivergedError, *overrides: str) -> None:
+    state = saved_state(directory, *overrides)
+    named = re.search(r"; step (\d+) is the newest checkpoint", str(error))
+    assert named and int(named[1]) == int(state.step)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.params, state.opt_state)))
+    said = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    assert max(line["step"] for line in said if line["event"] == "saved") == int(state.step)
+
+
+class InfiniteGradient(Transformer):
+    """Finite losses, but a gradient of 0 / 0: the root of 0 in the embedding."""
+
+    def embed(self, tokens_bt, flow):
+        x_bte = super().embed(tokens_bt, flow)
+        return x_bte + jnp.sqrt(jnp.maximum(x_bte - jax.lax.stop_gradient(x_bte), 0))
+
+
+ILL = {
+    "the loss": (("optimizer.learning_rate=1e30",), Transformer, "the loss of step [34] is"),
+    "the gradient": ((), InfiniteGradient, "the gradient norm of step 3 is nan"),
+    "the weights": (
+        ("optimizer.weight_decay=3e38", "optimizer.learning_rate=3e3"),
+        Transformer,
+        "the weights or the optimizer state after step 3 are not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ILL)
+def test_whatever_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, kind):
+    """After two good steps: exit 9 names them, and they are what the newest checkpoint holds."""
+    wild, make, words = ILL[kind]
+    settings = (*ONE_DEVICE, "checkpoint.every=1", "checkpoint.keep=1", "optimizer.warmup=0")
+    run(tmp_path, *settings, "train.steps=2")
+    with pytest.raises(DivergedError, match=words) as raised:
+        run(tmp_path, *settings, *wild, "train.steps=6", make=make)
+    assert raised.value.exit_code == 9
+    assert_the_newest_checkpoint_is_finite(tmp_path, raised.value, *settings)
+    assert events(tmp_path)[-1] == "diverged"
 
 
 def test_a_diverged_run_ends_before_it_saves(tmp_path):

@@ -1,0 +1,84 @@
+"""Reducing gradients inside the manual region equals a plain sum, in whatever order axes split whatever dims."""
+
+import itertools
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.parallel.reduce import crossing, reduced
+from spmdtrain.train.microbatch import manually, only, without
+
+MANUAL = ("pipeline", "data", "fsdp", "expert")
+SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+MESHES = [
+    SIZES,
+    SIZES | {"expert": 2, "tensor": 1},
+    SIZES | {"data": 1, "expert": 2},
+    SIZES | {"data": 1, "pipeline": 2},
+    SIZES | {"data": 1, "fsdp": 4},
+    SIZES | {"pipeline": 2, "data": 1, "expert": 2, "tensor": 1},
+]
+SHAPE = (8, 16, 8)
+
+
+def specs(sizes: dict[str, int], seed: int, count: int) -> list[P]:
+    """Random specs of three dims: every axis on some dim or on none, several on a dim in any order."""
+    draw = random.Random(seed)
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    found = []
+    for _ in range(count):
+        dims = [[], [], []]
+        for axis in draw.sample(axes, len(axes)):
+            if (dim := draw.randrange(4)) < 3:
+                dims[dim].append(axis)
+        # stages hold whole layers: nothing else splits the dim that pipeline does
+        if any("pipeline" in axes and len(axes) > 1 for axes in dims):
+            continue
+        found.append(P(*(tuple(axes) or None for axes in dims)))
+    return found
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: " ".join(f"{a}{n}" for a, n in sizes.items() if n > 1))
+def test_reduced_gradients_are_the_sum_over_all_shards_in_every_order_of_axes(sizes):
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    active = [axis for axis in MANUAL if sizes[axis] > 1]
+    wanted = {str(at): spec for at, spec in enumerate(specs(sizes, 0, 12))}
+    assert len(set(map(str, wanted.values()))) > 6, "the draw is too poor to tell orders apart"
+
+    def part(path: str, spec: P, at: dict[str, jax.Array]) -> jax.Array:
+        """What this shard contributes: of another size on every shard; a stage's own slice where stages split it."""
+        whole = jnp.arange(math.prod(SHAPE), dtype=jnp.float32).reshape(SHAPE) + int(path)
+        weight = 1.0
+        for position, axis in enumerate(active):
+            split_by_stage = axis == "pipeline" and any("pipeline" in (p or ()) for p in spec)
+            weight += 0 if split_by_stage else (position + 1) * at[axis]
+        for dim, axes in enumerate(spec):
+            if axes and "pipeline" in axes:
+                size = SHAPE[dim] // sizes["pipeline"]
+                whole = jax.lax.dynamic_slice_in_dim(whole, at["pipeline"] * size, size, dim)
+        return weight * whole
+
+    def local():
+        at = {axis: jax.lax.axis_index(axis) for axis in active}
+        gradients = {path: part(path, spec, at) for path, spec in wanted.items()}
+        ways = {path: crossing(spec, active) for path, spec in wanted.items()}
+        return reduced(gradients, ways, {path: without(MANUAL, spec) for path, spec in wanted.items()})
+
+    out_specs = {path: only(MANUAL, spec) for path, spec in wanted.items()}
+    region = manually(local, mesh, MANUAL, (), out_specs)
+    shardings = {path: NamedSharding(mesh, spec) for path, spec in wanted.items()}
+    got = jax.device_get(jax.jit(region, out_shardings=shardings)())
+    for path, spec in wanted.items():
+        own = any("pipeline" in (part or ()) for part in spec)
+        summed = [axis for axis in active if not (own and axis == "pipeline")]
+        shards = list(itertools.product(*(range(sizes[axis]) for axis in summed)))
+        weights = {axis: active.index(axis) + 1 for axis in summed}
+        total = sum(1 + sum(weights[a] * i for a, i in zip(summed, at, strict=True)) for at in shards)
+        want = total * (np.arange(math.prod(SHAPE), dtype=np.float32).reshape(SHAPE) + int(path))
+        np.testing.assert_array_equal(got[path], want, err_msg=str(spec))
