@@ -1,7 +1,9 @@
 """What tests of training share: a tiny run, and training it on a mesh as the loop does, without its files."""
 
+import tempfile
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,6 +52,16 @@ def trained(*overrides: str, steps: int = 20) -> tuple[np.ndarray, TrainState, l
 def compiled_step(*overrides: str) -> jax.stages.Compiled:
     """The step's executable; nothing is allocated."""
     return loop.lower_step(prepared(*overrides)).compile()
+
+
+def partitioned_text(*overrides: str) -> str:
+    """The step as XLA's SPMD partitioner leaves it, before the CPU backend widens what is narrow."""
+    with tempfile.TemporaryDirectory() as directory:
+        dump = {"xla_dump_to": directory, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        loop.lower_step(prepared(*overrides)).compile(compiler_options=dump)
+        dumped = list(Path(directory).glob("*after_spmd-partitioning*.txt"))
+        assert dumped, "nothing was compiled: the step lay in the compilation cache"
+        return dumped[0].read_text()
 
 
 def assert_same_bits(got: Any, want: Any) -> None:

@@ -55,7 +55,7 @@ def report(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, seconds: floa
     found = {"memory": memory(compiled), "calls": calls(text), "compile_seconds": seconds}
     try:
         return found | {"collectives": collectives(text, dict(mesh.shape))}
-    except AssertionError as error:
+    except (AssertionError, ValueError, LookupError) as error:
         return found | {"collectives": None, "unread": str(error)}
 
 
