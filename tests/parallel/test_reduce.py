@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.parallel.reduce import crossing, reduced
+from pallas_kernels.partition import axes_of
+from spmdtrain.parallel.reduce import crossing, reduced, scatter_dim, scattered_spec
 from spmdtrain.train.microbatch import manually, only, without
 
 MANUAL = ("pipeline", "data", "fsdp", "expert")
@@ -82,3 +83,15 @@ def test_reduced_gradients_are_the_sum_over_all_shards_in_every_order_of_axes(si
         total = sum(1 + sum(weights[a] * i for a, i in zip(summed, at, strict=True)) for at in shards)
         want = total * (np.arange(math.prod(SHAPE), dtype=np.float32).reshape(SHAPE) + int(path))
         np.testing.assert_array_equal(got[path], want, err_msg=str(spec))
+
+
+@pytest.mark.parametrize("data", [2, 3, 4])
+def test_zero_splits_a_dim_that_is_whole_and_keeps_every_other_split(data):
+    found = set()
+    for spec in specs(SIZES | {"data": 1, "context": 2}, data, 40):
+        dim = scatter_dim(SHAPE, spec, data)
+        split = scattered_spec(spec, dim)
+        assert axes_of(split) == axes_of(spec) | ({"data"} if dim is not None else set())
+        assert dim is None or SHAPE[dim] % data == 0
+        found.add(dim)
+    assert found == {3: {None}}.get(data, {None, 0, 1, 2})

@@ -1,11 +1,12 @@
 """The sentence that sells the framework: on every mesh it trains the same as on one device."""
 
+import jax
 import numpy as np
 import pytest
 from helpers import compiled_step, partitioned_text, prepared, trained
 
 from spmdtrain.parallel.axes import BATCH_AXES
-from spmdtrain.train import compiled
+from spmdtrain.train import accumulated, compiled, loop, optimizer, pipelined
 from spmdtrain.train.state import init_state
 
 STEPS, TOLERANCE = 20, 1e-5
@@ -148,3 +149,46 @@ def test_fsdp_parameters_rest_split_and_are_born_split():
     _, state, _ = trained("mesh.fsdp=8", "data.packing=documents", steps=STEPS)
     weight = state.params["blocks.layer.mlp.up_ef"]
     assert weight.addressable_shards[0].data.size * 8 == weight.size
+
+
+def test_each_step_has_its_own_learning_rate():
+    _, state, metrics = trained(steps=STEPS)
+    config = prepared().config
+    rates = [optimizer.learning_rate(config.optimizer, config.train.steps, step) for step in range(STEPS)]
+    assert [float(out["learning_rate"]) for out in metrics] == [float(rate) for rate in rates]
+    assert int(state.step) == STEPS
+
+
+@pytest.mark.parametrize("layout", [(), ("mesh.pipeline=2", "train.microbatch=8")], ids=["one device", "pipeline"])
+def test_documents_are_apart_in_the_step(layout):
+    """Two documents in one window have the loss that they have in windows of their own."""
+    setup = prepared(*UNEVEN, *layout)
+    losses = (pipelined if layout else accumulated).make_losses(setup.config, setup.blueprint, setup.mesh, setup.rules)
+    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    rng = np.random.default_rng(0)
+    first, second = rng.integers(0, 64, (16, 7)), rng.integers(0, 64, (16, 11))
+    total, padding = 16, 64
+
+    def batch(*documents: np.ndarray) -> dict[str, np.ndarray]:
+        """A window that begins with these documents; what is left over is masked."""
+        lengths = [document.shape[1] - 1 for document in documents]
+        left = total - sum(lengths)
+
+        def row(parts, rest):
+            joined = np.concatenate([*parts, np.broadcast_to(rest, (16, left))], 1)
+            return joined.reshape(setup_shape + (total,))
+
+        return {
+            "tokens": row([document[:, :-1] for document in documents], 0).astype(np.int32),
+            "targets": row([document[:, 1:] for document in documents], 0).astype(np.int32),
+            "mask": row([np.ones((16, length)) for length in lengths], 0).astype(np.float32),
+            "segment_ids": row([np.full((16, n), at) for at, n in enumerate(lengths)], padding).astype(np.int32),
+            "positions": row([np.tile(np.arange(n), (16, 1)) for n in lengths], 0).astype(np.int32),
+            "sample": np.arange(16, dtype=np.uint32).reshape(setup_shape),
+        }
+
+    setup_shape = loop.sequences_at_once(setup.config, setup.rules)
+    run = jax.jit(losses)
+    together, *alone = (run(state.params, batch(*documents)) for documents in ((first, second), (first,), (second,)))
+    assert float(together["loss"]) == pytest.approx(sum(float(each["loss"]) for each in alone), rel=1e-6)
+    assert float(together["tokens"]) == 16 * 16

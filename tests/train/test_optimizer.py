@@ -56,6 +56,13 @@ def test_a_layerwise_rule_sees_one_layers_tensor(monkeypatch):
     for layer in range(3):
         want, _ = rule.update(grads[path][layer], rule.init(params[path][layer]), params[path][layer])
         np.testing.assert_allclose(got[path][layer], want, rtol=1e-6)
+    staged = {path: SHAPES[path]} | {"staged": Parameter((3, 2, 2, 5), ("chunk", "stage", "layer", "ffn"))}
+    params, grads = ({**x, "staged": x[path].reshape(3, 2, 2, 5)} for x in (params, grads))
+    laid_out, _ = optimizer.directions(AdamW(), staged, grads, optimizer.init(AdamW(), staged, params), params)
+    for place in np.ndindex(3, 2, 2):
+        weights = params["staged"][place]
+        want, _ = rule.update(grads["staged"][place], rule.init(weights), weights)
+        np.testing.assert_allclose(laid_out["staged"][place], want, rtol=1e-6)
     whole, _ = rule.update(grads[path], rule.init(params[path]), params[path])
     assert not np.allclose(got[path], whole, rtol=1e-3), "the test could not tell the two apart"
 

@@ -21,6 +21,7 @@ FIXED = [
     (SIX + UNTIED, (2, ("tensor",), "gpipe", 1, 4, "none")),
     (SIX, (2, ("data", "fsdp"), "gpipe", 1, 1, "full")),
     (SIX, (2, ("fsdp",), "zero_bubble", 2, 4, "none")),
+    (SIX + DOCUMENTS, (2, ("fsdp", "expert"), "1f1b", 1, 2, "none")),
     (EIGHT, (4, (), "interleaved", 2, 4, "full")),
     (EIGHT, (4, ("data",), "interleaved", 2, 2, "none")),
     (EIGHT, (4, ("tensor",), "interleaved", 2, 2, "dots")),
@@ -42,3 +43,12 @@ FIXED = [
 @pytest.mark.parametrize(("numbers", "case"), FIXED, ids=pipeline_name)
 def test_gradients_are_those_of_one_device(numbers, case):
     assert_gradients_of_one_device(numbers, pipeline(*case), TOLERANCE)
+
+
+@pytest.mark.parametrize("order", ["expert,fsdp", "fsdp,expert"])
+@pytest.mark.parametrize("dim", ["embed", "ffn"])
+def test_gradients_are_those_of_one_device_in_whatever_order_axes_split_a_dim(dim, order):
+    """Each device gets its own slice: major axis first."""
+    split = (f"rules.parameters.{name}={order if name == dim else ''}" for name in ("embed", "ffn"))
+    layout = (*pipeline(2, ("fsdp", "expert"), "1f1b", 1, 2, "none"), *split)
+    assert_gradients_of_one_device(SIX, layout, TOLERANCE)

@@ -49,6 +49,14 @@ def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(schedule
     assert instructions(many) <= 1.1 * instructions(few)
 
 
+def test_full_remat_recomputes():
+    """More matmuls in the program, less memory in its stash."""
+    kept, again = (compiled_step(*ONE_F_ONE_B, *LARGE, f"train.remat={remat}", batch(8)) for remat in ("none", "full"))
+    matmuls = [len(re.findall(r"= \S+ dot\(", step.as_text())) for step in (kept, again)]
+    assert matmuls[1] > matmuls[0]
+    assert compiled.memory(again)["temp_bytes"] < compiled.memory(kept)["temp_bytes"]
+
+
 def test_the_program_does_not_grow_with_the_number_of_layers():
     few, many = (compiled_step(*ONE_F_ONE_B, f"model.layers={layers}", batch(8)) for layers in (8, 32))
     assert instructions(many) <= 1.1 * instructions(few)

@@ -298,6 +298,16 @@ def test_a_setting_that_changes_no_shape_but_the_function_is_refused(tmp_path, c
     assert f"were trained with {name}=" in capsys.readouterr().out
 
 
+def test_a_run_that_was_resumed_twice_is_bit_identical(tmp_path):
+    """Each time from where it stood: the position of the data is counted on, not from the last resume."""
+    for name, ends in (("at once", [6]), ("in parts", [2, 4, 6])):
+        for steps in ends:
+            run(tmp_path / name, *ONE_DEVICE, f"train.steps={steps}")
+    assert losses(tmp_path / "in parts") == losses(tmp_path / "at once")
+    settings = (*ONE_DEVICE, "train.steps=6")
+    assert_same_bits(*(saved_state(tmp_path / name, *settings) for name in ("in parts", "at once")))
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 

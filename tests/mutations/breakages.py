@@ -1,0 +1,394 @@
+"""Deliberate breakages of the numbers, and the test that catches each: `make mutations` sees them all caught.
+
+Each is of a kind that a tired person writes: an order of axes, a missing cast, a sum over one axis too few, a mask
+left out. `before` stands once in the file; `caught_by` fails where `after` stands there.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Breakage:
+    what: str
+    file: str  # below spmdtrain/
+    before: str
+    after: str
+    caught_by: str  # arguments of pytest
+
+
+REDUCE = "tests/parallel/test_reduce.py"
+LAYOUTS = "tests/train/test_layouts.py"
+PIPELINES = "tests/train/test_pipeline_gradients.py"
+PIPELINE_RUN = "tests/train/test_pipeline_run.py"
+OPTIMIZER = "tests/train/test_optimizer.py"
+PRECISION = "tests/train/test_precision.py"
+RESUME = "tests/train/test_resume.py"
+OWN_MODEL = "tests/train/test_own_model.py"
+NOISE = "tests/train/test_noise.py"
+
+BREAKAGES = [
+    # How gradients cross
+    Breakage(
+        "scatters in the order of the region's axes, not of the spec",
+        "parallel/reduce.py",
+        'scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis != "pipeline"),',
+        'scatter=tuple((axis, dict(split)[axis]) for axis in axes if axis in named and axis != "pipeline"),',
+        REDUCE,
+    ),
+    Breakage(
+        "sums over one axis too few",
+        "parallel/reduce.py",
+        "sum=tuple(axis for axis in axes if axis not in named),",
+        "sum=tuple(axis for axis in axes if axis not in named)[:-1],",
+        REDUCE,
+    ),
+    Breakage(
+        "scatters a dim that an automatic axis splits too as if it did not",
+        "parallel/reduce.py",
+        "mixed = {path for path, way in ways.items() if any(_axes(automatic[path][dim]) for _, dim in way.scatter)}",
+        "mixed = set()",
+        REDUCE,
+    ),
+    Breakage(
+        "16-bit sums are not widened on a CPU",
+        "parallel/reduce.py",
+        "if x.dtype.itemsize != 2:",
+        "if x.dtype.itemsize != 1:",
+        f"{PIPELINE_RUN} -k bfloat16",
+    ),
+    Breakage(
+        "the transpose of a sum over devices is no sum",
+        "parallel/reduce.py",
+        "lambda axes, _, dx: (_sum(dx, axes),)",
+        "lambda axes, _, dx: (dx,)",
+        f"{PIPELINES} -k 'p2 and 1f1b'",
+    ),
+    Breakage(
+        "ZeRO-1 takes a dim that is split already",
+        "parallel/reduce.py",
+        "if parts[dim] is None and size % data == 0 and size",
+        "if size % data == 0 and size",
+        REDUCE,
+    ),
+    # Microbatches one after the other
+    Breakage(
+        "loss and tokens are those of one data shard",
+        "train/accumulated.py",
+        "sums = summed(sums, _axes(rules))",
+        "sums = dict(sums)",
+        f"{LAYOUTS} -k 'on_this_mesh and data'",
+    ),
+    Breakage(
+        "gradients of a microbatch keep the dtype of the weights",
+        "train/accumulated.py",
+        "return cast(grads, accumulate), sums",
+        "return grads, sums",
+        PRECISION,
+    ),
+    Breakage(
+        "gradients accumulate in the dtype of the weights",
+        "train/accumulated.py",
+        "jnp.zeros(x.shape, accumulate), resting[path])",
+        "jnp.zeros(x.shape, x.dtype), resting[path])",
+        PRECISION,
+    ),
+    Breakage(
+        "training computes in the dtype of the weights",
+        "train/accumulated.py",
+        """model = blueprint.bind(cast(params, config.precision.compute), gather)
+        sums =""",
+        """model = blueprint.bind(params, gather)
+        sums =""",
+        PRECISION,
+    ),
+    Breakage(
+        "evaluation computes in the dtype of the weights",
+        "train/accumulated.py",
+        """model = blueprint.bind(cast(params, config.precision.compute), gather)
+            return""",
+        """model = blueprint.bind(params, gather)
+            return""",
+        PRECISION,
+    ),
+    Breakage(
+        "a side loss has no gradient",
+        "train/accumulated.py",
+        'return sums["loss"] + sums.get("side_loss", 0), sums',
+        'return sums["loss"], sums',
+        OWN_MODEL,
+    ),
+    Breakage(
+        "evaluation drops out",
+        "train/accumulated.py",
+        "return None, _sums(model, flow_of(part), part, rules)",
+        "return None, _sums(model, flow_of(part, jnp.int32(0)), part, rules)",
+        f"{PIPELINE_RUN} -k evaluation",
+    ),
+    # Pipelines
+    Breakage(
+        "a pipeline divides by the tokens of one batch shard",
+        "train/pipelined.py",
+        'jnp.maximum(sums["tokens"], 1)',
+        'jnp.maximum(batch["mask"].astype(jnp.float32).sum(), 1)',
+        f"{PIPELINES} -k 'data'",
+    ),
+    Breakage(
+        "a pipeline's loss leaves out the expert axis",
+        "train/pipelined.py",
+        "return summed(sums, [axis for axis in BATCH_AXES if rules.sizes[axis] > 1])",
+        "return summed(sums, [axis for axis in BATCH_AXES[:-1] if rules.sizes[axis] > 1])",
+        f"{PIPELINES} -k 'expert and 1f1b'",
+    ),
+    Breakage(
+        "a pipeline computes in the dtype of the weights",
+        "train/pipelined.py",
+        "params = cast(params, config.precision.compute)",
+        "params = dict(params)",
+        PRECISION,
+    ),
+    Breakage(
+        "a pipeline's gradients accumulate in compute precision",
+        "train/pipelined.py",
+        "jnp.zeros(x.shape, config.precision.accumulate)",
+        "jnp.zeros(x.shape, x.dtype)",
+        PRECISION,
+    ),
+    Breakage(
+        "a pipeline keeps everything where all is to be recomputed",
+        "train/pipelined.py",
+        'config.train.remat != "full", _table_split',
+        "True, _table_split",
+        f"{PIPELINE_RUN} -k recomputes",
+    ),
+    Breakage(
+        "each stage counts the whole loss",
+        "parallel/pipeline.py",
+        "return jnp.where(leaves, loss, 0) / self.table.stages, leaves",
+        "return jnp.where(leaves, loss, 0), leaves",
+        f"{PIPELINES} -k 'p2 and 1f1b'",
+    ),
+    Breakage(
+        "layers are numbered stage by stage, not chunk by chunk",
+        "parallel/pipeline.py",
+        "(jnp.maximum(chunk, 0) * self.layout.stages + self.stage) * layers",
+        "(jnp.maximum(chunk, 0) + self.stage * self.layout.chunks) * layers",
+        f"{PIPELINES} -k 'p2 and interleaved'",
+    ),
+    Breakage(
+        "a cell without work adds its side loss",
+        "parallel/pipeline.py",
+        'carry["side"] += jnp.where(cell["forward_microbatch"] >= 0, side, 0)',
+        'carry["side"] += side',
+        f"{PIPELINE_RUN} -k side",
+    ),
+    Breakage(
+        "a cell without work adds its gradients",
+        "parallel/pipeline.py",
+        'carry["stack"] = self.added(carry["stack"], _where(there, made), cell["backward_chunk"])',
+        'carry["stack"] = self.added(carry["stack"], made, cell["backward_chunk"])',
+        f"{PIPELINES} -k 'p2 and 1f1b'",
+    ),
+    Breakage(
+        "a cell without work adds its deferred weight gradients",
+        "parallel/pipeline.py",
+        'made = _where(cell["weight_microbatch"] >= 0, made)',
+        "made = made",
+        f"{PIPELINES} -k 'zero_bubble'",
+    ),
+    Breakage(
+        "a cell without work may bring NaN into the shared gradients",
+        "parallel/pipeline.py",
+        'carry["shared"] = _added(carry["shared"], _where(leaves, dshared))',
+        'carry["shared"] = _added(carry["shared"], dshared)',
+        "tests/parallel/test_pipeline.py",
+    ),
+    Breakage(
+        "every stage takes the gradient of the embedding",
+        "parallel/pipeline.py",
+        'entered = (self.stage == 0) & (cell["embed_backward_microbatch"] >= 0)',
+        'entered = cell["embed_backward_microbatch"] >= 0',
+        f"{PIPELINES} -k 'p2 and 1f1b'",
+    ),
+    Breakage(
+        "padding computes",
+        "parallel/pipeline.py",
+        "return jnp.where(real, y, x), jnp.where(real, side, 0)",
+        "return y, jnp.where(real, side, 0)",
+        f"{PIPELINES} -k 'p4 and v3'",
+    ),
+    # One microbatch
+    Breakage(
+        "the loss of a split sequence is that of one part",
+        "train/microbatch.py",
+        "return jax.lax.psum(loss, over) if over else loss",
+        "return loss",
+        f"{LAYOUTS} -k 'on_this_mesh and context'",
+    ),
+    Breakage(
+        "the head takes a stage's rows for the whole vocabulary",
+        "train/microbatch.py",
+        'split = (*by_hand, *axes("vocab"))',
+        'split = axes("vocab")',
+        f"{PIPELINES} -k 'p2 and 1f1b'",
+    ),
+    Breakage(
+        "the noise of all steps is the same",
+        "train/microbatch.py",
+        'sample_noise(config.train.seed, step, part["sample"])',
+        'sample_noise(config.train.seed, 0 * step, part["sample"])',
+        NOISE,
+    ),
+    Breakage(
+        "the noise of all seeds is the same",
+        "train/microbatch.py",
+        'sample_noise(config.train.seed, step, part["sample"])',
+        'sample_noise(0, step, part["sample"])',
+        NOISE,
+    ),
+    Breakage(
+        "tokens attend across document ends",
+        "train/microbatch.py",
+        'segments_bt=part.get("segment_ids"),',
+        "segments_bt=None,",
+        f"{LAYOUTS} -k documents_are_apart",
+    ),
+    Breakage(
+        "positions count on across document ends",
+        "train/microbatch.py",
+        'positions = part.get("positions")',
+        "positions = None",
+        f"{LAYOUTS} -k documents_are_apart",
+    ),
+    # The vocabulary
+    Breakage(
+        "a stage looks ids up as if its rows began at 0",
+        "parallel/vocabulary.py",
+        "ids = ids - jax.lax.axis_index(by_hand) * table.shape[0]",
+        "ids = ids - 0 * table.shape[0]",
+        f"{PIPELINES} -k 'p2 and 1f1b'",
+    ),
+    Breakage(
+        "the id behind the last row of a part is found in it",
+        "parallel/vocabulary.py",
+        "(places < rows.shape[0])",
+        "(places <= rows.shape[0])",
+        f"{LAYOUTS} -k 'on_this_mesh and tensor'",
+    ),
+    # The state
+    Breakage(
+        "ZeRO-1 splits nothing",
+        "train/state.py",
+        "return {path: scattered_spec(specs[path], dims[path]) for path in specs}",
+        "return dict(specs)",
+        f"{LAYOUTS} -k zero_halves",
+    ),
+    Breakage(
+        "moments rest whole",
+        "train/state.py",
+        """    if x.shape == parameter.shape:
+        return spec""",
+        """    if x.shape == parameter.shape:
+        return P()""",
+        f"{LAYOUTS} -k zero_halves",
+    ),
+    Breakage(
+        "weights are float32 whatever is asked",
+        "train/state.py",
+        "params = cast(blueprint.init(key), config.precision.params)",
+        "params = blueprint.init(key)",
+        OPTIMIZER,
+    ),
+    Breakage(
+        "all seeds begin with the same weights",
+        "train/state.py",
+        'return fresh(random_key(config.train.seed, "init"))',
+        'return fresh(random_key(0, "init"))',
+        NOISE,
+    ),
+    # The optimizer and the step
+    Breakage(
+        "stacked vectors decay as matrices",
+        "train/optimizer.py",
+        "return len(parameter.shape) - parameter.stacked >= 2",
+        "return len(parameter.shape) >= 2",
+        OPTIMIZER,
+    ),
+    Breakage(
+        "a rule sees the layers of a stage's chunk as one tensor",
+        "train/optimizer.py",
+        "for _ in range(stacked):",
+        "for _ in range(min(stacked, 1)):",
+        OPTIMIZER,
+    ),
+    Breakage(
+        "clipping scales small gradients up",
+        "train/optimizer.py",
+        "scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))",
+        "scale = limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)",
+        OPTIMIZER,
+    ),
+    Breakage(
+        "the warm-up begins with a rate of 0",
+        "train/optimizer.py",
+        "peak * (step + 1) / (warmup + 1)",
+        "peak * step / (warmup + 1)",
+        OPTIMIZER,
+    ),
+    Breakage(
+        "the state takes the dtype of the gradients",
+        "train/optimizer.py",
+        "kept[path] = jax.tree.map(lambda new, old: new.astype(old.dtype), new, state[path])",
+        "kept[path] = new",
+        OPTIMIZER,
+    ),
+    Breakage(
+        "squares of narrow gradients add up narrow",
+        "train/optimizer.py",
+        "norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))",
+        "norm = optax.tree.norm(gradients).astype(jnp.float32)",
+        OPTIMIZER,
+    ),
+    Breakage(
+        "the rate is that of the step after",
+        "train/step.py",
+        "rate = optimizer.learning_rate(config.optimizer, config.train.steps, state.step)",
+        "rate = optimizer.learning_rate(config.optimizer, config.train.steps, state.step + 1)",
+        f"{LAYOUTS} -k learning_rate",
+    ),
+    # The run
+    Breakage(
+        "the second resume reads other data",
+        "train/loop.py",
+        "position = sample + (done - first) * config.train.global_batch",
+        "position = sample + done * config.train.global_batch",
+        f"{RESUME} -k twice",
+    ),
+    Breakage(
+        "a resumed run reads the data from its start",
+        "train/loop.py",
+        "ids = sample + batch_ids(at - step, size)",
+        "ids = batch_ids(at - step, size)",
+        f"{RESUME} -k 'signal or twice'",
+    ),
+    Breakage(
+        "a surplus of weights is dropped",
+        "train/checkpoint.py",
+        "for path in sorted(asked.keys() | saved.keys()):",
+        "for path in sorted(asked):",
+        f"{RESUME} -k more_or_fewer",
+    ),
+    Breakage(
+        "layers are laid out anew without leaving their old layout",
+        "train/checkpoint.py",
+        "lambda x: staged(saved.unstaged(x))",
+        "lambda x: staged(x.reshape(-1, *x.shape[len(saved.shape) :])[: saved.layers][::-1])",
+        f"{PIPELINE_RUN} -k another",
+    ),
+    Breakage(
+        "sampling forgets how far the text is",
+        "train/generate.py",
+        "positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)",
+        "positions = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)",
+        "tests/models tests/test_examples.py",
+    ),
+]

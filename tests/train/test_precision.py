@@ -1,0 +1,55 @@
+"""Each of the three precisions decides what it says, and nothing else: traced, not run."""
+
+import itertools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import prepared
+
+from spmdtrain.train import accumulated, pipelined
+from spmdtrain.train.feed import abstract_batch
+
+DTYPES = ("float32", "bfloat16")
+LAYOUTS = {
+    "one microbatch": (),
+    "accumulation": ("train.microbatch=1",),
+    "pipeline": ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=2"),
+}
+
+
+def lowered(what: str, *overrides: str) -> jax.stages.Lowered:
+    """`make_gradients` or `make_losses` of the layout."""
+    setup = prepared(*overrides)
+    way = pipelined if setup.rules.sizes["pipeline"] > 1 else accumulated
+    function = getattr(way, what)(setup.config, setup.blueprint, setup.mesh, setup.rules)
+    state, batch = setup.abstract, abstract_batch(setup.config, setup.mesh, setup.rules)
+    given = (state.params, state.step, batch) if what == "make_gradients" else (state.params, batch)
+    return jax.jit(function).lower(*given)
+
+
+def matmuls(what: str, layout: str, params: str, compute: str) -> Counter:
+    """How often each kind of matmul stands in the program, by shapes and dtypes."""
+    asked = f"precision.params={params}", f"precision.compute={compute}"
+    text = lowered(what, *LAYOUTS[layout], *asked).as_text()
+    return Counter(re.findall(r"stablehlo\.dot_general .* : (\(.*)", text))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("what", ["make_gradients", "make_losses"])
+def test_matmuls_are_of_compute_precision_however_weights_rest(what, layout):
+    narrow, wide = (matmuls(what, layout, "float32", compute) for compute in ("bfloat16", "float32"))
+    assert narrow == matmuls(what, layout, "bfloat16", "bfloat16")
+    assert not any("bf16" in kind for kind in wide)
+    assert sum(count for kind, count in narrow.items() if kind.count("bf16") >= 2) >= sum(wide.values()) / 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("accumulate", "compute"), itertools.product(DTYPES, DTYPES))
+def test_gradients_add_up_in_the_precision_of_accumulation(layout, accumulate, compute):
+    asked = f"precision.accumulate={accumulate}", f"precision.compute={compute}"
+    gradients, sums = lowered("make_gradients", *LAYOUTS[layout], *asked).out_info
+    assert {leaf.dtype for leaf in gradients.values()} == {jnp.dtype(accumulate)}
+    assert {leaf.dtype for leaf in sums.values()} == {jnp.dtype("float32")}
