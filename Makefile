@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-slow test-gpu check bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
+.PHONY: help train test test-slow test-gpu mutations check bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +25,9 @@ test-slow: $(VENV)/installed-dev  ## the tests that take long: whole grids of pi
 
 test-gpu: $(VENV)/installed-dev  ## kernels on the GPU that is there, with jax's CUDA libraries installed beside
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 4 -m gpu $(PYTEST_ARGS)
+
+mutations: $(VENV)/installed-dev  ## breaks a copy of the code in one place at a time: the named test must fail, an hour
+	$(BIN)/python -m tests.mutations $(MUTATIONS_ARGS)
 
 check: $(VENV)/installed-dev  ## lint and formatting
 	$(BIN)/ruff check .
