@@ -193,12 +193,10 @@ class _Tiles:
     def add_bias(self, dbias, part, at):
         """`part` [b, k, g, t, s], summed over the dims that the bias does not have."""
         part = part.sum([dim for dim in range(5) if dbias.shape[dim] == 1], keepdims=True)
-        start = [
-            0,
-            0,
-            0,
-            *(at[i] * block * (dbias.shape[3 + i] > 1) for i, block in enumerate((self.block_q, self.block_k))),
-        ]
+        start = [jnp.zeros_like(at[0])] * 5  # of one dtype: a plain 0 has 64 bits under jax_enable_x64
+        for dim, block in ((3, self.block_q), (4, self.block_k)):
+            if dbias.shape[dim] > 1:
+                start[dim] = at[dim - 3] * block
         here = jax.lax.dynamic_slice(dbias, start, part.shape)
         return jax.lax.dynamic_update_slice(dbias, here + part, start)
 
