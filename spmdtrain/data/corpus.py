@@ -10,8 +10,9 @@ import math
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.tokenizer import Tokenizer, from_spec, open_tokenizer, tokenizer_fingerprint
-from spmdtrain.data.tokens import DTYPES, TokenSource, open_tokens, storage_dtype
+from spmdtrain.data.tokens import DTYPES, TokenSource, Unmapped, open_tokens, storage_dtype
 
 STDLIB_BYTES = 4_000_000  # enough for a quick start to fall visibly, read in a fraction of a second
 STDLIB_LEFT_OUT = {
@@ -28,6 +29,8 @@ STDLIB_LEFT_OUT = {
     *("test", "tests", "idle_test", "turtledemo"),  # tests, some of them not even valid text
     *("encodings", "pydoc_data", "lib2to3", "idlelib", "ensurepip", "distutils"),  # generated tables, relics
 }
+# A mapping holds its file open, and a process may have 1024 files, on some systems 256: more are opened to be read.
+MOST_MAPPED = 128
 SYNTHETIC_VOCAB, SYNTHETIC_DOCUMENTS, SYNTHETIC_LENGTH = 64, 2048, 512
 
 
@@ -55,23 +58,25 @@ class Corpus:
 
 
 class Concatenated:
-    """Several token arrays seen as one, sliced with step 1; nothing is copied but the slice asked for."""
+    """Several rows of tokens seen as one, sliced with step 1. A slice asks only the parts that it lies in."""
 
-    def __init__(self, parts: list[np.ndarray]):
-        self.parts = parts
-        self.bounds = np.cumsum([0] + [len(part) for part in parts])
+    def __init__(self, parts: Sequence["np.ndarray | Unmapped"]):
+        self.parts = parts  # none of them empty
+        self.bounds = [0, *accumulate(map(len, parts))]
 
     def __len__(self) -> int:
-        return int(self.bounds[-1])
+        return self.bounds[-1]
 
     def __getitem__(self, span: slice) -> np.ndarray:
         start, stop, step = span.indices(len(self))
         assert step == 1
-        pieces = [
-            part[max(start - first, 0) : max(stop - first, 0)]
-            for part, first in zip(self.parts, self.bounds.tolist(), strict=False)
-        ]
-        return np.concatenate(pieces)
+        index = min(bisect_right(self.bounds, start), len(self.parts)) - 1
+        pieces = []
+        while not pieces or start < stop:
+            first, end = self.bounds[index], self.bounds[index + 1]
+            pieces.append(self.parts[index][start - first : max(start, min(stop, end)) - first])
+            start, index = end, index + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
@@ -174,22 +179,23 @@ def token_corpus(patterns: Iterable[str], tokenizer: str = "bytes") -> Corpus:
         pattern + ".bin" if os.path.isfile(os.path.expanduser(pattern + ".bin")) else pattern for pattern in patterns
     ]
     sources = [open_tokens(path) for path in find_files(named)]
+    tokenizer_of_all = _tokenizer_of(sources[0])
     for source in sources[1:]:
-        if _tokenizer_of(source) != _tokenizer_of(sources[0]):
+        if _tokenizer_of(source) != tokenizer_of_all:
             raise DataError(f"{sources[0].path} and {source.path} were made with different tokenizers")
     spec = sources[0].tokenizer_spec
     if tokenizer != "bytes" and spec:
         _check_tokenizer(tokenizer, spec, sources[0].path)
-    parts = [source.tokens for source in sources]
-    bounds = np.cumsum([0] + [len(part) for part in parts]).tolist()
-    first = zip(bounds, sources, strict=False)
+    mapped = len(sources) <= MOST_MAPPED
+    tokens = Concatenated([source.tokens if mapped else source.unmapped for source in sources])
+    first = list(zip(tokens.bounds, sources, strict=False))
     return Corpus(
-        tokens=parts[0] if len(parts) == 1 else Concatenated(parts),
+        tokens=tokens.parts[0] if len(sources) == 1 else tokens,
         document_starts=np.concatenate([start + source.document_starts for start, source in first]),
         vocab=sources[0].vocab,
         tokenizer=from_spec(spec) if spec else None,
         fingerprint=hashlib.sha256(" ".join(source.fingerprint for source in sources).encode()).hexdigest(),
-        files=tuple((start, source.path) for start, source in zip(bounds, sources, strict=False)),
+        files=tuple((start, source.path) for start, source in first),
     )
 
 

@@ -116,7 +116,7 @@ def _write_content(bin_path, idx_path, documents, tokenizer, progress) -> dict:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """An open token file whose sizes fit its sidecar. Contents are mapped when first asked for."""
+    """A token file whose sizes fit its sidecar. Its contents are not touched before they are asked for."""
 
     path: str  # of the .bin, for messages
     sidecar: dict
@@ -141,14 +141,47 @@ class TokenSource:
         # asarray: a plain view of the mapping; slicing a np.memmap itself costs several times as much
         return np.asarray(np.memmap(self.path, DTYPES[self.sidecar["dtype"]], mode="r"))
 
-    @cached_property
+    @property
+    def unmapped(self) -> "Unmapped":
+        """`tokens`, holding no open file between two slices."""
+        return Unmapped(self.path, DTYPES[self.sidecar["dtype"]], self.sidecar["tokens"])
+
+    @property
     def document_starts(self) -> np.ndarray:
         """int64, strictly increasing, the first is 0."""
         path = token_paths(self.path)[1]
-        starts = np.asarray(np.memmap(path, "<i8", mode="r"))
+        starts = np.fromfile(path, "<i8")
         if starts[0] != 0 or starts[-1] >= self.sidecar["tokens"] or (starts[1:] <= starts[:-1]).any():
             raise DataError(f"{path} is damaged: its document offsets do not rise from 0 to the end of the tokens")
         return starts
+
+
+@dataclass(frozen=True)
+class Unmapped:
+    """The tokens of a file, which is opened for each slice."""
+
+    path: str
+    dtype: np.dtype
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, step = span.indices(self.size)
+        assert step == 1
+        wanted = max(stop - start, 0) * self.dtype.itemsize
+        try:
+            file = os.open(self.path, os.O_RDONLY)  # half the time of a file object
+            try:
+                content = os.pread(file, wanted, start * self.dtype.itemsize)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}") from None
+        if len(content) < wanted:
+            raise DataError(f"{self.path} was cut short while it was in use", asked=f"{self.size} tokens")
+        return np.frombuffer(content, self.dtype)
 
 
 def open_tokens(path: str | Path) -> TokenSource:

@@ -1,5 +1,9 @@
+import contextlib
 import hashlib
 import json
+import os
+import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +11,8 @@ import pytest
 
 from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.schema import DataConfig
-from spmdtrain.data.corpus import open_corpus, token_corpus
+from spmdtrain.data.batches import Range, TrainStream
+from spmdtrain.data.corpus import MOST_MAPPED, Concatenated, Corpus, open_corpus, token_corpus
 from spmdtrain.data.tokenizer import open_tokenizer
 from spmdtrain.data.tokens import open_tokens, storage_dtype, write_tokens
 
@@ -146,6 +151,78 @@ def test_several_files_read_as_one(tmp_path):
         for stop in range(start, len(text) + 1, 5):
             assert corpus.tokenizer.decode(corpus.read(start, stop)) == text[start:stop]
     assert corpus.document_starts.tolist() == [0, 6, 7, 20, 41, 47, 48, 61]
+
+
+@pytest.fixture
+def many(tmp_path, written):
+    """More files than are mapped at once, each of other tokens, as one glob."""
+    for number in range(MOST_MAPPED + 10):
+        for path in written.parent.glob("play.v1.*"):
+            shutil.copy(path, tmp_path / f"many{number:04}{path.suffix}")
+        (tmp_path / f"many{number:04}.bin").write_bytes(bytes([number % 256, 0]) * 37)
+    return str(tmp_path / "many*.bin")
+
+
+@contextlib.contextmanager
+def at_most_open(more):
+    """This process can have no more than `more` files open beside those that it has."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free
+    os.close(there)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (there + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_more_files_than_a_process_may_have_open_read_as_one(many):
+    with at_most_open(20):
+        corpus = token_corpus([many])
+        want = np.repeat(np.arange(MOST_MAPPED + 10), 37)
+        for start in range(0, len(want), 30):
+            assert corpus.read(start, start + 80).tolist() == want[start : start + 80].tolist()
+    assert corpus.read(len(want), len(want) + 5).tolist() == []
+    assert len(corpus.document_starts) == 3 * (MOST_MAPPED + 10) and corpus.document_starts[3] == 37
+
+
+@pytest.mark.parametrize(("damage", "said"), [(os.unlink, "cannot read"), (lambda p: os.truncate(p, 6), "cut short")])
+def test_one_of_many_files_that_goes_while_it_is_in_use_is_named(damage, said, many):
+    corpus = token_corpus([many])
+    damage(many.replace("*", "0003"))
+    assert corpus.read(0, 3 * 37).tolist() == [0] * 37 + [1] * 37 + [2] * 37
+    with pytest.raises(DataError, match=rf"many0003\.bin.*{said}|{said}.*many0003\.bin"):
+        corpus.read(4 * 37 - 5, 4 * 37)
+
+
+class Watched(list):
+    """Counts how often one of its elements is asked for; asking for all of them is a fault."""
+
+    asked = 0
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        raise AssertionError("walked over")
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_what_a_sample_costs_does_not_grow_with_the_number_of_files(packing):
+    """Counted, for windows that lie in one file, cross into the next, and hold whole files."""
+    files, tokens = 4096, np.arange(10, dtype=np.uint16)
+    row = Concatenated([tokens] * files)
+    row.parts, row.bounds = Watched(row.parts), Watched(row.bounds)
+    starts = np.arange(0, 10 * files, 10)
+    corpus = Corpus(row, starts, 10, None, "", files=tuple((start, "") for start in starts.tolist()))
+    stream = TrainStream(corpus, Range(0, 10 * files), 25, seed=0, shuffle=True, packing=packing)
+    for index in range(50):
+        row.parts.asked = row.bounds.asked = 0
+        window = stream.samples(np.array([index]))["tokens"][0]
+        assert window.tolist() == [(window[0] + i) % 10 for i in range(25)]
+        assert row.parts.asked <= 4  # 26 tokens lie in 3 or 4 files of 10
+        assert row.bounds.asked <= 13 + 2 * 4 + 1  # 13 halvings of 4097 bounds, then two for each file
 
 
 def test_the_fingerprint_follows_content_order_and_tokenizer_but_not_the_name(tmp_path):
