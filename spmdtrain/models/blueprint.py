@@ -19,7 +19,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.flow import Flow
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel.axes import STACK_AXES, Rules, check_names
+from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names
 from spmdtrain.parallel.layout import Layout, lay_out
 
 MakeModel = Callable[[RunConfig, nnx.Rngs], nnx.Module]
@@ -153,9 +153,10 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
 
 
 def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State], nnx.State]:
-    """Weights rest split over `fsdp` and are used whole: this asks for the gather just where they are used, so that
-    one layer at a time is whole (ZeRO-3). Stacked weights are left to the scan that slices them."""
-    if rules.sizes["fsdp"] == 1:
+    """Weights that rest split over axes of the batch (`fsdp`) are used whole: this asks for the gather just where they
+    are used, so that one layer at a time is whole (ZeRO-3). Stacked weights are left to the scan that slices them."""
+    gathered = [axis for axis in BATCH_AXES if axis not in manual]
+    if all(rules.sizes[axis] == 1 for axis in gathered):
         return lambda state: state
 
     def whole(path, variable):
@@ -164,7 +165,7 @@ def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State
             axes = tuple(axis for axis in axes if axis not in STACK_AXES)
         elif any(axis in STACK_AXES for axis in axes):
             return variable
-        spec = rules.parameter_spec(axes, variable.shape, _dotted(path), drop=("fsdp", *manual))
+        spec = rules.parameter_spec(axes, variable.shape, _dotted(path), drop=(*gathered, *manual))
         return variable.replace(jax.lax.with_sharding_constraint(variable[...], spec))
 
     def gather(state: nnx.State) -> nnx.State:

@@ -55,6 +55,7 @@ def test_it_trains_on_this_mesh_as_on_one_device(layout, record_property):
     "layout",
     [
         (NOISY, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1", "train.zero=1")),
+        ((), ("mesh.data=2", "mesh.expert=2", "mesh.tensor=2", "rules.parameters.embed=expert")),
         (LLAMA + UNEVEN, ("mesh.data=2", "mesh.fsdp=2", "mesh.context=2", "train.remat=full")),
     ],
     ids=name,
