@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from spmdtrain.cli.arguments import make_parser
 from spmdtrain.config import StorageError, UserError
+from spmdtrain.parallel import peers
 
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ends
 
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except UserError as error:
+        peers.end(error)
         print(f"spmdtrain: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
@@ -26,8 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try again at its end
         if error.errno == errno.EPIPE:  # `| head`: nobody reads on, and nobody made a mistake
+            peers.leave(CLOSED_PIPE, "failed nobody reads its output")
             return CLOSED_PIPE
-        print(f"spmdtrain: cannot write: {error.strerror}", file=sys.stderr)
-        return StorageError.exit_code
+        refused = StorageError(f"cannot write: {error.strerror}")
+        peers.end(refused)
+        print(f"spmdtrain: {refused}", file=sys.stderr)
+        return refused.exit_code
     except KeyboardInterrupt:  # before the loop took over the signal: nothing to save yet
+        peers.leave(130, "failed interrupted")
         return 130

@@ -6,6 +6,7 @@ from spmdtrain.config.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    PeerLostError,
     StorageError,
     UserError,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "Llama",
     "LogConfig",
     "MeshConfig",
+    "PeerLostError",
     "PipelineConfig",
     "PrecisionConfig",
     "RulesConfig",

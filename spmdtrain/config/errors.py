@@ -36,6 +36,12 @@ class CheckpointError(UserError):
     exit_code = 6
 
 
+class PeerLostError(UserError):
+    """Another process of this run has failed or is gone."""
+
+    exit_code = 8
+
+
 class DivergedError(UserError):
     """The loss is not a number any more."""
 

@@ -9,6 +9,7 @@ import re
 import sys
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.parallel import peers
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 MOST_SIMULATED = 4096
@@ -60,9 +61,7 @@ def start(coordinator: str | None = None, processes: int | None = None, process:
 
     # Its C++ handler would swallow SIGTERM: the loop installs one that finishes the step and saves.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        **arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS
-    )
+    peers.join(**arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
 
 
 def _told(coordinator: str | None, processes: int | None, process: int | None) -> dict | None:

@@ -27,7 +27,7 @@ def launched(monkeypatch):
         for name, value in dict(environment).items():
             monkeypatch.setenv(name, value)
         calls = []
-        monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
+        monkeypatch.setattr(processes.peers, "join", lambda **arguments: calls.append(arguments))
         monkeypatch.setattr(jax.config, "update", lambda *_: None)
         start(**given)
         return calls[0] if calls else None
