@@ -4,6 +4,7 @@ Parameters travel as a flat dict, dotted path -> array: light for jit, readable 
 NNX module exists inside traced functions only.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -177,6 +178,14 @@ def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State
 def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
     """Floating parameters in the compute dtype."""
     return {path: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for path, x in values.items()}
+
+
+def matmuls(dtype: str) -> contextlib.AbstractContextManager:
+    """To trace a step in: where compute is float32, so are the factors of every matmul that does not say otherwise.
+
+    jax's default on a GPU is TF32, which keeps 10 of 23 bits: the same step would not give one device's numbers on all.
+    """
+    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
 
 
 def _dotted(path: tuple) -> str:
