@@ -193,7 +193,7 @@ class _Tiles:
     def add_bias(self, dbias, part, at):
         """`part` [b, k, g, t, s], summed over the dims that the bias does not have."""
         part = part.sum([dim for dim in range(5) if dbias.shape[dim] == 1], keepdims=True)
-        start = [jnp.zeros_like(at[0])] * 5  # of one dtype: a plain 0 has 64 bits under jax_enable_x64
+        start = [jnp.zeros_like(at[0])] * 5  # a plain 0 has 64 bits under jax_enable_x64
         for dim, block in ((3, self.block_q), (4, self.block_k)):
             if dbias.shape[dim] > 1:
                 start[dim] = at[dim - 3] * block

@@ -29,7 +29,8 @@ STDLIB_LEFT_OUT = {
     *("test", "tests", "idle_test", "turtledemo"),  # tests, some of them not even valid text
     *("encodings", "pydoc_data", "lib2to3", "idlelib", "ensurepip", "distutils"),  # generated tables, relics
 }
-# A mapping holds its file open, and a process may have 1024 files, on some systems 256: more are opened to be read.
+# A mapping holds its file open, and a process may have 1024, on some systems 256. Where there are
+# more, each is opened to be read.
 MOST_MAPPED = 128
 SYNTHETIC_VOCAB, SYNTHETIC_DOCUMENTS, SYNTHETIC_LENGTH = 64, 2048, 512
 
@@ -58,7 +59,7 @@ class Corpus:
 
 
 class Concatenated:
-    """Several rows of tokens seen as one, sliced with step 1. A slice asks only the parts that it lies in."""
+    """Several rows of tokens seen as one, sliced with step 1. A slice asks no part but its own."""
 
     def __init__(self, parts: Sequence["np.ndarray | Unmapped"]):
         self.parts = parts  # none of them empty

@@ -116,7 +116,7 @@ def _write_content(bin_path, idx_path, documents, tokenizer, progress) -> dict:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """A token file whose sizes fit its sidecar. Its contents are not touched before they are asked for."""
+    """A token file whose sizes fit its sidecar. Its contents wait until they are asked for."""
 
     path: str  # of the .bin, for messages
     sidecar: dict
@@ -180,7 +180,8 @@ class Unmapped:
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from None
         if len(content) < wanted:
-            raise DataError(f"{self.path} was cut short while it was in use", asked=f"{self.size} tokens")
+            asked = f"{self.size} tokens"
+            raise DataError(f"{self.path} was cut short while it was in use", asked=asked)
         return np.frombuffer(content, self.dtype)
 
 

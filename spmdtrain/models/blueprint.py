@@ -181,11 +181,13 @@ def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
 
 
 def matmuls(dtype: str) -> contextlib.AbstractContextManager:
-    """To trace a step in: where compute is float32, so are the factors of every matmul that does not say otherwise.
+    """To trace in: where compute is `dtype` float32, so are the factors of every matmul.
 
-    jax's default on a GPU is TF32, which keeps 10 of 23 bits: the same step would not give one device's numbers on all.
+    jax's default on a GPU is TF32, which keeps 10 of their 23 bits. For less there is bfloat16.
     """
-    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
+    if dtype != "float32":
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision("highest")
 
 
 def _dotted(path: tuple) -> str:

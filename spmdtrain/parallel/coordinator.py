@@ -1,10 +1,12 @@
-"""The coordinator of a run of several processes: a program of its own, which process 0 starts and which outlives it.
+"""The coordinator of a run of several processes: process 0 starts it, and it outlives process 0.
 
-It is jax's coordination service and, beside it, a line to each process, by which all learn how one of them ended. jax
-aborts every process whose coordinator is gone; if this were part of process 0, its death would be their abort.
+It is jax's coordination service and, beside it, a line to each process, by which all learn how one
+of them ended. jax aborts every process whose coordinator is gone; if this were part of process 0,
+its death would be their abort.
 
-A process says "TOKEN INDEX", and at its end "done", or "failed WHY", or nothing. Unless it is "done" the others are
-told "INDEX failed WHY", or "INDEX lost"; the first such news also to those who come later.
+A process says "TOKEN INDEX", and at its end "done", or "failed WHY", or nothing. Unless it is
+"done" the others are told "INDEX failed WHY", or "INDEX lost"; the first such news also to those
+who come later.
 """
 
 import json
@@ -15,7 +17,8 @@ import socketserver
 import sys
 import threading
 
-LINGER_SECONDS = 10  # for the others to hear of the end of process 0; not longer, as its port may be wanted again
+# For the others to hear of the end of process 0; not longer, as its port may be wanted again.
+LINGER_SECONDS = 10
 
 
 class Lines(socketserver.ThreadingTCPServer):
@@ -68,7 +71,7 @@ class Line(socketserver.StreamRequestHandler):
 
 
 def keep_alive(line: socket.socket) -> None:
-    """A host that is gone without a word is noticed in 20 seconds, by the kernel: a busy Python answers too late."""
+    """The kernel notices in 20 seconds that a host is gone; a busy Python would answer too late."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
@@ -77,7 +80,7 @@ def keep_alive(line: socket.socket) -> None:
 
 def main() -> None:
     """Says the port of its lines once all is there; ends after its standard input does."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for process 0, which says when it is over
+    for number in (signal.SIGINT, signal.SIGTERM):  # for process 0, which says when it is over
         signal.signal(number, signal.SIG_IGN)
     arguments, named, token = json.loads(sys.argv[1])
     from jaxlib import _jax

@@ -1,7 +1,8 @@
-"""How one process of several ends: with its own line and code, and all the others soon after it, with theirs.
+"""How one process of several ends: with its own line and code; and the others, soon after it.
 
-Left to jax the others hang in a collective, or are aborted. So each holds a line to the coordinator (coordinator.py):
-one that fails says why before it ends, one that is killed is missed at once, and the others end with exit code 8.
+Left to jax the others hang in a collective, or are aborted. So each holds a line to the coordinator
+(coordinator.py): one that fails says why before it ends, one that is killed is missed at once, and
+the others end with exit code 8.
 """
 
 import atexit
@@ -24,7 +25,7 @@ KEY = "spmdtrain/lines"  # of jax's key-value store: port and token of the coord
 CONNECT_SECONDS = 60
 GRACE_SECONDS = 2  # the same mistake is often that of all: each may say it itself
 # What a collective says whose other side is gone: of gloo, of NCCL, of jax's own barriers.
-BROKEN = re.compile("gloo .* failed|closed by peer|reset by peer|remote process|coordination service|barrier", re.I)
+BROKEN = re.compile("gloo .* failed|by peer|remote process|coordination service|barrier", re.IGNORECASE)
 
 _line: socket.socket | None = None  # to the coordinator; None: this process is alone
 _news: list[str] = []
@@ -33,11 +34,11 @@ _ending = threading.Lock()
 
 
 def join(**arguments) -> None:
-    """`jax.distributed.initialize`, with the coordinator as a program of its own and a line to it."""
+    """`jax.distributed.initialize`, with the coordinator as a program of its own, and a line."""
     from unittest import mock  # slow to import, and most runs are alone
 
     import jax
-    from jax._src import distributed  # no public way to its service and its client in jax 0.10 to 0.12
+    from jax._src import distributed  # its service and client have no public way, 0.10 to 0.12
 
     started: list[_Coordinator] = []
 
@@ -56,8 +57,9 @@ def join(**arguments) -> None:
         line = socket.create_connection((host, int(port)), CONNECT_SECONDS)
     except OSError as error:
         raise ConfigError(
-            f"process {state.process_id} cannot reach port {port} of {host}: {error.strerror or error}",
-            fix="a network that lets the hosts of a run reach all ports of each other, as their collectives do",
+            f"process {state.process_id} cannot reach port {port} of {host}",
+            found=error.strerror or str(error),
+            fix="a network in which hosts reach all ports of each other, as collectives do",
         ) from None
     _hold(line, token, state.process_id)
 
@@ -70,7 +72,7 @@ def _hold(line: socket.socket, token: str, process: int) -> None:
     _line = line
     threading.Thread(target=_listen, args=(line,), name="peers", daemon=True).start()
     sys.excepthook = _uncaught
-    atexit.register(_say, "done")  # before what jax registered earlier: it waits for the others there
+    atexit.register(_say, "done")  # runs before jax's own, which waits for the others
 
 
 class _Coordinator:
@@ -85,7 +87,8 @@ class _Coordinator:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self.port, wrong = json.loads(self._process.stdout.readline() or '[null, "it did not start"]')
+        answer = self._process.stdout.readline() or '[null, "it did not start"]'
+        self.port, wrong = json.loads(answer)
         if self.port is None:
             raise RuntimeError(f"the coordinator of {arguments[0]}: {wrong}")
 
@@ -95,7 +98,7 @@ class _Coordinator:
 
 
 def _listen(line: socket.socket) -> None:
-    """Waits for the first news of another process, and ends this one if it does not end by itself."""
+    """Waits for news of another process, and ends this one if it does not end by itself."""
     heard = b""
     with suppress(OSError):
         heard = line.makefile("rb").readline()
@@ -125,7 +128,7 @@ def _say(word: str) -> None:
 
 
 def end(error: BaseException) -> None:
-    """Ends this process of several: `error` is shown and told to the others. Where it is alone, returns.
+    """Ends this process of several: `error` is shown and told to the others. Alone: returns.
 
     An error that comes of another process's end is shown as that, in one line.
     """
@@ -135,7 +138,7 @@ def end(error: BaseException) -> None:
     while root.__cause__ is not None:
         root = root.__cause__
     broken = BROKEN.search(str(root))
-    if broken or not isinstance(error, UserError):  # whatever fails may fail because of another process
+    if broken or not isinstance(error, UserError):  # it may fail because of another process
         if _told.wait(GRACE_SECONDS):
             error = PeerLostError(_news[0])
         elif broken:
@@ -156,11 +159,12 @@ def _end(error: BaseException) -> None:
     else:
         traceback.print_exception(error)
     why = str(error) if isinstance(error, UserError) else repr(error)
-    leave(getattr(error, "exit_code", 1), "done" if isinstance(error, PeerLostError) else f"failed {why}")
+    word = "done" if isinstance(error, PeerLostError) else f"failed {why}"
+    leave(getattr(error, "exit_code", 1), word)
 
 
 def leave(code: int, word: str) -> None:
-    """Ends this process of several at once, not at jax's shutdown, where it would wait for the others. Alone: returns.
+    """Ends this process of several now, without jax's shutdown, a barrier. Alone: returns.
 
     `word`: what the coordinator is told, "failed WHY" or "done".
     """

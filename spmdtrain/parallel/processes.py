@@ -61,7 +61,9 @@ def start(coordinator: str | None = None, processes: int | None = None, process:
 
     # Its C++ handler would swallow SIGTERM: the loop installs one that finishes the step and saves.
     jax.config.update("jax_enable_preemption_service", False)
-    peers.join(**arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
+    arguments["heartbeat_timeout_seconds"] = HEARTBEAT_SECONDS
+    arguments["shutdown_timeout_seconds"] = SHUTDOWN_SECONDS
+    peers.join(**arguments)
 
 
 def _told(coordinator: str | None, processes: int | None, process: int | None) -> dict | None:

@@ -186,7 +186,10 @@ def test_more_files_than_a_process_may_have_open_read_as_one(many):
     assert len(corpus.document_starts) == 3 * (MOST_MAPPED + 10) and corpus.document_starts[3] == 37
 
 
-@pytest.mark.parametrize(("damage", "said"), [(os.unlink, "cannot read"), (lambda p: os.truncate(p, 6), "cut short")])
+CUT = lambda path: os.truncate(path, 6)  # noqa: E731
+
+
+@pytest.mark.parametrize(("damage", "said"), [(os.unlink, "cannot read"), (CUT, "cut short")])
 def test_one_of_many_files_that_goes_while_it_is_in_use_is_named(damage, said, many):
     corpus = token_corpus([many])
     damage(many.replace("*", "0003"))
@@ -215,14 +218,14 @@ def test_what_a_sample_costs_does_not_grow_with_the_number_of_files(packing):
     row = Concatenated([tokens] * files)
     row.parts, row.bounds = Watched(row.parts), Watched(row.bounds)
     starts = np.arange(0, 10 * files, 10)
-    corpus = Corpus(row, starts, 10, None, "", files=tuple((start, "") for start in starts.tolist()))
+    corpus = Corpus(row, starts, 10, None, "")
     stream = TrainStream(corpus, Range(0, 10 * files), 25, seed=0, shuffle=True, packing=packing)
     for index in range(50):
         row.parts.asked = row.bounds.asked = 0
         window = stream.samples(np.array([index]))["tokens"][0]
         assert window.tolist() == [(window[0] + i) % 10 for i in range(25)]
         assert row.parts.asked <= 4  # 26 tokens lie in 3 or 4 files of 10
-        assert row.bounds.asked <= 13 + 2 * 4 + 1  # 13 halvings of 4097 bounds, then two for each file
+        assert row.bounds.asked <= 13 + 2 * 4 + 1  # halvings of 4097 bounds, two for each file
 
 
 def test_the_fingerprint_follows_content_order_and_tokenizer_but_not_the_name(tmp_path):

@@ -1,7 +1,8 @@
-"""With `jax_enable_x64` every public function gives what it gives without: dtypes, numbers and gradients.
+"""With `jax_enable_x64` every public function gives what it gives without it, gradients too.
 
-A program that wants 64 bits somewhere has them everywhere: plain numbers and counters widen, and meet the 32 bits that
-kernels count in. Then jax refuses the mixture, or a result comes back wider than its input.
+A program that wants 64 bits somewhere has them everywhere: plain numbers and counters widen, and
+meet the 32 bits that kernels count in. Then jax refuses the mixture, or a result comes back wider
+than its input.
 """
 
 from functools import partial
@@ -33,13 +34,17 @@ def with_residual(norm, x, scale, residual, **options):
     return norm(x, scale, residual=residual, **options)
 
 
+def headed(x, weight, mask=None, **options):
+    return linear_cross_entropy(x, weight, TARGETS, mask=mask, **options)
+
+
 def split_over_devices(x, weight, mask):
-    """The loss where each of two devices has half of the weight's rows, and half of the batch goes to each of two."""
+    """The loss where two devices share the rows of the weight, and two the batch."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def part(x, weight, mask, targets):
-        loss = linear_cross_entropy(x, weight, targets, mask=mask, split=("tensor",), chunk_logits=40)
-        return jax.lax.psum(loss, "data")
+        options = {"mask": mask, "split": ("tensor",), "chunk_logits": 40}
+        return jax.lax.psum(linear_cross_entropy(x, weight, targets, **options), "data")
 
     specs = P("data"), P("tensor"), P("data"), P("data")
     run = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
@@ -55,25 +60,37 @@ QKV = normal(2, T, 4, 16), normal(2, S, 2, 16), normal(2, S, 2, 8)
 NORM, LOSS = (normal(6, 24), normal(24)), (normal(2, T, 6), normal(12, 6))
 MASK = (np.arange(2 * T).reshape(2, T) % 3 > 0).astype(np.float32)
 
-PLACED = {"positions": PLACES, "segment_ids": SEGMENTS, "causal": True, "window": (9, 0), "softcap": 7.0}
+PLACED = {
+    "positions": PLACES,
+    "segment_ids": SEGMENTS,
+    "causal": True,
+    "window": (9, 0),
+    "softcap": 7.0,
+}
 CALLS = {  # a function and its arrays
     "attention": (attended, QKV),
     "attention window": (partial(attended, causal=True, window=(9, 0)), QKV),
     "attention places": (partial(attended, **PLACED), QKV),
-    "attention places triton:interpret": (partial(attended, implementation="triton:interpret", **PLACED), QKV),
+    "attention places triton:interpret": (
+        partial(attended, implementation="triton:interpret", **PLACED),
+        QKV,
+    ),
     "attention bias": (partial(attended, causal=True), (*QKV, normal(2, 4, T, S))),
     "attention bias of keys": (attended, (*QKV, normal(2, 1, 1, S))),
-    "attention bias of queries": (partial(attended, segment_ids=SEGMENTS), (*QKV, normal(1, 4, T, 1))),
+    "attention bias of queries": (
+        partial(attended, segment_ids=SEGMENTS),
+        (*QKV, normal(1, 4, T, 1)),
+    ),
     "layernorm": (layernorm, (*NORM, normal(24))),
     "layernorm residual": (partial(with_residual, layernorm), (*NORM, normal(6, 24))),
     "rmsnorm": (rmsnorm, NORM),
     "rmsnorm residual": (partial(with_residual, rmsnorm), (*NORM, normal(6, 24))),
     "linear_cross_entropy": (
-        lambda x, weight: linear_cross_entropy(x, weight, TARGETS, label_smoothing=0.1, z_loss=1e-3, ignore_index=3),
+        partial(headed, label_smoothing=0.1, z_loss=1e-3, ignore_index=3),
         LOSS,
     ),
     "linear_cross_entropy mask": (
-        lambda x, weight, mask: linear_cross_entropy(x, weight, TARGETS, mask=mask, chunk_logits=40),
+        partial(headed, chunk_logits=40),
         (*LOSS, MASK),
     ),
     "linear_cross_entropy split": (split_over_devices, (*LOSS, MASK)),

@@ -1,4 +1,4 @@
-"""Two processes of a run, of which one ends before its time: each says in its own way what happened, and none hangs."""
+"""Of two processes one ends before its time: each says in its own way what happened, none hangs."""
 
 import contextlib
 import json
@@ -23,17 +23,19 @@ DATA, LOST = 5, 8
 SOON = 15  # seconds in which a process ends after another did
 STEPS, EVERY, BATCH = 4000, 5, 8
 SMALLEST = (
-    "model.layers=1", "model.embed=16", "model.heads=2", "model.vocab=256", "mesh.data=2", "optimizer.name=sgd",
-    f"train.steps={STEPS}", f"checkpoint.every={EVERY}", f"train.global_batch={BATCH}", "data.shuffle=false",
+    "model.layers=1", "model.embed=16", "model.heads=2", "model.vocab=256",
+    "mesh.data=2", "optimizer.name=sgd", "data.shuffle=false",
+    f"train.steps={STEPS}", f"checkpoint.every={EVERY}", f"train.global_batch={BATCH}",
 )  # fmt: skip
 
 
 @contextlib.contextmanager
 def two(*command):
-    """Two processes of one command, told who they are; killed at the end if they are still there."""
+    """Two processes of one command, told who they are; killed at the end if still there."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        told = ("--coordinator", f"localhost:{listener.getsockname()[1]}", "--processes", "2", "--process")
+        port = listener.getsockname()[1]
+    told = ("--coordinator", f"localhost:{port}", "--processes", "2", "--process")
     processes = [
         subprocess.Popen(
             [sys.executable, *map(str, command), *told, str(rank)],
@@ -49,7 +51,7 @@ def two(*command):
 
 
 def ended(processes, first: int) -> list[tuple[int, str]]:
-    """(exit code, stderr) of each process: of the `first` whenever it ends, of the other soon after."""
+    """(exit code, stderr) of each process. `first` ends when it likes, the other soon after."""
     said = {first: processes[first].communicate(timeout=120)[1]}
     said[1 - first] = processes[1 - first].communicate(timeout=SOON)[1]
     return [(processes[rank].returncode, said[rank]) for rank in range(2)]
@@ -57,7 +59,8 @@ def ended(processes, first: int) -> list[tuple[int, str]]:
 
 @pytest.fixture
 def tokens(tmp_path) -> Path:
-    write_tokens(tmp_path / "corpus", ["to be or not to be, that is the question " * 2000], open_tokenizer("bytes"))
+    text = "to be or not to be, that is the question " * 2000
+    write_tokens(tmp_path / "corpus", [text], open_tokenizer("bytes"))
     return tmp_path / "corpus.bin"
 
 
@@ -88,7 +91,7 @@ def test_a_mistake_in_what_one_process_reads_is_its_line_and_the_others_news(tok
 
 
 def test_after_a_kill_9_the_other_says_so_and_nothing_that_was_saved_is_lost(tokens, tmp_path):
-    """Of process 0, which holds most: the run directory's lock, and the one that jax would have all depend on."""
+    """Of process 0, which holds most: the run directory's lock, and what jax would depend on."""
     directory, victim = tmp_path / "run", 0
     with two(*train(tokens, directory)) as processes:
         while not (directory / "checkpoints" / str(2 * EVERY)).exists():
@@ -100,7 +103,8 @@ def test_after_a_kill_9_the_other_says_so_and_nothing_that_was_saved_is_lost(tok
     assert said == f"spmdtrain: process {victim} was lost: killed, or its host is gone\n"
     saved = [event["step"] for event in events(directory) if event["event"] == "saved"]
     more = f"train.steps={saved[-1] + 1}"
-    assert loop.run(settings(tokens, more), directory, devices=jax.devices()[:2]).status == "finished"
+    outcome = loop.run(settings(tokens, more), directory, devices=jax.devices()[:2])
+    assert outcome.status == "finished"
     [resumed] = [event["from_step"] for event in events(directory) if event["event"] == "resumed"]
     assert resumed in saved[-2:]  # the last one may have been on its way to disk
 

@@ -1,4 +1,4 @@
-"""What compute in float32 means for a matmul, read off the lowered step: its factors are not rounded to TF32."""
+"""What float32 compute means for a matmul, read off the lowered step: no factor becomes TF32."""
 
 import re
 
@@ -17,15 +17,19 @@ MESHES = {
     "stages": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=2"),
 }
 # To go with the change of step.py and generate.py that traces them in `matmuls`.
-NOT_YET = pytest.mark.xfail(strict=True, reason="step.py and generate.py do not ask blueprint.matmuls yet")
-MEANINGS = [pytest.param("float32", "HIGHEST, HIGHEST", marks=NOT_YET), ("bfloat16", "DEFAULT, DEFAULT")]
+NOT_YET = pytest.mark.xfail(strict=True, reason="nobody asks blueprint.matmuls yet")
+MEANINGS = [
+    pytest.param("float32", "HIGHEST, HIGHEST", marks=NOT_YET),
+    ("bfloat16", "DEFAULT, DEFAULT"),
+]
 
 
 def precisions(text: str) -> set[str]:
     """Of all matmuls in a lowered program."""
     dots = [line for line in text.splitlines() if "dot_general" in line]
     assert len(dots) >= 7
-    return {found[1] if (found := re.search(r"precision = \[(\w+, \w+)\]", line)) else "none" for line in dots}
+    said = [re.search(r"precision = \[(\w+, \w+)\]", line) for line in dots]
+    return {found[1] if found else "none" for found in said}
 
 
 @pytest.mark.parametrize(("compute", "wanted"), MEANINGS)
@@ -44,7 +48,10 @@ def test_every_matmul_of_sampling_too(compute, wanted, monkeypatch):
     sample = generate.make_generate(
         setup.config, setup.blueprint, setup.mesh, setup.rules, 2, generate.Choice(1.0, None, None)
     )
-    lowered = lambda function: lambda *arguments: texts.append(jit(function).lower(*arguments).as_text())  # noqa: E731
+
+    def lowered(function):
+        return lambda *arguments: texts.append(jit(function).lower(*arguments).as_text())
+
     monkeypatch.setattr(generate.jax, "jit", lowered)
     sample(setup.abstract.params, jnp.zeros((1, 4), jnp.int32), jax.random.key(0))
     assert precisions(texts[-1]) == {wanted}
