@@ -3,13 +3,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
 UV ?= uv
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-slow test-gpu mutations check bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
+.PHONY: help train test test-slow test-gpu mutations fuzz check bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +29,9 @@ test-gpu: $(VENV)/installed-dev  ## kernels on the GPU that is there, with jax's
 
 mutations: $(VENV)/installed-dev  ## breaks a copy of the code in one place at a time: the named test must fail, an hour
 	$(BIN)/python -m tests.mutations $(MUTATIONS_ARGS)
+
+fuzz: $(VENV)/installed-dev  ## random runs against one device: make fuzz FUZZ_ARGS="--seed 123 --draws 1"
+	PYTHONPATH=.:tests $(BIN)/python -m fuzz $(FUZZ_ARGS)
 
 check: $(VENV)/installed-dev  ## lint and formatting
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""A fuzzer of whole run configurations: `make fuzz`. Start reading at check.py, `examine`."""

@@ -1,0 +1,213 @@
+"""Draws by the thousand: starts workers, outlives them, writes a line per draw, and says at the
+end what was found.
+"""
+
+import argparse
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fuzz.draw import LAYOUTS_PER_NUMBERS, TOKEN_FILE, TOKENS_OF, Draw
+from fuzz.shrink import shrunk, spoken
+
+ROOT = Path(__file__).parents[2]
+DRAWS_PER_WORKER = 40  # it has grown to a few GB by then
+PATIENCE = 600.0  # seconds that one draw may take, shrinking left out
+Line = dict[str, Any]
+
+
+def main(arguments: list[str]) -> int:
+    asked = _parser().parse_args(arguments)
+    os.chdir(ROOT)
+    prepare_tokens()
+    until = time.time() + 60 * asked.minutes if asked.minutes else float("inf")
+    lines: list[Line] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="spmdtrain-fuzz-compiled-") as compiled,
+        _file(asked.out) as out,
+    ):
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", compiled)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2**31))
+        for line in campaign(asked.seed, asked.seed + asked.draws, until, asked.shrink):
+            lines.append(line)
+            print(told(line), flush=True)
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+    print(summary(lines))
+    return 1 if any(line["findings"] for line in lines) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the first draw")
+    parser.add_argument("--draws", type=int, default=40)
+    parser.add_argument("--minutes", type=float, help="no draw begins later")
+    parser.add_argument("--out", type=Path, help="a JSON line per draw (default: none is kept)")
+    parser.add_argument(
+        "--shrink",
+        type=float,
+        default=180.0,
+        metavar="SECONDS",
+        help="for each new kind of finding",
+    )
+    return parser
+
+
+def _file(path: Path | None):
+    if path is None:
+        return open(os.devnull, "w")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a")
+
+
+def prepare_tokens() -> None:
+    """The token file that draws of data.corpus=tokens read, once."""
+    if Path(TOKEN_FILE).with_suffix(".json").exists():
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "spmdtrain.cli",
+        "data",
+        "prepare",
+        *TOKENS_OF,
+        "--out",
+        TOKEN_FILE[: -len(".bin")],
+    ]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def campaign(seed: int, end: int, until: float, shrink_seconds: float):
+    """The line of each draw from `seed` to before `end`, as soon as it is there."""
+    known: set[str] = set()
+    while seed < end and time.time() < until:
+        stop = min(end, (seed // LAYOUTS_PER_NUMBERS) * LAYOUTS_PER_NUMBERS + DRAWS_PER_WORKER)
+        arguments = [
+            "--seeds",
+            str(seed),
+            str(stop),
+            "--until",
+            str(until),
+            "--shrink",
+            str(shrink_seconds),
+        ]
+        arguments += ["--known", *sorted(known)]
+        begun = seed
+        for line in answers(arguments, PATIENCE + 8 * shrink_seconds):
+            if "begins" in line:
+                begun = line["begins"]["seed"]
+                continue
+            if line.get("died"):
+                line = of_the_dead(line, shrink_seconds, known)
+            known |= {kind for kind, _ in line["findings"]}
+            yield line
+            seed = begun + 1
+        if seed <= begun and time.time() < until:
+            raise RuntimeError("a worker ended before its first draw; its words are above")
+        if time.time() > until:
+            return
+
+
+def answers(arguments: list[str], patience: float):
+    """What a worker says, line by line. If it dies, or is silent for too long, the draw it was
+    at comes last, with the reason in `died`.
+    """
+    command = [sys.executable, "-m", "fuzz.worker", *arguments]
+    with tempfile.TemporaryFile("w+") as errors:
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        said: queue.Queue = queue.Queue()
+        reader = threading.Thread(target=_read, args=(worker, said), daemon=True)
+        reader.start()
+        begun, died = None, ""
+        try:
+            while (line := said.get(timeout=patience)) is not None:
+                begun = line.get("begins")
+                yield line
+        except queue.Empty:
+            died = f"silent for {patience:.0f} s"
+        finally:
+            if died or worker.poll() is None and begun:
+                worker.kill()
+            code = worker.wait()
+        if code and not died:
+            died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if died and not begun:
+            errors.seek(0)
+            sys.stderr.write(errors.read()[-4000:])
+        elif died:
+            errors.seek(0)
+            yield begun | {"died": died, "stderr": errors.read()[-4000:]}
+
+
+def _read(worker: subprocess.Popen, said: queue.Queue) -> None:
+    for line in worker.stdout:
+        said.put(json.loads(line))
+    said.put(None)
+
+
+def of_the_dead(line: Line, seconds: float, known: set[str]) -> Line:
+    """The line of a draw that ended its worker: a finding, made small by workers of its own."""
+    died, stderr = line.pop("died"), line.pop("stderr")
+    kind = f"the process ended: {died}"
+    small = {}
+    draw = Draw(**line)
+    if kind not in known:
+        smaller = shrunk(draw, partial(dies, died=died), seconds)
+        small[kind] = smaller.plain() | {"spoken": spoken(smaller)}
+    more = {"outcome": "found", "refused": [], "excused": 0, "seconds": None}
+    return draw.plain() | more | {"findings": [[kind, stderr]], "shrunk": small}
+
+
+def dies(draw: Draw, died: str) -> bool:
+    return any(
+        line.get("died") == died for line in answers(["--draw", json.dumps(draw.plain())], PATIENCE)
+    )
+
+
+def told(line: Line) -> str:
+    """A draw in a line, or in as many as its findings take."""
+    took = f"{line['seconds']:5.0f} s" if line["seconds"] is not None else "       "
+    lines = [f"seed {line['seed']:<7} {line['end']:<8} {took}  {line['outcome']}"]
+    if line["outcome"] == "refused":
+        lines[0] += f": {line['refused'][-1]}"
+    for kind, said in line["findings"]:
+        lines.append(f"  FOUND {kind}")
+        if kind in line["shrunk"]:
+            lines += [f"    {part}" for part in shortened(str(said)).splitlines()]
+            lines += [f"  smaller: {part}" for part in line["shrunk"][kind]["spoken"].splitlines()]
+    return "\n".join(lines)
+
+
+def shortened(text: str) -> str:
+    return text if len(text) < 2400 else f"{text[:800]}\n...\n{text[-1500:]}"
+
+
+def summary(lines: list[Line]) -> str:
+    """The table at the end."""
+    outcomes = Counter(line["outcome"] for line in lines)
+    refused = Counter(kind for line in lines for kind in line["refused"])
+    found = Counter(kind for line in lines for kind, _ in line["findings"])
+    first = {kind: line["seed"] for line in reversed(lines) for kind, _ in line["findings"]}
+    seconds = [line["seconds"] for line in lines if line["seconds"] is not None]
+    each = sum(seconds) / max(len(seconds), 1)
+    excused = sum(line["excused"] > 0 for line in lines)
+    rows = ["", f"draws      {len(lines):>6}   {each:.1f} s each, shrinking left out"]
+    rows += [f"{name:<10} {outcomes[name]:>6}" for name in ("trained", "refused", "found")]
+    rows += [f"excused    {excused:>6}   trained, and rounding alone moves such a run as far"]
+    rows += ["", "refusals"]
+    rows += [f"{count:>6}   {kind}" for kind, count in refused.most_common()]
+    rows += ["", "findings"]
+    rows += [
+        f"{count:>6}   {kind} (first: seed {first[kind]})" for kind, count in found.most_common()
+    ]
+    return "\n".join(rows)

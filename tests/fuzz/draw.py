@@ -1,0 +1,301 @@
+"""A draw: what one seed stands for. Settings that decide the numbers, a layout, and what happens
+to the run.
+
+Four seeds in a row share their numbers, so that one run on one device answers for four layouts. A
+draw depends on its seed and on this room alone, never on what the trainer says, so that a seed
+stays what it was while faults are mended.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from spmdtrain.config import ConfigError, RunConfig, load
+from spmdtrain.config.schema import MeshConfig
+
+from fuzz.rules import draw_rules
+from fuzz.settings import (
+    BASE,
+    BASE_FILE,
+    NOT_DRAWN,
+    Values,
+    class_of,
+    is_layout,
+    names,
+    overrides,
+    values_of,
+)
+
+AXES = tuple(MeshConfig.model_fields)
+BATCH = ("data", "fsdp", "expert")
+LAYOUTS_PER_NUMBERS = 4
+SET = 0.4  # how often a setting is not left at its default
+ALWAYS = ("train.steps", "eval.every")
+UNCHECKED = 0.04  # share of draws that may well be refused: the refusal is what is tested
+TRIES = 200
+PROFILED = 0.06  # a trace takes seconds
+TOKEN_FILE = "runs/fuzz/tokens.bin"  # below the repository, made by the campaign
+TOKENS_OF = ("LICENSE", "CONTRIBUTING.md", "constraints.txt")
+DEVICES = (8,) * 9 + (4,) * 5 + (2,) * 3 + (6, 6, 3, 5, 7, 1)
+ENDS = ("moved",) * 4 + ("changed",) * 3 + ("same",) * 2 + ("whole",)
+# Settings that a person changes on the way are changed more often than the rest.
+CHANGED_OFTEN = (
+    "optimizer.learning_rate",
+    "optimizer.weight_decay",
+    "optimizer.momentum",
+    "optimizer.name",
+    "optimizer.schedule",
+    "model.bias",
+    "model.tied",
+    "model.dropout",
+    "model.norm_epsilon",
+    "model.rope_theta",
+    "precision.compute",
+    "precision.params",
+    "precision.accumulate",
+    "train.steps",
+    "train.clip",
+    "train.seed",
+)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """`end`: whole | same (stopped, goes on in the layout) | moved (goes on in `onto`) |
+    changed (in `onto` with `change`). `stop`: the step at which it is stopped, `by` kill or
+    term.
+    """
+
+    seed: int
+    numbers: Values
+    layout: Values
+    end: str = "whole"
+    stop: int = 1
+    by: str = "kill"
+    onto: Values = field(default_factory=dict)
+    change: Values = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def draw(seed: int) -> Draw:
+    numbers = draw_numbers(random.Random(f"numbers {seed // LAYOUTS_PER_NUMBERS}"))
+    fate = random.Random(f"fate {seed}")
+    layout = draw_layout(random.Random(f"layout {seed}"), numbers)
+    steps = numbers.get("train.steps", BASE["train.steps"])
+    drawn = Draw(
+        seed,
+        numbers,
+        layout,
+        end=fate.choice(ENDS),
+        stop=fate.randrange(1, steps),
+        by=fate.choice(("kill", "term")),
+    )
+    if drawn.end in ("moved", "changed"):
+        drawn = replace(drawn, onto=draw_layout(random.Random(f"onto {seed}"), numbers))
+    if drawn.end == "changed":
+        drawn = replace(drawn, change=draw_change(random.Random(f"change {seed}"), numbers))
+    return drawn
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def draw_numbers(random: random.Random) -> Values:
+    """Settings that decide the numbers of a run; mostly such as the schema accepts."""
+    unchecked = random.random() < UNCHECKED
+    for _ in range(TRIES):
+        drawn = _numbers(random)
+        if unchecked or config_of(drawn):
+            return drawn
+    return {}
+
+
+def _numbers(random: random.Random) -> Values:
+    model = random.choice(names("model"))
+    optimizer = random.choice(names("optimizer"))
+    drawn: Values = {"model.name": model, "optimizer.name": optimizer}
+    for key in number_keys(model, optimizer):
+        if key not in drawn and random.random() < (1 if key in ALWAYS else SET):
+            drawn[key] = random.choice(values_of(key))
+    return _of_a_kind(random, drawn)
+
+
+def number_keys(model: str, optimizer: str) -> Iterator[str]:
+    """Dotted names of what decides numbers, for these classes of the two sections that have
+    several.
+    """
+    for section, kind in RunConfig.model_fields.items():
+        chosen = {"model": model, "optimizer": optimizer}.get(section)
+        fields = (class_of(section, chosen) if chosen else type(kind.default)).model_fields
+        for name in fields:
+            key = f"{section}.{name}"
+            if not is_layout(key) and key not in NOT_DRAWN:
+                yield key
+
+
+def _of_a_kind(random: random.Random, drawn: Values) -> Values:
+    """What only fits together: a corpus with its path, its vocabulary, and how much of it is
+    evaluated.
+    """
+    drawn = dict(drawn)
+    corpus = drawn.get("data.corpus", BASE["data.corpus"])
+    if corpus in ("synthetic", "stdlib"):
+        drawn.pop("data.path", None)
+        drawn.setdefault(
+            "eval.batches", random.choice(values_of("eval.batches"))
+        )  # all of it takes minutes
+    else:
+        drawn["data.path"] = random.choice(values_of("data.path"))
+    if corpus == "tokens":
+        drawn["data.path"] = TOKEN_FILE
+        drawn.pop("data.tokenizer", None)
+    if corpus == "text":
+        drawn.setdefault("eval.batches", random.choice(values_of("eval.batches")))
+    if corpus != "synthetic" and random.random() > UNCHECKED:
+        drawn["model.vocab"] = None  # as the tokenizer has
+    if drawn.get("data.validation_fraction") == 0.0 and random.random() > UNCHECKED:
+        drawn["eval.every"] = 0
+    return drawn
+
+
+def config_of(values: Values) -> RunConfig | None:
+    """What the schema makes of these settings; None where it refuses them."""
+    try:
+        return load(BASE_FILE, overrides(values))
+    except ConfigError:
+        return None
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+
+def draw_layout(random: random.Random, numbers: Values) -> Values:
+    """Mesh, rules, schedule and the like for a run of these numbers. `fill` names an axis that
+    is typed as -1.
+    """
+    config = config_of(numbers)
+    unchecked = config is None or random.random() < UNCHECKED
+    config = config or load(BASE_FILE)
+    mesh = _draw_mesh(random, config, unchecked)
+    drawn: Values = {f"mesh.{axis}": size for axis, size in mesh.items() if size > 1}
+    if random.random() < 0.1:
+        drawn["fill"] = random.choice(AXES)
+    drawn |= _turns(random, config, mesh, unchecked)
+    drawn |= draw_rules(random, config, mesh, unchecked)
+    for key in (
+        "checkpoint.every",
+        "checkpoint.keep",
+        "log.every",
+        "model.attention",
+        "train.zero",
+    ):
+        if random.random() < SET:
+            drawn[key] = random.choice(values_of(key))
+    if random.random() < PROFILED:
+        drawn["log.profile"] = random.choice(values_of("log.profile"))
+    return drawn
+
+
+def _draw_mesh(random: random.Random, config: RunConfig, unchecked: bool) -> dict[str, int]:
+    """Sizes of the six axes that split batch and time evenly."""
+    for _ in range(TRIES):
+        mesh = dict.fromkeys(AXES, 1)
+        for prime in _primes(random.choice(DEVICES)):
+            mesh[random.choice(AXES)] *= prime
+        batch = config.train.global_batch % math.prod(mesh[axis] for axis in BATCH)
+        time = config.train.sequence_length % mesh["context"]
+        if unchecked or (batch == 0 and time == 0):
+            return mesh
+    return dict.fromkeys(AXES, 1)
+
+
+def _primes(number: int) -> list[int]:
+    found = []
+    for prime in (2, 3, 5, 7):
+        while number % prime == 0:
+            found.append(prime)
+            number //= prime
+    return found
+
+
+def _turns(
+    random: random.Random, config: RunConfig, mesh: Mapping[str, int], unchecked: bool
+) -> Values:
+    """Microbatch, schedule, chunks and remat, which only fit together."""
+    for _ in range(TRIES):
+        drawn: Values = {"train.microbatch": random.choice(values_of("train.microbatch"))}
+        drawn["train.remat"] = random.choice(values_of("train.remat"))
+        if mesh["pipeline"] > 1 or random.random() < UNCHECKED:
+            drawn["pipeline.schedule"] = random.choice(values_of("pipeline.schedule"))
+            drawn["pipeline.chunks"] = random.choice(values_of("pipeline.chunks"))
+        if unchecked or _take_turns(drawn, config, mesh):
+            return {key: value for key, value in drawn.items() if value is not None}
+    return {}
+
+
+def _take_turns(drawn: Values, config: RunConfig, mesh: Mapping[str, int]) -> bool:
+    shard = config.train.global_batch // math.prod(mesh[axis] for axis in BATCH)
+    microbatch = drawn["train.microbatch"] or shard
+    if shard % microbatch:
+        return False
+    schedule = drawn.get("pipeline.schedule", "1f1b")
+    chunks = drawn.get("pipeline.chunks", 1)
+    if chunks > 1 and (schedule in ("gpipe", "1f1b") or shard // microbatch % mesh["pipeline"]):
+        return False
+    return schedule != "zero_bubble" or drawn["train.remat"] == "none"
+
+
+# --- what changes on the way ----------------------------------------------------------------------
+
+
+def draw_change(random: random.Random, numbers: Values) -> Values:
+    """One setting or two that a person changes before going on; {} where chance finds none
+    that the schema takes.
+    """
+    for _ in range(TRIES):
+        model = numbers.get("model.name", "gpt")
+        optimizer = numbers.get("optimizer.name", "adamw")
+        keys = [*number_keys(model, optimizer), *CHANGED_OFTEN * 3]
+        change = {
+            key: random.choice(values_of(key))
+            for key in random.sample(keys, random.choice((1, 1, 1, 2)))
+        }
+        change.pop("data.path", None)
+        changed = after(numbers, change)
+        before, now = config_of(numbers), config_of(changed)
+        if before and now and before != now and now.train.steps >= before.train.steps:
+            return change
+    return {}
+
+
+def after(numbers: Values, change: Values) -> Values:
+    """The numbers once they are changed; settings of a class that is left go with it."""
+    changed = numbers | change
+    for section in ("model", "optimizer"):
+        chosen = changed.get(f"{section}.name")
+        if chosen:
+            known = class_of(section, chosen).model_fields
+            changed = {
+                key: value
+                for key, value in changed.items()
+                if not key.startswith(f"{section}.") or key.partition(".")[2] in known
+            }
+    return changed
+
+
+def settings_of(numbers: Values, layout: Values) -> tuple[Values, int]:
+    """(all settings of a run, how many devices it takes)."""
+    values = numbers | layout
+    fill = values.pop("fill", None)
+    devices = math.prod(values.get(f"mesh.{axis}", 1) for axis in AXES)
+    if fill:
+        values[f"mesh.{fill}"] = -1
+    return values, devices
+
+
+ONE_DEVICE: Values = {"checkpoint.every": 0}  # the layout that answers for all others

@@ -1,0 +1,212 @@
+"""One run through `loop.run`, as a user would get it, and everything that it leaves behind.
+
+What the files do not tell is seen by standing in for three names of the loop: parameters where
+they are born, states where they are saved, and the place where a step has just been dispatched, at
+which a run is stopped.
+"""
+
+import contextlib
+import io
+import json
+import math
+import re
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import numpy as np
+from spmdtrain.config import UserError, load
+from spmdtrain.config.errors import DivergedError
+from spmdtrain.train import loop
+
+from fuzz.draw import settings_of
+from fuzz.settings import BASE_FILE, Values, overrides
+
+PACKAGE = Path(loop.__file__).parents[1]
+STEP = ("loss", "grad_norm", "learning_rate", "tokens")
+State = dict[str, np.ndarray]  # path -> value
+
+
+class Killed(BaseException):
+    """Ends a run at once, from inside."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """At which step, and how: kill, or term (a SIGTERM)."""
+
+    step: int
+    by: str
+
+
+@dataclass
+class Seen:
+    """What stood-in names saw: parameters in the order of the layers, and whole states as they
+    rest.
+    """
+
+    born: State = field(default_factory=dict)
+    params: dict[int, State] = field(default_factory=dict)
+    saved: dict[int, State] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """`end`: finished | preempted | nothing to do | killed | refused | diverged | broken.
+    `said`: the error, if it was one; `kind` names it without its numbers.
+    """
+
+    end: str
+    said: str
+    kind: str
+    directory: Path
+    steps: dict[int, dict[str, float]]
+    evals: dict[int, float]
+    seen: Seen
+
+    @property
+    def went_through(self) -> bool:
+        return self.end == "finished"
+
+
+def run(
+    numbers: Values,
+    layout: Values,
+    directory: Path,
+    stop: Stop | None = None,
+    nudge: Callable[[State], State] | None = None,
+) -> Run:
+    """Trains; `nudge` changes the parameters that it starts from."""
+    values, count = settings_of(numbers, layout)
+    seen = Seen()
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(_quiet())
+        stack.enter_context(_watched(seen, stop, nudge))
+        try:
+            config = load(BASE_FILE, overrides(values))
+            outcome = loop.run(config, directory, devices=jax.devices()[:count])
+            end, what, kind = outcome.status, "", ""
+        except Killed:
+            end, what, kind = "killed", "", ""
+        except DivergedError as error:
+            end, what, kind = "diverged", str(error), "DivergedError"
+        except UserError as error:
+            end, what, kind = (
+                "refused",
+                str(error),
+                f"{type(error).__name__}: {without_numbers(str(error))}",
+            )
+        except Exception as error:
+            end, what, kind = "broken", traceback.format_exc(), kind_of(error)
+    del said
+    steps, evals = read_metrics(directory)
+    return Run(end, what, kind, directory, steps, evals, seen)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[io.StringIO]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        yield said
+
+
+@contextlib.contextmanager
+def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
+    push, init, checkpoints = loop.OneLate.push, loop.init_state, loop.Checkpoints
+
+    def pushed(self, step, metrics):
+        if stop and step == stop.step:
+            if stop.by == "kill":
+                raise Killed
+            signal.raise_signal(signal.SIGTERM)
+        push(self, step, metrics)
+
+    def born(config, blueprint, abstract):
+        state = init(config, blueprint, abstract)
+        seen.born = in_order(blueprint, state.params)
+        return _nudged(state, nudge)
+
+    class Watching(checkpoints):
+        def restore(self, *asked):
+            state, meta = super().restore(*asked)
+            seen.born = in_order(self._blueprint, state.params)
+            return _nudged(state, nudge), meta
+
+        def save(self, step, state, *rest):
+            super().save(step, state, *rest)
+            seen.params[step] = in_order(self._blueprint, state.params)
+            seen.saved[step] = as_it_rests(state)
+
+    with (
+        patch.object(loop.OneLate, "push", pushed),
+        patch.object(loop, "init_state", born),
+        patch.object(loop, "Checkpoints", Watching),
+    ):
+        yield
+
+
+def _nudged(state, nudge):
+    if not nudge:
+        return state
+    moved = nudge({path: np.asarray(x) for path, x in state.params.items()})
+    params = {path: jax.device_put(x, state.params[path].sharding) for path, x in moved.items()}
+    return replace(state, params=params)
+
+
+def in_order(blueprint, params: dict[str, jax.Array]) -> State:
+    """The layers of a stack one after the other, whatever the pipeline; in float32."""
+    out = {}
+    for path, x in params.items():
+        value = np.asarray(x).astype(np.float32)
+        out[path] = blueprint.layout.unstaged(value) if blueprint.in_stack(path) else value
+    return out
+
+
+def as_it_rests(state) -> State:
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+
+def read_metrics(directory: Path) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
+    """(what each step reported, evaluation losses); null becomes NaN."""
+    steps: dict[int, dict[str, float]] = {}
+    evals: dict[int, float] = {}
+    for line in lines_of(directory / "metrics.jsonl"):
+        if "eval_loss" in line:
+            evals[line["step"]] = _number(line["eval_loss"])
+        else:
+            steps[line["step"]] = {name: _number(line[name]) for name in STEP}
+    return steps, evals
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def kind_of(error: Exception) -> str:
+    """An exception by its type, the innermost of our functions that it came through, and its
+    words.
+    """
+    ours = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(PACKAGE)
+    ]
+    where = f"{Path(ours[-1].filename).name}:{ours[-1].name}" if ours else "nowhere of ours"
+    return f"{type(error).__name__} in {where}: {without_numbers(str(error))}"
+
+
+def without_numbers(text: str) -> str:
+    """A message without what differs from draw to draw."""
+    first = " ".join(text.split())
+    first = re.sub(r"'[^']*'|/\S+", "_", first)
+    return re.sub(r"\d[\d.e+-]*", "N", first)[:90]

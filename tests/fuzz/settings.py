@@ -1,0 +1,163 @@
+"""Every setting of a run by its dotted name, and the values that it is drawn from.
+
+Values come from a setting's own type where that says all (a choice, a switch), else from `VALUES`.
+A setting that is neither drawn nor in `NOT_DRAWN` fails tests/fuzz/test_fuzz.py, so that a new one
+cannot be missed.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from spmdtrain.config.schema import RunConfig, Settings
+
+Values = dict[str, Any]  # dotted name -> value
+
+HERE = Path(__file__).parent
+BASE_FILE = HERE / "base.toml"
+BASE: Values = {
+    f"{section}.{name}": value
+    for section, table in tomllib.loads(BASE_FILE.read_text()).items()
+    for name, value in table.items()
+}
+
+# A value that stands twice is twice as likely.
+VALUES: dict[str, Sequence[Any]] = {
+    "model.layers": (1, 2, 2, 3),
+    "model.embed": (8, 12, 16, 20, 24, 30, 32, 48),
+    "model.heads": (1, 2, 2, 3, 4, 4, 6, 8),
+    "model.kv_heads": (None, 1, 2, 3, 4),
+    "model.head_dim": (None, None, 2, 4, 6, 7, 8),
+    "model.ffn": (None, 8, 16, 21, 24, 40, 64),
+    "model.vocab": (16, 17, 24, 32, 33, 48, 64, 80),
+    "model.max_length": (None, 16, 17, 24),
+    "model.dropout": (0.0, 0.1, 0.5),
+    "model.rope_theta": (1.5, 100.0, 10_000.0, 1e6),
+    "model.norm_epsilon": (1e-6, 1e-5, 1e-2),
+    "train.steps": (2, 3, 4, 5, 6),
+    "train.global_batch": (2, 4, 6, 8, 8, 12, 16, 16, 24),
+    "train.sequence_length": (4, 5, 6, 8, 8, 12, 16),
+    "train.seed": (0, 1, 7, 2**31, 2**32 - 1),
+    "train.clip": (None, 0.01, 0.5, 1.0, 100.0),
+    "optimizer.learning_rate": (1e-4, 1e-3, 1e-2, 1e-2, 0.1, 1.0),
+    "optimizer.warmup": (0, 1, 2, 3),
+    "optimizer.final_learning_rate": (0.0, 1e-5, 1e-3),
+    "optimizer.weight_decay": (0.0, 0.01, 0.1, 1.0),
+    "optimizer.beta1": (0.0, 0.5, 0.9),
+    "optimizer.beta2": (0.0, 0.9, 0.95, 0.999),
+    "optimizer.epsilon": (1e-8, 1e-6, 1e-3, 1.0),
+    "optimizer.momentum": (0.0, 0.5, 0.9),
+    "data.path": ("README.md", "LICENSE", ("README.md", "CONTRIBUTING.md")),
+    "data.tokenizer": ("bytes", "characters"),
+    "data.validation_fraction": (0.0, 0.05, 0.1, 0.5),
+    "eval.every": (0, 0, 1, 2, 3),
+    "eval.batches": (1, 2, 3),
+    "mesh.pipeline": (1, 2, 4, 8),
+    "mesh.data": (1, 2, 4, 8),
+    "mesh.fsdp": (1, 2, 4, 8),
+    "mesh.expert": (1, 2, 4, 8),
+    "mesh.context": (1, 2, 4, 8),
+    "mesh.tensor": (1, 2, 4, 8),
+    "pipeline.schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+    "pipeline.chunks": (1, 1, 2, 3),
+    "train.microbatch": (None, 1, 2, 3, 4),
+    "model.attention": ("auto",) * 10 + ("xla",) * 9 + ("cudnn",),
+    "checkpoint.every": (0, 1, 1, 2, 2, 3),
+    "checkpoint.keep": (1, 2, 3),
+    "log.every": (1, 2, 10),
+    "log.profile": ((), (), (), (1,), (2,), (1, 2)),
+    "rules.parameters": (),  # drawn by draw.rules, of the axes that the mesh has
+    "rules.activations": (),
+}
+NOT_DRAWN = {
+    "train.init_from": "needs another run, and tests/train/test_resume.py has it on other meshes",
+}
+# Decide where and in which order numbers are computed, not which.
+LAYOUT = {"model.attention", "train.microbatch", "train.remat", "train.zero"}
+LAYOUT_SECTIONS = {"mesh", "pipeline", "checkpoint", "log", "rules"}
+
+
+def settings() -> dict[str, Any]:
+    """Dotted name -> type, of every class that a section may have."""
+    found = {}
+    for section, field in RunConfig.model_fields.items():
+        for choice in classes(field.annotation):
+            for name, inner in choice.model_fields.items():
+                found[f"{section}.{name}"] = inner.annotation
+    return found
+
+
+def classes(annotation: Any) -> list[type[Settings]]:
+    return [kind for kind in members(annotation) if isinstance(kind, type)]
+
+
+def class_of(section: str, name: str) -> type[Settings]:
+    """Of a section that has several: the one called `name`."""
+    choices = classes(RunConfig.model_fields[section].annotation)
+    return next(kind for kind in choices if kind.model_fields["name"].default == name)
+
+
+def names(section: str) -> list[str]:
+    """What the classes of a section are called."""
+    choices = classes(RunConfig.model_fields[section].annotation)
+    return [kind.model_fields["name"].default for kind in choices]
+
+
+def values_of(key: str) -> Sequence[Any]:
+    """What a setting is drawn from; a KeyError where neither its type nor `VALUES` says so."""
+    if key in VALUES:
+        return VALUES[key]
+    if key.endswith(".name"):
+        return names(key.partition(".")[0])
+    values: list[Any] = []
+    for kind in members(settings()[key]):
+        if get_origin(kind) is Literal:
+            values += get_args(kind)
+        elif kind is bool:
+            values += [False, True]
+        elif kind is NoneType:
+            values += [None]
+        else:
+            raise KeyError(key)
+    return values
+
+
+def members(annotation: Any) -> list[Any]:
+    """The types of a (nested, annotated) union, or the one that it is."""
+    if get_origin(annotation) is Annotated:
+        return members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for member in get_args(annotation) for kind in members(member)]
+    return [annotation]
+
+
+def is_layout(key: str) -> bool:
+    return key in LAYOUT or key.partition(".")[0] in LAYOUT_SECTIONS
+
+
+def text_of(key: str, value: Any) -> str:
+    """As it is typed after `--set KEY=`."""
+    if key == "data.path" and isinstance(value, tuple | list):
+        return f"[{','.join(value)}]"  # where one string is allowed too, a comma may be part of it
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def overrides(values: Values) -> list[str]:
+    """`--set` strings over base.toml. Choosing another class of a section drops what the file
+    says of it, so that is said again.
+    """
+    said = dict(values)
+    for section in ("model", "optimizer"):
+        if f"{section}.name" in values:
+            said = {
+                key: value for key, value in BASE.items() if key.startswith(f"{section}.")
+            } | said
+    return [f"{key}={text_of(key, value)}" for key, value in said.items()]

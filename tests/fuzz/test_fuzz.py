@@ -1,0 +1,202 @@
+"""The fuzzer itself: that it misses no setting, that it finds what is planted, and a few draws of
+it.
+
+`make fuzz` draws by the thousand; here are only as many as a minute allows.
+"""
+
+import random
+
+import jax.numpy as jnp
+import pytest
+from spmdtrain.config import load
+from spmdtrain.parallel import reduce
+from spmdtrain.train import accumulated, loop
+
+from fuzz import campaign
+from fuzz.check import Oracles, examine
+from fuzz.draw import AXES, Draw, after, config_of, draw, draw_change, settings_of
+from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
+from fuzz.shrink import shrunk, spoken
+
+# Between them: both families and optimizers, a pipeline, all four ends.
+SEEDS = (1, 5, 11)
+TWO = {"train.steps": 2}
+FFN_OVER_FSDP = {"mesh.fsdp": 2, "rules.parameters.ffn": ("fsdp",), "rules.parameters.embed": ()}
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def oracles(room):
+    return Oracles(room)
+
+
+def test_every_setting_is_drawn_or_says_why_not():
+    missed = [key for key in settings() if key not in NOT_DRAWN and not _is_drawn(key)]
+    assert missed == [], "tests/fuzz/settings.py: give it values, or a reason in NOT_DRAWN"
+    assert set(NOT_DRAWN) <= set(settings())
+
+
+def _is_drawn(key: str) -> bool:
+    if key.startswith("rules."):
+        return True  # by fuzz/rules.py
+    try:
+        return len(values_of(key)) > 1
+    except KeyError:
+        return False
+
+
+def test_over_many_draws_every_setting_takes_every_value():
+    seen: dict[str, set] = {}
+    for seed in range(0, 4000, 3):
+        each = draw(seed)
+        for key, value in (each.numbers | each.layout).items():
+            seen.setdefault(key, set()).add(value)
+    for key in settings():
+        if key in NOT_DRAWN or key in ("data.path", "rules.parameters", "rules.activations"):
+            continue
+        expected = {tuple(value) if isinstance(value, list) else value for value in values_of(key)}
+        expected -= {1} if key.startswith("mesh.") else set()
+        expected -= {None} if key == "train.microbatch" else set()
+        assert expected <= seen.get(key, set()), key
+
+
+def test_a_seed_is_a_draw_and_nearly_all_are_what_the_schema_accepts():
+    assert draw(7) == draw(7) != draw(8)
+    assert draw(8).numbers == draw(11).numbers
+    accepted = [
+        config_of(settings_of(each.numbers, each.layout)[0]) is not None
+        for each in map(draw, range(200))
+    ]
+    assert 180 <= sum(accepted) < 200
+
+
+def test_meshes_have_every_axis_and_rules_both_orders():
+    drawn = [draw(seed).layout for seed in range(0, 1500)]
+    assert {axis for each in drawn for axis in AXES if each.get(f"mesh.{axis}", 1) > 1} == set(AXES)
+    rules = {each.get("rules.parameters.embed") for each in drawn}
+    assert {("expert", "fsdp"), ("fsdp", "expert"), ("tensor", "fsdp"), ()} <= rules
+
+
+def test_a_change_leaves_a_run_that_the_schema_accepts():
+    for seed in range(60):
+        numbers = draw(seed).numbers
+        change = draw_change(random.Random(seed), numbers)
+        if change:
+            assert config_of(after(numbers, change)) != config_of(numbers)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_draw_trains_as_on_one_device(seed, oracles, room):
+    report = examine(draw(seed), oracles, room)
+    assert report.findings == [], spoken(report.draw)
+    assert report.outcome == "trained"
+
+
+def lower_precision(gradients, *rest):
+    """Planted: a cast to what the settings do not say."""
+    return reduce.reduced({path: x.astype(jnp.bfloat16) for path, x in gradients.items()}, *rest)
+
+
+def one_forgotten(gradients, ways, *rest):
+    """Planted: a bias, a thousandth of the gradient, is never summed."""
+    ways = {
+        path: reduce.Crossing() if path.endswith("out_bias") else way for path, way in ways.items()
+    }
+    return reduce.reduced(gradients, ways, *rest)
+
+
+@pytest.mark.parametrize("planted", [lower_precision, one_forgotten])
+def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles, room):
+    each = Draw(0, TWO, {"mesh.data": 2})
+    assert oracles.of(TWO).run.end == "finished"
+    monkeypatch.setattr(accumulated, "reduced", planted)
+    report = examine(each, oracles, room)
+    assert report.kinds() == {"numbers differ from one device, float32"}
+
+
+def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):
+    batches = loop.batches
+    monkeypatch.setattr(loop, "batches", lambda setup, step, _: batches(setup, step, 0))
+    draws = [
+        Draw(0, TWO, {"checkpoint.every": 1}, end="same", stop=1, by="term"),
+        Draw(
+            0, TWO, {"checkpoint.every": 1}, end="moved", stop=1, by="term", onto={"mesh.data": 2}
+        ),
+    ]
+    kinds = [examine(each, oracles, room).kinds() for each in draws]
+    assert kinds == [{"not bit by bit the same"}, {"numbers differ from one device, float32"}]
+
+
+def test_a_planted_traceback_is_found(monkeypatch, oracles, room):
+    make = accumulated.make_gradients
+
+    def broken(config, blueprint, mesh, rules):
+        if rules.parameters["ffn"] == ("fsdp",):
+            raise KeyError("ffn")
+        return make(config, blueprint, mesh, rules)
+
+    monkeypatch.setattr(accumulated, "make_gradients", broken)
+    (kind,) = examine(Draw(0, TWO, FFN_OVER_FSDP), oracles, room).kinds()
+    assert kind.startswith("traceback: KeyError in step.py:make_step: _")
+
+
+def test_a_failing_draw_is_made_small():
+    def fails(each: Draw) -> bool:
+        return (
+            each.layout.get("rules.parameters.ffn") == ("fsdp",)
+            and each.numbers.get("model.layers") == 3
+        )
+
+    layout = FFN_OVER_FSDP | {
+        "mesh.data": 2,
+        "train.remat": "full",
+        "train.zero": 1,
+        "log.every": 1,
+    }
+    numbers = {"model.layers": 3, "model.bias": False, "train.steps": 5}
+    small = shrunk(Draw(3, numbers, layout, end="moved", onto={"mesh.data": 2}), fails, seconds=20)
+    assert small == Draw(3, {"model.layers": 3}, {"rules.parameters.ffn": ("fsdp",)})
+    assert spoken(small).endswith(
+        "--simulate-devices 1 --set model.layers=3 --set rules.parameters.ffn=fsdp"
+    )
+
+
+def test_what_is_spoken_is_what_was_drawn():
+    for seed in range(40):
+        each = draw(seed)
+        values, _ = settings_of(each.numbers, each.layout)
+        words = spoken(each).splitlines()[0].partition("    #")[0].split("--set ")[1:]
+        if config := config_of(values):
+            assert load(BASE_FILE, words) == config
+
+
+def test_a_worker_that_dies_is_a_finding_and_the_campaign_goes_on(monkeypatch):
+    def said(arguments, _patience):
+        at = int(arguments[1])
+        for seed in range(at, int(arguments[2])):
+            line = Draw(seed, {}, {}).plain()
+            yield {"begins": line}
+            if seed == 5:
+                yield line | {"died": "SIGABRT", "stderr": "opcode copy"}
+                return
+            yield line | {
+                "outcome": "trained",
+                "refused": [],
+                "findings": [],
+                "excused": 0,
+                "seconds": 1,
+                "shrunk": {},
+            }
+
+    monkeypatch.setattr(campaign, "answers", said)
+    lines = list(campaign.campaign(3, 50, float("inf"), 0.0))
+    assert [line["seed"] for line in lines] == list(range(3, 50))
+    assert [line["findings"] for line in lines if line["findings"]] == [
+        [["the process ended: SIGABRT", "opcode copy"]]
+    ]
+    assert "1   the process ended: SIGABRT (first: seed 5)" in campaign.summary(lines)
