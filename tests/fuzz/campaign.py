@@ -21,6 +21,7 @@ from fuzz.draw import LAYOUTS_PER_NUMBERS, TOKEN_FILE, TOKENS_OF, Draw
 from fuzz.shrink import shrunk, spoken
 
 ROOT = Path(__file__).parents[2]
+WORKER = (sys.executable, "-m", "fuzz.worker")
 DRAWS_PER_WORKER = 40  # it has grown to a few GB by then
 PATIENCE = 600.0  # seconds that one draw may take, shrinking left out
 Line = dict[str, Any]
@@ -103,7 +104,7 @@ def campaign(seed: int, end: int, until: float, shrink_seconds: float):
         ]
         arguments += ["--known", *sorted(known)]
         begun = seed
-        for line in answers(arguments, PATIENCE + 8 * shrink_seconds):
+        for line in answers([*WORKER, *arguments], PATIENCE + 8 * shrink_seconds):
             if "begins" in line:
                 begun = line["begins"]["seed"]
                 continue
@@ -118,35 +119,42 @@ def campaign(seed: int, end: int, until: float, shrink_seconds: float):
             return
 
 
-def answers(arguments: list[str], patience: float):
+def answers(command: list[str], patience: float):
     """What a worker says, line by line. If it dies, or is silent for too long, the draw it was
     at comes last, with the reason in `died`.
     """
-    command = [sys.executable, "-m", "fuzz.worker", *arguments]
     with tempfile.TemporaryFile("w+") as errors:
         worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        said: queue.Queue = queue.Queue()
-        reader = threading.Thread(target=_read, args=(worker, said), daemon=True)
-        reader.start()
-        begun, died = None, ""
         try:
-            while (line := said.get(timeout=patience)) is not None:
-                begun = line.get("begins")
-                yield line
-        except queue.Empty:
-            died = f"silent for {patience:.0f} s"
-        finally:
-            if died or worker.poll() is None and begun:
-                worker.kill()
-            code = worker.wait()
-        if code and not died:
+            begun, died = None, ""
+            for line in _lines(worker, patience):
+                died = line.get("silent", "")
+                if not died:
+                    begun = line.get("begins")
+                    yield line
+            code = worker.wait() if not died else 0
+        finally:  # also where nobody asks any more
+            worker.kill()
+            worker.wait()
+        if code:
             died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        if died and not begun:
-            errors.seek(0)
-            sys.stderr.write(errors.read()[-4000:])
+        errors.seek(0)
+        words = errors.read()[-4000:]
+        if died and begun:
+            yield begun | {"died": died, "stderr": words}
         elif died:
-            errors.seek(0)
-            yield begun | {"died": died, "stderr": errors.read()[-4000:]}
+            sys.stderr.write(words)
+
+
+def _lines(worker: subprocess.Popen, patience: float):
+    """As they come; `silent` and no more where none comes for `patience` seconds."""
+    said: queue.Queue = queue.Queue()
+    threading.Thread(target=_read, args=(worker, said), daemon=True).start()
+    try:
+        while (line := said.get(timeout=patience)) is not None:
+            yield line
+    except queue.Empty:
+        yield {"silent": f"silent for {patience:.0f} s"}
 
 
 def _read(worker: subprocess.Popen, said: queue.Queue) -> None:
@@ -169,9 +177,8 @@ def of_the_dead(line: Line, seconds: float, known: set[str]) -> Line:
 
 
 def dies(draw: Draw, died: str) -> bool:
-    return any(
-        line.get("died") == died for line in answers(["--draw", json.dumps(draw.plain())], PATIENCE)
-    )
+    command = [*WORKER, "--draw", json.dumps(draw.plain())]
+    return any(line.get("died") == died for line in answers(command, PATIENCE))
 
 
 def told(line: Line) -> str:

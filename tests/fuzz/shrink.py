@@ -9,61 +9,72 @@ from dataclasses import replace
 from fuzz.draw import Draw, after, settings_of
 from fuzz.settings import BASE, Values, overrides, text_of
 
-PARTS = ("change", "onto", "layout", "numbers")
+PARTS = ("numbers", "change", "layout", "onto")
 
 
 def shrunk(draw: Draw, fails: Callable[[Draw], bool], seconds: float) -> Draw:
-    """The smallest draw found within `seconds` that still `fails`: greedily, until nothing can
-    be left out.
+    """The smallest draw found within `seconds` that still `fails`: greedily, until nothing can be
+    left out.
     """
     until = time.monotonic() + seconds
-    again = True
-    while again:
-        again = False
-        for smaller in simpler(draw):
-            if time.monotonic() > until:
-                return draw
-            if fails(smaller):
-                draw, again = smaller, True
-                break
+    tried: set[str] = set()
+
+    def still(other: Draw) -> bool:
+        key = repr(other)
+        if key in tried or time.monotonic() > until:
+            return False
+        tried.add(key)
+        return fails(other)
+
+    before = None
+    while draw != before:
+        before = draw
+        draw = next(filter(still, _shorter(draw)), draw)
+        for part in PARTS:
+            draw = _fewer(draw, part, still)
+        for part in ("layout", "onto"):
+            draw = next(filter(still, _lesser(draw, part)), draw)
     return draw
 
 
-def simpler(draw: Draw) -> Iterator[Draw]:
-    """What is tried, most first: another end, whole parts, halves of parts, one setting at a
-    time.
-    """
+def _shorter(draw: Draw) -> Iterator[Draw]:
+    """With less of what happens to the run."""
     if draw.end != "whole":
         yield replace(draw, end="whole", onto={}, change={})
     if draw.end in ("moved", "changed"):
         yield replace(draw, end="whole", layout=draw.onto, onto={}, change={})
+        yield replace(draw, end="same", onto={}, change={})
     if draw.end == "changed":
         yield replace(draw, end="moved", change={})
-    if draw.end == "moved":
-        yield replace(draw, end="same", onto={})
-    for part in PARTS:
-        values = getattr(draw, part)
-        for fewer in _fewer(values):
-            yield replace(draw, **{part: fewer})
     if draw.by == "kill" and draw.end != "whole":
         yield replace(draw, by="term")
     if draw.stop > 1:
         yield replace(draw, stop=1)
 
 
-def _fewer(values: Values) -> Iterator[Values]:
-    """Without all, without a half, without each; a mesh axis with fewer devices."""
-    keys = list(values)
-    half = len(keys) // 2
-    dropped = [keys, keys[:half], keys[half:], *([key] for key in keys)]
-    for some in dropped if len(keys) > 3 else dropped[:1] + dropped[3:]:
-        if some:
-            yield {key: value for key, value in values.items() if key not in some}
+def _fewer(draw: Draw, part: str, still: Callable[[Draw], bool]) -> Draw:
+    """Without all settings of a part, without each half, quarter and so on, without each."""
+    size = len(getattr(draw, part))
+    while size:
+        keys = list(getattr(draw, part))
+        for start in range(0, len(keys), size):
+            dropped = keys[start : start + size]
+            left = {key: x for key, x in getattr(draw, part).items() if key not in dropped}
+            other = replace(draw, **{part: left})
+            draw = other if still(other) else draw
+        size //= 2
+    return draw
+
+
+def _lesser(draw: Draw, part: str) -> Iterator[Draw]:
+    """An axis with fewer devices, a rule with fewer axes."""
+    values = getattr(draw, part)
     for key, value in values.items():
         if key.startswith("mesh.") and value > 2:
-            yield values | {key: 2}
-        if isinstance(value, tuple) and len(value) > 1:
-            yield from (values | {key: tuple(x for x in value if x != left)} for left in value)
+            yield replace(draw, **{part: values | {key: 2}})
+        if isinstance(value, tuple | list) and len(value) > 1:
+            for left in value:
+                yield replace(draw, **{part: values | {key: tuple(x for x in value if x != left)}})
 
 
 def _said_already(text: str, values: Values) -> bool:

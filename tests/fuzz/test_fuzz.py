@@ -4,13 +4,15 @@ it.
 `make fuzz` draws by the thousand; here are only as many as a minute allows.
 """
 
+import json
 import random
+import sys
 
 import jax.numpy as jnp
 import pytest
 from spmdtrain.config import load
 from spmdtrain.parallel import reduce
-from spmdtrain.train import accumulated, loop
+from spmdtrain.train import accumulated, loop, state
 
 from fuzz import campaign
 from fuzz.check import Oracles, examine
@@ -110,6 +112,21 @@ def one_forgotten(gradients, ways, *rest):
     return reduce.reduced(gradients, ways, *rest)
 
 
+def test_a_planted_scatter_in_the_wrong_order_is_found(monkeypatch, oracles, room):
+    """Two axes of one dim, each handing out what belongs to the other."""
+    right = state.crossing
+
+    def wrong(spec, axes):
+        way = right(spec, axes)
+        return reduce.Crossing(way.sum, way.scatter[::-1])
+
+    monkeypatch.setattr(state, "crossing", wrong)
+    mesh = {"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.expert": 2}
+    each = Draw(0, TWO, mesh | {"rules.parameters.embed": ("expert", "fsdp")})
+    report = examine(each, oracles, room)
+    assert report.kinds() == {"numbers differ from one device, float32"}
+
+
 @pytest.mark.parametrize("planted", [lower_precision, one_forgotten])
 def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles, room):
     each = Draw(0, TWO, {"mesh.data": 2})
@@ -175,10 +192,22 @@ def test_what_is_spoken_is_what_was_drawn():
             assert load(BASE_FILE, words).model_dump() == config.model_dump()
 
 
+def test_an_abort_and_a_silence_are_told_with_the_draw_they_end():
+    each = Draw(5, {}, {}).plain()
+    begins = f"import os, sys, time; print({json.dumps({'begins': each})!r}, flush=True);"
+    endings = {
+        "os.write(2, b'opcode copy'); os.abort()": {"died": "SIGABRT", "stderr": "opcode copy"},
+        "time.sleep(60)": {"died": "silent for 2 s", "stderr": ""},
+    }
+    for ending, told in endings.items():
+        said = list(campaign.answers([sys.executable, "-c", begins + ending], 2))
+        assert said == [{"begins": each}, each | told]
+
+
 def test_a_worker_that_dies_is_a_finding_and_the_campaign_goes_on(monkeypatch):
-    def said(arguments, _patience):
-        at = int(arguments[1])
-        for seed in range(at, int(arguments[2])):
+    def said(command, _patience):
+        first = command.index("--seeds") + 1
+        for seed in range(*map(int, command[first : first + 2])):
             line = Draw(seed, {}, {}).plain()
             yield {"begins": line}
             if seed == 5:
