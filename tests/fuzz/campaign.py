@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.draw import LAYOUTS_PER_NUMBERS, TOKEN_FILE, TOKENS_OF, Draw
+from fuzz.kinds import kind_of_end
 from fuzz.shrink import shrunk, spoken
 
 ROOT = Path(__file__).parents[2]
@@ -139,11 +140,11 @@ def answers(command: list[str], patience: float):
         if code:
             died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         errors.seek(0)
-        words = errors.read()[-4000:]
+        words = errors.read()
         if died and begun:
-            yield begun | {"died": died, "stderr": words}
+            yield begun | {"died": kind_of_end(died, words), "stderr": words[-4000:]}
         elif died:
-            sys.stderr.write(words)
+            sys.stderr.write(words[-4000:])
 
 
 def _lines(worker: subprocess.Popen, patience: float):
@@ -165,20 +166,20 @@ def _read(worker: subprocess.Popen, said: queue.Queue) -> None:
 
 def of_the_dead(line: Line, seconds: float, known: set[str]) -> Line:
     """The line of a draw that ended its worker: a finding, made small by workers of its own."""
-    died, stderr = line.pop("died"), line.pop("stderr")
-    kind = f"the process ended: {died}"
+    kind = line.pop("died")
+    stderr = line.pop("stderr")
     small = {}
     draw = Draw(**line)
     if kind not in known:
-        smaller = shrunk(draw, partial(dies, died=died), seconds)
+        smaller = shrunk(draw, partial(dies, kind=kind), seconds)
         small[kind] = smaller.plain() | {"spoken": spoken(smaller)}
     more = {"outcome": "found", "refused": [], "excused": 0, "seconds": None}
     return draw.plain() | more | {"findings": [[kind, stderr]], "shrunk": small}
 
 
-def dies(draw: Draw, died: str) -> bool:
+def dies(draw: Draw, kind: str) -> bool:
     command = [*WORKER, "--draw", json.dumps(draw.plain())]
-    return any(line.get("died") == died for line in answers(command, PATIENCE))
+    return any(line.get("died") == kind for line in answers(command, PATIENCE))
 
 
 def told(line: Line) -> str:

@@ -27,7 +27,8 @@ from spmdtrain.train import loop
 from fuzz import files
 from fuzz.agreement import BFLOAT16, FLOAT32, Floor, Oracle, differences
 from fuzz.draw import ONE_DEVICE, Draw, after, settings_of
-from fuzz.runs import Run, Stop, lines_of, run, without_numbers
+from fuzz.kinds import without_numbers
+from fuzz.runs import Run, Stop, lines_of, run
 from fuzz.settings import BASE_FILE, Values, overrides
 
 ADVICE = re.compile(

@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import math
-import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,9 +24,9 @@ from spmdtrain.config.errors import DivergedError
 from spmdtrain.train import loop
 
 from fuzz.draw import settings_of
+from fuzz.kinds import kind_of, without_numbers
 from fuzz.settings import BASE_FILE, Values, overrides
 
-PACKAGE = Path(loop.__file__).parents[1]
 STEP = ("loss", "grad_norm", "learning_rate", "tokens")
 State = dict[str, np.ndarray]  # path -> value
 
@@ -190,23 +189,3 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def kind_of(error: Exception) -> str:
-    """An exception by its type, the innermost of our functions that it came through, and its
-    words.
-    """
-    ours = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(PACKAGE)
-    ]
-    where = f"{Path(ours[-1].filename).name}:{ours[-1].name}" if ours else "nowhere of ours"
-    return f"{type(error).__name__} in {where}: {without_numbers(str(error))}"
-
-
-def without_numbers(text: str) -> str:
-    """A message without what differs from draw to draw."""
-    first = " ".join(text.split())
-    first = re.sub(r"'[^']*'|/\S+", "_", first)
-    return re.sub(r"\d[\d.e+-]*", "N", first)[:90]

@@ -20,8 +20,8 @@ from fuzz.draw import AXES, Draw, after, config_of, draw, draw_change, settings_
 from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
 from fuzz.shrink import shrunk, spoken
 
-# Between them: both families and optimizers, a pipeline, all four ends.
-SEEDS = (1, 5)
+# A pipeline under two schedules, stopped under the one and resumed under the other.
+SEEDS = (1,)
 TWO = {"train.steps": 2}
 FFN_OVER_FSDP = {"mesh.fsdp": 2, "rules.parameters.ffn": ("fsdp",), "rules.parameters.embed": ()}
 
@@ -53,7 +53,7 @@ def _is_drawn(key: str) -> bool:
 
 @pytest.fixture(scope="module")
 def many() -> list[Draw]:
-    return [draw(seed) for seed in range(0, 2000, 3)]
+    return [draw(seed) for seed in range(0, 1200, 3)]
 
 
 def test_over_many_draws_every_setting_takes_several_values(many):
@@ -196,12 +196,13 @@ def test_an_abort_and_a_silence_are_told_with_the_draw_they_end():
     each = Draw(5, {}, {}).plain()
     begins = f"import os, sys, time; print({json.dumps({'begins': each})!r}, flush=True);"
     endings = {
-        "os.write(2, b'opcode copy'); os.abort()": {"died": "SIGABRT", "stderr": "opcode copy"},
-        "time.sleep(60)": {"died": "silent for 2 s", "stderr": ""},
+        "os.write(2, b'Check failed: 3 == 4'); os.abort()": "SIGABRT, Check failed: N == N",
+        "time.sleep(60)": "silent for 2 s",
     }
     for ending, told in endings.items():
-        said = list(campaign.answers([sys.executable, "-c", begins + ending], 2))
-        assert said == [{"begins": each}, each | told]
+        _, last = campaign.answers([sys.executable, "-c", begins + ending], 2)
+        assert last.pop("died") == f"the process ended: {told}"
+        assert last.pop("stderr") in ("Check failed: 3 == 4", "") and last == each
 
 
 def test_a_worker_that_dies_is_a_finding_and_the_campaign_goes_on(monkeypatch):
@@ -211,7 +212,7 @@ def test_a_worker_that_dies_is_a_finding_and_the_campaign_goes_on(monkeypatch):
             line = Draw(seed, {}, {}).plain()
             yield {"begins": line}
             if seed == 5:
-                yield line | {"died": "SIGABRT", "stderr": "opcode copy"}
+                yield line | {"died": "it aborted", "stderr": "opcode copy"}
                 return
             yield line | {
                 "outcome": "trained",
@@ -226,6 +227,6 @@ def test_a_worker_that_dies_is_a_finding_and_the_campaign_goes_on(monkeypatch):
     lines = list(campaign.campaign(3, 50, float("inf"), 0.0))
     assert [line["seed"] for line in lines] == list(range(3, 50))
     assert [line["findings"] for line in lines if line["findings"]] == [
-        [["the process ended: SIGABRT", "opcode copy"]]
+        [["it aborted", "opcode copy"]]
     ]
-    assert "1   the process ended: SIGABRT (first: seed 5)" in campaign.summary(lines)
+    assert "1   it aborted (first: seed 5)" in campaign.summary(lines)
