@@ -222,7 +222,7 @@ class Sgd(Schedule):
 
 
 class PrecisionConfig(Settings):
-    compute: Float = Field("float32", description="matmuls and activations")
+    compute: Float = Field("float32", description="matmuls and activations; float32 is exact: no TF32")
     params: Float = Field("float32", description="master weights and optimizer state")
     accumulate: Float = Field("float32", description="gradients over microbatches and across devices")
 

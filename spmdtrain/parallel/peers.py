@@ -35,8 +35,6 @@ _ending = threading.Lock()
 
 def join(**arguments) -> None:
     """`jax.distributed.initialize`, with the coordinator as a program of its own, and a line."""
-    from unittest import mock  # slow to import, and most runs are alone
-
     import jax
     from jax._src import distributed  # its service and client have no public way, 0.10 to 0.12
 
@@ -46,8 +44,12 @@ def join(**arguments) -> None:
         started.append(_Coordinator(*given, **named))
         return started[0]
 
-    with mock.patch.object(distributed._jax, "get_distributed_runtime_service", start):
+    start_service = distributed._jax.get_distributed_runtime_service
+    distributed._jax.get_distributed_runtime_service = start
+    try:
         jax.distributed.initialize(**arguments)
+    finally:
+        distributed._jax.get_distributed_runtime_service = start_service
     state = distributed.global_state
     if started:
         state.client.key_value_set(KEY, f"{started[0].port} {started[0].token}")

@@ -16,7 +16,7 @@ from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.data.tokenizer import Tokenizer, from_spec
-from spmdtrain.models.blueprint import Blueprint, build_model, cast, gathering
+from spmdtrain.models.blueprint import Blueprint, build_model, cast, gathering, matmuls
 from spmdtrain.models.flow import Flow
 from spmdtrain.models.layers import Cache
 from spmdtrain.models.sampling import choose
@@ -116,7 +116,7 @@ def make_generate(
         return tokens.T
 
     def under_mesh(*arguments):
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(mesh), matmuls(config.precision.compute):
             return jax.jit(generate)(*arguments)
 
     return under_mesh

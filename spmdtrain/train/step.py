@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.blueprint import Blueprint
+from spmdtrain.models.blueprint import Blueprint, matmuls
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.train import accumulated, optimizer, pipelined
 from spmdtrain.train.microbatch import Batch
@@ -29,7 +29,8 @@ def make_step(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules)
     moments = {path: NamedSharding(mesh, spec) for path, spec in gradient_specs(config, blueprint, rules).items()}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, sums = gradients(state.params, state.step, batch)
+        with matmuls(config.precision.compute):
+            grads, sums = gradients(state.params, state.step, batch)
         grads, norm = optimizer.clipped(grads, config.train.clip)
         directions, opt_state = optimizer.directions(
             config.optimizer, blueprint.parameters, grads, state.opt_state, state.params
@@ -56,7 +57,8 @@ def make_eval_step(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
     losses = _way(rules).make_losses(config, blueprint, mesh, rules)
 
     def evaluate(params, batch):
-        sums = losses(params, batch)
+        with matmuls(config.precision.compute):
+            sums = losses(params, batch)
         return sums["loss"], sums["tokens"]
 
     return jax.jit(evaluate)

@@ -16,10 +16,8 @@ MESHES = {
     "split": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
     "stages": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=2"),
 }
-# To go with the change of step.py and generate.py that traces them in `matmuls`.
-NOT_YET = pytest.mark.xfail(strict=True, reason="nobody asks blueprint.matmuls yet")
 MEANINGS = [
-    pytest.param("float32", "HIGHEST, HIGHEST", marks=NOT_YET),
+    ("float32", "HIGHEST, HIGHEST"),
     ("bfloat16", "DEFAULT, DEFAULT"),
 ]
 
