@@ -87,8 +87,8 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from spmdtrain.models.size import train_flops_per_token
-    from spmdtrain.train import loop
-    from spmdtrain.train.metrics import peak_flops
+    from spmdtrain.run import loop
+    from spmdtrain.run.metrics import peak_flops
     from spmdtrain.train.state import init_state
 
     device = jax.devices()[0]

@@ -39,11 +39,12 @@ from pipeline_baselines import make_gradients, whole_vocabulary
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, MeshConfig, PipelineConfig, RunConfig, TrainConfig
-from spmdtrain.models.blueprint import Blueprint, build_model
+from spmdtrain.models.abstract import Blueprint, build_model
+from spmdtrain.parallel import hlo
 from spmdtrain.parallel.axes import BATCH_AXES, make_rules
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.train import compiled, pipelined
-from spmdtrain.train.feed import batch_sharding
+from spmdtrain.train import grad_pipeline
+from spmdtrain.train.batch import batch_sharding
 from spmdtrain.train.state import parameter_specs
 
 MEMORY_LIMIT = 0.5  # largest ratio interleaved / circular of the temporaries, full, at 32 microbatches
@@ -93,7 +94,7 @@ class Built:
     @property
     def temp_bytes(self) -> int:
         """On one device."""
-        return compiled.memory(self.executable)["temp_bytes"]
+        return hlo.memory(self.executable)["temp_bytes"]
 
 
 Build = Callable[[Program, int], Built]
@@ -111,7 +112,7 @@ def build(config: RunConfig, program: Program, microbatches: int) -> Built:
     rules = make_rules(config.rules, mesh.shape)
     blueprint = build_model(config, stages=mesh.shape["pipeline"], chunks=program.chunks)
     if program.kind in OURS:
-        gradients = pipelined.make_gradients(config, blueprint, mesh, rules)
+        gradients = grad_pipeline.make_gradients(config, blueprint, mesh, rules)
     else:
         rules = whole_vocabulary(rules)
         gradients = make_gradients(config, blueprint, mesh, rules, groups=program.kind == GROUPS)

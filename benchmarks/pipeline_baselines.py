@@ -23,11 +23,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.blueprint import Blueprint
+from spmdtrain.models.abstract import Blueprint
 from spmdtrain.models.stack import POLICIES, run_block
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, manual_axes
 from spmdtrain.parallel.reduce import summed
-from spmdtrain.train.microbatch import head_loss, make_flow, manually, only, without
+from spmdtrain.train.loss import head_loss, make_flow, manually, only, without
 from spmdtrain.train.state import parameter_specs
 
 AXIS = "pipeline"

@@ -12,9 +12,9 @@ import argparse
 
 from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
 from spmdtrain.models.size import matmul_parameters
+from spmdtrain.parallel import hlo
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.hardware import hardware
-from spmdtrain.train import compiled
 
 LINK, FLOPS = 50e9, 400e12  # bytes/s between stages on different hosts, FLOP/s of a tick's matmuls
 
@@ -62,17 +62,17 @@ def main() -> None:
     for microbatches in chosen.microbatches:
         config = configuration(chosen, microbatches)
         step, mesh = deviceless.executable(config, config.mesh.model_dump(), hardware("h200"))
-        temp.append(compiled.memory(step)["temp_bytes"])
+        temp.append(hlo.memory(step)["temp_bytes"])
         print(f"m={microbatches}: {temp[-1] / 2**20:.1f} MiB temp per device", flush=True)
     print(f"largest / smallest: {max(temp) / min(temp):.4f}")
     text = step.as_text()
-    for each in compiled.collectives(text, dict(mesh.shape)):
+    for each in hlo.collectives(text, dict(mesh.shape)):
         print(each)
-    conditional = [each for each in compiled.instructions(text, dict(mesh.shape)) if each.inside_conditional]
+    conditional = [each for each in hlo.instructions(text, dict(mesh.shape)) if each.inside_conditional]
     print(f"collectives inside a conditional: {len(conditional)}")
-    for each in compiled.overlaps(text, dict(mesh.shape)):
+    for each in hlo.overlaps(text, dict(mesh.shape)):
         print(each)
-    for name, events in compiled.events(text).items():
+    for name, events in hlo.events(text).items():
         if any(event.startswith("collective-permute") for event, _ in events):
             print(f"{name}: {folded([event for event, _ in events])}")
     hop = chosen.length * chosen.width * 2

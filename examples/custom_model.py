@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.config import GPT, AdamW, MeshConfig, RulesConfig, RunConfig, TrainConfig
-from spmdtrain.models.flow import Flow
+from spmdtrain.models.context import Flow
 from spmdtrain.models.layers import Norm, weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.parallel.processes import simulate_devices
-from spmdtrain.train import show
-from spmdtrain.train.loop import run
+from spmdtrain.run import show
+from spmdtrain.run.loop import run
 
 TAPS = 8  # tokens that one convolution sees
 RULES = RulesConfig(

@@ -15,11 +15,11 @@ import jax
 from spmdtrain.config import GPT, AdamW, DataConfig, MeshConfig, RunConfig, TrainConfig
 from spmdtrain.data.batches import TrainStream, batch_ids, split
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.models.blueprint import build_model
+from spmdtrain.models.abstract import build_model
 from spmdtrain.parallel.axes import make_rules
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.processes import simulate_devices
-from spmdtrain.train.feed import sequences_at_once, to_devices
+from spmdtrain.train.batch import sequences_at_once, to_devices
 from spmdtrain.train.state import abstract_state, init_state
 from spmdtrain.train.step import make_step
 

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from spmdtrain.config import RunConfig, from_resolved, resolved
-from spmdtrain.train import accumulated, loop, pipelined
+from spmdtrain.run import loop
+from spmdtrain.train import grad_accumulation, grad_pipeline
 from spmdtrain.train.state import TrainState, init_state
 
 TINY = {
@@ -98,7 +99,7 @@ def pipeline_name(case: tuple) -> str:
 def gradients(*overrides: str) -> tuple[float, dict[str, np.ndarray]]:
     """(mean loss, gradients in the order of the layers) of the first batch, from the initial weights."""
     setup = prepared(*overrides)
-    way = pipelined if setup.rules.sizes["pipeline"] > 1 else accumulated
+    way = grad_pipeline if setup.rules.sizes["pipeline"] > 1 else grad_accumulation
     find = jax.jit(way.make_gradients(setup.config, setup.blueprint, setup.mesh, setup.rules))
     state = init_state(setup.config, setup.blueprint, setup.abstract)
     with loop.batches(setup, 0, 0) as ahead:

@@ -9,7 +9,7 @@ import pytest
 from helpers import prepared, trained
 
 from spmdtrain.cli import main
-from spmdtrain.train.show import bytes_per_device
+from spmdtrain.train.state import bytes_per_device
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 60
 CONFIG = """

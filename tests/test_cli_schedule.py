@@ -10,16 +10,16 @@ from xml.etree import ElementTree
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.parallel.schedule import KINDS, build
-from spmdtrain.parallel.schedule_file import read, to_json
-from spmdtrain.parallel.simulate import (
+from spmdtrain.parallel.pipeline.draw import draw, svg
+from spmdtrain.parallel.pipeline.file import read, to_json
+from spmdtrain.parallel.pipeline.schedule import KINDS, build
+from spmdtrain.parallel.pipeline.timing import (
     Times,
     bubble_fraction,
     megatron_orders,
     order_bubble_fraction,
     zb_h1_orders,
 )
-from spmdtrain.parallel.timeline import draw, svg
 
 TIMES = Times(forward=1, backward=2, weight=0.5, hop=0.1)
 PRICED = ["--forward", "1", "--backward", "2", "--weight", "0.5", "--hop", "0.1"]

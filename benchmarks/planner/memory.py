@@ -80,10 +80,10 @@ def on_cpu(layouts: list[str]) -> None:
     """Argument bytes of the step compiled for eight simulated CPU devices, of the same layouts of small models."""
     import jax
 
-    from spmdtrain.models.blueprint import build_model
+    from spmdtrain.models.abstract import build_model
     from spmdtrain.parallel.axes import make_rules
     from spmdtrain.parallel.mesh import build_mesh
-    from spmdtrain.train.feed import abstract_batch
+    from spmdtrain.train.batch import abstract_batch
     from spmdtrain.train.state import abstract_state
     from spmdtrain.train.step import make_step
 

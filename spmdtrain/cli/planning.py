@@ -14,14 +14,14 @@ LARGEST_SCHEDULE = 1_000_000  # ticks x stages: seconds of work here, and more t
 
 
 def schedule(parsed: argparse.Namespace) -> int:
-    from spmdtrain.parallel import schedule, schedule_file, simulate, timeline
+    from spmdtrain.parallel.pipeline import draw, file, schedule, timing
 
     sizes = {name: size for name in ("stages", "microbatches", "chunks") if (size := getattr(parsed, name)) is not None}
     if parsed.kind in schedule.KINDS:
         _refuse_sizes(parsed.kind, **sizes)
         table = schedule.build(parsed.kind, **sizes)
     elif Path(parsed.kind).suffix in (".json", ".csv"):
-        table = schedule_file.read(parsed.kind)
+        table = file.read(parsed.kind)
         for name, size in sizes.items():
             if getattr(table, name) != size:
                 found = f"{name} {getattr(table, name)}"
@@ -31,22 +31,22 @@ def schedule(parsed: argparse.Namespace) -> int:
         raise ConfigError("unknown pipeline schedule", asked=f"--kind {parsed.kind}", fix=choices)
 
     names = ("forward", "backward", "weight", "hop")
-    times = simulate.Times(**{name: time for name in names if (time := getattr(parsed, name)) is not None})
+    times = timing.Times(**{name: time for name in names if (time := getattr(parsed, name)) is not None})
     if not times.microbatch:
         raise ConfigError("one of --forward, --backward and --weight takes some time", found="0 for all")
     if parsed.svg is not None:
         try:
-            Path(parsed.svg).write_text(timeline.svg(table, times), encoding="utf-8")
+            Path(parsed.svg).write_text(draw.svg(table, times), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {parsed.svg}: {error.strerror}") from None
 
     if parsed.json:
-        print(json.dumps(schedule_file.to_json(table, times)))
+        print(json.dumps(file.to_json(table, times)))
     else:
         width = shutil.get_terminal_size((0, 0)).columns or None  # no terminal: nothing to fit into
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(timeline.draw(table, times, width=width, colour=colour))
-        print(f"\n{timeline.bubbles(table, times, peers=parsed.kind in schedule.KINDS)}")
+        print(draw.draw(table, times, width=width, colour=colour))
+        print(f"\n{draw.bubbles(table, times, peers=parsed.kind in schedule.KINDS)}")
     if parsed.svg is not None:
         print(f"{parsed.svg}: the same, drawn to scale", file=sys.stderr if parsed.json else sys.stdout)
     return DONE

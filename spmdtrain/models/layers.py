@@ -16,7 +16,7 @@ from pallas_kernels.choose import Refused
 from pallas_kernels.norm import layernorm, rmsnorm
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.models.flow import Flow
+from spmdtrain.models.context import Flow
 
 INIT_STD = 0.02  # of every weight matrix (GPT-2); residual projections are scaled down by 1 / sqrt(2 layers)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.attention import saveable as attention_saveable
-from spmdtrain.models.flow import Flow
+from spmdtrain.models.context import Flow
 
 POLICIES = {
     "dots": jax.checkpoint_policies.save_from_both_policies(

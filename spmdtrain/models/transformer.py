@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.config.schema import RunConfig, TransformerConfig
-from spmdtrain.models.flow import Flow
+from spmdtrain.models.context import Flow
 from spmdtrain.models.layers import Attention, Cache, Embedding, Mlp, Norm, weight
 from spmdtrain.models.stack import Stack
 

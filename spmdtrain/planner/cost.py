@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from spmdtrain.parallel import schedule, simulate
-from spmdtrain.parallel.tables import table_of
+from spmdtrain.parallel.pipeline import schedule, timing
+from spmdtrain.parallel.pipeline.choose import table_of
 from spmdtrain.planner.flops import model_flops_per_token
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.job import Job
@@ -109,7 +109,7 @@ def price(job: Job, device: Hardware, stack: Stack, bubble: Callable[..., float]
     if p > 1:
         carried = job.tokens * job.shape.embed * _size(job) / (t if stack.scatter_hops else 1)
         one_hop = hop(carried, job.layout.stride("pipeline"), device)
-        times = simulate.Times(*(layers * sum(work[i] for work in layer.values()) for i in range(3)), hop=one_hop)
+        times = timing.Times(*(layers * sum(work[i] for work in layer.values()) for i in range(3)), hop=one_hop)
         seconds["pipeline_bubble"] = (bubble or _bubble)(job, times, stack)
         if not stack.lockstep and not job.schedule.startswith("zero_bubble"):  # those put weight gradients beside hops
             seconds["pipeline_hops"] = 2 * m * job.chunks * one_hop * (1 - stack.hop_overlap)
@@ -299,24 +299,24 @@ def _reduction(job: Job, device: Hardware, stack: Stack) -> float:
 # Pipelines
 
 
-def _bubble(job: Job, times: simulate.Times, stack: Stack) -> float:
+def _bubble(job: Job, times: timing.Times, stack: Stack) -> float:
     """Seconds in which the fullest stage waits for others."""
     m, p, v = job.accumulation, job.layout.pipeline, job.chunks
     if not stack.lockstep:
         return order_bubble(job.schedule, p, v, times)
     if job.schedule in schedule.KINDS and m * v * p > MOST_CELLS:
         return lockstep_time(job.schedule, p, m, v, times) - m * times.microbatch
-    return simulate.lockstep_time(table_of(job.schedule, p, v, m), times) - m * times.microbatch
+    return timing.lockstep_time(table_of(job.schedule, p, v, m), times) - m * times.microbatch
 
 
-def closed_bubble(job: Job, times: simulate.Times, stack: Stack) -> float:  # noqa: ARG001  (as `price` calls it)
+def closed_bubble(job: Job, times: timing.Times, stack: Stack) -> float:  # noqa: ARG001  (as `price` calls it)
     """The same in closed form, of the schedules that have names: what a search asks thousands of times."""
     m = job.accumulation
     return lockstep_time(job.schedule, job.layout.pipeline, m, job.chunks, times) - m * times.microbatch
 
 
-def lockstep_time(kind: str, p: int, m: int, v: int, times: simulate.Times) -> float:
-    """What `simulate.lockstep_time` gives for the table of that name, from the ticks at which each kind of work begins
+def lockstep_time(kind: str, p: int, m: int, v: int, times: timing.Times) -> float:
+    """What `timing.lockstep_time` gives for the table of that name, from the ticks at which each kind of work begins
     and ends; a search cannot lay out thousands of tables. Tested to be equal."""
     n, split = m * v, kind == "zero_bubble"
     starts = {"gpipe": (0, m + p - 1, 0)}.get(kind, (0, v * p - 1, v * p + p - 2))
@@ -331,7 +331,7 @@ def lockstep_time(kind: str, p: int, m: int, v: int, times: simulate.Times) -> f
     return float((f + b + w + exposed).sum())
 
 
-def order_bubble(kind: str, p: int, v: int, times: simulate.Times) -> float:
+def order_bubble(kind: str, p: int, v: int, times: timing.Times) -> float:
     """Waiting of the middle stages where each goes through its own order: Megatron-LM's (1f1b, interleaved), ZB-H1
     (zero_bubble) and ZB-H2 with its optimised order (zero_bubble_2p). Qi et al., arXiv 2401.10241, tables 2 and 5."""
     f, b, w, one_hop = times.forward, times.backward, times.weight, times.hop

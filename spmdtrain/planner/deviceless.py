@@ -16,23 +16,23 @@ from spmdtrain.planner.hardware import Hardware
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
-    """What RUN/compiled.json holds (compiled.report), and "overlap" (compiled.overlaps); `model.vocab` must be set."""
-    from spmdtrain.train import compiled
+    """What RUN/hlo.json holds (hlo.report), and "overlap" (hlo.overlaps); `model.vocab` must be set."""
+    from spmdtrain.parallel import hlo
 
     start = time.perf_counter()
     made, mesh = executable(config, sizes, device)
-    found = compiled.report(made, mesh, time.perf_counter() - start)
-    return found | {"overlap": compiled.overlaps(made.as_text(), dict(mesh.shape))}
+    found = hlo.report(made, mesh, time.perf_counter() - start)
+    return found | {"overlap": hlo.overlaps(made.as_text(), dict(mesh.shape))}
 
 
 def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tuple[Any, Any]:
     """(the compiled step, a jax.stages.Compiled that cannot run; its mesh)"""
     import jax
 
-    from spmdtrain.models.blueprint import build_model
+    from spmdtrain.models.abstract import build_model
     from spmdtrain.parallel.axes import make_rules
     from spmdtrain.parallel.mesh import build_mesh
-    from spmdtrain.train.feed import abstract_batch
+    from spmdtrain.train.batch import abstract_batch
     from spmdtrain.train.state import abstract_state
     from spmdtrain.train.step import make_step
 

@@ -1,7 +1,8 @@
 """Bytes per device of a training step, by category.
 
 Two accountings. `ours` is that of this framework's step, whose parameter and optimizer bytes `exact_state` reads off
-the abstract state; its other terms follow what the executors keep alive (train/accumulated.py, parallel/pipeline.py),
+the abstract state; its other terms follow what the executors keep alive (train/grad_accumulation.py,
+parallel/pipeline/executor.py),
 and `total` is the largest of the moments a step goes through. `megatron` is that of published runs: 16 or 18 bytes per
 parameter, and activations as Korthikanti et al. (arXiv 2205.05198, table 2) count them.
 
@@ -16,8 +17,8 @@ from functools import lru_cache
 from pallas_kernels.attention.xla import BLOCK
 from pallas_kernels.loss.api import CHUNK_LOGITS
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.parallel.schedule import KINDS
-from spmdtrain.parallel.tables import table_of
+from spmdtrain.parallel.pipeline.choose import table_of
+from spmdtrain.parallel.pipeline.schedule import KINDS
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.job import Job, Shape
 
@@ -56,13 +57,12 @@ def exact_state(config: RunConfig, sizes: dict[str, int]) -> tuple[int, int]:
     Refuses what does not divide, as a run does."""
     import jax
 
-    from spmdtrain.models.blueprint import build_model
+    from spmdtrain.models.abstract import build_model
     from spmdtrain.parallel.axes import make_rules
     from spmdtrain.parallel.mesh import AXES
-    from spmdtrain.train.feed import sequences_at_once
-    from spmdtrain.train.pipelined import table_of as table_of_run
-    from spmdtrain.train.show import bytes_per_device
-    from spmdtrain.train.state import abstract_state
+    from spmdtrain.train.batch import sequences_at_once
+    from spmdtrain.train.grad_pipeline import table_of as table_of_run
+    from spmdtrain.train.state import abstract_state, bytes_per_device
 
     mesh = jax.sharding.AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES)
     rules, stages = make_rules(config.rules, sizes), sizes["pipeline"]

@@ -4,7 +4,9 @@
 compiled step and the planner all read it, and therefore agree.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.blueprint import Blueprint, Parameter, cast
-from spmdtrain.models.flow import random_key
+from spmdtrain.models.abstract import Blueprint, Parameter, cast
+from spmdtrain.models.context import random_key
 from spmdtrain.parallel.axes import Rules, manual_axes
 from spmdtrain.parallel.reduce import Crossing, crossing, scatter_dim, scattered_spec
-from spmdtrain.train import optimizer
+from spmdtrain.train import optimizers
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +28,7 @@ class TrainState:
 
     step: jax.Array
     params: dict[str, jax.Array]
-    opt_state: optimizer.OptimizerState
+    opt_state: optimizers.OptimizerState
 
 
 def parameter_specs(blueprint: Blueprint, rules: Rules) -> dict[str, P]:
@@ -83,6 +85,11 @@ def _spec_beside(x: jax.ShapeDtypeStruct, parameter: Parameter, spec: P) -> P:
     return P(*spec[: len(stack)]) if x.shape[: len(stack)] == stack else P()
 
 
+def bytes_per_device(tree: Any) -> int:
+    """Bytes of abstract arrays on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def init_state(config: RunConfig, blueprint: Blueprint, abstract: TrainState) -> TrainState:
     """The state at step 0. Every leaf is born in its shards; values depend on the seed alone, not on the mesh."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -92,7 +99,7 @@ def init_state(config: RunConfig, blueprint: Blueprint, abstract: TrainState) ->
 
 def _fresh(config: RunConfig, blueprint: Blueprint, key: jax.Array) -> TrainState:
     params = cast(blueprint.init(key), config.precision.params)
-    return TrainState(jnp.int32(0), params, optimizer.init(config.optimizer, blueprint.parameters, params))
+    return TrainState(jnp.int32(0), params, optimizers.init(config.optimizer, blueprint.parameters, params))
 
 
 def is_finite(state: TrainState) -> bool:

@@ -1,8 +1,8 @@
 """One training step. The order of this file is the order of the step.
 
-Forward, backward and gradient reduction run in one `shard_map` (accumulated.py, or pipelined.py where the mesh has
-stages): gradients gather over microbatches on each data shard and cross `data` once. Clipping and the optimizer run
-outside, on global arrays: a layer-wise rule on local shards would be silently wrong.
+Forward, backward and gradient reduction run in one `shard_map`: grad_accumulation.py, or grad_pipeline.py where the
+mesh has stages. Each data shard accumulates gradients over its microbatches, and they are reduced over `data` once.
+Clipping and the optimizer run outside, on global arrays: a layer-wise rule on local shards would be silently wrong.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.blueprint import Blueprint, matmuls
+from spmdtrain.models.abstract import Blueprint
 from spmdtrain.parallel.axes import Rules
-from spmdtrain.train import accumulated, optimizer, pipelined
-from spmdtrain.train.microbatch import Batch
+from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers
+from spmdtrain.train.loss import Batch
 from spmdtrain.train.state import TrainState, abstract_state, gradient_specs
 
 Metrics = dict[str, jax.Array]
@@ -29,13 +29,12 @@ def make_step(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules)
     moments = {path: NamedSharding(mesh, spec) for path, spec in gradient_specs(config, blueprint, rules).items()}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        with matmuls(config.precision.compute):
-            grads, sums = gradients(state.params, state.step, batch)
-        grads, norm = optimizer.clipped(grads, config.train.clip)
-        directions, opt_state = optimizer.directions(
+        grads, sums = gradients(state.params, state.step, batch)
+        grads, norm = optimizers.clipped(grads, config.train.clip)
+        directions, opt_state = optimizers.directions(
             config.optimizer, blueprint.parameters, grads, state.opt_state, state.params
         )
-        rate = optimizer.learning_rate(config.optimizer, config.train.steps, state.step)
+        rate = optimizers.learning_rate(config.optimizer, config.train.steps, state.step)
 
         def moved(path):  # stepped where the moments live, gathered (ZeRO-1) by the output sharding
             x = state.params[path]
@@ -57,12 +56,11 @@ def make_eval_step(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: R
     losses = _way(rules).make_losses(config, blueprint, mesh, rules)
 
     def evaluate(params, batch):
-        with matmuls(config.precision.compute):
-            sums = losses(params, batch)
+        sums = losses(params, batch)
         return sums["loss"], sums["tokens"]
 
     return jax.jit(evaluate)
 
 
 def _way(rules: Rules):
-    return pipelined if rules.sizes["pipeline"] > 1 else accumulated
+    return grad_pipeline if rules.sizes["pipeline"] > 1 else grad_accumulation

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 from helpers import tiny, trained
 
-from spmdtrain.models.blueprint import build_model
-from spmdtrain.models.flow import Flow, random_key, sample_noise
+from spmdtrain.models.abstract import build_model
+from spmdtrain.models.context import Flow, random_key, sample_noise
 from spmdtrain.models.layers import Cache, Norm, rotate
 from spmdtrain.models.size import matmul_parameters, train_flops_per_token
 

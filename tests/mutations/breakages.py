@@ -30,11 +30,10 @@ INTERLEAVED = f"'{PIPELINE}[layers=6 dropout=0.1-p2 data fsdp interleaved v3 m2p
 ZERO_BUBBLE = f"'{PIPELINE}[layers=6-p2 fsdp zero_bubble v2 m4p none]'"
 PADDED = f"'{PIPELINE}[layers=6-p4 data interleaved v3 m1p full]'"
 EXPERT = f"'{PIPELINE}[layers=6 packing=documents-p2 fsdp expert 1f1b v1 m2p none]'"
-NAN = "tests/parallel/test_pipeline.py -k nan"
 PIPELINE_RUN = "tests/train/test_pipeline_run.py"
 OPTIMIZER = "tests/train/test_optimizer.py"
 PRECISION = "tests/train/test_precision.py"
-RESUME = "tests/train/test_resume.py"
+RESUME = "tests/run/test_resume.py"
 NOISE = "tests/train/test_noise.py"
 
 BREAKAGES = [
@@ -84,28 +83,28 @@ BREAKAGES = [
     # Microbatches one after the other
     Breakage(
         "loss and tokens are those of one data shard",
-        "train/accumulated.py",
+        "train/grad_accumulation.py",
         "sums = summed(sums, _axes(rules))",
         "sums = dict(sums)",
         DATA,
     ),
     Breakage(
         "gradients of a microbatch keep the dtype of the weights",
-        "train/accumulated.py",
+        "train/grad_accumulation.py",
         "return cast(grads, accumulate), sums",
         "return grads, sums",
         PRECISION,
     ),
     Breakage(
         "gradients accumulate in the dtype of the weights",
-        "train/accumulated.py",
+        "train/grad_accumulation.py",
         "jnp.zeros(x.shape, accumulate), resting[path])",
         "jnp.zeros(x.shape, x.dtype), resting[path])",
         PRECISION,
     ),
     Breakage(
         "training computes in the dtype of the weights",
-        "train/accumulated.py",
+        "train/grad_accumulation.py",
         """model = blueprint.bind(cast(params, config.precision.compute), gather)
         sums =""",
         """model = blueprint.bind(params, gather)
@@ -114,7 +113,7 @@ BREAKAGES = [
     ),
     Breakage(
         "evaluation computes in the dtype of the weights",
-        "train/accumulated.py",
+        "train/grad_accumulation.py",
         """model = blueprint.bind(cast(params, config.precision.compute), gather)
             return""",
         """model = blueprint.bind(params, gather)
@@ -123,14 +122,14 @@ BREAKAGES = [
     ),
     Breakage(
         "a side loss has no gradient",
-        "train/accumulated.py",
+        "train/grad_accumulation.py",
         'return sums["loss"] + sums.get("side_loss", 0), sums',
         'return sums["loss"], sums',
         f"{PIPELINE_RUN} -k side_losses",
     ),
     Breakage(
         "evaluation drops out",
-        "train/accumulated.py",
+        "train/grad_accumulation.py",
         "return None, _sums(model, flow_of(part), part, rules)",
         "return None, _sums(model, flow_of(part, jnp.int32(0)), part, rules)",
         f"{PIPELINE_RUN} -k evaluation",
@@ -138,91 +137,91 @@ BREAKAGES = [
     # Pipelines
     Breakage(
         "a pipeline divides by the tokens of one batch shard",
-        "train/pipelined.py",
+        "train/grad_pipeline.py",
         'jnp.maximum(sums["tokens"], 1)',
         'jnp.maximum(batch["mask"].astype(jnp.float32).sum(), 1)',
         PIPELINE_DATA,
     ),
     Breakage(
         "a pipeline's loss leaves out the expert axis",
-        "train/pipelined.py",
+        "train/grad_pipeline.py",
         "return summed(sums, [axis for axis in BATCH_AXES if rules.sizes[axis] > 1])",
         "return summed(sums, [axis for axis in BATCH_AXES[:-1] if rules.sizes[axis] > 1])",
         EXPERT,
     ),
     Breakage(
         "a pipeline computes in the dtype of the weights",
-        "train/pipelined.py",
+        "train/grad_pipeline.py",
         "params = cast(params, config.precision.compute)",
         "params = dict(params)",
         PRECISION,
     ),
     Breakage(
         "a pipeline's gradients accumulate in compute precision",
-        "train/pipelined.py",
+        "train/grad_pipeline.py",
         "jnp.zeros(x.shape, config.precision.accumulate)",
         "jnp.zeros(x.shape, x.dtype)",
         PRECISION,
     ),
     Breakage(
         "a pipeline keeps everything where all is to be recomputed",
-        "train/pipelined.py",
+        "train/grad_pipeline.py",
         'config.train.remat != "full", _table_split',
         "True, _table_split",
         f"{PIPELINE_RUN} -k recomputes",
     ),
     Breakage(
         "each stage counts the whole loss",
-        "parallel/pipeline.py",
+        "parallel/pipeline/executor.py",
         "return jnp.where(leaves, loss, 0) / self.table.stages, leaves",
         "return jnp.where(leaves, loss, 0), leaves",
         ONE_F_ONE_B,
     ),
     Breakage(
         "layers are numbered stage by stage, not chunk by chunk",
-        "parallel/pipeline.py",
+        "parallel/pipeline/executor.py",
         "(jnp.maximum(chunk, 0) * self.layout.stages + self.stage) * layers",
         "(jnp.maximum(chunk, 0) + self.stage * self.layout.chunks) * layers",
         INTERLEAVED,
     ),
     Breakage(
         "a cell without work adds its side loss",
-        "parallel/pipeline.py",
+        "parallel/pipeline/executor.py",
         'carry["side"] += jnp.where(cell["forward_microbatch"] >= 0, side, 0)',
         'carry["side"] += side',
         f"{PIPELINE_RUN} -k side_losses",
     ),
     Breakage(
         "a cell without work adds its gradients",
-        "parallel/pipeline.py",
+        "parallel/pipeline/executor.py",
         'carry["stack"] = self.added(carry["stack"], _where(there, made), cell["backward_chunk"])',
         'carry["stack"] = self.added(carry["stack"], made, cell["backward_chunk"])',
-        NAN,
+        ONE_F_ONE_B,
     ),
     Breakage(
         "a cell without work adds its deferred weight gradients",
-        "parallel/pipeline.py",
+        "parallel/pipeline/executor.py",
         'made = _where(cell["weight_microbatch"] >= 0, made)',
         "made = made",
-        NAN,
+        ZERO_BUBBLE,
     ),
     Breakage(
         "a cell without work may bring NaN into the shared gradients",
-        "parallel/pipeline.py",
+        "parallel/pipeline/executor.py",
         'carry["shared"] = _added(carry["shared"], _where(leaves, dshared))',
         'carry["shared"] = _added(carry["shared"], dshared)',
-        NAN,
+        "tests/parallel/pipeline/test_executor.py -k nan",
     ),
     Breakage(
         "every stage takes the gradient of the embedding",
-        "parallel/pipeline.py",
+        "parallel/pipeline/executor.py",
         'entered = (self.stage == 0) & (cell["embed_backward_microbatch"] >= 0)',
         'entered = cell["embed_backward_microbatch"] >= 0',
         ONE_F_ONE_B,
     ),
     Breakage(
         "padding computes",
-        "parallel/pipeline.py",
+        "parallel/pipeline/executor.py",
         "return jnp.where(real, y, x), jnp.where(real, side, 0)",
         "return y, jnp.where(real, side, 0)",
         PADDED,
@@ -230,42 +229,42 @@ BREAKAGES = [
     # One microbatch
     Breakage(
         "the loss of a split sequence is that of one part",
-        "train/microbatch.py",
+        "train/loss.py",
         "return jax.lax.psum(loss, over) if over else loss",
         "return loss",
         CONTEXT,
     ),
     Breakage(
         "the head takes a stage's rows for the whole vocabulary",
-        "train/microbatch.py",
+        "train/loss.py",
         'split = (*by_hand, *axes("vocab"))',
         'split = axes("vocab")',
         ONE_F_ONE_B,
     ),
     Breakage(
         "the noise of all steps is the same",
-        "train/microbatch.py",
+        "train/loss.py",
         'sample_noise(config.train.seed, step, part["sample"])',
         'sample_noise(config.train.seed, 0 * step, part["sample"])',
         NOISE,
     ),
     Breakage(
         "the noise of all seeds is the same",
-        "train/microbatch.py",
+        "train/loss.py",
         'sample_noise(config.train.seed, step, part["sample"])',
         'sample_noise(0, step, part["sample"])',
         NOISE,
     ),
     Breakage(
         "tokens attend across document ends",
-        "train/microbatch.py",
+        "train/loss.py",
         'segments_bt=part.get("segment_ids"),',
         "segments_bt=None,",
         f"{LAYOUTS} -k documents_are_apart",
     ),
     Breakage(
         "positions count on across document ends",
-        "train/microbatch.py",
+        "train/loss.py",
         'positions = part.get("positions")',
         "positions = None",
         f"{LAYOUTS} -k documents_are_apart",
@@ -319,42 +318,42 @@ BREAKAGES = [
     # The optimizer and the step
     Breakage(
         "stacked vectors decay as matrices",
-        "train/optimizer.py",
+        "train/optimizers.py",
         "return len(parameter.shape) - parameter.stacked >= 2",
         "return len(parameter.shape) >= 2",
         OPTIMIZER,
     ),
     Breakage(
         "a rule sees the layers of a stage's chunk as one tensor",
-        "train/optimizer.py",
+        "train/optimizers.py",
         "for _ in range(stacked):",
         "for _ in range(min(stacked, 1)):",
         OPTIMIZER,
     ),
     Breakage(
         "clipping scales small gradients up",
-        "train/optimizer.py",
+        "train/optimizers.py",
         "scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))",
         "scale = limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)",
         OPTIMIZER,
     ),
     Breakage(
         "the warm-up begins with a rate of 0",
-        "train/optimizer.py",
+        "train/optimizers.py",
         "peak * (step + 1) / (warmup + 1)",
         "peak * step / (warmup + 1)",
         OPTIMIZER,
     ),
     Breakage(
         "the state takes the dtype of the gradients",
-        "train/optimizer.py",
+        "train/optimizers.py",
         "kept[path] = jax.tree.map(lambda new, old: new.astype(old.dtype), new, state[path])",
         "kept[path] = new",
         OPTIMIZER,
     ),
     Breakage(
         "squares of narrow gradients add up narrow",
-        "train/optimizer.py",
+        "train/optimizers.py",
         "norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))",
         "norm = optax.tree.norm(gradients).astype(jnp.float32)",
         OPTIMIZER,
@@ -362,42 +361,42 @@ BREAKAGES = [
     Breakage(
         "the rate is that of the step after",
         "train/step.py",
-        "rate = optimizer.learning_rate(config.optimizer, config.train.steps, state.step)",
-        "rate = optimizer.learning_rate(config.optimizer, config.train.steps, state.step + 1)",
+        "rate = optimizers.learning_rate(config.optimizer, config.train.steps, state.step)",
+        "rate = optimizers.learning_rate(config.optimizer, config.train.steps, state.step + 1)",
         f"{LAYOUTS} -k learning_rate",
     ),
     # The run
     Breakage(
         "the second resume reads other data",
-        "train/loop.py",
+        "run/loop.py",
         "position = sample + (done - first) * config.train.global_batch",
         "position = sample + done * config.train.global_batch",
         f"{RESUME} -k twice",
     ),
     Breakage(
         "a resumed run reads the data from its start",
-        "train/loop.py",
+        "run/loop.py",
         "ids = sample + batch_ids(at - step, size)",
         "ids = batch_ids(at - step, size)",
         f"{RESUME} -k 'signal or twice'",
     ),
     Breakage(
         "a surplus of weights is dropped",
-        "train/checkpoint.py",
+        "run/checkpoint.py",
         "for path in sorted(asked.keys() | saved.keys()):",
         "for path in sorted(asked):",
         f"{RESUME} -k more_or_fewer",
     ),
     Breakage(
         "layers are laid out anew without leaving their old layout",
-        "train/checkpoint.py",
+        "run/checkpoint.py",
         "lambda x: staged(saved.unstaged(x))",
         "lambda x: staged(x.reshape(-1, *x.shape[len(saved.shape) :])[: saved.layers][::-1])",
         f"{PIPELINE_RUN} -k another",
     ),
     Breakage(
         "sampling forgets how far the text is",
-        "train/generate.py",
+        "run/sample.py",
         "positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)",
         "positions = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)",
         "tests/test_cli.py -k sample",

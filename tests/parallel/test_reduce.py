@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.parallel.reduce import crossing, reduced, scatter_dim, scattered_spec
-from spmdtrain.train.microbatch import manually, only, without
+from spmdtrain.train.loss import manually, only, without
 
 MANUAL = ("pipeline", "data", "fsdp", "expert")
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}

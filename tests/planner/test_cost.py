@@ -9,7 +9,7 @@ import pytest
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import Llama
 from spmdtrain.models.size import train_flops_per_token
-from spmdtrain.parallel import schedule, simulate
+from spmdtrain.parallel.pipeline import schedule, timing
 from spmdtrain.planner import cost
 from spmdtrain.planner.flops import model_flops_per_token
 from spmdtrain.planner.hardware import DEVICES, hardware, swept
@@ -27,7 +27,7 @@ def job(**more) -> Job:
 
 
 def test_the_closed_form_of_a_schedule_is_the_time_of_its_table():
-    times = [simulate.Times(0.7, 1.1, 0.4, hop) for hop in (0.0, 0.3, 5.0)]
+    times = [timing.Times(0.7, 1.1, 0.4, hop) for hop in (0.0, 0.3, 5.0)]
     checked = 0
     for kind, p, m, v in product(schedule.KINDS, (2, 3, 4), (1, 2, 4, 6, 12), (1, 2, 3)):
         try:
@@ -35,7 +35,7 @@ def test_the_closed_form_of_a_schedule_is_the_time_of_its_table():
         except ConfigError:  # chunks of a kind without, or microbatches that do not come in groups
             continue
         for each in times:
-            assert cost.lockstep_time(kind, p, m, v, each) == pytest.approx(simulate.lockstep_time(table, each))
+            assert cost.lockstep_time(kind, p, m, v, each) == pytest.approx(timing.lockstep_time(table, each))
             checked += 1
     assert checked > 100
 
@@ -46,15 +46,15 @@ def test_a_pipeline_is_priced_by_the_table_that_runs():
     work = cost.layer_work(found.job, H100, OURS)
     times = [2 * sum(part[i] for part in work.values()) for i in range(3)]
     one_hop = hop(1024 * 1024 * 2, 1, H100)
-    bubble = simulate.lockstep_time(table, simulate.Times(*times, hop=one_hop)) - 64 * sum(times)
+    bubble = timing.lockstep_time(table, timing.Times(*times, hop=one_hop)) - 64 * sum(times)
     assert found.seconds["pipeline_bubble"] == pytest.approx(bubble)
 
 
 def test_orders_of_other_frameworks_are_priced_as_simulated():
-    times = simulate.Times(1.0, 1.1, 0.7)
+    times = timing.Times(1.0, 1.1, 0.7)
     for kind, p, m, v in (("1f1b", 4, 8, 1), ("1f1b", 8, 24, 1), ("interleaved", 4, 8, 2), ("zero_bubble", 8, 24, 1)):
-        orders = simulate.zb_h1_orders(p, m) if kind == "zero_bubble" else simulate.megatron_orders(p, m, v)
-        simulated = simulate.order_time(orders, times) - m * times.microbatch
+        orders = timing.zb_h1_orders(p, m) if kind == "zero_bubble" else timing.megatron_orders(p, m, v)
+        simulated = timing.order_time(orders, times) - m * times.microbatch
         assert cost.order_bubble(kind, p, v, times) == pytest.approx(simulated)
 
 

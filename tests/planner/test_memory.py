@@ -9,16 +9,16 @@ import pytest
 from helpers import prepared, tiny
 
 from spmdtrain.config import ConfigError
-from spmdtrain.models.blueprint import build_model
-from spmdtrain.models.flow import Flow
+from spmdtrain.models.abstract import build_model
+from spmdtrain.models.context import Flow
 from spmdtrain.models.stack import rematerialised, run_block
-from spmdtrain.parallel import schedule
-from spmdtrain.parallel.layer_gradient import LayerGradient
+from spmdtrain.parallel.pipeline import schedule
+from spmdtrain.parallel.pipeline.layer_vjp import LayerGradient
 from spmdtrain.planner import memory
 from spmdtrain.planner.job import Job, Layout, Shape, job_of
-from spmdtrain.train import loop
-from spmdtrain.train.feed import abstract_batch
-from spmdtrain.train.show import bytes_per_device
+from spmdtrain.run import loop
+from spmdtrain.train.batch import abstract_batch
+from spmdtrain.train.state import bytes_per_device
 
 LLAMA = (
     *("model.name=llama", "model.layers=4", "model.embed=32", "model.heads=4"),

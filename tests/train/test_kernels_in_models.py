@@ -12,7 +12,8 @@ import pytest
 from helpers import mesh_of, tiny
 
 from spmdtrain.config import ConfigError
-from spmdtrain.train import accumulated, loop, pipelined
+from spmdtrain.run import loop
+from spmdtrain.train import grad_accumulation, grad_pipeline
 from spmdtrain.train.state import init_state
 
 SMALL = ("model.embed=32", "model.heads=4", "model.vocab=32", "train.sequence_length=16", "train.global_batch=8")
@@ -33,7 +34,7 @@ def setup_with(attention: str, settings: tuple[str, ...]) -> loop.Setup:
 
 def loss_and_gradients(attention: str, settings: tuple[str, ...]):
     setup = setup_with(attention, settings)
-    way = pipelined if setup.rules.sizes["pipeline"] > 1 else accumulated
+    way = grad_pipeline if setup.rules.sizes["pipeline"] > 1 else grad_accumulation
     find = jax.jit(way.make_gradients(setup.config, setup.blueprint, setup.mesh, setup.rules))
     state = init_state(setup.config, setup.blueprint, setup.abstract)
     with loop.batches(setup, 0, 0) as ahead:
@@ -64,7 +65,7 @@ import sys
 from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.hardware import hardware
-from spmdtrain.train import compiled
+from spmdtrain.parallel import hlo
 attention, stages = sys.argv[1], int(sys.argv[2])
 config = RunConfig(
     model=GPT(layers=4, embed=512, heads=8, vocab=4096, attention=attention),
@@ -76,7 +77,7 @@ config = RunConfig(
 step, _ = deviceless.executable(config, config.mesh.model_dump(), hardware("h200"))
 text = step.as_text()
 own = "__gpu$xla.gpu.triton", "mosaic_gpu"
-calls = sum(count for name, count in compiled.calls(text).items() if name.startswith(own))
+calls = sum(count for name, count in hlo.calls(text).items() if name.startswith(own))
 gathers = sum(text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in ("all-gather", "all-to-all"))
 print(calls, gathers)
 """

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from helpers import compiled_step, partitioned_text, prepared, trained
 
+from spmdtrain.parallel import hlo
 from spmdtrain.parallel.axes import BATCH_AXES
-from spmdtrain.train import accumulated, compiled, loop, optimizer, pipelined
+from spmdtrain.run import loop
+from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers
 from spmdtrain.train.state import init_state
 
 STEPS, TOLERANCE = 20, 1e-5
@@ -78,7 +80,7 @@ def gradient_bytes(*overrides: str) -> tuple[int, int, int]:
     """(bytes over data inside loops, outside loops, bytes of all gradients in float32) per device."""
     setup = prepared(*overrides)
     text = compiled_step(*overrides).as_text()
-    found = [c for c in compiled.instructions(text, setup.mesh.shape) if "data" in c.axis.split("+")]
+    found = [c for c in hlo.instructions(text, setup.mesh.shape) if "data" in c.axis.split("+")]
     inside = sum(c.bytes for c in found if c.inside_loop)
     scattered = [c for c in found if c.kind == "reduce-scatter"]
     summed = [c for c in found if c.kind == "all-reduce" and not c.inside_loop]
@@ -123,7 +125,7 @@ def test_gradients_cross_the_axes_of_the_batch_as_precisely_as_they_accumulate(m
     text = partitioned_text(*mesh, *ACCUMULATED)
     sums = [
         each
-        for each in compiled.instructions(text, prepared(*mesh, *ACCUMULATED).mesh.shape)
+        for each in hlo.instructions(text, prepared(*mesh, *ACCUMULATED).mesh.shape)
         if each.kind in ("all-reduce", "reduce-scatter") and set(each.axis.split("+")) & set(BATCH_AXES)
     ]
     narrow = [each for each in sums if {"bf16", "f16"} & each.bytes_by_dtype.keys()]
@@ -131,8 +133,8 @@ def test_gradients_cross_the_axes_of_the_batch_as_precisely_as_they_accumulate(m
 
 
 def test_zero_halves_the_optimizer_state_on_two_data_shards_and_keeps_the_numbers():
-    whole = compiled.memory(compiled_step("mesh.data=2"))
-    split = compiled.memory(compiled_step("mesh.data=2", "train.zero=1"))
+    whole = hlo.memory(compiled_step("mesh.data=2"))
+    split = hlo.memory(compiled_step("mesh.data=2", "train.zero=1"))
     setup = prepared("mesh.data=2")
     moments = 8 * sum(p.size for p in setup.blueprint.parameters.values())
     saved = whole["argument_bytes"] - split["argument_bytes"]
@@ -140,7 +142,7 @@ def test_zero_halves_the_optimizer_state_on_two_data_shards_and_keeps_the_number
 
 
 def test_the_state_is_donated():
-    memory = compiled.memory(compiled_step("mesh.data=2"))
+    memory = hlo.memory(compiled_step("mesh.data=2"))
     setup = prepared("mesh.data=2")
     state = 12 * sum(p.size for p in setup.blueprint.parameters.values())
     assert memory["alias_bytes"] >= state
@@ -155,7 +157,7 @@ def test_fsdp_parameters_rest_split_and_are_born_split():
 def test_each_step_has_its_own_learning_rate():
     _, state, metrics = trained(steps=STEPS)
     config = prepared().config
-    rates = [optimizer.learning_rate(config.optimizer, config.train.steps, step) for step in range(STEPS)]
+    rates = [optimizers.learning_rate(config.optimizer, config.train.steps, step) for step in range(STEPS)]
     assert [float(out["learning_rate"]) for out in metrics] == [float(rate) for rate in rates]
     assert int(state.step) == STEPS
 
@@ -164,7 +166,9 @@ def test_each_step_has_its_own_learning_rate():
 def test_documents_are_apart_in_the_step(layout):
     """Two documents in one window have the loss that they have in windows of their own."""
     setup = prepared(*UNEVEN, *layout)
-    losses = (pipelined if layout else accumulated).make_losses(setup.config, setup.blueprint, setup.mesh, setup.rules)
+    losses = (grad_pipeline if layout else grad_accumulation).make_losses(
+        setup.config, setup.blueprint, setup.mesh, setup.rules
+    )
     state = init_state(setup.config, setup.blueprint, setup.abstract)
     rng = np.random.default_rng(0)
     first, second = rng.integers(0, 64, (16, 7)), rng.integers(0, 64, (16, 11))

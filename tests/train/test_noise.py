@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from helpers import prepared
 
-from spmdtrain.train import accumulated, loop, pipelined
+from spmdtrain.run import loop
+from spmdtrain.train import grad_accumulation, grad_pipeline
 from spmdtrain.train.state import init_state
 
 LAYOUTS = {"one device": (), "pipeline": ("mesh.pipeline=2", "train.microbatch=4")}
@@ -16,7 +17,7 @@ SMALL = ("model.embed=8", "model.heads=2", "train.sequence_length=4", "train.glo
 def losses(layout: str, seed: int) -> list[float]:
     """Of one batch and the weights of seed 0, with the noise of `seed` at the first two steps."""
     setup, start = (prepared(*SMALL, *LAYOUTS[layout], f"train.seed={each}") for each in (seed, 0))
-    way = pipelined if setup.rules.sizes["pipeline"] > 1 else accumulated
+    way = grad_pipeline if setup.rules.sizes["pipeline"] > 1 else grad_accumulation
     find = jax.jit(way.make_gradients(setup.config, setup.blueprint, setup.mesh, setup.rules))
     state = init_state(start.config, start.blueprint, start.abstract)
     with loop.batches(start, 0, 0) as ahead:

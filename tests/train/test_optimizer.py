@@ -8,9 +8,9 @@ import pytest
 from helpers import prepared
 
 from spmdtrain.config import AdamW, Sgd
-from spmdtrain.models.blueprint import Parameter
-from spmdtrain.train import optimizer
-from spmdtrain.train.feed import abstract_batch
+from spmdtrain.models.abstract import Parameter
+from spmdtrain.train import optimizers
+from spmdtrain.train.batch import abstract_batch
 from spmdtrain.train.step import make_step
 
 SHAPES = {
@@ -39,9 +39,9 @@ def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
         if isinstance(config, AdamW)
         else optax.chain(decay, optax.trace(config.momentum))
     )
-    state, want_state = optimizer.init(config, SHAPES, params), reference.init(params)
+    state, want_state = optimizers.init(config, SHAPES, params), reference.init(params)
     for step in range(3):
-        got, state = optimizer.directions(config, SHAPES, draw(step + 1), state, params)
+        got, state = optimizers.directions(config, SHAPES, draw(step + 1), state, params)
         want, want_state = reference.update(draw(step + 1), want_state, params)
         for path in SHAPES:
             np.testing.assert_allclose(got[path], want[path], rtol=1e-6, atol=1e-6)
@@ -49,16 +49,16 @@ def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
 
 def test_a_layerwise_rule_sees_one_layers_tensor(monkeypatch):
     """A trust ratio on the stack would mix the norms of the layers; per layer it must equal layer by layer."""
-    monkeypatch.setattr(optimizer, "transformation", lambda config, decay: optax.scale_by_trust_ratio())  # noqa: ARG005
+    monkeypatch.setattr(optimizers, "transformation", lambda config, decay: optax.scale_by_trust_ratio())  # noqa: ARG005
     params, grads = draw(0), draw(1)
-    got, _ = optimizer.directions(AdamW(), SHAPES, grads, optimizer.init(AdamW(), SHAPES, params), params)
+    got, _ = optimizers.directions(AdamW(), SHAPES, grads, optimizers.init(AdamW(), SHAPES, params), params)
     path, rule = "blocks.layer.up", optax.scale_by_trust_ratio()
     for layer in range(3):
         want, _ = rule.update(grads[path][layer], rule.init(params[path][layer]), params[path][layer])
         np.testing.assert_allclose(got[path][layer], want, rtol=1e-6)
     staged = {path: SHAPES[path]} | {"staged": Parameter((3, 2, 2, 5), ("chunk", "stage", "layer", "ffn"))}
     params, grads = ({**x, "staged": x[path].reshape(3, 2, 2, 5)} for x in (params, grads))
-    laid_out, _ = optimizer.directions(AdamW(), staged, grads, optimizer.init(AdamW(), staged, params), params)
+    laid_out, _ = optimizers.directions(AdamW(), staged, grads, optimizers.init(AdamW(), staged, params), params)
     for place in np.ndindex(3, 2, 2):
         weights = params["staged"][place]
         want, _ = rule.update(grads["staged"][place], rule.init(weights), weights)
@@ -68,9 +68,9 @@ def test_a_layerwise_rule_sees_one_layers_tensor(monkeypatch):
 
 
 def test_only_matrices_decay():
-    assert {path for path, p in SHAPES.items() if optimizer.decays(path, p)} == DECAYED
+    assert {path for path, p in SHAPES.items() if optimizers.decays(path, p)} == DECAYED
     real = prepared().blueprint.parameters
-    kept = {path for path, p in real.items() if not optimizer.decays(path, p)}
+    kept = {path for path, p in real.items() if not optimizers.decays(path, p)}
     assert kept == {path for path in real if "norm" in path or "bias" in path}
 
 
@@ -79,7 +79,7 @@ def test_only_matrices_decay():
 )
 def test_the_learning_rate_rises_over_the_warmup_and_ends_at_the_final_rate(schedule, middle, last):
     config = AdamW(learning_rate=1.0, final_learning_rate=0.2, schedule=schedule, warmup=10)
-    rate = lambda step: float(optimizer.learning_rate(config, 111, jnp.int32(step)))  # noqa: E731
+    rate = lambda step: float(optimizers.learning_rate(config, 111, jnp.int32(step)))  # noqa: E731
     assert 0 < rate(0) < rate(5) < rate(9) < rate(10) == 1.0
     assert rate(60) == pytest.approx(middle, abs=1e-6)
     assert rate(110) == pytest.approx(last, abs=1e-6)
@@ -88,13 +88,13 @@ def test_the_learning_rate_rises_over_the_warmup_and_ends_at_the_final_rate(sche
 def test_clipping_scales_all_gradients_by_one_factor_to_the_global_norm():
     grads = draw(2)
     norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in grads.values()))
-    clipped, before = optimizer.clipped(grads, 0.5)
+    clipped, before = optimizers.clipped(grads, 0.5)
     assert float(before) == pytest.approx(norm, rel=1e-6)
     for path in grads:
         np.testing.assert_allclose(clipped[path], grads[path] * 0.5 / norm, rtol=1e-5)
-    small, _ = optimizer.clipped(grads, 10 * norm)
+    small, _ = optimizers.clipped(grads, 10 * norm)
     assert all(np.array_equal(small[path], grads[path]) for path in grads)
-    assert optimizer.clipped(grads, None)[0] is grads
+    assert optimizers.clipped(grads, None)[0] is grads
 
 
 def leaves_of(tree) -> list[tuple[str, tuple, str]]:
@@ -106,7 +106,7 @@ def leaves_of(tree) -> list[tuple[str, tuple, str]]:
 def test_the_state_has_the_same_leaves_whatever_the_values(name):
     """A run goes on with another decay, momentum or epsilon: what it kept is found again by name."""
     rules = [config for config in RULES if config.name == name]
-    states = [leaves_of(optimizer.init(config, SHAPES, draw(0))) for config in rules]
+    states = [leaves_of(optimizers.init(config, SHAPES, draw(0))) for config in rules]
     assert states[0] and all(state == states[0] for state in states)
 
 
@@ -132,7 +132,7 @@ def test_the_norm_of_narrow_gradients_is_as_exact_as_of_wide_ones():
     wide = {"a": jax.random.normal(jax.random.key(0), (300, 300)), "b": jax.random.normal(jax.random.key(1), (77,))}
     narrow = {path: g.astype(jnp.bfloat16) for path, g in wide.items()}
     exact = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in narrow.values()))
-    clipped, norm = jax.jit(optimizer.clipped, static_argnums=1)(narrow, 1.0)
+    clipped, norm = jax.jit(optimizers.clipped, static_argnums=1)(narrow, 1.0)
     assert float(norm) == pytest.approx(exact, rel=1e-6)
     after = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in clipped.values()))
     assert after == pytest.approx(1.0, rel=1e-3), "but for the rounding of each gradient"

@@ -10,11 +10,12 @@ from flax import nnx
 from helpers import assert_gradients_of_one_device, mesh_of, prepared, tiny
 
 from spmdtrain.config import ConfigError
-from spmdtrain.models.blueprint import build_model
+from spmdtrain.models.abstract import build_model
 from spmdtrain.models.layers import weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
-from spmdtrain.train import accumulated, loop, pipelined
+from spmdtrain.run import loop
+from spmdtrain.train import grad_accumulation, grad_pipeline
 from spmdtrain.train.state import init_state
 
 SMALLEST = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_length=8", "train.global_batch=8")
@@ -70,7 +71,7 @@ def first_batch(make, *settings: str) -> tuple[float, float, dict[str, np.ndarra
     """(mean loss of training, of evaluation, gradients) of the initial weights."""
     setup = loop.prepare(tiny(*SMALLEST, *settings), make, jax.devices()[: mesh_of(settings)])
     parts = setup.config, setup.blueprint, setup.mesh, setup.rules
-    way = pipelined if setup.rules.sizes["pipeline"] > 1 else accumulated
+    way = grad_pipeline if setup.rules.sizes["pipeline"] > 1 else grad_accumulation
     gradients, losses = way.make_gradients(*parts), way.make_losses(*parts)
     state = init_state(setup.config, setup.blueprint, setup.abstract)
     both = jax.jit(lambda params, step, batch: (gradients(params, step, batch), losses(params, batch)))

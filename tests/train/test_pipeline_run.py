@@ -16,8 +16,9 @@ from helpers import assert_same_bits, compiled_step, mesh_of, prepared, tiny, tr
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
-from spmdtrain.train import compiled, loop
-from spmdtrain.train.checkpoint import Checkpoints
+from spmdtrain.parallel import hlo
+from spmdtrain.run import loop
+from spmdtrain.run.checkpoint import Checkpoints
 from spmdtrain.train.state import abstract_state, init_state
 from spmdtrain.train.step import make_step
 
@@ -45,7 +46,7 @@ def instructions(step: jax.stages.Compiled) -> int:
 )
 def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(schedule, remat):
     few, many = (compiled_step(*schedule, *LARGE, f"train.remat={remat}", batch(m)) for m in (8, 64))
-    assert compiled.memory(many)["temp_bytes"] <= 1.02 * compiled.memory(few)["temp_bytes"]
+    assert hlo.memory(many)["temp_bytes"] <= 1.02 * hlo.memory(few)["temp_bytes"]
     assert instructions(many) <= 1.1 * instructions(few)
 
 
@@ -54,7 +55,7 @@ def test_full_remat_recomputes():
     kept, again = (compiled_step(*ONE_F_ONE_B, *LARGE, f"train.remat={remat}", batch(8)) for remat in ("none", "full"))
     matmuls = [len(re.findall(r"= \S+ dot\(", step.as_text())) for step in (kept, again)]
     assert matmuls[1] > matmuls[0]
-    assert compiled.memory(again)["temp_bytes"] < compiled.memory(kept)["temp_bytes"]
+    assert hlo.memory(again)["temp_bytes"] < hlo.memory(kept)["temp_bytes"]
 
 
 def test_the_program_does_not_grow_with_the_number_of_layers():
@@ -77,8 +78,8 @@ def test_no_stage_holds_gradients_of_all_stages():
             assert f"f32[{','.join(map(str, whole))}]" not in text(*settings), path
 
 
-def crossings(*settings: str) -> list[compiled.Collective]:
-    return list(compiled.instructions(text(*settings), prepared(*settings).mesh.shape))
+def crossings(*settings: str) -> list[hlo.Collective]:
+    return list(hlo.instructions(text(*settings), prepared(*settings).mesh.shape))
 
 
 @pytest.mark.core

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.schedule import KINDS, build, gpipe, interleaved, one_f_one_b, units_of
-from spmdtrain.parallel.schedule_file import read, to_json
-from spmdtrain.parallel.simulate import Times
+from spmdtrain.parallel.pipeline.file import read, to_json
+from spmdtrain.parallel.pipeline.schedule import KINDS, build, gpipe, interleaved, one_f_one_b, units_of
+from spmdtrain.parallel.pipeline.timing import Times
 
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on busy machines
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmdtrain.parallel.layout import lay_out
+from spmdtrain.parallel.pipeline.layout import lay_out
 
 
 @pytest.mark.parametrize(("layers", "stages", "chunks"), [(8, 4, 2), (7, 4, 1), (5, 2, 3), (3, 8, 1), (6, 1, 1)])

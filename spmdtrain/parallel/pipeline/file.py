@@ -9,9 +9,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.schedule import WORK, Table, assign_slots
-from spmdtrain.parallel.schedule_rules import LETTERS, check, check_units
-from spmdtrain.parallel.simulate import Times, bubble_fraction, bubble_over_ideal
+from spmdtrain.parallel.pipeline.check import LETTERS, check, check_units
+from spmdtrain.parallel.pipeline.schedule import WORK, Table, assign_slots
+from spmdtrain.parallel.pipeline.timing import Times, bubble_fraction, bubble_over_ideal
 
 CSV_OPERATION = re.compile(r"([FBW])(\d{1,9})\.(\d{1,9})")
 

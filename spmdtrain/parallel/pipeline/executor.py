@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.parallel.layer_gradient import LayerGradient
-from spmdtrain.parallel.layout import Layout
+from spmdtrain.parallel.pipeline.layer_vjp import LayerGradient
+from spmdtrain.parallel.pipeline.layout import Layout
+from spmdtrain.parallel.pipeline.phases import Phase, rounds
+from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import summed
-from spmdtrain.parallel.rounds import Phase, rounds
-from spmdtrain.parallel.schedule import Table
 
 AXIS = "pipeline"
 Tree = Any

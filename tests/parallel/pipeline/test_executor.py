@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from test_schedule import some_waiting_table
 
-from spmdtrain.parallel.layout import lay_out
-from spmdtrain.parallel.pipeline import Program, gradients, losses
-from spmdtrain.parallel.schedule import Table, build
+from spmdtrain.parallel.pipeline.executor import Program, gradients, losses
+from spmdtrain.parallel.pipeline.layout import lay_out
+from spmdtrain.parallel.pipeline.schedule import Table, build
 
 WIDTH = 4
 

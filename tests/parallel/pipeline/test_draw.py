@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spmdtrain.parallel.schedule import KINDS, build, interleaved, one_f_one_b, zero_bubble
-from spmdtrain.parallel.simulate import Times
-from spmdtrain.parallel.timeline import draw, svg
+from spmdtrain.parallel.pipeline.draw import draw, svg
+from spmdtrain.parallel.pipeline.schedule import KINDS, build, interleaved, one_f_one_b, zero_bubble
+from spmdtrain.parallel.pipeline.timing import Times
 
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on busy machines
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.loss import linear_cross_entropy
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.blueprint import gathering
-from spmdtrain.models.flow import Flow, sample_noise
+from spmdtrain.models.abstract import gathering
+from spmdtrain.models.context import Flow, sample_noise
 from spmdtrain.parallel.axes import Rules, localisation, manual_axes, placement
 from spmdtrain.parallel.vocabulary import lookup
 

@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.parallel.hlo import calls, collectives, events, instructions, memory, overlaps, replica_groups, report
 from spmdtrain.parallel.processes import simulate_devices
-from spmdtrain.train.compiled import calls, collectives, events, instructions, memory, overlaps, replica_groups, report
 
 simulate_devices(8)
 

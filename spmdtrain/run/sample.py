@@ -16,14 +16,14 @@ from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.data.tokenizer import Tokenizer, from_spec
-from spmdtrain.models.blueprint import Blueprint, build_model, cast, gathering, matmuls
-from spmdtrain.models.flow import Flow
+from spmdtrain.models.abstract import Blueprint, build_model, cast, gathering
+from spmdtrain.models.context import Flow
 from spmdtrain.models.layers import Cache
 from spmdtrain.models.sampling import choose
 from spmdtrain.parallel.axes import Rules, localisation, make_rules, placement
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.vocabulary import lookup
-from spmdtrain.train.checkpoint import Checkpoints
+from spmdtrain.run.checkpoint import Checkpoints
 from spmdtrain.train.state import abstract_state
 
 LONGEST = 200  # tokens, where nobody asked for a number
@@ -116,7 +116,7 @@ def make_generate(
         return tokens.T
 
     def under_mesh(*arguments):
-        with jax.set_mesh(mesh), matmuls(config.precision.compute):
+        with jax.set_mesh(mesh):
             return jax.jit(generate)(*arguments)
 
     return under_mesh

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from spmdtrain.config.schema import AdamW, Schedule, Sgd
-from spmdtrain.models.blueprint import Parameter
+from spmdtrain.models.abstract import Parameter
 
 OptimizerState = dict[str, Any]
 

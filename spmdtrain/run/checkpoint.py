@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import type_handlers
 
 from spmdtrain.config.errors import CheckpointError, StorageError, UserError
-from spmdtrain.models.blueprint import Blueprint
-from spmdtrain.parallel.layout import Layout, lay_out
+from spmdtrain.models.abstract import Blueprint
+from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 from spmdtrain.train.state import TrainState
 
 FORMAT = 1

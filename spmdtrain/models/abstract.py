@@ -4,7 +4,6 @@ Parameters travel as a flat dict, dotted path -> array: light for jit, readable 
 NNX module exists inside traced functions only.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.flow import Flow
+from spmdtrain.models.context import Flow
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names
-from spmdtrain.parallel.layout import Layout, lay_out
+from spmdtrain.parallel.axes import STACK_AXES, Rules, check_names
+from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 
 MakeModel = Callable[[RunConfig, nnx.Rngs], nnx.Module]
 
@@ -154,10 +153,9 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
 
 
 def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State], nnx.State]:
-    """Weights that rest split over axes of the batch (`fsdp`) are used whole: this asks for the gather just where they
-    are used, so that one layer at a time is whole (ZeRO-3). Stacked weights are left to the scan that slices them."""
-    gathered = [axis for axis in BATCH_AXES if axis not in manual]
-    if all(rules.sizes[axis] == 1 for axis in gathered):
+    """Weights rest split over `fsdp` and are used whole: this asks for the gather just where they are used, so that
+    one layer at a time is whole (ZeRO-3). Stacked weights are left to the scan that slices them."""
+    if rules.sizes["fsdp"] == 1:
         return lambda state: state
 
     def whole(path, variable):
@@ -166,7 +164,7 @@ def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State
             axes = tuple(axis for axis in axes if axis not in STACK_AXES)
         elif any(axis in STACK_AXES for axis in axes):
             return variable
-        spec = rules.parameter_spec(axes, variable.shape, _dotted(path), drop=(*gathered, *manual))
+        spec = rules.parameter_spec(axes, variable.shape, _dotted(path), drop=("fsdp", *manual))
         return variable.replace(jax.lax.with_sharding_constraint(variable[...], spec))
 
     def gather(state: nnx.State) -> nnx.State:
@@ -178,16 +176,6 @@ def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State
 def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
     """Floating parameters in the compute dtype."""
     return {path: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for path, x in values.items()}
-
-
-def matmuls(dtype: str) -> contextlib.AbstractContextManager:
-    """To trace in: where compute is `dtype` float32, so are the factors of every matmul.
-
-    jax's default on a GPU is TF32, which keeps 10 of their 23 bits. For less there is bfloat16.
-    """
-    if dtype != "float32":
-        return contextlib.nullcontext()
-    return jax.default_matmul_precision("highest")
 
 
 def _dotted(path: tuple) -> str:

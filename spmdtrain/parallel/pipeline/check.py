@@ -6,7 +6,15 @@ A unit is written as in schedule files: F, B or W (forward, backward, weight gra
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.schedule import WORK, Table, arrival_ticks, arriving_backward, arriving_forward, units_of, when
+from spmdtrain.parallel.pipeline.schedule import (
+    WORK,
+    Table,
+    arrival_ticks,
+    arriving_backward,
+    arriving_forward,
+    units_of,
+    when,
+)
 
 LETTERS: dict[str, str] = dict(zip(WORK, "FBW", strict=True))
 

@@ -22,10 +22,10 @@ from spmdtrain.config import CheckpointError, ConfigError, to_toml
 from spmdtrain.config.errors import DivergedError, StorageError
 from spmdtrain.data import batches
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.train import loop
-from spmdtrain.train.checkpoint import Checkpoints
-from spmdtrain.train.journal import only_run
-from spmdtrain.train.metrics import forget_after
+from spmdtrain.run import loop
+from spmdtrain.run.checkpoint import Checkpoints
+from spmdtrain.run.journal import only_run
+from spmdtrain.run.metrics import forget_after
 
 STEPS = 40
 SETTINGS = (

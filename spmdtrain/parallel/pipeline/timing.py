@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.schedule import WORK, Table, arriving_backward, arriving_forward, units_of
+from spmdtrain.parallel.pipeline.schedule import WORK, Table, arriving_backward, arriving_forward, units_of
 
 
 @dataclass(frozen=True)

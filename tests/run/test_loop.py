@@ -13,10 +13,10 @@ from orbax.checkpoint._src.serialization import replica_slices
 
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
-from spmdtrain.train import loop
-from spmdtrain.train.journal import Journal
-from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
-from spmdtrain.train.progress import duration, quantity, tell
+from spmdtrain.run import loop
+from spmdtrain.run.journal import Journal
+from spmdtrain.run.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
+from spmdtrain.run.progress import duration, quantity, tell
 from spmdtrain.train.state import init_state
 
 ONE = {"devices": jax.devices()[:1]}
@@ -129,7 +129,7 @@ def test_evaluation_is_the_mean_over_every_validation_token(finished):
     model = setup.blueprint.bind(state.params)
     windows = EvalWindows(setup.corpus, setup.validation, 16)
     batch = windows.samples(np.arange(windows.windows))
-    from spmdtrain.models.flow import Flow
+    from spmdtrain.models.context import Flow
 
     def token_losses(tokens, targets):
         flow = Flow(jax.numpy.broadcast_to(jax.numpy.arange(16), tokens.shape))

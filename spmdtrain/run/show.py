@@ -1,22 +1,20 @@
 """What a configuration means before anything runs: every parameter, where it rests and what it costs per device."""
 
-import math
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from spmdtrain.config.load import resolved, to_toml
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.models.blueprint import MakeModel, build_model
+from spmdtrain.models.abstract import MakeModel, build_model
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import make_rules
 from spmdtrain.parallel.mesh import build_mesh, describe_mesh
-from spmdtrain.train.feed import sequences_at_once
-from spmdtrain.train.pipelined import describe as describe_pipeline
-from spmdtrain.train.pipelined import table_of
-from spmdtrain.train.state import abstract_state, parameter_specs
+from spmdtrain.train.batch import sequences_at_once
+from spmdtrain.train.grad_pipeline import describe as describe_pipeline
+from spmdtrain.train.grad_pipeline import table_of
+from spmdtrain.train.state import abstract_state, bytes_per_device, parameter_specs
 
 
 def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str, Any], Mesh]:
@@ -51,11 +49,6 @@ def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str
     }
     found = {"mesh": dict(mesh.shape), "pipeline": pipeline, "parameters": rows, "totals": totals}
     return resolved(config) | found, mesh
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Bytes of abstract arrays on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def show(config: RunConfig) -> str:

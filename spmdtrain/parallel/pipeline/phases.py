@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from spmdtrain.parallel.schedule import WORK, Table, arriving_backward, arriving_forward
+from spmdtrain.parallel.pipeline.schedule import WORK, Table, arriving_backward, arriving_forward
 
 MOST_PHASES = 12  # that an executor compiles; the schedules built here have five at most
 

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.rounds import phases, rounds
-from spmdtrain.parallel.schedule import (
+from spmdtrain.parallel.pipeline.check import check
+from spmdtrain.parallel.pipeline.phases import phases, rounds
+from spmdtrain.parallel.pipeline.schedule import (
     KINDS,
     Table,
     assign_slots,
@@ -21,7 +22,6 @@ from spmdtrain.parallel.schedule import (
     units_of,
     zero_bubble,
 )
-from spmdtrain.parallel.schedule_rules import check
 
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on busy machines
 

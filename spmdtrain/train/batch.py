@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, partition_spec
-from spmdtrain.train.microbatch import Batch
+from spmdtrain.train.loss import Batch
 
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 

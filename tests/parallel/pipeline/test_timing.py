@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.schedule import build, gpipe, interleaved, one_f_one_b, zero_bubble
-from spmdtrain.parallel.simulate import (
+from spmdtrain.parallel.pipeline.schedule import build, gpipe, interleaved, one_f_one_b, zero_bubble
+from spmdtrain.parallel.pipeline.timing import (
     Operation,
     Times,
     bubble_fraction,

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from spmdtrain.config.errors import StorageError
-from spmdtrain.train.metrics import JsonLines, numbers, writing
-from spmdtrain.train.progress import Progress, tell
+from spmdtrain.run.metrics import JsonLines, numbers, writing
+from spmdtrain.run.progress import Progress, tell
 
 
 class Journal:

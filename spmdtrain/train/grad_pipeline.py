@@ -15,24 +15,24 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.blueprint import Blueprint, cast
-from spmdtrain.models.flow import Flow
+from spmdtrain.models.abstract import Blueprint, cast
+from spmdtrain.models.context import Flow
 from spmdtrain.models.stack import rematerialised, run_block
-from spmdtrain.parallel import tables
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, manual_axes
-from spmdtrain.parallel.layout import Layout
-from spmdtrain.parallel.pipeline import Program, gradients, losses
+from spmdtrain.parallel.pipeline import choose
+from spmdtrain.parallel.pipeline.draw import headline
+from spmdtrain.parallel.pipeline.executor import Program, gradients, losses
+from spmdtrain.parallel.pipeline.layout import Layout
+from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import reduced, summed
-from spmdtrain.parallel.schedule import Table
-from spmdtrain.parallel.timeline import headline
-from spmdtrain.train.microbatch import Batch, head_loss, make_flow, manually, only, without
+from spmdtrain.train.loss import Batch, head_loss, make_flow, manually, only, without
 from spmdtrain.train.state import crossings, gradient_specs, parameter_specs
 
 
 def table_of(config: RunConfig, stages: int, microbatches: int) -> Table:
     """The schedule that the run asks for."""
     asked = config.pipeline
-    table = tables.table_of(asked.schedule, stages, asked.chunks, microbatches)
+    table = choose.table_of(asked.schedule, stages, asked.chunks, microbatches)
     if table.split and config.train.remat != "none":
         raise ConfigError(
             f"train.remat={config.train.remat!r}: {asked.schedule!r} takes a layer's backward apart",

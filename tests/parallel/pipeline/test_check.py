@@ -9,9 +9,17 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel import schedule_rules as rules
-from spmdtrain.parallel.schedule import KINDS, Table, assign_slots, build, interleaved, one_f_one_b, zero_bubble
-from spmdtrain.parallel.schedule_rules import check
+from spmdtrain.parallel.pipeline import check as rules
+from spmdtrain.parallel.pipeline.check import check
+from spmdtrain.parallel.pipeline.schedule import (
+    KINDS,
+    Table,
+    assign_slots,
+    build,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+)
 
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on busy machines
 

@@ -1,15 +1,15 @@
 """The table that a run's settings ask for: of a schedule with a name, or of a file."""
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel import schedule, schedule_file
-from spmdtrain.parallel.schedule import Table
+from spmdtrain.parallel.pipeline import file, schedule
+from spmdtrain.parallel.pipeline.schedule import Table
 
 
 def table_of(kind: str, stages: int, chunks: int, microbatches: int) -> Table:
     """`kind` is a name in schedule.KINDS, built in these sizes, or a file, which must have them."""
     if kind in schedule.KINDS:
         return schedule.build(kind, stages, microbatches, chunks)
-    table = schedule_file.read(kind)
+    table = file.read(kind)
     for name, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if getattr(table, name) != value:
             raise ConfigError(

@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.blueprint import Blueprint, cast, gathering
-from spmdtrain.models.flow import Flow
+from spmdtrain.models.abstract import Blueprint, cast, gathering
+from spmdtrain.models.context import Flow
 from spmdtrain.parallel.axes import Rules, manual_axes
 from spmdtrain.parallel.reduce import reduced, summed
-from spmdtrain.train.microbatch import Batch, head_loss, make_flow, manually, only, without
+from spmdtrain.train.loss import Batch, head_loss, make_flow, manually, only, without
 from spmdtrain.train.state import crossings, gradient_specs
 
 

@@ -21,22 +21,23 @@ from spmdtrain.config.load import resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import EvalWindows, Range, ReadAhead, TrainStream, batch_ids, split
 from spmdtrain.data.corpus import Corpus, open_corpus
-from spmdtrain.models.blueprint import Blueprint, MakeModel, build_model
+from spmdtrain.models.abstract import Blueprint, MakeModel, build_model
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
+from spmdtrain.parallel import hlo
 from spmdtrain.parallel.axes import Rules, make_rules
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.train import compiled, summary
-from spmdtrain.train.checkpoint import Checkpoints, Meta, newest_step
-from spmdtrain.train.feed import abstract_batch, sequences_at_once, to_devices
-from spmdtrain.train.interrupt import Interrupt
-from spmdtrain.train.journal import Journal, only_run
-from spmdtrain.train.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
-from spmdtrain.train.pipelined import describe, table_of
-from spmdtrain.train.progress import Progress, quantity
+from spmdtrain.run import summary
+from spmdtrain.run.checkpoint import Checkpoints, Meta, newest_step
+from spmdtrain.run.interrupt import Interrupt
+from spmdtrain.run.journal import Journal, only_run
+from spmdtrain.run.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
+from spmdtrain.run.progress import Progress, quantity
+from spmdtrain.run.summary import Prediction
+from spmdtrain.train.batch import abstract_batch, sequences_at_once, to_devices
+from spmdtrain.train.grad_pipeline import describe, table_of
 from spmdtrain.train.state import TrainState, abstract_state, init_state, is_finite
 from spmdtrain.train.step import make_eval_step, make_step
-from spmdtrain.train.summary import Prediction
 
 
 @dataclass(frozen=True)
@@ -182,10 +183,10 @@ def lower_step(setup: Setup) -> jax.stages.Lowered:
 
 
 def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> tuple[Callable, dict]:
-    """The step as an executable, and the report for compiled.json."""
+    """The step as an executable, and the report for hlo.json."""
     start = time.perf_counter()
     step = lowered.compile()
-    return step, compiled.report(step, setup.mesh, time.perf_counter() - start)
+    return step, hlo.report(step, setup.mesh, time.perf_counter() - start)
 
 
 def make_evaluate(setup: Setup) -> Callable[[TrainState], float]:
@@ -386,6 +387,6 @@ def _introduction(setup: Setup) -> str:
 def _compiled(report: dict) -> str:
     workspace = report["memory"]["temp_bytes"] / 2**20
     called = f"; calls {', '.join(report['calls'])}" if report["calls"] else ""
-    unread = "; what crosses the network is not known, see compiled.json" if "unread" in report else ""
+    unread = "; what crosses the network is not known, see hlo.json" if "unread" in report else ""
     seconds = report["compile_seconds"]
     return f"compiled in {seconds:.1f} s; {workspace:.1f} MiB of workspace per device{called}{unread}"

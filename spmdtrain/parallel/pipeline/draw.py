@@ -5,10 +5,10 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from spmdtrain.parallel.rounds import phases
-from spmdtrain.parallel.schedule import WORK, Table, units_of
-from spmdtrain.parallel.schedule_rules import LETTERS
-from spmdtrain.parallel.simulate import (
+from spmdtrain.parallel.pipeline.check import LETTERS
+from spmdtrain.parallel.pipeline.phases import phases
+from spmdtrain.parallel.pipeline.schedule import WORK, Table, units_of
+from spmdtrain.parallel.pipeline.timing import (
     Times,
     bubble_fraction,
     lockstep_spans,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmdtrain.parallel.layer_gradient import LayerGradient
+from spmdtrain.parallel.pipeline.layer_vjp import LayerGradient
 
 WIDTH, ROWS = 8, 4
 
