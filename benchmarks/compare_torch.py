@@ -89,16 +89,17 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
     from spmdtrain.models.size import train_flops_per_token
     from spmdtrain.run import loop
     from spmdtrain.run.metrics import peak_flops
-    from spmdtrain.train.state import init_state
+    from spmdtrain.train.setup import init_state, shard
 
     device = jax.devices()[0]
     if device.platform == "cpu" and not chosen.dry:
         sys.exit("there is no GPU here; --dry runs tiny shapes on the CPU")
-    setup = loop.prepare(config, devices=[device])
-    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    config, data = loop.open_data(config)
+    setup = shard(config, devices=[device])
+    state = init_state(setup)
     if chosen.dry:  # such small matrices do hardly anything: what they compute would not show in the loss
         state = replace(state, params={name: x * (DRY_SCALE if x.ndim > 1 else 1) for name, x in state.params.items()})
-    with loop.batches(setup, 0, 0) as ahead:
+    with loop.batches(setup, data, 0, 0) as ahead:
         batches = [next(ahead) for _ in range(FIRST)]
     if not chosen.start.exists():
         first = {f"batch{i}.{name}": np.asarray(batch[name][0]) for i, batch in enumerate(batches)

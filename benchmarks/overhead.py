@@ -42,7 +42,7 @@ from spmdtrain.config.schema import GPT, AdamW, CheckpointConfig, EvalConfig, Ru
 from spmdtrain.run import loop
 from spmdtrain.run.checkpoint import Checkpoints
 from spmdtrain.run.journal import Journal
-from spmdtrain.train.state import init_state
+from spmdtrain.train.setup import init_state, shard
 
 LIMIT = 1.03  # largest ratio loop / bare that we accept
 LOSS_TOLERANCE = 1e-4  # relative, float32: sums in another order, over a few hundred steps
@@ -210,29 +210,31 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     """Rounds {contender: [Spent]} and losses {contender: [one per step]}. One more round, not among them, warms up."""
     train = config.train.model_copy(update={"steps": (rounds + 1) * steps})
     config = config.model_copy(update={"train": train, "eval": EvalConfig(every=steps)})
-    setup = loop.prepare(config, devices=jax.devices()[:1])
+    config, data = loop.open_data(config)
+    setup = shard(config, devices=jax.devices()[:1])
     directory.mkdir(parents=True, exist_ok=True)
-    with loop.batches(setup, 0, 0) as ahead:
+    with loop.batches(setup, data, 0, 0) as ahead:
         batches = [next(ahead) for _ in range(train.steps)]
     pairs = [(batch["tokens"][0], batch["targets"][0]) for batch in batches]
 
-    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    state = init_state(setup)
     step, _ = loop.compile_step(setup, loop.lower_step(setup))
     alone = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
     contenders = {name: Contender(*bare_step(setup.config, state.params, name == BARE[1]), pairs) for name in BARE} | {
         STEP: Contender(step, alone, batches, lambda metrics: metrics["loss"])
     }
 
-    checkpoints = Checkpoints(directory, setup.blueprint, config.checkpoint.keep)
+    checkpoints = Checkpoints(directory, setup.model, config.checkpoint.keep)
     with (
         contextlib.closing(checkpoints),
         Journal(directory) as journal,
-        loop.batches(setup, 0, 0) as ahead,
+        loop.batches(setup, data, 0, 0) as ahead,
         (directory / "log").open("w") as log,
         contextlib.redirect_stdout(log),
     ):
         turns = Turns(contenders, steps)
-        loop.train(setup, state, 0, step, turns, ahead, checkpoints, journal)
+        saves = loop.Saves(setup, data, checkpoints, journal, 0, 0)
+        loop.train(setup, state, step, turns, ahead, saves, journal)
 
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     seen = {name: contender.rounds[1:] for name, contender in contenders.items()} | {LOOP: turns.rounds[1:]}

@@ -39,12 +39,12 @@ from pipeline_baselines import make_gradients, whole_vocabulary
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, MeshConfig, PipelineConfig, RunConfig, TrainConfig
-from spmdtrain.models.abstract import Blueprint, build_model
+from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel import hlo
-from spmdtrain.parallel.axes import BATCH_AXES, make_rules
-from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.train import grad_pipeline
 from spmdtrain.train.batch import batch_sharding
+from spmdtrain.train.setup import shard
 from spmdtrain.train.state import parameter_specs
 
 MEMORY_LIMIT = 0.5  # largest ratio interleaved / circular of the temporaries, full, at 32 microbatches
@@ -88,7 +88,7 @@ class Built:
     """A program for some number of microbatches. `run()` gives (gradients by path, sums) of the same values always."""
 
     executable: jax.stages.Compiled
-    blueprint: Blueprint
+    model: AbstractModel
     arguments: Callable[[], tuple]
 
     @property
@@ -108,16 +108,15 @@ def build(config: RunConfig, program: Program, microbatches: int) -> Built:
             "pipeline": PipelineConfig(schedule=schedule, chunks=program.chunks),
         }
     )
-    mesh = build_mesh(config.mesh, where=config.origin)
-    rules = make_rules(config.rules, mesh.shape)
-    blueprint = build_model(config, stages=mesh.shape["pipeline"], chunks=program.chunks)
+    setup = shard(config)
+    mesh, rules, model = setup.mesh, setup.rules, setup.model
     if program.kind in OURS:
-        gradients = grad_pipeline.make_gradients(config, blueprint, mesh, rules)
+        gradients = grad_pipeline.make_gradients(setup)
     else:
         rules = whole_vocabulary(rules)
-        gradients = make_gradients(config, blueprint, mesh, rules, groups=program.kind == GROUPS)
-    specs = {path: NamedSharding(mesh, spec) for path, spec in parameter_specs(blueprint, rules).items()}
-    start = jax.jit(blueprint.init, out_shardings=specs)
+        gradients = make_gradients(setup, rules, groups=program.kind == GROUPS)
+    specs = {path: NamedSharding(mesh, spec) for path, spec in parameter_specs(model, rules).items()}
+    start = jax.jit(model.init, out_shardings=specs)
     host = random_batch(config, microbatches, math.prod(mesh.shape[axis] for axis in BATCH_AXES))
     places = {name: batch_sharding(mesh, rules, name) for name in host}
 
@@ -125,7 +124,7 @@ def build(config: RunConfig, program: Program, microbatches: int) -> Built:
     weights = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=specs[path]) for path, x in weights.items()}
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in host.items()}
     executable = jax.jit(gradients).lower(weights, jnp.int32(0), batch).compile()
-    return Built(executable, blueprint, lambda: (start(jax.random.key(0)), jnp.int32(0), jax.device_put(host, places)))
+    return Built(executable, model, lambda: (start(jax.random.key(0)), jnp.int32(0), jax.device_put(host, places)))
 
 
 def random_batch(config: RunConfig, microbatches: int, shards: int) -> dict[str, np.ndarray]:
@@ -140,7 +139,7 @@ def random_batch(config: RunConfig, microbatches: int, shards: int) -> dict[str,
 def by_layer(built: Built, gradients: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """Gradients as a model without stages has them."""
     return {
-        path: np.asarray(built.blueprint.layout.unstaged(g) if built.blueprint.in_stack(path) else g)
+        path: np.asarray(built.model.layout.unstaged(g) if built.model.in_stack(path) else g)
         for path, g in gradients.items()
     }
 

@@ -19,16 +19,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.abstract import Blueprint
+from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.stack import POLICIES, run_block
-from spmdtrain.parallel.axes import BATCH_AXES, Rules, manual_axes
-from spmdtrain.parallel.reduce import summed
-from spmdtrain.train.loss import head_loss, make_flow, manually, only, without
-from spmdtrain.train.state import parameter_specs
+from spmdtrain.parallel.axes import BATCH_AXES, Rules
+from spmdtrain.parallel.reduce import psum_tree
+from spmdtrain.parallel.regions import manual_region
+from spmdtrain.parallel.specs import drop_axes, keep_axes
+from spmdtrain.train.loss import head_loss, make_context
+from spmdtrain.train.setup import Setup, parameter_specs
 
 AXIS = "pipeline"
 
@@ -38,18 +39,17 @@ def whole_vocabulary(rules: Rules) -> Rules:
     return replace(rules, parameters={**rules.parameters, "vocab": ("tensor",)})
 
 
-def make_gradients(
-    config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules, groups: bool
-) -> Callable[..., Any]:
-    """As `pipelined.make_gradients`. No dropout, no side losses, no fsdp; stages divide the microbatches."""
-    manual, flow_of = manual_axes(rules.sizes), make_flow(config, rules)
-    specs = parameter_specs(blueprint, rules)
-    rest = {path: without(manual, spec) for path, spec in specs.items()}
+def make_gradients(setup: Setup, rules: Rules, groups: bool) -> Callable[..., Any]:
+    """As `grad_pipeline.make_gradients`, under other `rules`. No dropout, no side losses, no fsdp; stages divide the microbatches."""
+    config, model, manual = setup.config, setup.model, setup.manual
+    context = make_context(replace(setup, rules=rules))
+    specs = parameter_specs(model, rules)
+    rest = {path: drop_axes(manual, spec) for path, spec in specs.items()}
 
     def embedded(shared, parts):
         """[m / p, b, t, e] of the microbatches `parts`."""
         tokens = parts["tokens"].reshape(-1, parts["tokens"].shape[-1])
-        x = blueprint.bind(shared).embed(tokens, flow_of({"tokens": tokens}))
+        x = model.bind(shared).embed(tokens, context({"tokens": tokens}))
         return x.reshape(*parts["tokens"].shape, -1)
 
     def head(shared, x, parts):
@@ -59,7 +59,7 @@ def make_gradients(
             x, part = given
 
             def loss_of(shared, x):
-                return head_loss(blueprint.bind(shared), x, flow_of(part), part, rules)
+                return head_loss(model.bind(shared), x, context(part), part, rules)
 
             loss, (dshared, dx) = jax.value_and_grad(loss_of, argnums=(0, 1))(shared, x)
             return jax.tree.map(jnp.add, sums, (loss, dshared)), dx
@@ -69,33 +69,33 @@ def make_gradients(
         return loss, dshared, dx
 
     def local(params, _, batch):
-        stack = {path: x for path, x in params.items() if blueprint.in_stack(path)}
+        stack = {path: x for path, x in params.items() if model.in_stack(path)}
         shared = {path: x for path, x in params.items() if path not in stack}
         stages, stage = rules.sizes[AXIS], jax.lax.axis_index(AXIS)
         each = batch["tokens"].shape[0] // stages
         parts = {name: jax.lax.dynamic_slice_in_dim(x, stage * each, each) for name, x in batch.items()}
 
         def body(shared, stack):
-            return through(config, blueprint, stack, embedded(shared, parts), batch, flow_of, groups)
+            return through(config, model, stack, embedded(shared, parts), batch, context, groups)
 
         y, pull = jax.vjp(body, shared, stack)
         loss, from_head, dy = head(shared, y, {name: jnp.roll(x, stages, axis=0) for name, x in parts.items()})
         dshared, dstack = pull(dy)
         axes = [axis for axis in BATCH_AXES if rules.sizes[axis] > 1]
-        grads = summed(jax.tree.map(jnp.add, dshared, from_head), [AXIS, *axes]) | summed(dstack, axes)
-        tokens = summed(batch["mask"].astype(jnp.float32).sum(), axes)
-        sums = {"loss": summed(loss, [AXIS, *axes]), "tokens": tokens}
+        grads = psum_tree(jax.tree.map(jnp.add, dshared, from_head), [AXIS, *axes]) | psum_tree(dstack, axes)
+        tokens = psum_tree(batch["mask"].astype(jnp.float32).sum(), axes)
+        sums = {"loss": psum_tree(loss, [AXIS, *axes]), "tokens": tokens}
         return {path: (g / tokens).astype(g.dtype) for path, g in grads.items()}, sums
 
-    params = {path: only(manual, spec) for path, spec in specs.items()}
-    return manually(local, mesh, manual, (params, P(), P(None, BATCH_AXES)), (params, P()))
+    params = {path: keep_axes(manual, spec) for path, spec in specs.items()}
+    return manual_region(local, setup.mesh, manual, (params, P(), P(None, BATCH_AXES)), (params, P()))
 
 
-def through(config: RunConfig, blueprint: Blueprint, stack, x, batch, flow_of: Callable, groups: bool) -> jax.Array:
+def through(config: RunConfig, model: AbstractModel, stack, x, batch, context: Callable, groups: bool) -> jax.Array:
     """All microbatches through all layers. `stack`: [v, 1, Lc, ...]; x: [m / p, b, t, e], place i of stage s holding
     microbatch s m / p + i. In the result each stage has the same microbatches, p places further round.
     """
-    layout, stage, each = blueprint.layout, jax.lax.axis_index(AXIS), len(x)
+    layout, stage, each = model.layout, jax.lax.axis_index(AXIS), len(x)
     chunks, stages, microbatches = layout.chunks, layout.stages, each * layout.stages
     groups = groups or chunks == 1
     delay = 0 if groups else microbatches - stages
@@ -123,11 +123,11 @@ def through(config: RunConfig, blueprint: Blueprint, stack, x, batch, flow_of: C
 
     def layers(weights, x, microbatch, chunk):
         part = {name: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False) for name, x in batch.items()}
-        flow = flow_of(part)
+        ctx = context(part)
 
         def layer(x, given):
             number, weights = given
-            return run_block(blueprint.bind(weights).blocks.layer, x, flow, number)
+            return run_block(model.bind(weights).blocks.layer, x, ctx, number)
 
         numbers = (chunk * stages + stage) * layout.per_chunk + jnp.arange(layout.per_chunk)
         return jax.lax.scan(layer, x, (numbers, weights))[0]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.config import GPT, AdamW, MeshConfig, RulesConfig, RunConfig, TrainConfig
-from spmdtrain.models.context import Flow
+from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Norm, weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.parallel.processes import simulate_devices
@@ -43,13 +43,13 @@ class Block(nnx.Module):
         self.taps_ki = weight(rngs, (TAPS, inner), ("tap", "inner"), std=TAPS**-0.5)
         self.down_ic = weight(rngs, (inner, channel), ("inner", "channel"))
 
-    def __call__(self, x_btc: jax.Array, flow: Flow) -> jax.Array:
-        up_btpi = jnp.einsum("btc,cpi->btpi", self.norm(x_btc, flow), self.up_cpi[...])
-        up_btpi = flow.place(up_btpi, "batch", "time", None, "inner")
+    def __call__(self, x_btc: jax.Array, ctx: ForwardContext) -> jax.Array:
+        up_btpi = jnp.einsum("btc,cpi->btpi", self.norm(x_btc, ctx), self.up_cpi[...])
+        up_btpi = ctx.constrain(up_btpi, "batch", "time", None, "inner")
         gate, value = up_btpi[:, :, 0], jnp.pad(up_btpi[:, :, 1], ((0, 0), (TAPS - 1, 0), (0, 0)))
         mixed = sum(value[:, k : k + gate.shape[1]] * self.taps_ki[k] for k in range(TAPS))
         out = jnp.einsum("bti,ic->btc", jax.nn.silu(gate) * mixed, self.down_ic[...])
-        return flow.place(x_btc + out, "batch", "time", "channel")
+        return ctx.constrain(x_btc + out, "batch", "time", "channel")
 
 
 class Convolutions(nnx.Module):
@@ -61,12 +61,12 @@ class Convolutions(nnx.Module):
         self.blocks = Stack(lambda rngs: Block(model, rngs), model.layers, rngs)
         self.norm = Norm(model)
 
-    def embed(self, tokens_bt: jax.Array, flow: Flow) -> jax.Array:
-        return flow.place(flow.lookup(self.table_vc[...], tokens_bt), "batch", "time", "channel")
+    def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
+        return ctx.constrain(ctx.lookup(self.table_vc[...], tokens_bt), "batch", "time", "channel")
 
-    def head(self, x_btc: jax.Array, flow: Flow) -> tuple[jax.Array, jax.Array]:
+    def head(self, x_btc: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
         """Hidden [b, t, c] and table [v, c], whose product are the logits."""
-        return flow.place(self.norm(x_btc, flow), "batch", "time", "channel"), self.table_vc[...]
+        return ctx.constrain(self.norm(x_btc, ctx), "batch", "time", "channel"), self.table_vc[...]
 
 
 if __name__ == "__main__":

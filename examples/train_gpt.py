@@ -15,12 +15,9 @@ import jax
 from spmdtrain.config import GPT, AdamW, DataConfig, MeshConfig, RunConfig, TrainConfig
 from spmdtrain.data.batches import TrainStream, batch_ids, split
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.models.abstract import build_model
-from spmdtrain.parallel.axes import make_rules
-from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.processes import simulate_devices
-from spmdtrain.train.batch import sequences_at_once, to_devices
-from spmdtrain.train.state import abstract_state, init_state
+from spmdtrain.train.batch import to_devices
+from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_step
 
 
@@ -28,16 +25,14 @@ def losses(config: RunConfig, devices: list[jax.Device]) -> Iterator[float]:
     """Trains as `config` says and gives the loss of every step."""
     corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
     config, train = config.with_vocab(corpus.vocab), config.train  # a row of the embedding for each byte
-    mesh = build_mesh(config.mesh, devices)
-    rules = make_rules(config.rules, mesh.shape)  # which named tensor dims each mesh axis splits
-    model = build_model(config)  # shapes and names of the parameters, no memory yet
-    state = init_state(config, model, abstract_state(config, model, mesh, rules))  # born in shards
-    step = make_step(config, model, mesh, rules)
+    setup = shard(config, devices=devices)  # mesh, rules, model and state: shapes and shardings, no memory yet
+    state = init_state(setup)  # every leaf is born in its shards
+    step = make_step(setup)
     tokens, _ = split(corpus, config.data.validation_fraction, train.sequence_length)
     stream = TrainStream(corpus, tokens, train.sequence_length, seed=train.seed, shuffle=config.data.shuffle)
-    shape = sequences_at_once(config, rules)
     for number in range(train.steps):
-        batch = to_devices(stream.samples, batch_ids(number, train.global_batch), shape, mesh, rules)
+        ids = batch_ids(number, train.global_batch)
+        batch = to_devices(stream.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
         state, metrics = step(state, batch)
         yield float(metrics["loss"])
 

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 
 from spmdtrain.config import RunConfig, from_resolved, resolved
+from spmdtrain.data.batches import ReadAhead
 from spmdtrain.run import loop
-from spmdtrain.train import grad_accumulation, grad_pipeline
-from spmdtrain.train.state import TrainState, init_state
+from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.state import TrainState
+from spmdtrain.train.step import make_gradients
 
 TINY = {
     "model": {"name": "gpt", "layers": 2, "embed": 32, "heads": 4, "vocab": 64},
@@ -32,17 +34,24 @@ def mesh_of(overrides: Sequence[str]) -> int:
     return int(np.prod([int(text.partition("=")[2]) for text in overrides if text.startswith("mesh.")], initial=1))
 
 
-def prepared(*overrides: str) -> loop.Setup:
-    return loop.prepare(tiny(*overrides), devices=jax.devices()[: mesh_of(overrides)])
+def prepared(*overrides: str) -> Setup:
+    return shard(tiny(*overrides), devices=jax.devices()[: mesh_of(overrides)])
+
+
+def batches_of(setup: Setup) -> ReadAhead:
+    """The batches of a run from its first step on; use it in a `with`."""
+    config, data = loop.open_data(setup.config)
+    assert config.model.vocab == setup.config.model.vocab
+    return loop.batches(setup, data, 0, 0)
 
 
 @cache
 def trained(*overrides: str, steps: int = 20) -> tuple[np.ndarray, TrainState, list[dict[str, Any]]]:
     """(losses, final state, metrics) of `steps` steps from the start."""
     setup = prepared(*overrides)
-    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    state = init_state(setup)
     metrics = []
-    with loop.batches(setup, 0, 0) as ahead:
+    with batches_of(setup) as ahead:
         step = loop.lower_step(setup).compile()
         for _ in range(steps):
             state, out = step(state, next(ahead))
@@ -99,13 +108,12 @@ def pipeline_name(case: tuple) -> str:
 def gradients(*overrides: str) -> tuple[float, dict[str, np.ndarray]]:
     """(mean loss, gradients in the order of the layers) of the first batch, from the initial weights."""
     setup = prepared(*overrides)
-    way = grad_pipeline if setup.rules.sizes["pipeline"] > 1 else grad_accumulation
-    find = jax.jit(way.make_gradients(setup.config, setup.blueprint, setup.mesh, setup.rules))
-    state = init_state(setup.config, setup.blueprint, setup.abstract)
-    with loop.batches(setup, 0, 0) as ahead:
+    find = jax.jit(make_gradients(setup))
+    state = init_state(setup)
+    with batches_of(setup) as ahead:
         found, sums = jax.device_get(find(state.params, state.step, next(ahead)))
-    unstaged = setup.blueprint.layout.unstaged
-    in_order = {path: unstaged(g) if setup.blueprint.in_stack(path) else g for path, g in found.items()}
+    unstaged = setup.model.layout.unstaged
+    in_order = {path: unstaged(g) if setup.model.in_stack(path) else g for path, g in found.items()}
     return float(sums["loss"] / sums["tokens"]), in_order
 
 

@@ -122,7 +122,7 @@ def test_show_agrees_with_what_really_rests_on_a_device():
         leaves = jax.tree.leaves(tree)
         return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == first)
 
-    abstract = prepared(*settings).abstract
+    abstract = prepared(*settings).state
     assert bytes_per_device(abstract.params) == held(state.params)
     assert bytes_per_device(abstract.opt_state) == held(state.opt_state)
 

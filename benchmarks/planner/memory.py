@@ -80,22 +80,15 @@ def on_cpu(layouts: list[str]) -> None:
     """Argument bytes of the step compiled for eight simulated CPU devices, of the same layouts of small models."""
     import jax
 
-    from spmdtrain.models.abstract import build_model
-    from spmdtrain.parallel.axes import make_rules
-    from spmdtrain.parallel.mesh import build_mesh
-    from spmdtrain.train.batch import abstract_batch
-    from spmdtrain.train.state import abstract_state
+    from spmdtrain.train.setup import shard
     from spmdtrain.train.step import make_step
 
     exact_ones = 0
     for settings in layouts:
         config = config_of(f"{settings} {SMALL}" + (" model.ffn=96" if "llama" in settings else ""))
         sizes = dict(config.mesh.sizes)
-        mesh = build_mesh(config.mesh, jax.devices()[: math.prod(sizes.values())])
-        rules = make_rules(config.rules, mesh.shape)
-        blueprint = build_model(config, stages=sizes["pipeline"], chunks=config.pipeline.chunks)
-        step, abstract = make_step(config, blueprint, mesh, rules), abstract_state(config, blueprint, mesh, rules)
-        compiled = step.lower(abstract, abstract_batch(config, mesh, rules)).compile().memory_analysis()
+        setup = shard(config, devices=jax.devices()[: math.prod(sizes.values())])
+        compiled = make_step(setup).lower(setup.state, setup.batch).compile().memory_analysis()
         ours = sum(memory.exact_state(config, sizes)) + batch_bytes(job_of(config, sizes))
         exact_ones += ours == compiled.argument_size_in_bytes
         print(f"{ours:>9} {compiled.argument_size_in_bytes:>9}  {short(settings)}", flush=True)

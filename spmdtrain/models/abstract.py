@@ -16,7 +16,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.context import Flow
+from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import STACK_AXES, Rules, check_names
@@ -42,7 +42,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class AbstractModel:
     parameters: Mapping[str, Parameter]
     graphdef: nnx.GraphDef
     variables: tuple[tuple[tuple, nnx.Variable], ...]
@@ -71,7 +71,7 @@ class Blueprint:
     def bind(
         self, values: Mapping[str, jax.Array], gather: Callable[[nnx.State], nnx.State] | None = None
     ) -> nnx.Module:
-        """The module holding `values`; `gather` brings what is not stacked together for use (see `gathering`).
+        """The module holding `values`; `gather` brings what is not stacked together for use (see `make_gather`).
 
         Parameters without a value stay abstract: a part of the model that does not use them runs all the same.
         """
@@ -92,7 +92,7 @@ class Blueprint:
         return {path for path, one in zip(sorted(values), used, strict=False) if one}
 
 
-def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 1, chunks: int = 1) -> Blueprint:
+def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 1, chunks: int = 1) -> AbstractModel:
     """Traces `make(config, rngs)` without allocating anything. Every parameter must name its logical axes, the model
     have `embed`, `blocks` and `head`, and every rule of the config for weights a parameter.
 
@@ -108,7 +108,7 @@ def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 
         at = _dotted(path)
         if not isinstance(variable, nnx.Param):
             raise ConfigError(
-                f"{at}: a {type(variable).__name__} in the model", fix="nnx.Param only; dropout through flow.drop"
+                f"{at}: a {type(variable).__name__} in the model", fix="nnx.Param only; dropout through ctx.dropout"
             )
         if variable.out_sharding is None:
             raise ConfigError(
@@ -120,7 +120,7 @@ def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 
         parameters[at] = Parameter(shape, axes)
     check_names(config.rules, {name for p in parameters.values() for name in p.axes if name})
     rows = _table_rows(config, graphdef, state)
-    return Blueprint(parameters, graphdef, tuple(nnx.to_flat_state(state)), build, lay, rows)
+    return AbstractModel(parameters, graphdef, tuple(nnx.to_flat_state(state)), build, lay, rows)
 
 
 def _check_parts(config: RunConfig, model: nnx.Module) -> None:
@@ -134,15 +134,15 @@ def _check_parts(config: RunConfig, model: nnx.Module) -> None:
         raise ConfigError(f"blocks has {blocks.count} layers", found=f"model.layers={layers}", fix=fix)
     for part, takes in (("embed", "tokens_bt"), ("head", "x_bte")):
         if not hasattr(model, part):
-            raise ConfigError(f"{own} has no {part}", fix=f"def {part}(self, {takes}, flow)")
+            raise ConfigError(f"{own} has no {part}", fix=f"def {part}(self, {takes}, ctx)")
 
 
 def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> int:
     """Rows of the table [vocab, embed] that `head` gives where nothing is split."""
 
     def table(state, tokens_bt):
-        model, flow = nnx.merge(graphdef, state), Flow(tokens_bt)
-        return model.head(model.embed(tokens_bt, flow), flow)[1]
+        model, ctx = nnx.merge(graphdef, state), ForwardContext(tokens_bt)
+        return model.head(model.embed(tokens_bt, ctx), ctx)[1]
 
     tokens = jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32)
     rows, vocab = jax.eval_shape(table, state, tokens).shape[0], config.model.vocab
@@ -152,7 +152,7 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
     return rows
 
 
-def gathering(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State], nnx.State]:
+def make_gather(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State], nnx.State]:
     """Weights rest split over `fsdp` and are used whole: this asks for the gather just where they are used, so that
     one layer at a time is whole (ZeRO-3). Stacked weights are left to the scan that slices them."""
     if rules.sizes["fsdp"] == 1:

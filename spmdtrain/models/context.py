@@ -1,7 +1,9 @@
-"""What a layer may ask for besides its input: positions, segments, noise, and where its activations belong.
+"""What a layer may ask for besides its input: positions, documents, noise, and where activations
+belong.
 
-One `Flow` accompanies a microbatch through the model. It is an argument, not ambient state: a layer that is given none
-cannot silently run unsharded. It is a pytree of its arrays. Letters: b batch, t time.
+One `ForwardContext` accompanies a microbatch through the model. It is an argument, not ambient
+state: a layer that is given none cannot silently run unsharded. It is a pytree of its arrays.
+b: sequences, t: tokens of a sequence.
 """
 
 from collections.abc import Callable
@@ -16,35 +18,52 @@ from flax import nnx
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions_bt", "segments_bt", "noise_b"],
-    meta_fields=["place", "local", "lookup", "gather", "remat", "dropout"],
+    data_fields=["positions_bt", "segment_ids_bt", "noise_b"],
+    meta_fields=["constrain", "local_map", "lookup", "gather", "remat", "dropout_rate"],
 )
 @dataclass(frozen=True)
-class Flow:
-    positions_bt: jax.Array  # of each token inside its document; int32
-    segments_bt: jax.Array | None = None  # tokens attend within equal ids only; None: one document
-    place: Callable[..., jax.Array] = lambda x, *_: x  # place(x, *logical axes): constrain an activation
-    local: Callable[..., jax.Array] = lambda function, arrays, *_: function(*arrays)  # see parallel.axes.localisation
-    lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, ids: table[ids]  # rows of a split vocabulary
-    gather: Callable[[nnx.State], nnx.State] = lambda state: state  # a layer's weights, whole over fsdp
-    remat: Literal["none", "dots", "full"] = "none"
-    dropout: float = 0.0
-    noise_b: jax.Array | None = None  # one key per sample; None: no dropout (evaluation)
+class ForwardContext:
+    """Defaults are those of one device: nothing is split, nothing is dropped."""
 
-    def at_layer(self, layer: jax.Array) -> "Flow":
-        """The same flow, with noise of its own for layer number `layer`."""
+    # Of each token inside its document; int32.
+    positions_bt: jax.Array
+    # Tokens attend within equal ids only; int32. None: one document.
+    segment_ids_bt: jax.Array | None = None
+    # constrain(x, *logical axes): a sharding constraint, as the activation table says.
+    constrain: Callable[..., jax.Array] = lambda x, *_: x
+    # A kernel on each device's own part; see parallel.regions.make_local_map.
+    local_map: Callable[..., jax.Array] = lambda function, arrays, *_: function(*arrays)
+    # Rows of a table whose vocabulary may be split.
+    lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, ids: table[ids]
+    # A layer's weights, whole over fsdp.
+    gather: Callable[[nnx.State], nnx.State] = lambda state: state
+    remat: Literal["none", "dots", "full"] = "none"
+    dropout_rate: float = 0.0
+    # A random key per sequence; None: no dropout (evaluation).
+    noise_b: jax.Array | None = None
+
+    def at_layer(self, layer: jax.Array) -> "ForwardContext":
+        """The same context, with noise of its own for layer number `layer`."""
         if self.noise_b is None:
             return self
-        return replace(self, noise_b=jax.vmap(jax.random.fold_in, (0, None))(self.noise_b, layer))
+        return replace(self, noise_b=_fold_in(self.noise_b, layer))
 
-    def drop(self, x: jax.Array, site: int) -> jax.Array:
-        """Dropout of x [b, ...]; `site` tells places within a layer apart. Noise depends only on (seed, step, global
-        sample index, layer, site): no mesh and no accumulation changes it."""
-        if self.noise_b is None or not self.dropout:
+    def dropout(self, x: jax.Array, site: int) -> jax.Array:
+        """Dropout of x [b, ...]; `site` tells places within a layer apart.
+
+        Noise depends only on (seed, step, global sample index, layer, site): no mesh and no
+        accumulation changes it.
+        """
+        if self.noise_b is None or not self.dropout_rate:
             return x
-        keys = jax.vmap(jax.random.fold_in, (0, None))(self.noise_b, site)
-        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.dropout, x.shape[1:]))(keys)
-        return jnp.where(keep, x / (1 - self.dropout), 0).astype(x.dtype)
+        kept = 1 - self.dropout_rate
+        keys = _fold_in(self.noise_b, site)
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, kept, x.shape[1:]))(keys)
+        return jnp.where(keep, x / kept, 0).astype(x.dtype)
+
+
+def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(keys_b, number)
 
 
 def random_key(seed: int, purpose: Literal["init", "noise"]) -> jax.Array:

@@ -16,7 +16,7 @@ from pallas_kernels.choose import Refused
 from pallas_kernels.norm import layernorm, rmsnorm
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.models.context import Flow
+from spmdtrain.models.context import ForwardContext
 
 INIT_STD = 0.02  # of every weight matrix (GPT-2); residual projections are scaled down by 1 / sqrt(2 layers)
 
@@ -36,8 +36,8 @@ class Embedding(nnx.Module):
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
         self.table_ve = weight(rngs, (vocab, width), ("vocab", "embed"))
 
-    def __call__(self, ids_bt: jax.Array, flow: Flow) -> jax.Array:
-        return flow.lookup(self.table_ve[...], ids_bt)
+    def __call__(self, ids_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
+        return ctx.lookup(self.table_ve[...], ids_bt)
 
 
 class Norm(nnx.Module):
@@ -48,11 +48,11 @@ class Norm(nnx.Module):
         self.scale_e = nnx.Param(jnp.ones(config.embed), out_sharding=("norm",))
         self.bias_e = bias(config.embed, "norm") if self.centred and config.bias else None
 
-    def __call__(self, x_bte: jax.Array, flow: Flow) -> jax.Array:
+    def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         kernel = partial(layernorm if self.centred else rmsnorm, eps=self.epsilon)
         vectors = [None if each is None else each[...].astype(jnp.float32) for each in (self.scale_e, self.bias_e)]
         of_x = "batch", "time", None
-        return flow.local(kernel, (x_bte, *vectors), (of_x, (None,), (None,)), of_x)
+        return ctx.local_map(kernel, (x_bte, *vectors), (of_x, (None,), (None,)), of_x)
 
 
 def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Array:
@@ -98,27 +98,29 @@ class Attention(nnx.Module):
         self.qkv_bias = bias(self.heads * slots * self.dim, "kv_heads") if config.bias else None
         self.out_bias = bias(config.embed, "norm") if config.bias else None
 
-    def __call__(self, x_bte: jax.Array, flow: Flow, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
+    def __call__(
+        self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
         qkv = jnp.einsum("bte,eknd->btknd", x_bte, self.qkv_eknd[...])
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
-        qkv = flow.place(qkv, "batch", "time", "kv_heads", None, "head_dim")
+        qkv = ctx.constrain(qkv, "batch", "time", "kv_heads", None, "head_dim")
         if self.theta:
-            turned = rotate(qkv[..., :-1, :], flow.positions_bt, self.theta)
+            turned = rotate(qkv[..., :-1, :], ctx.positions_bt, self.theta)
             q, k, v = turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
         else:
             q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         if cache is not None:
             cache = cache.extended(k, v)
             k, v = cache.k_bskd, cache.v_bskd
-        y = flow.place(self._attend(q, k, v, flow, cache), "batch", "time", "kv_heads", None, "head_dim")
+        y = ctx.constrain(self._attend(q, k, v, ctx, cache), "batch", "time", "kv_heads", None, "head_dim")
         y = jnp.einsum("btkgd,kgde->bte", y, self.out_kgde[...])
         return (y if self.out_bias is None else y + self.out_bias[...]), cache
 
-    def _attend(self, q_btkgd, k_bskd, v_bskd, flow: Flow, cache: Cache | None) -> jax.Array:
+    def _attend(self, q_btkgd, k_bskd, v_bskd, ctx: ForwardContext, cache: Cache | None) -> jax.Array:
         """[b, t, k, g, d], each device its own heads and queries; the keys come whole."""
         places_bs = jnp.broadcast_to(jnp.arange(k_bskd.shape[1]), k_bskd.shape[:2])
-        places_bt = places_bs if cache is None else flow.positions_bt
+        places_bt = places_bs if cache is None else ctx.positions_bt
 
         def local(q, k, v, q_segments, k_segments, q_places, k_places):
             aligned = cache is None and q.shape[1] == k.shape[1]  # all queries are here: what each sees is known now
@@ -136,9 +138,9 @@ class Attention(nnx.Module):
 
         of_q, of_k = ("batch", "time", "kv_heads", None, None), ("batch", None, "kv_heads", None)
         pairs = ("batch", "time"), ("batch", None)
-        segments = flow.segments_bt if cache is None else None
+        segments = ctx.segment_ids_bt if cache is None else None
         arrays = q_btkgd, k_bskd, v_bskd, segments, segments, places_bt, places_bs
-        return flow.local(local, arrays, (of_q, of_k, of_k, *pairs, *pairs), of_q)
+        return ctx.local_map(local, arrays, (of_q, of_k, of_k, *pairs, *pairs), of_q)
 
 
 # The backward pass starts from the input again, a pass over memory, instead of keeping several arrays as wide as f.
@@ -169,9 +171,9 @@ class Mlp(nnx.Module):
         self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes) if config.bias else None
         self.down_bias = bias(config.embed, "norm") if config.bias else None
 
-    def __call__(self, x_bte: jax.Array, flow: Flow) -> jax.Array:
+    def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         h = jnp.einsum("bte,e...f->bt...f", x_bte, self.up_ef[...])
-        h = flow.place(h if self.up_bias is None else h + self.up_bias[...], "batch", "time", *self.up_axes)
+        h = ctx.constrain(h if self.up_bias is None else h + self.up_bias[...], "batch", "time", *self.up_axes)
         h = (swiglu if self.gated else gelu)(h)
         y = jnp.einsum("btf,fe->bte", h, self.down_fe[...])
         return y if self.down_bias is None else y + self.down_bias[...]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.attention import saveable as attention_saveable
-from spmdtrain.models.context import Flow
+from spmdtrain.models.context import ForwardContext
 
 POLICIES = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -18,7 +18,7 @@ POLICIES = {
 
 
 class Stack(nnx.Module):
-    """`count` blocks made by `make_block(rngs)`, each called as `block(x, flow)`; it gives x, or (x, side loss).
+    """`count` blocks made by `make_block(rngs)`, each called as `block(x, ctx)`; it gives x, or (x, side loss).
 
     A side loss is a float32 scalar, weighted, summed over the tokens of x as their losses are: training minimises the
     sum of both over the number of tokens.
@@ -29,21 +29,23 @@ class Stack(nnx.Module):
         stacked = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layer"})
         self.layer = stacked(rngs.split(count))
 
-    def __call__(self, x: jax.Array, flow: Flow) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(self, x: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array | None]:
         """x behind the last block, and the sum of the side losses if the blocks have any."""
         graphdef, parameters = nnx.split(self.layer)
 
         def body(x, layer):
             number, parameters = layer
-            return run_block(nnx.merge(graphdef, flow.gather(parameters)), x, flow, number)
+            return run_block(nnx.merge(graphdef, ctx.gather(parameters)), x, ctx, number)
 
-        x, sides = jax.lax.scan(rematerialised(body, flow.remat), x, (jnp.arange(self.count), parameters))
+        x, sides = jax.lax.scan(rematerialised(body, ctx.remat), x, (jnp.arange(self.count), parameters))
         return x, None if sides is None else sides.sum()
 
 
-def run_block(block: nnx.Module, x: jax.Array, flow: Flow, number: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def run_block(
+    block: nnx.Module, x: jax.Array, ctx: ForwardContext, number: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
     """Layer `number` of a stack, which `block` holds the weights of: (x, side loss if it has one)."""
-    out = block(x, flow.at_layer(number))
+    out = block(x, ctx.at_layer(number))
     return out if isinstance(out, tuple) else (out, None)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.config.schema import RunConfig, TransformerConfig
-from spmdtrain.models.context import Flow
+from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Attention, Cache, Embedding, Mlp, Norm, weight
 from spmdtrain.models.stack import Stack
 
@@ -21,15 +21,15 @@ class Block(nnx.Module):
         self.attention_norm, self.attention = Norm(config), Attention(config, rngs)
         self.mlp_norm, self.mlp = Norm(config), Mlp(config, rngs)
 
-    def __call__(self, x_bte: jax.Array, flow: Flow) -> jax.Array:
-        return self.extend(x_bte, flow, None)[0]
+    def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+        return self.extend(x_bte, ctx, None)[0]
 
-    def extend(self, x_bte: jax.Array, flow: Flow, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
+    def extend(self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         """As `__call__`, with the keys and values of earlier tokens; gives them back with this call's appended."""
-        y, cache = self.attention(self.attention_norm(x_bte, flow), flow, cache)
-        x_bte = flow.place(x_bte + flow.drop(y, ATTENTION_SITE), "batch", "time", "embed")
-        y = self.mlp(self.mlp_norm(x_bte, flow), flow)
-        return flow.place(x_bte + flow.drop(y, MLP_SITE), "batch", "time", "embed"), cache
+        y, cache = self.attention(self.attention_norm(x_bte, ctx), ctx, cache)
+        x_bte = ctx.constrain(x_bte + ctx.dropout(y, ATTENTION_SITE), "batch", "time", "embed")
+        y = self.mlp(self.mlp_norm(x_bte, ctx), ctx)
+        return ctx.constrain(x_bte + ctx.dropout(y, MLP_SITE), "batch", "time", "embed"), cache
 
 
 class Transformer(nnx.Module):
@@ -45,30 +45,30 @@ class Transformer(nnx.Module):
         self.norm = Norm(model)
         self.unembed_ve = None if model.tied else weight(rngs, (model.vocab, model.embed), ("vocab", "embed"))
 
-    def embed(self, tokens_bt: jax.Array, flow: Flow) -> jax.Array:
-        x_bte = self.tokens(tokens_bt, flow)
+    def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
+        x_bte = self.tokens(tokens_bt, ctx)
         if self.positions_te is not None:
-            x_bte = x_bte + self.positions_te[...][flow.positions_bt]
-        above = flow.at_layer(self.blocks.count)  # noise of its own: no block has this number
-        return above.drop(flow.place(x_bte, "batch", "time", "embed"), EMBED_SITE)
+            x_bte = x_bte + self.positions_te[...][ctx.positions_bt]
+        above = ctx.at_layer(self.blocks.count)  # noise of its own: no block has this number
+        return above.dropout(ctx.constrain(x_bte, "batch", "time", "embed"), EMBED_SITE)
 
-    def head(self, x_bte: jax.Array, flow: Flow) -> tuple[jax.Array, jax.Array]:
+    def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
         """Hidden [b, t, e] and weight [v, e] whose product are the logits; the loss never forms them whole."""
         table = self.tokens.table_ve if self.unembed_ve is None else self.unembed_ve
-        return flow.place(self.norm(x_bte, flow), "batch", "time", "embed"), table[...]
+        return ctx.constrain(self.norm(x_bte, ctx), "batch", "time", "embed"), table[...]
 
-    def extend(self, tokens_bt: jax.Array, flow: Flow, cache: Cache) -> tuple[jax.Array, Cache]:
+    def extend(self, tokens_bt: jax.Array, ctx: ForwardContext, cache: Cache) -> tuple[jax.Array, Cache]:
         """Logits [b, v] of the last token in float32, and the cache (stacked over layers) with these tokens in it."""
         graphdef, parameters = nnx.split(self.blocks.layer)
 
         def body(x_bte, layer):
             parameters, k_bskd, v_bskd = layer
-            block = nnx.merge(graphdef, flow.gather(parameters))
-            x_bte, grown = block.extend(x_bte, flow, Cache(k_bskd, v_bskd, cache.length))
+            block = nnx.merge(graphdef, ctx.gather(parameters))
+            x_bte, grown = block.extend(x_bte, ctx, Cache(k_bskd, v_bskd, cache.length))
             return x_bte, (grown.k_bskd, grown.v_bskd)
 
-        x_bte = self.embed(tokens_bt, flow)
+        x_bte = self.embed(tokens_bt, ctx)
         x_bte, (k, v) = jax.lax.scan(body, x_bte, (parameters, cache.k_bskd, cache.v_bskd))
-        hidden, table = self.head(x_bte[:, -1:], flow)
+        hidden, table = self.head(x_bte[:, -1:], ctx)
         logits = jnp.einsum("bte,ve->btv", hidden, table, preferred_element_type=jnp.float32)[:, 0]
         return logits, Cache(k, v, cache.length + tokens_bt.shape[1])

@@ -7,14 +7,11 @@ activations flow. A typo, a double use and a dim that does not divide are errors
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.partition import axes_of, locally
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RulesConfig
 from spmdtrain.parallel.mesh import AXES
@@ -70,15 +67,6 @@ class Rules:
     def activation_spec(self, names: Sequence[str | None], shape: Sequence[int], drop: Sequence[str] = ()) -> P:
         at = f"activation ({', '.join(map(str, names))})"
         return partition_spec(self.activations, "activations", names, shape, self.sizes, at=at, drop=drop)
-
-
-def manual_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes that the training step splits by hand.
-
-    Always `pipeline` and `data`. With a pipeline all axes of the batch: left automatic, their reductions and gathers
-    would run at every tick.
-    """
-    return ("pipeline", *BATCH_AXES) if sizes["pipeline"] > 1 else ("pipeline", "data")
 
 
 def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
@@ -156,50 +144,6 @@ def partition_spec(
             )
         spec.append(tuple(mesh_axes) if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
     return P(*spec)
-
-
-def placement(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., jax.Array]:
-    """`place(x, *logical_axes)`: constrains an activation to the activation table.
-
-    `manual` are the mesh axes that the enclosing shard_map splits by hand: constraints may not name them.
-    """
-
-    def place(x: jax.Array, *names: str | None) -> jax.Array:
-        spec = rules.activation_spec(names, x.shape, drop=manual)
-        return jax.lax.with_sharding_constraint(x, spec) if any(part is not None for part in spec) else x
-
-    return place
-
-
-def localisation(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., jax.Array]:
-    """`local(function, arrays, names, out)`: `function(*arrays)` where each device has its part of what is split.
-
-    For kernels, which XLA cannot partition. `names`: the logical axes of each array (which may be None), looked up in
-    the activation table; along an unnamed dim arrays come whole. `out`: those of the one result, among `names`.
-
-    What several devices share (keys, where queries are split over time) has a gradient summed over them: in float32.
-    """
-
-    def local(function: Callable, arrays: Sequence, names: Sequence[Sequence[str | None]], out: Sequence[str | None]):
-        specs, parts = [], {None: None}
-        for x, of_x in zip(arrays, names, strict=True):
-            specs.append(P() if x is None else rules.activation_spec(of_x, x.shape, drop=manual))
-            parts |= dict(zip(of_x, specs[-1], strict=False))
-        named = [axes_of(spec) for spec in specs]
-        dtypes = [getattr(x, "dtype", None) for x in arrays]
-
-        def widened(x, spec: P, own: set[str]):
-            if x is None or own == set.union(*named) or x.dtype not in (jnp.bfloat16, jnp.float16):
-                return x
-            return jax.lax.with_sharding_constraint(x, spec).astype(jnp.float32)  # gathered as it was, then widened
-
-        def narrowed(*arrays):
-            return function(*(x if x is None else x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)))
-
-        region = locally(narrowed, tuple(specs), P(*(parts[name] for name in out)))
-        return region(*map(widened, arrays, specs, named))
-
-    return local
 
 
 def _near(word: str, known: Sequence[str] | Mapping[str, object]) -> str:

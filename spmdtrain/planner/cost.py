@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from spmdtrain.parallel.pipeline import schedule, timing
-from spmdtrain.parallel.pipeline.choose import table_of
+from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.planner.flops import model_flops_per_token
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.job import Job
@@ -306,7 +306,7 @@ def _bubble(job: Job, times: timing.Times, stack: Stack) -> float:
         return order_bubble(job.schedule, p, v, times)
     if job.schedule in schedule.KINDS and m * v * p > MOST_CELLS:
         return lockstep_time(job.schedule, p, m, v, times) - m * times.microbatch
-    return timing.lockstep_time(table_of(job.schedule, p, v, m), times) - m * times.microbatch
+    return timing.lockstep_time(choose_table(job.schedule, p, v, m), times) - m * times.microbatch
 
 
 def closed_bubble(job: Job, times: timing.Times, stack: Stack) -> float:  # noqa: ARG001  (as `price` calls it)

@@ -29,21 +29,13 @@ def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tu
     """(the compiled step, a jax.stages.Compiled that cannot run; its mesh)"""
     import jax
 
-    from spmdtrain.models.abstract import build_model
-    from spmdtrain.parallel.axes import make_rules
-    from spmdtrain.parallel.mesh import build_mesh
-    from spmdtrain.train.batch import abstract_batch
-    from spmdtrain.train.state import abstract_state
+    from spmdtrain.train.setup import shard
     from spmdtrain.train.step import make_step
 
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
-    mesh = build_mesh(config.mesh, described_devices(device, math.prod(sizes.values())), config.origin)
-    rules = make_rules(config.rules, mesh.shape)
-    blueprint = build_model(config, stages=sizes["pipeline"], chunks=config.pipeline.chunks)
-    abstract = abstract_state(config, blueprint, mesh, rules)
-    step = make_step(config, blueprint, mesh, rules)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return step.lower(abstract, abstract_batch(config, mesh, rules)).compile(), mesh
+    setup = shard(config, devices=described_devices(device, math.prod(sizes.values())))
+    with jax.sharding.use_abstract_mesh(setup.mesh.abstract_mesh):
+        return make_step(setup).lower(setup.state, setup.batch).compile(), setup.mesh
 
 
 def described_devices(device: Hardware, count: int) -> list[Any]:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pallas_kernels.attention.xla import BLOCK
 from pallas_kernels.loss.api import CHUNK_LOGITS
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.parallel.pipeline.choose import table_of
+from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.parallel.pipeline.schedule import KINDS
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.job import Job, Shape
@@ -57,20 +57,12 @@ def exact_state(config: RunConfig, sizes: dict[str, int]) -> tuple[int, int]:
     Refuses what does not divide, as a run does."""
     import jax
 
-    from spmdtrain.models.abstract import build_model
-    from spmdtrain.parallel.axes import make_rules
     from spmdtrain.parallel.mesh import AXES
-    from spmdtrain.train.batch import sequences_at_once
-    from spmdtrain.train.grad_pipeline import table_of as table_of_run
-    from spmdtrain.train.state import abstract_state, bytes_per_device
+    from spmdtrain.train.setup import shard_on
+    from spmdtrain.train.state import bytes_per_device
 
     mesh = jax.sharding.AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES)
-    rules, stages = make_rules(config.rules, sizes), sizes["pipeline"]
-    microbatches, _ = sequences_at_once(config, rules)
-    if stages > 1:
-        table_of_run(config, stages, microbatches)
-    blueprint = build_model(config, stages=stages, chunks=config.pipeline.chunks)
-    abstract = abstract_state(config, blueprint, mesh, rules)
+    abstract = shard_on(config, mesh).state
     return bytes_per_device(abstract.params), bytes_per_device((abstract.opt_state, abstract.step))
 
 
@@ -131,7 +123,7 @@ def rings(job: Job) -> tuple[int, int, int]:
     if job.schedule in KINDS:
         stash = min(m * v, (v - 1) * p + 2 * (p - 1) + 1)
         return stash + 1, 0, min(m * v, p) + 1 if job.schedule == "zero_bubble" else 0
-    table = table_of(job.schedule, p, v, m)
+    table = choose_table(job.schedule, p, v, m)
     ring = lambda slots: slots + 1 if slots else 0  # noqa: E731
     return table.slots + 1, ring(table.cotangent_slots), ring(table.deferred_slots)
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import type_handlers
 
 from spmdtrain.config.errors import CheckpointError, StorageError, UserError
-from spmdtrain.models.abstract import Blueprint
+from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 from spmdtrain.train.state import TrainState
 
@@ -38,11 +38,11 @@ warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarni
 class Checkpoints:
     """The checkpoints of one run directory. `keep`: how many of the newest stay; None: only read, change nothing.
 
-    `blueprint`: of the model whose state is saved and restored.
+    `model`: the one whose state is saved and restored.
     """
 
-    def __init__(self, run: Path, blueprint: Blueprint, keep: int | None):
-        self._blueprint = blueprint
+    def __init__(self, run: Path, model: AbstractModel, keep: int | None):
+        self._model = model
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=keep is not None, read_only=keep is None
         )
@@ -63,7 +63,7 @@ class Checkpoints:
 
         When it is on disk `completed` says so.
         """
-        layout = self._blueprint.layout.describe()
+        layout = self._model.layout.describe()
         meta = {"format": FORMAT, "leaves": leaves(state.params, state.opt_state), "layout": layout} | meta
         items = ocp.args.Composite(
             params=ocp.args.PyTreeSave(state.params),
@@ -115,25 +115,25 @@ class Checkpoints:
                     step, lambda: _read_leaves(reader, directory, {path: tree[path] for path in paths}, shapes)
                 )
 
-            if saved == self._blueprint.layout:
+            if saved == self._model.layout:
                 return read(asked, asked)
             return {path: self._relaid(read, path, asked[path], saved) for path in asked}
 
     def _relaid(self, read: Callable[..., dict[str, Any]], path: str, asked, saved: Layout):
         """One parameter's leaves, read as they were saved and laid out as asked."""
         found = read([path], {path: self._as_saved(path, asked, saved)})[path]
-        if not self._blueprint.in_stack(path):
+        if not self._model.in_stack(path):
             return found
         shardings = jax.tree.map(lambda x: x.sharding, asked)
-        staged = self._blueprint.layout.staged
+        staged = self._model.layout.staged
         relay = jax.jit(lambda tree: jax.tree.map(lambda x: staged(saved.unstaged(x)), tree), out_shardings=shardings)
         return relay(found)
 
     def _as_saved(self, path: str, tree, saved: Layout):
         """Shapes of a parameter's leaves in the saved layout, split over the mesh much as they will be."""
-        if not self._blueprint.in_stack(path):
+        if not self._model.in_stack(path):
             return tree
-        leading = len(self._blueprint.layout.shape)
+        leading = len(self._model.layout.shape)
 
         def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             shape = saved.shape + x.shape[leading:]
@@ -150,7 +150,7 @@ class Checkpoints:
     def _checked_meta(self, step: int, *trees: Mapping[str, Any]) -> tuple[Meta, Layout]:
         """The checkpoint's meta and layout, once they fit abstract params, and optimizer state if it is given."""
         meta, layout_saved = self._read(step, lambda: self._meta(step))
-        layout, saved = self._blueprint.layout, meta["leaves"]
+        layout, saved = self._model.layout, meta["leaves"]
         if layout_saved.layers != layout.layers:
             raise CheckpointError(
                 f"{self._at(step)} does not fit",
@@ -178,7 +178,7 @@ class Checkpoints:
             raise CheckpointError(f"{self._at(step)} has format {meta['format']}", found=f"this version reads {FORMAT}")
         if "leaves" not in meta:
             raise KeyError("its meta names no leaves")
-        return meta, Layout(**meta["layout"]) if "layout" in meta else lay_out(self._blueprint.layout.layers, 1, 1)
+        return meta, Layout(**meta["layout"]) if "layout" in meta else lay_out(self._model.layout.layers, 1, 1)
 
     def _read(self, step: int, read: Callable[[], Any]):
         try:

@@ -3,7 +3,6 @@ object per step or evaluation), events.jsonl and, once it ended, summary.json. P
 """
 
 import contextlib
-import fcntl
 import json
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -12,7 +11,6 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config.errors import StorageError
 from spmdtrain.run.metrics import JsonLines, numbers, writing
 from spmdtrain.run.progress import Progress, tell
 
@@ -71,17 +69,3 @@ class Journal:
         if name not in self._files:
             self._files[name] = JsonLines(self._directory / name)
         self._files[name].write(**values)
-
-
-@contextlib.contextmanager
-def only_run(directory: Path) -> Iterator[None]:
-    """Holds RUN/lock; a StorageError where another process does. The lock goes with its process, however that ends; a
-    file system without locks has none."""
-    with (directory / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StorageError(f"another run is writing {directory}", fix="another --run, or wait for it") from None
-        except OSError:
-            pass
-        yield

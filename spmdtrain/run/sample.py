@@ -16,14 +16,16 @@ from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.data.tokenizer import Tokenizer, from_spec
-from spmdtrain.models.abstract import Blueprint, build_model, cast, gathering
-from spmdtrain.models.context import Flow
+from spmdtrain.models.abstract import AbstractModel, build_model, cast, make_gather
+from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Cache
 from spmdtrain.models.sampling import choose
-from spmdtrain.parallel.axes import Rules, localisation, make_rules, placement
+from spmdtrain.parallel.axes import Rules, make_rules
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.parallel.vocabulary import lookup
+from spmdtrain.parallel.regions import make_constrain, make_local_map
+from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.run.checkpoint import Checkpoints
+from spmdtrain.train.setup import parameter_specs
 from spmdtrain.train.state import abstract_state
 
 LONGEST = 200  # tokens, where nobody asked for a number
@@ -57,7 +59,7 @@ def sample(run: Path, prompt: str, length: int | None, choice: Choice, seed: int
             f"mesh.pipeline={mesh.shape['pipeline']}: sampling has no pipeline", fix="--set mesh.tensor or mesh.fsdp"
         )
     rules = make_rules(config.rules, mesh.shape)
-    blueprint = build_model(config)
+    model = build_model(config)
     ids = tokenizer.encode(prompt)
     if not len(ids):
         raise ConfigError("--prompt is empty: there is nothing to go on from")
@@ -69,42 +71,45 @@ def sample(run: Path, prompt: str, length: int | None, choice: Choice, seed: int
             asked=f"{len(ids)} tokens of prompt and --length {length}",
             fix=f"--length {room}" if room > 0 else "a shorter --prompt",
         )
-    with contextlib.closing(Checkpoints(run, blueprint, keep=None)) as checkpoints:
+    with contextlib.closing(Checkpoints(run, model, keep=None)) as checkpoints:
         newest = checkpoints.newest()
         if newest is None:
             raise CheckpointError(f"{run} holds no checkpoint", fix="training first: spmdtrain train CONFIG --run RUN")
-        params, _ = checkpoints.restore_params(newest, abstract_state(config, blueprint, mesh, rules).params)
-    generate = make_generate(config, blueprint, mesh, rules, length, choice)
+        specs = parameter_specs(model, rules)
+        abstract = abstract_state(config, model, mesh, specs, specs).params
+        params, _ = checkpoints.restore_params(newest, abstract)
+    generate = make_generate(config, model, mesh, rules, length, choice)
     generated = generate(params, ids[None].astype(np.int32), jax.random.key(seed))
     return tokenizer.decode(np.concatenate([ids, jax.device_get(generated)[0]]))
 
 
 def make_generate(
-    config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules, length: int, choice: Choice
+    config: RunConfig, model: AbstractModel, mesh: Mesh, rules: Rules, length: int, choice: Choice
 ) -> Callable[[dict[str, jax.Array], np.ndarray, jax.Array], jax.Array]:
     """`generate(params, prompt [b, t], key) -> ids [b, length]`, jitted. The prompt is read at once, then token by
     token. Weights stay split as the rules say; the few sequences are whole on every device."""
     rules = replace(rules, activations={**rules.activations, "batch": (), "time": ()})
-    model_config, dtype = config.model, jnp.dtype(config.precision.compute)
+    model_config = config.model
+    dtype = config.precision.compute
 
-    def flow(positions_bt):
-        return Flow(
+    def context(positions_bt):
+        return ForwardContext(
             positions_bt,
-            place=placement(rules),
-            local=localisation(rules),
-            lookup=lookup(rules),
-            gather=gathering(rules),
+            constrain=make_constrain(rules),
+            local_map=make_local_map(rules),
+            lookup=make_lookup(rules),
+            gather=make_gather(rules),
         )
 
     def generate(params, prompt_bt, key):
-        model = blueprint.bind(cast(params, config.precision.compute), gathering(rules))
+        module = model.bind(cast(params, dtype), make_gather(rules))
         batch, start = prompt_bt.shape
         shape = (model_config.layers, batch, start + length, model_config.key_value_heads, model_config.width_per_head)
-        empty = placement(rules)(jnp.zeros(shape, dtype), None, "batch", None, "kv_heads", "head_dim")
+        empty = make_constrain(rules)(jnp.zeros(shape, jnp.dtype(dtype)), None, "batch", None, "kv_heads", "head_dim")
 
         def extend(tokens_bt, cache):
             positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
-            return model.extend(tokens_bt, flow(jnp.broadcast_to(positions, tokens_bt.shape)), cache)
+            return module.extend(tokens_bt, context(jnp.broadcast_to(positions, tokens_bt.shape)), cache)
 
         def next_token(carry, key):
             logits, cache = carry

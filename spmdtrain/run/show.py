@@ -7,27 +7,22 @@ from jax.sharding import Mesh
 from spmdtrain.config.load import resolved, to_toml
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.models.abstract import MakeModel, build_model
+from spmdtrain.models.abstract import MakeModel
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel.axes import make_rules
-from spmdtrain.parallel.mesh import build_mesh, describe_mesh
-from spmdtrain.train.batch import sequences_at_once
+from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.train.grad_pipeline import describe as describe_pipeline
-from spmdtrain.train.grad_pipeline import table_of
-from spmdtrain.train.state import abstract_state, bytes_per_device, parameter_specs
+from spmdtrain.train.setup import shard
+from spmdtrain.train.state import bytes_per_device
 
 
 def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str, Any], Mesh]:
     """Plain values for `show --json`: config, origin, mesh, pipeline (a line, or null), parameters (a row each),
     totals; and the mesh."""
-    config = config.with_vocab(config.model.vocab or open_corpus(config.data, None, config.train.seed).vocab)
-    mesh = build_mesh(config.mesh, where=config.origin)
-    rules = make_rules(config.rules, mesh.shape)
-    accumulation, sequences = sequences_at_once(config, rules)
-    stages = mesh.shape["pipeline"]
-    blueprint = build_model(config, make, stages, config.pipeline.chunks)
-    pipeline = describe_pipeline(table_of(config, stages, accumulation), blueprint.layout) if stages > 1 else None
-    abstract, specs = abstract_state(config, blueprint, mesh, rules), parameter_specs(blueprint, rules)
+    vocab = config.model.vocab or open_corpus(config.data, None, config.train.seed).vocab
+    setup = shard(config.with_vocab(vocab), make)
+    model = setup.model
+    pipeline = describe_pipeline(setup.schedule, model.layout) if setup.schedule else None
+    abstract, specs = setup.state, setup.parameter_specs
     rows = [
         {
             "path": path,
@@ -38,17 +33,17 @@ def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str
             "bytes_per_device": bytes_per_device(abstract.params[path]),
             "optimizer_bytes_per_device": bytes_per_device(abstract.opt_state[path]),
         }
-        for path, parameter in blueprint.parameters.items()
+        for path, parameter in model.parameters.items()
     ]
     totals = {
-        "parameters": blueprint.size,
+        "parameters": model.size,
         "bytes_per_device": sum(row["bytes_per_device"] for row in rows),
         "optimizer_bytes_per_device": sum(row["optimizer_bytes_per_device"] for row in rows),
-        "accumulation": accumulation,
-        "sequences_at_once": sequences,
+        "accumulation": setup.batch_shape.accumulation,
+        "sequences_at_once": setup.batch_shape.sequences,
     }
-    found = {"mesh": dict(mesh.shape), "pipeline": pipeline, "parameters": rows, "totals": totals}
-    return resolved(config) | found, mesh
+    found = {"mesh": dict(setup.mesh.shape), "pipeline": pipeline, "parameters": rows, "totals": totals}
+    return resolved(setup.config) | found, setup.mesh
 
 
 def show(config: RunConfig) -> str:

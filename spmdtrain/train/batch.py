@@ -1,6 +1,11 @@
-"""Host arrays to device arrays: each process makes the rows of a batch that its own devices hold, and no others."""
+"""Batches on devices: how a global batch is cut, and how each process makes its own rows of it.
+
+A batch is a dict of arrays [accumulation, sequences, time] (`sample`: [accumulation, sequences]).
+One microbatch of it, [sequences, time], is what a model sees at once.
+"""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -8,74 +13,98 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import TrainConfig
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, partition_spec
-from spmdtrain.train.loss import Batch
 
+Batch = dict[str, jax.Array]
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 
 
+class BatchShape(NamedTuple):
+    """How a global batch is cut: `accumulation` microbatches of `sequences` over all shards.
+
+    global_batch = accumulation x sequences, sequences = microbatch x data x fsdp x expert.
+    """
+
+    accumulation: int
+    sequences: int
+
+
+def cut_batch(config: TrainConfig, rules: Rules) -> BatchShape:
+    """The shape of `train.global_batch` on this mesh; ConfigError where it does not divide."""
+    sizes = {axis: rules.sizes[axis] for axis in BATCH_AXES}
+    shards = int(np.prod(list(sizes.values())))
+    batch = config.global_batch
+    at_once = shards * (config.microbatch or 1)
+    if batch % at_once:
+        raise _does_not_divide(config, sizes, at_once)
+    sequences = at_once if config.microbatch else batch
+    # Refuses a length that does not divide, and time over a mesh axis of the batch.
+    partition_spec(
+        rules.activations,
+        "activations",
+        ("batch", "time"),
+        (sequences, config.sequence_length),
+        rules.sizes,
+        at="train.sequence_length",
+    )
+    return BatchShape(batch // sequences, sequences)
+
+
+def _does_not_divide(config: TrainConfig, sizes: Mapping[str, int], at_once: int) -> ConfigError:
+    split = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one shard"
+    product = f"{split} x train.microbatch={config.microbatch}" if config.microbatch else split
+    below = config.global_batch // at_once * at_once
+    above = below + at_once
+    return ConfigError(
+        f"train.global_batch={config.global_batch} is not divisible by {product} = {at_once}",
+        fix=f"--set train.global_batch={below or above}" + (f" or {above}" if below else ""),
+    )
+
+
 def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
-    """Of the batch entry `name`: sequences over data x fsdp x expert, time as the activation table says."""
+    """Where the entry `name` of a batch lies: sequences over the axes of the batch, time as the
+    activation table says."""
     time = rules.activation_spec(("time",), (0,)) if name != "sample" else ()
     return NamedSharding(mesh, P(None, BATCH_AXES, *time))
 
 
-def sequences_at_once(config: RunConfig, rules: Rules) -> tuple[int, int]:
-    """(accumulation, sequences over all shards per microbatch): how a global batch is cut.
+def abstract_batch(
+    shape: BatchShape, length: int, packing: str, mesh: Mesh, rules: Rules
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `to_devices` makes of a training batch, as shapes with their shardings.
 
-    global_batch = microbatch x data x fsdp x expert x accumulation.
+    `length`: tokens of a sequence; `packing`: as `data.packing`.
     """
-    sizes = {axis: rules.sizes[axis] for axis in BATCH_AXES}
-    shards = int(np.prod(list(sizes.values())))
-    batch, micro = config.train.global_batch, config.train.microbatch
-    split = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one shard"
-    at_once = shards * (micro or 1)
-    if batch % at_once:
-        product = f"{split} x train.microbatch={micro}" if micro else split
-        below, above = batch // at_once * at_once, -(-batch // at_once) * at_once
-        raise ConfigError(
-            f"train.global_batch={batch} is not divisible by {product} = {at_once}",
-            fix=f"--set train.global_batch={below or above}" + (f" or {above}" if below else ""),
-        )
-    sequences = at_once if micro else batch
-    names, shape = ("batch", "time"), (sequences, config.train.sequence_length)
-    # for its refusals: a length that does not divide, time over a mesh axis of the batch
-    partition_spec(rules.activations, "activations", names, shape, rules.sizes, at="train.sequence_length")
-    return batch // sequences, sequences
-
-
-def abstract_batch(config: RunConfig, mesh: Mesh, rules: Rules) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `to_devices` makes of a training batch, as shapes with their shardings."""
-    rows, time = sequences_at_once(config, rules), (config.train.sequence_length,)
-    kinds = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
-    if config.data.packing == "documents":
-        kinds |= {"segment_ids": "int32", "positions": "int32"}
+    dtypes = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
+    if packing == "documents":
+        dtypes |= {"segment_ids": "int32", "positions": "int32"}
 
     def one(name: str, dtype: str) -> jax.ShapeDtypeStruct:
-        shape = rows if name == "sample" else rows + time
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, rules, name))
+        whole = tuple(shape) if name == "sample" else (*shape, length)
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=batch_sharding(mesh, rules, name))
 
-    return {name: one(name, dtype) for name, dtype in kinds.items()}
+    return {name: one(name, dtype) for name, dtype in dtypes.items()}
 
 
-def to_devices(samples: Samples, ids: np.ndarray, shape: tuple[int, int], mesh: Mesh, rules: Rules) -> Batch:
-    """The batch of the samples `ids`, cut as `shape` = (accumulation, sequences), as global arrays.
+def to_devices(samples: Samples, ids: np.ndarray, shape: BatchShape, mesh: Mesh, rules: Rules) -> Batch:
+    """The samples `ids` [global_batch] as a batch of global arrays.
 
-    `samples(ids)` gives rows; it is asked for every row that a device of this process holds, once.
+    `samples(ids)` makes rows on the host. A process asks it for the rows that its own devices
+    hold, each once, and for no others.
     """
     ids = ids.reshape(shape)
     made: dict[tuple[int, int], dict[str, np.ndarray]] = {}
 
     def rows(columns: slice) -> dict[str, np.ndarray]:
-        start, stop, _ = columns.indices(shape[1])
+        start, stop, _ = columns.indices(shape.sequences)
         if (start, stop) not in made:
             mine = ids[:, start:stop]
             found = samples(mine.ravel())
             made[start, stop] = {name: x.reshape(*mine.shape, *x.shape[1:]) for name, x in found.items()}
         return made[start, stop]
 
-    here = batch_sharding(mesh, rules, "sample").addressable_devices_indices_map(shape)
+    here = batch_sharding(mesh, rules, "sample").addressable_devices_indices_map(tuple(shape))
     first = rows(next(iter(here.values()))[1])
 
     def assemble(name: str) -> jax.Array:

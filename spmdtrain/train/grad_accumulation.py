@@ -5,77 +5,90 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.abstract import Blueprint, cast, gathering
-from spmdtrain.models.context import Flow
-from spmdtrain.parallel.axes import Rules, manual_axes
-from spmdtrain.parallel.reduce import reduced, summed
-from spmdtrain.train.loss import Batch, head_loss, make_flow, manually, only, without
-from spmdtrain.train.state import crossings, gradient_specs
+from spmdtrain.models.abstract import cast, make_gather
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.parallel.regions import manual_region
+from spmdtrain.parallel.specs import keep_axes
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.loss import (
+    head_loss,
+    make_context,
+    mean_gradients,
+    sum_over_shards,
+    zero_gradients,
+)
+from spmdtrain.train.setup import Setup
+
+Sums = dict[str, jax.Array]
+BATCH = P(None, "data")  # of a batch's arrays [accumulation, sequences, ...]
 
 
-def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
-    """`(params, step, batch) -> (gradients of the mean objective, sums)` over all microbatches and shards; sums:
-    loss, tokens (unmasked) and, where blocks have one, side_loss."""
-    manual = manual_axes(rules.sizes)
-    specs, ways = gradient_specs(config, blueprint, rules), crossings(config, blueprint, rules)
-    resting = {path: without(manual, spec) for path, spec in specs.items()}
-    flow_of, gather, accumulate = make_flow(config, rules), gathering(rules, manual), config.precision.accumulate
+def make_gradients(setup: Setup) -> Callable[..., Any]:
+    """`(params, step, batch) -> (gradients of the mean objective, sums)`.
 
-    def objective(params, part, step):
-        model = blueprint.bind(cast(params, config.precision.compute), gather)
-        sums = _sums(model, flow_of(part, step), part, rules)
+    Over all microbatches and shards. sums: loss, tokens (unmasked) and, where blocks have one,
+    side_loss; float32 scalars.
+    """
+    accumulate = setup.config.precision.accumulate
+    context = make_context(setup)
+
+    def objective(params, microbatch: Batch, step):
+        sums = _forward(setup, params, microbatch, context(microbatch, step))
         return sums["loss"] + sums.get("side_loss", 0), sums
 
-    def local(params, step, batch):
-        def microbatch(part):
-            (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(params, part, step)
-            return cast(grads, accumulate), sums
+    def of_microbatch(params, microbatch: Batch, step):
+        (_, sums), gradients = jax.value_and_grad(objective, has_aux=True)(params, microbatch, step)
+        return cast(gradients, accumulate), sums
 
+    def accumulated(params, step, batch: Batch):
         first = {name: x[0] for name, x in batch.items()}
         if batch["tokens"].shape[0] == 1:
-            grads, sums = microbatch(first)
-        else:
-            zeros = {
-                path: jax.lax.with_sharding_constraint(jnp.zeros(x.shape, accumulate), resting[path])
-                for path, x in params.items()
-            }
-            none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(microbatch, first)[1])
-            add = lambda total, part: (jax.tree.map(jnp.add, total, microbatch(part)), None)  # noqa: E731
-            (grads, sums), _ = jax.lax.scan(add, (zeros, none), batch)
-        sums = summed(sums, _axes(rules))
-        grads, count = reduced(grads, ways, resting), jnp.maximum(sums["tokens"], 1)
-        return {path: (g / count).astype(g.dtype) for path, g in grads.items()}, sums
+            return of_microbatch(params, first, step)
+        shapes = jax.eval_shape(of_microbatch, params, first, step)[1]
+        no_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    out_specs = ({path: only(manual, spec) for path, spec in specs.items()}, P())
-    return manually(local, mesh, manual, in_specs=(P(), P(), P(None, "data")), out_specs=out_specs)
+        def add(totals, microbatch):
+            return jax.tree.map(jnp.add, totals, of_microbatch(params, microbatch, step)), None
+
+        totals, _ = jax.lax.scan(add, (zero_gradients(setup, params), no_sums), batch)
+        return totals
+
+    def local(params, step, batch: Batch):
+        gradients, sums = accumulated(params, step, batch)
+        sums = _over_shards(setup, sums)
+        return mean_gradients(setup, gradients, sums["tokens"]), sums
+
+    specs = {path: keep_axes(setup.manual, spec) for path, spec in setup.gradient_specs.items()}
+    return manual_region(local, setup.mesh, setup.manual, (P(), P(), BATCH), (specs, P()))
 
 
-def make_losses(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
+def make_losses(setup: Setup) -> Callable[..., Any]:
     """`(params, batch) -> sums`, as `make_gradients` has them, without dropout."""
-    manual = manual_axes(rules.sizes)
-    flow_of, gather = make_flow(config, rules), gathering(rules, manual)
+    context = make_context(setup)
 
-    def local(params, batch):
-        def one(_, part):
-            model = blueprint.bind(cast(params, config.precision.compute), gather)
-            return None, _sums(model, flow_of(part), part, rules)
+    def local(params, batch: Batch):
+        def one(_, microbatch):
+            return None, _forward(setup, params, microbatch, context(microbatch))
 
         _, sums = jax.lax.scan(one, None, batch)
-        return summed(jax.tree.map(jnp.sum, sums), _axes(rules))
+        return _over_shards(setup, jax.tree.map(jnp.sum, sums))
 
-    return manually(local, mesh, manual, in_specs=(P(), P(None, "data")), out_specs=P())
-
-
-def _sums(model: nnx.Module, flow: Flow, part: Batch, rules: Rules) -> dict[str, jax.Array]:
-    x_bte, side = model.blocks(model.embed(part["tokens"], flow), flow)
-    sums = {"loss": head_loss(model, x_bte, flow, part, rules), "tokens": part["mask"].astype(jnp.float32).sum()}
-    return sums if side is None else sums | {"side_loss": side}
+    return manual_region(local, setup.mesh, setup.manual, (P(), BATCH), P())
 
 
-def _axes(rules: Rules) -> tuple[str, ...]:
-    return ("data",) if rules.sizes["data"] > 1 else ()
+def _forward(setup: Setup, params, microbatch: Batch, ctx: ForwardContext) -> Sums:
+    """One microbatch through the model, in compute precision."""
+    values = cast(params, setup.config.precision.compute)
+    module = setup.model.bind(values, make_gather(setup.rules, setup.manual))
+    x_bte, side_loss = module.blocks(module.embed(microbatch["tokens"], ctx), ctx)
+    loss = head_loss(module, x_bte, ctx, microbatch, setup.rules)
+    sums = {"loss": loss, "tokens": microbatch["mask"].astype(jnp.float32).sum()}
+    if side_loss is not None:
+        sums["side_loss"] = side_loss
+    return sums
+
+
+def _over_shards(setup: Setup, sums: Sums) -> Sums:
+    return sum_over_shards(sums["loss"], sums.get("side_loss"), sums["tokens"], setup.rules)

@@ -1,7 +1,8 @@
 """Gradients with a pipeline: the model's `embed`, `blocks` and `head` as the program that stages run.
 
-One region, manual over `pipeline` and all axes of the batch: weights are gathered over the latter once before the
-ticks, in compute precision, and gradients scattered once after. `context` and `tensor` stay automatic.
+One region, manual over `pipeline` and all axes of the batch. Weights are gathered over the axes of
+the batch once before the ticks, in compute precision, and gradients scattered once after them.
+`context` and `tensor` stay automatic.
 """
 
 from collections.abc import Callable
@@ -9,36 +10,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.abstract import Blueprint, cast
-from spmdtrain.models.context import Flow
+from spmdtrain.models.abstract import AbstractModel, cast
+from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import rematerialised, run_block
-from spmdtrain.parallel.axes import BATCH_AXES, Rules, manual_axes
-from spmdtrain.parallel.pipeline import choose
+from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.pipeline.draw import headline
 from spmdtrain.parallel.pipeline.executor import Program, gradients, losses
 from spmdtrain.parallel.pipeline.layout import Layout
 from spmdtrain.parallel.pipeline.schedule import Table
-from spmdtrain.parallel.reduce import reduced, summed
-from spmdtrain.train.loss import Batch, head_loss, make_flow, manually, only, without
-from spmdtrain.train.state import crossings, gradient_specs, parameter_specs
-
-
-def table_of(config: RunConfig, stages: int, microbatches: int) -> Table:
-    """The schedule that the run asks for."""
-    asked = config.pipeline
-    table = choose.table_of(asked.schedule, stages, asked.chunks, microbatches)
-    if table.split and config.train.remat != "none":
-        raise ConfigError(
-            f"train.remat={config.train.remat!r}: {asked.schedule!r} takes a layer's backward apart",
-            fix="--set train.remat=none",
-        )
-    return table
+from spmdtrain.parallel.regions import manual_region
+from spmdtrain.parallel.specs import axes_of_dim, drop_axes, keep_axes
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.loss import (
+    head_loss,
+    make_context,
+    mean_gradients,
+    sum_over_shards,
+    zero_gradients,
+)
+from spmdtrain.train.setup import Setup
 
 
 def describe(table: Table, layout: Layout) -> str:
@@ -46,124 +40,128 @@ def describe(table: Table, layout: Layout) -> str:
     if not layout.padding:
         return headline(table)
     more = layout.places / layout.layers - 1
-    return f"{headline(table)}; {layout.layers} layers in {layout.places} places, {more:.0%} more layer work"
+    padded = f"{layout.layers} layers in {layout.places} places, {more:.0%} more layer work"
+    return f"{headline(table)}; {padded}"
 
 
-def make_gradients(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
-    """As `accumulated.make_gradients`; the batch's microbatches are those of the schedule."""
-    manual = manual_axes(rules.sizes)
-    specs, ways = gradient_specs(config, blueprint, rules), crossings(config, blueprint, rules)
-    resting = {path: without(manual, spec) for path, spec in specs.items()}
-    keep, split = config.train.remat != "full", _table_split(config, blueprint, rules)
+def make_gradients(setup: Setup) -> Callable[..., Any]:
+    """As `grad_accumulation.make_gradients`; the microbatches are those of the schedule."""
+    keep = setup.config.train.remat != "full"
+    table_axes = _table_axes(setup)
 
-    def local(params, step, batch):
-        table = table_of(config, rules.sizes["pipeline"], batch["tokens"].shape[0])
-        program = _program(config, blueprint, rules, split, batch, step)
-        zeros = {
-            path: jax.lax.with_sharding_constraint(jnp.zeros(x.shape, config.precision.accumulate), resting[path])
-            for path, x in params.items()
-        }
-        totals, weights = _parts(blueprint, zeros), _parts(blueprint, params)
-        loss, side, *grads = gradients(program, table, blueprint.layout, *weights, totals, keep)
-        sums = _sums(loss, side, batch, rules)
-        grads, count = reduced(grads[0] | grads[1], ways, resting), jnp.maximum(sums["tokens"], 1)
-        return {path: (g / count).astype(g.dtype) for path, g in grads.items()}, sums
+    def local(params, step, batch: Batch):
+        program = _program(setup, table_axes, batch, step)
+        totals = _split(setup.model, zero_gradients(setup, params))
+        weights = _split(setup.model, params)
+        loss, side_loss, shared, stack = gradients(program, setup.schedule, setup.model.layout, *weights, totals, keep)
+        sums = _sums(setup, loss, side_loss, batch)
+        return mean_gradients(setup, shared | stack, sums["tokens"]), sums
 
-    out_specs = ({path: only(manual, spec) for path, spec in specs.items()}, P())
-    return _gathered(local, config, blueprint, mesh, rules, out_specs)
+    specs = {path: keep_axes(setup.manual, spec) for path, spec in setup.gradient_specs.items()}
+    return _gathered(setup, local, (specs, P()))
 
 
-def make_losses(config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules) -> Callable[..., Any]:
-    """As `accumulated.make_losses`."""
-    split = _table_split(config, blueprint, rules)
+def make_losses(setup: Setup) -> Callable[..., Any]:
+    """As `grad_accumulation.make_losses`."""
+    table_axes = _table_axes(setup)
 
-    def local(params, step, batch):
-        table = table_of(config, rules.sizes["pipeline"], batch["tokens"].shape[0])
-        program = _program(config, blueprint, rules, split, batch, step)
-        return _sums(*losses(program, table, blueprint.layout, *_parts(blueprint, params)), batch, rules)
+    def local(params, step, batch: Batch):
+        program = _program(setup, table_axes, batch, step)
+        weights = _split(setup.model, params)
+        found = losses(program, setup.schedule, setup.model.layout, *weights)
+        return _sums(setup, *found, batch)
 
-    run = _gathered(local, config, blueprint, mesh, rules, P())
+    run = _gathered(setup, local, P())
     return lambda params, batch: run(params, None, batch)
 
 
-def _gathered(local, config: RunConfig, blueprint: Blueprint, mesh: Mesh, rules: Rules, out_specs) -> Callable:
-    """`local(params, step, batch)` in the manual region, with weights in compute precision and whole over the axes
-    of the batch."""
-    manual = manual_axes(rules.sizes)
-    whole = {path: without(BATCH_AXES, spec) for path, spec in parameter_specs(blueprint, rules).items()}
-    in_specs = ({path: only(manual, spec) for path, spec in whole.items()}, P(), P(None, BATCH_AXES))
-    region = manually(local, mesh, manual, in_specs, out_specs)
+def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
+    """`local(params, step, batch)` in the manual region, with weights in compute precision and
+    whole over the axes of the batch."""
+    whole = {path: drop_axes(BATCH_AXES, spec) for path, spec in setup.parameter_specs.items()}
+    params_specs = {path: keep_axes(setup.manual, spec) for path, spec in whole.items()}
+    in_specs = (params_specs, P(), P(None, BATCH_AXES))
+    region = manual_region(local, setup.mesh, setup.manual, in_specs, out_specs)
 
-    def run(params, step, batch):
-        params = cast(params, config.precision.compute)
-        constrain = jax.lax.with_sharding_constraint
-        params = {path: constrain(x, NamedSharding(mesh, whole[path])) for path, x in params.items()}
-        return region(params, step, batch)
+    def gather(path: str, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, whole[path]))
+
+    def run(params, step, batch: Batch):
+        params = cast(params, setup.config.precision.compute)
+        return region({path: gather(path, x) for path, x in params.items()}, step, batch)
 
     return run
 
 
-def _table_split(config: RunConfig, blueprint: Blueprint, rules: Rules) -> tuple[str, ...]:
-    """("pipeline",) if stages have the rows of the head's table between them, () if each has all.
+def _table_axes(setup: Setup) -> tuple[str, ...]:
+    """("pipeline",) if each stage holds some rows of the head's table, () if each holds them all.
 
-    Refuses a model that does with its part of a table what is right with a whole one only.
+    Refuses a model that uses its stage's part of a table as if it were the whole.
     """
-    tokens = jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32)
+    model = setup.model
+    tokens = jax.ShapeDtypeStruct((1, setup.config.train.sequence_length), jnp.int32)
 
-    def head(model, tokens_bt):
-        flow = Flow(tokens_bt, lookup=lambda table, ids: jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype))
-        return model.head(model.embed(tokens_bt, flow), flow)
+    def no_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+        """Stands for the lookup that is right on a part of a table: it reads nothing."""
+        return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
 
-    parts = {
-        path: blueprint.parameters[path].shape[dim]
-        for path, spec in parameter_specs(blueprint, rules).items()
-        for dim, axes in enumerate(spec)
-        if not blueprint.in_stack(path) and "pipeline" in axes_of(P(axes))
+    def head(module, tokens_bt):
+        ctx = ForwardContext(tokens_bt, lookup=no_rows)
+        return module.head(module.embed(tokens_bt, ctx), ctx)
+
+    rows = {
+        path: model.parameters[path].shape[dim]
+        for path, spec in setup.parameter_specs.items()
+        for dim, part in enumerate(spec)
+        if not model.in_stack(path) and "pipeline" in axes_of_dim(part)
     }
-    in_hidden = parts.keys() & blueprint.read_by(lambda *given: head(*given)[0], tokens)
-    in_table = parts.keys() & blueprint.read_by(lambda *given: head(*given)[1], tokens)
-    for path in sorted(in_hidden | {path for path in in_table if parts[path] != blueprint.rows}):
+    in_hidden = rows.keys() & model.read_by(lambda *given: head(*given)[0], tokens)
+    in_table = rows.keys() & model.read_by(lambda *given: head(*given)[1], tokens)
+    cut_otherwise = {path for path in in_table if rows[path] != model.rows}
+    for path in sorted(in_hidden | cut_otherwise):
+        stages = setup.rules.sizes["pipeline"]
         raise ConfigError(
-            f"{path}: each of {rules.sizes['pipeline']} stages has a part of {parts[path]} rows, taken for the whole",
-            fix="flow.lookup(table, tokens_bt) in embed, in head the table uncut; or dims not named 'vocab'",
+            f"{path}: each of {stages} stages has a part of {rows[path]} rows, taken for the whole",
+            fix="ctx.lookup(table, tokens_bt) in embed, in head the table uncut; or dims not named 'vocab'",
         )
     return ("pipeline",) if in_table else ()
 
 
-def _program(
-    config: RunConfig, blueprint: Blueprint, rules: Rules, split: tuple[str, ...], batch: Batch, step: jax.Array | None
-) -> Program:
-    """What stages run on this batch; `split` is from `_table_split`; no step: no dropout."""
-    flow_of = make_flow(config, rules)
+def _program(setup: Setup, table_axes: tuple[str, ...], batch: Batch, step: jax.Array | None) -> Program:
+    """What stages run on this batch. `table_axes`: as `_table_axes` says; no step: no dropout."""
+    model = setup.model
+    forward_context = make_context(setup)
 
-    def context_of(microbatch):
-        part = {name: jax.lax.dynamic_index_in_dim(x, microbatch, 0, keepdims=False) for name, x in batch.items()}
-        return part, flow_of(part, step)
+    def context_of(microbatch: jax.Array):
+        take = jax.lax.dynamic_index_in_dim
+        part = {name: take(x, microbatch, 0, keepdims=False) for name, x in batch.items()}
+        return part, forward_context(part, step)
 
     def embed(shared, context):
-        part, flow = context
-        return blueprint.bind(shared).embed(part["tokens"], flow)
+        part, ctx = context
+        return model.bind(shared).embed(part["tokens"], ctx)
 
     def layer(weights, x, rest):
-        number, (_, flow) = rest
-        return run_block(blueprint.bind(weights).blocks.layer, x, flow, number)
+        number, (_, ctx) = rest
+        return run_block(model.bind(weights).blocks.layer, x, ctx, number)
 
     def head(shared, x, context):
-        part, flow = context
-        return head_loss(blueprint.bind(shared), x, flow, part, rules, split)
+        part, ctx = context
+        return head_loss(model.bind(shared), x, ctx, part, setup.rules, table_axes)
 
-    remat = "dots" if config.train.remat == "dots" else "none"  # full: the executor runs whole chunks again
+    # Under "full" the executor runs whole chunks again by itself.
+    remat = "dots" if setup.config.train.remat == "dots" else "none"
     return Program(embed, rematerialised(layer, remat), head, context_of)
 
 
-def _parts(blueprint: Blueprint, values: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """(outside the layers, of the layers)."""
-    stack = {path: x for path, x in values.items() if blueprint.in_stack(path)}
-    return {path: x for path, x in values.items() if path not in stack}, stack
+def _split(model: AbstractModel, values: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """(values outside the layers, values of the layers)."""
+    stack = {path: x for path, x in values.items() if model.in_stack(path)}
+    shared = {path: x for path, x in values.items() if path not in stack}
+    return shared, stack
 
 
-def _sums(loss: jax.Array, side: jax.Array | None, batch: Batch, rules: Rules) -> dict[str, jax.Array]:
-    """Over all batch shards; every stage has the same."""
-    sums = {"loss": loss, "tokens": batch["mask"].astype(jnp.float32).sum()}
-    sums = sums if side is None else sums | {"side_loss": side}
-    return summed(sums, [axis for axis in BATCH_AXES if rules.sizes[axis] > 1])
+def _sums(setup: Setup, loss: jax.Array, side_loss: jax.Array | None, batch: Batch):
+    """Over all shards of the batch; every stage has the same."""
+    tokens = batch["mask"].astype(jnp.float32).sum()
+    return sum_over_shards(loss, side_loss, tokens, setup.rules)

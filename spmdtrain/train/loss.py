@@ -1,97 +1,124 @@
-"""One microbatch through the model: its flow, its losses, and the manual region that both ways of training share.
+"""One microbatch through the model to its loss, and what both ways to gradients end with.
 
-A batch is a dict of arrays [accumulation, sequences, time] (`sample`: [accumulation, sequences]); a part is one
-microbatch of it, [sequences, time].
+B: sequences of a microbatch, T: tokens of a sequence, E: width of the stream, V: rows of the head's
+table.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.loss import linear_cross_entropy
-from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.abstract import gathering
-from spmdtrain.models.context import Flow, sample_noise
-from spmdtrain.parallel.axes import Rules, localisation, manual_axes, placement
-from spmdtrain.parallel.vocabulary import lookup
+from spmdtrain.models.abstract import make_gather
+from spmdtrain.models.context import ForwardContext, sample_noise
+from spmdtrain.parallel.axes import BATCH_AXES, Rules
+from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
+from spmdtrain.parallel.regions import make_constrain, make_local_map, manual_axes
+from spmdtrain.parallel.specs import drop_axes
+from spmdtrain.parallel.vocabulary import make_lookup
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.setup import Setup
 
-Batch = dict[str, jax.Array]
 
+def make_context(setup: Setup) -> Callable[..., ForwardContext]:
+    """`context(microbatch, step) -> ForwardContext`; with `step` given, dropout is on."""
+    train = setup.config.train
+    dropout = setup.config.model.dropout
+    rules = setup.rules
+    manual = setup.manual
+    constrain = make_constrain(rules, manual)
+    local_map = make_local_map(rules, manual)
+    lookup = make_lookup(rules, manual)
+    gather = make_gather(rules, manual)
 
-def make_flow(config: RunConfig, rules: Rules) -> Callable[..., Flow]:
-    """`flow(part, step) -> Flow` of a microbatch; with `step` given, dropout is on."""
-    manual = manual_axes(rules.sizes)
-    place, local = placement(rules, manual), localisation(rules, manual)
-    look, gather = lookup(rules, manual), gathering(rules, manual)
-
-    def flow(part: Batch, step: jax.Array | None = None) -> Flow:
-        tokens_bt = part["tokens"]
-        positions = part.get("positions")
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens_bt.shape[1], dtype=jnp.int32), tokens_bt.shape)
-        noisy = step is not None and config.model.dropout > 0
-        return Flow(
-            positions_bt=positions,
-            segments_bt=part.get("segment_ids"),
-            place=place,
-            local=local,
-            lookup=look,
+    def context(microbatch: Batch, step: jax.Array | None = None) -> ForwardContext:
+        tokens_bt = microbatch["tokens"]
+        positions_bt = microbatch.get("positions")
+        if positions_bt is None:
+            from_zero = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
+            positions_bt = jnp.broadcast_to(from_zero, tokens_bt.shape)
+        noise_b = None
+        if step is not None and dropout > 0:
+            noise_b = sample_noise(train.seed, step, microbatch["sample"])
+        return ForwardContext(
+            positions_bt=positions_bt,
+            segment_ids_bt=microbatch.get("segment_ids"),
+            constrain=constrain,
+            local_map=local_map,
+            lookup=lookup,
             gather=gather,
-            remat=config.train.remat,
-            dropout=config.model.dropout,
-            noise_b=sample_noise(config.train.seed, step, part["sample"]) if noisy else None,
+            remat=train.remat,
+            dropout_rate=dropout,
+            noise_b=noise_b,
         )
 
-    return flow
+    return context
 
 
 def head_loss(
-    model: nnx.Module, x_bte: jax.Array, flow: Flow, part: Batch, rules: Rules, by_hand: tuple[str, ...] = ()
+    module: nnx.Module,
+    x_bte: jax.Array,
+    ctx: ForwardContext,
+    microbatch: Batch,
+    rules: Rules,
+    table_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Sum of the losses of the unmasked tokens, float32. `by_hand`: the manual mesh axes that the rows of the head's
-    table are split over."""
-    hidden_bte, table_ve = model.head(x_bte, flow)
-    manual, of_token = manual_axes(rules.sizes), ("batch", "time")
-    # Of the logits, which never exist: refuses a mesh axis that would split both tokens and vocabulary.
-    rules.activation_spec((*of_token, "vocab"), (*part["targets"].shape, table_ve.shape[0]), drop=manual)
+    """Sum of the losses of the unmasked tokens, a float32 scalar.
 
-    def axes(*names):
-        of = [axis for name in names for axis in rules.activations[name]]
-        return tuple(axis for axis in of if rules.sizes[axis] > 1 and axis not in manual)
+    `table_axes`: the manual mesh axes that the rows of the head's table are split over.
+    """
+    hidden_bte, table_ve = module.head(x_bte, ctx)
+    manual = manual_axes(rules.sizes)
+    token = ("batch", "time")
+    # The logits never exist; their spec refuses a mesh axis that would split tokens and vocabulary.
+    logits_shape = (*microbatch["targets"].shape, table_ve.shape[0])
+    rules.activation_spec((*token, "vocab"), logits_shape, drop=manual)
+
+    def automatic_axes(*names: str) -> tuple[str, ...]:
+        axes = [axis for name in names for axis in rules.activations[name]]
+        return tuple(axis for axis in axes if rules.sizes[axis] > 1 and axis not in manual)
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt):
-        split = (*by_hand, *axes("vocab"))
+        split = (*table_axes, *automatic_axes("vocab"))
         loss = linear_cross_entropy(hidden_bte, table_ve, targets_bt, mask=mask_bt, split=split)
-        over = axes(*of_token)
-        return jax.lax.psum(loss, over) if over else loss
+        token_axes = automatic_axes(*token)
+        return jax.lax.psum(loss, token_axes) if token_axes else loss
 
-    arrays = hidden_bte, table_ve, part["targets"], part["mask"].astype(jnp.float32)
-    return flow.local(local, arrays, ((*of_token, None), ("vocab", None), of_token, of_token), ())
-
-
-def manually(function: Callable, mesh: Mesh, manual: Collection[str], in_specs, out_specs) -> Callable:
-    """`function` on the local values of the `manual` mesh axes.
-
-    check_vma is off: gradients are taken inside, where parameters must not be summed over `data` again.
-    """
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(manual), check_vma=False
-    )
+    mask_bt = microbatch["mask"].astype(jnp.float32)
+    arrays = (hidden_bte, table_ve, microbatch["targets"], mask_bt)
+    names = ((*token, None), ("vocab", None), token, token)
+    return ctx.local_map(local, arrays, names, ())
 
 
-def only(axes: Collection[str], spec: P) -> P:
-    """`spec` with nothing but `axes`."""
-    return P(*(_filtered(part, lambda axis: axis in axes) for part in spec))
+def sum_over_shards(
+    loss: jax.Array, side_loss: jax.Array | None, tokens: jax.Array, rules: Rules
+) -> dict[str, jax.Array]:
+    """loss, tokens and, where blocks have one, side_loss, summed over the shards of the batch."""
+    sums = {"loss": loss, "tokens": tokens}
+    if side_loss is not None:
+        sums["side_loss"] = side_loss
+    manual = manual_axes(rules.sizes)
+    axes = [axis for axis in BATCH_AXES if axis in manual and rules.sizes[axis] > 1]
+    return psum_tree(sums, axes)
 
 
-def without(axes: Collection[str], spec: P) -> P:
-    return P(*(_filtered(part, lambda axis: axis not in axes) for part in spec))
+def mean_gradients(setup: Setup, gradients: dict[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
+    """Accumulated gradients reduced over the manual axes, then divided by the number of `tokens`
+    (unmasked, of the whole batch)."""
+    automatic = {path: drop_axes(setup.manual, spec) for path, spec in setup.gradient_specs.items()}
+    reduced = reduce_gradients(gradients, setup.reductions, automatic)
+    count = jnp.maximum(tokens, 1)
+    return {path: (gradient / count).astype(gradient.dtype) for path, gradient in reduced.items()}
 
 
-def _filtered(part, keep):
-    names = tuple(axis for axis in (part if isinstance(part, tuple) else (part,)) if axis and keep(axis))
-    return names if len(names) > 1 else names[0] if names else None
+def zero_gradients(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Zeros to accumulate gradients in, inside the manual region."""
+    dtype = setup.config.precision.accumulate
+
+    def zeros(path: str, x: jax.Array) -> jax.Array:
+        spec = drop_axes(setup.manual, setup.gradient_specs[path])
+        return jax.lax.with_sharding_constraint(jnp.zeros(x.shape, dtype), spec)
+
+    return {path: zeros(path, x) for path, x in params.items()}

@@ -22,7 +22,7 @@ def decays(path: str, parameter: Parameter) -> bool:
 
 
 def transformation(config: AdamW | Sgd, decay: bool) -> optax.GradientTransformation:
-    """Gradient -> direction, not yet scaled by the learning rate.
+    """Gradient -> update, not yet scaled by the learning rate; it is subtracted.
 
     Its state has the same leaves, by the same names, whatever the values of the settings: a run goes on with another
     decay or momentum.
@@ -65,14 +65,14 @@ def init(config: AdamW | Sgd, parameters: Mapping[str, Parameter], values: Mappi
     return {path: one(path, parameter) for path, parameter in parameters.items()}
 
 
-def directions(
+def updates(
     config: AdamW | Sgd,
     parameters: Mapping[str, Parameter],
     gradients: Mapping[str, jax.Array],
     state: OptimizerState,
     values: Mapping[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], OptimizerState]:
-    """Per parameter: the direction to step against, times the learning rate still to come, and the new state.
+    """(updates, new state) by parameter; an update is still to be scaled by the learning rate, and subtracted.
 
     Gradients may be more precise than the state (`precision.params` below `precision.accumulate`): the rule computes
     in the wider dtype of the two, and every leaf of the state keeps the dtype that `init` gave it.
@@ -85,7 +85,7 @@ def directions(
     return found, kept
 
 
-def clipped(gradients: dict[str, jax.Array], limit: float | None) -> tuple[dict[str, jax.Array], jax.Array]:
+def clip(gradients: dict[str, jax.Array], limit: float | None) -> tuple[dict[str, jax.Array], jax.Array]:
     """Gradients scaled so that their global norm is at most `limit`, and the norm before; its squares add up in
     float32 whatever the dtype of the gradients."""
     norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))

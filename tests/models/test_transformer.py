@@ -11,7 +11,7 @@ from flax import nnx
 from helpers import tiny, trained
 
 from spmdtrain.models.abstract import build_model
-from spmdtrain.models.context import Flow, random_key, sample_noise
+from spmdtrain.models.context import ForwardContext, random_key, sample_noise
 from spmdtrain.models.layers import Cache, Norm, rotate
 from spmdtrain.models.size import matmul_parameters, train_flops_per_token
 
@@ -27,8 +27,8 @@ def build(*settings: str):
     return config, blueprint, jax.jit(blueprint.init)(jax.random.key(0))
 
 
-def flow(batch: int = 1, **changes) -> Flow:
-    return Flow(jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (batch, T)), **changes)
+def context(batch: int = 1, **changes) -> ForwardContext:
+    return ForwardContext(jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (batch, T)), **changes)
 
 
 @cache
@@ -36,9 +36,9 @@ def jitted(*family: str):
     blueprint = build(*family)[1]
 
     def run(params, tokens_bt, positions_bt, segments_bt):
-        flow = Flow(positions_bt, segments_bt)
+        ctx = ForwardContext(positions_bt, segments_bt)
         model = blueprint.bind(params)
-        hidden, table = model.head(model.blocks(model.embed(tokens_bt, flow), flow)[0], flow)
+        hidden, table = model.head(model.blocks(model.embed(tokens_bt, ctx), ctx)[0], ctx)
         return hidden @ table.T
 
     return jax.jit(run)
@@ -46,7 +46,7 @@ def jitted(*family: str):
 
 def logits(family, tokens_bt, positions_bt=None, segments_bt=None):
     if positions_bt is None:
-        positions_bt = flow(len(tokens_bt)).positions_bt
+        positions_bt = context(len(tokens_bt)).positions_bt
     return jitted(*family)(build(*family)[2], tokens_bt, positions_bt, segments_bt)
 
 
@@ -95,7 +95,7 @@ def test_remat_changes_no_gradient(remat):
     _, blueprint, params = build(*GPT)
 
     def loss(params, remat):
-        model, beside = blueprint.bind(params), flow(2, remat=remat)
+        model, beside = blueprint.bind(params), context(2, remat=remat)
         return jnp.sum(jnp.square(model.blocks(model.embed(draw(2), beside), beside)[0]))
 
     want, got = (jax.jit(jax.grad(loss), static_argnums=1)(params, mode) for mode in ("none", remat))
@@ -107,8 +107,10 @@ def test_noise_depends_on_seed_step_sample_layer_and_site_only():
     x = jnp.ones((3, 4, 64))
 
     def noise(seed=0, step=5, samples=(7, 8, 9), layer=2, site=1):
-        whole = Flow(jnp.zeros((3, 4), jnp.int32), dropout=0.5, noise_b=sample_noise(seed, step, jnp.uint32(samples)))
-        return np.asarray(whole.at_layer(jnp.int32(layer)).drop(x, site))
+        whole = ForwardContext(
+            jnp.zeros((3, 4), jnp.int32), dropout_rate=0.5, noise_b=sample_noise(seed, step, jnp.uint32(samples))
+        )
+        return np.asarray(whole.at_layer(jnp.int32(layer)).dropout(x, site))
 
     base = noise()
     assert set(np.unique(base)) == {0.0, 2.0} and 0.4 < np.mean(base == 0) < 0.6
@@ -125,7 +127,7 @@ def test_initial_values_and_noise_never_share_a_key():
 
 def test_evaluation_has_no_dropout():
     x = jnp.ones((1, T, 8))
-    assert flow(dropout=0.5).drop(x, 0) is x
+    assert context(dropout_rate=0.5).dropout(x, 0) is x
 
 
 @pytest.mark.parametrize("family", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -134,7 +136,7 @@ def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(family):
     want = logits(family, draw(2))
     empty = jnp.zeros((config.model.layers, 2, T, config.model.key_value_heads, config.model.width_per_head))
     cache = Cache(empty, empty, jnp.int32(0))
-    extend = jax.jit(lambda params, tokens, at, cache: blueprint.bind(params).extend(tokens, Flow(at), cache))
+    extend = jax.jit(lambda params, tokens, at, cache: blueprint.bind(params).extend(tokens, ForwardContext(at), cache))
     for start, stop in ((0, 5), (5, 6), (6, 7), (7, T)):
         positions = jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32), (2, stop - start))
         got, cache = extend(params, draw(2)[:, start:stop], positions, cache)
@@ -142,18 +144,18 @@ def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(family):
 
 
 def test_norms_equal_their_formulas():
-    flow = Flow(jnp.zeros((2, 5), jnp.int32))
+    ctx = ForwardContext(jnp.zeros((2, 5), jnp.int32))
     x = 3 + 2 * jax.random.normal(jax.random.key(0), (2, 5, 32))
     with nnx.use_eager_sharding(False):
         layernorm, rmsnorm = (Norm(tiny(*family).model) for family in (GPT, LLAMA))
     np.testing.assert_allclose(
-        layernorm(x, flow),
+        layernorm(x, ctx),
         (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5),
         rtol=1e-5,
         atol=1e-5,
     )
     np.testing.assert_allclose(
-        rmsnorm(x, flow), x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-5), rtol=1e-5, atol=1e-5
+        rmsnorm(x, ctx), x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-5), rtol=1e-5, atol=1e-5
     )
 
 

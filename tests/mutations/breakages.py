@@ -84,7 +84,7 @@ BREAKAGES = [
     Breakage(
         "loss and tokens are those of one data shard",
         "train/grad_accumulation.py",
-        "sums = summed(sums, _axes(rules))",
+        "sums = psum_tree(sums, _axes(rules))",
         "sums = dict(sums)",
         DATA,
     ),

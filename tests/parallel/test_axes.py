@@ -61,11 +61,11 @@ def test_a_wrong_rule_is_refused(overrides, words):
 
 
 def test_an_override_from_the_config_reaches_the_parameters():
-    split = prepared("mesh.tensor=2").abstract.params["tokens.table_ve"].sharding.spec
-    whole = prepared("mesh.tensor=2", "rules.parameters.vocab=").abstract.params["tokens.table_ve"].sharding.spec
+    split = prepared("mesh.tensor=2").state.params["tokens.table_ve"].sharding.spec
+    whole = prepared("mesh.tensor=2", "rules.parameters.vocab=").state.params["tokens.table_ve"].sharding.spec
     assert split == P("tensor", None) and whole == P(None, None)
 
 
 def test_every_leaf_of_the_abstract_state_has_a_sharding_and_no_memory():
-    leaves = jax.tree.leaves(prepared("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1").abstract)
+    leaves = jax.tree.leaves(prepared("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1").state)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None for leaf in leaves)

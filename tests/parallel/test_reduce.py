@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.parallel.reduce import crossing, reduced, scatter_dim, scattered_spec
-from spmdtrain.train.loss import manually, only, without
+from spmdtrain.parallel.reduce import reduce_gradients, reduction, scatter_dim, scattered_spec
+from spmdtrain.parallel.regions import manual_region
+from spmdtrain.parallel.specs import drop_axes, keep_axes
 
 MANUAL = ("pipeline", "data", "fsdp", "expert")
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
@@ -68,11 +69,11 @@ def test_reduced_gradients_are_the_sum_over_all_shards_in_every_order_of_axes(si
     def local():
         at = {axis: jax.lax.axis_index(axis) for axis in active}
         gradients = {path: part(path, spec, at) for path, spec in wanted.items()}
-        ways = {path: crossing(spec, active) for path, spec in wanted.items()}
-        return reduced(gradients, ways, {path: without(MANUAL, spec) for path, spec in wanted.items()})
+        reductions = {path: reduction(spec, active) for path, spec in wanted.items()}
+        return reduce_gradients(gradients, reductions, {path: drop_axes(MANUAL, spec) for path, spec in wanted.items()})
 
-    out_specs = {path: only(MANUAL, spec) for path, spec in wanted.items()}
-    region = manually(local, mesh, MANUAL, (), out_specs)
+    out_specs = {path: keep_axes(MANUAL, spec) for path, spec in wanted.items()}
+    region = manual_region(local, mesh, MANUAL, (), out_specs)
     shardings = {path: NamedSharding(mesh, spec) for path, spec in wanted.items()}
     got = jax.device_get(jax.jit(region, out_shardings=shardings)())
     for path, spec in wanted.items():

@@ -10,14 +10,13 @@ from helpers import prepared, tiny
 
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
-from spmdtrain.models.context import Flow
+from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import rematerialised, run_block
 from spmdtrain.parallel.pipeline import schedule
 from spmdtrain.parallel.pipeline.layer_vjp import LayerGradient
 from spmdtrain.planner import memory
 from spmdtrain.planner.job import Job, Layout, Shape, job_of
 from spmdtrain.run import loop
-from spmdtrain.train.batch import abstract_batch
 from spmdtrain.train.state import bytes_per_device
 
 LLAMA = (
@@ -43,7 +42,7 @@ LAYOUTS = [
 def test_argument_bytes_of_the_compiled_step(overrides):
     setup = prepared(*overrides)
     compiled = loop.lower_step(setup).compile().memory_analysis()
-    batch = abstract_batch(setup.config, setup.mesh, setup.rules)
+    batch = setup.batch
     batch = bytes_per_device({name: x for name, x in batch.items() if name != "sample"})  # of dropout alone
     exact = memory.exact_state(setup.config, dict(setup.mesh.shape))
     assert sum(exact) + batch == compiled.argument_size_in_bytes
@@ -66,10 +65,10 @@ def _kept(config) -> tuple[int, int]:
         if path.startswith("blocks")
     }
     sequence = config.train.sequence_length
-    flow = Flow(positions_bt=jnp.zeros((2, sequence), jnp.int32), remat=config.train.remat)
+    ctx = ForwardContext(positions_bt=jnp.zeros((2, sequence), jnp.int32), remat=config.train.remat)
 
     def layer(weights, x, number):
-        y, _ = run_block(blueprint.bind(weights).blocks.layer, x, flow, number)
+        y, _ = run_block(blueprint.bind(weights).blocks.layer, x, ctx, number)
         return y, jnp.float32(0)
 
     x = jax.ShapeDtypeStruct((2, sequence, config.model.embed), dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import batches_of, tiny
 from orbax.checkpoint._src.serialization import replica_slices
 
 from spmdtrain.config import ConfigError, from_resolved
@@ -17,7 +17,7 @@ from spmdtrain.run import loop
 from spmdtrain.run.journal import Journal
 from spmdtrain.run.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
 from spmdtrain.run.progress import duration, quantity, tell
-from spmdtrain.train.state import init_state
+from spmdtrain.train.setup import init_state, shard
 
 ONE = {"devices": jax.devices()[:1]}
 SETTINGS = (
@@ -59,8 +59,9 @@ class Unread:
 
 
 def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
-    setup = loop.prepare(tiny("train.steps=8", "eval.every=0", "checkpoint.every=0"), **ONE)
-    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    setup = shard(tiny("train.steps=8", "eval.every=0", "checkpoint.every=0"), **ONE)
+    data = loop.open_data(setup.config)[1]
+    state = init_state(setup)
     Unread.dispatched = 0
 
     def step(state, batch):  # noqa: ARG001
@@ -80,8 +81,9 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
         def wait(self):
             pass
 
-    with Journal(tmp_path) as journal, loop.batches(setup, 0, 0) as ahead:
-        outcome = loop.train(setup, state, 0, step, lambda _: 0.0, ahead, NoCheckpoints(), journal)
+    with Journal(tmp_path) as journal, batches_of(setup) as ahead:
+        saves = loop.Saves(setup, data, NoCheckpoints(), journal, 0, 0)
+        outcome = loop.train(setup, state, step, lambda _: 0.0, ahead, saves, journal)
     assert outcome == loop.Outcome("finished", 8)
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 9))
 
@@ -123,17 +125,17 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
 
 def test_evaluation_is_the_mean_over_every_validation_token(finished):
     """Against a plain sum over all windows, one by one, of the weights that were saved."""
-    setup = loop.prepare(tiny(*SETTINGS), **ONE)
-    with contextlib.closing(loop.Checkpoints(finished, setup.blueprint, keep=None)) as checkpoints:
-        state, _ = checkpoints.restore(6, setup.abstract)
-    model = setup.blueprint.bind(state.params)
+    setup = shard(tiny(*SETTINGS), **ONE)
+    with contextlib.closing(loop.Checkpoints(finished, setup.model, keep=None)) as checkpoints:
+        state, _ = checkpoints.restore(6, setup.state)
+    model = setup.model.bind(state.params)
     windows = EvalWindows(setup.corpus, setup.validation, 16)
     batch = windows.samples(np.arange(windows.windows))
-    from spmdtrain.models.context import Flow
+    from spmdtrain.models.context import ForwardContext
 
     def token_losses(tokens, targets):
-        flow = Flow(jax.numpy.broadcast_to(jax.numpy.arange(16), tokens.shape))
-        hidden, table = model.head(model.blocks(model.embed(tokens, flow), flow)[0], flow)
+        ctx = ForwardContext(jax.numpy.broadcast_to(jax.numpy.arange(16), tokens.shape))
+        hidden, table = model.head(model.blocks(model.embed(tokens, ctx), ctx)[0], ctx)
         log_probability = jax.nn.log_softmax(hidden @ table.T)
         return -jax.numpy.take_along_axis(log_probability, targets[..., None], -1)[..., 0]
 
@@ -147,7 +149,7 @@ def test_evaluation_is_the_mean_over_every_validation_token(finished):
 
 def test_evaluation_without_validation_data_is_refused():
     with pytest.raises(ConfigError, match="data.validation_fraction=0"):
-        loop.prepare(tiny("eval.every=3", "data.validation_fraction=0"), **ONE)
+        loop.open_data(tiny("eval.every=3", "data.validation_fraction=0"))
 
 
 def test_figures_of_a_step():

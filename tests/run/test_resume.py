@@ -24,8 +24,9 @@ from spmdtrain.data import batches
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.run import loop
 from spmdtrain.run.checkpoint import Checkpoints
-from spmdtrain.run.journal import only_run
+from spmdtrain.run.directory import only_run
 from spmdtrain.run.metrics import forget_after
+from spmdtrain.train.setup import shard
 
 STEPS = 40
 SETTINGS = (
@@ -56,9 +57,9 @@ def events(directory: Path) -> list[str]:
 
 
 def saved_state(directory: Path, *overrides: str):
-    setup = loop.prepare(tiny(*overrides), devices=jax.devices()[: mesh_of(overrides)])
-    with contextlib.closing(Checkpoints(directory, setup.blueprint, keep=None)) as checkpoints:
-        return checkpoints.restore(checkpoints.newest(), setup.abstract)[0]
+    setup = shard(tiny(*overrides), devices=jax.devices()[: mesh_of(overrides)])
+    with contextlib.closing(Checkpoints(directory, setup.model, keep=None)) as checkpoints:
+        return checkpoints.restore(checkpoints.newest(), setup.state)[0]
 
 
 @pytest.fixture(scope="module")
@@ -372,8 +373,8 @@ def assert_the_newest_checkpoint_is_finite(directory: Path, error: DivergedError
 class InfiniteGradient(Transformer):
     """Finite losses, but a gradient of 0 / 0: the root of 0 in the embedding."""
 
-    def embed(self, tokens_bt, flow):
-        x_bte = super().embed(tokens_bt, flow)
+    def embed(self, tokens_bt, ctx):
+        x_bte = super().embed(tokens_bt, ctx)
         return x_bte + jnp.sqrt(jnp.maximum(x_bte - jax.lax.stop_gradient(x_bte), 0))
 
 

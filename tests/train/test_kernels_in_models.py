@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import mesh_of, tiny
+from helpers import batches_of, mesh_of, tiny
 
 from spmdtrain.config import ConfigError
 from spmdtrain.run import loop
-from spmdtrain.train import grad_accumulation, grad_pipeline
-from spmdtrain.train.state import init_state
+from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.step import make_gradients
 
 SMALL = ("model.embed=32", "model.heads=4", "model.vocab=32", "train.sequence_length=16", "train.global_batch=8")
 MESHES = {
@@ -25,19 +25,18 @@ MESHES = {
 ROOT = Path(__file__).parents[2]
 
 
-def setup_with(attention: str, settings: tuple[str, ...]) -> loop.Setup:
+def setup_with(attention: str, settings: tuple[str, ...]) -> Setup:
     """`attention`: also an interpreted kernel, which the settings do not offer."""
     config = tiny(*SMALL, *settings)
     config = config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
-    return loop.prepare(config, devices=jax.devices()[: mesh_of(settings)])
+    return shard(config, devices=jax.devices()[: mesh_of(settings)])
 
 
 def loss_and_gradients(attention: str, settings: tuple[str, ...]):
     setup = setup_with(attention, settings)
-    way = grad_pipeline if setup.rules.sizes["pipeline"] > 1 else grad_accumulation
-    find = jax.jit(way.make_gradients(setup.config, setup.blueprint, setup.mesh, setup.rules))
-    state = init_state(setup.config, setup.blueprint, setup.abstract)
-    with loop.batches(setup, 0, 0) as ahead:
+    find = jax.jit(make_gradients(setup))
+    state = init_state(setup)
+    with batches_of(setup) as ahead:
         return jax.device_get(find(state.params, state.step, next(ahead)))
 
 
@@ -65,6 +64,8 @@ import sys
 from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.hardware import hardware
+from spmdtrain.train.step import make_gradients
+from spmdtrain.train.setup import shard
 from spmdtrain.parallel import hlo
 attention, stages = sys.argv[1], int(sys.argv[2])
 config = RunConfig(

@@ -7,9 +7,9 @@ from helpers import compiled_step, partitioned_text, prepared, trained
 
 from spmdtrain.parallel import hlo
 from spmdtrain.parallel.axes import BATCH_AXES
-from spmdtrain.run import loop
-from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers
-from spmdtrain.train.state import init_state
+from spmdtrain.train import optimizers
+from spmdtrain.train.setup import init_state
+from spmdtrain.train.step import make_losses
 
 STEPS, TOLERANCE = 20, 1e-5
 NOISY = ("model.dropout=0.1",)
@@ -68,7 +68,7 @@ def test_every_gradient_on_this_mesh_equals_one_devices(layout):
     sgd = ("optimizer.name=sgd", "optimizer.learning_rate=1", "optimizer.momentum=0", "train.clip=none")
     got, want = (trained(*numbers, *rest, *sgd, steps=1)[1].params for rest in (placement, ()))
     start = prepared(*numbers, *sgd)
-    start = init_state(start.config, start.blueprint, start.abstract).params
+    start = init_state(start).params
     for path in want:
         theirs = np.asarray(want[path]) - np.asarray(start[path])
         ours = np.asarray(got[path]) - np.asarray(start[path])
@@ -85,7 +85,7 @@ def gradient_bytes(*overrides: str) -> tuple[int, int, int]:
     scattered = [c for c in found if c.kind == "reduce-scatter"]
     summed = [c for c in found if c.kind == "all-reduce" and not c.inside_loop]
     outside = sum(c.bytes for c in summed) + sum(c.bytes * setup.mesh.shape["data"] for c in scattered)
-    return inside, outside, 4 * sum(p.size for p in setup.blueprint.parameters.values())
+    return inside, outside, 4 * sum(p.size for p in setup.model.parameters.values())
 
 
 @pytest.mark.core
@@ -98,7 +98,7 @@ def test_gradients_cross_the_data_axis_once_per_step_and_never_in_a_loop(setting
     inside, outside, gradients = gradient_bytes("mesh.data=4", *settings)
     assert inside == 0
     # one pass of the gradients; scalars come with it: loss, token count and, split by ZeRO-1, each parameter's norm
-    assert gradients <= outside <= gradients + 4 * (2 + len(prepared().blueprint.parameters))
+    assert gradients <= outside <= gradients + 4 * (2 + len(prepared().model.parameters))
 
 
 ACCUMULATED = ("precision.compute=bfloat16", "precision.accumulate=float32", "train.microbatch=1")
@@ -136,7 +136,7 @@ def test_zero_halves_the_optimizer_state_on_two_data_shards_and_keeps_the_number
     whole = hlo.memory(compiled_step("mesh.data=2"))
     split = hlo.memory(compiled_step("mesh.data=2", "train.zero=1"))
     setup = prepared("mesh.data=2")
-    moments = 8 * sum(p.size for p in setup.blueprint.parameters.values())
+    moments = 8 * sum(p.size for p in setup.model.parameters.values())
     saved = whole["argument_bytes"] - split["argument_bytes"]
     assert 0.45 * moments <= saved <= 0.5 * moments
 
@@ -144,7 +144,7 @@ def test_zero_halves_the_optimizer_state_on_two_data_shards_and_keeps_the_number
 def test_the_state_is_donated():
     memory = hlo.memory(compiled_step("mesh.data=2"))
     setup = prepared("mesh.data=2")
-    state = 12 * sum(p.size for p in setup.blueprint.parameters.values())
+    state = 12 * sum(p.size for p in setup.model.parameters.values())
     assert memory["alias_bytes"] >= state
 
 
@@ -166,10 +166,8 @@ def test_each_step_has_its_own_learning_rate():
 def test_documents_are_apart_in_the_step(layout):
     """Two documents in one window have the loss that they have in windows of their own."""
     setup = prepared(*UNEVEN, *layout)
-    losses = (grad_pipeline if layout else grad_accumulation).make_losses(
-        setup.config, setup.blueprint, setup.mesh, setup.rules
-    )
-    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    losses = make_losses(setup)
+    state = init_state(setup)
     rng = np.random.default_rng(0)
     first, second = rng.integers(0, 64, (16, 7)), rng.integers(0, 64, (16, 11))
     total, padding = 16, 64
@@ -192,7 +190,7 @@ def test_documents_are_apart_in_the_step(layout):
             "sample": np.arange(16, dtype=np.uint32).reshape(setup_shape),
         }
 
-    setup_shape = loop.sequences_at_once(setup.config, setup.rules)
+    setup_shape = tuple(setup.batch_shape)
     run = jax.jit(losses)
     together, *alone = (run(state.params, batch(*documents)) for documents in ((first, second), (first,), (second,)))
     assert float(together["loss"]) == pytest.approx(sum(float(each["loss"]) for each in alone), rel=1e-6)

@@ -10,7 +10,6 @@ from helpers import prepared
 from spmdtrain.config import AdamW, Sgd
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train import optimizers
-from spmdtrain.train.batch import abstract_batch
 from spmdtrain.train.step import make_step
 
 SHAPES = {
@@ -41,7 +40,7 @@ def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
     )
     state, want_state = optimizers.init(config, SHAPES, params), reference.init(params)
     for step in range(3):
-        got, state = optimizers.directions(config, SHAPES, draw(step + 1), state, params)
+        got, state = optimizers.updates(config, SHAPES, draw(step + 1), state, params)
         want, want_state = reference.update(draw(step + 1), want_state, params)
         for path in SHAPES:
             np.testing.assert_allclose(got[path], want[path], rtol=1e-6, atol=1e-6)
@@ -51,14 +50,14 @@ def test_a_layerwise_rule_sees_one_layers_tensor(monkeypatch):
     """A trust ratio on the stack would mix the norms of the layers; per layer it must equal layer by layer."""
     monkeypatch.setattr(optimizers, "transformation", lambda config, decay: optax.scale_by_trust_ratio())  # noqa: ARG005
     params, grads = draw(0), draw(1)
-    got, _ = optimizers.directions(AdamW(), SHAPES, grads, optimizers.init(AdamW(), SHAPES, params), params)
+    got, _ = optimizers.updates(AdamW(), SHAPES, grads, optimizers.init(AdamW(), SHAPES, params), params)
     path, rule = "blocks.layer.up", optax.scale_by_trust_ratio()
     for layer in range(3):
         want, _ = rule.update(grads[path][layer], rule.init(params[path][layer]), params[path][layer])
         np.testing.assert_allclose(got[path][layer], want, rtol=1e-6)
     staged = {path: SHAPES[path]} | {"staged": Parameter((3, 2, 2, 5), ("chunk", "stage", "layer", "ffn"))}
     params, grads = ({**x, "staged": x[path].reshape(3, 2, 2, 5)} for x in (params, grads))
-    laid_out, _ = optimizers.directions(AdamW(), staged, grads, optimizers.init(AdamW(), staged, params), params)
+    laid_out, _ = optimizers.updates(AdamW(), staged, grads, optimizers.init(AdamW(), staged, params), params)
     for place in np.ndindex(3, 2, 2):
         weights = params["staged"][place]
         want, _ = rule.update(grads["staged"][place], rule.init(weights), weights)
@@ -69,7 +68,7 @@ def test_a_layerwise_rule_sees_one_layers_tensor(monkeypatch):
 
 def test_only_matrices_decay():
     assert {path for path, p in SHAPES.items() if optimizers.decays(path, p)} == DECAYED
-    real = prepared().blueprint.parameters
+    real = prepared().model.parameters
     kept = {path for path, p in real.items() if not optimizers.decays(path, p)}
     assert kept == {path for path in real if "norm" in path or "bias" in path}
 
@@ -88,13 +87,13 @@ def test_the_learning_rate_rises_over_the_warmup_and_ends_at_the_final_rate(sche
 def test_clipping_scales_all_gradients_by_one_factor_to_the_global_norm():
     grads = draw(2)
     norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in grads.values()))
-    clipped, before = optimizers.clipped(grads, 0.5)
+    clipped, before = optimizers.clip(grads, 0.5)
     assert float(before) == pytest.approx(norm, rel=1e-6)
     for path in grads:
         np.testing.assert_allclose(clipped[path], grads[path] * 0.5 / norm, rtol=1e-5)
-    small, _ = optimizers.clipped(grads, 10 * norm)
+    small, _ = optimizers.clip(grads, 10 * norm)
     assert all(np.array_equal(small[path], grads[path]) for path in grads)
-    assert optimizers.clipped(grads, None)[0] is grads
+    assert optimizers.clip(grads, None)[0] is grads
 
 
 def leaves_of(tree) -> list[tuple[str, tuple, str]]:
@@ -119,11 +118,11 @@ def test_a_step_gives_back_the_state_it_was_given(layout, name, params, accumula
     """Shapes and dtypes of every leaf, in every precision: traced, not run."""
     precision = f"precision.params={params}", f"precision.accumulate={accumulate}", f"precision.compute={compute}"
     setup = prepared(*layout, f"optimizer.name={name}", *precision)
-    step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
-    batch = abstract_batch(setup.config, setup.mesh, setup.rules)
+    step = make_step(setup)
+    batch = setup.batch
     with jax.set_mesh(setup.mesh):
-        state, _ = jax.eval_shape(step, setup.abstract, batch)
-    assert leaves_of(state) == leaves_of(setup.abstract)
+        state, _ = jax.eval_shape(step, setup.state, batch)
+    assert leaves_of(state) == leaves_of(setup.state)
     held = {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state))} - {jnp.dtype("int32")}
     assert held == {jnp.dtype(params)}, "weights and moments are as precise as precision.params says"
 
@@ -132,7 +131,7 @@ def test_the_norm_of_narrow_gradients_is_as_exact_as_of_wide_ones():
     wide = {"a": jax.random.normal(jax.random.key(0), (300, 300)), "b": jax.random.normal(jax.random.key(1), (77,))}
     narrow = {path: g.astype(jnp.bfloat16) for path, g in wide.items()}
     exact = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in narrow.values()))
-    clipped, norm = jax.jit(optimizers.clipped, static_argnums=1)(narrow, 1.0)
+    clipped, norm = jax.jit(optimizers.clip, static_argnums=1)(narrow, 1.0)
     assert float(norm) == pytest.approx(exact, rel=1e-6)
     after = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in clipped.values()))
     assert after == pytest.approx(1.0, rel=1e-3), "but for the rounding of each gradient"

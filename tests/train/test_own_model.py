@@ -7,16 +7,15 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_gradients_of_one_device, mesh_of, prepared, tiny
+from helpers import assert_gradients_of_one_device, batches_of, mesh_of, prepared, tiny
 
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.layers import weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
-from spmdtrain.run import loop
-from spmdtrain.train import grad_accumulation, grad_pipeline
-from spmdtrain.train.state import init_state
+from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.step import make_gradients, make_losses
 
 SMALLEST = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_length=8", "train.global_batch=8")
 STAGES = ("mesh.pipeline=2", "train.microbatch=2")
@@ -35,14 +34,14 @@ Rows, MoreRows, FewRows = with_table(36, "rows"), with_table(36, "vocab"), with_
 
 
 class Cut(MoreRows):
-    def head(self, x_bte, flow):
-        hidden_bte, table_ve = super().head(x_bte, flow)
+    def head(self, x_bte, ctx):
+        hidden_bte, table_ve = super().head(x_bte, ctx)
         return hidden_bte, table_ve[:32]
 
 
 class Indexed(Transformer):
-    def embed(self, tokens_bt, flow):
-        return flow.place(self.tokens.table_ve[...][tokens_bt], "batch", "time", "embed")
+    def embed(self, tokens_bt, ctx):
+        return ctx.constrain(self.tokens.table_ve[...][tokens_bt], "batch", "time", "embed")
 
 
 class OtherLength(Transformer):
@@ -69,15 +68,13 @@ class NoHead(nnx.Module):
 @cache
 def first_batch(make, *settings: str) -> tuple[float, float, dict[str, np.ndarray]]:
     """(mean loss of training, of evaluation, gradients) of the initial weights."""
-    setup = loop.prepare(tiny(*SMALLEST, *settings), make, jax.devices()[: mesh_of(settings)])
-    parts = setup.config, setup.blueprint, setup.mesh, setup.rules
-    way = grad_pipeline if setup.rules.sizes["pipeline"] > 1 else grad_accumulation
-    gradients, losses = way.make_gradients(*parts), way.make_losses(*parts)
-    state = init_state(setup.config, setup.blueprint, setup.abstract)
+    setup = shard(tiny(*SMALLEST, *settings), make, jax.devices()[: mesh_of(settings)])
+    gradients, losses = make_gradients(setup), make_losses(setup)
+    state = init_state(setup)
     both = jax.jit(lambda params, step, batch: (gradients(params, step, batch), losses(params, batch)))
-    with loop.batches(setup, 0, 0) as ahead:
+    with batches_of(setup) as ahead:
         (found, train), evaluation = jax.device_get(both(state.params, state.step, next(ahead)))
-    in_stack, unstaged = setup.blueprint.in_stack, setup.blueprint.layout.unstaged
+    in_stack, unstaged = setup.model.in_stack, setup.model.layout.unstaged
     in_order = {path: unstaged(g) if in_stack(path) else g for path, g in found.items()}
     return *(float(sums["loss"] / sums["tokens"]) for sums in (train, evaluation)), in_order
 
@@ -129,7 +126,7 @@ def test_logits_split_twice_over_one_axis_are_refused(settings, words):
 
 @pytest.mark.parametrize(("make", "rows"), [(Cut, 36), (Indexed, 32)])
 def test_a_part_of_a_table_taken_for_the_whole_is_refused(make, rows):
-    message = f"^tokens.table_ve: each of 2 stages has a part of {rows} rows, taken for the whole; try flow.lookup"
+    message = f"^tokens.table_ve: each of 2 stages has a part of {rows} rows, taken for the whole; try ctx.lookup"
     with pytest.raises(ConfigError, match=message):
         first_batch(make, *STAGES)
 

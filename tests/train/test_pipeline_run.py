@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_same_bits, compiled_step, mesh_of, prepared, tiny, trained
+from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepared, tiny, trained
 
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.models.stack import Stack
@@ -19,7 +19,8 @@ from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.parallel import hlo
 from spmdtrain.run import loop
 from spmdtrain.run.checkpoint import Checkpoints
-from spmdtrain.train.state import abstract_state, init_state
+from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.state import abstract_state
 from spmdtrain.train.step import make_step
 
 ONE_F_ONE_B = ("mesh.pipeline=4", "train.microbatch=2", "model.layers=8")
@@ -71,8 +72,8 @@ def text(*settings: str) -> str:
 def test_no_stage_holds_gradients_of_all_stages():
     settings = (*INTERLEAVED, "mesh.data=2", batch(8, 2))
     setup = prepared(*settings)
-    for path, parameter in setup.blueprint.parameters.items():
-        if setup.blueprint.in_stack(path) and len(parameter.shape) > 4:
+    for path, parameter in setup.model.parameters.items():
+        if setup.model.in_stack(path) and len(parameter.shape) > 4:
             whole, own = parameter.shape, (*parameter.shape[:1], 1, *parameter.shape[2:])
             assert f"f32[{','.join(map(str, own))}]" in text(*settings), path
             assert f"f32[{','.join(map(str, whole))}]" not in text(*settings), path
@@ -108,8 +109,8 @@ def test_gradients_cross_the_data_axis_once_and_nothing_gathers_over_tensor(zero
     found = crossings(*settings)
     over_data = [each for each in found if "data" in each.axis.split("+") and each.kind != "all-gather"]
     setup = prepared(*settings)
-    specs = {path: x.sharding for path, x in setup.abstract.params.items()}
-    shapes = {path: p.shape for path, p in setup.blueprint.parameters.items()}
+    specs = {path: x.sharding for path, x in setup.state.params.items()}
+    shapes = {path: p.shape for path, p in setup.model.parameters.items()}
     gradients = sum(4 * int(np.prod(specs[path].shard_shape(shapes[path]))) for path in shapes)
     crossed = sum(each.bytes * (2 if each.kind == "reduce-scatter" else 1) for each in over_data)
     assert not any(each.inside_loop for each in over_data)
@@ -125,7 +126,8 @@ def test_evaluation_is_that_of_one_device():
     values = []
     for settings in (("model.layers=3", "eval.every=1", "eval.batches=3"), (*layout, "eval.batches=3")):
         setup = prepared(*settings, "model.dropout=0.1", "data.packing=documents")
-        values.append(loop.make_evaluate(setup)(init_state(setup.config, setup.blueprint, setup.abstract)))
+        evaluate = loop.make_evaluate(setup, loop.open_data(setup.config)[1])
+        values.append(evaluate(init_state(setup)))
     assert values[1] == pytest.approx(values[0], rel=1e-5)
 
 
@@ -153,8 +155,8 @@ def saved(tmp_path_factory):
     found = {}
     for name, settings in LAYOUTS.items():
         setup = prepared("model.layers=6", "train.microbatch=1", *settings)
-        state = init_state(setup.config, setup.blueprint, setup.abstract)
-        in_stack, layout = setup.blueprint.in_stack, setup.blueprint.layout
+        state = init_state(setup)
+        in_stack, layout = setup.model.in_stack, setup.model.layout
 
         def numbered(path, tree, in_stack=in_stack, layout=layout):
             def leaf(x):
@@ -167,7 +169,7 @@ def saved(tmp_path_factory):
         moments = {path: numbered(path, tree) for path, tree in state.opt_state.items()}
         state = replace(state, opt_state=moments, step=jnp.int32(7))
         directory = tmp_path_factory.mktemp("saved")
-        checkpoints = Checkpoints(directory, setup.blueprint, keep=1)
+        checkpoints = Checkpoints(directory, setup.model, keep=1)
         checkpoints.save(7, state, {})
         checkpoints.close()
         found[name] = setup, directory, state
@@ -183,21 +185,21 @@ PAIRS = {*(("none", name) for name in LAYOUTS), *((name, "none") for name in LAY
 def test_a_checkpoint_of_any_layout_is_restored_into_any_other(saved, source, target):
     directory = saved[source][1]
     setup, _, want = saved[target]
-    checkpoints = Checkpoints(directory, setup.blueprint, keep=None)
-    got, meta = checkpoints.restore(7, setup.abstract)
+    checkpoints = Checkpoints(directory, setup.model, keep=None)
+    got, meta = checkpoints.restore(7, setup.state)
     assert meta["layout"] == saved[source][0].blueprint.layout.describe()
     assert_same_bits(got, want)
-    for ours, asked in zip(jax.tree.leaves(got), jax.tree.leaves(setup.abstract), strict=True):
+    for ours, asked in zip(jax.tree.leaves(got), jax.tree.leaves(setup.state), strict=True):
         assert ours.sharding.is_equivalent_to(asked.sharding, ours.ndim)
-    assert_same_bits(checkpoints.restore_params(7, setup.abstract.params), want.params)
+    assert_same_bits(checkpoints.restore_params(7, setup.state.params), want.params)
     checkpoints.close()
 
 
 def test_another_number_of_layers_is_refused_even_where_the_padded_shapes_agree(saved):
     setup = prepared("model.layers=7", "train.microbatch=1", *LAYOUTS["p8, padded"])
-    checkpoints = Checkpoints(saved["p8, padded"][1], setup.blueprint, keep=None)
+    checkpoints = Checkpoints(saved["p8, padded"][1], setup.model, keep=None)
     with pytest.raises(CheckpointError, match=r"asked model.layers=7; found 6 layers"):
-        checkpoints.restore(7, setup.abstract)
+        checkpoints.restore(7, setup.state)
     checkpoints.close()
 
 
@@ -226,8 +228,8 @@ class Sided(Block):
 
     share = 0.01
 
-    def __call__(self, x_bte, flow):
-        y = super().__call__(x_bte, flow)
+    def __call__(self, x_bte, ctx):
+        y = super().__call__(x_bte, ctx)
         return y, self.share * jnp.square(y).mean(-1).sum()
 
 
@@ -249,10 +251,10 @@ def test_side_losses_of_layers_are_trained_on_alike_with_and_without_a_pipeline(
     piped = ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=2")
     for block, settings in ((Sided, ("train.microbatch=4",)), (Sided, piped), (Careless, ())):
         make = transformer_of(block)
-        setup = loop.prepare(tiny("model.layers=3", *settings), make, jax.devices()[: mesh_of(settings)])
-        state = init_state(setup.config, setup.blueprint, setup.abstract)
-        step = make_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
-        with loop.batches(setup, 0, 0) as ahead:
+        setup = shard(tiny("model.layers=3", *settings), make, jax.devices()[: mesh_of(settings)])
+        state = init_state(setup)
+        step = make_step(setup)
+        with batches_of(setup) as ahead:
             sums = []
             for _ in range(3):
                 state, metrics = step(state, next(ahead))
@@ -298,7 +300,7 @@ def test_what_a_pipeline_cannot_do_is_said_in_one_line(settings, message):
 
 def test_abstract_state_splits_layers_over_stages_and_the_vocabulary_over_stages_and_tensor():
     setup = prepared(*INTERLEAVED, "mesh.tensor=2", batch(8))
-    abstract = abstract_state(setup.config, setup.blueprint, setup.mesh, setup.rules)
+    abstract = abstract_state(setup.config, setup.model, setup.mesh, setup.rules)
     qkv, table = abstract.params["blocks.layer.attention.qkv_eknd"], abstract.params["tokens.table_ve"]
     assert qkv.shape[:3] == (2, 4, 1)
     assert qkv.sharding.shard_shape(qkv.shape)[:3] == (2, 1, 1)

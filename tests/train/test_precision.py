@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import prepared
 
-from spmdtrain.train import grad_accumulation, grad_pipeline
-from spmdtrain.train.batch import abstract_batch
+from spmdtrain.train import step
 
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = {
@@ -23,9 +22,8 @@ LAYOUTS = {
 def lowered(what: str, *overrides: str) -> jax.stages.Lowered:
     """`make_gradients` or `make_losses` of the layout."""
     setup = prepared(*overrides)
-    way = grad_pipeline if setup.rules.sizes["pipeline"] > 1 else grad_accumulation
-    function = getattr(way, what)(setup.config, setup.blueprint, setup.mesh, setup.rules)
-    state, batch = setup.abstract, abstract_batch(setup.config, setup.mesh, setup.rules)
+    function = getattr(step, what)(setup)
+    state, batch = setup.state, setup.batch
     given = (state.params, state.step, batch) if what == "make_gradients" else (state.params, batch)
     return jax.jit(function).lower(*given)
 

@@ -5,7 +5,7 @@ from spmdtrain.parallel.pipeline import file, schedule
 from spmdtrain.parallel.pipeline.schedule import Table
 
 
-def table_of(kind: str, stages: int, chunks: int, microbatches: int) -> Table:
+def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Table:
     """`kind` is a name in schedule.KINDS, built in these sizes, or a file, which must have them."""
     if kind in schedule.KINDS:
         return schedule.build(kind, stages, microbatches, chunks)

@@ -23,7 +23,7 @@ from spmdtrain.parallel.pipeline.layer_vjp import LayerGradient
 from spmdtrain.parallel.pipeline.layout import Layout
 from spmdtrain.parallel.pipeline.phases import Phase, rounds
 from spmdtrain.parallel.pipeline.schedule import Table
-from spmdtrain.parallel.reduce import summed
+from spmdtrain.parallel.reduce import psum_tree
 
 AXIS = "pipeline"
 Tree = Any
@@ -223,7 +223,7 @@ class _Pipeline:
     def head_loss(self, shared: Tree, y: jax.Array, cell: Cell) -> tuple[jax.Array, jax.Array]:
         """This stage's part of the loss of the microbatch that leaves the last stage, and whether one does."""
         leaves = cell["head_microbatch"] >= 0
-        x = summed(jnp.where(self.last & leaves, y, 0), (AXIS,))
+        x = psum_tree(jnp.where(self.last & leaves, y, 0), (AXIS,))
         loss = self.program.head(shared, x, self.context(cell["head_microbatch"]))
         return jnp.where(leaves, loss, 0) / self.table.stages, leaves
 

@@ -1,0 +1,80 @@
+"""What makes a run the same run: the data its sample indices mean, the function its weights are of.
+
+Both are saved with every checkpoint and compared when a run goes on.
+"""
+
+from typing import Any
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.load import resolved
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.corpus import Corpus
+
+Meta = dict[str, Any]
+
+
+def config_document(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+    """RUN/config.json: every setting with its origin, the corpus's fingerprint, the tokenizer."""
+    tokenizer = corpus.tokenizer and corpus.tokenizer.spec()
+    return resolved(config) | {"corpus": corpus.fingerprint, "tokenizer": tokenizer}
+
+
+def identity(config: RunConfig, corpus: Corpus) -> Meta:
+    """What a checkpoint keeps of it."""
+    return {"stream": _stream(config, corpus), "model": _model_function(config)}
+
+
+def check_identity(meta: Meta, config: RunConfig, corpus: Corpus) -> None:
+    """CheckpointError where the checkpoint's data or function is not this run's."""
+    for name, now in _stream(config, corpus).items():
+        then = meta.get("stream", {}).get(name)
+        if then != now:
+            raise CheckpointError(
+                _what_changed(name),
+                asked=str(now)[:16],
+                found=f"{str(then)[:16]} in the checkpoint",
+                fix="the same data and seed, or --fresh for a new run",
+            )
+    for name, then, now in model_changes(meta, config):
+        raise CheckpointError(
+            f"{name} has changed",
+            asked=str(now),
+            found=f"{then} in the checkpoint",
+            fix=f"--set {name}={then}, or a new --run with train.init_from",
+        )
+
+
+def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """(setting, its value in the checkpoint, its value now) where the function of the weights
+    differs. Checkpoints that do not say what theirs was (before 0.2) differ in nothing."""
+    then = meta.get("model", {})
+    now = _model_function(config)
+    changed = [name for name in now if name in then and then[name] != now[name]]
+    return [(name, then[name], now[name]) for name in changed]
+
+
+def _what_changed(name: str) -> str:
+    if name == "corpus":
+        return "the corpus is not the one this run was trained on"
+    return f"{name} has changed"
+
+
+def _stream(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+    """What decides which tokens a sample index means."""
+    return {
+        "train.seed": config.train.seed,
+        "train.sequence_length": config.train.sequence_length,
+        "data.shuffle": config.data.shuffle,
+        "data.packing": config.data.packing,
+        "data.validation_fraction": config.data.validation_fraction,
+        "corpus": corpus.fingerprint,
+    }
+
+
+def _model_function(config: RunConfig) -> dict[str, Any]:
+    """What decides the function that the weights are of, beyond their shapes."""
+    model = config.model
+    names = ["positions", "norm", "mlp", "norm_epsilon"]
+    if model.positions == "rope":
+        names.append("rope_theta")
+    return {f"model.{name}": getattr(model, name) for name in names}

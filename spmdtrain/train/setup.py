@@ -1,0 +1,132 @@
+"""Where a config meets devices: mesh, rules, abstract model and abstract state, made once.
+
+`shard` derives each of them and what follows from them (specs, reductions, the batch's shape, the
+pipeline's schedule) and hands them on as one frozen value, a `Setup`. Steps, gradients, restore,
+the run and the planner take it; nobody derives a spec again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.abstract import AbstractModel, MakeModel, build_model
+from spmdtrain.models.context import random_key
+from spmdtrain.models.transformer import Transformer
+from spmdtrain.parallel.axes import Rules, make_rules
+from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.parallel.pipeline.choose import choose_table
+from spmdtrain.parallel.pipeline.schedule import Table
+from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
+from spmdtrain.parallel.regions import manual_axes
+from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
+from spmdtrain.train.state import Specs, TrainState, abstract_state, fresh_state
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a training step is made of. Specs and reductions are by dotted parameter path."""
+
+    config: RunConfig  # with its vocabulary resolved
+    make: MakeModel
+    mesh: Mesh
+    rules: Rules
+    model: AbstractModel
+    batch_shape: BatchShape
+    schedule: Table | None  # of the pipeline; None where the mesh has one stage
+    parameter_specs: Specs  # where parameters rest
+    gradient_specs: Specs  # where reduced gradients, moments and updates live
+    reductions: Mapping[str, Reduction]  # how gradients leave the manual region
+    state: TrainState  # abstract: shapes, dtypes and shardings
+
+    @property
+    def manual(self) -> tuple[str, ...]:
+        """The mesh axes that the training step splits by hand."""
+        return manual_axes(self.rules.sizes)
+
+    @property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """A training batch, abstract."""
+        length = self.config.train.sequence_length
+        packing = self.config.data.packing
+        return abstract_batch(self.batch_shape, length, packing, self.mesh, self.rules)
+
+
+def shard(config: RunConfig, make: MakeModel = Transformer, devices: Sequence[jax.Device] | None = None) -> Setup:
+    """The setup of `config` on these devices (default: all). Allocates nothing.
+
+    `config.model.vocab` must be set (`config.with_vocab`). `make(config, rngs)` builds the model.
+    Raises ConfigError where the settings, the model and the devices do not fit.
+    """
+    return shard_on(config, build_mesh(config.mesh, devices, config.origin), make)
+
+
+def shard_on(config: RunConfig, mesh: Mesh, make: MakeModel = Transformer) -> Setup:
+    """The same on a mesh that is there already, an abstract one say."""
+    rules = make_rules(config.rules, mesh.shape)
+    batch_shape = cut_batch(config.train, rules)
+    stages = mesh.shape["pipeline"]
+    schedule = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
+    model = build_model(config, make, stages, config.pipeline.chunks)
+    params = parameter_specs(model, rules)
+    gradients = gradient_specs(model, rules, params, zero=config.train.zero)
+    axes = [axis for axis in manual_axes(mesh.shape) if mesh.shape[axis] > 1]
+    return Setup(
+        config=config,
+        make=make,
+        mesh=mesh,
+        rules=rules,
+        model=model,
+        batch_shape=batch_shape,
+        schedule=schedule,
+        parameter_specs=params,
+        gradient_specs=gradients,
+        reductions={path: reduction(spec, axes) for path, spec in gradients.items()},
+        state=abstract_state(config, model, mesh, params, gradients),
+    )
+
+
+def init_state(setup: Setup) -> TrainState:
+    """The state at step 0. Every leaf is born in its shards; values depend on the seed alone."""
+    shardings = jax.tree.map(lambda x: x.sharding, setup.state)
+
+    def fresh(key: jax.Array) -> TrainState:
+        return fresh_state(setup.config, setup.model, key)
+
+    return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
+
+
+def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
+    """Where each parameter rests."""
+    return {
+        path: rules.parameter_spec(parameter.axes, parameter.shape, path)
+        for path, parameter in model.parameters.items()
+    }
+
+
+def gradient_specs(model: AbstractModel, rules: Rules, params: Specs, zero: int) -> dict[str, P]:
+    """Where each reduced gradient lives: as its parameter, and with ZeRO-1 split over `data`."""
+    data = rules.sizes["data"]
+    if not zero or data == 1:
+        return dict(params)
+
+    def split(path: str, spec: P) -> P:
+        return scattered_spec(spec, scatter_dim(model.parameters[path].shape, spec, data))
+
+    return {path: split(path, spec) for path, spec in params.items()}
+
+
+def pipeline_schedule(config: RunConfig, stages: int, shape: BatchShape) -> Table:
+    """The schedule that the run asks for, as a table."""
+    asked = config.pipeline
+    table = choose_table(asked.schedule, stages, asked.chunks, shape.accumulation)
+    if table.split and config.train.remat != "none":
+        raise ConfigError(
+            f"train.remat={config.train.remat!r}: {asked.schedule!r} takes a layer's backward apart",
+            fix="--set train.remat=none",
+        )
+    return table
