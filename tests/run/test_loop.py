@@ -126,10 +126,11 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
 def test_evaluation_is_the_mean_over_every_validation_token(finished):
     """Against a plain sum over all windows, one by one, of the weights that were saved."""
     setup = shard(tiny(*SETTINGS), **ONE)
+    data = loop.open_data(setup.config)[1]
     with contextlib.closing(loop.Checkpoints(finished, setup.model, keep=None)) as checkpoints:
         state, _ = checkpoints.restore(6, setup.state)
     model = setup.model.bind(state.params)
-    windows = EvalWindows(setup.corpus, setup.validation, 16)
+    windows = EvalWindows(data.corpus, data.validation, 16)
     batch = windows.samples(np.arange(windows.windows))
     from spmdtrain.models.context import ForwardContext
 
@@ -140,7 +141,7 @@ def test_evaluation_is_the_mean_over_every_validation_token(finished):
         return -jax.numpy.take_along_axis(log_probability, targets[..., None], -1)[..., 0]
 
     losses = np.asarray(jax.jit(token_losses)(batch["tokens"], batch["targets"]))
-    assert batch["mask"].sum() == setup.validation.size - 1
+    assert batch["mask"].sum() == data.validation.size - 1
     assert len(losses) % 4, "the last batch must need padding"
     want = float((losses * batch["mask"]).sum() / batch["mask"].sum())
     got = [line["eval_loss"] for line in lines(finished, "metrics.jsonl") if "eval_loss" in line][-1]
