@@ -4,6 +4,7 @@ Parameters travel as a flat dict, dotted path -> array: light for jit, readable 
 NNX module exists inside traced functions only.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel.axes import STACK_AXES, Rules, check_names
+from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names
 from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 
 MakeModel = Callable[[RunConfig, nnx.Rngs], nnx.Module]
@@ -153,9 +154,10 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
 
 
 def make_gather(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State], nnx.State]:
-    """Weights rest split over `fsdp` and are used whole: this asks for the gather just where they are used, so that
-    one layer at a time is whole (ZeRO-3). Stacked weights are left to the scan that slices them."""
-    if rules.sizes["fsdp"] == 1:
+    """Weights that rest split over axes of the batch (`fsdp`) are used whole: this asks for the gather just where they
+    are used, so that one layer at a time is whole (ZeRO-3). Stacked weights are left to the scan that slices them."""
+    gathered = [axis for axis in BATCH_AXES if axis not in manual]
+    if all(rules.sizes[axis] == 1 for axis in gathered):
         return lambda state: state
 
     def whole(path, variable):
@@ -164,7 +166,7 @@ def make_gather(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.Sta
             axes = tuple(axis for axis in axes if axis not in STACK_AXES)
         elif any(axis in STACK_AXES for axis in axes):
             return variable
-        spec = rules.parameter_spec(axes, variable.shape, _dotted(path), drop=("fsdp", *manual))
+        spec = rules.parameter_spec(axes, variable.shape, _dotted(path), drop=(*gathered, *manual))
         return variable.replace(jax.lax.with_sharding_constraint(variable[...], spec))
 
     def gather(state: nnx.State) -> nnx.State:
@@ -176,6 +178,16 @@ def make_gather(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.Sta
 def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
     """Floating parameters in the compute dtype."""
     return {path: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for path, x in values.items()}
+
+
+def matmuls(dtype: str) -> contextlib.AbstractContextManager:
+    """To trace in: where compute is `dtype` float32, so are the factors of every matmul.
+
+    jax's default on a GPU is TF32, which keeps 10 of their 23 bits. For less there is bfloat16.
+    """
+    if dtype != "float32":
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision("highest")
 
 
 def _dotted(path: tuple) -> str:

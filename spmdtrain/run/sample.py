@@ -16,7 +16,7 @@ from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.data.tokenizer import Tokenizer, from_spec
-from spmdtrain.models.abstract import AbstractModel, build_model, cast, make_gather
+from spmdtrain.models.abstract import AbstractModel, build_model, cast, make_gather, matmuls
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Cache
 from spmdtrain.models.sampling import choose
@@ -121,7 +121,7 @@ def make_generate(
         return tokens.T
 
     def under_mesh(*arguments):
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(mesh), matmuls(config.precision.compute):
             return jax.jit(generate)(*arguments)
 
     return under_mesh

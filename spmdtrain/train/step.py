@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
@@ -31,7 +32,8 @@ def make_step(setup: Setup) -> Callable[..., Any]:
     find_gradients = make_gradients(setup)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, sums = find_gradients(state.params, state.step, batch)
+        with matmuls(config.precision.compute):
+            gradients, sums = find_gradients(state.params, state.step, batch)
         gradients, norm = optimizers.clip(gradients, config.train.clip)
         updates, opt_state = optimizers.updates(
             config.optimizer, setup.model.parameters, gradients, state.opt_state, state.params
@@ -52,7 +54,8 @@ def make_eval_step(setup: Setup) -> Callable[..., Any]:
     losses = make_losses(setup)
 
     def evaluate(params, batch: Batch):
-        sums = losses(params, batch)
+        with matmuls(setup.config.precision.compute):
+            sums = losses(params, batch)
         return sums["loss"], sums["tokens"]
 
     return jax.jit(evaluate)

@@ -22,7 +22,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from spmdtrain.config import RunConfig, load
-from spmdtrain.train import loop
+from spmdtrain.train.setup import shard
 
 from fuzz import files
 from fuzz.agreement import BFLOAT16, FLOAT32, Floor, Oracle, differences
@@ -329,5 +329,5 @@ def _must_be_refused(draw: Draw) -> bool:
 
 def _shapes(numbers: Values) -> dict:
     """Of every parameter, by its path."""
-    setup = loop.prepare(load(BASE_FILE, overrides(numbers)), devices=jax.devices()[:1])
-    return {path: x.shape for path, x in setup.abstract.params.items()}
+    setup = shard(load(BASE_FILE, overrides(numbers)), devices=jax.devices()[:1])
+    return {path: x.shape for path, x in setup.state.params.items()}

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from spmdtrain.config import UserError, load
 from spmdtrain.config.errors import DivergedError
-from spmdtrain.train import loop
+from spmdtrain.run import loop
 
 from fuzz.draw import settings_of
 from fuzz.kinds import kind_of, without_numbers
@@ -125,20 +125,20 @@ def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
             signal.raise_signal(signal.SIGTERM)
         push(self, step, metrics)
 
-    def born(config, blueprint, abstract):
-        state = init(config, blueprint, abstract)
-        seen.born = in_order(blueprint, state.params)
+    def born(setup):
+        state = init(setup)
+        seen.born = in_order(setup.model, state.params)
         return _nudged(state, nudge)
 
     class Watching(checkpoints):
         def restore(self, *asked):
             state, meta = super().restore(*asked)
-            seen.born = in_order(self._blueprint, state.params)
+            seen.born = in_order(self._model, state.params)
             return _nudged(state, nudge), meta
 
         def save(self, step, state, *rest):
             super().save(step, state, *rest)
-            seen.params[step] = in_order(self._blueprint, state.params)
+            seen.params[step] = in_order(self._model, state.params)
             seen.saved[step] = as_it_rests(state)
 
     with (
@@ -157,12 +157,12 @@ def _nudged(state, nudge):
     return replace(state, params=params)
 
 
-def in_order(blueprint, params: dict[str, jax.Array]) -> State:
+def in_order(model, params: dict[str, jax.Array]) -> State:
     """The layers of a stack one after the other, whatever the pipeline; in float32."""
     out = {}
     for path, x in params.items():
         value = np.asarray(x).astype(np.float32)
-        out[path] = blueprint.layout.unstaged(value) if blueprint.in_stack(path) else value
+        out[path] = model.layout.unstaged(value) if model.in_stack(path) else value
     return out
 
 

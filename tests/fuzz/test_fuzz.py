@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 from spmdtrain.config import load
 from spmdtrain.parallel import reduce
-from spmdtrain.train import accumulated, loop, state
+from spmdtrain.run import loop
+from spmdtrain.train import grad_accumulation, loss, setup
 
 from fuzz import campaign
 from fuzz.check import Oracles, examine
@@ -101,26 +102,28 @@ def test_a_draw_trains_as_on_one_device(seed, oracles, room):
 
 def lower_precision(gradients, *rest):
     """Planted: a cast to what the settings do not say."""
-    return reduce.reduced({path: x.astype(jnp.bfloat16) for path, x in gradients.items()}, *rest)
+    return reduce.reduce_gradients(
+        {path: x.astype(jnp.bfloat16) for path, x in gradients.items()}, *rest
+    )
 
 
 def one_forgotten(gradients, ways, *rest):
     """Planted: a bias, a thousandth of the gradient, is never summed."""
     ways = {
-        path: reduce.Crossing() if path.endswith("out_bias") else way for path, way in ways.items()
+        path: reduce.Reduction() if path.endswith("out_bias") else way for path, way in ways.items()
     }
-    return reduce.reduced(gradients, ways, *rest)
+    return reduce.reduce_gradients(gradients, ways, *rest)
 
 
 def test_a_planted_scatter_in_the_wrong_order_is_found(monkeypatch, oracles, room):
     """Two axes of one dim, each handing out what belongs to the other."""
-    right = state.crossing
+    right = setup.reduction
 
     def wrong(spec, axes):
-        way = right(spec, axes)
-        return reduce.Crossing(way.sum, way.scatter[::-1])
+        found = right(spec, axes)
+        return reduce.Reduction(found.sum, found.scatter[::-1])
 
-    monkeypatch.setattr(state, "crossing", wrong)
+    monkeypatch.setattr(setup, "reduction", wrong)
     mesh = {"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.expert": 2}
     each = Draw(0, TWO, mesh | {"rules.parameters.embed": ("expert", "fsdp")})
     report = examine(each, oracles, room)
@@ -131,14 +134,14 @@ def test_a_planted_scatter_in_the_wrong_order_is_found(monkeypatch, oracles, roo
 def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles, room):
     each = Draw(0, TWO, {"mesh.data": 2})
     assert oracles.of(TWO).run.end == "finished"
-    monkeypatch.setattr(accumulated, "reduced", planted)
+    monkeypatch.setattr(loss, "reduce_gradients", planted)
     report = examine(each, oracles, room)
     assert report.kinds() == {"numbers differ from one device, float32"}
 
 
 def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):
     batches = loop.batches
-    monkeypatch.setattr(loop, "batches", lambda setup, step, _: batches(setup, step, 0))
+    monkeypatch.setattr(loop, "batches", lambda setup, data, step, _: batches(setup, data, step, 0))
     draws = [
         Draw(0, TWO, {"checkpoint.every": 1}, end="same", stop=1, by="term"),
         Draw(
@@ -150,16 +153,16 @@ def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):
 
 
 def test_a_planted_traceback_is_found(monkeypatch, oracles, room):
-    make = accumulated.make_gradients
+    make = grad_accumulation.make_gradients
 
-    def broken(config, blueprint, mesh, rules):
-        if rules.parameters["ffn"] == ("fsdp",):
+    def broken(setup):
+        if setup.rules.parameters["ffn"] == ("fsdp",):
             raise KeyError("ffn")
-        return make(config, blueprint, mesh, rules)
+        return make(setup)
 
-    monkeypatch.setattr(accumulated, "make_gradients", broken)
+    monkeypatch.setattr(grad_accumulation, "make_gradients", broken)
     (kind,) = examine(Draw(0, TWO, FFN_OVER_FSDP), oracles, room).kinds()
-    assert kind.startswith("traceback: KeyError in step.py:make_step: _")
+    assert kind.startswith("traceback: KeyError in step.py:make_gradients: _")
 
 
 def test_a_failing_draw_is_made_small():

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import prepared
 
-from spmdtrain.train import generate, loop
-from spmdtrain.train.feed import abstract_batch
+from spmdtrain.run import loop, sample
 from spmdtrain.train.step import make_eval_step
 
 MESHES = {
@@ -35,21 +34,21 @@ def precisions(text: str) -> set[str]:
 def test_every_matmul_of_a_step_says_what_compute_means(mesh, compute, wanted):
     setup = prepared(*MESHES[mesh], f"precision.compute={compute}")
     assert precisions(loop.lower_step(setup).as_text()) == {wanted}
-    evaluate = make_eval_step(setup.config, setup.blueprint, setup.mesh, setup.rules)
-    batch = abstract_batch(setup.config, setup.mesh, setup.rules)
-    assert precisions(evaluate.lower(setup.abstract.params, batch).as_text()) == {wanted}
+    evaluate = make_eval_step(setup)
+    batch = setup.batch
+    assert precisions(evaluate.lower(setup.state.params, batch).as_text()) == {wanted}
 
 
 @pytest.mark.parametrize(("compute", "wanted"), MEANINGS)
 def test_every_matmul_of_sampling_too(compute, wanted, monkeypatch):
     setup, texts, jit = prepared(f"precision.compute={compute}"), [], jax.jit
-    sample = generate.make_generate(
-        setup.config, setup.blueprint, setup.mesh, setup.rules, 2, generate.Choice(1.0, None, None)
+    generate = sample.make_generate(
+        setup.config, setup.model, setup.mesh, setup.rules, 2, sample.Choice(1.0, None, None)
     )
 
     def lowered(function):
         return lambda *arguments: texts.append(jit(function).lower(*arguments).as_text())
 
-    monkeypatch.setattr(generate.jax, "jit", lowered)
-    sample(setup.abstract.params, jnp.zeros((1, 4), jnp.int32), jax.random.key(0))
+    monkeypatch.setattr(sample.jax, "jit", lowered)
+    generate(setup.state.params, jnp.zeros((1, 4), jnp.int32), jax.random.key(0))
     assert precisions(texts[-1]) == {wanted}
