@@ -40,7 +40,8 @@ def whole_vocabulary(rules: Rules) -> Rules:
 
 
 def make_gradients(setup: Setup, rules: Rules, groups: bool) -> Callable[..., Any]:
-    """As `grad_pipeline.make_gradients`, under other `rules`. No dropout, no side losses, no fsdp; stages divide the microbatches."""
+    """As `grad_pipeline.make_gradients`, under other `rules`. No dropout, no side losses, no fsdp; stages divide the
+    microbatches."""
     config, model, manual = setup.config, setup.model, setup.manual
     context = make_context(replace(setup, rules=rules))
     specs = parameter_specs(model, rules)

@@ -1,7 +1,58 @@
-"""Train language models with JAX on any mesh: data, FSDP, tensor, context, expert and pipeline parallelism.
+"""Train language models with JAX on any mesh: data, FSDP, tensor, context, expert and pipeline
+parallelism.
 
-One TOML file describes a run; `spmdtrain train` obeys it on one device or on thousands and gives the same losses. The
-rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `cli`; imports only go down.
+One TOML file describes a run; `spmdtrain train` obeys it on one device or on thousands and gives the
+same losses. In Python, `import spmdtrain as st`:
+
+    config = st.load("configs/quickstart.toml", ["train.steps=20"])
+    st.run(config, "runs/mine")            # all of it, or step by step:
+
+    config, data = st.open_data(config)    # the corpus decides the vocabulary
+    setup = st.shard(config)               # mesh, rules, model and state: shapes, no memory yet
+    state = st.init_state(setup)
+    step = st.make_step(setup)             # step(state, batch) -> (state, metrics)
+
+The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `run` and `planner`,
+`cli`; imports only go down. The names below are imported when they are asked for, so that
+`spmdtrain --help` takes milliseconds.
 """
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.1.0"
+
+# Public name -> the module that has it.
+_HOMES = {
+    "load": "config",
+    "RunConfig": "config",
+    "UserError": "config",
+    "simulate_devices": "parallel.processes",
+    "ForwardContext": "models.context",
+    "Stack": "models.stack",
+    "Setup": "train.setup",
+    "shard": "train.setup",
+    "init_state": "train.setup",
+    "TrainState": "train.state",
+    "make_step": "train.step",
+    "make_eval_step": "train.step",
+    "run": "run.loop",
+    "Outcome": "run.loop",
+    "open_data": "run.loop",
+    "batches": "run.loop",
+    "make_evaluate": "run.loop",
+}
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'spmdtrain' has no attribute {name!r}")
+    # Bound here from now on. Said again after the import: `spmdtrain.run` is a room, too, and
+    # importing it would leave its name with the room instead of the function.
+    globals()[name] = getattr(import_module(f"spmdtrain.{_HOMES[name]}"), name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
