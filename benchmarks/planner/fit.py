@@ -2,8 +2,8 @@
 
     python benchmarks/planner/fit.py [--fit] [--rows]
 
-For every table: mean and worst absolute error in % as predicted blind, and after calibrating each of its stacks on
-that stack's first row.
+For every table: mean and worst absolute error in % as predicted blind, and after calibrating each group of its rows on
+the group's first row.
 """
 
 import argparse
@@ -11,48 +11,81 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
-from cases import ASSUMED, MAKERS, Case, Stacks, cases
+from cases import ASSUMED, MAKERS, Case, SoftwareTable, cases
 
-from spmdtrain.planner.stack import FITTED, stacks
+from spmdtrain.planner.software import FITTED, software_table
 
 SPLIT = tomllib.loads((Path(__file__).parent / "split.toml").read_text())
 
 
-def errors(found: list[Case], at: Stacks) -> np.ndarray:
-    """Relative: predicted / measured - 1."""
-    return np.array([case.predict(at) / case.measured - 1 for case in found])
+def errors(found: list[Case], table: SoftwareTable) -> np.ndarray:
+    """Relative errors, predicted / measured - 1."""
+    return np.array([case.predict(table) / case.measured - 1 for case in found])
 
 
 def calibrated(found: list[Case], blind: np.ndarray) -> np.ndarray:
-    """Errors of the rows that are left when the first row of each stack sets the scale of that stack."""
-    first: dict[str, float] = {}
-    return np.array(
-        [
-            (1 + error) / (1 + first[case.stack]) - 1
-            for case, error in zip(found, blind, strict=True)
-            if first.setdefault(case.stack, error) is not error
-        ]
-    )
+    """Errors of the other rows when the first row of each group sets the scale of that group."""
+    scales: dict[str, float] = {}
+    left = []
+    for case, error in zip(found, blind, strict=True):
+        if case.group in scales:
+            left.append((1 + error) / scales[case.group] - 1)
+        else:
+            scales[case.group] = 1 + error
+    return np.array(left)
 
 
 def residuals(logs: np.ndarray, groups: list[list[Case]]) -> np.ndarray:
-    """log(predicted / measured), each table with the weight of one row per sqrt(rows): none drowns the others."""
-    at = stacks(*np.exp(logs))
-    return np.concatenate([np.log1p(errors(group, at)) / len(group) ** 0.5 for group in groups])
+    """log(predicted / measured) at the constants exp(logs).
+
+    Each row has the weight 1 / sqrt(rows of its table), so that no table drowns the others.
+    """
+    table = software_table(*np.exp(logs))
+    return np.concatenate([np.log1p(errors(group, table)) / len(group) ** 0.5 for group in groups])
 
 
 def fit(groups: list[list[Case]]) -> tuple[np.ndarray, np.ndarray]:
-    """Values and standard errors of the constants: Gauss-Newton on their logarithms, damped."""
+    """Values and standard errors of the constants: Levenberg-Marquardt on their logarithms."""
     logs = np.log([value for value, _ in FITTED.values()])
     damping = 1e-2
     for _ in range(40):
         now = residuals(logs, groups)
-        slope = np.stack([(residuals(logs + 1e-4 * unit, groups) - now) / 1e-4 for unit in np.eye(len(logs))], axis=1)
-        step = np.linalg.solve(slope.T @ slope + damping * np.diag(np.diag(slope.T @ slope)), -slope.T @ now)
-        better = (residuals(logs + step, groups) ** 2).sum() < (now**2).sum()
-        logs, damping = (logs + step, damping / 3) if better else (logs, damping * 4)
-    spread = (now**2).sum() / (len(now) - len(logs))
-    return np.exp(logs), np.exp(logs) * np.sqrt(spread * np.diag(np.linalg.inv(slope.T @ slope)))
+        slope = _slope(logs, now, groups)
+        normal = slope.T @ slope
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope.T @ now)
+        if (residuals(logs + step, groups) ** 2).sum() < (now**2).sum():
+            logs = logs + step
+            damping /= 3
+        else:
+            damping *= 4
+    variance = (now**2).sum() / (len(now) - len(logs))
+    values = np.exp(logs)
+    return values, values * np.sqrt(variance * np.diag(np.linalg.inv(slope.T @ slope)))
+
+
+def _slope(logs: np.ndarray, now: np.ndarray, groups: list[list[Case]]) -> np.ndarray:
+    """[rows, constants]: finite differences of the residuals."""
+    width = 1e-4
+    units = np.eye(len(logs))
+    return np.stack([(residuals(logs + width * unit, groups) - now) / width for unit in units], axis=1)
+
+
+def show_table(table: str, found: list[Case], software: SoftwareTable, trains: bool) -> np.ndarray:
+    """Prints one line of errors in %; gives the blind ones."""
+    blind = errors(found, software)
+    after = calibrated(found, blind)
+    print(
+        f"{table:<28}{len(found):>5}{100 * abs(blind).mean():>12.1f}{100 * abs(blind).max():>8.1f}"
+        f"{100 * blind.mean():>+8.1f}{100 * abs(after).mean():>17.1f}{100 * abs(after).max():>8.1f}"
+        f"{'  (train)' if trains else ''}"
+    )
+    return blind
+
+
+def show_rows(found: list[Case], blind: np.ndarray) -> None:
+    for case, error in zip(found, blind, strict=True):
+        predicted = case.measured * (1 + error)
+        print(f"    {case.name:<34}{case.measured:>10.3f}{predicted:>10.3f}{100 * error:>+8.1f}")
 
 
 def main() -> None:
@@ -67,24 +100,17 @@ def main() -> None:
         values, deviations = fit([cases(name) for name in SPLIT["train"]])
         for name, value, deviation in zip(FITTED, values, deviations, strict=True):
             print(f'    "{name}": ({value:.4g}, {deviation:.2g}),')
-    at = stacks(*values)
+    software = software_table(*values)
     print(f"{'table':<28}{'rows':>5}{'blind mean':>12}{'worst':>8}{'bias':>8}{'calibrated mean':>17}{'worst':>8}")
     for name in (*SPLIT["train"], *SPLIT["validate"]):
         found = cases(name)
         for table in dict.fromkeys(case.table for case in found):
             own = [case for case in found if case.table == table]
-            blind = errors(own, at)
-            after = calibrated(own, blind)
-            print(
-                f"{table:<28}{len(own):>5}{100 * abs(blind).mean():>12.1f}{100 * abs(blind).max():>8.1f}"
-                f"{100 * blind.mean():>+8.1f}{100 * abs(after).mean():>17.1f}{100 * abs(after).max():>8.1f}"
-                f"{'  (train)' if name in SPLIT['train'] else ''}"
-            )
+            blind = show_table(table, own, software, trains=name in SPLIT["train"])
             if parsed.rows:
-                for case, error in zip(own, blind, strict=True):
-                    predicted = case.measured * (1 + error)
-                    print(f"    {case.name:<34}{case.measured:>10.3f}{predicted:>10.3f}{100 * error:>+8.1f}")
-        print(f"    assumed: {ASSUMED[name]}") if parsed.rows else None
+                show_rows(own, blind)
+        if parsed.rows:
+            print(f"    assumed: {ASSUMED[name]}")
 
 
 if __name__ == "__main__":

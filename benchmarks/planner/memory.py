@@ -18,7 +18,7 @@ from spmdtrain.config import from_resolved, resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner import deviceless, memory
 from spmdtrain.planner.hardware import DEVICES, Hardware
-from spmdtrain.planner.job import Job, job_of
+from spmdtrain.planner.workload import Workload, workload_of
 
 GPT = "model.name=gpt model.layers=8 model.embed=1024 model.heads=16 model.vocab=32768"
 LLAMA = (
@@ -52,24 +52,26 @@ def config_of(settings: str) -> RunConfig:
     return from_resolved({"config": {}, "origin": {}} | {"origin": resolved(RunConfig())["origin"]}, settings.split())
 
 
-def on_gpus(layouts: list[str], device: Hardware) -> None:
+def on_gpus(layouts: list[str], hardware: Hardware) -> None:
     """XLA's memory for each layout, compiled for GPUs that are not there, beside the formula's."""
-    errors, exact_ones = [], 0
+    errors = []
+    exact_ones = 0
     for settings in layouts:
         config = config_of(settings)
         sizes = dict(config.mesh.sizes)
-        found = deviceless.compile_step(config, sizes, device)
-        compiled = found["memory"]
-        held = compiled["argument_bytes"] + compiled["output_bytes"] - compiled["alias_bytes"] + compiled["temp_bytes"]
-        exact = memory.exact_state(config, sizes)
-        job = job_of(config, sizes)
-        ours = memory.ours(job, exact)
-        errors.append(ours.total / held - 1)
-        exact_ones += sum(exact) + batch_bytes(job) == compiled["argument_bytes"]
-        parts = {name: round(size / 2**20) for name, size in ours.describe().items()}
+        compiled = deviceless.compile_step(config, sizes, hardware)
+        xla = compiled["memory"]
+        xla_bytes = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
+        workload = workload_of(config, sizes)
+        state = memory.exact_state(config, sizes)
+        ours = memory.step_memory(workload, state)
+        error = ours.total / xla_bytes - 1
+        errors.append(error)
+        exact_ones += sum(state) + batch_bytes(workload) == xla["argument_bytes"]
+        categories = {name: round(size / 2**20) for name, size in ours.by_category().items()}
         print(
-            f"{100 * errors[-1]:+6.1f} %  XLA {held / 2**20:6.0f} MiB (temp {compiled['temp_bytes'] / 2**20:5.0f})  "
-            f"{found['compile_seconds']:3.0f} s  {short(settings)}\n          {parts}",
+            f"{100 * error:+6.1f} %  XLA {xla_bytes / 2**20:6.0f} MiB (temp {xla['temp_bytes'] / 2**20:5.0f})  "
+            f"{compiled['compile_seconds']:3.0f} s  {short(settings)}\n          {categories}",
             flush=True,
         )
     print(f"{len(errors)} layouts: mean {100 * np.abs(errors).mean():.1f} %, worst {100 * np.abs(errors).max():.1f} %")
@@ -77,7 +79,7 @@ def on_gpus(layouts: list[str], device: Hardware) -> None:
 
 
 def on_cpu(layouts: list[str]) -> None:
-    """Argument bytes of the step compiled for eight simulated CPU devices, of the same layouts of small models."""
+    """Argument bytes of the step, for small models in the same layouts, on eight simulated CPU devices."""
     import jax
 
     from spmdtrain.train.setup import shard
@@ -88,16 +90,17 @@ def on_cpu(layouts: list[str]) -> None:
         config = config_of(f"{settings} {SMALL}" + (" model.ffn=96" if "llama" in settings else ""))
         sizes = dict(config.mesh.sizes)
         setup = shard(config, devices=jax.devices()[: math.prod(sizes.values())])
-        compiled = make_step(setup).lower(setup.state, setup.batch).compile().memory_analysis()
-        ours = sum(memory.exact_state(config, sizes)) + batch_bytes(job_of(config, sizes))
-        exact_ones += ours == compiled.argument_size_in_bytes
-        print(f"{ours:>9} {compiled.argument_size_in_bytes:>9}  {short(settings)}", flush=True)
+        compiled = make_step(setup).lower(setup.state, setup.batch).compile()
+        xla = compiled.memory_analysis().argument_size_in_bytes
+        ours = sum(memory.exact_state(config, sizes)) + batch_bytes(workload_of(config, sizes))
+        exact_ones += ours == xla
+        print(f"{ours:>9} {xla:>9}  {short(settings)}", flush=True)
     print(f"argument bytes exact in {exact_ones} of {len(layouts)}")
 
 
-def batch_bytes(job: Job) -> int:
-    """Tokens, targets and mask; the sample indices are of use with dropout alone."""
-    return 3 * 4 * job.tokens * job.accumulation
+def batch_bytes(workload: Workload) -> int:
+    """Bytes per device of tokens, targets and mask; only dropout needs the sample indices."""
+    return 3 * 4 * workload.tokens * workload.accumulation
 
 
 def short(settings: str) -> str:

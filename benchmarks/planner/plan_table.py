@@ -6,20 +6,28 @@ python benchmarks/planner/plan_table.py [--top 8]
 import argparse
 import time
 
-from cases import A100, gpt, rows, tables
+from cases import A100, Row, gpt, rows, tables
 
-from spmdtrain.planner.job import Job
-from spmdtrain.planner.search import Plan, search
-from spmdtrain.planner.stack import stack
+from spmdtrain.planner.plan import Plan, search
+from spmdtrain.planner.software import software
+from spmdtrain.planner.workload import Workload
 
 HEAD = "| | step | pipeline | data | tensor | microbatch | chunks | remat | memory | why not |"
 
 
 def line(name: str, plan: Plan) -> str:
-    job, layout = plan.job, plan.job.layout
-    cells = (layout.pipeline, layout.data, layout.tensor, job.microbatch, job.chunks, job.remat)
+    workload = plan.workload
+    mesh = workload.mesh
+    cells = (mesh.pipeline, mesh.data, mesh.tensor, workload.microbatch, workload.chunks, workload.remat)
     held = f"{plan.memory.total / 1e9:.0f} GB"
-    return f"| {name} | {plan.price.step:.1f} s | {' | '.join(map(str, cells))} | {held} | {plan.why} |"
+    return f"| {name} | {plan.seconds:.1f} s | {' | '.join(map(str, cells))} | {held} | {plan.why} |"
+
+
+def is_published(plan: Plan, row: Row) -> bool:
+    workload = plan.workload
+    layout = (workload.mesh.pipeline, workload.mesh.tensor, workload.microbatch, workload.chunks)
+    published = (row["pp"], row["tp"], row["microbatch"], row["virtual_stages"])
+    return layout == published and workload.remat == "full"
 
 
 def main() -> None:
@@ -27,24 +35,22 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=8)
     parsed = parser.parse_args()
     (published,) = [row for row in rows(tables()["sc21_table1"]) if row["model"] == "1T"]
-    shape = gpt(published["layers"], published["hidden"], published["heads"])
-    job = Job(shape, 2048, published["global_batch"], 1)
+    workload = Workload(
+        model=gpt(published["layers"], published["hidden"], published["heads"]),
+        sequence_length=2048,
+        global_batch=published["global_batch"],
+        microbatch=1,
+    )
     start = time.perf_counter()
-    plans = search(job, published["gpus"], A100, stack("megatron-2021", A100.name))
+    plans = search(workload, published["gpus"], A100, software("megatron-2021", A100.name))
     seconds = time.perf_counter() - start
     fit = sum(plan.fits for plan in plans)
     print(f"{fit} layouts fit, {len(plans) - fit} meshes do not; searched in {seconds:.2f} s.", end=" ")
     print(f"Measured: {published['derived_iteration_s']} s.\n")
     print(HEAD + "\n" + "|---" * 10 + "|")
-    for at, plan in enumerate(plans[: parsed.top]):
-        same = (
-            plan.job.layout.pipeline,
-            plan.job.layout.tensor,
-            plan.job.microbatch,
-            plan.job.chunks,
-            plan.job.remat,
-        ) == (*(published["pp"], published["tp"], published["microbatch"], published["virtual_stages"], "full"),)
-        print(line(f"{at + 1}" + (", published" if same else ""), plan))
+    for rank, plan in enumerate(plans[: parsed.top], start=1):
+        name = f"{rank}, published" if is_published(plan, published) else f"{rank}"
+        print(line(name, plan))
 
 
 if __name__ == "__main__":

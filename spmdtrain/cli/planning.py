@@ -1,4 +1,4 @@
-"""What computes without training: `schedule`, `estimate`, `plan`, `calibrate`."""
+"""The commands that train nothing: `schedule`, `estimate`, `plan`, `calibrate`."""
 
 import argparse
 import json
@@ -6,9 +6,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spmdtrain.cli.devices import start_jax, without_devices
 from spmdtrain.config import DONE, ConfigError, StorageError, load
+from spmdtrain.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from spmdtrain.planner.hardware import Hardware
 
 LARGEST_SCHEDULE = 1_000_000  # ticks x stages: seconds of work here, and more than anybody looks at
 
@@ -59,75 +64,88 @@ def estimate(parsed: argparse.Namespace) -> int:
         fix = f"--generate 512+128 --batch {parsed.batch}"
         raise ConfigError("--batch is how many sequences --generate makes", asked=f"--batch {parsed.batch}", fix=fix)
     without_devices()
-    from spmdtrain.planner import anchor, report
-    from spmdtrain.planner.hardware import hardware
+    from spmdtrain.planner.hardware import hardware as named_hardware
 
-    device = hardware(parsed.hardware)
-    config = report.with_vocab(load(parsed.config, parsed.set))
+    hardware = named_hardware(parsed.hardware)
+    config = load(parsed.config, parsed.set)
     if parsed.sweep is not None:
-        rows = report.sweep(config, parsed.devices, device, parsed.sweep)
-        print(json.dumps(rows) if parsed.json else report.show_sweep(rows))
-        return DONE
-    sizes = report.mesh_sizes(config, parsed.devices, device)
+        return _sweep(parsed, config, hardware)
     if parsed.generate:
-        return _generate(parsed, config, sizes, device)
-    scale = 1.0 if parsed.anchor is None else anchor.anchored(parsed.anchor, device)
-    price, held = report.priced(config, sizes, device, scale)
-    found = report.describe(price, held) | ({"anchor": scale} if parsed.anchor else {})
-    shown = [report.show(price, held)] + ([f"anchored on {parsed.anchor}: x {scale:.3g}"] if parsed.anchor else [])
-    if parsed.compile:
-        from spmdtrain.planner import deviceless
+        return _estimate_inference(parsed, config, hardware)
+    return _estimate_step(parsed, config, hardware)
 
-        found["compiled"] = deviceless.compile_step(config, sizes, device)
-        shown.append(report.show_compiled(found["compiled"], held))
-    print(json.dumps(found) if parsed.json else "\n".join(shown))
+
+def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
+    from spmdtrain.planner import anchor, deviceless, report
+    from spmdtrain.planner.estimate import estimate as estimate_config
+    from spmdtrain.planner.estimate import with_vocab
+
+    config = with_vocab(config)
+    found = estimate_config(config, parsed.devices, hardware)
+    scale = 1.0
+    if parsed.anchor is not None:
+        scale = anchor.anchor_scale(Path(parsed.anchor), hardware)
+        found = found.scaled(scale)
+
+    values = report.estimate_values(found)
+    texts = [report.estimate_text(found)]
+    if parsed.anchor is not None:
+        values["anchor"] = scale
+        texts.append(report.anchor_text(parsed.anchor, scale))
+    if parsed.compile:
+        compiled = deviceless.compile_step(config, found.workload.mesh.sizes, hardware)
+        values["compiled"] = compiled
+        texts.append(report.compiled_text(compiled, found.memory))
+    print(json.dumps(values) if parsed.json else "\n".join(texts))
     return DONE
 
 
-def _generate(parsed: argparse.Namespace, config, sizes, device) -> int:
-    from dataclasses import asdict
-
+def _sweep(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
     from spmdtrain.planner import report
-    from spmdtrain.planner.generation import generate
-    from spmdtrain.planner.job import job_of
+    from spmdtrain.planner.estimate import sweep
+
+    figure, rows = sweep(config, parsed.devices, hardware, parsed.sweep)
+    print(json.dumps(report.sweep_values(figure, rows)) if parsed.json else report.sweep_text(figure, rows))
+    return DONE
+
+
+def _estimate_inference(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
+    from spmdtrain.planner import report
+    from spmdtrain.planner.inference import estimate_inference
 
     prompt, new = parsed.generate
-    job = job_of(config, sizes)
-    found = generate(job, parsed.batch or 1, prompt, new, device, report.our_stack(config, device))
-    values = asdict(found) | {"tokens_per_second": found.tokens_per_second}
-    print(json.dumps(values) if parsed.json else report.show_generation(found, device))
+    found = estimate_inference(config, parsed.devices, hardware, batch=parsed.batch or 1, prompt=prompt, new=new)
+    print(json.dumps(report.inference_values(found)) if parsed.json else report.inference_text(found, hardware))
     return DONE
 
 
 def plan(parsed: argparse.Namespace) -> int:
     _refuse_together(parsed, "rules", "top")
     without_devices()
-    from spmdtrain.planner import report, search
-    from spmdtrain.planner.hardware import hardware
+    from spmdtrain.planner.hardware import hardware as named_hardware
 
-    device = hardware(parsed.hardware)
-    config = report.with_vocab(load(parsed.config, parsed.set))
-    if parsed.rules:
-        return _rules(parsed, config, device)
-    plans = report.plan(config, parsed.devices, device, report.our_stack(config, device))
-    best = search.distinct(plans, parsed.top or 10)
-    if parsed.json:
-        print(json.dumps([report.describe(plan.price, plan.memory) | {"why": plan.why} for plan in best]))
-    else:
-        print(report.show_plans(best, plans))
+    hardware = named_hardware(parsed.hardware)
+    config = load(parsed.config, parsed.set)
+    return _plan_rules(parsed, config, hardware) if parsed.rules else _plan_layout(parsed, config, hardware)
+
+
+def _plan_layout(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
+    from spmdtrain.planner import report
+    from spmdtrain.planner.plan import best_of_each_mesh
+    from spmdtrain.planner.plan import plan as plan_config
+
+    plans = plan_config(config, parsed.devices, hardware)
+    shown = best_of_each_mesh(plans, parsed.top or 10)
+    print(json.dumps(report.plan_values(shown)) if parsed.json else report.plan_text(shown, plans))
     return DONE
 
 
-def _rules(parsed: argparse.Namespace, config, device) -> int:
-    from spmdtrain.planner import assign, report
+def _plan_rules(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
+    from spmdtrain.planner import report
+    from spmdtrain.planner.plan_rules import plan_rules
 
-    job, _ = report.checked(config, report.mesh_sizes(config, parsed.devices, device))
-    ours = report.our_stack(config, device)
-    found = assign.assign(job, device, ours)
-    if parsed.json:
-        print(json.dumps([each.describe() for each in found]))
-    else:
-        print(assign.show(found, assign.assign(job, device, ours, by_rules=False)))
+    by_rules, freely = plan_rules(config, parsed.devices, hardware)
+    print(json.dumps(report.rules_values(by_rules)) if parsed.json else report.rules_text(by_rules, freely))
     return DONE
 
 
@@ -166,7 +184,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 
 def _refuse_sizes(kind: str, stages: int | None = None, microbatches: int | None = None, chunks: int = 1) -> None:
-    """What is missing, and what would take minutes or more memory than there is."""
+    """Refuses missing sizes, and those that would take minutes or more memory than there is."""
     if stages is None or microbatches is None:
         raise ConfigError(f"--kind {kind} needs --stages and --microbatches", fix="--stages 4 --microbatches 8")
     cells = stages * (microbatches * chunks + stages * (chunks + 1))

@@ -30,7 +30,7 @@ def _prediction(config, name: str | None):
     Every process makes them, so that all are refused or none."""
     import jax
 
-    from spmdtrain.planner import report
+    from spmdtrain.planner.estimate import estimate
     from spmdtrain.planner.hardware import KINDS, hardware
     from spmdtrain.run.summary import Prediction
 
@@ -38,13 +38,12 @@ def _prediction(config, name: str | None):
     if known is None:
         return None
     try:
-        config, device = report.with_vocab(config), hardware(known)
-        price, held = report.priced(config, report.mesh_sizes(config, jax.device_count(), device), device)
+        found = estimate(config, jax.device_count(), hardware(known))
     except UserError:
         if name:
             raise
         return None  # nobody asked; what is wrong with the run, the run says
-    return Prediction(device.name, price.step, held.total)
+    return Prediction(found.hardware.name, found.time.seconds, found.memory.total)
 
 
 def show(parsed: argparse.Namespace) -> int:

@@ -1,4 +1,9 @@
-"""A run that was measured as the anchor of an estimate: how much longer its steps took than predicted."""
+"""Estimates anchored on a measured run: `spmdtrain estimate --anchor RUN`.
+
+An *anchor* is a run that was made on the hardware in question. The ratio of its measured step time
+to its estimate corrects what the model gets wrong for this machine: other estimates are multiplied
+by it.
+"""
 
 import json
 import statistics
@@ -8,30 +13,43 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.mesh import AXES
-from spmdtrain.planner import report
+from spmdtrain.planner.estimate import estimate_on_mesh
 from spmdtrain.planner.hardware import Hardware
 
 
-def measured_run(directory: Path) -> tuple[RunConfig, dict[str, int], float]:
-    """(config, mesh, median seconds of a step) of a run, without its first step since it last started."""
+def anchor_scale(run: Path, hardware: Hardware) -> float:
+    """Measured / estimated step time of a run that was made on this hardware."""
+    config, sizes, seconds = measured_run(run)
+    return seconds / estimate_on_mesh(config, sizes, hardware).time.seconds
+
+
+def measured_run(run: Path) -> tuple[RunConfig, dict[str, int], float]:
+    """(config, mesh sizes, median seconds of a step) of a run directory.
+
+    Steps before the last start, and the first one after it, which compiles, do not count.
+    """
     try:
-        saved = json.loads((directory / "config.json").read_text())
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+        saved = json.loads((run / "config.json").read_text())
+        metrics = _json_lines(run / "metrics.jsonl")
+        events = _json_lines(run / "events.jsonl")
         starts = [(event["step"] + 1, event["mesh"]) for event in events if "mesh" in event]
-        since, mesh = starts[-1] if starts else (0, dict.fromkeys(AXES, 1))
-        mesh = {axis: int(mesh[axis]) for axis in AXES}
-        steps = [float(line["step_seconds"]) for line in lines if "step_seconds" in line and line["step"] > since]
+        first_step, mesh = starts[-1] if starts else (0, dict.fromkeys(AXES, 1))
+        sizes = {axis: int(mesh[axis]) for axis in AXES}
+        steps = [
+            float(line["step_seconds"])
+            for line in metrics
+            if "step_seconds" in line and line["step"] > first_step
+        ]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"cannot read a run in {directory}: {said}", fix="the directory of a finished run") from None
+        raise ConfigError(
+            f"cannot read a run in {run}: {type(error).__name__}: {error}",
+            fix="the directory of a finished run",
+        ) from None
     config = from_resolved(saved)
     if not steps or not starts:
-        raise ConfigError(f"{directory} holds no measured steps", fix="a run of a few steps")
-    return config, mesh, statistics.median(steps)
+        raise ConfigError(f"{run} holds no measured steps", fix="a run of a few steps")
+    return config, sizes, statistics.median(steps)
 
 
-def anchored(run: str, device: Hardware) -> float:
-    """measured / predicted step time of a run that was made on this hardware: what to multiply predictions by."""
-    config, mesh, seconds = measured_run(Path(run))
-    return seconds / report.priced(config, mesh, device)[0].step
+def _json_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,8 +1,9 @@
-"""Measures the machine at hand and writes it down as a hardware file: matmuls, copies, collectives.
+"""Measures this machine and writes it down as a hardware file: `spmdtrain calibrate`.
 
-What is measured are rates that software reaches; the file holds the figures that, times the shares of stack.py, give
-these rates again. What cannot be measured here (the network, where there is one host) is taken over from below and
-said so in `sources`.
+Matmuls, copies and collectives give the rates that software reaches. The file holds figures that,
+times the shares of software.py, give these rates again. What cannot be measured here (the network,
+where there is one host) is taken from a known device or from the fastest path, and `sources` says
+so.
 """
 
 import math
@@ -18,49 +19,72 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import StorageError
-from spmdtrain.planner.hardware import DEVICES, KINDS
-from spmdtrain.planner.stack import LINK, MEMORY
+from spmdtrain.planner.hardware import DEVICES, KINDS, Hardware
+from spmdtrain.planner.software import LINK_SHARE, MEMORY_SHARE
 
 LONGEST = 0.3  # seconds that one timed call may take before sizes stop growing
 REPEATS = 5
+FALLBACK_MEMORY = 2**33  # bytes, where nothing says how much there is
 
 
 def calibrate() -> dict[str, Any]:
-    """Figures of `Hardware` and, under "sources", where each comes from."""
+    """The figures of `Hardware` and, under "sources", where each comes from."""
     device = jax.devices()[0]
     known = DEVICES.get(KINDS.get(device.device_kind, ""))
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "bfloat16": matmul_rate("bfloat16"),
         "float32": matmul_rate("float32"),
         "matmul": 1.0,
-        "memory_bandwidth": copy_rate() / MEMORY,
+        "memory_bandwidth": copy_rate() / MEMORY_SHARE,
         "memory": _memory(device),
         "cores": known.cores if known else getattr(device, "core_count", None) or 1,
         "per_host": jax.local_device_count(),
         "power": known.power if known else 1.0,
     }
-    sources = dict.fromkeys(found, f"measured on {device.device_kind}")
+    sources = dict.fromkeys(figures, f"measured on {device.device_kind}")
     sources |= dict.fromkeys(("cores", "power"), f"data of {known.name}" if known else "not known")
+    links, link_sources = _link_figures(known, fallback=figures["memory_bandwidth"])
+    return figures | links | {"sources": sources | link_sources}
+
+
+def _link_figures(
+    known: Hardware | None, fallback: float
+) -> tuple[dict[str, float], dict[str, str]]:
+    """(figures, sources) of the links inside a host and of the network.
+
+    The one that joins these devices is measured. The other is that of the known device, or as fast
+    as the measured one, or `fallback`.
+    """
+    figures: dict[str, float] = {}
+    sources: dict[str, str] = {}
     bandwidth, latency = ring()
-    inside = jax.process_count() == 1
-    name, other = ("link", "network") if inside else ("network", "link")
+    measured = "link" if jax.process_count() == 1 else "network"
+    missing = ["link", "network"]
     if bandwidth:
-        found |= {f"{name}_bandwidth": bandwidth / LINK, f"{name}_latency": max(latency, 1e-9)}
-        sources |= dict.fromkeys((f"{name}_bandwidth", f"{name}_latency"), f"measured, {jax.device_count()} devices")
-    for missing in ("link", "network") if not bandwidth else (other,):
-        key = f"{missing}_bandwidth"
-        found[key] = getattr(known, key) if known else found.get(f"{name}_bandwidth", found["memory_bandwidth"])
-        sources[key] = f"not measured: that of {known.name}" if known else "not measured: as the fastest path here"
-    return found | {"sources": sources}
+        missing.remove(measured)
+        figures[f"{measured}_bandwidth"] = bandwidth / LINK_SHARE
+        figures[f"{measured}_latency"] = max(latency, 1e-9)
+        source = f"measured, {jax.device_count()} devices"
+        sources |= dict.fromkeys(figures, source)
+    for name in missing:
+        key = f"{name}_bandwidth"
+        if known:
+            figures[key] = getattr(known, key)
+            sources[key] = f"not measured: that of {known.name}"
+        else:
+            figures[key] = figures.get(f"{measured}_bandwidth", fallback)
+            sources[key] = "not measured: as the fastest path here"
+    return figures, sources
 
 
 def matmul_rate(dtype: str) -> float:
     """FLOP/s of the best square matmul on one device."""
-    best, size = 0.0, 256
-    run = jax.jit(lambda a, b: a @ b)
+    best = 0.0
+    size = 256
+    matmul = jax.jit(lambda a, b: a @ b)
     while size <= 16384:
         x = jnp.ones((size, size), dtype)
-        seconds = timed(lambda x=x: run(x, x))
+        seconds = timed(lambda x=x: matmul(x, x))
         best = max(best, 2 * size**3 / seconds)
         if seconds > LONGEST / 8:
             break
@@ -70,19 +94,20 @@ def matmul_rate(dtype: str) -> float:
 
 def copy_rate() -> float:
     """Bytes/s read and written by one device."""
-    size = 2**20
-    run = jax.jit(lambda x: x + 1, donate_argnums=0)  # in place: fresh pages would be timed too
+    elements = 2**20
+    add_one = jax.jit(lambda x: x + 1, donate_argnums=0)  # in place: no fresh pages are timed
     while True:
-        held = [jnp.zeros(size, jnp.float32)]
+        held = [jnp.zeros(elements, jnp.float32)]
 
         def once(held=held):
-            held.append(run(held.pop()))
+            held.append(add_one(held.pop()))
             return held[0]
 
         seconds = timed(once)
-        if seconds > LONGEST / 4 or size >= 2**26:  # the largest array counts: smaller ones sit in caches
-            return 2 * 4 * size / seconds
-        size *= 4
+        # The largest array counts: smaller ones sit in caches.
+        if seconds > LONGEST / 4 or elements >= 2**26:
+            return 2 * 4 * elements / seconds
+        elements *= 4
 
 
 def ring() -> tuple[float, float]:
@@ -91,47 +116,65 @@ def ring() -> tuple[float, float]:
     if count == 1:
         return 0.0, 0.0
     mesh = Mesh(np.array(jax.devices()), ("all",))
-    over = jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P(None), out_specs=P(None))
-    whole = NamedSharding(mesh, P(None))
+    all_reduce = jax.shard_map(
+        lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P(None), out_specs=P(None)
+    )
+    replicated = NamedSharding(mesh, P(None))
 
-    def seconds(size: int) -> float:
-        x = jax.jit(lambda: jnp.zeros(size, jnp.float32), out_shardings=whole)()
-        return timed(lambda: jax.jit(over)(x))
+    def seconds(elements: int) -> float:
+        x = jax.jit(lambda: jnp.zeros(elements, jnp.float32), out_shardings=replicated)()
+        return timed(lambda: jax.jit(all_reduce)(x))
 
-    small, large = 2**8, 2**22
-    short, long = seconds(small), seconds(large)
-    moved = 2 * (count - 1) / count * 4 * (large - small)
-    return moved / max(long - short, 1e-9), short / (2 * (count - 1))
+    # The difference of two sizes leaves the bandwidth; the small one is all latency.
+    small = 2**8
+    large = 2**22
+    small_seconds = seconds(small)
+    large_seconds = seconds(large)
+    hops = 2 * (count - 1)
+    moved = hops / count * 4 * (large - small)
+    return moved / max(large_seconds - small_seconds, 1e-9), small_seconds / hops
 
 
 def timed(run: Callable[[], jax.Array]) -> float:
-    """Median seconds of a call, compiled before."""
+    """Median seconds of a call that is compiled already."""
     jax.block_until_ready(run())
-    took = []
+    taken = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        took.append(time.perf_counter() - start)
-    return sorted(took)[REPEATS // 2]
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[REPEATS // 2]
 
 
 def _memory(device: jax.Device) -> float:
+    """Bytes that a device offers; on CPU its share of the host's."""
     try:
         limit = (device.memory_stats() or {}).get("bytes_limit")
     except (RuntimeError, NotImplementedError):
         limit = None
     if limit:
         return float(limit)
-    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    total = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal")), 2**33)
-    return total / jax.local_device_count()
+    return _host_memory() / jax.local_device_count()
+
+
+def _host_memory() -> int:
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return FALLBACK_MEMORY
+    for line in path.read_text().splitlines():
+        if line.startswith("MemTotal"):
+            kibibytes = int(line.split()[1])
+            return 1024 * kibibytes
+    return FALLBACK_MEMORY
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """As the TOML file that `--hardware` reads."""
+    """Writes the TOML file that `--hardware` reads."""
+    figures = {key: value for key, value in found.items() if key != "sources"}
     lines = ["# Written by `spmdtrain calibrate`: this machine, for --hardware."]
-    lines += [f"{key} = {_number(value)}" for key, value in found.items() if key != "sources"]
-    lines += ["", "[sources]", *(f'{key} = "{text}"' for key, text in found["sources"].items())]
+    lines += [f"{key} = {_number(value)}" for key, value in figures.items()]
+    lines += ["", "[sources]"]
+    lines += [f'{key} = "{text}"' for key, text in found["sources"].items()]
     try:
         path.write_text("\n".join(lines) + "\n")
     except OSError as error:
@@ -139,4 +182,6 @@ def write(found: dict[str, Any], path: Path) -> None:
 
 
 def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.4g}" if math.isfinite(value) else "0.0"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}" if math.isfinite(value) else "0.0"

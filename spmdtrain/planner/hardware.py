@@ -1,7 +1,7 @@
 """What a device can do, and where the figure comes from: peaks, memory, links. No jax.
 
 Units: FLOP/s, bytes, bytes/s, seconds, watts. Link figures are one direction per device, as the data sheet says them;
-what of a figure software reaches is the business of stack.py. Network bandwidth belongs to a cluster, not to a chip:
+what of a figure software reaches is the business of software.py. Network bandwidth belongs to a cluster, not to a chip:
 the figure here is that of the vendor's own box, printed beside every estimate, and `--hardware FILE.toml` replaces it.
 """
 

@@ -7,7 +7,7 @@ import pytest
 from spmdtrain.cli import main
 from spmdtrain.planner import calibrate
 from spmdtrain.planner.hardware import hardware
-from spmdtrain.planner.stack import LINK, MEMORY
+from spmdtrain.planner.software import LINK_SHARE, MEMORY_SHARE
 
 
 def test_calibrate_writes_a_file_that_estimate_reads(tmp_path, monkeypatch, capsys):
@@ -19,7 +19,8 @@ def test_calibrate_writes_a_file_that_estimate_reads(tmp_path, monkeypatch, caps
     assert mine.peak("bfloat16") > 1e8
     assert mine.sources["link_bandwidth"].startswith("measured")
     assert mine.sources["network_bandwidth"].startswith("not measured")
-    assert main(["estimate", "configs/quickstart.toml", "--hardware", path, "--devices", "8"]) == 0
+    command = ["estimate", "configs/quickstart.toml", "--hardware", path, "--devices", "8"]
+    assert main(command) == 0
     assert "x mine" in capsys.readouterr().out
 
 
@@ -31,7 +32,9 @@ def test_calibrate_writes_a_file_that_estimate_reads(tmp_path, monkeypatch, caps
         ("mine", 4, "--out mine: --hardware reads .toml files; try --out mine.toml"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, out, code, words):
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path, monkeypatch, capsys, out, code, words
+):
     monkeypatch.chdir(tmp_path)
     Path("folder.toml").mkdir()
     monkeypatch.setattr(calibrate, "calibrate", lambda: pytest.fail("measured"))
@@ -48,14 +51,16 @@ def test_an_interrupted_calibrate_leaves_the_folder_as_it_was(tmp_path, monkeypa
 
     monkeypatch.setattr(calibrate, "calibrate", interrupted)
     assert [main(["calibrate", "--out", name]) for name in ("old.toml", "new.toml")] == [130, 130]
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.toml", "before")]
+    files = [(path.name, path.read_text()) for path in tmp_path.iterdir()]
+    assert files == [("old.toml", "before")]
 
 
-def test_what_is_written_gives_the_measured_rates_again(monkeypatch):
-    monkeypatch.setattr(calibrate, "matmul_rate", lambda dtype: {"bfloat16": 4e12, "float32": 1e12}[dtype])
+def test_figures_times_their_shares_are_the_measured_rates(monkeypatch):
+    rates = {"bfloat16": 4e12, "float32": 1e12}
+    monkeypatch.setattr(calibrate, "matmul_rate", rates.__getitem__)
     monkeypatch.setattr(calibrate, "copy_rate", lambda: 1e10)
     monkeypatch.setattr(calibrate, "ring", lambda: (5e9, 1e-5))
     found = calibrate.calibrate()
     assert found["bfloat16"] * found["matmul"] == 4e12
-    assert found["memory_bandwidth"] * MEMORY == 1e10
-    assert found["link_bandwidth"] * LINK == 5e9
+    assert found["memory_bandwidth"] * MEMORY_SHARE == 1e10
+    assert found["link_bandwidth"] * LINK_SHARE == 5e9

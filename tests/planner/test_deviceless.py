@@ -1,4 +1,7 @@
-"""The memory formula against the real step compiled for GPUs that are not there; benchmarks/planner/memory.py: more."""
+"""The memory formula against the real step compiled for GPUs that are not there.
+
+benchmarks/planner/memory.py compares more layouts.
+"""
 
 import importlib.util
 import json
@@ -32,9 +35,17 @@ LAYOUTS = [
     ("mesh.data=8", "train.zero=1", "train.remat=dots"),
     ("mesh.fsdp=4", "mesh.tensor=2", "train.remat=full"),
     ("mesh.pipeline=4", "mesh.data=2"),
-    ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "pipeline.schedule=interleaved", "pipeline.chunks=2"),
+    (
+        "mesh.pipeline=2",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "pipeline.schedule=interleaved",
+        "pipeline.chunks=2",
+    ),
 ]
-plugin = pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin")
+plugin = pytest.mark.skipif(
+    not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin"
+)
 
 
 @plugin
@@ -43,10 +54,22 @@ def test_total_memory(settings, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     pasted = [part for setting in settings for part in ("--set", setting)]
-    command = ["-m", "spmdtrain.cli", "estimate", str(path), "--hardware", "h100", "--compile", "--json", *pasted]
+    command = [
+        "-m",
+        "spmdtrain.cli",
+        "estimate",
+        str(path),
+        "--hardware",
+        "h100",
+        "--compile",
+        "--json",
+        *pasted,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     xla = found["compiled"]["memory"]
@@ -60,7 +83,9 @@ def test_without_the_compiler_there_is_one_line(monkeypatch):
         raise RuntimeError("no such plugin")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    with pytest.raises(ConfigError, match="cannot compile for h100 here: no such plugin; try pip install"):
+    with pytest.raises(
+        ConfigError, match="cannot compile for h100 here: no such plugin; try pip install"
+    ):
         deviceless.described_devices(DEVICES["h100"], 8)
     with pytest.raises(ConfigError, match="mi300x is not described"):
         deviceless.target(DEVICES["mi300x"])

@@ -1,0 +1,155 @@
+"""Time and memory of a run: `spmdtrain estimate`. Start reading this room at `estimate`.
+
+The settings become a `Workload`, a `Hardware` and a `Software`; step_time.py and memory.py make
+the two numbers from them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.planner.checkpoint_interval import CheckpointPlan, plan_checkpoints
+from spmdtrain.planner.hardware import Hardware, swept
+from spmdtrain.planner.memory import Memory, exact_state, step_memory
+from spmdtrain.planner.software import Software, software
+from spmdtrain.planner.step_time import StepTime, step_time
+from spmdtrain.planner.workload import Workload, workload_of
+
+# Bytes/s from a device into its host's memory: PCIe 4 x16, less overhead.
+TO_HOST_BANDWIDTH = 25e9
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time and memory of one step."""
+
+    time: StepTime
+    memory: Memory
+
+    @property
+    def workload(self) -> Workload:
+        return self.time.workload
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.time.hardware
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits(self.hardware)
+
+    @property
+    def checkpoints(self) -> CheckpointPlan:
+        """The number of steps between saves that loses least.
+
+        A save stops the run while the state is copied to the host; writing goes on behind it.
+        """
+        state = self.memory.parameters + self.memory.optimizer
+        return plan_checkpoints(
+            step_seconds=self.time.seconds,
+            save_seconds=state / TO_HOST_BANDWIDTH,
+            devices=self.workload.mesh.devices,
+        )
+
+    def scaled(self, scale: float) -> "Estimate":
+        """The same with all times multiplied by `scale` (anchor.py)."""
+        return replace(self, time=replace(self.time, scale=scale))
+
+
+def estimate(config: RunConfig, devices: int | None, hardware: Hardware) -> Estimate:
+    """Time and memory of this config, laid out exactly as it says, on `devices` devices.
+
+    None means as many as the mesh multiplies to. What a run would refuse is refused.
+    """
+    config = with_vocab(config)
+    return estimate_on_mesh(config, mesh_sizes(config, devices, hardware), hardware)
+
+
+def estimate_on_mesh(config: RunConfig, sizes: Mapping[str, int], hardware: Hardware) -> Estimate:
+    """`estimate` on a mesh of these sizes (none -1)."""
+    state = exact_state(config, sizes)
+    workload = workload_of(config, sizes)
+    time = step_time(workload, hardware, our_software(config, hardware))
+    return Estimate(time, step_memory(workload, state))
+
+
+def sweep(
+    config: RunConfig, devices: int | None, hardware: Hardware, asked: str
+) -> tuple[str, Sequence[tuple[float, Estimate]]]:
+    """Estimates at several values of one figure of the hardware.
+
+    `asked` is "hardware.memory_bandwidth=2e12,3e12". Gives the figure's name, and each value with
+    its estimate.
+    """
+    key, _, values = asked.removeprefix("hardware.").partition("=")
+    if not asked.startswith("hardware.") or not values:
+        raise ConfigError(
+            f"--sweep {asked}", fix="--sweep hardware.memory_bandwidth=2e12,3e12,4e12"
+        )
+    config = with_vocab(config)
+    rows = []
+    for text in values.split(","):
+        try:
+            value = float(text)
+        except ValueError:
+            raise ConfigError(f"--sweep {asked}: {text!r} is not a number") from None
+        rows.append((value, estimate(config, devices, swept(hardware, key, value))))
+    return key, rows
+
+
+# From settings to what is estimated
+
+
+def with_vocab(config: RunConfig) -> RunConfig:
+    """The config with its vocabulary: read from the corpus where the config does not say it."""
+    if config.model.vocab:
+        return config
+    from spmdtrain.data.corpus import open_corpus
+
+    return config.with_vocab(open_corpus(config.data, None, config.train.seed).vocab)
+
+
+def mesh_sizes(config: RunConfig, devices: int | None, hardware: Hardware) -> dict[str, int]:
+    """The sizes of the mesh axes, -1 filled, on hosts of equal size.
+
+    A mesh that a run on these devices would refuse is refused, by the same function.
+    """
+    from spmdtrain.parallel.mesh import AXES, arrange
+
+    sizes = config.mesh.sizes
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+    if open_axis is not None and devices is None:
+        raise ConfigError(
+            f"mesh.{open_axis}=-1 fills the mesh", fix=f"--devices N, a multiple of {fixed}"
+        )
+    count = devices or fixed
+    most_per_host = min(count, hardware.per_host)
+    per_host = max(size for size in range(1, most_per_host + 1) if count % size == 0)
+    stand_ins = [
+        SimpleNamespace(
+            id=number,
+            process_index=number // per_host,
+            device_kind=hardware.name,
+            platform="gpu",
+        )
+        for number in range(count)
+    ]
+    arranged = arrange(sizes, stand_ins, config.origin)
+    return dict(zip(AXES, arranged.shape, strict=True))
+
+
+def our_software(config: RunConfig, hardware: Hardware) -> Software:
+    """The constants of this framework.
+
+    Attention is one kernel where cuDNN has one. Elsewhere XLA computes it in tiles and writes the
+    scores to memory.
+    """
+    bfloat16 = config.precision.compute == "bfloat16"
+    segments = config.data.packing == "documents"
+    amd = hardware.name.startswith("mi")
+    fused = config.model.attention != "xla" and bfloat16 and not segments and not amd
+    return software("spmdtrain" if fused else "spmdtrain-xla", hardware.name)

@@ -1,0 +1,161 @@
+"""Seconds of generating text: `spmdtrain estimate --generate`.
+
+Prefill reads the whole prompt at once; decode makes one token after the other. The kernels are
+those of training, forward only. Decode reads all weights and the key-value cache for every token,
+so memory limits it until the batch is large.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.planner.collective_time import all_reduce_seconds
+from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
+from spmdtrain.planner.hardware import Hardware
+from spmdtrain.planner.kernel_time import matmul_seconds, memory_seconds
+from spmdtrain.planner.layer_time import layer_time
+from spmdtrain.planner.software import Software
+from spmdtrain.planner.workload import MeshShape, Workload, workload_of
+
+
+@dataclass(frozen=True)
+class InferenceEstimate:
+    """Seconds are those of the whole batch; bytes are per device."""
+
+    batch: int
+    prompt: int
+    new: int
+    prefill_seconds: float
+    token_seconds: float
+    prefill_bound: str
+    decode_bound: str
+    weight_bytes: float
+    cache_bytes: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch / self.token_seconds
+
+
+def estimate_inference(
+    config: RunConfig,
+    devices: int | None,
+    hardware: Hardware,
+    *,
+    batch: int,
+    prompt: int,
+    new: int,
+) -> InferenceEstimate:
+    """`batch` sequences of `prompt` tokens and `new` more each, on the config's tensor axis."""
+    config = with_vocab(config)
+    workload = workload_of(config, mesh_sizes(config, devices, hardware))
+    return inference_time(
+        workload,
+        hardware,
+        our_software(config, hardware),
+        batch=batch,
+        prompt=prompt,
+        new=new,
+    )
+
+
+def inference_time(
+    workload: Workload,
+    hardware: Hardware,
+    software: Software,
+    *,
+    batch: int,
+    prompt: int,
+    new: int,
+) -> InferenceEstimate:
+    """`estimate_inference` of a workload, of which the model, the tensor axis and dtype count."""
+    model = workload.model
+    tensor = workload.mesh.tensor
+    if model.kv_heads % tensor:
+        raise ConfigError(f"kv_heads={model.kv_heads} is not divisible by mesh.tensor={tensor}")
+
+    prefill, prefill_network = _prefill(workload, hardware, software, batch, prompt)
+
+    size = workload.compute_bytes
+    weights = model.layers * model.layer_matrices + model.embed * model.vocab
+    weight_bytes = size * weights / tensor
+    # Keys and values of all layers; while new tokens are made, half of them are cached on average.
+    kv_width = 2 * model.layers * model.kv_heads * model.head_dim
+    cache_per_token = size * kv_width * batch / tensor
+    mean_cache = cache_per_token * (prompt + new / 2)
+
+    # Either the matmuls take longest, or reading the weights does; the cache is read in both cases.
+    compute = _decode_matmuls(workload, hardware, software, batch)
+    reading_cache = memory_seconds(mean_cache, hardware)
+    reading_all = memory_seconds(weight_bytes + mean_cache, hardware)
+    tensor_sum = all_reduce_seconds(
+        batch * model.embed * size, workload.mesh.group("tensor"), hardware
+    )
+    network = 2 * model.layers * tensor_sum  # after attention and after the MLP
+    token = max(compute + reading_cache, reading_all) + network
+    return InferenceEstimate(
+        batch=batch,
+        prompt=prompt,
+        new=new,
+        prefill_seconds=prefill,
+        token_seconds=token,
+        prefill_bound="network" if prefill_network > prefill / 2 else "compute",
+        decode_bound=_decode_bound(token, network, reading_all),
+        weight_bytes=weight_bytes,
+        cache_bytes=cache_per_token * (prompt + new),
+    )
+
+
+def _prefill(
+    workload: Workload, hardware: Hardware, software: Software, batch: int, prompt: int
+) -> tuple[float, float]:
+    """(seconds of the prompt, seconds of that in collectives)"""
+    model = workload.model
+    tensor = workload.mesh.tensor
+    reading = replace(
+        workload,
+        sequence_length=prompt,
+        microbatch=batch,
+        mesh=MeshShape(tensor=tensor),
+        remat="none",
+    )
+    layer = layer_time(reading, hardware, software)
+    layers = model.layers * sum(work.forward for work in layer.values())
+    # Only the last token of each prompt needs logits.
+    head = matmul_seconds(
+        batch,
+        model.vocab // tensor,
+        model.embed,
+        hardware=hardware,
+        software=software,
+        dtype=workload.dtype,
+    )
+    network = model.layers * layer["tensor_collectives"].forward
+    return layers + head, network
+
+
+def _decode_matmuls(
+    workload: Workload, hardware: Hardware, software: Software, batch: int
+) -> float:
+    """Seconds of all matmuls of one token of each sequence."""
+    model = workload.model
+    tensor = workload.mesh.tensor
+    seconds = partial(
+        matmul_seconds, batch, hardware=hardware, software=software, dtype=workload.dtype
+    )
+    layer = (
+        seconds(model.qkv_width // tensor, model.embed)
+        + seconds(model.embed, model.attention_width // tensor)
+        + seconds(model.up_width // tensor, model.embed)
+        + seconds(model.embed, model.ffn // tensor)
+    )
+    return model.layers * layer + seconds(model.vocab // tensor, model.embed)
+
+
+def _decode_bound(token: float, network: float, reading: float) -> str:
+    if network > token / 2:
+        return "network"
+    if reading > 0.8 * (token - network):
+        return "memory"
+    return "compute"

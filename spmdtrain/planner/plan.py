@@ -1,0 +1,306 @@
+"""The best layout: `spmdtrain plan` estimates them all, ranks them and says why each lost.
+
+A *layout* is a mesh shape with a microbatch, a schedule and its chunks, remat and ZeRO. Candidates
+are what this framework can run: the tensor axis inside a host and dividing the heads, microbatches
+that divide the batch. A closed form of the memory tells apart what cannot fit. Of a mesh on which
+nothing can fit, one layout stands for all.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.planner.estimate import Estimate, our_software, with_vocab
+from spmdtrain.planner.hardware import Hardware
+from spmdtrain.planner.megatron_memory import megatron_memory
+from spmdtrain.planner.memory import SAFE_SHARE, Memory, step_memory
+from spmdtrain.planner.schedules import SCHEDULES
+from spmdtrain.planner.software import Software
+from spmdtrain.planner.step_time import step_time
+from spmdtrain.planner.workload import MeshShape, ModelShape, Workload, workload_of
+
+# Layouts this close to the best are as good as it, for all the model knows.
+WITHIN_ERROR = 0.05
+REMATS = ("none", "dots", "full")
+MICROBATCHES = (1, 2, 4, 8, 16)
+CONTEXTS = (1, 2, 4, 8, 16)
+FEWEST_TOKENS = 4096  # that a device of a `context` axis has of a sequence
+MOST_DEVICES = 2**17  # that are tried when a model does not fit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout, its estimate, and why it is not the best."""
+
+    estimate: Estimate
+    why: str = ""
+
+    @property
+    def workload(self) -> Workload:
+        return self.estimate.workload
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.time.seconds
+
+    @property
+    def memory(self) -> Memory:
+        return self.estimate.memory
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate.fits
+
+    @property
+    def settings(self) -> list[str]:
+        """The layout as arguments of `--set`."""
+        workload = self.workload
+        settings = [f"mesh.{axis}={size}" for axis, size in workload.mesh.sizes.items()]
+        settings += [
+            f"train.microbatch={workload.microbatch}",
+            f"train.remat={workload.remat}",
+            f"train.zero={workload.zero}",
+        ]
+        if workload.mesh.pipeline > 1:
+            settings += [
+                f"pipeline.schedule={workload.schedule}",
+                f"pipeline.chunks={workload.chunks}",
+            ]
+        return settings
+
+
+def plan(config: RunConfig, devices: int, hardware: Hardware) -> list[Plan]:
+    """Layouts of the config's model and batch, best first; its own layout does not matter."""
+    config = with_vocab(config)
+    unsplit = config.model_copy(
+        update={
+            "mesh": type(config.mesh)(),
+            "pipeline": type(config.pipeline)(),
+            "train": config.train.model_copy(update={"microbatch": 1}),
+        }
+    )
+    workload = workload_of(unsplit, unsplit.mesh.sizes)
+    return search(workload, devices, hardware, our_software(unsplit, hardware))
+
+
+def search(workload: Workload, devices: int, hardware: Hardware, software: Software) -> list[Plan]:
+    """Layouts of `workload` on `devices` devices, fastest first.
+
+    After those that fit comes, of each mesh on which nothing fits, what needs least memory.
+    ConfigError if nothing fits at all.
+    """
+    fitting: list[tuple[Workload, Memory]] = []
+    leanest: dict[MeshShape, tuple[Workload, Memory]] = {}
+    for candidate in candidates(workload, devices, hardware, software):
+        memory = memory_of(candidate, software)
+        mesh = candidate.mesh
+        if memory.fits(hardware):
+            fitting.append((candidate, memory))
+        elif mesh not in leanest or memory.total < leanest[mesh][1].total:
+            leanest[mesh] = candidate, memory
+    meshes_that_fit = {candidate.mesh for candidate, _ in fitting}
+    misfits = [found for mesh, found in leanest.items() if mesh not in meshes_that_fit]
+    plans = [
+        Plan(Estimate(step_time(candidate, hardware, software, closed_form=True), memory))
+        for candidate, memory in fitting + misfits
+    ]
+    plans.sort(key=lambda plan: (not plan.fits, plan.seconds))
+    if not plans or not plans[0].fits:
+        smallest = min(plans, key=lambda plan: plan.memory.total, default=None)
+        raise _nothing_fits(workload, devices, hardware, software, smallest)
+    return [replace(plan, why=why_not(plan, plans[0])) for plan in plans]
+
+
+def best_of_each_mesh(plans: Sequence[Plan], count: int) -> list[Plan]:
+    """The best plan of each of the first `count` meshes: variants of one mesh differ little."""
+    by_mesh: dict[MeshShape, Plan] = {}
+    for plan in plans:
+        by_mesh.setdefault(plan.workload.mesh, plan)
+        if len(by_mesh) == count:
+            break
+    return list(by_mesh.values())
+
+
+def why_not(plan: Plan, best: Plan) -> str:
+    """Its memory if it does not fit; else the term on which it loses most time to the best."""
+    if not plan.fits:
+        needed = plan.memory.total / 1e9
+        safe = SAFE_SHARE * plan.estimate.hardware.memory / 1e9
+        return f"needs {needed:.0f} GB, {safe:.0f} are safe (memory)"
+    behind = plan.seconds - best.seconds
+    if behind <= WITHIN_ERROR * best.seconds:
+        return "as good as the best, within the model's error"
+    time = plan.estimate.time
+    best_terms = best.estimate.time.terms
+    more = {term: seconds - best_terms[term] for term, seconds in time.terms.items()}
+    term = max(more, key=more.get)
+    return f"{term.replace('_', ' ')} +{more[term]:.3g} s ({time.bound_by(term)})"
+
+
+def memory_of(workload: Workload, software: Software) -> Memory:
+    return step_memory(workload) if software.lockstep else megatron_memory(workload)
+
+
+# Candidates
+
+
+def candidates(
+    workload: Workload, devices: int, hardware: Hardware, software: Software
+) -> Iterator[Workload]:
+    """Every layout that divides the devices, the batch and the model.
+
+    Of a mesh on which not even the leanest layout fits, that one alone: it says what is missing.
+    """
+    for mesh in mesh_shapes(workload.model, workload.sequence_length, devices, hardware):
+        if workload.global_batch % mesh.batch_shards:
+            continue
+        # Other software is searched as Megatron-LM: pipeline, data and tensor.
+        if not software.lockstep and mesh.fsdp * mesh.context > 1:
+            continue
+        # Microbatches of one sequence and full recomputation need least memory.
+        lean = replace(workload, mesh=mesh, microbatch=1, remat="full")
+        # ZeRO-1 splits over `data`; other software is searched as it was published, without.
+        zeros = (0, 1) if mesh.data > 1 and software.lockstep else (0,)
+        leanest = min(
+            _lean_layouts(lean, zeros[-1]),
+            key=lambda each: memory_of(each, software).total,
+        )
+        if memory_of(leanest, software).fits(hardware):
+            yield from _layouts_on_mesh(lean, zeros, software)
+        else:
+            yield leanest
+
+
+def _layouts_on_mesh(
+    workload: Workload, zeros: Sequence[int], software: Software
+) -> Iterator[Workload]:
+    per_shard = workload.global_batch // workload.mesh.batch_shards
+    remats = REMATS if software.lockstep else ("none", "full")
+    for microbatch in MICROBATCHES:
+        if per_shard % microbatch:
+            continue
+        cut = replace(workload, microbatch=microbatch)
+        for schedule, chunks in _schedules(cut):
+            # Megatron-LM of 2021 has no split backward, and a split backward recomputes nothing.
+            split_backward = SCHEDULES[schedule].splits_backward
+            if split_backward and not software.lockstep:
+                continue
+            for remat in remats:
+                if split_backward and remat != "none":
+                    continue
+                for zero in zeros:
+                    yield replace(cut, schedule=schedule, chunks=chunks, remat=remat, zero=zero)
+
+
+def _lean_layouts(workload: Workload, zero: int) -> list[Workload]:
+    """By schedule, the layouts that need least memory; a split backward cannot recompute."""
+    return [
+        replace(workload, schedule=schedule, chunks=chunks, zero=zero)
+        for schedule, chunks in _schedules(workload)
+        if not SCHEDULES[schedule].splits_backward
+    ]
+
+
+def mesh_shapes(
+    model: ModelShape, sequence_length: int, devices: int, hardware: Hardware
+) -> Iterator[MeshShape]:
+    """Meshes that divide the model: tensor inside a host, no more stages than layers."""
+    for tensor in _divisors(min(devices, hardware.per_host)):
+        if model.kv_heads % tensor or model.ffn % tensor or model.vocab % tensor:
+            continue
+        for pipeline in _divisors(devices // tensor):
+            if pipeline > model.layers or model.vocab % (pipeline * tensor):
+                continue
+            batch_and_time = devices // tensor // pipeline
+            for context in CONTEXTS:
+                if batch_and_time % context or sequence_length % context:
+                    continue
+                if context > 1 and sequence_length // context < FEWEST_TOKENS:
+                    continue
+                shards = batch_and_time // context
+                for fsdp in _divisors(shards):
+                    if model.embed % fsdp:
+                        continue
+                    yield MeshShape(
+                        pipeline=pipeline,
+                        data=shards // fsdp,
+                        fsdp=fsdp,
+                        context=context,
+                        tensor=tensor,
+                    )
+
+
+def _schedules(workload: Workload) -> Iterator[tuple[str, int]]:
+    """(schedule, chunks per stage) that the layers and the microbatches allow."""
+    stages = workload.mesh.pipeline
+    if stages == 1:
+        yield "1f1b", 1
+        return
+    for name, schedule in SCHEDULES.items():
+        for chunks in schedule.searched_chunks:
+            # Interleaving goes through microbatches in groups of one per stage.
+            enough_layers = stages * chunks <= workload.model.layers
+            if enough_layers and (chunks == 1 or workload.accumulation % stages == 0):
+                yield name, chunks
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+# Where nothing fits
+
+
+def _nothing_fits(
+    workload: Workload,
+    devices: int,
+    hardware: Hardware,
+    software: Software,
+    smallest: Plan | None,
+) -> ConfigError:
+    """The error that says what is missing. `smallest`: the plan that needs least memory."""
+    asked = f"{workload.model.parameters / 1e9:.3g} G parameters, {devices} x {hardware.name}"
+    if smallest is None:
+        return _nothing_divides(workload, devices, hardware, asked)
+    needed = smallest.memory.total
+    safe = SAFE_SHARE * hardware.memory
+    more = devices
+    while more < MOST_DEVICES and not _fits_on(smallest.workload, more, hardware, software):
+        more *= 2
+    if _fits_on(smallest.workload, more, hardware, software):
+        fix = f"--devices {more}"
+    else:
+        fix = f"devices with {needed / SAFE_SHARE / 1e9:.0f} GB"
+    return ConfigError(
+        "the model fits nowhere",
+        asked=asked,
+        found=f"at least {needed / 1e9:.1f} GB needed on a device, "
+        f"{safe / 1e9:.1f} GB there (80 %)",
+        fix=fix,
+    )
+
+
+def _nothing_divides(
+    workload: Workload, devices: int, hardware: Hardware, asked: str
+) -> ConfigError:
+    meshes = mesh_shapes(workload.model, workload.sequence_length, devices, hardware)
+    shards = sorted({mesh.batch_shards for mesh in meshes})
+    if not shards:
+        return ConfigError(
+            "no mesh of these devices divides the model", asked=asked, fix="other --devices"
+        )
+    return ConfigError(
+        "no layout divides the batch",
+        asked=f"train.global_batch={workload.global_batch}, {asked}",
+        fix=f"a global batch that is a multiple of one of {', '.join(map(str, shards))}",
+    )
+
+
+def _fits_on(workload: Workload, devices: int, hardware: Hardware, software: Software) -> bool:
+    """Whether some layout fits on that many devices, with a batch that grows with them."""
+    grown = replace(workload, global_batch=max(workload.global_batch, devices))
+    return any(
+        memory_of(candidate, software).fits(hardware)
+        for candidate in candidates(grown, devices, hardware, software)
+    )

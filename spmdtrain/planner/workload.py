@@ -1,0 +1,220 @@
+"""The run to be estimated: a model's sizes, its mesh, and how a batch is cut.
+
+Plain numbers, no jax. `workload_of(config)` reads them off a run's settings; benchmarks write
+published runs down as workloads directly.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from spmdtrain.config.schema import RunConfig, TransformerConfig
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer."""
+
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # width of the MLP between its two matmuls
+    vocab: int
+    gated: bool = False  # SwiGLU: the MLP has two up matrices
+    tied: bool = True  # embedding and head share one table
+    bias: bool = True
+    layernorm: bool = True  # False: RMSNorm
+    position_rows: int = 0  # of a learned position table; 0: rotary positions
+    dropout: bool = False
+
+    @property
+    def attention_width(self) -> int:
+        """Width of the queries, and of what attention returns."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def up_width(self) -> int:
+        """Output width of the MLP's up projection."""
+        matrices = 2 if self.gated else 1
+        return self.ffn * matrices
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters of one layer that multiply every token."""
+        return self.embed * (self.qkv_width + self.attention_width + self.up_width + self.ffn)
+
+    @property
+    def layer_parameters(self) -> int:
+        """All parameters of one layer: matrices, biases and two norms."""
+        norms = 2 * self.embed * self.vectors_per_norm
+        biases = (self.qkv_width + self.up_width + 2 * self.embed) * self.bias
+        return self.layer_matrices + norms + biases
+
+    @property
+    def outside_parameters(self) -> int:
+        """Parameters outside the layers: tables and the last norm."""
+        tables = self.vocab * self.vocabulary_tables + self.position_rows
+        return self.embed * (tables + self.vectors_per_norm)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.outside_parameters
+
+    @property
+    def vocabulary_tables(self) -> int:
+        return 1 if self.tied else 2
+
+    @property
+    def vectors_per_norm(self) -> int:
+        """A scale, and for layernorm with biases an offset."""
+        return 2 if self.layernorm and self.bias else 1
+
+
+class Group(NamedTuple):
+    """The devices that one collective runs over: `size` of them, each `stride` from the next."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Number of devices along each mesh axis, slowest link first."""
+
+    pipeline: int = 1
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def batch_shards(self) -> int:
+        """Number of parts that the batch is split into."""
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis.name: getattr(self, axis.name) for axis in fields(self)}
+
+    def stride(self, axis: str) -> int:
+        """Distance in devices between neighbours along `axis`."""
+        axes = list(self.sizes)
+        faster = axes[axes.index(axis) + 1 :]
+        return math.prod(self.sizes[name] for name in faster)
+
+    def group(self, axis: str) -> Group:
+        return Group(self.sizes[axis], self.stride(axis))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training run, as far as its time and memory depend on it.
+
+    `remat` says what the backward computes again. This framework's policies are "none", "dots"
+    (all but matmuls and attention) and "full". Other frameworks have "matmuls" (all but matmuls:
+    a policy of jax's own), "attention" (the scores: Megatron's selective recomputation) and
+    "half" (every other matmul: torchtitan's).
+    """
+
+    model: ModelShape
+    sequence_length: int
+    global_batch: int
+    microbatch: int  # sequences per batch shard
+    mesh: MeshShape = MeshShape()
+    schedule: str = "1f1b"
+    chunks: int = 1
+    remat: str = "none"
+    zero: int = 0
+    sequence_parallel: bool = False
+    short_ends: int = 0  # layers that the first and the last stage have fewer than the others
+    dtype: str = "bfloat16"  # of the computation
+    stored_bytes: int = 4  # of a weight at rest, and of each moment
+    moments: int = 2  # that the optimizer keeps of each weight
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches per step and batch shard."""
+        return self.global_batch // (self.microbatch * self.mesh.batch_shards)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch on one device."""
+        return self.microbatch * self.sequence_length // self.mesh.context
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.sequence_length
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Layers of the fullest stage, padding included."""
+        chunks = self.mesh.pipeline * self.chunks
+        layers = self.model.layers + 2 * self.short_ends
+        return self.chunks * -(-layers // chunks)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one element in the computation's precision."""
+        return bytes_of(self.dtype)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one microbatch's activations between two layers, [batch, time, embed]."""
+        return self.tokens * self.model.embed * self.compute_bytes
+
+
+def bytes_of(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def model_shape(model: TransformerConfig, max_length: int) -> ModelShape:
+    """`max_length`: rows of the position table, if positions are learned."""
+    return ModelShape(
+        layers=model.layers,
+        embed=model.embed,
+        heads=model.heads,
+        kv_heads=model.key_value_heads,
+        head_dim=model.width_per_head,
+        ffn=model.hidden,
+        vocab=model.vocab,
+        gated=model.mlp == "swiglu",
+        tied=model.tied,
+        bias=model.bias,
+        layernorm=model.norm == "layernorm",
+        position_rows=max_length if model.positions == "learned" else 0,
+        dropout=model.dropout > 0,
+    )
+
+
+def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
+    """The workload of a run. No size may be -1, and `model.vocab` must be set."""
+    mesh = MeshShape(**mesh_sizes)
+    train = config.train
+    pipelined = mesh.pipeline > 1
+    return Workload(
+        model=model_shape(config.model, config.max_length),
+        sequence_length=train.sequence_length,
+        global_batch=train.global_batch,
+        microbatch=train.microbatch or train.global_batch // mesh.batch_shards,
+        mesh=mesh,
+        schedule=config.pipeline.schedule if pipelined else "1f1b",
+        chunks=config.pipeline.chunks if pipelined else 1,
+        remat=train.remat,
+        zero=train.zero,
+        dtype=config.precision.compute,
+        stored_bytes=4 if config.precision.params == "float32" else 2,
+        moments=2 if config.optimizer.name == "adamw" else 1,
+    )

@@ -1,0 +1,104 @@
+"""Step time: pipelines by the tables that run, terms by what limits them."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from spmdtrain.config.schema import Llama
+from spmdtrain.models.size import train_flops_per_token
+from spmdtrain.parallel.pipeline import schedule, timing
+from spmdtrain.planner.collective_time import all_gather_seconds, ring_latency, send_seconds
+from spmdtrain.planner.flops import model_flops_per_token
+from spmdtrain.planner.hardware import DEVICES, swept
+from spmdtrain.planner.layer_time import layer_time
+from spmdtrain.planner.software import LOST_BESIDE_COLLECTIVES, software
+from spmdtrain.planner.step_time import step_time
+from spmdtrain.planner.workload import Group, MeshShape, ModelShape, Workload, model_shape
+
+H100 = DEVICES["h100"]
+OURS = software("spmdtrain", "h100")
+MODEL = ModelShape(layers=8, embed=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=32768)
+WORKLOAD = Workload(MODEL, sequence_length=1024, global_batch=64, microbatch=1)
+
+
+def workload(**mesh: int) -> Workload:
+    return replace(WORKLOAD, mesh=MeshShape(**mesh))
+
+
+def test_a_pipeline_takes_the_time_of_the_table_that_runs():
+    interleaved = replace(workload(pipeline=4), schedule="interleaved", chunks=2)
+    bubble = step_time(interleaved, H100, OURS).terms["pipeline_bubble"]
+    layers_per_stage = 2
+    layer = layer_time(interleaved, H100, OURS)
+    forward, backward, weight = (
+        layers_per_stage * sum(work[kind] for work in layer.values()) for kind in range(3)
+    )
+    activation_bytes = 1024 * 1024 * 2
+    hop = send_seconds(activation_bytes, 1, H100)
+    times = timing.Times(forward, backward, weight, hop)
+    table = schedule.build("interleaved", 4, 64, 2)
+    idle = timing.lockstep_time(table, times) - 64 * times.microbatch
+    assert bubble == pytest.approx(idle)
+
+
+def test_flops_agree_with_the_metrics_of_a_run():
+    config = Llama(layers=4, embed=256, heads=8, kv_heads=2, vocab=1000)
+    flops = model_flops_per_token(model_shape(config, 512), 512)
+    assert flops == train_flops_per_token(config, 512)
+
+
+def test_terms_follow_what_limits_them():
+    before = step_time(workload(data=8), H100, OURS)
+    assert sum(before.terms.values()) == pytest.approx(before.seconds)
+
+    fast_memory = swept(H100, "memory_bandwidth", 2 * H100.memory_bandwidth)
+    faster = step_time(before.workload, fast_memory, OURS)
+    assert faster.terms["elementwise"] == pytest.approx(before.terms["elementwise"] / 2)
+    assert faster.terms["matmul"] == before.terms["matmul"]
+
+    less_power = replace(H100, power_limit=H100.power / 4)
+    limited = step_time(before.workload, less_power, OURS)
+    assert limited.terms["matmul"] > 1.7 * before.terms["matmul"]
+
+
+def test_the_number_of_members_on_a_host_decides_the_bandwidth_of_a_ring():
+    hardware = replace(H100, link_latency=0.0, network_latency=0.0)
+    eight_per_host = step_time(workload(data=64), hardware, OURS).terms["data_reduction"]
+    one_per_host = step_time(workload(data=8, tensor=8), hardware, OURS).terms["data_reduction"]
+    slowdown = one_per_host * 8 / eight_per_host  # per parameter: tensor splits them
+    one_card_for_eight = 8
+    assert slowdown == pytest.approx(one_card_for_eight * (7 / 8) / (63 / 64), rel=0.1)
+
+
+def test_a_ring_takes_one_hop_per_host_over_the_network():
+    link = H100.link_latency
+    network = H100.network_latency
+    assert ring_latency(Group(8, 1), H100) == pytest.approx(7 * link)
+    assert ring_latency(Group(16, 1), H100) == pytest.approx(13 * link + 2 * network)
+    assert ring_latency(Group(4, 8), H100) == pytest.approx(3 * network)
+
+
+def test_gathers_slow_the_work_beside_them_and_the_first_and_last_stand_alone():
+    all_gather = partial(all_gather_seconds, group=Group(8, 1), hardware=H100)
+    split = replace(workload(fsdp=8), microbatch=8)
+    found = step_time(split, H100, OURS).terms["fsdp_collectives"]
+    # Weights are gathered twice and their gradients scattered once, 2 bytes each.
+    layers = 3 * all_gather(2 * 8 * MODEL.layer_parameters, pieces=8)
+    first_layer = all_gather(2 * MODEL.layer_parameters)
+    outside = 2 * all_gather(2 * MODEL.outside_parameters)
+    assert found == pytest.approx(first_layer + outside + LOST_BESIDE_COLLECTIVES * layers)
+
+
+def test_work_hides_no_more_of_gathers_than_it_lasts():
+    slow = replace(H100, link_bandwidth=1e9)  # a step is nothing but collectives
+    split = replace(workload(fsdp=8), microbatch=8)
+    fast = step_time(split, H100, OURS).terms["fsdp_collectives"]
+    less_work = step_time(split, slow, OURS).terms
+    more_work = step_time(replace(split, remat="full"), slow, OURS).terms
+    assert less_work["fsdp_collectives"] > 100 * fast
+    hidden = less_work["fsdp_collectives"] - more_work["fsdp_collectives"]
+    overlap = 0.8  # of the work, a fifth runs beside nothing
+    lost = LOST_BESIDE_COLLECTIVES
+    expected = overlap * more_work["recompute"] * (1 - lost) / (1 - overlap * lost)
+    assert hidden == pytest.approx(expected)
