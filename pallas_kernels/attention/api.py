@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.attention import cudnn, mosaic, triton, xla
+from pallas_kernels.attention import cudnn, hopper, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, prepare
 from pallas_kernels.choose import INTERPRET, choose
 from pallas_kernels.partition import unchecked
 
-IMPLEMENTATIONS = {"xla": xla, "mosaic": mosaic, "triton": triton, "cudnn": cudnn}
+IMPLEMENTATIONS = {"xla": xla, "mosaic": hopper, "triton": triton, "cudnn": cudnn}
 # Published: cuDNN's forward at 395 to 617 TFLOP/s on an H100 (arXiv:2407.08608, head dims 64 and 128). Our kernels take
 # their places once they are measured.
 PREFERENCE = ("cudnn", "xla")

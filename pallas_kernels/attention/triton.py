@@ -16,8 +16,8 @@ from pallas_kernels.attention import tiling
 from pallas_kernels.attention.plan import bounds, padded, padded_places, parts, scores, visit
 from pallas_kernels.attention.problem import Inputs, Problem, sees
 from pallas_kernels.attention.tiling import Tile
+from pallas_kernels.backends.triton import LOG2E, call, dot, power_of_two, rows
 from pallas_kernels.choose import device_kind, no_gpu
-from pallas_kernels.triton import LOG2E, call, dot, power_of_two, rows
 
 GRID_LIMIT = 65535  # programs along the second dim of a CUDA grid
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.backends.triton import call, load, power_of_two, store
 from pallas_kernels.choose import INTERPRET, no_64_bits, no_gpu
-from pallas_kernels.triton import call, load, power_of_two, store
 
 WIDEST = 16384  # a row is held in registers
 ELEMENTS = 4096  # of a program's rows at a time, where one row is not more

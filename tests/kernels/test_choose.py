@@ -9,9 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from pallas_kernels import choose, mosaic
+from pallas_kernels import choose
 from pallas_kernels.attention import cudnn
 from pallas_kernels.attention.problem import Inputs, Problem
+from pallas_kernels.backends import mosaic
 from pallas_kernels.choose import Refused
 from pallas_kernels.norm import triton
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from pallas_kernels import mosaic
 from pallas_kernels.attention import attention, cases
 from pallas_kernels.attention.cases import Case
+from pallas_kernels.backends import mosaic
 from pallas_kernels.choose import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_what_is_not_seen_may_be_nan():
 RACE = """
 import linecache, sys
 import jax
-from pallas_kernels import mosaic
+from pallas_kernels.backends import mosaic
 from pallas_kernels.attention import attention
 from pallas_kernels.attention.cases import Case
 

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic as gpu
 from pallas_kernels.attention import tiling
-from pallas_kernels.attention.mosaic import COMPUTING, grid_of, limits_of, program
-from pallas_kernels.attention.mosaic_scores import (
+from pallas_kernels.attention.hopper.programs import COMPUTING, grid_of, limits_of, program
+from pallas_kernels.attention.hopper.scores import (
     ROWS,
     Ring,
     ScoresPlan,
@@ -29,6 +28,7 @@ from pallas_kernels.attention.mosaic_scores import (
 )
 from pallas_kernels.attention.plan import bounds, kept, padded, padded_places, parts, seen_keys
 from pallas_kernels.attention.problem import Inputs, Problem
+from pallas_kernels.backends import mosaic as gpu
 
 PADDED = COMPUTING * ROWS  # lengths are padded to a multiple: of whole tiles of both kernels
 

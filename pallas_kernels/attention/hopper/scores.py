@@ -1,4 +1,4 @@
-"""What the kernels of mosaic_backward.py share: scores of 64 rows by a tile of columns, their masks, rings of tiles.
+"""What the kernels of backward_kernels.py share: scores of 64 rows by a tile of columns, their masks, rings of tiles.
 
 A thread has 240 registers at most, which decides the form of the code. A loop is one loop that masks where `clear` says
 so: three would hold their sums in three places. Masks compare rows with columns: of differences there is one per score.
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic as gpu
-from pallas_kernels.attention.mosaic import who_sees
+from pallas_kernels.attention.hopper.masks import who_sees
 from pallas_kernels.attention.plan import scores
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.tiling import GradientTile
+from pallas_kernels.backends import mosaic as gpu
 
 ROWS = 64  # of scores, of a computing warpgroup
 

@@ -1,5 +1,4 @@
-"""Attention as FlashAttention-3 (arXiv:2407.08608) has it, on Mosaic GPU for Hopper: the forward pass, and what the
-backward pass (mosaic_backward.py) shares with it.
+"""Attention as FlashAttention-3 (arXiv:2407.08608) has it, on Mosaic GPU for Hopper: the forward pass.
 
 Of three warpgroups one copies tiles into rings of shared memory and two compute, each for its own 64 queries: while one
 takes its softmax the other has the matmul unit. Both meet the same tiles of keys, so that all three wait equally often.
@@ -8,39 +7,21 @@ program's tile, `warpgroup` 0 and 1 compute and 2 copies.
 """
 
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import and_
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic as gpu
 from pallas_kernels.attention import tiling
+from pallas_kernels.attention.hopper.masks import who_sees
+from pallas_kernels.attention.hopper.programs import COMPUTING, grid_of, limits_of, program
 from pallas_kernels.attention.plan import bounds, kept, padded, padded_places, parts, scores, seen_keys, visit
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.attention.tiling import WarpgroupTile
+from pallas_kernels.backends import mosaic as gpu
 
-COMPUTING = 2  # warpgroups of a program; one more copies
 REGISTERS = {"copying": 24, "computing": 240}  # per thread: 128 (24 + 2 240) of 65536
-GRID_LIMIT = 65535  # programs along all dims of a CUDA grid but the first
-CACHE = 24 * 2**20  # bytes of keys and values that programs which run at the same time shall share; the L2 has 50 MB
-
-
-def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa: ARG001
-    (b, _, h, d), longest = inputs.q_bthd.shape, max(inputs.lengths)
-    e = inputs.v_bske.shape[3]
-    if inputs.bias is not None:
-        return "no bias"
-    if inputs.q_bthd.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"bfloat16 and float16, not {inputs.q_bthd.dtype}"
-    if max(d, e) > 256:
-        return f"head dims up to 256, not {max(d, e)}"
-    if max(x.size for x in inputs[:3]) >= 2**31:
-        return "arrays of fewer than 2^31 elements: offsets are 32 bits"
-    if max(b * h, longest // 64) > GRID_LIMIT:
-        return f"batch x heads and tiles of 64 up to {GRID_LIMIT}, not {b * h} and {longest // 64}"
-    return gpu.refusal(interpreted)
 
 
 @dataclass(frozen=True)
@@ -88,43 +69,6 @@ class _Plan:
             return seen
         there = gpu.along(number(1), self.shape, 1) < self.lengths[1]
         return there if seen is None else there & seen
-
-
-def who_sees(problem: Problem, shape: tuple[int, int], axes: tuple[int, int], positions, segments):
-    """bool of `shape`, the axes of queries and of keys in `axes`; None: all see all. As `problem.sees`.
-
-    `positions`, `segments`: a vector of the queries and one of the keys, as `gpu.along` takes them; None where not
-    needed. They are compared as they are: their difference would take a register for each score.
-    """
-    pairs = []
-    if problem.right is not None:
-        pairs.append((jnp.greater_equal, positions[0] + problem.right, positions[1]))
-    if problem.left is not None:
-        pairs.append((jnp.less_equal, positions[0] - problem.left, positions[1]))
-    if segments is not None:
-        pairs.append((jnp.equal, *segments))
-    seen = [compare(gpu.along(of_q, shape, axes[0]), gpu.along(of_k, shape, axes[1])) for compare, of_q, of_k in pairs]
-    return reduce(and_, seen) if seen else None
-
-
-def grid_of(heads: int, tiles: int, size: int) -> dict[str, int]:
-    """The programs: `size` bytes of keys and values are read by each of `heads` heads, all batches counted.
-
-    Sections of so many heads as the cache holds run one after the other; in each the tiles from first to last.
-    """
-    together = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * size <= CACHE))
-    return {"head": together, "tile": tiles, "section": heads // together}
-
-
-def program(heads: int):
-    """(batch, head, tile) of this program of `grid_of`; `heads` of one batch."""
-    number = jax.lax.axis_index("section") * jax.lax.axis_size("head") + jax.lax.axis_index("head")
-    return jax.lax.div(number, heads), jax.lax.rem(number, heads), jax.lax.axis_index("tile")
-
-
-def limits_of(ref, batch, at):
-    """The reference to the four of `bounds` for tile `at`. Read where they are used: kept in registers they spill."""
-    return ref.at[batch if ref.shape[0] > 1 else 0, at]
 
 
 def _forward_kernel(plan: _Plan, limits, q_ref, k_ref, v_ref, *refs):
@@ -261,10 +205,3 @@ def forward(problem: Problem, inputs: Inputs, *, interpret: bool = False) -> tup
     limits = bounds(problem, inputs, COMPUTING * tile.q, tile.k, 2)
     out, lse = run(limits, q, k, v, *places)
     return out[:, :t, :, :e], jnp.moveaxis(lse, 1, 2)[:, :t]
-
-
-def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpret: bool = False):
-    """As `xla.backward`; no bias, so no gradient of it."""
-    from pallas_kernels.attention import mosaic_backward  # it imports this file
-
-    return mosaic_backward.backward(problem, inputs, out, lse, dout, dlse, interpret=interpret)
