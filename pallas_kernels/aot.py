@@ -1,7 +1,7 @@
 """Compiles every case for NVIDIA GPUs that are not there, through ptxas: forward and backward, nothing runs.
 
-    python -m pallas_kernels.aot [--gpus a100 h200 b200] [--ops attention norm] [--implementations mosaic triton cudnn]
-                                 [--only TEXT] [--first N] [--jobs N]
+    python -m pallas_kernels.aot [--gpus a100-80 h200 b200] [--ops attention norm]
+                                 [--implementations mosaic triton cudnn] [--only TEXT] [--first N] [--jobs N]
 
 Needs jax >= 0.11, its CUDA plugin and compiler wheels (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc,
 nvidia-nvvm; `pip install --no-deps`), no driver. Only with nvidia-cudnn-cu13 too is cudnn compiled, for one GPU: what
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from pallas_kernels import gpus
 
-CORES = {"a100": 108, "h200": 132, "b200": 148}  # of the GPUs that are compiled for
+COMPILED_FOR = ("a100-80", "h200", "b200")  # unless told otherwise: sm_80, sm_90a, sm_100a
 CUDNN_GPU = "h200"
 CALLS = "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmha"  # as compiled programs name them
 
@@ -50,8 +50,7 @@ def devices(gpu: str, count: int = 1):
     """`count` devices on one host, which can be compiled for."""
     from jax.experimental import topologies
 
-    # ptxas asks for neither bandwidth nor memory
-    target = gpus.target(gpu, cores=CORES[gpu], memory_bandwidth=4.8e12, memory=84942979072)
+    target = gpus.xla_target(gpus.GPUS[gpu])
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}").devices
 
 
@@ -204,7 +203,9 @@ def report(work: Work) -> Counter:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", nargs="+", default=list(CORES), choices=CORES)
+    parser.add_argument(
+        "--gpus", nargs="+", default=COMPILED_FOR, choices=[name for name, gpu in gpus.GPUS.items() if gpu.xla]
+    )
     parser.add_argument("--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm"))
     parser.add_argument("--implementations", nargs="+", help="default: all but xla")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from pallas_kernels.gpus import generation
+from pallas_kernels.gpus import BEFORE_AMPERE, generation, is_nvidia
 
 INTERPRET = ":interpret"
 
@@ -56,9 +56,11 @@ def no_gpu(interpreted: bool) -> str:
     if interpreted:
         return ""
     kind = device_kind()
-    if not any(maker in kind for maker in ("NVIDIA", "Tesla", "Quadro", "TITAN")):
+    if not is_nvidia(kind):
         return f"needs an NVIDIA GPU, this is {kind}"
-    return f"needs sm_80 or later, this is {kind}" if generation(kind) == "old" else ""
+    if generation(kind) == BEFORE_AMPERE:
+        return f"needs sm_80 or later, this is {kind}"
+    return ""
 
 
 def no_64_bits() -> str:
