@@ -51,7 +51,9 @@ def devices(gpu: str, count: int = 1):
     from jax.experimental import topologies
 
     target = gpus.xla_target(gpus.GPUS[gpu])
-    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}").devices
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology=f"1x1x{count}"
+    ).devices
 
 
 def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
@@ -73,7 +75,12 @@ def _attention(attention, options):
     import jax
 
     def run(implementation, q, k, v, dout, bias=None):
-        out, pull = jax.vjp(lambda *qkv: attention(*qkv, bias=bias, implementation=implementation, **options), q, k, v)
+        out, pull = jax.vjp(
+            lambda *qkv: attention(*qkv, bias=bias, implementation=implementation, **options),
+            q,
+            k,
+            v,
+        )
         return out, pull(dout)
 
     return run
@@ -126,11 +133,17 @@ def compile_cases(work: Work, skip: int) -> None:
     for name, run, shapes in chosen[skip : work.first]:
         print(json.dumps({"case": name}), flush=True)
         here = NamedSharding(mesh, P())
-        given = jax.tree.map(lambda x, here=here: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+        given = jax.tree.map(
+            lambda x, here=here: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
+        )
         start, found = time.perf_counter(), {"case": name}
         try:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                made = jax.jit(lambda given, run=run: run(work.implementation, **given)).lower(given).compile()
+                made = (
+                    jax.jit(lambda given, run=run: run(work.implementation, **given))
+                    .lower(given)
+                    .compile()
+                )
             text = made.as_text()
             found["calls"] = sum(text.count(f'="{name}') for name in CALLS)
             if faults := mosaic_faults(Path(reports.name)):
@@ -146,7 +159,14 @@ def compiled(work: Work) -> Iterator[dict]:
     """What `compile_cases` finds, of cases that abort the compiler too."""
     done = 0
     while True:
-        command = [sys.executable, "-m", "pallas_kernels.aot", "--child", *map(str, work), str(done)]
+        command = [
+            sys.executable,
+            "-m",
+            "pallas_kernels.aot",
+            "--child",
+            *map(str, work),
+            str(done),
+        ]
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -168,17 +188,33 @@ def compiled(work: Work) -> Iterator[dict]:
         yield {"case": begun, "error": f"aborted the compiler ({child.returncode})"}
 
 
-def combinations(gpus: list[str], ops: list[str], asked: list[str] | None, first: int, only: str) -> list[Work]:
+def combinations(
+    gpus: list[str], ops: list[str], asked: list[str] | None, first: int, only: str
+) -> list[Work]:
     """With the implementations that are kernels, or those of `asked` that the op has."""
     from pallas_kernels import norm
     from pallas_kernels.attention import api
 
     there = {"attention": api.IMPLEMENTATIONS, "norm": norm.api.IMPLEMENTATIONS}
-    wanted = [name for name in {**there["attention"], **there["norm"]} if name != "xla"] if asked is None else asked
-    every = [Work(gpu, op, name, first, only) for gpu in gpus for op in ops for name in wanted if name in there[op]]
+    wanted = (
+        [name for name in {**there["attention"], **there["norm"]} if name != "xla"]
+        if asked is None
+        else asked
+    )
+    every = [
+        Work(gpu, op, name, first, only)
+        for gpu in gpus
+        for op in ops
+        for name in wanted
+        if name in there[op]
+    ]
     if left_out := not has_cudnn() and any(each.implementation == "cudnn" for each in every):
         print("cudnn is left out: there is no nvidia-cudnn-cu13")
-    return [each for each in every if each.implementation != "cudnn" or (each.gpu == CUDNN_GPU and not left_out)]
+    return [
+        each
+        for each in every
+        if each.implementation != "cudnn" or (each.gpu == CUDNN_GPU and not left_out)
+    ]
 
 
 def has_cudnn() -> bool:
@@ -197,20 +233,30 @@ def report(work: Work) -> Counter:
         general = re.split(r",? not |, \d", reason)[0]
         counts[(kind, general) if kind == "refused" else kind] += 1
         said = found.get("error") or reason or f"{found['calls']} kernels"
-        print(f"{work.title} {found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)", flush=True)
+        print(
+            f"{work.title} {found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)",
+            flush=True,
+        )
     return counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--gpus", nargs="+", default=COMPILED_FOR, choices=[name for name, gpu in gpus.GPUS.items() if gpu.xla]
+        "--gpus",
+        nargs="+",
+        default=COMPILED_FOR,
+        choices=[name for name, gpu in gpus.GPUS.items() if gpu.xla],
     )
-    parser.add_argument("--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm"))
+    parser.add_argument(
+        "--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm")
+    )
     parser.add_argument("--implementations", nargs="+", help="default: all but xla")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
     parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
-    parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="compilers at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="compilers at a time"
+    )
     parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:

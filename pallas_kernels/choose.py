@@ -21,7 +21,12 @@ class Refused(NotImplementedError):
         self.reason = reason
 
 
-def choose(op: str, refusals: Mapping[str, Callable[[bool], str]], preference: Sequence[str], asked: str | None) -> str:
+def choose(
+    op: str,
+    refusals: Mapping[str, Callable[[bool], str]],
+    preference: Sequence[str],
+    asked: str | None,
+) -> str:
     """The name of the implementation to run: `asked` itself, or the first of `preference` that does not refuse.
 
     `refusals`: name -> `refusal(interpreted)`.
@@ -38,7 +43,9 @@ def choose(op: str, refusals: Mapping[str, Callable[[bool], str]], preference: S
     if name not in refusals:
         raise ValueError(f"{op}: no implementation {asked!r}; there are {', '.join(refusals)}")
     if reason := refusals[name](asked.endswith(INTERPRET)):
-        raise Refused(reason, f"{op}: implementation {asked!r} refuses: {reason}; try implementation=None")
+        raise Refused(
+            reason, f"{op}: implementation {asked!r} refuses: {reason}; try implementation=None"
+        )
     return asked
 
 
@@ -65,7 +72,11 @@ def no_gpu(interpreted: bool) -> str:
 
 def no_64_bits() -> str:
     """Why a kernel whose counters are int32 cannot run here; "" where it can."""
-    return "no 64 bit numbers (jax_enable_x64): its counters have 32" if jax.config.jax_enable_x64 else ""
+    return (
+        "no 64 bit numbers (jax_enable_x64): its counters have 32"
+        if jax.config.jax_enable_x64
+        else ""
+    )
 
 
 def not_interpretable(interpreted: bool) -> str:

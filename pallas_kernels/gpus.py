@@ -38,7 +38,9 @@ class Gpu:
     link_bandwidth: float  # to the GPUs of its host
     power: float
     sheet: str  # the source of these figures
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # of those that have another
+    sources: Mapping[str, str] = field(
+        default_factory=dict, compare=False
+    )  # of those that have another
     xla: XlaTarget | None = None  # None: XLA cannot compile for it unless it is there
 
 

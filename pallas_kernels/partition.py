@@ -31,17 +31,27 @@ def locally(function: Callable, in_specs, out_specs) -> Callable:
     if not axes:
         return function
     # jit: shard_map by itself runs eagerly only where all axes of the mesh are manual
-    return jax.jit(jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False))
+    return jax.jit(
+        jax.shard_map(
+            function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        )
+    )
 
 
 def wholly_manual(function: Callable) -> Callable:
     """Inside a region that is manual over some axes: `function` in one that is manual over the others too, with what
     is whole along them. Elsewhere `function` itself."""
     mesh = jax.sharding.get_abstract_mesh()
-    rest = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    rest = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind != AxisType.Manual
+    }
     if not rest or len(rest) == len(mesh.axis_names):
         return function
-    return jax.jit(jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=rest, check_vma=False))
+    return jax.jit(
+        jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=rest, check_vma=False)
+    )
 
 
 def unchecked(op: str, *arrays: jax.Array | None) -> None:

@@ -52,7 +52,9 @@ def attention(  # noqa: PLR0913 - the question has as many parts
         q, k, v, causal=causal, segment_ids=segment_ids, window=window, softcap=softcap, scale=scale, bias=bias,
         positions=positions,
     )  # fmt: skip
-    refusals = {name: partial(module.refusal, problem, inputs) for name, module in IMPLEMENTATIONS.items()}
+    refusals = {
+        name: partial(module.refusal, problem, inputs) for name, module in IMPLEMENTATIONS.items()
+    }
     refusals["cudnn"] = lambda interpreted: (
         "gives no lse" if return_lse else cudnn.refusal(problem, inputs, interpreted)
     )
@@ -91,7 +93,9 @@ def _implementation(name):
 
 
 _attend.defvjp(_forward, _backward)
-_attend_compiled = jax.jit(_attend, static_argnums=(0, 1), inline=True)  # once, also outside any jit
+_attend_compiled = jax.jit(
+    _attend, static_argnums=(0, 1), inline=True
+)  # once, also outside any jit
 
 
 def saveable(primitive, *avals, **options) -> bool:

@@ -23,7 +23,9 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     segments: Segments = ""  # "short": of one token each; "padded": the last third has an id of its own, and holds NaN
-    bias: tuple[bool, bool, bool, bool] | None = None  # which of its dims are whole; the others are 1
+    bias: tuple[bool, bool, bool, bool] | None = (
+        None  # which of its dims are whole; the others are 1
+    )
     positions: bool = False  # given, and those of queries half way into the keys
 
     @property
@@ -34,7 +36,9 @@ class Case:
         said += [f"window{self.window[0]},{self.window[1]}"] if self.window else []
         said += [f"softcap{self.softcap:g}"] if self.softcap else []
         said += [f"segments-{self.segments}"] if self.segments else []
-        return "-".join(said + (["bias" + "".join("01"[part] for part in self.bias)] if self.bias else []))
+        return "-".join(
+            said + (["bias" + "".join("01"[part] for part in self.bias)] if self.bias else [])
+        )
 
     @property
     def keys(self) -> int:
@@ -50,12 +54,17 @@ class Case:
         }
         if self.bias:
             whole = (self.b, heads, self.t, self.keys)
-            shapes["bias"] = tuple(size if part else 1 for size, part in zip(whole, self.bias, strict=True))
+            shapes["bias"] = tuple(
+                size if part else 1 for size, part in zip(whole, self.bias, strict=True)
+            )
         return shapes | {"dout": (*shapes["q"][:3], shapes["v"][3])}
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of what `draw` gives."""
-        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in self.shapes().items()}
+        return {
+            name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+            for name, shape in self.shapes().items()
+        }
 
     def options(self) -> dict[str, Any]:
         """The arguments of `attention` besides q, k, v and bias."""
@@ -64,19 +73,29 @@ class Case:
             options["segment_ids"] = (self._segments(self.t), self._segments(self.keys))
         if self.positions:
             start = np.full((self.b, 1), self.keys // 2)
-            places = np.arange(self.t) + start, np.broadcast_to(np.arange(self.keys), (self.b, self.keys))
+            places = (
+                np.arange(self.t) + start,
+                np.broadcast_to(np.arange(self.keys), (self.b, self.keys)),
+            )
             options["positions"] = tuple(jnp.asarray(place, jnp.int32) for place in places)
         return options
 
     def _segments(self, length: int) -> jax.Array:
         at = np.arange(length)
-        cuts = {"one": 0 * at, "three": at * 3 // length, "short": at, "padded": at >= length - length // 3}
+        cuts = {
+            "one": 0 * at,
+            "three": at * 3 // length,
+            "short": at,
+            "padded": at >= length - length // 3,
+        }
         return jnp.asarray(np.broadcast_to(cuts[self.segments], (self.b, length)), jnp.int32)
 
     def draw(self, seed: int = 0) -> dict[str, jax.Array]:
         """q, k, v, bias where there is one, and dout, normal."""
         random, shapes = np.random.default_rng(seed), self.shapes().items()
-        return {name: jnp.asarray(random.standard_normal(shape), self.dtype) for name, shape in shapes}
+        return {
+            name: jnp.asarray(random.standard_normal(shape), self.dtype) for name, shape in shapes
+        }
 
 
 F32 = {"dtype": "float32"}
@@ -138,4 +157,9 @@ def timed(tokens: int = 16384, width: int = 2048) -> list[Case]:
             cases += [whole, replace(whole, causal=True)]
     grouped = Case(b=4, t=4096, d=128, heads=(32, 8), causal=True)
     long = Case(b=1, t=16384, d=128, heads=(16, 16), causal=True)
-    return [*cases, grouped, replace(long, window=(1024, 0)), replace(long, b=2, t=8192, segments="three")]
+    return [
+        *cases,
+        grouped,
+        replace(long, window=(1024, 0)),
+        replace(long, b=2, t=8192, segments="three"),
+    ]

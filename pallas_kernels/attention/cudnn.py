@@ -25,7 +25,7 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:
         return f"one head dim, a multiple of 8 up to {widest}, not {d} and {e}"
     if problem.softcap is not None:
         return "no softcap"
-    if inputs.segments is not None or inputs.positions is not None:
+    if not inputs.mask_is_static:
         return "no segments or positions: jax.nn would make them a t x s mask"
     if problem.right not in (None, 0) or (problem.left is not None and problem.right is None):
         return "no window to the right"
@@ -61,4 +61,4 @@ def attend(problem: Problem, inputs: Inputs) -> jax.Array:
         implementation="cudnn",
     )
     # jax's own rule for splitting cuDNN's call fails where some axes are manual and some are not (jax 0.10 to 0.12)
-    return wholly_manual(run)(*inputs[:3])
+    return wholly_manual(run)(inputs.q_bthd, inputs.k_bskd, inputs.v_bske)

@@ -57,9 +57,16 @@ class GradientTile:
 
     q: int
     k: int
-    stages: tuple[int, int]  # tiles in shared memory: of keys and of values; of queries and of gradients of out
-    registers: tuple[int, int] = (24, 240)  # of a thread that copies, that computes: 1 + 2 warpgroups share 504
-    overlap: bool = True  # the second product of scores while the first is used, with softcap or places too
+    stages: tuple[
+        int, int
+    ]  # tiles in shared memory: of keys and of values; of queries and of gradients of out
+    registers: tuple[int, int] = (
+        24,
+        240,
+    )  # of a thread that copies, that computes: 1 + 2 warpgroups share 504
+    overlap: bool = (
+        True  # the second product of scores while the first is used, with softcap or places too
+    )
 
 
 HOPPER_DQ = {64: GradientTile(128, 128, (2, 2)), 128: GradientTile(128, 64, (2, 2)),

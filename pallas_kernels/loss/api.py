@@ -42,7 +42,12 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     the gradient of x is this device's part, to be summed over `split`, as of any input that all of them share.
     """
     unchecked("linear_cross_entropy", x, weight, targets, mask)
-    if x.ndim < 2 or x.shape[:-1] != targets.shape or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+    if (
+        x.ndim < 2
+        or x.shape[:-1] != targets.shape
+        or weight.ndim != 2
+        or weight.shape[1] != x.shape[-1]
+    ):
         raise ValueError(
             f"linear_cross_entropy: x {x.shape}, weight {weight.shape}, targets {targets.shape} are not "
             "[..., time, embed], [vocabulary, embed], [..., time]"
@@ -52,18 +57,24 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
             f"linear_cross_entropy: mask must have the shape of targets, {targets.shape}, not {mask.shape}"
         )
     if not 0 <= label_smoothing < 1 or z_loss < 0:
-        raise ValueError(f"linear_cross_entropy: 0 <= label_smoothing={label_smoothing} < 1, 0 <= z_loss={z_loss}")
+        raise ValueError(
+            f"linear_cross_entropy: 0 <= label_smoothing={label_smoothing} < 1, 0 <= z_loss={z_loss}"
+        )
     mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     if ignore_index is not None:
         mask = jnp.where(targets == ignore_index, 0, mask)
     if 0 in x.shape or isinstance(split, str):
-        raise ValueError(f"linear_cross_entropy: x {x.shape} has no elements, or split={split!r} is no tuple of names")
+        raise ValueError(
+            f"linear_cross_entropy: x {x.shape} has no elements, or split={split!r} is no tuple of names"
+        )
     time, width = x.shape[-2:]
     chunks = _chunks(math.prod(x.shape[:-2]), time, weight.shape[0], chunk_logits)
     flat = x.reshape(-1, time, width), targets.reshape(-1, time), mask.reshape(-1, time)
     if more := -time % chunks:  # with tokens that count 0
         flat = [jnp.pad(each, [(0, 0), (0, more), (0, 0)][: each.ndim]) for each in flat]
-    return _loss_compiled(chunks, float(label_smoothing), float(z_loss), tuple(split), flat[0], weight, *flat[1:])
+    return _loss_compiled(
+        chunks, float(label_smoothing), float(z_loss), tuple(split), flat[0], weight, *flat[1:]
+    )
 
 
 def _chunks(batch: int, time: int, vocab: int, limit: int) -> int:
@@ -91,13 +102,20 @@ def _forward(chunks, smoothing, z_loss, split, x_bte, weight_ve, targets_bt, mas
         x, _, mask = chunk
         loss, each, slope = part(*chunk)
         counts = mask[..., None] != 0  # what does not may be NaN
-        dlogits, x = jnp.where(counts, slope() * mask[..., None], 0).astype(x.dtype), jnp.where(counts, x, 0)
+        dlogits, x = (
+            jnp.where(counts, slope() * mask[..., None], 0).astype(x.dtype),
+            jnp.where(counts, x, 0),
+        )
         dx = _dot("btv,ve->bte", dlogits, weight_ve).astype(x.dtype)
         return (total + loss, dweight + _dot("btv,bte->ve", dlogits, x)), (dx, each)
 
     start = jnp.float32(0), jnp.zeros(weight_ve.shape, jnp.float32)
-    (total, dweight), (dx, each) = jax.lax.scan(step, start, _cut(chunks, x_bte, targets_bt, mask_bt))
-    dx, dmask = (jnp.moveaxis(part, 0, 2).reshape(*mask_bt.shape, *part.shape[3:]) for part in (dx, each))
+    (total, dweight), (dx, each) = jax.lax.scan(
+        step, start, _cut(chunks, x_bte, targets_bt, mask_bt)
+    )
+    dx, dmask = (
+        jnp.moveaxis(part, 0, 2).reshape(*mask_bt.shape, *part.shape[3:]) for part in (dx, each)
+    )
     if weight_ve.dtype != jnp.float16:  # which does not reach as far as a sum over many tokens
         dweight = dweight.astype(weight_ve.dtype)
     return total, (dx, dweight, dmask, jnp.zeros((0,), weight_ve.dtype))
@@ -106,17 +124,29 @@ def _forward(chunks, smoothing, z_loss, split, x_bte, weight_ve, targets_bt, mas
 def _backward(_chunks, _smoothing, _z_loss, split, kept, dloss):
     dx, dweight, dmask, weight = kept
     ours = jax.lax.psum(dloss, split) if split else dloss
-    dx, dweight = ((ours * x.astype(jnp.float32)).astype(like.dtype) for x, like in ((dx, dx), (dweight, weight)))
-    return dx, dweight, None, dloss * dmask  # the mask is whole on every device of `split`: each counts its own
+    dx, dweight = (
+        (ours * x.astype(jnp.float32)).astype(like.dtype)
+        for x, like in ((dx, dx), (dweight, weight))
+    )
+    return (
+        dx,
+        dweight,
+        None,
+        dloss * dmask,
+    )  # the mask is whole on every device of `split`: each counts its own
 
 
 _loss.defvjp(_forward, _backward)
-_loss_compiled = jax.jit(_loss, static_argnums=(0, 1, 2, 3), inline=True)  # once, also outside any jit
+_loss_compiled = jax.jit(
+    _loss, static_argnums=(0, 1, 2, 3), inline=True
+)  # once, also outside any jit
 
 
 def _cut(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """[b, t, ...] -> [chunks, b, t / chunks, ...]"""
-    return tuple(jnp.moveaxis(x.reshape(x.shape[0], -1, chunks, *x.shape[2:]), 2, 0) for x in arrays)
+    return tuple(
+        jnp.moveaxis(x.reshape(x.shape[0], -1, chunks, *x.shape[2:]), 2, 0) for x in arrays
+    )
 
 
 def _of_chunk(smoothing, z_loss, split, weight_ve, x_bte, targets_bt, mask_bt):
@@ -126,7 +156,9 @@ def _of_chunk(smoothing, z_loss, split, weight_ve, x_bte, targets_bt, mask_bt):
     vocab = rows * jax.lax.psum(1, split) if split else rows
     across = partial(jax.lax.psum, axis_name=split) if split else lambda x: x
     # A masked sum, not a gather: it stays local where the vocabulary is split.
-    hit = (jax.lax.axis_index(split) * rows if split else 0) + jnp.arange(rows) == targets_bt[..., None]
+    hit = (jax.lax.axis_index(split) * rows if split else 0) + jnp.arange(rows) == targets_bt[
+        ..., None
+    ]
     largest = logits.max(-1)
     largest = jax.lax.pmax(largest, split) if split else largest
     total = jnp.exp(logits - largest[..., None]).sum(-1)

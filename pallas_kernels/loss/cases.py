@@ -21,10 +21,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        said = [f"{self.b}x{self.t}x{self.width}-v{self.vocab}", self.dtype] + ["masked"] * self.masked
+        said = [f"{self.b}x{self.t}x{self.width}-v{self.vocab}", self.dtype] + [
+            "masked"
+        ] * self.masked
         said += [f"smoothing{self.label_smoothing:g}"] if self.label_smoothing else []
         said += [f"z{self.z_loss:g}"] if self.z_loss else []
-        return "-".join(said + ([f"chunks-of-{self.chunk_logits}"] if self.chunk_logits < 2**26 else []))
+        return "-".join(
+            said + ([f"chunks-of-{self.chunk_logits}"] if self.chunk_logits < 2**26 else [])
+        )
 
     def draw(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """x, weight, targets, mask (a third of it 0 where masked, else 1)."""

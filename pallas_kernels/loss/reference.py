@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 
 
-def summed_loss(x, weight, targets, mask, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> jax.Array:
+def summed_loss(
+    x, weight, targets, mask, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> jax.Array:
     """Sum over tokens of mask x (cross-entropy + z_loss x lse^2), a scalar. x [n, e], weight [v, e], targets [n]."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.einsum("ne,ve->nv", x, weight, preferred_element_type=wide)

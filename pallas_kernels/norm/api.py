@@ -52,16 +52,22 @@ def _norm(op, x, scale, bias, residual, eps, implementation):
     width = x.shape[-1:]
     for name, vector in (("scale", scale), ("bias", bias)):
         if vector is not None and vector.shape != width:
-            raise ValueError(f"{op}: {name} must be {width}, the last dim of x {x.shape}, not {vector.shape}")
+            raise ValueError(
+                f"{op}: {name} must be {width}, the last dim of x {x.shape}, not {vector.shape}"
+            )
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"{op}: residual must have the shape of x, {x.shape}, not {residual.shape}")
+        raise ValueError(
+            f"{op}: residual must have the shape of x, {x.shape}, not {residual.shape}"
+        )
     rows = math.prod(x.shape[:-1]), *width
     if 0 in rows:
         raise ValueError(f"{op}: x {x.shape} has no elements")
     refusals = {name: partial(module.refusal, rows) for name, module in IMPLEMENTATIONS.items()}
     name = choose(op, refusals, PREFERENCE, implementation)
     flat = [None if each is None else each.reshape(rows) for each in (x, residual)]
-    y, total = _normalise_compiled(float(eps), op == "layernorm", name, flat[0], scale, bias, flat[1])
+    y, total = _normalise_compiled(
+        float(eps), op == "layernorm", name, flat[0], scale, bias, flat[1]
+    )
     y = y.reshape(x.shape)
     return y if residual is None else (y, total.reshape(x.shape))
 
@@ -93,4 +99,6 @@ def _backward(_eps, _centred, name, kept, gradients):
 
 
 _normalise.defvjp(_forward, _backward)
-_normalise_compiled = jax.jit(_normalise, static_argnums=(0, 1, 2), inline=True)  # once, also outside any jit
+_normalise_compiled = jax.jit(
+    _normalise, static_argnums=(0, 1, 2), inline=True
+)  # once, also outside any jit

@@ -21,7 +21,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        said = [self.op, f"{self.rows}x{self.width}", self.dtype, f"weights-{self.weights}"] + ["bias"] * self.bias
+        said = [self.op, f"{self.rows}x{self.width}", self.dtype, f"weights-{self.weights}"] + [
+            "bias"
+        ] * self.bias
         said += [f"residual-{self.residual}"] if self.residual else []
         return "-".join(said + ([f"mean{self.mean:g}"] if self.mean else []))
 
@@ -29,9 +31,19 @@ class Case:
         """Shapes and dtypes of what `draw` gives."""
         big = partial(jax.ShapeDtypeStruct, (self.rows, self.width))
         vector = jax.ShapeDtypeStruct((self.width,), jnp.dtype(self.weights))
-        x, residual = big(jnp.dtype(self.dtype)), big(jnp.dtype(self.residual)) if self.residual else None
+        x, residual = (
+            big(jnp.dtype(self.dtype)),
+            big(jnp.dtype(self.residual)) if self.residual else None,
+        )
         bias = vector if self.bias else None
-        return {"x": x, "scale": vector, "bias": bias, "residual": residual, "dy": x, "dtotal": residual}
+        return {
+            "x": x,
+            "scale": vector,
+            "bias": bias,
+            "residual": residual,
+            "dy": x,
+            "dtotal": residual,
+        }
 
     def draw(self, seed: int = 0) -> dict[str, jax.Array | None]:
         """x, scale, bias, residual (None where there is none), dy and dtotal."""

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 
 
-def normalise(x, scale, bias, residual, *, epsilon: float, centred: bool) -> tuple[jax.Array, jax.Array]:
+def normalise(
+    x, scale, bias, residual, *, epsilon: float, centred: bool
+) -> tuple[jax.Array, jax.Array]:
     """(y, x + residual), y in the dtype of x, the sum in that of the residual (of x without one)."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     total = x.astype(wide) if residual is None else x.astype(wide) + residual.astype(wide)

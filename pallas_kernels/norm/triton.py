@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.backends.triton import call, load, power_of_two, store
+from pallas_kernels.backends.triton import call, load_masked, next_power_of_two, store_masked
 from pallas_kernels.choose import INTERPRET, no_64_bits, no_gpu
 
 WIDEST = 16384  # a row is held in registers
@@ -29,8 +29,14 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
     (n, d), block = x.shape, _block(x.shape)
     width = block[1]
     tile = pl.BlockSpec(block, lambda i: (i, 0))
-    vector, numbers = pl.BlockSpec((width,), lambda _: (0,)), pl.BlockSpec(block[:1], lambda i: (i,))
-    outputs = [(jax.ShapeDtypeStruct((n, d), x.dtype), tile), (jax.ShapeDtypeStruct((n,), jnp.float32), numbers)]
+    vector, numbers = (
+        pl.BlockSpec((width,), lambda _: (0,)),
+        pl.BlockSpec(block[:1], lambda i: (i,)),
+    )
+    outputs = [
+        (jax.ShapeDtypeStruct((n, d), x.dtype), tile),
+        (jax.ShapeDtypeStruct((n,), jnp.float32), numbers),
+    ]
     if centred:
         outputs.append((jax.ShapeDtypeStruct((n,), jnp.float32), numbers))
     if residual is not None:
@@ -38,7 +44,12 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
     run = call(
         partial(_forward_kernel, (n, d), epsilon, centred),
         grid=(-(-n // block[0]),),
-        inputs=[tile, vector, bias if bias is None else vector, residual if residual is None else tile],
+        inputs=[
+            tile,
+            vector,
+            bias if bias is None else vector,
+            residual if residual is None else tile,
+        ],
         outputs=outputs,
         warps=_warps(width),
         stages=1,
@@ -56,23 +67,25 @@ def _forward_kernel(shape, epsilon, centred, *refs):
     columns = jnp.arange(x_ref.shape[1]) < shape[1]
     there = pl.program_id(0) * x_ref.shape[0] + jnp.arange(x_ref.shape[0]) < shape[0]
     mask = there[:, None] & columns[None]
-    wide = load(x_ref, mask).astype(jnp.float32)
+    wide = load_masked(x_ref, mask).astype(jnp.float32)
     if residual_ref is not None:
-        total = (wide + load(residual_ref, mask).astype(jnp.float32)).astype(residual_ref.dtype)
-        store(rest[0], total, mask)
+        total = (wide + load_masked(residual_ref, mask).astype(jnp.float32)).astype(
+            residual_ref.dtype
+        )
+        store_masked(rest[0], total, mask)
         wide = total.astype(jnp.float32)
     if centred:
         mean = wide.sum(1) / shape[1]
         wide = jnp.where(mask, wide - mean[:, None], 0.0)
         left = wide.sum(1) / shape[1]  # the mean of a row far from 0 is rounded coarsely
         wide = jnp.where(mask, wide - left[:, None], 0.0)
-        store(mean_ref, mean + left, there)
+        store_masked(mean_ref, mean + left, there)
     rstd = jax.lax.rsqrt((wide * wide).sum(1) / shape[1] + epsilon)
-    store(rstd_ref, rstd, there)
-    y = wide * rstd[:, None] * load(scale_ref, columns).astype(jnp.float32)[None]
+    store_masked(rstd_ref, rstd, there)
+    y = wide * rstd[:, None] * load_masked(scale_ref, columns).astype(jnp.float32)[None]
     if bias_ref is not None:
-        y = y + load(bias_ref, columns).astype(jnp.float32)[None]
-    store(y_ref, y.astype(y_ref.dtype), mask)
+        y = y + load_masked(bias_ref, columns).astype(jnp.float32)[None]
+    store_masked(y_ref, y.astype(y_ref.dtype), mask)
 
 
 def backward(total, scale, mean, rstd, dy, dtotal, name: str):
@@ -80,7 +93,10 @@ def backward(total, scale, mean, rstd, dy, dtotal, name: str):
     (n, d), block = total.shape, _block(total.shape)
     blocks = -(-n // block[0])
     programs = min(PROGRAMS, blocks)
-    whole, part = pl.BlockSpec((n, block[1]), lambda _: (0, 0)), pl.BlockSpec((None, block[1]), lambda i: (i, 0))
+    whole, part = (
+        pl.BlockSpec((n, block[1]), lambda _: (0, 0)),
+        pl.BlockSpec((None, block[1]), lambda i: (i, 0)),
+    )
     vector, numbers = pl.BlockSpec(block[1:], lambda _: (0,)), pl.BlockSpec((n,), lambda _: (0,))
     run = call(
         partial(_backward_kernel, (n, d), block, -(-blocks // programs)),
@@ -107,9 +123,19 @@ def backward(total, scale, mean, rstd, dy, dtotal, name: str):
 
 
 def _backward_kernel(shape, block, turns, *refs):
-    total_ref, scale_ref, mean_ref, rstd_ref, dy_ref, dtotal_ref, dsum_ref, dscale_ref, dbias_ref = refs
+    (
+        total_ref,
+        scale_ref,
+        mean_ref,
+        rstd_ref,
+        dy_ref,
+        dtotal_ref,
+        dsum_ref,
+        dscale_ref,
+        dbias_ref,
+    ) = refs
     columns = jnp.arange(block[1]) < shape[1]
-    scale = load(scale_ref, columns).astype(jnp.float32)[None]
+    scale = load_masked(scale_ref, columns).astype(jnp.float32)[None]
 
     begin = pl.program_id(0) * turns  # outside the loop: the interpreter wants it there
 
@@ -119,31 +145,31 @@ def _backward_kernel(shape, block, turns, *refs):
         at = pl.ds(start, block[0])
         there = start + jnp.arange(block[0]) < shape[0]
         mask = there[:, None] & columns[None]
-        wide = load(total_ref.at[at, :], mask).astype(jnp.float32)
+        wide = load_masked(total_ref.at[at, :], mask).astype(jnp.float32)
         if mean_ref is not None:
-            wide = jnp.where(mask, wide - load(mean_ref.at[at], there)[:, None], 0.0)
-        rstd = load(rstd_ref.at[at], there)[:, None]
-        normal, dy = wide * rstd, load(dy_ref.at[at, :], mask).astype(jnp.float32)
+            wide = jnp.where(mask, wide - load_masked(mean_ref.at[at], there)[:, None], 0.0)
+        rstd = load_masked(rstd_ref.at[at], there)[:, None]
+        normal, dy = wide * rstd, load_masked(dy_ref.at[at, :], mask).astype(jnp.float32)
         dnormal = dy * scale
         dsum = dnormal - normal * ((dnormal * normal).sum(1) / shape[1])[:, None]
         if mean_ref is not None:
             dsum = dsum - (dnormal.sum(1) / shape[1])[:, None]
         dsum = dsum * rstd
         if dtotal_ref is not None:
-            dsum = dsum + load(dtotal_ref.at[at, :], mask).astype(jnp.float32)
-        store(dsum_ref.at[at, :], dsum.astype(dsum_ref.dtype), mask)
+            dsum = dsum + load_masked(dtotal_ref.at[at, :], mask).astype(jnp.float32)
+        store_masked(dsum_ref.at[at, :], dsum.astype(dsum_ref.dtype), mask)
         return dscale + (dy * normal).sum(0), dbias + dy.sum(0)
 
     zero = jnp.zeros(block[1], jnp.float32)
     dscale, dbias = jax.lax.fori_loop(0, turns, turn, (zero, zero))
-    store(dscale_ref, dscale, columns)
-    store(dbias_ref, dbias, columns)
+    store_masked(dscale_ref, dscale, columns)
+    store_masked(dbias_ref, dbias, columns)
 
 
 def _block(shape: tuple[int, int]) -> tuple[int, int]:
     """(rows, padded width) that a program holds at a time."""
-    width = power_of_two(shape[1])
-    return min(max(ELEMENTS // width, 1), power_of_two(shape[0], 1)), width
+    width = next_power_of_two(shape[1])
+    return min(max(ELEMENTS // width, 1), next_power_of_two(shape[0], 1)), width
 
 
 def _warps(width: int) -> int:

@@ -18,7 +18,9 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
         # The mean of a row far from 0 is rounded coarsely. What is left of it is summed along with the squares: no
         # reading more.
         left = wide.mean(-1)
-        square = jnp.maximum(jnp.square(wide).mean(-1) - left * left, 0)  # of equal numbers it may round below
+        square = jnp.maximum(
+            jnp.square(wide).mean(-1) - left * left, 0
+        )  # of equal numbers it may round below
         wide, mean = wide - left[:, None], mean + left
     else:
         square = jnp.square(wide).mean(-1)

@@ -103,4 +103,7 @@ def test_generations(kind, generation):
 def test_a_listed_chip_is_of_the_generation_that_its_compute_capability_says():
     for gpu in gpus.GPUS.values():
         if gpu.compute_capability is not None:
-            assert gpu.generation == {8: "ampere", 9: "hopper", 10: "blackwell"}[gpu.compute_capability[0]]
+            assert (
+                gpu.generation
+                == {8: "ampere", 9: "hopper", 10: "blackwell"}[gpu.compute_capability[0]]
+            )

@@ -38,7 +38,9 @@ def split_over_devices(x, weight, mask):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def part(x, weight, mask, targets):
-        loss = linear_cross_entropy(x, weight, targets, mask=mask, split=("tensor",), chunk_logits=40)
+        loss = linear_cross_entropy(
+            x, weight, targets, mask=mask, split=("tensor",), chunk_logits=40
+        )
         return jax.lax.psum(loss, "data")
 
     specs = P("data"), P("tensor"), P("data"), P("data")
@@ -55,25 +57,41 @@ QKV = normal(2, T, 4, 16), normal(2, S, 2, 16), normal(2, S, 2, 8)
 NORM, LOSS = (normal(6, 24), normal(24)), (normal(2, T, 6), normal(12, 6))
 MASK = (np.arange(2 * T).reshape(2, T) % 3 > 0).astype(np.float32)
 
-PLACED = {"positions": PLACES, "segment_ids": SEGMENTS, "causal": True, "window": (9, 0), "softcap": 7.0}
+PLACED = {
+    "positions": PLACES,
+    "segment_ids": SEGMENTS,
+    "causal": True,
+    "window": (9, 0),
+    "softcap": 7.0,
+}
 CALLS = {  # a function and its arrays
     "attention": (attended, QKV),
     "attention window": (partial(attended, causal=True, window=(9, 0)), QKV),
     "attention places": (partial(attended, **PLACED), QKV),
-    "attention places triton:interpret": (partial(attended, implementation="triton:interpret", **PLACED), QKV),
+    "attention places triton:interpret": (
+        partial(attended, implementation="triton:interpret", **PLACED),
+        QKV,
+    ),
     "attention bias": (partial(attended, causal=True), (*QKV, normal(2, 4, T, S))),
     "attention bias of keys": (attended, (*QKV, normal(2, 1, 1, S))),
-    "attention bias of queries": (partial(attended, segment_ids=SEGMENTS), (*QKV, normal(1, 4, T, 1))),
+    "attention bias of queries": (
+        partial(attended, segment_ids=SEGMENTS),
+        (*QKV, normal(1, 4, T, 1)),
+    ),
     "layernorm": (layernorm, (*NORM, normal(24))),
     "layernorm residual": (partial(with_residual, layernorm), (*NORM, normal(6, 24))),
     "rmsnorm": (rmsnorm, NORM),
     "rmsnorm residual": (partial(with_residual, rmsnorm), (*NORM, normal(6, 24))),
     "linear_cross_entropy": (
-        lambda x, weight: linear_cross_entropy(x, weight, TARGETS, label_smoothing=0.1, z_loss=1e-3, ignore_index=3),
+        lambda x, weight: linear_cross_entropy(
+            x, weight, TARGETS, label_smoothing=0.1, z_loss=1e-3, ignore_index=3
+        ),
         LOSS,
     ),
     "linear_cross_entropy mask": (
-        lambda x, weight, mask: linear_cross_entropy(x, weight, TARGETS, mask=mask, chunk_logits=40),
+        lambda x, weight, mask: linear_cross_entropy(
+            x, weight, TARGETS, mask=mask, chunk_logits=40
+        ),
         (*LOSS, MASK),
     ),
     "linear_cross_entropy split": (split_over_devices, (*LOSS, MASK)),

@@ -1,41 +1,71 @@
-"""Attention as FlashAttention-3 (arXiv:2407.08608) has it, on Mosaic GPU for Hopper: the forward pass.
+"""The forward pass on Hopper: one kernel, as FlashAttention-3 (arXiv:2407.08608) has it.
 
-Of three warpgroups one copies tiles into rings of shared memory and two compute, each for its own 64 queries: while one
-takes its softmax the other has the matmul unit. Both meet the same tiles of keys, so that all three wait equally often.
-No atomics. Lengths are padded to whole tiles and head dims to multiples of 64. Letters as in problem.py; `at` numbers a
-program's tile, `warpgroup` 0 and 1 compute and 2 copies.
+A program owns COMPUTING tiles of 64 queries of one head. Warpgroups 0 and 1 compute, one tile each;
+warpgroup 2 copies. It brings the queries once, then tiles of keys and of values into two rings of
+shared memory, in the order in which both computing warpgroups use them.
+
+Barriers, by who waits for what:
+
+    q_ready[w]       warpgroup w: its queries have been copied
+    k_ready[slot]    both computing: a tile of keys is in this slot (v_ready: of values)
+    k_free[slot]     the copying one: both have read this slot (v_free: of values)
+    turn             both computing: the other one is at its next turn
+
+A step of a computing warpgroup has two turns: matmuls (weights x values of this tile, queries x keys
+of the next), then softmax. Warpgroup 1 starts one turn late, so that one takes its softmax while the
+other has the matmul unit. Both walk over the same tiles, hence wait equally often.
+
+No atomics. Lengths are padded to whole tiles and head dims to multiples of 64. Letters as in
+problem.py; `at` numbers the program's tile and `j` the tiles of keys.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import tiling
-from pallas_kernels.attention.hopper.masks import who_sees
-from pallas_kernels.attention.hopper.programs import COMPUTING, grid_of, limits_of, program
-from pallas_kernels.attention.plan import bounds, kept, padded, padded_places, parts, scores, seen_keys, visit
+from pallas_kernels.attention.hopper.masks import pair_mask
+from pallas_kernels.attention.hopper.programs import (
+    COMPUTING,
+    Program,
+    bounds_of,
+    program_grid,
+    this_program,
+)
+from pallas_kernels.attention.mask import visible_keys, zero_hidden
+from pallas_kernels.attention.operands import (
+    MaskOperands,
+    pad_mask_operands,
+    pad_to,
+    round_up,
+    split_mask_operands,
+)
 from pallas_kernels.attention.problem import Inputs, Problem
+from pallas_kernels.attention.tile_ranges import OVER_KEYS, possible_ranges, tile_bounds, walk
 from pallas_kernels.attention.tiling import WarpgroupTile
 from pallas_kernels.backends import mosaic as gpu
 
-REGISTERS = {"copying": 24, "computing": 240}  # per thread: 128 (24 + 2 240) of 65536
+# Registers of a thread. 128 threads copy and 2 x 128 compute: 128 x (24 + 2 x 240) of 65536.
+REGISTERS_COPYING = 24
+REGISTERS_COMPUTING = 240
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the kernel knows: the problem, its tile, how many tiles there are, the lengths before padding."""
+    """What the kernel knows when it is traced."""
 
     problem: Problem
     tile: WarpgroupTile
-    counts: tuple[int, int]  # of query tiles, those of a program counted as one, and of key tiles
-    lengths: tuple[int, int]
-    group: int
-    parts: tuple[int, ...]  # of `visit`, those that may have tiles
-    split: bool  # there are segments
-    placed: bool  # there are positions
+    counts: tuple[int, int]  # tiles of queries, COMPUTING of which count as one; tiles of keys
+    lengths: tuple[int, int]  # before padding
+    group: int  # query heads per key-value head
+    ranges: tuple[int, ...]  # of tile_ranges.walk
+    has_segments: bool
+    has_positions: bool
     interpret: bool
 
     @property
@@ -43,165 +73,294 @@ class _Plan:
         """Of the scores of a computing warpgroup."""
         return self.tile.q, self.tile.k
 
-    def seen(self, batch, query, key, places):
-        """bool of `shape` for the tile whose first ones are number `query` and `key`; None: all see all.
+    def mask(self, batch, first_query, first_key, masks: MaskOperands) -> jax.Array | None:
+        """bool `shape` of the tile that starts at these two: visible pairs; None: all are."""
+        t, s = self.lengths
+        rows, columns = self.shape
 
-        `places`: of queries and of keys, segments and then positions, those that there are.
-        """
-        first = query, key
+        def load(q_ref, k_ref):
+            of_queries = q_ref.at[batch, pl.ds(first_query, rows)]
+            of_keys = k_ref.at[batch, pl.ds(first_key, columns)]
+            return gpu.load_global_vector(of_queries, 0), gpu.load_global_vector(of_keys, 1)
 
-        def load(pair):
-            return [
-                gpu.load_along(ref.at[batch, pl.ds(first[kind], self.shape[kind])], kind)
-                for kind, ref in enumerate(pair)
-            ]
-
-        def number(kind):
-            return gpu.numbers(self.shape[kind], kind) + first[kind]
-
-        segments, positions = load(places[:2]) if self.split else None, None
-        # what nothing uses would confuse the choice of layouts
-        if self.problem.left is not None or self.problem.right is not None:
-            own = () if self.placed else (number(0) + self.lengths[1] - self.lengths[0], number(1))
-            positions = own or load(places[-2:])
-        seen = who_sees(self.problem, self.shape, (0, 1), positions, segments)
-        if self.lengths[1] == self.counts[1] * self.tile.k:
-            return seen
-        there = gpu.along(number(1), self.shape, 1) < self.lengths[1]
-        return there if seen is None else there & seen
+        segment_ids = None
+        if self.has_segments:
+            segment_ids = load(masks.q_segment_ids, masks.kv_segment_ids)
+        # Only what is used may be made: the rest would confuse the choice of layouts.
+        positions = None
+        if self.problem.has_window and self.has_positions:
+            positions = load(masks.q_positions, masks.kv_positions)
+        elif self.problem.has_window:
+            q_positions = gpu.iota(rows, 0) + first_query + s - t
+            positions = q_positions, gpu.iota(columns, 1) + first_key
+        mask = pair_mask(self.problem, self.shape, (0, 1), positions, segment_ids)
+        if s == self.counts[1] * self.tile.k:
+            return mask
+        is_real = gpu.broadcast(gpu.iota(columns, 1) + first_key, self.shape, 1) < s
+        return is_real if mask is None else is_real & mask
 
 
-def _forward_kernel(plan: _Plan, limits, q_ref, k_ref, v_ref, *refs):
-    given = plan.split + plan.placed
-    places, refs = refs[: 2 * given], refs[2 * given :]
-    out_ref, lse_ref, q_s, k_s, v_s, lse_s, q_ready, k_ready, v_ready, k_free, v_free, turn, *rest = refs
-    out_s = q_s if q_ref.shape[3] == v_ref.shape[3] else rest.pop(0)
-    staging = rest.pop(0) if plan.interpret else None
-    batch, head, at = program(q_ref.shape[2])
-    at = plan.counts[0] - 1 - at  # with causal the longest first
-    limits = limits_of(limits, batch, at)
+class _Global(NamedTuple):
+    """References to global memory."""
+
+    bounds: Any  # of this program's tile
+    q: Any
+    k: Any
+    v: Any
+    masks: MaskOperands
+    out: Any
+    lse: Any
+
+
+class _Scratch(NamedTuple):
+    """References to the shared memory and barriers of a program; see `_scratch`."""
+
+    q: Any
+    k: Any
+    v: Any
+    lse: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+    turn: Any
+    out: Any  # that of q where it has the same shape: queries are read before
+    staging: Any  # None unless interpreted
+
+
+def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *refs):
+    masks, refs = split_mask_operands(refs, plan.has_segments, plan.has_positions)
+    out_ref, lse_ref, q_s, k_s, v_s, lse_s, *refs = refs
+    q_ready, k_ready, v_ready, k_free, v_free, turn, *refs = refs
+    out_s = q_s if q_ref.shape[3] == v_ref.shape[3] else refs.pop(0)
+    staging = refs.pop(0) if plan.interpret else None
+
+    program = this_program(q_ref.shape[2])
+    # The last tile first: where the call is causal it takes longest.
+    program = program._replace(tile=plan.counts[0] - 1 - program.tile)
+    memory = _Global(
+        bounds=bounds_of(bounds_ref, program),
+        q=q_ref,
+        k=k_ref,
+        v=v_ref,
+        masks=masks,
+        out=out_ref,
+        lse=lse_ref,
+    )
+    scratch = _Scratch(
+        q=q_s,
+        k=k_s,
+        v=v_s,
+        lse=lse_s,
+        q_ready=q_ready,
+        k_ready=k_ready,
+        v_ready=v_ready,
+        k_free=k_free,
+        v_free=v_free,
+        turn=turn,
+        out=out_s,
+        staging=staging,
+    )
     warpgroup = jax.lax.axis_index("warpgroup")
+    pl.when(warpgroup == COMPUTING)(partial(_copy, plan, memory, scratch, program))
+    pl.when(warpgroup < COMPUTING)(partial(_compute, plan, memory, scratch, program, warpgroup))
 
-    def queries(warpgroup):
-        return pl.ds((at * COMPUTING + warpgroup) * plan.tile.q, plan.tile.q)
 
-    @pl.when(warpgroup == COMPUTING)
-    def _copy():
-        gpu.set_max_registers(REGISTERS["copying"], action="decrease")
-        for each in range(COMPUTING):
-            gpu.copy_gmem_to_smem(q_ref.at[batch, queries(each), head], q_s.at[each], q_ready.at[each])
-        first, last, shared = limits[0], limits[3], jax.lax.div(head, plan.group)
+def _own_queries(plan: _Plan, program: Program, warpgroup):
+    """The slice of the query dim that a computing warpgroup owns."""
+    return pl.ds((program.tile * COMPUTING + warpgroup) * plan.tile.q, plan.tile.q)
 
-        @pl.loop(first, last + plan.tile.stages)
-        def _(j):
+
+def _copy(plan: _Plan, memory: _Global, scratch: _Scratch, program: Program):
+    """The copying warpgroup's part."""
+    batch, head, _ = program
+    gpu.set_max_registers(REGISTERS_COPYING, action="decrease")
+    for warpgroup in range(COMPUTING):
+        queries = _own_queries(plan, program, warpgroup)
+        gpu.copy_gmem_to_smem(
+            memory.q.at[batch, queries, head],
+            scratch.q.at[warpgroup],
+            scratch.q_ready.at[warpgroup],
+        )
+    first = memory.bounds[0]
+    last = memory.bounds[3]
+    kv_head = jax.lax.div(head, plan.group)
+    stages = plan.tile.stages
+
+    # The last `stages` turns copy nothing. They wait for the slots to be freed: every arrival at a
+    # barrier must be waited for before the program ends.
+    @pl.loop(first, last + stages)
+    def _(j):
+        slot = jax.lax.rem(j, stages)
+        is_reused = (j - first >= stages) & (j - stages < last)
+        has_tile = j < last
+        keys = pl.ds(j * plan.tile.k, plan.tile.k)
+        pl.when(is_reused)(lambda: gpu.barrier_wait(scratch.k_free.at[slot]))
+
+        @pl.when(has_tile)
+        def _():
+            gpu.copy_gmem_to_smem(
+                memory.k.at[batch, keys, kv_head], scratch.k.at[slot], scratch.k_ready.at[slot]
+            )
+
+        pl.when(is_reused)(lambda: gpu.barrier_wait(scratch.v_free.at[slot]))
+
+        @pl.when(has_tile)
+        def _():
+            gpu.copy_gmem_to_smem(
+                memory.v.at[batch, keys, kv_head], scratch.v.at[slot], scratch.v_ready.at[slot]
+            )
+
+
+def _compute(plan: _Plan, memory: _Global, scratch: _Scratch, program: Program, warpgroup):
+    """A computing warpgroup's part: the online softmax over tiles of keys."""
+    batch, head, at = program
+    gpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
+    gpu.barrier_wait(scratch.q_ready.at[warpgroup])
+    first_query = (at * COMPUTING + warpgroup) * plan.tile.q
+    turn = scratch.turn
+    v_ready = scratch.v_ready
+    pl.when(warpgroup == 1)(lambda: _take_turns(turn))  # it is one turn behind from here on
+
+    def body(masked):
+        def step(j, carry):
+            largest, total, out = carry
             slot = jax.lax.rem(j, plan.tile.stages)
-            again, more = (j - first >= plan.tile.stages) & (j - plan.tile.stages < last), j < last
-            keys = pl.ds(j * plan.tile.k, plan.tile.k)
-            pl.when(again)(lambda: gpu.barrier_wait(k_free.at[slot]))
+            gpu.barrier_wait(scratch.k_ready.at[slot])
+            products = gpu.accumulate_from_zero(
+                lambda into: gpu.wgmma(into, scratch.q.at[warpgroup], scratch.k.at[slot].T),
+                plan.shape,
+                meanwhile=lambda: _take_turns(turn),
+            )
+            gpu.barrier_arrive(scratch.k_free.at[slot])
+            scores, _ = plan.problem.scores(products, gpu.LOG2E, gpu.tanh)
+            if masked:
+                mask = plan.mask(batch, first_query, j * plan.tile.k, memory.masks)
+                if mask is not None:
+                    scores = jnp.where(mask, scores, -jnp.inf)
+            new_largest = jnp.maximum(largest, scores.max(1))
+            # A query without a visible key so far: -inf - -inf would be NaN.
+            offset = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
+            weights = jnp.exp2(scores - gpu.broadcast(offset, scores.shape, 0))
+            rescale = jnp.exp2(largest - offset)
+            total = total * rescale + weights.sum(1)
+            out = out * gpu.broadcast(rescale, out.shape, 0)
+            weights = weights.astype(scratch.v.dtype)
+            # All of the softmax belongs to this turn: the compiler must not move it into the next.
+            new_largest, total, out, weights = jax.lax.optimization_barrier(
+                (new_largest, total, out, weights)
+            )
+            gpu.barrier_arrive(turn)
+            gpu.barrier_wait(v_ready.at[slot])
+            gpu.barrier_wait(turn)
+            staging = None if scratch.staging is None else scratch.staging.at[warpgroup]
+            left = gpu.left_operand(weights, staging, plan.interpret)
+            [out] = gpu.accumulate_onto(
+                (out,), lambda into: gpu.wgmma(into, left, scratch.v.at[slot]), plan.interpret
+            )
+            gpu.barrier_arrive(scratch.v_free.at[slot])
+            return new_largest, total, out
 
-            @pl.when(more)
-            def _():
-                gpu.copy_gmem_to_smem(k_ref.at[batch, keys, shared], k_s.at[slot], k_ready.at[slot])
+        return step
 
-            pl.when(again)(lambda: gpu.barrier_wait(v_free.at[slot]))
-
-            @pl.when(more)
-            def _():
-                gpu.copy_gmem_to_smem(v_ref.at[batch, keys, shared], v_s.at[slot], v_ready.at[slot])
-
-    @pl.when(warpgroup < COMPUTING)
-    def _compute():
-        gpu.set_max_registers(REGISTERS["computing"], action="increase")
-        gpu.barrier_wait(q_ready.at[warpgroup])
-        query = (at * COMPUTING + warpgroup) * plan.tile.q
-        pl.when(warpgroup == 1)(lambda: take_turns(turn))
-
-        def body(masked):
-            def step(j, carry):
-                largest, total, out = carry
-                slot = jax.lax.rem(j, plan.tile.stages)
-                gpu.barrier_wait(k_ready.at[slot])
-                products = gpu.product(
-                    lambda into: gpu.wgmma(into, q_s.at[warpgroup], k_s.at[slot].T),
-                    plan.shape,
-                    then=lambda: take_turns(turn),
-                )
-                gpu.barrier_arrive(k_free.at[slot])
-                x, _ = scores(plan.problem, products, gpu.LOG2E, gpu.tanh)
-                if masked and (seen := plan.seen(batch, query, j * plan.tile.k, places)) is not None:
-                    x = jnp.where(seen, x, -jnp.inf)
-                new = jnp.maximum(largest, x.max(1))
-                least = jnp.where(new == -jnp.inf, 0.0, new)
-                weights, shrink = jnp.exp2(x - gpu.along(least, x.shape, 0)), jnp.exp2(largest - least)
-                total = total * shrink + weights.sum(1)
-                out = out * gpu.along(shrink, out.shape, 0)
-                weights = weights.astype(v_s.dtype)
-                new, total, out, weights = jax.lax.optimization_barrier((new, total, out, weights))
-                gpu.barrier_arrive(turn)
-                gpu.barrier_wait(v_ready.at[slot])
-                gpu.barrier_wait(turn)
-                left = gpu.operand(weights, staging and staging.at[warpgroup], plan.interpret)
-                out = gpu.accumulate(out, lambda into: gpu.wgmma(into, left, v_s.at[slot]), plan.interpret)
-                gpu.barrier_arrive(v_free.at[slot])
-                return new, total, out
-
-            return step
-
-        rows, e = plan.tile.q, v_ref.shape[3]
-        start = gpu.filled((rows,), -jnp.inf), gpu.filled((rows,), 0.0), gpu.filled((rows, e), 0.0)
-        largest, total, out = visit(plan.parts, limits, body, start)
-        pl.when(warpgroup == 0)(lambda: take_turns(turn))
-        some = total > 0
-        total = jnp.where(some, total, 1.0)
-        out_s[warpgroup] = (out * gpu.along(1 / total, out.shape, 0)).astype(out_s.dtype)
-        lse_s[warpgroup] = jnp.where(some, largest * gpu.LN2 + jnp.log(total), -jnp.inf)
-        gpu.commit_smem()
-        gpu.copy_smem_to_gmem(out_s.at[warpgroup], out_ref.at[batch, queries(warpgroup), head])
-        gpu.copy_smem_to_gmem(lse_s.at[warpgroup], lse_ref.at[batch, head, queries(warpgroup)])
-        gpu.wait_smem_to_gmem(0)
+    rows = plan.tile.q
+    start = (
+        gpu.full((rows,), -jnp.inf),
+        gpu.full((rows,), 0.0),
+        gpu.full((rows, memory.v.shape[3]), 0.0),
+    )
+    largest, total, out = walk(plan.ranges, memory.bounds, body, start)
+    pl.when(warpgroup == 0)(lambda: _take_turns(turn))  # lets warpgroup 1 make its last turn
+    has_key = total > 0
+    total = jnp.where(has_key, total, 1.0)
+    out = out * gpu.broadcast(1 / total, out.shape, 0)
+    scratch.out[warpgroup] = out.astype(scratch.out.dtype)
+    lse = jnp.where(has_key, largest * gpu.LN2 + jnp.log(total), -jnp.inf)
+    scratch.lse[warpgroup] = lse
+    gpu.commit_smem()
+    gpu.copy_smem_to_gmem(
+        scratch.out.at[warpgroup],
+        memory.out.at[batch, _own_queries(plan, program, warpgroup), head],
+    )
+    gpu.copy_smem_to_gmem(
+        scratch.lse.at[warpgroup],
+        memory.lse.at[batch, head, _own_queries(plan, program, warpgroup)],
+    )
+    gpu.wait_smem_to_gmem(0)
 
 
-def take_turns(turn) -> None:
-    """Waits for the other computing warpgroup to be at its next one."""
+def _take_turns(turn) -> None:
+    """Ends this warpgroup's turn and waits for the other computing warpgroup to end its own."""
     gpu.barrier_arrive(turn)
     gpu.barrier_wait(turn)
 
 
-def forward(problem: Problem, inputs: Inputs, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+def forward(
+    problem: Problem, inputs: Inputs, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """As `xla.forward`."""
-    (b, t, h, d), (_, s, shared, _), e = inputs.q_bthd.shape, inputs.k_bskd.shape, inputs.v_bske.shape[3]
-    d, wide = (-(-width // gpu.LANES) * gpu.LANES for width in (d, e))
-    tile = tiling.HOPPER_FORWARD[max(d, wide)]
-    counts = -(-t // (COMPUTING * tile.q)), -(-s // tile.k)
-    length, keys = counts[0] * COMPUTING * tile.q, counts[1] * tile.k
-    q, k = padded(inputs.q_bthd, (b, length, h, d)), padded(inputs.k_bskd, (b, keys, shared, d))
-    v = padded(kept(inputs.v_bske, seen_keys(problem, inputs)), (b, keys, shared, wide))
-    places = [x for x in padded_places(inputs, b, (length, keys)) if x is not None]
-    some, given = parts(problem, inputs, keys == s, True), [x is not None for x in (inputs.segments, inputs.positions)]
-    plan = _Plan(problem, tile, counts, (t, s), inputs.group, some, *given, interpret)
-    dtype = q.dtype
+    b, t, h, d = inputs.q_bthd.shape
+    _, s, kv_heads, e = inputs.v_bske.shape
+    dtype = inputs.q_bthd.dtype
+    d_padded = round_up(d, gpu.SWIZZLE_ELEMENTS)
+    e_padded = round_up(e, gpu.SWIZZLE_ELEMENTS)
+    tile = tiling.HOPPER_FORWARD[max(d_padded, e_padded)]
+    own_queries = COMPUTING * tile.q
+    counts = (pl.cdiv(t, own_queries), pl.cdiv(s, tile.k))
+    q_length = counts[0] * own_queries
+    kv_length = counts[1] * tile.k
+    q = pad_to(inputs.q_bthd, (b, q_length, h, d_padded))
+    k = pad_to(inputs.k_bskd, (b, kv_length, kv_heads, d_padded))
+    v = zero_hidden(inputs.v_bske, visible_keys(problem, inputs))
+    v = pad_to(v, (b, kv_length, kv_heads, e_padded))
+    masks = pad_mask_operands(inputs, q_length, kv_length)
+    plan = _Plan(
+        problem,
+        tile,
+        counts,
+        lengths=(t, s),
+        group=inputs.group,
+        ranges=possible_ranges(problem, inputs, padded_keys=kv_length != s, over=OVER_KEYS),
+        has_segments=inputs.has_segments,
+        has_positions=inputs.has_positions,
+        interpret=interpret,
+    )
+    bytes_per_head = kv_length * (d_padded + e_padded) * dtype.itemsize // plan.group
     run = gpu.call(
         partial(_forward_kernel, plan),
-        grid=grid_of(b * h, counts[0], keys * (d + wide) * dtype.itemsize // plan.group),
+        grid=program_grid(b * h, counts[0], bytes_per_head),
         outputs=[
-            jax.ShapeDtypeStruct((b, length, h, wide), dtype),
-            jax.ShapeDtypeStruct((b, h, length), jnp.float32),
+            jax.ShapeDtypeStruct((b, q_length, h, e_padded), dtype),
+            jax.ShapeDtypeStruct((b, h, q_length), jnp.float32),
         ],
-        scratch=[
-            gpu.shared((COMPUTING, tile.q, d), dtype),
-            gpu.shared((tile.stages, tile.k, d), dtype),
-            gpu.shared((tile.stages, tile.k, wide), dtype),
-            gpu.shared((COMPUTING, tile.q), jnp.float32),
-            *(gpu.barriers(count) for count in (COMPUTING, tile.stages, tile.stages)),
-            *(gpu.barriers(tile.stages, arrivals=COMPUTING) for _ in range(2)),
-            gpu.barriers(1, arrivals=COMPUTING),
-            *([gpu.shared((COMPUTING, tile.q, wide), dtype)] if wide != d else []),
-            *([gpu.shared((COMPUTING, *plan.shape), dtype)] if interpret else []),
-        ],
+        scratch=_scratch(plan, d_padded, e_padded, dtype),
         warpgroups=COMPUTING + 1,
         interpret=interpret,
         name="attention_forward",
     )
-    limits = bounds(problem, inputs, COMPUTING * tile.q, tile.k, 2)
-    out, lse = run(limits, q, k, v, *places)
+    bounds = tile_bounds(problem, inputs, own_queries, tile.k, OVER_KEYS)
+    out, lse = run(bounds, q, k, v, *(x for x in masks if x is not None))
     return out[:, :t, :, :e], jnp.moveaxis(lse, 1, 2)[:, :t]
+
+
+def _scratch(plan: _Plan, d: int, e: int, dtype) -> list:
+    """As `_forward_kernel` takes it apart; head dims padded."""
+    tile = plan.tile
+    scratch = [
+        gpu.shared_memory((COMPUTING, tile.q, d), dtype),  # q
+        gpu.shared_memory((tile.stages, tile.k, d), dtype),  # k
+        gpu.shared_memory((tile.stages, tile.k, e), dtype),  # v
+        gpu.shared_memory((COMPUTING, tile.q), jnp.float32),  # lse
+        gpu.barriers(COMPUTING),  # q_ready
+        gpu.barriers(tile.stages),  # k_ready
+        gpu.barriers(tile.stages),  # v_ready
+        gpu.barriers(tile.stages, arrivals=COMPUTING),  # k_free
+        gpu.barriers(tile.stages, arrivals=COMPUTING),  # v_free
+        gpu.barriers(1, arrivals=COMPUTING),  # turn
+    ]
+    if e != d:
+        scratch.append(gpu.shared_memory((COMPUTING, tile.q, e), dtype))  # out
+    if plan.interpret:
+        scratch.append(gpu.shared_memory((COMPUTING, *plan.shape), dtype))  # staging
+    return scratch

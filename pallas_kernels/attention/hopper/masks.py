@@ -3,24 +3,40 @@
 from functools import reduce
 from operator import and_
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.backends import mosaic as gpu
 
 
-def who_sees(problem: Problem, shape: tuple[int, int], axes: tuple[int, int], positions, segments):
-    """bool of `shape`, the axes of queries and of keys in `axes`; None: all see all. As `problem.sees`.
+def pair_mask(
+    problem: Problem,
+    shape: tuple[int, int],
+    axes: tuple[int, int],
+    positions: tuple[jax.Array, jax.Array] | None,
+    segment_ids: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array | None:
+    """bool `shape`, as `mask.pair_mask`: which pairs are visible; None: all.
 
-    `positions`, `segments`: a vector of the queries and one of the keys, as `gpu.along` takes them; None where not
-    needed. They are compared as they are: their difference would take a register for each score.
+    `axes`: the dim of `shape` that counts queries, then the one that counts keys. `positions` and
+    `segment_ids` are vectors of the queries and of the keys, each belonging to its dim; positions
+    are needed where the problem has a window.
+
+    Rows are compared with columns. A difference of positions would take a register per score.
     """
-    pairs = []
+    comparisons = []
     if problem.right is not None:
-        pairs.append((jnp.greater_equal, positions[0] + problem.right, positions[1]))
+        q_positions, kv_positions = positions
+        comparisons.append((jnp.greater_equal, q_positions + problem.right, kv_positions))
     if problem.left is not None:
-        pairs.append((jnp.less_equal, positions[0] - problem.left, positions[1]))
-    if segments is not None:
-        pairs.append((jnp.equal, *segments))
-    seen = [compare(gpu.along(of_q, shape, axes[0]), gpu.along(of_k, shape, axes[1])) for compare, of_q, of_k in pairs]
-    return reduce(and_, seen) if seen else None
+        q_positions, kv_positions = positions
+        comparisons.append((jnp.less_equal, q_positions - problem.left, kv_positions))
+    if segment_ids is not None:
+        comparisons.append((jnp.equal, *segment_ids))
+    q_axis, k_axis = axes
+    masks = [
+        compare(gpu.broadcast(of_q, shape, q_axis), gpu.broadcast(of_k, shape, k_axis))
+        for compare, of_q, of_k in comparisons
+    ]
+    return reduce(and_, masks) if masks else None

@@ -1,26 +1,49 @@
-"""Which part of the work a program of a Hopper kernel takes."""
+"""The grid: which part of the work a program of a Hopper kernel takes."""
+
+from typing import Any, NamedTuple
 
 import jax
 
-COMPUTING = 2  # warpgroups of a program; one more copies
-CACHE = 24 * 2**20  # bytes of keys and values that programs which run at the same time shall share; the L2 has 50 MB
+COMPUTING = 2  # computing warpgroups of a program; one more copies
+ROWS = 64  # of a wgmma: the queries, or keys, of one computing warpgroup
+
+# Bytes that programs which run at the same time shall read: about half of Hopper's L2 of 50 MB.
+CACHE = 24 * 2**20
 
 
-def grid_of(heads: int, tiles: int, size: int) -> dict[str, int]:
-    """The programs: `size` bytes of keys and values are read by each of `heads` heads, all batches counted.
+def program_grid(heads: int, tiles: int, size: int) -> dict[str, int]:
+    """Sizes of the grid, fastest first, for `tiles` tiles of each of `heads` batch x heads.
 
-    Sections of so many heads as the cache holds run one after the other; in each the tiles from first to last.
+    Every program of a head reads the same `size` bytes. Sections of as many heads as CACHE holds
+    run one after the other, and in each section the tiles from first to last: what the programs
+    of a head read together then stays in the L2.
     """
-    together = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * size <= CACHE))
+    together = 1
+    for count in range(1, heads + 1):
+        if heads % count == 0 and count * size <= CACHE:
+            together = count
     return {"head": together, "tile": tiles, "section": heads // together}
 
 
-def program(heads: int):
-    """(batch, head, tile) of this program of `grid_of`; `heads` of one batch."""
-    number = jax.lax.axis_index("section") * jax.lax.axis_size("head") + jax.lax.axis_index("head")
-    return jax.lax.div(number, heads), jax.lax.rem(number, heads), jax.lax.axis_index("tile")
+class Program(NamedTuple):
+    batch: Any
+    head: Any  # of this batch
+    tile: Any
 
 
-def limits_of(ref, batch, at):
-    """The reference to the four of `bounds` for tile `at`. Read where they are used: kept in registers they spill."""
-    return ref.at[batch if ref.shape[0] > 1 else 0, at]
+def this_program(heads: int) -> Program:
+    """Which one of `program_grid` runs; `heads` of one batch."""
+    section = jax.lax.axis_index("section") * jax.lax.axis_size("head")
+    number = section + jax.lax.axis_index("head")
+    batch = jax.lax.div(number, heads)
+    head = jax.lax.rem(number, heads)
+    return Program(batch, head, jax.lax.axis_index("tile"))
+
+
+def bounds_of(bounds_ref, program: Program):
+    """The reference to the four `tile_bounds` of a program's tile.
+
+    It is read where a bound is used: four values held in registers would spill.
+    """
+    batch = program.batch if bounds_ref.shape[0] > 1 else 0
+    return bounds_ref.at[batch, program.tile]

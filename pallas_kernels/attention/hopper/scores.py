@@ -1,170 +1,142 @@
-"""What the kernels of backward_kernels.py share: scores of 64 rows by a tile of columns, their masks, rings of tiles.
+"""Scores of 64 rows by a tile of columns, in the registers of the backward kernels' warpgroups.
 
-A thread has 240 registers at most, which decides the form of the code. A loop is one loop that masks where `clear` says
-so: three would hold their sums in three places. Masks compare rows with columns: of differences there is one per score.
-And `with_second` lets matmuls wait where a softcap or places take their registers.
+A thread has 240 registers at most, and that decides the form of the code:
+
+- one loop over all tiles, which masks where it must: the forward pass's three loops would keep the
+  accumulators alive three times;
+- a mask compares rows with columns: a difference of positions would take a register per score;
+- with a softcap or masks, the second matmul may have to wait (`score_matmuls`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.hopper.masks import who_sees
-from pallas_kernels.attention.plan import scores
+from pallas_kernels.attention.hopper.masks import pair_mask
+from pallas_kernels.attention.hopper.programs import ROWS
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.tiling import GradientTile
 from pallas_kernels.backends import mosaic as gpu
 
-ROWS = 64  # of scores, of a computing warpgroup
-
 
 @dataclass(frozen=True)
 class ScoresPlan:
-    """What a kernel knows: the problem, its tile, the lengths before padding.
-
-    `by_query`: rows of scores are queries and columns keys, else the other way.
-    """
+    """What a backward kernel knows when it is traced."""
 
     problem: Problem
     tile: GradientTile
-    by_query: bool
-    lengths: tuple[int, int]
-    group: int
-    masks: bool  # some tile needs it
-    given: tuple[bool, bool]  # whether there are segments, positions
+    rows_are_queries: bool  # and columns keys; else scores are transposed
+    lengths: tuple[int, int]  # (t, s) before padding
+    group: int  # query heads per key-value head
+    needs_mask: bool  # in some tile
+    has_segments: bool
+    has_positions: bool
     interpret: bool
 
     @property
     def columns(self) -> int:
-        return self.tile.k if self.by_query else self.tile.q
+        return self.tile.k if self.rows_are_queries else self.tile.q
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Of the scores of a computing warpgroup."""
         return ROWS, self.columns
 
     @property
-    def places(self) -> int:
-        return sum(self.given)
+    def mask_vectors(self) -> int:
+        """How many vectors a side is masked by: its segment ids, its positions."""
+        return self.has_segments + self.has_positions
 
-    def sides(self, refs):
-        """(places of rows, places of columns, the references behind them)"""
-        count = 2 * self.places
-        queries, keys = refs[0:count:2], refs[1:count:2]
-        return (queries, keys, refs[count:]) if self.by_query else (keys, queries, refs[count:])
+    @property
+    def axes(self) -> tuple[int, int]:
+        """The dims of scores that count queries and keys."""
+        return (0, 1) if self.rows_are_queries else (1, 0)
 
     def weights(self, products, lse) -> tuple[jax.Array, jax.Array | None]:
-        """(softmax, slope of the softcap or None) given q k^T and what comes off the scores for exp2."""
-        x, slope = scores(self.problem, products, gpu.LOG2E, gpu.tanh)
-        return jnp.exp2(x - lse), slope
+        """(softmax, the softcap's derivative or None), given q k^T and lse in units of log 2."""
+        scores, slope = self.problem.scores(products, gpu.LOG2E, gpu.tanh)
+        return jnp.exp2(scores - lse), slope
 
-    def masked(self, weights, clear, row, column, places):
-        """`weights` of the tile that begins at row number `row`, and whose columns are tile `column`, 0 where not seen.
+    def zero_hidden(self, weights, full, first_row, column_tile, masks):
+        """`weights` of a tile, 0 where hidden.
 
-        `clear`: tiles from the first to before the second need no mask. `places`: shared memory with those of its rows
-        and of its columns, [places, ROWS or columns].
+        The tile starts at row `first_row`; its columns are tile `column_tile`, which needs no mask
+        from `full[0]` to before `full[1]`. `masks`: shared memory [mask_vectors, ROWS] of its rows
+        and [mask_vectors, columns] of its columns; empty without any.
         """
-        if not self.masks:
+        if not self.needs_mask:
             return weights
 
-        def mask(weights):
-            seen = self._seen((row, column * self.columns), places)
-            return weights if seen is None else jnp.where(seen, weights, 0.0)
+        def hide(weights):
+            mask = self._mask((first_row, column_tile * self.columns), masks)
+            return weights if mask is None else jnp.where(mask, weights, 0.0)
 
-        return jax.lax.cond((column < clear[0]) | (column >= clear[1]), mask, lambda weights: weights, weights)
+        is_partial = (column_tile < full[0]) | (column_tile >= full[1])
+        return jax.lax.cond(is_partial, hide, lambda weights: weights, weights)
 
-    def _seen(self, first, places):
-        """bool [rows, columns]; None: all."""
-        axes, segments, positions = (0, 1) if self.by_query else (1, 0), None, None
+    def _mask(self, first, masks) -> jax.Array | None:
+        """bool `shape` of the tile whose first row and column are `first`; None: all are visible."""
+        t, s = self.lengths
+        q_axis, k_axis = self.axes
 
-        def load(number):
-            return [load_along(places[axis].at[number], axis) for axis in axes]
+        def load(vector):
+            of_queries = gpu.load_shared_vector(masks[q_axis].at[vector], q_axis)
+            return of_queries, gpu.load_shared_vector(masks[k_axis].at[vector], k_axis)
 
         def numbers(axis):
-            return gpu.numbers(self.shape[axis], axis) + first[axis]
+            return gpu.iota(self.shape[axis], axis) + first[axis]
 
-        if self.given[0]:
-            segments = load(0)
-        if self.problem.left is not None or self.problem.right is not None:
-            shift = self.lengths[1] - self.lengths[0]
-            positions = load(self.places - 1) if self.given[1] else (numbers(axes[0]) + shift, numbers(axes[1]))
-        seen = who_sees(self.problem, self.shape, axes, positions, segments)
-        padded_keys = self.by_query and self.lengths[1] % self.tile.k  # not by_query: rows, whose sums are cut off
-        if not padded_keys or (self.problem.right == 0 and not self.given[1]):  # they come after all queries
-            return seen
-        there = gpu.along(numbers(1), self.shape, 1) < self.lengths[1]
-        return there if seen is None else there & seen
+        segment_ids = None
+        if self.has_segments:
+            segment_ids = load(0)
+        positions = None
+        if self.problem.has_window and self.has_positions:
+            positions = load(self.mask_vectors - 1)  # behind segment ids
+        elif self.problem.has_window:
+            q_positions = numbers(q_axis) + (s - t)
+            positions = q_positions, numbers(k_axis)
+        mask = pair_mask(self.problem, self.shape, self.axes, positions, segment_ids)
 
-
-def load_along(ref, dim: int) -> jax.Array:
-    """A vector in shared memory, as `gpu.along(..., dim)` takes it."""
-    return gpu.load(ref, layout=gpu.Layout.WGMMA.reduce(1 - dim))
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Slots of shared memory that tiles pass through in turn, and barriers: a tile is there, its slot is free."""
-
-    slots: int
-    there: jax.Array
-    free: jax.Array
-
-    def slot(self, step):
-        return jax.lax.rem(step, self.slots)
-
-    def arrival(self, step):
-        """The barrier that the tile of this step is there; two for one slot, or its address takes a register."""
-        return self.there.at[jax.lax.rem(step, max(self.slots, 2))]
+        # Padding of keys. In rows it needs no mask: their sums are cut off at the end. Nor does it
+        # where the call is causal, as padding comes after every query.
+        has_padding = self.rows_are_queries and s % self.tile.k
+        is_hidden_already = self.problem.right == 0 and not self.has_positions
+        if not has_padding or is_hidden_already:
+            return mask
+        is_real = gpu.broadcast(numbers(1), self.shape, 1) < s
+        return is_real if mask is None else is_real & mask
 
 
-def copy_all(total, *rings: tuple[Ring, Callable]) -> None:
-    """`copy(step, slot, barrier)` of each ring for `total` steps, each when its slot is free; at the end all are."""
+def score_matmuls(
+    plan: ScoresPlan, first: Callable, wait: Callable, second: Callable | None, use: Callable
+):
+    """(use(the first matmul's result), the second matmul's result or None), each `plan.shape`.
 
-    @pl.loop(0, total + max(ring.slots for ring, _ in rings))
-    def _(step):
-        for ring, copy in rings:
-            slot = ring.slot(step)
-            again = (step >= ring.slots) & (step < total + ring.slots)
-            pl.when(again)(partial(gpu.barrier_wait, ring.free.at[slot]))
-            pl.when(step < total)(partial(copy, step, slot, ring.arrival(step)))
-
-
-def with_second(plan: ScoresPlan, first: Callable, wait: Callable, second: Callable | None, use: Callable):
-    """(use(what `first(accumulator)` multiplies), what `second` does or None), each `plan.shape`.
-
-    The second runs while `use` does, where registers last for it.
+    `first` and `second` issue matmuls onto the accumulator they are given; `wait` waits for the
+    operands of the second. Where registers last, it runs while `use` works on the first; else after.
     """
-    shape, more = plan.shape, plan.problem.softcap is not None or plan.places
+    accumulator = gpu.ACC(plan.shape, jnp.float32)
+    use_takes_more = plan.problem.softcap is not None or plan.mask_vectors
 
-    def alone(into):
+    def run_first(into):
         first(into)
         used = use(into[...])
         wait()
         return used
 
-    def both(into, other):
+    def run_both(into, other):
         first(into)
         wait()
         second(other)
+        # The last matmul may still run: it is the second.
         return use(gpu.wgmma_accumulator_load(into, wait_n=1)), other[...]
 
-    if second is None or (more and not plan.tile.overlap):
-        used = pl.run_scoped(alone, gpu.ACC(shape, jnp.float32))
-        return used, None if second is None else gpu.product(second, shape)
-    return pl.run_scoped(both, gpu.ACC(shape, jnp.float32), gpu.ACC(shape, jnp.float32))
-
-
-def accumulate(starts: tuple[jax.Array, ...], multiply: Callable, interpret: bool) -> tuple[jax.Array, ...]:
-    """starts + what `multiply(*accumulators)` gives."""
-    if interpret:
-
-        def run(*into):
-            multiply(*into)
-            return tuple(each[...] for each in into)
-
-        sums = pl.run_scoped(run, *(gpu.ACC(start.shape, jnp.float32) for start in starts))
-        return tuple(start + total for start, total in zip(starts, sums, strict=True))
-    return pl.run_state(lambda into: multiply(*into))(tuple(gpu.ACC.init(start) for start in starts))
+    if second is None:
+        return pl.run_scoped(run_first, accumulator), None
+    if use_takes_more and not plan.tile.overlap:
+        used = pl.run_scoped(run_first, accumulator)
+        return used, gpu.accumulate_from_zero(second, plan.shape)
+    return pl.run_scoped(run_both, accumulator, gpu.ACC(plan.shape, jnp.float32))
