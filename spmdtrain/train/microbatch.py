@@ -65,7 +65,7 @@ def head_loss(
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt):
         split = (*by_hand, *axes("vocab"))
-        loss = linear_cross_entropy(hidden_bte, table_ve, targets_bt, mask=mask_bt, split=split)
+        loss = linear_cross_entropy(hidden_bte, table_ve, targets_bt, mask=mask_bt, axis_name=split)
         over = axes(*of_token)
         return jax.lax.psum(loss, over) if over else loss
 

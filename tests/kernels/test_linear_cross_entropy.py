@@ -64,7 +64,7 @@ def test_what_counts_nothing_may_be_nan():
     ("time", "chunks"), [(8192, 16), (8191, 16), (4099, 8), (2039, 4), (12, 1)]
 )
 def test_chunks_are_few_whatever_divides_the_time(time, chunks):
-    assert api._chunks(1, time, 128256, 2**26) == chunks
+    assert api._chunk_count(1, time, 128256, 2**26) == chunks
 
 
 def test_a_time_that_no_number_of_chunks_divides():
@@ -73,7 +73,7 @@ def test_a_time_that_no_number_of_chunks_divides():
                                                                         chunk_logits=limit), (1, 2, 3))  # fmt: skip
     rows = x.shape[0] * weight.shape[0]
     got, want = run(3 * rows, x, weight, mask), run(13 * rows, x, weight, mask)
-    assert api._chunks(x.shape[0], 13, weight.shape[0], 3 * rows) == 5
+    assert api._chunk_count(x.shape[0], 13, weight.shape[0], 3 * rows) == 5
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), got, want
     )
@@ -113,7 +113,7 @@ def test_a_split_vocabulary_gives_the_same():
             weight,
             targets,
             mask=mask,
-            split=("tensor",),
+            axis_name=("tensor",),
             chunk_logits=case.chunk_logits,
             **options(case),
         )

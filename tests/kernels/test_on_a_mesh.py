@@ -40,7 +40,7 @@ def head(implementation):
         targets = jnp.arange(x.shape[1])[None] % 12 + 0 * x[..., 0].astype(int)
         split = tuple(automatic & {HEADS})
         loss = linear_cross_entropy(
-            y + total, weight, targets, split=split, z_loss=1e-3, chunk_logits=64
+            y + total, weight, targets, axis_name=split, z_loss=1e-3, chunk_logits=64
         )
         loss = jax.lax.psum(loss, BATCH) if BATCH in automatic else loss
         return jnp.full(x.shape[:2], loss / 1000)

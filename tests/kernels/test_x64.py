@@ -39,7 +39,7 @@ def split_over_devices(x, weight, mask):
 
     def part(x, weight, mask, targets):
         loss = linear_cross_entropy(
-            x, weight, targets, mask=mask, split=("tensor",), chunk_logits=40
+            x, weight, targets, mask=mask, axis_name=("tensor",), chunk_logits=40
         )
         return jax.lax.psum(loss, "data")
 
