@@ -1,6 +1,17 @@
-"""Fused attention, norms and linear + cross-entropy for JAX. Stands alone: imports jax and nothing else.
+"""Fused attention, norms and linear + cross-entropy for JAX. Imports jax and nothing else.
 
-from pallas_kernels.attention import attention
-from pallas_kernels.norm import layernorm, rmsnorm
-from pallas_kernels.loss import linear_cross_entropy
+    from pallas_kernels.attention import attention
+    from pallas_kernels.norm import layernorm, rmsnorm
+    from pallas_kernels.loss import linear_cross_entropy
+
+Each of these rooms has the same files: api.py (what users call; start there), reference.py (the
+definition that every implementation must equal), one file or folder per implementation, and
+cases.py (calls that tests, aot.py and bench.py share). Beside them:
+
+    choose.py      which implementation runs, and the error where none does
+    partition.py   kernels on a mesh
+    gpus.py        the table of GPUs
+    backends/      the compilers of kernels
+    aot.py         compiles every case for GPUs that are not there
+    bench.py       times every case on the GPU that is
 """

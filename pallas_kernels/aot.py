@@ -1,7 +1,7 @@
 """Compiles every case for NVIDIA GPUs that are not there, through ptxas: forward and backward, nothing runs.
 
-    python -m pallas_kernels.aot [--gpus a100 h200 b200] [--ops attention norm] [--implementations mosaic triton cudnn]
-                                 [--only TEXT] [--first N] [--jobs N]
+    python -m pallas_kernels.aot [--gpus a100-80 h200 b200] [--ops attention norm]
+                                 [--implementations mosaic triton cudnn] [--only TEXT] [--first N] [--jobs N]
 
 Needs jax >= 0.11, its CUDA plugin and compiler wheels (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc,
 nvidia-nvvm; `pip install --no-deps`), no driver. Only with nvidia-cudnn-cu13 too is cudnn compiled, for one GPU: what
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from pallas_kernels import gpus
 
-CORES = {"a100": 108, "h200": 132, "b200": 148}  # of the GPUs that are compiled for
+COMPILED_FOR = ("a100-80", "h200", "b200")  # unless told otherwise: sm_80, sm_90a, sm_100a
 CUDNN_GPU = "h200"
 CALLS = "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmha"  # as compiled programs name them
 
@@ -50,9 +50,10 @@ def devices(gpu: str, count: int = 1):
     """`count` devices on one host, which can be compiled for."""
     from jax.experimental import topologies
 
-    # ptxas asks for neither bandwidth nor memory
-    target = gpus.target(gpu, cores=CORES[gpu], memory_bandwidth=4.8e12, memory=84942979072)
-    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}").devices
+    target = gpus.xla_target(gpus.GPUS[gpu])
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology=f"1x1x{count}"
+    ).devices
 
 
 def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
@@ -74,7 +75,12 @@ def _attention(attention, options):
     import jax
 
     def run(implementation, q, k, v, dout, bias=None):
-        out, pull = jax.vjp(lambda *qkv: attention(*qkv, bias=bias, implementation=implementation, **options), q, k, v)
+        out, pull = jax.vjp(
+            lambda *qkv: attention(*qkv, bias=bias, implementation=implementation, **options),
+            q,
+            k,
+            v,
+        )
         return out, pull(dout)
 
     return run
@@ -127,11 +133,17 @@ def compile_cases(work: Work, skip: int) -> None:
     for name, run, shapes in chosen[skip : work.first]:
         print(json.dumps({"case": name}), flush=True)
         here = NamedSharding(mesh, P())
-        given = jax.tree.map(lambda x, here=here: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+        given = jax.tree.map(
+            lambda x, here=here: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
+        )
         start, found = time.perf_counter(), {"case": name}
         try:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                made = jax.jit(lambda given, run=run: run(work.implementation, **given)).lower(given).compile()
+                made = (
+                    jax.jit(lambda given, run=run: run(work.implementation, **given))
+                    .lower(given)
+                    .compile()
+                )
             text = made.as_text()
             found["calls"] = sum(text.count(f'="{name}') for name in CALLS)
             if faults := mosaic_faults(Path(reports.name)):
@@ -147,7 +159,14 @@ def compiled(work: Work) -> Iterator[dict]:
     """What `compile_cases` finds, of cases that abort the compiler too."""
     done = 0
     while True:
-        command = [sys.executable, "-m", "pallas_kernels.aot", "--child", *map(str, work), str(done)]
+        command = [
+            sys.executable,
+            "-m",
+            "pallas_kernels.aot",
+            "--child",
+            *map(str, work),
+            str(done),
+        ]
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -169,17 +188,33 @@ def compiled(work: Work) -> Iterator[dict]:
         yield {"case": begun, "error": f"aborted the compiler ({child.returncode})"}
 
 
-def combinations(gpus: list[str], ops: list[str], asked: list[str] | None, first: int, only: str) -> list[Work]:
+def combinations(
+    gpus: list[str], ops: list[str], asked: list[str] | None, first: int, only: str
+) -> list[Work]:
     """With the implementations that are kernels, or those of `asked` that the op has."""
     from pallas_kernels import norm
     from pallas_kernels.attention import api
 
     there = {"attention": api.IMPLEMENTATIONS, "norm": norm.api.IMPLEMENTATIONS}
-    wanted = [name for name in {**there["attention"], **there["norm"]} if name != "xla"] if asked is None else asked
-    every = [Work(gpu, op, name, first, only) for gpu in gpus for op in ops for name in wanted if name in there[op]]
+    wanted = (
+        [name for name in {**there["attention"], **there["norm"]} if name != "xla"]
+        if asked is None
+        else asked
+    )
+    every = [
+        Work(gpu, op, name, first, only)
+        for gpu in gpus
+        for op in ops
+        for name in wanted
+        if name in there[op]
+    ]
     if left_out := not has_cudnn() and any(each.implementation == "cudnn" for each in every):
         print("cudnn is left out: there is no nvidia-cudnn-cu13")
-    return [each for each in every if each.implementation != "cudnn" or (each.gpu == CUDNN_GPU and not left_out)]
+    return [
+        each
+        for each in every
+        if each.implementation != "cudnn" or (each.gpu == CUDNN_GPU and not left_out)
+    ]
 
 
 def has_cudnn() -> bool:
@@ -198,18 +233,30 @@ def report(work: Work) -> Counter:
         general = re.split(r",? not |, \d", reason)[0]
         counts[(kind, general) if kind == "refused" else kind] += 1
         said = found.get("error") or reason or f"{found['calls']} kernels"
-        print(f"{work.title} {found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)", flush=True)
+        print(
+            f"{work.title} {found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)",
+            flush=True,
+        )
     return counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", nargs="+", default=list(CORES), choices=CORES)
-    parser.add_argument("--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm"))
+    parser.add_argument(
+        "--gpus",
+        nargs="+",
+        default=COMPILED_FOR,
+        choices=[name for name, gpu in gpus.GPUS.items() if gpu.xla],
+    )
+    parser.add_argument(
+        "--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm")
+    )
     parser.add_argument("--implementations", nargs="+", help="default: all but xla")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
     parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
-    parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="compilers at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="compilers at a time"
+    )
     parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:

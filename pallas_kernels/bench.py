@@ -44,13 +44,27 @@ def programs(op: str, dry: bool) -> Iterator[Program]:
         for case in norm_cases.CI[:3] if dry else norm_cases.timed():
             there = {name: x for name, x in case.draw().items() if x is not None and name[0] != "d"}
             size = case.rows * case.width * jnp.dtype(case.dtype).itemsize
-            extra = case.rows * case.width * jnp.dtype(case.residual).itemsize if case.residual else 0
-            yield case.name, partial(_norm, case.op), there, (2 * size + 2 * extra, 3 * size + extra), "GB/s"
+            extra = (
+                case.rows * case.width * jnp.dtype(case.residual).itemsize if case.residual else 0
+            )
+            yield (
+                case.name,
+                partial(_norm, case.op),
+                there,
+                (2 * size + 2 * extra, 3 * size + extra),
+                "GB/s",
+            )
     if op == "loss":
         for case in loss_cases.CI[:1] if dry else loss_cases.timed():
             x, weight, targets, _ = case.draw()
             flops = 2.0 * case.b * case.t * case.width * case.vocab
-            yield case.name, partial(_loss, targets), {"x": x, "weight": weight}, (flops, 2 * flops), "TFLOP/s"
+            yield (
+                case.name,
+                partial(_loss, targets),
+                {"x": x, "weight": weight},
+                (flops, 2 * flops),
+                "TFLOP/s",
+            )
 
 
 def _attention(options, implementation, **arrays):
@@ -115,7 +129,9 @@ def ceilings(dry: bool, how: dict[str, int]) -> dict[str, float]:
     return {"TFLOP/s": 2 * side**3 / found["TFLOP/s"], "GB/s": 4 * long / found["GB/s"]}
 
 
-def measured(op: str, dry: bool, how: dict[str, int], limits: dict[str, float], first: int) -> Iterator[dict[str, Any]]:
+def measured(
+    op: str, dry: bool, how: dict[str, int], limits: dict[str, float], first: int
+) -> Iterator[dict[str, Any]]:
     for number, (case, run, arrays, work, unit) in enumerate(programs(op, dry)):
         if number >= first:
             return
@@ -128,7 +144,9 @@ def measured(op: str, dry: bool, how: dict[str, int], limits: dict[str, float], 
             except Refused as error:
                 refused[name] = str(error)
                 continue
-            calls[f"{name} forward"] = partial(jax.jit(lambda given, forward=forward: forward(**given)), arrays)
+            calls[f"{name} forward"] = partial(
+                jax.jit(lambda given, forward=forward: forward(**given)), arrays
+            )
             calls[f"{name} both"] = partial(jax.jit(partial(both, forward)), arrays)
         found = seconds(calls, **how)
         times = {
@@ -138,10 +156,19 @@ def measured(op: str, dry: bool, how: dict[str, int], limits: dict[str, float], 
         }
         for name, (forward, whole) in times.items():
             row = {"op": op, "case": case, "implementation": name, "unit": unit}
-            for part, amount, spent in (("forward", work[0], forward), ("backward", work[1], whole - forward)):
-                others = [t[0] if part == "forward" else t[1] - t[0] for n, t in times.items() if n != name]
+            for part, amount, spent in (
+                ("forward", work[0], forward),
+                ("backward", work[1], whole - forward),
+            ):
+                others = [
+                    t[0] if part == "forward" else t[1] - t[0]
+                    for n, t in times.items()
+                    if n != name
+                ]
                 other = min(others, default=0)
-                rate = amount / spent if spent > 0 else None  # noise can eat a backward pass of microseconds
+                rate = (
+                    amount / spent if spent > 0 else None
+                )  # noise can eat a backward pass of microseconds
                 row[part] = {
                     "ms": 1e3 * spent,
                     "rate": rate and rate / (1e12 if unit == "TFLOP/s" else 1e9),
@@ -172,7 +199,9 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
     parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--dry", action="store_true", help="tiny cases, one round: only whether it runs")
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny cases, one round: only whether it runs"
+    )
     chosen = parser.parse_args()
     how = {"rounds": 1, "repeats": 1} if chosen.dry else {"rounds": chosen.rounds, "repeats": 5}
     limits = ceilings(chosen.dry, how)
@@ -187,7 +216,14 @@ def main() -> None:
     if chosen.json:
         with open(chosen.json, "w") as file:
             json.dump(
-                {"device": device, "jax": jax.__version__, "dry": chosen.dry, "ceilings": limits, "rows": rows}, file
+                {
+                    "device": device,
+                    "jax": jax.__version__,
+                    "dry": chosen.dry,
+                    "ceilings": limits,
+                    "rows": rows,
+                },
+                file,
             )
 
 

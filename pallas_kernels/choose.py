@@ -1,70 +1,94 @@
-"""The first implementation that does not refuse a call; what a call is compiled for; the errors.
+"""Which implementation runs a call, and the error where none does.
 
-An implementation is a module with `refusal(...) -> str`: why it cannot run the call, "" where it can. A named
-implementation never falls back. "NAME:interpret" runs a kernel's instructions one by one on any machine, for tests.
+An implementation is a module with `refusal(...) -> str`: why it cannot run a call, "" where it can.
+A named one never falls back. "NAME:interpret" runs a kernel's instructions one by one on any
+machine, for tests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from pallas_kernels.gpus import generation
+from pallas_kernels.gpus import BEFORE_AMPERE, generation, is_nvidia
 
 INTERPRET = ":interpret"
 
 
 class Refused(NotImplementedError):
-    """No implementation runs this call, or the named one does not: `reason` says why."""
+    """The named implementation does not run this call, or none does: `reason` says why."""
 
-    def __init__(self, reason: str, said: str):
-        super().__init__(said)
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
         self.reason = reason
 
 
-def choose(op: str, refusals: Mapping[str, Callable[[bool], str]], preference: Sequence[str], asked: str | None) -> str:
-    """The name of the implementation to run: `asked` itself, or the first of `preference` that does not refuse.
+def choose(
+    op: str,
+    refusals: Mapping[str, Callable[[bool], str]],
+    preference: Sequence[str],
+    asked: str | None,
+) -> str:
+    """The implementation to run: `asked` itself, or the first of `preference` that can.
 
-    `refusals`: name -> `refusal(interpreted)`.
+    `refusals` maps a name to `refusal(interpreted)`. Raises `Refused` where none can, ValueError
+    for an unknown name.
     """
     if asked is None:
-        reasons = {}
-        for name in preference:
-            if not (reason := refusals[name](False)):
-                return name
-            reasons[name] = reason
-        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise Refused(said, f"{op}: no implementation runs this call. {said}")
+        return _first_willing(op, refusals, preference)
     name = asked.removesuffix(INTERPRET)
     if name not in refusals:
-        raise ValueError(f"{op}: no implementation {asked!r}; there are {', '.join(refusals)}")
-    if reason := refusals[name](asked.endswith(INTERPRET)):
-        raise Refused(reason, f"{op}: implementation {asked!r} refuses: {reason}; try implementation=None")
+        names = ", ".join(refusals)
+        raise ValueError(f"{op}: no implementation {asked!r}; there are {names}")
+    reason = refusals[name](asked.endswith(INTERPRET))
+    if reason:
+        message = f"{op}: implementation {asked!r} refuses: {reason}; try implementation=None"
+        raise Refused(reason, message)
     return asked
 
 
+def _first_willing(op, refusals, preference) -> str:
+    reasons = []
+    for name in preference:
+        reason = refusals[name](False)
+        if not reason:
+            return name
+        reasons.append(f"{name}: {reason}")
+    said = "; ".join(reasons)
+    raise Refused(said, f"{op}: no implementation runs this call. {said}")
+
+
 def device_kind() -> str:
-    """What is compiled for, as "NVIDIA H200" or "cpu": the device of the mesh in use, else the default device."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None:
-        return described.device_kind
-    default = jax.config.jax_default_device  # a device, a platform or None
-    return (default if isinstance(default, jax.Device) else jax.devices(default)[0]).device_kind
+    """jax's name for what is compiled for: "NVIDIA H200", "cpu".
+
+    That is the device of the mesh in use, or else the default device.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        device = jax.config.jax_default_device  # a device, a platform or None
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return device.device_kind
 
 
 def no_gpu(interpreted: bool) -> str:
-    """Why a kernel for NVIDIA GPUs of sm_80 and up cannot run here; "" where it can."""
+    """Why a kernel for NVIDIA GPUs of sm_80 and later cannot run here; "" where it can."""
     if interpreted:
         return ""
     kind = device_kind()
-    if not any(maker in kind for maker in ("NVIDIA", "Tesla", "Quadro", "TITAN")):
+    if not is_nvidia(kind):
         return f"needs an NVIDIA GPU, this is {kind}"
-    return f"needs sm_80 or later, this is {kind}" if generation(kind) == "old" else ""
+    if generation(kind) == BEFORE_AMPERE:
+        return f"needs sm_80 or later, this is {kind}"
+    return ""
 
 
 def no_64_bits() -> str:
     """Why a kernel whose counters are int32 cannot run here; "" where it can."""
-    return "no 64 bit numbers (jax_enable_x64): its counters have 32" if jax.config.jax_enable_x64 else ""
+    if jax.config.jax_enable_x64:
+        return "no 64 bit numbers (jax_enable_x64): its counters have 32"
+    return ""
 
 
 def not_interpretable(interpreted: bool) -> str:
+    """Why an implementation without kernels of ours cannot be interpreted."""
     return "has no interpreted form" if interpreted else ""

@@ -1,40 +1,271 @@
-"""NVIDIA's GPUs: which generation a name means, and what XLA wants to know of one to compile for it where it is not."""
+"""One table of GPUs: their names, peaks, memory and links, and what XLA must know to compile for one that is absent.
+
+Kernels, training and the planner read it: a new chip is one entry in GPUS. What depends on the machine around a chip
+(its network, how many share a host) or on software is not here.
+
+Units: FLOP/s of dense matmuls (no sparsity), bytes, bytes/s, watts. A link is one direction per device.
+"""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-# As jax names a device ("NVIDIA H200"), by what kernels ask: sm_80 or later at all, sm_90, sm_100 and up.
-GENERATIONS = {
-    "old": r"K80|M40|M60|P4|P40|P100|V100S?|T4|T1000|GTX|GeForce RTX 20\d\d|Quadro RTX|TITAN",
+
+@dataclass(frozen=True, kw_only=True)
+class XlaTarget:
+    """Figures of a chip that XLA's compiler asks for and nothing else here does."""
+
+    shared_memory_per_core: int  # bytes
+    shared_memory_per_block: int  # bytes
+    l2_cache: int  # bytes
+    float32_units_per_core: int
+    description: str  # the device_kind of a device that is compiled for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One chip as it is sold."""
+
+    name: str  # on our command lines
+    device_kinds: tuple[str, ...]  # jax's `device_kind` of it
+    generation: str
+    compute_capability: tuple[int, int] | None  # None: not from NVIDIA
+    bfloat16: float
+    float32: float  # of float32 matmuls as jax runs them by default (TF32 on NVIDIA)
+    cores: int  # streaming multiprocessors, compute units
+    memory: float  # that the driver offers
+    memory_bandwidth: float
+    link_bandwidth: float  # to the GPUs of its host
+    power: float
+    sheet: str  # the source of these figures
+    sources: Mapping[str, str] = field(
+        default_factory=dict, compare=False
+    )  # of those that have another
+    xla: XlaTarget | None = None  # None: XLA cannot compile for it unless it is there
+
+
+SPECS = "device_memory_size of openxla/xla, xla/backends/gpu/target_config/specs"
+
+A100_TARGET = XlaTarget(
+    shared_memory_per_core=167936,
+    shared_memory_per_block=166912,
+    l2_cache=41943040,
+    float32_units_per_core=64,
+    description="NVIDIA A100-SXM4-80GB",
+)
+H100_TARGET = XlaTarget(
+    shared_memory_per_core=233472,
+    shared_memory_per_block=232448,
+    l2_cache=52428800,
+    float32_units_per_core=128,
+    description="NVIDIA H100",
+)
+H200_TARGET = XlaTarget(
+    shared_memory_per_core=233472,
+    shared_memory_per_block=232448,
+    l2_cache=52428800,
+    float32_units_per_core=128,
+    description="NVIDIA H200",
+)
+B200_TARGET = XlaTarget(
+    shared_memory_per_core=233472,
+    shared_memory_per_block=232448,
+    l2_cache=132644864,
+    float32_units_per_core=128,
+    description="NVIDIA B200",
+)
+GB200_TARGET = XlaTarget(
+    shared_memory_per_core=233472,
+    shared_memory_per_block=232448,
+    l2_cache=132644864,
+    float32_units_per_core=128,
+    description="NVIDIA GB200",
+)
+
+_ALL = (
+    Gpu(
+        name="a100-40",
+        device_kinds=("NVIDIA A100-SXM4-40GB",),
+        generation="ampere",
+        compute_capability=(8, 0),
+        bfloat16=312e12,
+        float32=156e12,
+        cores=108,
+        memory=42.3e9,
+        memory_bandwidth=1555e9,
+        link_bandwidth=300e9,
+        power=400,
+        sheet="NVIDIA A100 data sheet (SXM4 40 GB)",
+        sources={"link_bandwidth": "NVLink 3: 600 GB/s both ways"},
+        xla=A100_TARGET,
+    ),
+    Gpu(
+        name="a100-80",
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
+        generation="ampere",
+        compute_capability=(8, 0),
+        bfloat16=312e12,
+        float32=156e12,
+        cores=108,
+        memory=85_100_068_864,
+        memory_bandwidth=2039e9,
+        link_bandwidth=300e9,
+        power=400,
+        sheet="NVIDIA A100 data sheet (SXM4 80 GB)",
+        sources={"memory": SPECS, "link_bandwidth": "NVLink 3: 600 GB/s both ways"},
+        xla=A100_TARGET,
+    ),
+    Gpu(
+        name="h100",
+        device_kinds=("NVIDIA H100 80GB HBM3",),
+        generation="hopper",
+        compute_capability=(9, 0),
+        bfloat16=989.4e12,
+        float32=494.7e12,
+        cores=132,
+        memory=84_942_979_072,
+        memory_bandwidth=3352e9,
+        link_bandwidth=450e9,
+        power=700,
+        sheet="NVIDIA H100 data sheet (SXM5), dense",
+        sources={"memory": SPECS, "link_bandwidth": "NVLink 4: 900 GB/s both ways"},
+        xla=H100_TARGET,
+    ),
+    Gpu(
+        name="h100-pcie",
+        device_kinds=("NVIDIA H100 PCIe",),
+        generation="hopper",
+        compute_capability=(9, 0),
+        bfloat16=756e12,
+        float32=378e12,
+        cores=114,
+        memory=84.9e9,
+        memory_bandwidth=2039e9,
+        link_bandwidth=64e9,
+        power=350,
+        sheet="NVIDIA H100 data sheet (PCIe), dense",
+        sources={"link_bandwidth": "PCIe 5 x16, no bridge"},
+        xla=H100_TARGET,
+    ),
+    Gpu(
+        name="h200",
+        device_kinds=("NVIDIA H200",),
+        generation="hopper",
+        compute_capability=(9, 0),
+        bfloat16=989.4e12,
+        float32=494.7e12,
+        cores=132,
+        memory=151_397_597_184,
+        memory_bandwidth=4800e9,
+        link_bandwidth=450e9,
+        power=700,
+        sheet="NVIDIA H200 data sheet (SXM), dense",
+        sources={"memory": SPECS, "link_bandwidth": "NVLink 4: 900 GB/s both ways"},
+        xla=H200_TARGET,
+    ),
+    Gpu(
+        name="b200",
+        device_kinds=("NVIDIA B200",),
+        generation="blackwell",
+        compute_capability=(10, 0),
+        bfloat16=2250e12,
+        float32=1125e12,
+        cores=148,
+        memory=191.5e9,
+        memory_bandwidth=7672e9,
+        link_bandwidth=900e9,
+        power=1000,
+        sheet="NVIDIA Blackwell (HGX B200) data sheet, dense",
+        sources={"memory_bandwidth": SPECS, "link_bandwidth": "NVLink 5: 1800 GB/s"},
+        xla=B200_TARGET,
+    ),
+    Gpu(
+        name="gb200",
+        device_kinds=("NVIDIA GB200",),
+        generation="blackwell",
+        compute_capability=(10, 0),
+        bfloat16=2500e12,
+        float32=1250e12,
+        cores=148,
+        memory=197.5e9,
+        memory_bandwidth=8000e9,
+        link_bandwidth=900e9,
+        power=1200,
+        sheet="NVIDIA GB200 NVL72 data sheet, dense, per GPU",
+        xla=GB200_TARGET,
+    ),
+    Gpu(
+        name="mi300x",
+        device_kinds=("AMD Instinct MI300X",),
+        generation="cdna3",
+        compute_capability=None,
+        bfloat16=1307.4e12,
+        float32=653.7e12,
+        cores=304,
+        memory=205.8e9,
+        memory_bandwidth=5300e9,
+        link_bandwidth=448e9,
+        power=750,
+        sheet="AMD Instinct MI300X data sheet, dense",
+        sources={"link_bandwidth": "7 Infinity Fabric links of 64 GB/s"},
+    ),
+)
+GPUS = {gpu.name: gpu for gpu in _ALL}
+
+BEFORE_AMPERE = "before ampere"
+
+# Generations of NVIDIA GPUs that have no entry above, by the words of their device_kind.
+_UNLISTED = {
+    BEFORE_AMPERE: r"K80|M40|M60|P4|P40|P100|V100S?|T4|T1000|GTX|GeForce RTX 20\d\d|Quadro RTX|TITAN",
     "hopper": r"G?H(20|100|200|800)",
     "blackwell": r"G?B[123]00",
 }
-
-# Compute capability; shared memory per core and per block; L2 bytes; fp32 units per core; the name XLA knows.
-CHIPS = {
-    "a100": ("major: 8", 167936, 166912, 41943040, 64, "NVIDIA A100-SXM4-80GB"),
-    "h100": ("major: 9 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 52428800, 128, "NVIDIA H100"),
-    "h200": ("major: 9 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 52428800, 128, "NVIDIA H200"),
-    "b200": ("major: 10 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 132644864, 128, "NVIDIA B200"),
-    "gb200": ("major: 10 feature_extension: ACCELERATED_FEATURES", 233472, 232448, 132644864, 128, "NVIDIA GB200"),
-}
+_NVIDIA = ("NVIDIA", "Tesla", "Quadro", "TITAN")  # words of a device_kind
 
 
-def generation(kind: str) -> str:
-    """One of GENERATIONS, of a device of that kind; "" for the others: Ampere, Ada, and what is no NVIDIA GPU."""
-    return next((name for name, kinds in GENERATIONS.items() if re.search(rf"\b({kinds})\b", kind)), "")
+def find(device_kind: str) -> Gpu | None:
+    """The entry of a device that jax calls `device_kind`."""
+    for gpu in GPUS.values():
+        if device_kind in gpu.device_kinds:
+            return gpu
+    return None
 
 
-def target(chip: str, *, cores: int, memory_bandwidth: float, memory: float) -> str:
-    """The text of a GpuTargetConfigProto: of a chip in CHIPS with so many cores, bytes per second and bytes."""
-    capability, per_core, per_block, cache, units, name = CHIPS[chip]
+def generation(device_kind: str) -> str:
+    """The generation of a GPU, listed or not: "hopper", say. "" where its name does not tell."""
+    if listed := find(device_kind):
+        return listed.generation
+    for name, words in _UNLISTED.items():
+        if re.search(rf"\b({words})\b", device_kind):
+            return name
+    return ""
+
+
+def is_nvidia(device_kind: str) -> bool:
+    if listed := find(device_kind):
+        return listed.compute_capability is not None
+    return any(word in device_kind for word in _NVIDIA)
+
+
+def xla_target(gpu: Gpu) -> str:
+    """The text of XLA's GpuTargetConfigProto, by which it compiles for a GPU that is not there."""
+    assert gpu.xla is not None and gpu.compute_capability is not None, gpu.name
+    major, minor = gpu.compute_capability
+    capability = f"major: {major}"
+    if minor:
+        capability += f" minor: {minor}"
+    if major >= 9:  # sm_90a, sm_100a: wgmma and its successors
+        capability += " feature_extension: ACCELERATED_FEATURES"
     return f"""gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: {per_core} shared_memory_per_block_optin: {per_block} threads_per_core_limit: 2048
-  core_count: {cores} fpus_per_core: {units} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  shared_memory_per_core: {gpu.xla.shared_memory_per_core}
+  shared_memory_per_block_optin: {gpu.xla.shared_memory_per_block} threads_per_core_limit: 2048
+  core_count: {gpu.cores} fpus_per_core: {gpu.xla.float32_units_per_core}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
   block_dim_limit_z: 65535 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: {memory_bandwidth:.0f} l2_cache_size: {cache} clock_rate_ghz: 1.8
-  device_memory_size: {memory:.0f} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {gpu.memory_bandwidth:.0f} l2_cache_size: {gpu.xla.l2_cache} clock_rate_ghz: 1.8
+  device_memory_size: {gpu.memory:.0f} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   cuda_compute_capability {{ {capability} }} driver_version: "13.0.0" runtime_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0" device_interconnect_info {{ active_links: 18 }} }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 28 }} runtime_version {{ major: 13 }}
-device_description_str: "{name}"
+device_description_str: "{gpu.xla.description}"
 """

@@ -1,7 +1,8 @@
-"""Kernels on a mesh: run where every axis is manual, on local values, so that XLA has nothing to gather around them.
+"""Kernels on a mesh: they run where every axis is manual, on local values.
 
-A kernel is one opaque call to XLA's partitioner, which would gather all its inputs. A nested shard_map over the axes
-that are still automatic works without a region around it and inside one that is manual over some axes.
+To XLA's partitioner a kernel is one opaque call, and it would gather all inputs of one. A nested
+`shard_map` over the axes that are still automatic avoids that, with or without a region around it
+that is manual over others.
 """
 
 from collections.abc import Callable
@@ -12,46 +13,64 @@ from jax.sharding import PartitionSpec as P
 
 
 def automatic_axes() -> frozenset[str]:
-    """The mesh axes of more than one device that XLA still splits by itself here; none without a mesh."""
+    """Mesh axes of more than one device that XLA still partitions here; none without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    named = zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
-    return frozenset(name for name, kind, size in named if kind != AxisType.Manual and size > 1)
+    axes = zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
+    return frozenset(name for name, kind, size in axes if kind != AxisType.Manual and size > 1)
 
 
 def locally(function: Callable, in_specs, out_specs) -> Callable:
-    """`function` on local values along the automatic axes that its specs name; itself where they name none.
+    """`function` on local values along the automatic axes that the specs name.
 
-    Specs are shard_map's. Along an axis that no spec names all devices do the same with the same values, so it may stay
-    automatic. Along one that only others name an input is whole, and its gradient is summed over it. That sum runs in
-    the gradient's dtype: give weights in float32 (XLA's CPU compiler aborts at a 16-bit sum inside a partly manual
-    region, jax 0.10 and 0.12).
+    Specs are those of `shard_map`. Where they name no automatic axis this is `function` itself.
+
+    An axis that no spec names stays automatic: along it all devices do the same with the same
+    values. Along an axis that only other specs name an input is whole, and its gradient is summed
+    over that axis, in the gradient's dtype. So give weights in float32: XLA's CPU compiler aborts
+    at a 16-bit sum inside a partly manual region (jax 0.10 and 0.12).
     """
     specs = jax.tree.leaves((in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, P))
     axes = automatic_axes() & axes_of(*specs)
     if not axes:
         return function
-    # jit: shard_map by itself runs eagerly only where all axes of the mesh are manual
-    return jax.jit(jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False))
+    region = jax.shard_map(
+        function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+    )
+    # Eagerly, shard_map alone runs only where all axes of the mesh are manual.
+    return jax.jit(region)
 
 
 def wholly_manual(function: Callable) -> Callable:
-    """Inside a region that is manual over some axes: `function` in one that is manual over the others too, with what
-    is whole along them. Elsewhere `function` itself."""
+    """`function` with every axis manual, inside a region where some are; elsewhere itself.
+
+    Its arguments and results must be whole along the axes that become manual here.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    rest = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    rest = {name for name, kind in axes if kind != AxisType.Manual}
     if not rest or len(rest) == len(mesh.axis_names):
         return function
-    return jax.jit(jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=rest, check_vma=False))
+    region = jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names=rest, check_vma=False)
+    return jax.jit(region)
 
 
-def unchecked(op: str, *arrays: jax.Array | None) -> None:
-    """A ValueError inside a shard_map that follows which values differ between devices: derivative rules written by
-    hand, and kernels, do not say that of what they give."""
-    if any(x is not None and jax.typeof(x).manual_axis_type.varying for x in arrays):
-        raise ValueError(f"{op}: needs jax.shard_map(..., check_vma=False) around it")
+def refuse_checked_vma(op: str, *arrays: jax.Array | None) -> None:
+    """Raises a ValueError inside a shard_map that tracks varying manual axes (check_vma).
+
+    Kernels, and derivative rules written by hand, do not say over which axes their results vary.
+    """
+    for x in arrays:
+        if x is not None and jax.typeof(x).manual_axis_type.varying:
+            raise ValueError(f"{op}: needs jax.shard_map(..., check_vma=False) around it")
 
 
 def axes_of(*specs: P) -> set[str]:
     """The mesh axes that the specs name."""
-    parts = [part for spec in specs for part in spec if part]
-    return {axis for part in parts for axis in (part if isinstance(part, tuple) else (part,))}
+    axes = set()
+    for spec in specs:
+        for dim in spec:  # None, an axis, or several
+            if isinstance(dim, tuple):
+                axes.update(dim)
+            elif dim is not None:
+                axes.add(dim)
+    return axes

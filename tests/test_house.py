@@ -1,4 +1,4 @@
-"""The house of DESIGN.md, section 2: imports only go down, jax stays out of the config room, no drawers."""
+"""The house of DESIGN.md, section 2: imports go down, never up or round; no jax in the config room; no drawers."""
 
 import ast
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def violations(root: Path) -> list[str]:
     found = []
     for path in sorted(file for house in HOUSES for file in (root / house).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        module = module_of(path.relative_to(root))
         package = ".".join(parts[:-1])
         room = room_of(module)
         if room == "spmdtrain" and module != "spmdtrain":
@@ -60,6 +60,30 @@ def violations(root: Path) -> list[str]:
             if complaint := complain(module, room, name):
                 found.append(f"{path.relative_to(root)}:{line}: {complaint}")
     return found
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file, relative to the root; a package's `__init__.py` has the package's name."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circles(root: Path, house: str) -> list[list[str]]:
+    """The files of `house` that import each other in a circle, imports inside functions counted; sorted, one list per
+    circle. `from a.b import c` needs a.b.c where that is a file, else a.b."""
+    files = {module_of(path.relative_to(root)): path for path in sorted((root / house).rglob("*.py"))}
+    needs = {}
+    for module, path in files.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        names = [name for _, name in imported(ast.parse(path.read_text(), str(path)), package)]
+        needs[module] = {name if name in files else name.rpartition(".")[0] for name in names} & files.keys()
+    reached = {module: set(first) for module, first in needs.items()}
+    for through in files:  # Warshall's transitive closure
+        for module in files:
+            if through in reached[module]:
+                reached[module] |= reached[through]
+    found = {tuple(sorted(a for a in files if a in reached[b] and b in reached[a])) for b in files}
+    return [list(circle) for circle in sorted(found) if circle]
 
 
 def complain(module: str, room: str, name: str) -> str:
@@ -76,6 +100,22 @@ def complain(module: str, room: str, name: str) -> str:
 
 def test_imports_only_go_down_and_no_room_is_a_drawer():
     assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize("house", sorted(HOUSES))
+def test_no_file_imports_itself_in_a_circle(house):
+    assert circles(ROOT, house) == []
+
+
+def test_a_planted_circle_is_found(tmp_path):
+    room = tmp_path / "pallas_kernels" / "norm"
+    room.mkdir(parents=True)
+    (room / "__init__.py").write_text("from pallas_kernels.norm.api import f")
+    (room / "api.py").write_text("from pallas_kernels.norm import kernel")
+    (room / "kernel.py").write_text("from pallas_kernels.norm.rows import block")
+    (room / "rows.py").write_text("def f():\n    from pallas_kernels.norm import kernel")
+    (room / "alone.py").write_text("from .kernel import g")
+    assert circles(tmp_path, "pallas_kernels") == [["pallas_kernels.norm.kernel", "pallas_kernels.norm.rows"]]
 
 
 def test_every_python_file_of_the_house_is_read():

@@ -1,2 +1,14 @@
+"""Scaled dot-product attention: `attention`, and `saveable`, a policy for `jax.checkpoint`.
+
+Start with api.py, then problem.py and mask.py, whose words all implementations use:
+
+    xla.py      plain JAX, runs anywhere; the shortest form of the algorithm
+    triton.py   kernels for NVIDIA GPUs of sm_80 and later
+    hopper/     kernels for sm_90, on Mosaic GPU
+    cudnn.py    NVIDIA's own
+
+tiling.py has their tile sizes. tile_ranges.py and operands.py are what the kernels share.
+"""
+
 from pallas_kernels.attention.api import attention as attention
 from pallas_kernels.attention.api import saveable as saveable

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.attention import cudnn, mosaic, triton, xla
+from pallas_kernels.attention import cudnn, hopper, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, prepare
 from pallas_kernels.choose import INTERPRET, choose
-from pallas_kernels.partition import unchecked
+from pallas_kernels.partition import refuse_checked_vma
 
-IMPLEMENTATIONS = {"xla": xla, "mosaic": mosaic, "triton": triton, "cudnn": cudnn}
-# Published: cuDNN's forward at 395 to 617 TFLOP/s on an H100 (arXiv:2407.08608, head dims 64 and 128). Our kernels take
-# their places once they are measured.
+IMPLEMENTATIONS = {"xla": xla, "mosaic": hopper, "triton": triton, "cudnn": cudnn}
+# cuDNN's forward is published at 395 to 617 TFLOP/s on an H100 (arXiv:2407.08608, head dims 64 and
+# 128). Our kernels take their places once they are measured.
 PREFERENCE = ("cudnn", "xla")
-NAME = "attention"  # of what `saveable` keeps
+SAVED = "attention"  # the checkpoint_name of what `saveable` keeps
 
 
 def attention(  # noqa: PLR0913 - the question has as many parts
@@ -33,31 +33,60 @@ def attention(  # noqa: PLR0913 - the question has as many parts
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """softmax(q k^T) v, in the dtype of q, accumulated in float32. q: [batch, t, heads, head_dim], k and v: [batch, s,
-    key-value heads, ...]; query heads share key-value heads in order, and v may be wider or narrower than k.
+    """softmax(q k^T) v without T x T memory (arXiv:2205.14135), in the dtype of q.
 
-    Different lengths are aligned at their ends: query i is at position i + s - t, unless `positions`, one array [batch,
-    time] or a (query, key) pair, says otherwise. `causal`: no key at a later position. `window` = (left, right): keys
-    at most so many positions before and after the query, None: no bound. `segment_ids`, as positions: only keys of the
-    query's own segment. `scale`: head_dim ** -0.5 unless given; `softcap`: scores x become softcap tanh(x / softcap).
-    `bias` broadcasts to [batch, heads, t, s] and is added last; -inf in it hides a key.
+    Accumulated in float32, or float64 for float64.
 
-    A query that sees no key gives 0 and no gradient. Keys and values that no query sees may hold NaN.
-    `return_lse`: also the natural logarithm of the softmax's denominator, float32 [batch, t, heads], -inf where no key
-    is seen. `implementation` None: the first that does not refuse, in the order of PREFERENCE; a named one never
-    falls back: it raises `Refused`.
+    A query that sees no key gives 0 and no gradient. Keys and values that no query sees may hold
+    NaN.
+
+    Args:
+      q: [batch, t, heads, head_dim]; bfloat16, float16, float32 or float64.
+      k: [batch, s, key-value heads, head_dim]. Query heads share key-value heads in order.
+      v: [batch, s, key-value heads, any width].
+      causal: no key at a later position than the query's.
+      segment_ids: integers [batch, time], or a pair of them for queries and keys. A query sees
+        keys of its own segment only.
+      window: (left, right), how many positions before and after its own a query sees; None is no
+        bound.
+      softcap: scores x become softcap * tanh(x / softcap).
+      scale: of scores; head_dim ** -0.5 unless given.
+      bias: broadcasts to [batch, heads, t, s] and is added to the scores, after the softcap; -inf
+        hides a key.
+      positions: integers, as segment_ids. Unless given the sequences end together: key j is at
+        position j, query i at i + s - t.
+      return_lse: also return the natural logarithm of the softmax's denominator, float32
+        [batch, t, heads], -inf where no key is seen.
+      implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first of
+        PREFERENCE that does not refuse.
+
+    Returns:
+      [batch, t, heads, width of v], or a pair with the lse.
+
+    Raises:
+      ValueError: the arguments do not fit together.
+      Refused: the named implementation cannot run this call, or none can.
     """
-    unchecked("attention", q, k, v, bias)
+    refuse_checked_vma("attention", q, k, v, bias)
     problem, inputs = prepare(
-        q, k, v, causal=causal, segment_ids=segment_ids, window=window, softcap=softcap, scale=scale, bias=bias,
+        q,
+        k,
+        v,
+        causal=causal,
+        segment_ids=segment_ids,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        bias=bias,
         positions=positions,
-    )  # fmt: skip
-    refusals = {name: partial(module.refusal, problem, inputs) for name, module in IMPLEMENTATIONS.items()}
-    refusals["cudnn"] = lambda interpreted: (
-        "gives no lse" if return_lse else cudnn.refusal(problem, inputs, interpreted)
     )
+    refusals = {
+        name: partial(module.refusal, problem, inputs) for name, module in IMPLEMENTATIONS.items()
+    }
+    if return_lse:
+        refusals["cudnn"] = lambda _: "gives no lse"
     name = choose("attention", refusals, PREFERENCE, implementation)
-    if name == "cudnn":
+    if name == "cudnn":  # it has a derivative rule of its own
         return cudnn.attend(problem, inputs)
     out, lse = _attend_compiled(problem, name, inputs)
     return (out, lse) if return_lse else out
@@ -69,8 +98,10 @@ def _attend(problem: Problem, name: str, inputs: Inputs) -> tuple[jax.Array, jax
 
 
 def _forward(problem, name, inputs):
-    module, how = _implementation(name)
-    out, lse = (checkpoint_name(x, NAME) for x in module.forward(problem, inputs, **how))
+    module, options = _implementation(name)
+    out, lse = module.forward(problem, inputs, **options)
+    out = checkpoint_name(out, SAVED)
+    lse = checkpoint_name(lse, SAVED)
     return (out, lse), (inputs, out, lse)
 
 
@@ -79,22 +110,27 @@ def _backward(problem, name, kept, gradients):
     inputs, out, lse = kept
     dout, dlse = gradients
     dlse = jnp.where(jnp.isneginf(lse), 0, dlse)
-    module, how = _implementation(name)
-    dq, dk, dv, dbias = module.backward(problem, inputs, out, lse, dout, dlse, **how)
-    return (Inputs(dq, dk, dv, dbias),)
+    module, options = _implementation(name)
+    dq, dk, dv, dbias = module.backward(problem, inputs, out, lse, dout, dlse, **options)
+    return (Inputs(dq, dk, dv, dbias),)  # no gradient of segment ids and positions
 
 
 def _implementation(name):
-    """(module, arguments that say how it runs)"""
+    """(module, its keyword arguments), "NAME:interpret" included."""
     plain = name.removesuffix(INTERPRET)
-    return IMPLEMENTATIONS[plain], {"interpret": True} if name != plain else {}
+    options = {"interpret": True} if name != plain else {}
+    return IMPLEMENTATIONS[plain], options
 
 
 _attend.defvjp(_forward, _backward)
-_attend_compiled = jax.jit(_attend, static_argnums=(0, 1), inline=True)  # once, also outside any jit
+# Outside any jit too it is compiled once.
+_attend_compiled = jax.jit(_attend, static_argnums=(0, 1), inline=True)
 
 
 def saveable(primitive, *avals, **options) -> bool:
-    """A policy of `jax.checkpoint`: what attention's backward reads beside q, k and v, its out and lse, is kept."""
-    named = jax.checkpoint_policies.save_only_these_names(NAME)(primitive, *avals, **options)
+    """A policy for `jax.checkpoint`: keeps out and lse, so that attention does not run again.
+
+    Its backward pass reads them beside q, k and v.
+    """
+    named = jax.checkpoint_policies.save_only_these_names(SAVED)(primitive, *avals, **options)
     return named or primitive.name == cudnn.FORWARD

@@ -1,4 +1,7 @@
-"""Attention calls that tests check, `aot.py` compiles and `bench.py` times. Letters as in problem.py."""
+"""Attention calls that tests check, aot.py compiles and bench.py times.
+
+Letters as in problem.py.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -7,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# "one" segment, "three" of equal length, "short" ones of one token each, or "padded": the last
+# third is padding, with a segment id of its own.
 Segments = Literal["", "one", "three", "short", "padded"]
 
 
@@ -22,19 +27,29 @@ class Case:
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
-    segments: Segments = ""  # "short": of one token each; "padded": the last third has an id of its own, and holds NaN
-    bias: tuple[bool, bool, bool, bool] | None = None  # which of its dims are whole; the others are 1
-    positions: bool = False  # given, and those of queries half way into the keys
+    segments: Segments = ""
+    bias: tuple[bool, bool, bool, bool] | None = None  # which dims are whole; the others are 1
+    positions: bool = False  # given: queries begin half way into the keys
 
     @property
     def name(self) -> str:
         sizes = f"{self.b}x{self.t}x{self.keys}-h{self.heads[0]}x{self.heads[1]}-d{self.d}"
-        said = [sizes if self.e is None else f"{sizes}x{self.e}", self.dtype]
-        said += ["causal"] * self.causal + ["positions"] * self.positions
-        said += [f"window{self.window[0]},{self.window[1]}"] if self.window else []
-        said += [f"softcap{self.softcap:g}"] if self.softcap else []
-        said += [f"segments-{self.segments}"] if self.segments else []
-        return "-".join(said + (["bias" + "".join("01"[part] for part in self.bias)] if self.bias else []))
+        if self.e is not None:
+            sizes += f"x{self.e}"
+        parts = [sizes, self.dtype]
+        if self.causal:
+            parts.append("causal")
+        if self.positions:
+            parts.append("positions")
+        if self.window:
+            parts.append(f"window{self.window[0]},{self.window[1]}")
+        if self.softcap:
+            parts.append(f"softcap{self.softcap:g}")
+        if self.segments:
+            parts.append(f"segments-{self.segments}")
+        if self.bias:
+            parts.append("bias" + "".join("1" if whole else "0" for whole in self.bias))
+        return "-".join(parts)
 
     @property
     def keys(self) -> int:
@@ -42,41 +57,58 @@ class Case:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of q, k, v, bias where there is one, and dout."""
-        heads, shared = self.heads
+        heads, kv_heads = self.heads
+        e = self.e or self.d
         shapes = {
             "q": (self.b, self.t, heads, self.d),
-            "k": (self.b, self.keys, shared, self.d),
-            "v": (self.b, self.keys, shared, self.e or self.d),
+            "k": (self.b, self.keys, kv_heads, self.d),
+            "v": (self.b, self.keys, kv_heads, e),
         }
         if self.bias:
-            whole = (self.b, heads, self.t, self.keys)
-            shapes["bias"] = tuple(size if part else 1 for size, part in zip(whole, self.bias, strict=True))
-        return shapes | {"dout": (*shapes["q"][:3], shapes["v"][3])}
+            sizes = (self.b, heads, self.t, self.keys)
+            shapes["bias"] = tuple(
+                size if whole else 1 for size, whole in zip(sizes, self.bias, strict=True)
+            )
+        shapes["dout"] = (self.b, self.t, heads, e)
+        return shapes
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what `draw` gives."""
-        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for name, shape in self.shapes().items()}
+        """Shapes and dtypes of the arrays of `draw`."""
+        dtype = jnp.dtype(self.dtype)
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in self.shapes().items()}
 
     def options(self) -> dict[str, Any]:
         """The arguments of `attention` besides q, k, v and bias."""
         options = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
         if self.segments:
-            options["segment_ids"] = (self._segments(self.t), self._segments(self.keys))
+            options["segment_ids"] = (self._segment_ids(self.t), self._segment_ids(self.keys))
         if self.positions:
             start = np.full((self.b, 1), self.keys // 2)
-            places = np.arange(self.t) + start, np.broadcast_to(np.arange(self.keys), (self.b, self.keys))
-            options["positions"] = tuple(jnp.asarray(place, jnp.int32) for place in places)
+            q_positions = np.arange(self.t) + start
+            kv_positions = np.broadcast_to(np.arange(self.keys), (self.b, self.keys))
+            options["positions"] = (
+                jnp.asarray(q_positions, jnp.int32),
+                jnp.asarray(kv_positions, jnp.int32),
+            )
         return options
 
-    def _segments(self, length: int) -> jax.Array:
+    def _segment_ids(self, length: int) -> jax.Array:
         at = np.arange(length)
-        cuts = {"one": 0 * at, "three": at * 3 // length, "short": at, "padded": at >= length - length // 3}
-        return jnp.asarray(np.broadcast_to(cuts[self.segments], (self.b, length)), jnp.int32)
+        ids = {
+            "one": 0 * at,
+            "three": at * 3 // length,
+            "short": at,
+            "padded": at >= length - length // 3,
+        }
+        return jnp.asarray(np.broadcast_to(ids[self.segments], (self.b, length)), jnp.int32)
 
     def draw(self, seed: int = 0) -> dict[str, jax.Array]:
-        """q, k, v, bias where there is one, and dout, normal."""
-        random, shapes = np.random.default_rng(seed), self.shapes().items()
-        return {name: jnp.asarray(random.standard_normal(shape), self.dtype) for name, shape in shapes}
+        """q, k, v, bias where there is one, and dout, drawn from the normal distribution."""
+        random = np.random.default_rng(seed)
+        return {
+            name: jnp.asarray(random.standard_normal(shape), self.dtype)
+            for name, shape in self.shapes().items()
+        }
 
 
 F32 = {"dtype": "float32"}
@@ -106,8 +138,9 @@ CI = (
     Case(t=96, d=64, dtype="float16", causal=True),
     Case(t=40, s=96, d=32, positions=True, causal=True, heads=(4, 2), **F32),
     Case(t=70, d=32, bias=(False, True, True, True), causal=True, **F32),
-    Case(b=2, t=70, s=300, d=32, bias=(True, False, False, True), heads=(4, 2), **F32),  # of few sums one may be lucky
-)  # fmt: skip
+    # long: of few sums the plain definition's may be exact by luck
+    Case(b=2, t=70, s=300, d=32, bias=(True, False, False, True), heads=(4, 2), **F32),
+)
 
 _MASKS = (
     {},
@@ -117,25 +150,38 @@ _MASKS = (
     {"segments": "three"},
     {"segments": "padded"},
     {"segments": "three", "causal": True, "window": (64, 0)},
-)  # fmt: skip
-SLOW = tuple(
-    [Case(d=d, dtype=dtype, heads=(2, 1), t=200, **mask) for d in (32, 64, 72, 80, 96, 128, 192, 256)
-     for dtype in ("bfloat16", "float32") for mask in _MASKS]
-    + [Case(t=t, d=64, heads=heads, **mask) for t in (1, 17, 127, 384, 1000)
-       for heads in ((1, 1), (4, 1), (6, 3)) for mask in _MASKS[:2]]
-    + [Case(t=t, s=s, causal=causal) for t, s in ((64, 128), (128, 64), (1, 1024), (1023, 1024))
-       for causal in (False, True)]
-)  # fmt: skip
+)
+
+
+def _slow() -> tuple[Case, ...]:
+    cases = []
+    for d in (32, 64, 72, 80, 96, 128, 192, 256):
+        for dtype in ("bfloat16", "float32"):
+            cases += [Case(d=d, dtype=dtype, heads=(2, 1), t=200, **mask) for mask in _MASKS]
+    for t in (1, 17, 127, 384, 1000):
+        for heads in ((1, 1), (4, 1), (6, 3)):
+            cases += [Case(t=t, d=64, heads=heads, **mask) for mask in _MASKS[:2]]
+    for t, s in ((64, 128), (128, 64), (1, 1024), (1023, 1024)):
+        cases += [Case(t=t, s=s, causal=causal) for causal in (False, True)]
+    return tuple(cases)
+
+
+SLOW = _slow()
 
 
 def timed(tokens: int = 16384, width: int = 2048) -> list[Case]:
-    """The points of the FlashAttention-3 paper, `tokens` in all, heads x head_dim = `width`; packed, windowed."""
+    """The points of the FlashAttention-3 paper, and three more: grouped, windowed, packed.
+
+    `tokens` is the batch times the length, `width` the heads times the head dim.
+    """
     cases = []
     for d in (64, 128, 256):
         heads = (width // d, width // d)
         for t in (512, 1024, 2048, 4096, 8192, 16384):
-            whole = Case(b=max(tokens // t, 1), t=t, d=d, heads=heads)
-            cases += [whole, replace(whole, causal=True)]
+            case = Case(b=max(tokens // t, 1), t=t, d=d, heads=heads)
+            cases += [case, replace(case, causal=True)]
     grouped = Case(b=4, t=4096, d=128, heads=(32, 8), causal=True)
     long = Case(b=1, t=16384, d=128, heads=(16, 16), causal=True)
-    return [*cases, grouped, replace(long, window=(1024, 0)), replace(long, b=2, t=8192, segments="three")]
+    windowed = replace(long, window=(1024, 0))
+    packed = replace(long, b=2, t=8192, segments="three")
+    return [*cases, grouped, windowed, packed]

@@ -1,25 +1,38 @@
-"""Attention as FlashAttention-2 (arXiv:2307.08691) has it, on Triton: kernels for forward, for dq, for dk and dv.
+"""Attention as FlashAttention-2 (arXiv:2307.08691) has it, on Triton.
 
-No atomics: every sum has one order. Lengths are padded to whole tiles and head dims to powers of two (72 computes as
-128). The tiles that a program visits come as bounds: tiles before and after need no visit, and those in the middle,
-where everything is seen, no mask. Letters as in problem.py; `at` numbers a tile, `head` a query head.
+Three kernels: forward; dq; dk and dv. Read `_forward_kernel` first, then `forward`, which launches
+it; the other two have the same shape. Lengths are padded to whole tiles and head dims to powers of
+two (72 computes as 128). No kernel uses atomics: every sum has one order.
+
+Letters as in problem.py. A program owns tile `at` of one (batch, head) pair; `i` counts tiles of
+queries and `j` tiles of keys that it walks over.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import tiling
-from pallas_kernels.attention.plan import bounds, padded, padded_places, parts, scores, visit
-from pallas_kernels.attention.problem import Inputs, Problem, sees
+from pallas_kernels.attention.mask import pair_mask
+from pallas_kernels.attention.operands import MaskOperands, pad_mask_operands, pad_to
+from pallas_kernels.attention.problem import Inputs, Problem
+from pallas_kernels.attention.tile_ranges import (
+    OVER_KEYS,
+    OVER_QUERIES,
+    possible_ranges,
+    tile_bounds,
+    walk,
+)
 from pallas_kernels.attention.tiling import Tile
+from pallas_kernels.backends.triton import LOG2E, call, dot, load_block, next_power_of_two
 from pallas_kernels.choose import device_kind, no_gpu
-from pallas_kernels.triton import LOG2E, call, dot, power_of_two, rows
 
 GRID_LIMIT = 65535  # programs along the second dim of a CUDA grid
+WIDEST = 256  # head dim
 
 
 def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa: ARG001
@@ -29,287 +42,447 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa
         return "no bias"
     if inputs.q_bthd.dtype == jnp.float64:
         return "no float64"
-    if max(d, e) > 256:
-        return f"head dims up to 256, not {max(d, e)}"
-    if max(x.size for x in inputs[:3]) >= 2**31:
+    if max(d, e) > WIDEST:
+        return f"head dims up to {WIDEST}, not {max(d, e)}"
+    if max(x.size for x in (inputs.q_bthd, inputs.k_bskd, inputs.v_bske)) >= 2**31:
         return "arrays of fewer than 2^31 elements: offsets are 32 bits"
     if b * h > GRID_LIMIT:
         return f"batch x heads up to {GRID_LIMIT}, not {b * h}"
     return no_gpu(interpreted)
 
 
+class _Side(NamedTuple):
+    """What the mask asks of a tile's queries, or of its keys: vectors as long as the tile."""
+
+    positions: jax.Array
+    segment_ids: jax.Array | None
+    is_real: jax.Array  # bool: no padding
+
+
 @dataclass(frozen=True)
 class _Plan:
-    """What a kernel knows: the problem, its tile, how many tiles there are, the lengths before padding."""
+    """What a kernel knows when it is traced."""
 
     problem: Problem
     tile: Tile
-    counts: tuple[int, int]  # of query tiles, of key tiles
-    lengths: tuple[int, int]
-    group: int
-    parts: tuple[int, ...]  # of `visit`, those that may have tiles
-    exact: bool  # float32: exp, as exp2 of scores times log2(e) rounds once more
+    counts: tuple[int, int]  # tiles of queries, tiles of keys
+    lengths: tuple[int, int]  # before padding
+    group: int  # query heads per key-value head
+    ranges: tuple[int, ...]  # of tile_ranges.walk
+    is_float32: bool
 
     @property
     def base(self) -> float:
-        """What scores are multiplied by before `power` of them is taken."""
-        return 1.0 if self.exact else LOG2E
+        """What scores are multiplied by before `exponential` is taken of them.
 
-    def power(self, x: jax.Array) -> jax.Array:
-        return jnp.exp(x) if self.exact else jnp.exp2(x)
+        exp2 is the GPU's own instruction. float32 takes exp: multiplying by log2(e) rounds once more.
+        """
+        return 1.0 if self.is_float32 else LOG2E
+
+    def exponential(self, x: jax.Array) -> jax.Array:
+        return jnp.exp(x) if self.is_float32 else jnp.exp2(x)
 
     def scores(self, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """(scores for `power`, slope of the softcap or None)"""
-        return scores(self.problem, products, self.base)
+        """(scores times `base`, the softcap's derivative or None), given q k^T."""
+        return self.problem.scores(products, self.base)
 
-    def queries(self, at, places):
-        """(positions, segments or None, whether they are there) of the queries of tile `at`."""
-        segments, positions = places[0], places[2]
+    def queries(self, at, masks: MaskOperands) -> _Side:
+        """The queries of tile `at`."""
+        t, s = self.lengths
         number = at * self.tile.q + jnp.arange(self.tile.q)
-        own = number + (self.lengths[1] - self.lengths[0])
-        own = own if positions is None else rows(positions, at, self.tile.q)
-        return own, None if segments is None else rows(segments, at, self.tile.q), number < self.lengths[0]
+        positions = number + (s - t)
+        if masks.q_positions is not None:
+            positions = load_block(masks.q_positions, at, self.tile.q)
+        segment_ids = None
+        if masks.q_segment_ids is not None:
+            segment_ids = load_block(masks.q_segment_ids, at, self.tile.q)
+        return _Side(positions, segment_ids, number < t)
 
-    def keys(self, at, places):
-        """(positions, segments or None, whether they are there) of the keys of tile `at`."""
-        segments, positions = places[1], places[3]
+    def keys(self, at, masks: MaskOperands) -> _Side:
+        """The keys of tile `at`."""
+        _, s = self.lengths
         number = at * self.tile.k + jnp.arange(self.tile.k)
-        own = number if positions is None else rows(positions, at, self.tile.k)
-        return own, None if segments is None else rows(segments, at, self.tile.k), number < self.lengths[1]
+        positions = number
+        if masks.kv_positions is not None:
+            positions = load_block(masks.kv_positions, at, self.tile.k)
+        segment_ids = None
+        if masks.kv_segment_ids is not None:
+            segment_ids = load_block(masks.kv_segment_ids, at, self.tile.k)
+        return _Side(positions, segment_ids, number < s)
 
-    def seen(self, queries, keys) -> jax.Array:
-        """[q, k]"""
-        split = () if queries[1] is None else (queries[1][:, None], keys[1][None])
-        there = queries[2][:, None] & keys[2][None]
-        seen = sees(self.problem, queries[0][:, None], keys[0][None], *split)
-        return there if seen is None else there & seen
+    def mask(self, queries: _Side, keys: _Side) -> jax.Array:
+        """bool [tile.q, tile.k]: visible pairs."""
+        q_segment_ids = kv_segment_ids = None
+        if queries.segment_ids is not None:
+            q_segment_ids = queries.segment_ids[:, None]
+            kv_segment_ids = keys.segment_ids[None]
+        is_real = queries.is_real[:, None] & keys.is_real[None]
+        mask = pair_mask(
+            self.problem,
+            queries.positions[:, None],
+            keys.positions[None],
+            q_segment_ids,
+            kv_segment_ids,
+        )
+        return is_real if mask is None else is_real & mask
 
 
-def _kept(x: jax.Array, seen: jax.Array, axis: int) -> jax.Array:
-    """The rows of x that something sees, else 0: they may be NaN."""
-    some = jnp.max(seen.astype(jnp.int32), axis) > 0
-    return jnp.where(some[:, None], x, jnp.zeros_like(x))
+def _zero_hidden(x: jax.Array, mask: jax.Array, axis: int) -> jax.Array:
+    """Rows of x that are visible to something along `axis` of the mask, else 0: they may be NaN."""
+    visible = jnp.max(mask.astype(jnp.int32), axis) > 0
+    return jnp.where(visible[:, None], x, jnp.zeros_like(x))
 
 
-def _forward_kernel(plan: _Plan, limits, q_ref, k_ref, v_ref, *rest):
-    *places, out_ref, lse_ref = rest
-    at = plan.counts[0] - 1 - pl.program_id(0)
-    q, queries = q_ref[...], plan.queries(at, places)
+def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *rest):
+    """One tile of queries of one head, over tiles of keys: the online softmax."""
+    *mask_refs, out_ref, lse_ref = rest
+    masks = MaskOperands(*mask_refs)
+    at = plan.counts[0] - 1 - pl.program_id(0)  # the last tile first: see _query_tile_spec
+    q = q_ref[...]
+    queries = plan.queries(at, masks)
 
     def body(masked):
         def step(j, carry):
             largest, total, out = carry
-            k, v = rows(k_ref, j, plan.tile.k, slice(None)), rows(v_ref, j, plan.tile.k, slice(None))
+            k = load_block(k_ref, j, plan.tile.k, slice(None))
+            v = load_block(v_ref, j, plan.tile.k, slice(None))
             if masked:
-                seen = plan.seen(queries, plan.keys(j, places))
-                v = _kept(v, seen, 0)
+                mask = plan.mask(queries, plan.keys(j, masks))
+                v = _zero_hidden(v, mask, 0)
             scores, _ = plan.scores(dot(q, k.T))
             if masked:
-                scores = jnp.where(seen, scores, -jnp.inf)
-            new = jnp.maximum(largest, scores.max(1))
-            base = jnp.where(new == -jnp.inf, 0.0, new)
-            weights, shrink = plan.power(scores - base[:, None]), plan.power(largest - base)
-            out = out * shrink[:, None] + dot(weights.astype(v.dtype), v)
-            return new, total * shrink + weights.sum(1), out
+                scores = jnp.where(mask, scores, -jnp.inf)
+            new_largest = jnp.maximum(largest, scores.max(1))
+            # A query without a visible key so far: -inf - -inf would be NaN.
+            offset = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
+            weights = plan.exponential(scores - offset[:, None])
+            rescale = plan.exponential(largest - offset)
+            out = out * rescale[:, None] + dot(weights.astype(v.dtype), v)
+            total = total * rescale + weights.sum(1)
+            return new_largest, total, out
 
         return step
 
-    start = jnp.full(plan.tile.q, -jnp.inf, jnp.float32), jnp.zeros(plan.tile.q, jnp.float32)
-    largest, total, out = visit(plan.parts, limits, body, (*start, jnp.zeros(out_ref.shape, jnp.float32)))
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
+    start = (
+        jnp.full(plan.tile.q, -jnp.inf, jnp.float32),
+        jnp.zeros(plan.tile.q, jnp.float32),
+        jnp.zeros(out_ref.shape, jnp.float32),
+    )
+    largest, total, out = walk(plan.ranges, bounds_ref, body, start)
+    has_key = total > 0
+    total = jnp.where(has_key, total, 1.0)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
-    lse_ref[...] = jnp.where(some, largest / plan.base + jnp.log(total), -jnp.inf)
+    lse_ref[...] = jnp.where(has_key, largest / plan.base + jnp.log(total), -jnp.inf)
 
 
-def _dq_kernel(plan: _Plan, limits, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
-    *places, dq_ref = rest
+def _dq_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
+    """One tile of queries of one head, over tiles of keys."""
+    *mask_refs, dq_ref = rest
+    masks = MaskOperands(*mask_refs)
     at = plan.counts[0] - 1 - pl.program_id(0)
-    q, dout, queries = q_ref[...], dout_ref[...], plan.queries(at, places)
-    lse, delta = lse_ref[...] * plan.base, delta_ref[...]
+    q = q_ref[...]
+    dout = dout_ref[...]
+    queries = plan.queries(at, masks)
+    lse = lse_ref[...] * plan.base
+    delta = delta_ref[...]
 
     def body(masked):
         def step(j, dq):
-            k, v = rows(k_ref, j, plan.tile.k, slice(None)), rows(v_ref, j, plan.tile.k, slice(None))
+            k = load_block(k_ref, j, plan.tile.k, slice(None))
+            v = load_block(v_ref, j, plan.tile.k, slice(None))
             if masked:
-                seen = plan.seen(queries, plan.keys(j, places))
-                k, v = _kept(k, seen, 0), _kept(v, seen, 0)
+                mask = plan.mask(queries, plan.keys(j, masks))
+                k = _zero_hidden(k, mask, 0)
+                v = _zero_hidden(v, mask, 0)
             scores, slope = plan.scores(dot(q, k.T))
-            dscores = plan.power(scores - lse[:, None]) * (dot(dout, v.T) - delta[:, None])
-            dscores = dscores if slope is None else dscores * slope
+            weights = plan.exponential(scores - lse[:, None])
+            dweights = dot(dout, v.T)
+            dscores = weights * (dweights - delta[:, None])
+            if slope is not None:
+                dscores = dscores * slope
             if masked:
-                dscores = jnp.where(seen, dscores, 0.0)
+                dscores = jnp.where(mask, dscores, 0.0)
             return dq + dot(dscores.astype(k.dtype), k)
 
         return step
 
-    dq = visit(plan.parts, limits, body, jnp.zeros(dq_ref.shape, jnp.float32))
+    dq = walk(plan.ranges, bounds_ref, body, jnp.zeros(dq_ref.shape, jnp.float32))
     dq_ref[...] = (dq * plan.problem.scale).astype(dq_ref.dtype)
 
 
-def _dkv_kernel(plan: _Plan, limits, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
-    """Scores are transposed, [k, q]; the query heads that share these keys come one after the other."""
-    *places, dk_ref, dv_ref = rest
-    at = pl.program_id(0)
-    k, v, keys = k_ref[...], v_ref[...], plan.keys(at, places)
+def _dkv_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
+    """One tile of keys of one key-value head, over its query heads and their tiles of queries.
 
-    def head(g, carry):
+    Scores are transposed, [tile.k, tile.q].
+    """
+    *mask_refs, dk_ref, dv_ref = rest
+    masks = MaskOperands(*mask_refs)
+    at = pl.program_id(0)
+    k = k_ref[...]
+    v = v_ref[...]
+    keys = plan.keys(at, masks)
+
+    def add_head(g, carry):
         def body(masked):
             def step(i, carry):
                 dk, dv = carry
-                q, dout = rows(q_ref, i, plan.tile.q, g, slice(None)), rows(dout_ref, i, plan.tile.q, g, slice(None))
-                lse, delta = rows(lse_ref, i, plan.tile.q, g) * plan.base, rows(delta_ref, i, plan.tile.q, g)
+                q = load_block(q_ref, i, plan.tile.q, g, slice(None))
+                dout = load_block(dout_ref, i, plan.tile.q, g, slice(None))
+                lse = load_block(lse_ref, i, plan.tile.q, g) * plan.base
+                delta = load_block(delta_ref, i, plan.tile.q, g)
                 if masked:
-                    seen = plan.seen(plan.queries(i, places), keys).T
-                    q, dout = _kept(q, seen, 0), _kept(dout, seen, 0)
+                    mask = plan.mask(plan.queries(i, masks), keys).T
+                    q = _zero_hidden(q, mask, 0)
+                    dout = _zero_hidden(dout, mask, 0)
                 scores, slope = plan.scores(dot(k, q.T))
-                weights = plan.power(scores - lse[None])
-                weights = jnp.where(seen, weights, 0.0) if masked else weights
-                dv = dv + dot(weights.astype(dout.dtype), dout)
-                dscores = weights * (dot(v, dout.T) - delta[None])
-                dscores = dscores if slope is None else dscores * slope
+                weights = plan.exponential(scores - lse[None])
                 if masked:
-                    dscores = jnp.where(seen, dscores, 0.0)
-                return dk + dot(dscores.astype(q.dtype), q), dv
+                    weights = jnp.where(mask, weights, 0.0)
+                dv = dv + dot(weights.astype(dout.dtype), dout)
+                dweights = dot(v, dout.T)
+                dscores = weights * (dweights - delta[None])
+                if slope is not None:
+                    dscores = dscores * slope
+                if masked:
+                    dscores = jnp.where(mask, dscores, 0.0)
+                dk = dk + dot(dscores.astype(q.dtype), q)
+                return dk, dv
 
             return step
 
-        return visit(plan.parts, limits, body, carry)
+        return walk(plan.ranges, bounds_ref, body, carry)
 
-    start = jnp.zeros(dk_ref.shape, jnp.float32), jnp.zeros(dv_ref.shape, jnp.float32)
-    dk, dv = jax.lax.fori_loop(0, plan.group, head, start)
+    start = (jnp.zeros(dk_ref.shape, jnp.float32), jnp.zeros(dv_ref.shape, jnp.float32))
+    dk, dv = jax.lax.fori_loop(0, plan.group, add_head, start)
     dk_ref[...] = (dk * plan.problem.scale).astype(dk_ref.dtype)
     dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
-def forward(problem: Problem, inputs: Inputs, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+def forward(
+    problem: Problem, inputs: Inputs, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """As `xla.forward`."""
-    (b, t, h, _), e = inputs.q_bthd.shape, inputs.v_bske.shape[3]
-    plan, q, k, v, places = _planned(problem, inputs, tiling.FORWARD, True)
-    count, length = plan.counts[0], q.shape[1]
-    queries, keys = _by_query(plan, h, q.shape[3]), partial(_all_keys, plan, h, k.shape[1])
+    b, t, h, _ = inputs.q_bthd.shape
+    e = inputs.v_bske.shape[3]
+    plan, q, k, v, masks = _pad_operands(problem, inputs, tiling.FORWARD, OVER_KEYS)
+    length, d_padded = q.shape[1], q.shape[3]
+    e_padded = v.shape[3]
     run = call(
         partial(_forward_kernel, plan),
-        grid=(count, b * h),
-        inputs=[_bounds_spec(h, inputs, count), queries, keys(k.shape[3]), keys(v.shape[3]), *_place_specs(places, h)],
+        grid=(plan.counts[0], b * h),
+        inputs=[
+            _bounds_spec(plan, h, inputs, OVER_KEYS),
+            _query_tile_spec(plan, h, d_padded),
+            _all_keys_spec(plan, h, k.shape[1], d_padded),
+            _all_keys_spec(plan, h, v.shape[1], e_padded),
+            *_mask_specs(masks, h),
+        ],
         outputs=[
-            (jax.ShapeDtypeStruct((b, length, h, v.shape[3]), q.dtype), _by_query(plan, h, v.shape[3])),
-            (jax.ShapeDtypeStruct((b, h, length), jnp.float32), _row_spec(plan, h)),
+            (
+                jax.ShapeDtypeStruct((b, length, h, e_padded), q.dtype),
+                _query_tile_spec(plan, h, e_padded),
+            ),
+            (
+                jax.ShapeDtypeStruct((b, h, length), jnp.float32),
+                _query_vector_spec(plan, h),
+            ),
         ],
         warps=plan.tile.warps,
         stages=plan.tile.stages,
         interpret=interpret,
         name="attention_forward",
     )
-    out, lse = run(bounds(problem, inputs, plan.tile.q, plan.tile.k, 2), q, k, v, *places)
+    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_KEYS)
+    out, lse = run(bounds, q, k, v, *masks)
     return out[:, :t, :, :e], jnp.moveaxis(lse, 1, 2)[:, :t]
 
 
 def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpret: bool = False):
     """As `xla.backward`; no bias, so no gradient of it."""
-    (b, t, h, d), (_, s, shared, _), e = inputs.q_bthd.shape, inputs.k_bskd.shape, inputs.v_bske.shape[3]
+    t, s = inputs.lengths
+    d = inputs.k_bskd.shape[3]
+    e = inputs.v_bske.shape[3]
+
+    def visible_to_bht(x_bth):
+        """0 for a query without a visible key, whose lse is -inf."""
+        return jnp.moveaxis(jnp.where(jnp.isneginf(lse), 0, x_bth), 2, 1)
+
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
-    lse, delta = (jnp.moveaxis(jnp.where(jnp.isneginf(lse), 0, x), 2, 1) for x in (lse, delta))
-
-    def arrays(table, by_query):
-        plan, q, k, v, places = _planned(problem, inputs, table, by_query)
-        length = q.shape[1]
-        own = padded(dout, (b, length, h, v.shape[3])), *(padded(x, (b, h, length)) for x in (lse, delta))
-        return plan, (q, k, v, *own), places
-
-    plan, given, places = arrays(tiling.DQ, True)
-    (q, k, v, dout_p, *_), count = given, plan.counts[0]
-    keys = partial(_all_keys, plan, h, k.shape[1])
-    common = {"warps": plan.tile.warps, "stages": plan.tile.stages, "interpret": interpret}
-    run = call(
-        partial(_dq_kernel, plan),
-        grid=(count, b * h),
-        inputs=[
-            _bounds_spec(h, inputs, count),
-            _by_query(plan, h, q.shape[3]),
-            keys(k.shape[3]),
-            keys(v.shape[3]),
-            _by_query(plan, h, v.shape[3]),
-            _row_spec(plan, h),
-            _row_spec(plan, h),
-            *_place_specs(places, h),
-        ],  # fmt: skip
-        outputs=[(jax.ShapeDtypeStruct(q.shape, q.dtype), _by_query(plan, h, q.shape[3]))],
-        name="attention_dq",
-        **common,
-    )
-    [dq] = run(bounds(problem, inputs, plan.tile.q, plan.tile.k, 2), *given, *places)
-
-    plan, given, places = arrays(tiling.dkv(device_kind()), False)
-    (q, k, v, dout_p, *_), count, group = given, plan.counts[1], plan.group
-    common = {"warps": plan.tile.warps, "stages": plan.tile.stages, "interpret": interpret}
-
-    def all_queries(width):
-        return pl.BlockSpec((None, q.shape[1], group, width), lambda _, n: (n // shared, 0, n % shared, 0))
-
-    def by_key(width):
-        return pl.BlockSpec((None, plan.tile.k, None, width), lambda i, n: (n // shared, i, n % shared, 0))
-
-    all_rows = pl.BlockSpec((None, q.shape[1], group), lambda _, n: (n // shared, 0, n % shared))
-    lse_p, delta_p = (jnp.moveaxis(x, 1, 2) for x in given[4:])
-    run = call(
-        partial(_dkv_kernel, plan),
-        grid=(count, b * shared),
-        inputs=[
-            _bounds_spec(shared, inputs, None),
-            all_queries(q.shape[3]),
-            by_key(k.shape[3]),
-            by_key(v.shape[3]),
-            all_queries(v.shape[3]),
-            all_rows,
-            all_rows,
-            *_place_specs(places, shared),
-        ],  # fmt: skip
-        outputs=[(jax.ShapeDtypeStruct(x.shape, x.dtype), by_key(x.shape[3])) for x in (k, v)],
-        name="attention_dkv",
-        **common,
-    )
-    dk, dv = run(bounds(problem, inputs, plan.tile.q, plan.tile.k, 1), q, k, v, dout_p, lse_p, delta_p, *places)
+    lse_bht = visible_to_bht(lse)
+    delta_bht = visible_to_bht(delta)
+    dq = _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret)
+    dk, dv = _run_dkv(problem, inputs, dout, lse_bht, delta_bht, interpret)
     return dq[:, :t, :, :d], dk[:, :s, :, :d], dv[:, :s, :, :e], None
 
 
-def _planned(problem, inputs, table, by_query):
-    """(plan, q, k, v, places), the arrays padded; places: segments and positions, each of queries and of keys."""
-    t, s = inputs.lengths
-    d, e = (power_of_two(x.shape[3]) for x in (inputs.k_bskd, inputs.v_bske))
-    tile = tiling.tile(table, max(d, e), inputs.q_bthd.dtype.itemsize, power_of_two(t), power_of_two(s))
-    counts = -(-t // tile.q), -(-s // tile.k)
-    long, wide = counts[0] * tile.q, counts[1] * tile.k
-    (b, _, h, _), shared = inputs.q_bthd.shape, inputs.k_bskd.shape[2]
-    q = padded(inputs.q_bthd, (b, long, h, d))
-    k, v = padded(inputs.k_bskd, (b, wide, shared, d)), padded(inputs.v_bske, (b, wide, shared, e))
-    places = padded_places(inputs, b, (long, wide))
-    some = parts(problem, inputs, wide == s, by_query)
-    exact = inputs.q_bthd.dtype == jnp.float32
-    return _Plan(problem, tile, counts, (t, s), inputs.group, some, exact), q, k, v, places
+def _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret) -> jax.Array:
+    """dq in padded lengths and head dim."""
+    plan, q, k, v, masks = _pad_operands(problem, inputs, tiling.DQ, OVER_KEYS)
+    b, length, h, d_padded = q.shape
+    e_padded = v.shape[3]
+    dout = pad_to(dout, (b, length, h, e_padded))
+    lse_bht = pad_to(lse_bht, (b, h, length))
+    delta_bht = pad_to(delta_bht, (b, h, length))
+    run = call(
+        partial(_dq_kernel, plan),
+        grid=(plan.counts[0], b * h),
+        inputs=[
+            _bounds_spec(plan, h, inputs, OVER_KEYS),
+            _query_tile_spec(plan, h, d_padded),
+            _all_keys_spec(plan, h, k.shape[1], d_padded),
+            _all_keys_spec(plan, h, v.shape[1], e_padded),
+            _query_tile_spec(plan, h, e_padded),
+            _query_vector_spec(plan, h),
+            _query_vector_spec(plan, h),
+            *_mask_specs(masks, h),
+        ],
+        outputs=[
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), _query_tile_spec(plan, h, d_padded)),
+        ],
+        warps=plan.tile.warps,
+        stages=plan.tile.stages,
+        interpret=interpret,
+        name="attention_dq",
+    )
+    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_KEYS)
+    [dq] = run(bounds, q, k, v, dout, lse_bht, delta_bht, *masks)
+    return dq
 
 
-def _bounds_spec(heads: int, inputs: Inputs, count: int | None):
-    """`count`: of query tiles, which run last to first: with causal the longest first. None: key tiles."""
-    known = inputs.segments is None and inputs.positions is None
-    return pl.BlockSpec(
-        (None, None, 4), lambda i, n: (0 if known else n // heads, i if count is None else count - 1 - i, 0)
+def _run_dkv(problem, inputs, dout, lse_bht, delta_bht, interpret) -> tuple[jax.Array, jax.Array]:
+    """dk and dv in padded lengths and head dims."""
+    table = tiling.dkv(device_kind())
+    plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_QUERIES)
+    b, length, h, d_padded = q.shape
+    kv_heads = k.shape[2]
+    e_padded = v.shape[3]
+    dout = pad_to(dout, (b, length, h, e_padded))
+    lse_bht = pad_to(lse_bht, (b, h, length))
+    delta_bht = pad_to(delta_bht, (b, h, length))
+    lse_bth = jnp.moveaxis(lse_bht, 1, 2)  # a key-value head's query heads lie side by side
+    delta_bth = jnp.moveaxis(delta_bht, 1, 2)
+
+    # Programs (i, n): tile i of keys; n counts batch x key-value heads.
+
+    def all_queries_spec(width):
+        return pl.BlockSpec(
+            (None, length, plan.group, width), lambda _, n: (n // kv_heads, 0, n % kv_heads, 0)
+        )
+
+    def key_tile_spec(width):
+        return pl.BlockSpec(
+            (None, plan.tile.k, None, width), lambda i, n: (n // kv_heads, i, n % kv_heads, 0)
+        )
+
+    all_queries_vector_spec = pl.BlockSpec(
+        (None, length, plan.group), lambda _, n: (n // kv_heads, 0, n % kv_heads)
+    )
+    run = call(
+        partial(_dkv_kernel, plan),
+        grid=(plan.counts[1], b * kv_heads),
+        inputs=[
+            _bounds_spec(plan, kv_heads, inputs, OVER_QUERIES),
+            all_queries_spec(d_padded),
+            key_tile_spec(d_padded),
+            key_tile_spec(e_padded),
+            all_queries_spec(e_padded),
+            all_queries_vector_spec,
+            all_queries_vector_spec,
+            *_mask_specs(masks, kv_heads),
+        ],
+        outputs=[
+            (jax.ShapeDtypeStruct(k.shape, k.dtype), key_tile_spec(d_padded)),
+            (jax.ShapeDtypeStruct(v.shape, v.dtype), key_tile_spec(e_padded)),
+        ],
+        warps=plan.tile.warps,
+        stages=plan.tile.stages,
+        interpret=interpret,
+        name="attention_dkv",
+    )
+    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_QUERIES)
+    return run(bounds, q, k, v, dout, lse_bth, delta_bth, *masks)
+
+
+class _Padded(NamedTuple):
+    """A kernel's plan, and its operands in whole tiles and power-of-two head dims."""
+
+    plan: _Plan
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    masks: MaskOperands
+
+
+def _pad_operands(problem: Problem, inputs: Inputs, table, over: int) -> _Padded:
+    """`table`: of tiling.py; `over`: the side whose tiles a program walks over."""
+    b, t, h, d = inputs.q_bthd.shape
+    _, s, kv_heads, _ = inputs.k_bskd.shape
+    d_padded = next_power_of_two(d)
+    e_padded = next_power_of_two(inputs.v_bske.shape[3])
+    tile = tiling.tile(
+        table,
+        max(d_padded, e_padded),
+        inputs.q_bthd.dtype.itemsize,
+        next_power_of_two(t),
+        next_power_of_two(s),
+    )
+    counts = (pl.cdiv(t, tile.q), pl.cdiv(s, tile.k))
+    q_length = counts[0] * tile.q
+    kv_length = counts[1] * tile.k
+    plan = _Plan(
+        problem,
+        tile,
+        counts,
+        lengths=(t, s),
+        group=inputs.group,
+        ranges=possible_ranges(problem, inputs, padded_keys=kv_length != s, over=over),
+        is_float32=inputs.q_bthd.dtype == jnp.float32,
+    )
+    return _Padded(
+        plan,
+        pad_to(inputs.q_bthd, (b, q_length, h, d_padded)),
+        pad_to(inputs.k_bskd, (b, kv_length, kv_heads, d_padded)),
+        pad_to(inputs.v_bske, (b, kv_length, kv_heads, e_padded)),
+        pad_mask_operands(inputs, q_length, kv_length),
     )
 
 
-def _by_query(plan: _Plan, heads: int, width: int):
-    count = plan.counts[0]
-    return pl.BlockSpec((None, plan.tile.q, None, width), lambda i, n: (n // heads, count - 1 - i, n % heads, 0))
+# BlockSpecs. Programs (i, n) of the kernels that own a tile of queries: i counts tiles from the last
+# one, which has the most keys where the call is causal, so that the longest programs start first; n
+# counts batch x heads.
 
 
-def _row_spec(plan: _Plan, heads: int):
-    count = plan.counts[0]
-    return pl.BlockSpec((None, None, plan.tile.q), lambda i, n: (n // heads, n % heads, count - 1 - i))
+def _bounds_spec(plan: _Plan, heads: int, inputs: Inputs, over: int):
+    """The four bounds of the program's tile; one batch of them where the mask is static."""
+    shared = inputs.mask_is_static
+    last = plan.counts[0] - 1
+    return pl.BlockSpec(
+        (None, None, 4),
+        lambda i, n: (0 if shared else n // heads, last - i if over == OVER_KEYS else i, 0),
+    )
 
 
-def _all_keys(plan: _Plan, heads: int, length: int, width: int):
-    return pl.BlockSpec((None, length, None, width), lambda _, n: (n // heads, 0, n % heads // plan.group, 0))
+def _query_tile_spec(plan: _Plan, heads: int, width: int):
+    last = plan.counts[0] - 1
+    return pl.BlockSpec(
+        (None, plan.tile.q, None, width), lambda i, n: (n // heads, last - i, n % heads, 0)
+    )
 
 
-def _place_specs(places, heads: int):
-    return [None if x is None else pl.BlockSpec((None, x.shape[1]), lambda _, n: (n // heads, 0)) for x in places]
+def _query_vector_spec(plan: _Plan, heads: int):
+    last = plan.counts[0] - 1
+    return pl.BlockSpec((None, None, plan.tile.q), lambda i, n: (n // heads, n % heads, last - i))
+
+
+def _all_keys_spec(plan: _Plan, heads: int, length: int, width: int):
+    return pl.BlockSpec(
+        (None, length, None, width), lambda _, n: (n // heads, 0, n % heads // plan.group, 0)
+    )
+
+
+def _mask_specs(masks: MaskOperands, heads: int):
+    """A whole sequence of each; None for one that is not there."""
+    return [
+        None if x is None else pl.BlockSpec((None, x.shape[1]), lambda _, n: (n // heads, 0))
+        for x in masks
+    ]

@@ -1,217 +1,315 @@
-"""Attention in plain JAX, tile after tile as FlashAttention (arXiv:2205.14135) does it: T x T is never there at once.
+"""Attention in plain JAX, tile by tile as FlashAttention (arXiv:2205.14135) does it: no T x T array.
 
-The tiles that may hold something, known before the program runs where neither segments nor positions are given, are a
-table; one scan walks it forward, one backward.
+The tiles that the window leaves visible are listed while tracing. One scan walks over that list in
+the forward pass, one in the backward pass. Segments and given positions, which only the running
+program knows, mask inside tiles and skip none.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention.problem import Inputs, Problem, sees, tiles
+from pallas_kernels.attention.mask import block_mask, pair_mask, positions, zero_hidden
+from pallas_kernels.attention.problem import Inputs, Problem
+from pallas_kernels.choose import not_interpretable
 
 BLOCK = 512  # queries and keys of a tile
 
 
 def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa: ARG001
-    return "has no interpreted form" if interpreted else ""
+    return not_interpretable(interpreted)
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """(out [b, t, h, e] in the dtype of q, lse [b, t, h] in float32)."""
-    work = _Tiles(problem, inputs)
-    (b, t, k, g, _), e = work.q.shape, work.v.shape[-1]
+    tiled = _TiledInputs(problem, inputs)
+    b, t, k, g, _ = tiled.q_btkgd.shape
+    e = tiled.v_bske.shape[-1]
     start = (
-        jnp.full((b, k, g, t), -jnp.inf, work.wide),
-        jnp.zeros((b, k, g, t), work.wide),
-        jnp.zeros((b, k, g, t, e), work.wide),
+        jnp.full((b, k, g, t), -jnp.inf, tiled.wide),
+        jnp.zeros((b, k, g, t), tiled.wide),
+        jnp.zeros((b, k, g, t, e), tiled.wide),
     )
 
-    def step(carry, at):
-        tile = work.at(at)
-        largest, total, out = (work.rows(x, at, 3) for x in carry)
-        scores, _ = work.scores(tile)
-        new = jnp.maximum(largest, scores.max(-1))
-        base = jnp.where(new == -jnp.inf, 0, new)
-        weights, shrink = jnp.exp(scores - base[..., None]), jnp.exp(largest - base)
-        part = work.dot("bkgts,bske->bkgte", weights.astype(tile.v.dtype), tile.v)
-        updated = new, total * shrink + weights.sum(-1), out * shrink[..., None] + part
-        return tuple(work.put_rows(x, y, at, 3) for x, y in zip(carry, updated, strict=True)), None
+    def step(carry, index):
+        tile = tiled.tile(index)
+        largest, total, out = (tiled.q_block(x, index, 3) for x in carry)
+        scores, _ = tiled.scores(tile)
+        new_largest = jnp.maximum(largest, scores.max(-1))
+        # A query without a visible key so far: -inf - -inf would be NaN.
+        offset = jnp.where(new_largest == -jnp.inf, 0, new_largest)
+        weights = jnp.exp(scores - offset[..., None])
+        rescale = jnp.exp(largest - offset)
+        part = tiled.dot("bkgts,bske->bkgte", weights.astype(tile.v_bske.dtype), tile.v_bske)
+        updated = (
+            new_largest,
+            total * rescale + weights.sum(-1),
+            out * rescale[..., None] + part,
+        )
+        carry = tuple(
+            tiled.put_q_block(x, block, index, 3) for x, block in zip(carry, updated, strict=True)
+        )
+        return carry, None
 
-    (largest, total, out), _ = jax.lax.scan(step, start, work.table)
-    some = total > 0
-    total = jnp.where(some, total, 1)
-    lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)
+    (largest, total, out), _ = jax.lax.scan(step, start, tiled.table)
+    has_key = total > 0
+    total = jnp.where(has_key, total, 1)
+    lse = jnp.where(has_key, largest + jnp.log(total), -jnp.inf)
     t, h = inputs.q_bthd.shape[1:3]
     out = jnp.moveaxis(out / total[..., None], 3, 1)[:, :t].reshape(b, t, h, e)
-    return out.astype(inputs.q_bthd.dtype), jnp.moveaxis(lse, 3, 1)[:, :t].reshape(b, t, h)
+    out = out.astype(inputs.q_bthd.dtype)
+    lse = jnp.moveaxis(lse, 3, 1)[:, :t].reshape(b, t, h)
+    return out, lse
 
 
 def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> tuple[jax.Array, ...]:
-    """(dq, dk, dv, dbias or None); dlse is the gradient of lse."""
-    work = _Tiles(problem, inputs)
-    b, t, k, g, d = work.q.shape
-    delta = jnp.sum(out.astype(work.wide) * dout.astype(work.wide), -1) - dlse
-    delta, lse = (work.padded_rows(jnp.where(jnp.isneginf(lse), 0, x)) for x in (delta, lse))
-    delta, lse = (jnp.moveaxis(x.reshape(b, t, k, g), 1, 3) for x in (delta, lse))
-    dout = work.padded_rows(dout).reshape(b, t, k, g, -1)
-    start = [jnp.zeros(x.shape, work.wide) for x in (work.q, work.k, work.v)]
-    if work.bias is not None:
-        start.append(jnp.zeros(work.bias.shape, work.wide))
+    """(dq, dk, dv, dbias or None), given the gradients of out and of lse."""
+    tiled = _TiledInputs(problem, inputs)
+    b, t, k, g, _ = tiled.q_btkgd.shape
 
-    def step(carry, at):
-        tile = work.at(at)
+    def pad_visible(x_bth):
+        """0 for a query without a visible key, whose lse is -inf, and for padding."""
+        return tiled.pad_q(jnp.where(jnp.isneginf(lse), 0, x_bth))
+
+    def to_bkgt(x_bth):
+        return jnp.moveaxis(x_bth.reshape(b, t, k, g), 1, 3)
+
+    delta = jnp.sum(out.astype(tiled.wide) * dout.astype(tiled.wide), -1) - dlse
+    delta_bth = pad_visible(delta)
+    lse_bth = pad_visible(lse)
+    delta_bkgt = to_bkgt(delta_bth)
+    lse_bkgt = to_bkgt(lse_bth)
+    dout_btkge = tiled.pad_q(dout).reshape(b, t, k, g, -1)
+    start = [
+        jnp.zeros(tiled.q_btkgd.shape, tiled.wide),
+        jnp.zeros(tiled.k_bskd.shape, tiled.wide),
+        jnp.zeros(tiled.v_bske.shape, tiled.wide),
+    ]
+    if tiled.bias is not None:
+        start.append(jnp.zeros(tiled.bias.shape, tiled.wide))
+
+    def step(carry, index):
+        tile = tiled.tile(index)
         dq, dk, dv, *dbias = carry
-        dout_t = work.rows(dout, at, 1)
-        if tile.seen is not None:
-            dout_t = _kept(dout_t, tile.seen.any((1, 2, 4)))
-        scores, slope = work.scores(tile)
-        weights = jnp.exp(scores - work.rows(lse, at, 3)[..., None])
-        dv_t = work.over_queries(weights.astype(dout_t.dtype), dout_t)
-        dweights = work.dot("btkge,bske->bkgts", dout_t, tile.v)
-        dscores = weights * (dweights - work.rows(delta, at, 3)[..., None])
-        if tile.seen is not None:
-            dscores = jnp.where(tile.seen, dscores, 0)
-        if dbias:
-            dbias = [work.add_bias(dbias[0], dscores, at)]
-        dscores = dscores * problem.scale if slope is None else dscores * slope * problem.scale
-        dscores = dscores.astype(tile.q.dtype)
-        dq_t = work.dot("bkgts,bskd->btkgd", dscores, tile.k)
-        dk_t = work.over_queries(dscores, tile.q)
-        return [work.add_rows(dq, dq_t, at), work.add_keys(dk, dk_t, at), work.add_keys(dv, dv_t, at), *dbias], None
+        dout_block = tiled.q_block(dout_btkge, index, 1)
+        if tile.mask is not None:
+            dout_block = zero_hidden(dout_block, tile.mask.any((1, 2, 4)))
+        scores, slope = tiled.scores(tile)
+        weights = jnp.exp(scores - tiled.q_block(lse_bkgt, index, 3)[..., None])
+        dv_block = tiled.sum_over_queries(weights.astype(dout_block.dtype), dout_block)
+        dweights = tiled.dot("btkge,bske->bkgts", dout_block, tile.v_bske)
+        dscores = weights * (dweights - tiled.q_block(delta_bkgt, index, 3)[..., None])
+        if tile.mask is not None:
+            dscores = jnp.where(tile.mask, dscores, 0)
+        if dbias:  # before the softcap's slope: the bias is added after the cap
+            dbias = [tiled.add_bias_block(dbias[0], dscores, index)]
+        if slope is not None:
+            dscores = dscores * slope
+        dscores = dscores * problem.scale
+        dscores = dscores.astype(tile.q_btkgd.dtype)
+        dq_block = tiled.dot("bkgts,bskd->btkgd", dscores, tile.k_bskd)
+        dk_block = tiled.sum_over_queries(dscores, tile.q_btkgd)
+        carry = [
+            tiled.add_q_block(dq, dq_block, index),
+            tiled.add_k_block(dk, dk_block, index),
+            tiled.add_k_block(dv, dv_block, index),
+            *dbias,
+        ]
+        return carry, None
 
-    (dq, dk, dv, *dbias), _ = jax.lax.scan(step, start, work.table)
+    (dq, dk, dv, *dbias), _ = jax.lax.scan(step, start, tiled.table)
     t, s = inputs.lengths
     dq = dq[:, :t].reshape(inputs.q_bthd.shape)
-    if dbias:
-        shape = inputs.bias.shape
-        dbias = dbias[0].reshape(*dbias[0].shape[:1], -1, *dbias[0].shape[3:])[:, :, : shape[2], : shape[3]]
-        dbias = dbias.astype(inputs.bias.dtype)
-    return (
-        *(x.astype(inputs.q_bthd.dtype) for x in (dq, dk[:, :s], dv[:, :s])),
-        dbias if inputs.bias is not None else None,
-    )
+    dbias = tiled.unpad_bias(dbias[0]) if dbias else None
+    dk = dk[:, :s]
+    dv = dv[:, :s]
+    dtype = inputs.q_bthd.dtype
+    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype), dbias
 
 
+@dataclass(frozen=True)
 class _Tile:
-    def __init__(self, q, k, v, seen, bias):
-        self.q, self.k, self.v, self.seen, self.bias = q, k, v, seen, bias
+    """Slices of the arrays: of one block of queries and one of keys. Hidden rows of q, k, v are 0."""
+
+    q_btkgd: jax.Array
+    k_bskd: jax.Array
+    v_bske: jax.Array
+    mask: jax.Array | None  # bool [b or 1, k or 1, g or 1, t, s]; None: every pair is visible
+    bias: jax.Array | None  # [b or 1, k or 1, g or 1, t or 1, s or 1]
 
 
-class _Tiles:
-    """The arrays, padded to whole tiles (their time dims grown), and the table [tiles, 2] of (query, key) tiles."""
+class _TiledInputs:
+    """The arrays, padded to whole tiles, and `table`: int32 [tiles, 2], (query block, key block).
+
+    `index` in the methods is a row of the table. Query heads are split into [k, g].
+    """
 
     def __init__(self, problem: Problem, inputs: Inputs):
-        self.problem, self.inputs = problem, inputs
-        (_, t, h, d), (_, s, k, _) = inputs.q_bthd.shape, inputs.k_bskd.shape
-        self.block_q, self.block_k = min(BLOCK, t), min(BLOCK, s)
+        self.problem = problem
+        self.inputs = inputs
+        _, t, h, d = inputs.q_bthd.shape
+        _, s, k, _ = inputs.k_bskd.shape
+        self.block_q = min(BLOCK, t)
+        self.block_k = min(BLOCK, s)
         self.wide = jnp.promote_types(jnp.float32, inputs.q_bthd.dtype)
+        exact = inputs.q_bthd.dtype == jnp.float32  # not rounded to TF32, nor to bfloat16 on TPU
         self.dot = partial(
             jnp.einsum,
             preferred_element_type=self.wide,
-            precision=jax.lax.Precision.HIGHEST if inputs.q_bthd.dtype == jnp.float32 else None,
+            precision=jax.lax.Precision.HIGHEST if exact else None,
         )
-        self.q = self.padded_rows(inputs.q_bthd)
-        self.q = self.q.reshape(*self.q.shape[:2], k, h // k, d)
-        self.k, self.v = self._padded_keys(inputs.k_bskd, 1), self._padded_keys(inputs.v_bske, 1)
-        q_position, k_position = inputs.positions or (jnp.arange(t)[None] + s - t, jnp.arange(s)[None])
-        self.positions = self.padded_rows(q_position), self._padded_keys(k_position, 1)
-        self.segments = None
-        if inputs.segments is not None:
-            self.segments = self.padded_rows(inputs.segments[0]), self._padded_keys(inputs.segments[1], 1)
-        self.bias = None
-        if inputs.bias is not None:
-            bias = self.padded_rows(inputs.bias, 2) if inputs.bias.shape[2] > 1 else inputs.bias
-            bias = self._padded_keys(bias, 3) if bias.shape[3] > 1 else bias
-            heads = (k, h // k) if bias.shape[1] > 1 else (1, 1)
-            self.bias = bias.reshape(bias.shape[0], *heads, *bias.shape[2:])
-        visible, full = tiles(problem, inputs._replace(segments=None, positions=None), self.block_q, self.block_k)
-        if inputs.positions is not None:
-            visible, full = np.ones_like(visible), np.zeros_like(full)
+        q = self.pad_q(inputs.q_bthd)
+        self.q_btkgd = q.reshape(*q.shape[:2], k, h // k, d)
+        self.k_bskd = self.pad_k(inputs.k_bskd)
+        self.v_bske = self.pad_k(inputs.v_bske)
+        q_positions, kv_positions = positions(inputs)
+        self.q_positions = self.pad_q(q_positions)
+        self.kv_positions = self.pad_k(kv_positions)
+        if inputs.has_segments:
+            self.q_segment_ids = self.pad_q(inputs.q_segment_ids)
+            self.kv_segment_ids = self.pad_k(inputs.kv_segment_ids)
+        self.bias = None if inputs.bias is None else self._pad_bias(inputs.bias, k, h // k)
+        visible, full = self._block_mask()
         self.table = jnp.asarray(np.argwhere(visible[0]).reshape(-1, 2), jnp.int32)
-        ragged = bool(t % self.block_q)
-        self.masked = inputs.segments is not None or inputs.bias is not None or ragged or not full[visible].all()
+        # Padding of keys makes tiles that are not full; padding of queries is counted here.
+        self.needs_mask = (
+            inputs.has_segments
+            or inputs.bias is not None
+            or bool(t % self.block_q)
+            or not full[visible].all()
+        )
 
-    def at(self, at: jax.Array) -> _Tile:
-        """With what nothing in the tile sees set to 0: it may be NaN."""
-        q, k, v = self.rows(self.q, at, 1), self.keys(self.k, at, 1), self.keys(self.v, at, 1)
-        bias, seen = None, None
-        if self.bias is not None:
-            bias = self.rows(self.bias, at, 3) if self.bias.shape[3] > 1 else self.bias
-            bias = self.keys(bias, at, 4) if bias.shape[4] > 1 else bias
-        if self.masked:
-            seen = self._seen(at, bias)
-            q, k, v = (_kept(x, seen.any(dims)) for x, dims in ((q, (1, 2, 4)), (k, (1, 2, 3)), (v, (1, 2, 3))))
-        return _Tile(q, k, v, seen, bias)
+    def _block_mask(self) -> tuple[np.ndarray, np.ndarray]:
+        """`block_mask` as far as it is known while tracing: of the window alone."""
+        static = self.inputs._replace(
+            q_segment_ids=None, kv_segment_ids=None, q_positions=None, kv_positions=None
+        )
+        visible, full = block_mask(self.problem, static, self.block_q, self.block_k)
+        if self.inputs.has_positions:
+            return np.ones_like(visible), np.zeros_like(full)
+        return visible, full
 
-    def _seen(self, at: jax.Array, bias) -> jax.Array:
-        """[b or 1, k or 1, g or 1, block_q, block_k]"""
-        places = self.rows(self.positions[0], at, 1)[:, :, None], self.keys(self.positions[1], at, 1)[:, None]
-        split = ()
-        if self.segments is not None:
-            split = self.rows(self.segments[0], at, 1)[:, :, None], self.keys(self.segments[1], at, 1)[:, None]
+    def tile(self, index: jax.Array) -> _Tile:
+        q = self.q_block(self.q_btkgd, index, 1)
+        k = self.k_block(self.k_bskd, index, 1)
+        v = self.k_block(self.v_bske, index, 1)
+        bias = None if self.bias is None else self._bias_block(index)
+        mask = None
+        if self.needs_mask:
+            mask = self._mask(index, bias)
+            # Hidden in this tile, though perhaps not in others.
+            q = zero_hidden(q, mask.any((1, 2, 4)))
+            k = zero_hidden(k, mask.any((1, 2, 3)))
+            v = zero_hidden(v, mask.any((1, 2, 3)))
+        return _Tile(q, k, v, mask, bias)
+
+    def _mask(self, index: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """bool [b or 1, k or 1, g or 1, block_q, block_k]; padding is hidden."""
+        q_positions = self.q_block(self.q_positions, index, 1)[:, :, None]
+        kv_positions = self.k_block(self.kv_positions, index, 1)[:, None]
+        q_segment_ids = kv_segment_ids = None
+        if self.inputs.has_segments:
+            q_segment_ids = self.q_block(self.q_segment_ids, index, 1)[:, :, None]
+            kv_segment_ids = self.k_block(self.kv_segment_ids, index, 1)[:, None]
         t, s = self.inputs.lengths
-        q_there = (at[0] * self.block_q + jnp.arange(self.block_q) < t)[None, :, None]
-        there = q_there & (at[1] * self.block_k + jnp.arange(self.block_k) < s)[None, None]
-        seen = sees(self.problem, *places, *split)
-        seen = (there if seen is None else there & seen)[:, None, None]
-        return seen if bias is None else seen & (bias > -jnp.inf)
+        q_is_real = (index[0] * self.block_q + jnp.arange(self.block_q) < t)[None, :, None]
+        k_is_real = (index[1] * self.block_k + jnp.arange(self.block_k) < s)[None, None]
+        is_real = q_is_real & k_is_real
+        mask = pair_mask(self.problem, q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+        mask = (is_real if mask is None else is_real & mask)[:, None, None]
+        return mask if bias is None else mask & (bias > -jnp.inf)
 
     def scores(self, tile: _Tile) -> tuple[jax.Array, jax.Array | None]:
-        """(scores [b, k, g, t, s], -inf where not seen; slope of the softcap, None without)."""
-        scores, slope = self.dot("btkgd,bskd->bkgts", tile.q, tile.k) * self.problem.scale, None
+        """(scores [b, k, g, t, s], -inf where hidden; the softcap's derivative, None without)."""
+        scores = self.dot("btkgd,bskd->bkgts", tile.q_btkgd, tile.k_bskd) * self.problem.scale
+        slope = None
         if self.problem.softcap is not None:
             capped = jnp.tanh(scores / self.problem.softcap)
-            scores, slope = capped * self.problem.softcap, 1 - capped * capped
+            scores = capped * self.problem.softcap
+            slope = 1 - capped * capped
         if tile.bias is not None:
             scores = scores + tile.bias.astype(self.wide)
-        return scores if tile.seen is None else jnp.where(tile.seen, scores, -jnp.inf), slope
+        if tile.mask is not None:
+            scores = jnp.where(tile.mask, scores, -jnp.inf)
+        return scores, slope
 
-    def over_queries(self, weights_bkgts: jax.Array, x_btkgd: jax.Array) -> jax.Array:
-        """[b, s, k, d]: head by head, then those of a group together. One sum over both loses digits as it grows."""
+    def sum_over_queries(self, weights_bkgts: jax.Array, x_btkgd: jax.Array) -> jax.Array:
+        """[b, s, k, d]: a sum over t for each head, then one over the heads of a group.
+
+        One sum over both would lose digits as it grows.
+        """
         return self.dot("bkgts,btkgd->bskgd", weights_bkgts, x_btkgd).sum(3)
 
-    # Slices along time, and what is put or added there
+    # Blocks along a time dim: read, written, added to.
 
-    def rows(self, x, at, dim):
-        return jax.lax.dynamic_slice_in_dim(x, at[0] * self.block_q, self.block_q, dim)
+    def q_block(self, x, index, dim):
+        return jax.lax.dynamic_slice_in_dim(x, index[0] * self.block_q, self.block_q, dim)
 
-    def keys(self, x, at, dim):
-        return jax.lax.dynamic_slice_in_dim(x, at[1] * self.block_k, self.block_k, dim)
+    def k_block(self, x, index, dim):
+        return jax.lax.dynamic_slice_in_dim(x, index[1] * self.block_k, self.block_k, dim)
 
-    def put_rows(self, x, part, at, dim):
-        return jax.lax.dynamic_update_slice_in_dim(x, part, at[0] * self.block_q, dim)
+    def put_q_block(self, x, block, index, dim):
+        return jax.lax.dynamic_update_slice_in_dim(x, block, index[0] * self.block_q, dim)
 
-    def add_rows(self, x, part, at):
-        return self.put_rows(x, self.rows(x, at, 1) + part, at, 1)
+    def add_q_block(self, x, block, index):
+        return self.put_q_block(x, self.q_block(x, index, 1) + block, index, 1)
 
-    def add_keys(self, x, part, at):
-        return jax.lax.dynamic_update_slice_in_dim(x, self.keys(x, at, 1) + part, at[1] * self.block_k, 1)
+    def add_k_block(self, x, block, index):
+        updated = self.k_block(x, index, 1) + block
+        return jax.lax.dynamic_update_slice_in_dim(x, updated, index[1] * self.block_k, 1)
 
-    def add_bias(self, dbias, part, at):
-        """`part` [b, k, g, t, s], summed over the dims that the bias does not have."""
-        part = part.sum([dim for dim in range(5) if dbias.shape[dim] == 1], keepdims=True)
-        start = [jnp.zeros_like(at[0])] * 5  # a plain 0 has 64 bits under jax_enable_x64
-        for dim, block in ((3, self.block_q), (4, self.block_k)):
-            if dbias.shape[dim] > 1:
-                start[dim] = at[dim - 3] * block
-        here = jax.lax.dynamic_slice(dbias, start, part.shape)
-        return jax.lax.dynamic_update_slice(dbias, here + part, start)
+    def pad_q(self, x, dim: int = 1):
+        return _pad_to_blocks(x, self.block_q, dim)
 
-    def padded_rows(self, x, dim=1):
-        return _padded(x, self.block_q, dim)
+    def pad_k(self, x, dim: int = 1):
+        return _pad_to_blocks(x, self.block_k, dim)
 
-    def _padded_keys(self, x, dim):
-        return _padded(x, self.block_k, dim)
+    # The bias: [b or 1, k or 1, g or 1, t or 1, s or 1] here, its dims of size 1 broadcast.
+
+    def _pad_bias(self, bias: jax.Array, k: int, g: int) -> jax.Array:
+        if bias.shape[2] > 1:
+            bias = self.pad_q(bias, 2)
+        if bias.shape[3] > 1:
+            bias = self.pad_k(bias, 3)
+        heads = (k, g) if bias.shape[1] > 1 else (1, 1)
+        return bias.reshape(bias.shape[0], *heads, *bias.shape[2:])
+
+    def _bias_block(self, index: jax.Array) -> jax.Array:
+        bias = self.bias
+        if bias.shape[3] > 1:
+            bias = self.q_block(bias, index, 3)
+        if bias.shape[4] > 1:
+            bias = self.k_block(bias, index, 4)
+        return bias
+
+    def add_bias_block(self, dbias, dscores_bkgts, index):
+        """Adds a tile's gradient of scores, summed over the dims that the bias broadcasts."""
+        broadcast = [dim for dim in range(5) if dbias.shape[dim] == 1]
+        part = dscores_bkgts.sum(broadcast, keepdims=True)
+        # Indices of one dtype: a plain 0 has 64 bits under jax_enable_x64.
+        start = [jnp.zeros_like(index[0])] * 5
+        if dbias.shape[3] > 1:
+            start[3] = index[0] * self.block_q
+        if dbias.shape[4] > 1:
+            start[4] = index[1] * self.block_k
+        before = jax.lax.dynamic_slice(dbias, start, part.shape)
+        return jax.lax.dynamic_update_slice(dbias, before + part, start)
+
+    def unpad_bias(self, dbias: jax.Array) -> jax.Array:
+        """The gradient in the shape and dtype of the bias that was given."""
+        bias = self.inputs.bias
+        b, _, _, t, s = dbias.shape
+        whole = dbias.reshape(b, -1, t, s)
+        return whole[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
 
 
-def _padded(x: jax.Array, block: int, dim: int) -> jax.Array:
+def _pad_to_blocks(x: jax.Array, block: int, dim: int) -> jax.Array:
     extra = -x.shape[dim] % block
-    return jnp.pad(x, [(0, extra if at == dim else 0) for at in range(x.ndim)]) if extra else x
-
-
-def _kept(x: jax.Array, kept: jax.Array) -> jax.Array:
-    """x [b, time, ...] where kept [b or 1, time], else 0."""
-    return jnp.where(kept.reshape(*kept.shape, *[1] * (x.ndim - 2)), x, 0)
+    if not extra:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, extra)
+    return jnp.pad(x, widths)

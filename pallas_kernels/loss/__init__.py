@@ -1,1 +1,3 @@
+"""The unembedding matmul and its cross-entropy in one, without all logits. Start with api.py."""
+
 from pallas_kernels.loss.api import linear_cross_entropy as linear_cross_entropy

@@ -1,17 +1,21 @@
-"""`linear_cross_entropy`: the head's matmul and its loss, a chunk of tokens at a time. No kernel: XLA's matmuls do it.
+"""`linear_cross_entropy`: the unembedding matmul and its loss, a chunk of tokens at a time.
 
-Letters: b tokens before the time dim, t time, e embed, v rows of the weight that this device has.
+There is no kernel here: XLA's matmuls do the work, and a scan over chunks saves the memory.
+
+Letters: b tokens before the time dim, t time, e embed, v rows of the weight on this device.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.partition import unchecked
+from pallas_kernels.partition import refuse_checked_vma
 
-CHUNK_LOGITS = 2**26  # logits computed at once (256 MiB in float32) before more chunks are cut
+CHUNK_LOGITS = 2**26  # of a chunk at most: 256 MiB in float32
 
 
 def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
@@ -23,127 +27,199 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    split: tuple[str, ...] = (),
+    axis_name: str | tuple[str, ...] = (),
     chunk_logits: int = CHUNK_LOGITS,
 ) -> jax.Array:
-    """Sum over tokens of mask x (-log softmax(x weight^T)[target] + z_loss x lse^2), a float32 scalar.
+    """Sum over tokens of mask x (-log softmax(x weight^T)[target] + z_loss x lse^2).
 
-    x: [..., time, embed]; weight: [vocabulary, embed]; targets: integers [..., time]; mask: float weights of the
-    tokens, 1 unless given. Tokens whose target is `ignore_index` count 0; other targets beyond the vocabulary are not
-    looked for: they count as if their logit were 0. `label_smoothing`: that share of the wanted probability lies evenly
-    on the whole vocabulary. lse is the logarithm of the softmax's denominator.
+    lse is the logarithm of the softmax's denominator; the result is a float32 scalar. Under
+    differentiation the gradients are computed along with the loss, from the same logits, and kept
+    in place of them; the weight's is accumulated in float32.
 
-    At most `chunk_logits` logits are there at once (but those of one time step are). Chunk i takes the times i, i + n,
-    i + 2n, ... so that a split time dim stays split. Under differentiation the gradients are made along with the loss,
-    from the same logits, and kept instead of them: that of the weight gathers in float32.
+    Args:
+      x: [..., time, embed].
+      weight: [vocabulary, embed].
+      targets: integers [..., time]. One outside the vocabulary counts as if its logit were 0.
+      mask: [..., time], the weight of each token; 1 unless given.
+      ignore_index: tokens with this target have weight 0.
+      label_smoothing: this share of the target probability lies evenly on the whole vocabulary
+        (arXiv:1512.00567).
+      z_loss: keeps lse near 0 (arXiv:2204.02311).
+      axis_name: mesh axes that split the rows of the weight, inside a shard_map that is manual
+        over them. Targets count over all rows. The loss is whole on every device, and cotangents
+        are summed over these axes; the gradient of x is partial: psum it, as that of any input
+        that is whole along them.
+      chunk_logits: at most so many logits exist at once, though never less than those of one time
+        step. Of n chunks, chunk i takes the times i, i + n, i + 2n, ..., so that a time dim that
+        is split over devices stays split.
 
-    `split`: mesh axes, manual here, that the rows of the weight are split over; targets count over all rows. Loss and
-    gradients are as if each of these devices had computed the whole: what they do with the loss counts together, and
-    the gradient of x is this device's part, to be summed over `split`, as of any input that all of them share.
+    Raises:
+      ValueError: the arguments do not fit together.
     """
-    unchecked("linear_cross_entropy", x, weight, targets, mask)
-    if x.ndim < 2 or x.shape[:-1] != targets.shape or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+    refuse_checked_vma("linear_cross_entropy", x, weight, targets, mask)
+    _check(x, weight, targets, mask, label_smoothing, z_loss)
+    mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
+    if ignore_index is not None:
+        mask = jnp.where(targets == ignore_index, 0, mask)
+    time, width = x.shape[-2:]
+    chunks = _chunk_count(math.prod(x.shape[:-2]), time, weight.shape[0], chunk_logits)
+    x_bte = x.reshape(-1, time, width)
+    targets_bt = targets.reshape(-1, time)
+    mask_bt = mask.reshape(-1, time)
+    padding = -time % chunks
+    if padding:  # its mask is 0
+        x_bte = jnp.pad(x_bte, [(0, 0), (0, padding), (0, 0)])
+        targets_bt = jnp.pad(targets_bt, [(0, 0), (0, padding)])
+        mask_bt = jnp.pad(mask_bt, [(0, 0), (0, padding)])
+    axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    options = _Options(chunks, float(label_smoothing), float(z_loss), axis_name)
+    return _loss_compiled(options, x_bte, weight, targets_bt, mask_bt)
+
+
+def _check(x, weight, targets, mask, label_smoothing, z_loss) -> None:
+    op = "linear_cross_entropy"
+    fits = x.ndim >= 2 and x.shape[:-1] == targets.shape
+    if not fits or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
-            f"linear_cross_entropy: x {x.shape}, weight {weight.shape}, targets {targets.shape} are not "
+            f"{op}: x {x.shape}, weight {weight.shape}, targets {targets.shape} are not "
             "[..., time, embed], [vocabulary, embed], [..., time]"
         )
     if mask is not None and mask.shape != targets.shape:
         raise ValueError(
-            f"linear_cross_entropy: mask must have the shape of targets, {targets.shape}, not {mask.shape}"
+            f"{op}: mask must have the shape of targets, {targets.shape}, not {mask.shape}"
         )
     if not 0 <= label_smoothing < 1 or z_loss < 0:
-        raise ValueError(f"linear_cross_entropy: 0 <= label_smoothing={label_smoothing} < 1, 0 <= z_loss={z_loss}")
-    mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
-    if ignore_index is not None:
-        mask = jnp.where(targets == ignore_index, 0, mask)
-    if 0 in x.shape or isinstance(split, str):
-        raise ValueError(f"linear_cross_entropy: x {x.shape} has no elements, or split={split!r} is no tuple of names")
-    time, width = x.shape[-2:]
-    chunks = _chunks(math.prod(x.shape[:-2]), time, weight.shape[0], chunk_logits)
-    flat = x.reshape(-1, time, width), targets.reshape(-1, time), mask.reshape(-1, time)
-    if more := -time % chunks:  # with tokens that count 0
-        flat = [jnp.pad(each, [(0, 0), (0, more), (0, 0)][: each.ndim]) for each in flat]
-    return _loss_compiled(chunks, float(label_smoothing), float(z_loss), tuple(split), flat[0], weight, *flat[1:])
+        raise ValueError(f"{op}: 0 <= label_smoothing={label_smoothing} < 1, 0 <= z_loss={z_loss}")
+    if 0 in x.shape:
+        raise ValueError(f"{op}: x {x.shape} has no elements")
 
 
-def _chunks(batch: int, time: int, vocab: int, limit: int) -> int:
-    """The smallest number of equal chunks of `time` with at most `limit` logits each, one time step at least; where no
-    number up to twice that divides `time`, that one."""
+def _chunk_count(batch: int, time: int, vocab: int, limit: int) -> int:
+    """The fewest chunks of `time`, equal ones if possible, of at most `limit` logits each.
+
+    A chunk has at least one time step. Where no number from the fewest to twice that divides
+    `time`, it is the fewest, and `time` is padded.
+    """
     least = min(-(-batch * time * vocab // limit), time)
-    return next((n for n in range(least, 2 * least + 1) if time % n == 0), least)
+    for count in range(least, 2 * least + 1):
+        if time % count == 0:
+            return count
+    return least
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _loss(chunks, smoothing, z_loss, split, x_bte, weight_ve, targets_bt, mask_bt):
-    part = partial(_of_chunk, smoothing, z_loss, split, weight_ve)
+class _Options(NamedTuple):
+    chunks: int
+    label_smoothing: float
+    z_loss: float
+    axis_name: tuple[str, ...]
 
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(options: _Options, x_bte, weight_ve, targets_bt, mask_bt):
     def step(total, chunk):
-        return total + part(*chunk)[0], None
+        return total + _chunk_loss(options, weight_ve, *chunk).total, None
 
-    return jax.lax.scan(step, jnp.float32(0), _cut(chunks, x_bte, targets_bt, mask_bt))[0]
+    chunks = _cut(options.chunks, x_bte, targets_bt, mask_bt)
+    total, _ = jax.lax.scan(step, jnp.float32(0), chunks)
+    return total
 
 
-def _forward(chunks, smoothing, z_loss, split, x_bte, weight_ve, targets_bt, mask_bt):
-    part = partial(_of_chunk, smoothing, z_loss, split, weight_ve)
+def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt):
+    """The loss, and what is left of its gradients once the cotangent is known: a product."""
 
     def step(carry, chunk):
-        total, dweight = carry
-        x, _, mask = chunk
-        loss, each, slope = part(*chunk)
-        counts = mask[..., None] != 0  # what does not may be NaN
-        dlogits, x = jnp.where(counts, slope() * mask[..., None], 0).astype(x.dtype), jnp.where(counts, x, 0)
-        dx = _dot("btv,ve->bte", dlogits, weight_ve).astype(x.dtype)
-        return (total + loss, dweight + _dot("btv,bte->ve", dlogits, x)), (dx, each)
+        total, dweight_ve = carry
+        x_bte, _, mask_bt = chunk
+        loss = _chunk_loss(options, weight_ve, *chunk)
+        counts = mask_bt[..., None] != 0  # what does not count may be NaN
+        dlogits = loss.logits_gradient() * mask_bt[..., None]
+        dlogits = jnp.where(counts, dlogits, 0).astype(x_bte.dtype)
+        x_bte = jnp.where(counts, x_bte, 0)
+        dx_bte = _dot("btv,ve->bte", dlogits, weight_ve).astype(x_bte.dtype)
+        total = total + loss.total
+        dweight_ve = dweight_ve + _dot("btv,bte->ve", dlogits, x_bte)
+        return (total, dweight_ve), (dx_bte, loss.of_tokens_bt)
 
-    start = jnp.float32(0), jnp.zeros(weight_ve.shape, jnp.float32)
-    (total, dweight), (dx, each) = jax.lax.scan(step, start, _cut(chunks, x_bte, targets_bt, mask_bt))
-    dx, dmask = (jnp.moveaxis(part, 0, 2).reshape(*mask_bt.shape, *part.shape[3:]) for part in (dx, each))
-    if weight_ve.dtype != jnp.float16:  # which does not reach as far as a sum over many tokens
+    start = (jnp.float32(0), jnp.zeros(weight_ve.shape, jnp.float32))
+    chunks = _cut(options.chunks, x_bte, targets_bt, mask_bt)
+    (total, dweight), (dx, dmask) = jax.lax.scan(step, start, chunks)
+    dx = _join(dx, mask_bt.shape)
+    dmask = _join(dmask, mask_bt.shape)
+    if weight_ve.dtype != jnp.float16:  # float16 overflows at a sum over many tokens
         dweight = dweight.astype(weight_ve.dtype)
-    return total, (dx, dweight, dmask, jnp.zeros((0,), weight_ve.dtype))
+    like_weight = jnp.zeros((0,), weight_ve.dtype)  # its dtype, for the backward pass
+    return total, (dx, dweight, dmask, like_weight)
 
 
-def _backward(_chunks, _smoothing, _z_loss, split, kept, dloss):
-    dx, dweight, dmask, weight = kept
-    ours = jax.lax.psum(dloss, split) if split else dloss
-    dx, dweight = ((ours * x.astype(jnp.float32)).astype(like.dtype) for x, like in ((dx, dx), (dweight, weight)))
-    return dx, dweight, None, dloss * dmask  # the mask is whole on every device of `split`: each counts its own
+def _backward(options: _Options, kept, dloss):
+    dx, dweight, dmask, like_weight = kept
+    summed = jax.lax.psum(dloss, options.axis_name) if options.axis_name else dloss
+    dx = (summed * dx.astype(jnp.float32)).astype(dx.dtype)
+    dweight = (summed * dweight.astype(jnp.float32)).astype(like_weight.dtype)
+    # The mask is whole along axis_name, and each device counts its own loss.
+    return dx, dweight, None, dloss * dmask
 
 
 _loss.defvjp(_forward, _backward)
-_loss_compiled = jax.jit(_loss, static_argnums=(0, 1, 2, 3), inline=True)  # once, also outside any jit
+# Outside any jit too it is compiled once.
+_loss_compiled = jax.jit(_loss, static_argnums=(0,), inline=True)
 
 
 def _cut(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """[b, t, ...] -> [chunks, b, t / chunks, ...]"""
-    return tuple(jnp.moveaxis(x.reshape(x.shape[0], -1, chunks, *x.shape[2:]), 2, 0) for x in arrays)
+
+    def cut(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunks, *x.shape[2:]), 2, 0)
+
+    return tuple(cut(x) for x in arrays)
 
 
-def _of_chunk(smoothing, z_loss, split, weight_ve, x_bte, targets_bt, mask_bt):
-    """(sum of the losses, each token's loss without its mask, a function giving the slope of it by the logits)."""
-    logits = _dot("bte,ve->btv", x_bte, weight_ve)
-    rows = logits.shape[-1]
-    vocab = rows * jax.lax.psum(1, split) if split else rows
-    across = partial(jax.lax.psum, axis_name=split) if split else lambda x: x
-    # A masked sum, not a gather: it stays local where the vocabulary is split.
-    hit = (jax.lax.axis_index(split) * rows if split else 0) + jnp.arange(rows) == targets_bt[..., None]
-    largest = logits.max(-1)
-    largest = jax.lax.pmax(largest, split) if split else largest
-    total = jnp.exp(logits - largest[..., None]).sum(-1)
-    wanted = (1 - smoothing) * jnp.sum(jnp.where(hit, logits, 0), -1)
-    wanted = wanted + smoothing / vocab * logits.sum(-1) if smoothing else wanted
-    total, wanted = across((total, wanted))
-    lse = largest + jnp.log(total)
-    each = lse - wanted + z_loss * lse * lse
+def _join(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """[chunks, b, t / chunks, ...] -> [b, t, ...], the opposite of `_cut`; `shape` is (b, t)."""
+    return jnp.moveaxis(x, 0, 2).reshape(*shape, *x.shape[3:])
 
-    def slope():
-        probability = jnp.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None]
-        return probability - jnp.where(hit, 1 - smoothing, 0) - smoothing / vocab
 
-    return jnp.sum(jnp.where(mask_bt != 0, each * mask_bt, 0)), each, slope
+class _ChunkLoss(NamedTuple):
+    total: jax.Array  # of the chunk
+    of_tokens_bt: jax.Array  # before the mask
+    logits_gradient: Callable[[], jax.Array]  # of `of_tokens_bt`, [b, t, v]
+
+
+def _chunk_loss(options: _Options, weight_ve, x_bte, targets_bt, mask_bt) -> _ChunkLoss:
+    _, smoothing, z_loss, axis_name = options
+    logits_btv = _dot("bte,ve->btv", x_bte, weight_ve)
+    rows = logits_btv.shape[-1]
+    vocab = rows
+    first_row = 0
+    if axis_name:
+        vocab = rows * jax.lax.psum(1, axis_name)
+        first_row = jax.lax.axis_index(axis_name) * rows
+    # The target's logit comes from a masked sum, not from a gather: that stays local where the
+    # vocabulary is split.
+    is_target = first_row + jnp.arange(rows) == targets_bt[..., None]
+    largest = logits_btv.max(-1)
+    if axis_name:
+        largest = jax.lax.pmax(largest, axis_name)
+    denominator = jnp.exp(logits_btv - largest[..., None]).sum(-1)
+    expected = (1 - smoothing) * jnp.sum(jnp.where(is_target, logits_btv, 0), -1)
+    if smoothing:
+        expected = expected + smoothing / vocab * logits_btv.sum(-1)
+    if axis_name:
+        denominator, expected = jax.lax.psum((denominator, expected), axis_name)
+    lse = largest + jnp.log(denominator)
+    of_tokens = lse - expected + z_loss * lse * lse
+
+    def logits_gradient():
+        probability = jnp.exp(logits_btv - lse[..., None])
+        probability = probability * (1 + 2 * z_loss * lse)[..., None]
+        return probability - jnp.where(is_target, 1 - smoothing, 0) - smoothing / vocab
+
+    total = jnp.sum(jnp.where(mask_bt != 0, of_tokens * mask_bt, 0))
+    return _ChunkLoss(total, of_tokens, logits_gradient)
 
 
 def _dot(letters: str, *arrays: jax.Array) -> jax.Array:
+    """einsum in float32; float32 operands are not rounded to TF32."""
     exact = arrays[0].dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if exact else None
     return jnp.einsum(letters, *arrays, preferred_element_type=jnp.float32, precision=precision)

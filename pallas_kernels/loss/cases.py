@@ -1,10 +1,12 @@
-"""Linear + cross-entropy calls that tests check and `bench.py` times."""
+"""Linear + cross-entropy calls that tests check and bench.py times."""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.loss.api import CHUNK_LOGITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +19,20 @@ class Case:
     masked: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    chunk_logits: int = 2**26
+    chunk_logits: int = CHUNK_LOGITS
 
     @property
     def name(self) -> str:
-        said = [f"{self.b}x{self.t}x{self.width}-v{self.vocab}", self.dtype] + ["masked"] * self.masked
-        said += [f"smoothing{self.label_smoothing:g}"] if self.label_smoothing else []
-        said += [f"z{self.z_loss:g}"] if self.z_loss else []
-        return "-".join(said + ([f"chunks-of-{self.chunk_logits}"] if self.chunk_logits < 2**26 else []))
+        parts = [f"{self.b}x{self.t}x{self.width}-v{self.vocab}", self.dtype]
+        if self.masked:
+            parts.append("masked")
+        if self.label_smoothing:
+            parts.append(f"smoothing{self.label_smoothing:g}")
+        if self.z_loss:
+            parts.append(f"z{self.z_loss:g}")
+        if self.chunk_logits < CHUNK_LOGITS:
+            parts.append(f"chunks-of-{self.chunk_logits}")
+        return "-".join(parts)
 
     def draw(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """x, weight, targets, mask (a third of it 0 where masked, else 1)."""
@@ -32,9 +40,15 @@ class Case:
         x = random.standard_normal((self.b, self.t, self.width))
         weight = 0.3 * random.standard_normal((self.vocab, self.width))
         targets = random.integers(0, self.vocab, (self.b, self.t))
-        mask = random.random((self.b, self.t)) > 1 / 3 if self.masked else np.ones((self.b, self.t))
-        x, weight = (jnp.asarray(each, self.dtype) for each in (x, weight))
-        return x, weight, jnp.asarray(targets, jnp.int32), jnp.asarray(mask, jnp.float32)
+        mask = np.ones((self.b, self.t))
+        if self.masked:
+            mask = random.random((self.b, self.t)) > 1 / 3
+        return (
+            jnp.asarray(x, self.dtype),
+            jnp.asarray(weight, self.dtype),
+            jnp.asarray(targets, jnp.int32),
+            jnp.asarray(mask, jnp.float32),
+        )
 
 
 CI = (

@@ -6,9 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choose import choose
+from pallas_kernels.choose import INTERPRET, choose
 from pallas_kernels.norm import triton, xla
-from pallas_kernels.partition import unchecked
+from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "triton": triton}
 PREFERENCE = ("xla",)  # no other was measured to be faster yet
@@ -23,10 +23,25 @@ def layernorm(
     eps: float = 1e-5,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """LayerNorm (arXiv:1607.06450) over the last dim: (x - mean) / sqrt(variance + eps) * scale + bias, in x's dtype.
+    """LayerNorm (arXiv:1607.06450) over the last dim, in the dtype of x.
 
-    With `residual`, of x's shape: (y, sum), where sum = x + residual, in the residual's dtype, is what is normalised.
-    Statistics, and the gradients of scale and bias until they are rounded to their dtypes, are float32.
+    (x - mean) / sqrt(variance + eps) * scale + bias. Statistics are float32, and so are the
+    gradients of scale and bias until they are rounded to their dtypes.
+
+    Args:
+      x: [..., width], floating.
+      scale, bias: [width], floating.
+      residual: of x's shape, in any floating dtype. With it x + residual is normalised, rounded to
+        the residual's dtype.
+      implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first of
+        PREFERENCE that does not refuse.
+
+    Returns:
+      y, of x's shape; with a residual (y, x + residual).
+
+    Raises:
+      ValueError: the arguments do not fit together.
+      Refused: the named implementation cannot run this call.
     """
     return _norm("layernorm", x, scale, bias, residual, eps, implementation)
 
@@ -40,30 +55,43 @@ def rmsnorm(
     eps: float = 1e-6,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """RMSNorm (arXiv:1910.07467) over the last dim: x / sqrt(mean(x^2) + eps) * scale + bias; else as layernorm."""
+    """RMSNorm (arXiv:1910.07467) over the last dim: x / sqrt(mean(x^2) + eps) * scale + bias.
+
+    In everything else as `layernorm`.
+    """
     return _norm("rmsnorm", x, scale, bias, residual, eps, implementation)
 
 
 def _norm(op, x, scale, bias, residual, eps, implementation):
-    unchecked(op, x, scale, bias, residual)
+    refuse_checked_vma(op, x, scale, bias, residual)
+    _check(op, x, scale, bias, residual)
+    rows = (math.prod(x.shape[:-1]), x.shape[-1])
+    if 0 in rows:
+        raise ValueError(f"{op}: x {x.shape} has no elements")
+    refusals = {name: partial(module.refusal, rows) for name, module in IMPLEMENTATIONS.items()}
+    name = choose(op, refusals, PREFERENCE, implementation)
+    x_nd = x.reshape(rows)
+    residual_nd = None if residual is None else residual.reshape(rows)
+    centred = op == "layernorm"
+    y, total = _normalise_compiled(float(eps), centred, name, x_nd, scale, bias, residual_nd)
+    y = y.reshape(x.shape)
+    return y if residual is None else (y, total.reshape(x.shape))
+
+
+def _check(op, x, scale, bias, residual) -> None:
     for name, each in (("x", x), ("scale", scale), ("bias", bias), ("residual", residual)):
         if each is not None and not jnp.issubdtype(each.dtype, jnp.floating):
             raise ValueError(f"{op}: {name} is {each.dtype}, not floating")
     width = x.shape[-1:]
     for name, vector in (("scale", scale), ("bias", bias)):
         if vector is not None and vector.shape != width:
-            raise ValueError(f"{op}: {name} must be {width}, the last dim of x {x.shape}, not {vector.shape}")
+            raise ValueError(
+                f"{op}: {name} must be {width}, the last dim of x {x.shape}, not {vector.shape}"
+            )
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"{op}: residual must have the shape of x, {x.shape}, not {residual.shape}")
-    rows = math.prod(x.shape[:-1]), *width
-    if 0 in rows:
-        raise ValueError(f"{op}: x {x.shape} has no elements")
-    refusals = {name: partial(module.refusal, rows) for name, module in IMPLEMENTATIONS.items()}
-    name = choose(op, refusals, PREFERENCE, implementation)
-    flat = [None if each is None else each.reshape(rows) for each in (x, residual)]
-    y, total = _normalise_compiled(float(eps), op == "layernorm", name, flat[0], scale, bias, flat[1])
-    y = y.reshape(x.shape)
-    return y if residual is None else (y, total.reshape(x.shape))
+        raise ValueError(
+            f"{op}: residual must have the shape of x, {x.shape}, not {residual.shape}"
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -72,17 +100,19 @@ def _normalise(eps, centred, name, x, scale, bias, residual):
 
 
 def _forward(eps, centred, name, x, scale, bias, residual):
-    module = IMPLEMENTATIONS[name.partition(":")[0]]
+    module = _implementation(name)
     y, total, mean, rstd = module.forward(x, scale, bias, residual, eps, centred, name)
-    # of dtypes and of what is there, an empty array each
+    # The backward pass needs their dtypes, and whether they are there: an empty array says both.
     like = [None if each is None else jnp.zeros((0,), each.dtype) for each in (x, bias, residual)]
-    return (y, total if residual is not None else None), (total, scale, mean, rstd, like)
+    kept = (total, scale, mean, rstd, like)
+    return (y, total if residual is not None else None), kept
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), inline=True)  # jax 0.10 calls it outside any jit
 def _backward(_eps, _centred, name, kept, gradients):
-    (total, scale, mean, rstd, (x, bias, residual)), (dy, dtotal) = kept, gradients
-    module = IMPLEMENTATIONS[name.partition(":")[0]]
+    total, scale, mean, rstd, (x, bias, residual) = kept
+    dy, dtotal = gradients
+    module = _implementation(name)
     dsum, dscale, dbias = module.backward(total, scale, mean, rstd, dy, dtotal, name)
     return (
         dsum.astype(x.dtype),
@@ -92,5 +122,10 @@ def _backward(_eps, _centred, name, kept, gradients):
     )
 
 
+def _implementation(name):
+    return IMPLEMENTATIONS[name.removesuffix(INTERPRET)]
+
+
 _normalise.defvjp(_forward, _backward)
-_normalise_compiled = jax.jit(_normalise, static_argnums=(0, 1, 2), inline=True)  # once, also outside any jit
+# Outside any jit too it is compiled once.
+_normalise_compiled = jax.jit(_normalise, static_argnums=(0, 1, 2), inline=True)

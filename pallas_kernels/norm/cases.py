@@ -1,7 +1,6 @@
-"""Norm calls that tests check, `aot.py` compiles and `bench.py` times."""
+"""Norm calls that tests check, aot.py compiles and bench.py times."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +20,44 @@ class Case:
 
     @property
     def name(self) -> str:
-        said = [self.op, f"{self.rows}x{self.width}", self.dtype, f"weights-{self.weights}"] + ["bias"] * self.bias
-        said += [f"residual-{self.residual}"] if self.residual else []
-        return "-".join(said + ([f"mean{self.mean:g}"] if self.mean else []))
+        parts = [self.op, f"{self.rows}x{self.width}", self.dtype, f"weights-{self.weights}"]
+        if self.bias:
+            parts.append("bias")
+        if self.residual:
+            parts.append(f"residual-{self.residual}")
+        if self.mean:
+            parts.append(f"mean{self.mean:g}")
+        return "-".join(parts)
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct | None]:
-        """Shapes and dtypes of what `draw` gives."""
-        big = partial(jax.ShapeDtypeStruct, (self.rows, self.width))
+        """Shapes and dtypes of the arrays of `draw`."""
+        shape = (self.rows, self.width)
+        x = jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
         vector = jax.ShapeDtypeStruct((self.width,), jnp.dtype(self.weights))
-        x, residual = big(jnp.dtype(self.dtype)), big(jnp.dtype(self.residual)) if self.residual else None
-        bias = vector if self.bias else None
-        return {"x": x, "scale": vector, "bias": bias, "residual": residual, "dy": x, "dtotal": residual}
+        residual = None
+        if self.residual:
+            residual = jax.ShapeDtypeStruct(shape, jnp.dtype(self.residual))
+        return {
+            "x": x,
+            "scale": vector,
+            "bias": vector if self.bias else None,
+            "residual": residual,
+            "dy": x,
+            "dtotal": residual,
+        }
 
     def draw(self, seed: int = 0) -> dict[str, jax.Array | None]:
         """x, scale, bias, residual (None where there is none), dy and dtotal."""
-        random, shape = np.random.default_rng(seed), (self.rows, self.width)
-        normal = lambda shape, dtype: jnp.asarray(random.standard_normal(shape), dtype)  # noqa: E731
+        random = np.random.default_rng(seed)
+        shape = (self.rows, self.width)
+
+        def normal(shape, dtype):
+            return jnp.asarray(random.standard_normal(shape), dtype)
+
         return {
             "x": (normal(shape, "float32") + self.mean).astype(self.dtype),
-            "scale": 1 + 0.1 * normal(shape[1:], self.weights),
-            "bias": normal(shape[1:], self.weights) if self.bias else None,
+            "scale": 1 + 0.1 * normal((self.width,), self.weights),
+            "bias": normal((self.width,), self.weights) if self.bias else None,
             "residual": normal(shape, self.residual) if self.residual else None,
             "dy": normal(shape, self.dtype),
             "dtotal": normal(shape, self.residual) if self.residual else None,
@@ -77,4 +94,4 @@ def timed() -> list[Case]:
         for width in (1024, 4096, 8192)
         for residual in (None, "bfloat16")
     ]
-    return [*wide, Case(rows=1024, width=1024)]  # fmt: skip
+    return [*wide, Case(rows=1024, width=1024)]

@@ -1,16 +1,26 @@
-"""The definition of both norms, over the last dim, in the widest of the inputs' dtype and float32."""
+"""The definition of both norms, over the last dim."""
 
 import jax
 import jax.numpy as jnp
 
 
-def normalise(x, scale, bias, residual, *, epsilon: float, centred: bool) -> tuple[jax.Array, jax.Array]:
-    """(y, x + residual), y in the dtype of x, the sum in that of the residual (of x without one)."""
+def normalise(
+    x, scale, bias, residual, *, epsilon: float, centred: bool
+) -> tuple[jax.Array, jax.Array]:
+    """(y in the dtype of x, x + residual in that of the residual, or x without one).
+
+    Computed in the widest of x's dtype and float32. `centred`: LayerNorm, else RMSNorm.
+    """
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    total = x.astype(wide) if residual is None else x.astype(wide) + residual.astype(wide)
-    kept = total.astype(x.dtype if residual is None else residual.dtype)
-    total = kept.astype(wide)
+    total = x.astype(wide)
+    if residual is not None:
+        total = total + residual.astype(wide)
+    rounded = total.astype(x.dtype if residual is None else residual.dtype)
+    normal = rounded.astype(wide)
     if centred:
-        total = total - total.mean(-1, keepdims=True)
-    y = total * jax.lax.rsqrt(jnp.square(total).mean(-1, keepdims=True) + epsilon) * scale
-    return (y if bias is None else y + bias).astype(x.dtype), kept
+        normal = normal - normal.mean(-1, keepdims=True)
+    variance = jnp.square(normal).mean(-1, keepdims=True)
+    y = normal * jax.lax.rsqrt(variance + epsilon) * scale
+    if bias is not None:
+        y = y + bias
+    return y.astype(x.dtype), rounded

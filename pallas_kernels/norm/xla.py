@@ -1,43 +1,68 @@
-"""The norms in plain JAX. Backward starts from the sum and one statistic or two per row, in float32."""
+"""The norms in plain JAX.
+
+The backward pass starts from the sum that was normalised and its statistics, in float32.
+Letters: n rows, d width.
+"""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.choose import not_interpretable
+
 
 def refusal(rows: tuple[int, int], interpreted: bool) -> str:  # noqa: ARG001
-    return "has no interpreted form" if interpreted else ""
+    return not_interpretable(interpreted)
 
 
 def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):  # noqa: ARG001
-    """x [n, d] -> (y [n, d], sum [n, d], mean [n] or None, 1 / deviation [n])."""
-    total = x if residual is None else (_wide(x) + _wide(residual)).astype(residual.dtype)
-    wide, mean = _wide(total), None
+    """(y [n, d], total [n, d], mean [n] or None, reciprocal standard deviation [n]).
+
+    x is [n, d]. `total` is x + residual, which is normalised; `centred`: LayerNorm.
+    """
+    total = x
+    if residual is not None:
+        total = (_widen(x) + _widen(residual)).astype(residual.dtype)
+    normal = _widen(total)
+    mean = None
     if centred:
-        mean = wide.mean(-1)
-        wide = wide - mean[:, None]
-        # The mean of a row far from 0 is rounded coarsely. What is left of it is summed along with the squares: no
-        # reading more.
-        left = wide.mean(-1)
-        square = jnp.maximum(jnp.square(wide).mean(-1) - left * left, 0)  # of equal numbers it may round below
-        wide, mean = wide - left[:, None], mean + left
+        mean = normal.mean(-1)
+        normal = normal - mean[:, None]
+        # The mean of a row far from 0 is rounded coarsely. What is left of it is summed along with
+        # the squares, so the row is not read once more.
+        remainder = normal.mean(-1)
+        variance = jnp.square(normal).mean(-1) - remainder * remainder
+        variance = jnp.maximum(variance, 0)  # of equal numbers it may be rounded below
+        normal = normal - remainder[:, None]
+        mean = mean + remainder
     else:
-        square = jnp.square(wide).mean(-1)
-    rstd = jax.lax.rsqrt(square + epsilon)
-    y = wide * rstd[:, None] * _wide(scale)
-    return (y if bias is None else y + _wide(bias)).astype(x.dtype), total, mean, rstd
+        variance = jnp.square(normal).mean(-1)
+    rstd = jax.lax.rsqrt(variance + epsilon)
+    y = normal * rstd[:, None] * _widen(scale)
+    if bias is not None:
+        y = y + _widen(bias)
+    return y.astype(x.dtype), total, mean, rstd
 
 
 def backward(total, scale, mean, rstd, dy, dtotal, name: str):  # noqa: ARG001
-    """(dsum [n, d] in float32, dscale [d], sum of dy [d]); `dtotal`: the gradient that reaches the sum by itself."""
-    dy, wide = _wide(dy), _wide(total)
-    normal = (wide if mean is None else wide - mean[:, None]) * rstd[:, None]
-    dnormal = dy * _wide(scale)
+    """(dsum [n, d] in float32, dscale [d], dbias [d]).
+
+    `dtotal` is the gradient that reaches the returned sum directly, None without one; dsum is that
+    of x and of the residual alike.
+    """
+    dy = _widen(dy)
+    normal = _widen(total)
+    if mean is not None:
+        normal = normal - mean[:, None]
+    normal = normal * rstd[:, None]
+    dnormal = dy * _widen(scale)
     dsum = dnormal - normal * (dnormal * normal).mean(-1, keepdims=True)
     if mean is not None:
         dsum = dsum - dnormal.mean(-1, keepdims=True)
     dsum = dsum * rstd[:, None]
-    return dsum if dtotal is None else dsum + _wide(dtotal), (dy * normal).sum(0), dy.sum(0)
+    if dtotal is not None:
+        dsum = dsum + _widen(dtotal)
+    return dsum, (dy * normal).sum(0), dy.sum(0)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

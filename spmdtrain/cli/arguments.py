@@ -2,6 +2,7 @@
 
 import argparse
 
+from pallas_kernels.gpus import GPUS
 from spmdtrain.cli import planning, running
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import SEEDS
@@ -108,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
-    names = "a100-40, a100-80, h100, h100-pcie, h200, b200, gb200, mi300x or a .toml file"
+    names = f"{', '.join(GPUS)} or a .toml file"
     parser.add_argument("--hardware", required=True, metavar="NAME", help=names)
     parser.add_argument("--json", action="store_true", help="for programs")
 

@@ -7,6 +7,7 @@ bytes and kernels differ a little from a compile on the GPU.
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 from pallas_kernels import gpus
@@ -57,8 +58,12 @@ def described_devices(device: Hardware, count: int) -> list[Any]:
 
 
 def target(device: Hardware) -> str:
-    """GpuTargetConfigProto text of the device."""
-    chip = next((name for name in (device.name, device.name.split("-")[0]) if name in gpus.CHIPS), None)
+    """GpuTargetConfigProto text of the device: its chip by its name or, of a file's, by the name's first part."""
+    chips = {name: gpu for name, gpu in gpus.GPUS.items() if gpu.xla is not None}
+    family = device.name.partition("-")[0]
+    alike = [gpu for name, gpu in chips.items() if name.partition("-")[0] == family]
+    chip = chips.get(device.name) or next(iter(alike), None)
     if chip is None:
-        raise ConfigError(f"XLA's compiler for {device.name} is not described here", found=", ".join(gpus.CHIPS))
-    return gpus.target(chip, cores=device.cores, memory_bandwidth=device.memory_bandwidth, memory=device.memory)
+        raise ConfigError(f"XLA's compiler for {device.name} is not described here", found=", ".join(chips))
+    own = replace(chip, cores=device.cores, memory_bandwidth=device.memory_bandwidth, memory=device.memory)
+    return gpus.xla_target(own)

@@ -1,5 +1,7 @@
 """What a device can do, and where the figure comes from: peaks, memory, links. No jax.
 
+Facts of a chip are in pallas_kernels/gpus.py, where a new one is entered; the machine around it is in BOXES here.
+
 Units: FLOP/s, bytes, bytes/s, seconds, watts. Link figures are one direction per device, as the data sheet says them;
 what of a figure software reaches is the business of software.py. Network bandwidth belongs to a cluster, not to a chip:
 the figure here is that of the vendor's own box, printed beside every estimate, and `--hardware FILE.toml` replaces it.
@@ -11,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
+from pallas_kernels.gpus import GPUS, Gpu
 from spmdtrain.config.errors import ConfigError
 
 
@@ -44,105 +47,61 @@ class Hardware:
         return limited * (self.float32 if dtype == "float32" else self.bfloat16)
 
 
-def _device(name: str, *figures: float, sheet: str, **more) -> Hardware:
-    names = [each.name for each in fields(Hardware)[1:10]]
-    sources = dict.fromkeys(names, sheet) | more.pop("sources", {})
-    return Hardware(name, *figures, sources=sources, **more)
-
-
-SPECS = "device_memory_size of openxla/xla, xla/backends/gpu/target_config/specs"
 MEASURED = "maximum achievable matmul FLOP/s: stas00/ml-engineering, compute/accelerator, at 744d01e1"
 NDR = "400 Gb/s InfiniBand per device: NVIDIA DGX H100 data sheet"
 HDR = "200 Gb/s InfiniBand per device: NVIDIA DGX A100 data sheet"
 
 SMALLEST, LARGEST = 1e-30, 1e30  # of a figure: products and quotients of a few stay finite
 
-# name: bfloat16, float32 (TF32), cores, memory, memory bandwidth, link, network, per host, power
-DEVICES: Mapping[str, Hardware] = {
-    device.name: device
-    for device in (
-        _device(
-            *("a100-40", 312e12, 156e12, 108, 42.3e9, 1555e9, 300e9, 25e9, 8, 400),
-            matmul=0.869,
-            sheet="NVIDIA A100 data sheet (SXM4 40 GB)",
-            sources={"matmul": MEASURED, "network_bandwidth": HDR, "link_bandwidth": "NVLink 3: 600 GB/s both ways"},
-        ),
-        _device(
-            *("a100-80", 312e12, 156e12, 108, 85_100_068_864, 2039e9, 300e9, 25e9, 8, 400),
-            matmul=0.869,
-            sheet="NVIDIA A100 data sheet (SXM4 80 GB)",
-            sources={
-                "matmul": MEASURED,
-                "memory": SPECS,
-                "network_bandwidth": HDR,
-                "link_bandwidth": "NVLink 3: 600 GB/s both ways",
-            },
-        ),
-        _device(
-            *("h100", 989.4e12, 494.7e12, 132, 84_942_979_072, 3352e9, 450e9, 50e9, 8, 700),
-            matmul=0.803,
-            sheet="NVIDIA H100 data sheet (SXM5), dense",
-            sources={
-                "matmul": MEASURED,
-                "memory": SPECS,
-                "network_bandwidth": NDR,
-                "link_bandwidth": "NVLink 4: 900 GB/s both ways",
-            },
-        ),
-        _device(
-            *("h100-pcie", 756e12, 378e12, 114, 84.9e9, 2039e9, 64e9, 25e9, 8, 350),
-            sheet="NVIDIA H100 data sheet (PCIe), dense",
-            sources={"link_bandwidth": "PCIe 5 x16, no bridge", "network_bandwidth": "200 Gb/s per device, assumed"},
-        ),
-        _device(
-            *("h200", 989.4e12, 494.7e12, 132, 151_397_597_184, 4800e9, 450e9, 50e9, 8, 700),
-            matmul=0.803,
-            sheet="NVIDIA H200 data sheet (SXM), dense",
-            sources={
-                "matmul": MEASURED,
-                "memory": SPECS,
-                "network_bandwidth": NDR,
-                "link_bandwidth": "NVLink 4: 900 GB/s both ways",
-            },
-        ),
-        _device(
-            *("b200", 2250e12, 1125e12, 148, 191.5e9, 7672e9, 900e9, 50e9, 8, 1000),
-            matmul=0.776,
-            sheet="NVIDIA Blackwell (HGX B200) data sheet, dense",
-            sources={
-                "matmul": MEASURED,
-                "memory_bandwidth": SPECS,
-                "network_bandwidth": NDR,
-                "link_bandwidth": "NVLink 5: 1800 GB/s",
-            },
-        ),
-        _device(
-            *("gb200", 2500e12, 1250e12, 148, 197.5e9, 8000e9, 900e9, 50e9, 72, 1200),
-            sheet="NVIDIA GB200 NVL72 data sheet, dense, per GPU",
-            sources={"network_bandwidth": NDR, "per_host": "one NVLink domain of 72"},
-        ),
-        _device(
-            *("mi300x", 1307.4e12, 653.7e12, 304, 205.8e9, 5300e9, 448e9, 50e9, 8, 750),
-            sheet="AMD Instinct MI300X data sheet, dense",
-            sources={
-                "link_bandwidth": "7 Infinity Fabric links of 64 GB/s",
-                "network_bandwidth": "400 Gb/s, assumed",
-            },
-        ),
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """The vendor's own machine around a chip, and what was measured in it: figures that are no fact of the chip."""
+
+    network_bandwidth: float = 50e9
+    per_host: int = 8
+    matmul: float = 0.75
+    sources: Mapping[str, str] = field(
+        default_factory=lambda: {"network_bandwidth": "400 Gb/s, assumed", "per_host": "assumed"}
     )
+
+
+# By the names of gpus.GPUS; a chip without an entry is taken to live in a Box().
+BOXES: Mapping[str, Box] = {
+    "a100-40": Box(network_bandwidth=25e9, matmul=0.869, sources={"matmul": MEASURED, "network_bandwidth": HDR}),
+    "a100-80": Box(network_bandwidth=25e9, matmul=0.869, sources={"matmul": MEASURED, "network_bandwidth": HDR}),
+    "h100": Box(matmul=0.803, sources={"matmul": MEASURED, "network_bandwidth": NDR}),
+    "h100-pcie": Box(network_bandwidth=25e9, sources={"network_bandwidth": "200 Gb/s per device, assumed"}),
+    "h200": Box(matmul=0.803, sources={"matmul": MEASURED, "network_bandwidth": NDR}),
+    "b200": Box(matmul=0.776, sources={"matmul": MEASURED, "network_bandwidth": NDR}),
+    "gb200": Box(per_host=72, sources={"network_bandwidth": NDR, "per_host": "one NVLink domain of 72"}),
+    "mi300x": Box(sources={"network_bandwidth": "400 Gb/s, assumed"}),
 }
 
 
-KINDS: Mapping[str, str] = {  # what jax calls a device -> its name here
-    "NVIDIA A100-SXM4-40GB": "a100-40",
-    "NVIDIA A100-SXM4-80GB": "a100-80",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H100 PCIe": "h100-pcie",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-    "NVIDIA GB200": "gb200",
-    "AMD Instinct MI300X": "mi300x",
-}
+def _in_its_box(gpu: Gpu) -> Hardware:
+    box = BOXES.get(gpu.name, Box())
+    figures = [each.name for each in fields(Hardware)[1:10]]
+    return Hardware(
+        name=gpu.name,
+        bfloat16=gpu.bfloat16,
+        float32=gpu.float32,
+        cores=gpu.cores,
+        memory=gpu.memory,
+        memory_bandwidth=gpu.memory_bandwidth,
+        link_bandwidth=gpu.link_bandwidth,
+        network_bandwidth=box.network_bandwidth,
+        per_host=box.per_host,
+        power=gpu.power,
+        matmul=box.matmul,
+        sources=dict.fromkeys(figures, gpu.sheet) | gpu.sources | box.sources,
+    )
+
+
+DEVICES: Mapping[str, Hardware] = {name: _in_its_box(gpu) for name, gpu in GPUS.items()}
+
+# What jax calls a device (its device_kind) -> its name here.
+KINDS: Mapping[str, str] = {kind: name for name, gpu in GPUS.items() for kind in gpu.device_kinds}
 
 
 def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:

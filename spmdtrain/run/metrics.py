@@ -2,7 +2,7 @@
 
 MFU (model FLOPs utilisation) = model FLOPs per token x tokens per second / (devices x peak). Model FLOPs: see
 `models.size.train_flops_per_token` (causal attention counted half, recomputation not at all). Peak: dense bfloat16,
-from the table below; on hardware that is not in it MFU is null, never guessed.
+from pallas_kernels/gpus.py; on hardware that is not listed there MFU is null, never guessed.
 """
 
 import contextlib
@@ -15,21 +15,14 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import gpus
 from spmdtrain.config.errors import StorageError
-
-# jax's device_kind -> dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets.
-PEAK_BFLOAT16 = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA B200": 2250e12,
-}
 
 
 def peak_flops(device_kind: str) -> float | None:
-    return PEAK_BFLOAT16.get(device_kind)
+    """Dense bfloat16 FLOP/s of a device as jax names it; None where pallas_kernels/gpus.py does not list it."""
+    gpu = gpus.find(device_kind)
+    return None if gpu is None else gpu.bfloat16
 
 
 @contextlib.contextmanager

@@ -81,8 +81,10 @@ def head_loss(
         return tuple(axis for axis in axes if rules.sizes[axis] > 1 and axis not in manual)
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt):
-        split = (*table_axes, *automatic_axes("vocab"))
-        loss = linear_cross_entropy(hidden_bte, table_ve, targets_bt, mask=mask_bt, split=split)
+        axis_name = (*table_axes, *automatic_axes("vocab"))
+        loss = linear_cross_entropy(
+            hidden_bte, table_ve, targets_bt, mask=mask_bt, axis_name=axis_name
+        )
         token_axes = automatic_axes(*token)
         return jax.lax.psum(loss, token_axes) if token_axes else loss
 

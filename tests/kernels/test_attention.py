@@ -16,10 +16,14 @@ from pallas_kernels.choose import Refused
 
 ARRAYS = "q", "k", "v", "bias", "dout"
 DEFAULTS = {"scale": None, "bias": None, "positions": None, "segment_ids": None}
-IN_TURN = {"xla_cpu_experimental_ynn_fusion_type": ""}  # for jax 0.10, whose CPU sums wide matmuls in parts
+IN_TURN = {
+    "xla_cpu_experimental_ynn_fusion_type": ""
+}  # for jax 0.10, whose CPU sums wide matmuls in parts
 FINER_THAN_IN_TURN = ("d64-float32", "d64-float32-segments-three", "d64-float32-segments-padded",
                       "d96-float32-segments-three")  # fmt: skip
-INTERPRETED = [case for case in cases.CI if not case.bias and (case.d in (32, 72, 192) or case.softcap)]
+INTERPRETED = [
+    case for case in cases.CI if not case.bias and (case.d in (32, 72, 192) or case.softcap)
+]
 
 
 def definition(options):
@@ -31,7 +35,9 @@ def definition(options):
 
 def kernel(options, implementation):
     def run(q, k, v, bias):
-        return attention(q, k, v, bias=bias, return_lse=True, implementation=implementation, **options)
+        return attention(
+            q, k, v, bias=bias, return_lse=True, implementation=implementation, **options
+        )
 
     return run
 
@@ -43,10 +49,14 @@ def with_gradients(run):
         def objective(q, k, v, bias):
             out, lse = run(q, k, v, bias)
             wide = jnp.promote_types(out.dtype, jnp.float32)
-            loss = jnp.sum(out.astype(wide) * dout.astype(wide)) + 0.1 * jnp.sum(jnp.where(lse > -jnp.inf, lse, 0))
+            loss = jnp.sum(out.astype(wide) * dout.astype(wide)) + 0.1 * jnp.sum(
+                jnp.where(lse > -jnp.inf, lse, 0)
+            )
             return loss, (out, lse)
 
-        gradients, (out, lse) = jax.grad(objective, (0, 1, 2, 3)[: 3 + (bias is not None)], has_aux=True)(q, k, v, bias)
+        gradients, (out, lse) = jax.grad(
+            objective, (0, 1, 2, 3)[: 3 + (bias is not None)], has_aux=True
+        )(q, k, v, bias)
         return out, lse, gradients
 
     return both
@@ -66,7 +76,9 @@ def answers(case, in_turn=False):
 
 def compare(case, implementation, in_turn=False):
     drawn, (want, plain) = case.draw(), answers(case, in_turn)
-    got = jax.jit(with_gradients(kernel(case.options(), implementation)))(*(drawn.get(name) for name in ARRAYS))
+    got = jax.jit(with_gradients(kernel(case.options(), implementation)))(
+        *(drawn.get(name) for name in ARRAYS)
+    )
     factor = 3.0 if case.softcap else 2.0
     oracle.check("out", got[0], plain[0], want[0], case.dtype, factor=factor)
     seen = ~np.isneginf(want[1])
@@ -124,7 +136,11 @@ def test_interpreted_triton_on_the_grid(case):
     those of the definition but on jax 0.10, where wide matmuls are twice as exact as narrow ones. Beside those, dv is
     in four cases up to 1.23 times as far off as allowed: there both sum in the same way."""
     short = case.name.removeprefix("1x200x200-h2x1-")
-    compare(case, "triton:interpret", in_turn=jax.__version_info__ < (0, 11) and short in FINER_THAN_IN_TURN)
+    compare(
+        case,
+        "triton:interpret",
+        in_turn=jax.__version_info__ < (0, 11) and short in FINER_THAN_IN_TURN,
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,12 +162,16 @@ def test_cudnn_says_why_not(case, said):
         attention(*(drawn[name] for name in "qkv"), implementation="cudnn", **case.options())
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (9, 3)}, {"scale": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "window": (9, 3)}, {"scale": 0.5}]
+)
 def test_cudnn_is_asked_for_the_same(options, monkeypatch):
     """What jax.nn is told means what attention was told; here jax.nn computes it in its other way."""
     real = jax.nn.dot_product_attention
     monkeypatch.setattr(
-        jax.nn, "dot_product_attention", lambda *qkv, **told: real(*qkv, **told | {"implementation": "xla"})
+        jax.nn,
+        "dot_product_attention",
+        lambda *qkv, **told: real(*qkv, **told | {"implementation": "xla"}),
     )
     monkeypatch.setattr(cudnn, "no_gpu", lambda _: "")
     monkeypatch.setattr(cudnn, "_not_installed", lambda: "")
@@ -164,14 +184,21 @@ def test_cudnn_is_asked_for_the_same(options, monkeypatch):
 @pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
 def test_what_is_not_seen_may_be_nan(implementation):
     """Queries, keys, values and gradients of padding: nothing of them reaches the rest, and their own are 0."""
-    case = cases.Case(b=2, t=96, heads=(4, 2), d=32, dtype="float32", segments="padded", causal=True)
+    case = cases.Case(
+        b=2, t=96, heads=(4, 2), d=32, dtype="float32", segments="padded", causal=True
+    )
     drawn, ids = case.draw(), case.options()["segment_ids"][0]
     segments = ids, jnp.where(ids == 1, 2, ids)  # padding sees nothing and is not seen
     nothing = (ids == 1)[:, :, None, None]
 
     def run(fill):
         q, k, v, dout = (jnp.where(nothing, fill, drawn[name]) for name in ("q", "k", "v", "dout"))
-        options = {"causal": True, "segment_ids": segments, "softcap": 9.0, "implementation": implementation}
+        options = {
+            "causal": True,
+            "segment_ids": segments,
+            "softcap": 9.0,
+            "implementation": implementation,
+        }
         out, pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
         return out, *pull(dout)
 
@@ -191,13 +218,18 @@ def test_queries_of_padding_see_nothing_either(implementation, hidden_by):
     q, k, v = (jnp.asarray(random.standard_normal((1, n, 1, 16)), jnp.float32) for n in (t, 8, 8))
     options = {
         "segments": {"segment_ids": (jnp.ones((1, t), int), jnp.where(hidden, 0, 1)[None])},
-        "positions": {"positions": (jnp.full((1, t), -5), jnp.where(hidden, -3, -6)[None]), "causal": True},
+        "positions": {
+            "positions": (jnp.full((1, t), -5), jnp.where(hidden, -3, -6)[None]),
+            "causal": True,
+        },
         "bias": {"bias": jnp.where(hidden, -jnp.inf, jnp.zeros((1, 1, t, 8)))},
     }[hidden_by]
 
     def run(fill):
         there = [jnp.where(hidden[None, :, None, None], fill, x) for x in (k, v)]
-        out, pull = jax.vjp(lambda *qkv: attention(*qkv, implementation=implementation, **options), q, *there)
+        out, pull = jax.vjp(
+            lambda *qkv: attention(*qkv, implementation=implementation, **options), q, *there
+        )
         return out, *pull(jnp.ones_like(out))
 
     jax.tree.map(np.testing.assert_array_equal, run(jnp.nan), run(0.0))
@@ -206,7 +238,10 @@ def test_queries_of_padding_see_nothing_either(implementation, hidden_by):
 @pytest.mark.usefixtures("small_tiles")
 def test_a_large_bias_makes_no_infinity_of_padding():
     k, bias = jnp.ones((1, 8, 1, 16)), jnp.full((1, 1, 1, 8), 100.0)
-    loss = jax.grad(lambda k, b: attention(jnp.ones((1, 53, 1, 16)), k, jnp.ones((1, 8, 1, 16)), bias=b).sum(), (0, 1))
+    loss = jax.grad(
+        lambda k, b: attention(jnp.ones((1, 53, 1, 16)), k, jnp.ones((1, 8, 1, 16)), bias=b).sum(),
+        (0, 1),
+    )
     assert all(np.isfinite(x).all() for x in loss(k, bias))
 
 
@@ -229,7 +264,9 @@ def test_extremes():
     q = jnp.ones((1, 64, 1, 32)) * 100
     k = jnp.ones((1, 64, 1, 32)).at[:, 5].set(100.0)
     v = jnp.arange(64.0)[None, :, None, None] * jnp.ones((1, 64, 1, 32))
-    np.testing.assert_allclose(attention(q, k, v), 5.0)  # one huge key: scores of 5.7e4 against 5.7e2
+    np.testing.assert_allclose(
+        attention(q, k, v), 5.0
+    )  # one huge key: scores of 5.7e4 against 5.7e2
     np.testing.assert_allclose(attention(q, jnp.ones_like(k), v), 31.5, rtol=1e-6)  # all equal
 
 
@@ -247,7 +284,7 @@ def test_hidden_tiles_are_skipped():
     plain = DEFAULTS | {"causal": False, "window": None, "softcap": None}
 
     def count(**options):
-        return len(xla._Tiles(*prepare(q, q, q, **(plain | options))).table)
+        return len(xla._TiledInputs(*prepare(q, q, q, **(plain | options))).table)
 
     assert (count(), count(causal=True), count(window=(1, 0))) == (16, 10, 7)
 

@@ -13,6 +13,11 @@ def test_dry_run(monkeypatch, tmp_path, capsys):
     rows = json.loads(path.read_text())["rows"]
     timed = [(row["op"], row["implementation"]) for row in rows if "forward" in row]
     refused = ["mosaic", "cudnn"]  # the first case is float32
-    assert timed == [(op, name) for op, names in bench.IMPLEMENTATIONS.items() for name in names if name not in refused]
+    assert timed == [
+        (op, name)
+        for op, names in bench.IMPLEMENTATIONS.items()
+        for name in names
+        if name not in refused
+    ]
     assert [row["implementation"] for row in rows if "refused" in row] == refused
     assert len(capsys.readouterr().out.splitlines()) == len(rows) + 1

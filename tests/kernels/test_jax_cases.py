@@ -52,11 +52,15 @@ class Case:
         return [q, k, v, bias, jnp.ones_like(dout) if self.dout_ones else dout]
 
     def _lengths(self) -> tuple[jax.Array, jax.Array]:
-        return jnp.array([self.time // 2, self.time // 4]), jnp.array([self.time // 4, self.time // 2])
+        return jnp.array([self.time // 2, self.time // 4]), jnp.array(
+            [self.time // 4, self.time // 2]
+        )
 
     def hidden(self) -> jax.Array:
         """The mask as a bias."""
-        return jnp.where(jnp.tril(jnp.ones((self.time,) * 2)), 0, -jnp.inf).astype(self.dtype)[None, None]
+        return jnp.where(jnp.tril(jnp.ones((self.time,) * 2)), 0, -jnp.inf).astype(self.dtype)[
+            None, None
+        ]
 
     def theirs(self) -> dict[str, Any]:
         told: dict[str, Any] = {"is_causal": self.causal, "local_window_size": self.window}
@@ -77,7 +81,9 @@ class Case:
             told["segment_ids"] = (at >= self.time // 2).astype(int)
         if self.lengths:  # what is past the end is of no document
             ends = zip(self._lengths(), (1, 2), strict=True)
-            told["segment_ids"] = tuple(jnp.where(at < end[:, None], 0, beyond) for end, beyond in ends)
+            told["segment_ids"] = tuple(
+                jnp.where(at < end[:, None], 0, beyond) for end, beyond in ends
+            )
         return told
 
 
@@ -110,7 +116,13 @@ CASES = {
 }  # fmt: skip
 BOTH = "xla", "triton:interpret"
 # Triton refuses a bias; of the others, those whose code is not run by another
-INTERPRETED = *(name for name in CASES if "mha" in name), "grouped-mapped", "causal-padding", "causal-window", "window"
+INTERPRETED = (
+    *(name for name in CASES if "mha" in name),
+    "grouped-mapped",
+    "causal-padding",
+    "causal-window",
+    "window",
+)
 ASKED = [(name, BOTH[0]) for name in CASES] + [(name, BOTH[1]) for name in INTERPRETED]
 
 
@@ -134,14 +146,21 @@ def with_gradients(case: Case, attend):
 def answers(name):
     """(plain, wanted) of a case: the definition in its own dtype, jax.nn in float32."""
     case = CASES[name]
-    arrays, told = case.arrays(), {"softcap": None, "scale": None, "positions": None, "segment_ids": None} | case.ours()
+    arrays, told = (
+        case.arrays(),
+        {"softcap": None, "scale": None, "positions": None, "segment_ids": None} | case.ours(),
+    )
 
     def definition(q, k, v, bias=None):
-        return reference.attend(*prepare(q, k, v, bias=case.hidden() if case.tril else bias, **told))[0]
+        return reference.attend(
+            *prepare(q, k, v, bias=case.hidden() if case.tril else bias, **told)
+        )[0]
 
     theirs = partial(jax.nn.dot_product_attention, **case.theirs())
     with jax.default_matmul_precision("highest"):
-        want = with_gradients(case, theirs)(*(x if x is None else x.astype("float32") for x in arrays))
+        want = with_gradients(case, theirs)(
+            *(x if x is None else x.astype("float32") for x in arrays)
+        )
     return with_gradients(case, definition)(*arrays), want
 
 
@@ -159,7 +178,9 @@ def test_attention(name, implementation, tiles):
 
     got = with_gradients(case, ours)(*case.arrays())
     limits = [oracle.VALUE] + [oracle.GRADIENT] * 4
-    for of, limit, *three in zip(("out", "dq", "dk", "dv", "dbias"), limits, got, *answers(name), strict=True):
+    for of, limit, *three in zip(
+        ("out", "dq", "dk", "dv", "dbias"), limits, got, *answers(name), strict=True
+    ):
         if three[0] is not None:
             oracle.check(of, *three, case.dtype, limit)
 
@@ -175,13 +196,23 @@ def formula(op, x, scale, bias):
 def test_norm(op, implementation):
     """ops: test_fused_layernorm_fwd and _bwd, test_rms_fwd, test_rms_norm_bwd"""
     random = np.random.default_rng(0)
-    arrays = [np.asarray(random.standard_normal(shape), np.float32) for shape in ((2, 384, 192), (192,), (192,))]
+    arrays = [
+        np.asarray(random.standard_normal(shape), np.float32)
+        for shape in ((2, 384, 192), (192,), (192,))
+    ]
 
     def both(run):
-        return lambda *arrays: (run(*arrays), jax.grad(lambda *arrays: run(*arrays).sum(), (0, 1, 2))(*arrays))
+        return lambda *arrays: (
+            run(*arrays),
+            jax.grad(lambda *arrays: run(*arrays).sum(), (0, 1, 2))(*arrays),
+        )
 
-    got = jax.jit(both(partial(getattr(norm, op), eps=1e-5, implementation=implementation)))(*arrays)
+    got = jax.jit(both(partial(getattr(norm, op), eps=1e-5, implementation=implementation)))(
+        *arrays
+    )
     plain = jax.jit(both(partial(formula, op)))(*arrays)
     want = oracle.in_float64(both(partial(formula, op)), *arrays)
-    for name, *three in zip(("y", "dx", "dscale", "dbias"), *map(jax.tree.leaves, (got, plain, want)), strict=True):
+    for name, *three in zip(
+        ("y", "dx", "dscale", "dbias"), *map(jax.tree.leaves, (got, plain, want)), strict=True
+    ):
         oracle.check(name, *three, "float32", {"float32": 1e-6})

@@ -17,7 +17,9 @@ def options(case):
 def definition(case, targets):
     def run(x, weight, mask):
         flat = x.reshape(-1, x.shape[-1])
-        return reference.summed_loss(flat, weight, targets.reshape(-1), mask.reshape(-1), **options(case))
+        return reference.summed_loss(
+            flat, weight, targets.reshape(-1), mask.reshape(-1), **options(case)
+        )
 
     return jax.value_and_grad(run, (0, 1, 2))
 
@@ -29,7 +31,9 @@ def test_value_and_gradients(case):
     plain = jax.jit(definition(case, targets))(x, weight, mask)
 
     def loss(x, weight, mask):
-        return linear_cross_entropy(x, weight, targets, mask=mask, chunk_logits=case.chunk_logits, **options(case))
+        return linear_cross_entropy(
+            x, weight, targets, mask=mask, chunk_logits=case.chunk_logits, **options(case)
+        )
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, weight, mask)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
@@ -49,14 +53,18 @@ def test_ignored_targets_count_nothing():
 
 def test_what_counts_nothing_may_be_nan():
     x, weight, targets, mask = cases.Case(masked=True).draw()
-    run = jax.value_and_grad(lambda x, w: linear_cross_entropy(x, w, targets, mask=mask, chunk_logits=1000), (0, 1))
+    run = jax.value_and_grad(
+        lambda x, w: linear_cross_entropy(x, w, targets, mask=mask, chunk_logits=1000), (0, 1)
+    )
     got, want = (run(jnp.where(mask[..., None] == 0, fill, x), weight) for fill in (jnp.nan, 0.0))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize(("time", "chunks"), [(8192, 16), (8191, 16), (4099, 8), (2039, 4), (12, 1)])
+@pytest.mark.parametrize(
+    ("time", "chunks"), [(8192, 16), (8191, 16), (4099, 8), (2039, 4), (12, 1)]
+)
 def test_chunks_are_few_whatever_divides_the_time(time, chunks):
-    assert api._chunks(1, time, 128256, 2**26) == chunks
+    assert api._chunk_count(1, time, 128256, 2**26) == chunks
 
 
 def test_a_time_that_no_number_of_chunks_divides():
@@ -65,8 +73,10 @@ def test_a_time_that_no_number_of_chunks_divides():
                                                                         chunk_logits=limit), (1, 2, 3))  # fmt: skip
     rows = x.shape[0] * weight.shape[0]
     got, want = run(3 * rows, x, weight, mask), run(13 * rows, x, weight, mask)
-    assert api._chunks(x.shape[0], 13, weight.shape[0], 3 * rows) == 5
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), got, want)
+    assert api._chunk_count(x.shape[0], 13, weight.shape[0], 3 * rows) == 5
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), got, want
+    )
 
 
 def test_a_gradient_is_rounded_after_it_is_scaled():
@@ -99,7 +109,13 @@ def test_a_split_vocabulary_gives_the_same():
 
     def part(x, weight, targets, mask):
         loss = linear_cross_entropy(
-            x, weight, targets, mask=mask, split=("tensor",), chunk_logits=case.chunk_logits, **options(case)
+            x,
+            weight,
+            targets,
+            mask=mask,
+            axis_name=("tensor",),
+            chunk_logits=case.chunk_logits,
+            **options(case),
         )
         return jax.lax.psum(loss, "data")
 
@@ -120,6 +136,10 @@ def test_a_split_vocabulary_gives_the_same():
     ],
 )
 def test_a_mistake_is_one_line(change, said):
-    given = {"x": jnp.zeros((2, 3, 4)), "weight": jnp.zeros((5, 4)), "targets": jnp.zeros((2, 3), int)} | change
+    given = {
+        "x": jnp.zeros((2, 3, 4)),
+        "weight": jnp.zeros((5, 4)),
+        "targets": jnp.zeros((2, 3), int),
+    } | change
     with pytest.raises(ValueError, match=said):
         linear_cross_entropy(given.pop("x"), given.pop("weight"), given.pop("targets"), **given)

@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from pallas_kernels import mosaic
 from pallas_kernels.attention import attention, cases
 from pallas_kernels.attention.cases import Case
+from pallas_kernels.backends import mosaic
 from pallas_kernels.choose import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +23,20 @@ OLD = jax.__version_info__ < (0, 11)
 INTERPRETED = (
     Case(t=130, heads=(2, 1), causal=True),
     Case(t=64, s=260, d=72, heads=(1, 1), window=(40, 30), dtype="float16"),
-    Case(t=64, s=200, d=128, e=64, heads=(1, 1), positions=True, segments="three", causal=True, softcap=15.0),
-    Case(t=70, d=192, e=128, heads=(1, 1), dtype="float16", causal=True),  # dk and dv in warpgroups of their own
+    Case(
+        t=64,
+        s=200,
+        d=128,
+        e=64,
+        heads=(1, 1),
+        positions=True,
+        segments="three",
+        causal=True,
+        softcap=15.0,
+    ),
+    Case(
+        t=70, d=192, e=128, heads=(1, 1), dtype="float16", causal=True
+    ),  # dk and dv in warpgroups of their own
 )
 SLOW = (
     Case(b=2, t=200, heads=(2, 1), segments="padded", causal=True, softcap=15.0),
@@ -51,7 +63,9 @@ for case in INTERPRETED + SLOW:
 
 def run(program: str, *arguments: str, seconds: int) -> subprocess.CompletedProcess:
     """`program` in a python of its own; XLA's threads, one for each simulated device, are enough for the kernel's."""
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env=os.environ | {"PYTHONPATH": path},
@@ -109,7 +123,7 @@ def test_what_is_not_seen_may_be_nan():
 RACE = """
 import linecache, sys
 import jax
-from pallas_kernels import mosaic
+from pallas_kernels.backends import mosaic
 from pallas_kernels.attention import attention
 from pallas_kernels.attention.cases import Case
 
@@ -130,7 +144,9 @@ jax.block_until_ready(attention(*(drawn[name] for name in "qkv"), implementation
 def test_a_wait_that_is_missing_is_found():
     """The copies of the values are not waited for: their use is a race, and a barrier that nobody looks at an error."""
     done = run(RACE, seconds=100)
-    assert done.returncode != 0 and re.search("RACE DETECTED|no threads observed", done.stderr), done.stderr[-3000:]
+    assert done.returncode != 0 and re.search("RACE DETECTED|no threads observed", done.stderr), (
+        done.stderr[-3000:]
+    )
 
 
 @pytest.mark.skipif(OLD, reason="jax's version is said first")
@@ -152,7 +168,9 @@ def test_it_says_why_not(case, kind, said, monkeypatch):
         attention(*(drawn[name] for name in "qkv"), bias=drawn.get("bias"), implementation="mosaic")
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H20", "NVIDIA GH200 480GB"])
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H20", "NVIDIA GH200 480GB"]
+)
 def test_hopper_by_its_names(kind, monkeypatch):
     monkeypatch.setattr(mosaic, "device_kind", lambda: kind)
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))

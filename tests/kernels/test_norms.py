@@ -12,7 +12,10 @@ from pallas_kernels import norm
 from pallas_kernels.norm import cases, reference, triton
 
 NAMES = ("x", "scale", "bias", "residual", "dy", "dtotal")
-FLOOR = {"bfloat16": 2.5e-3, "float32": 1e-6}  # relative L2 of y and dx; rounding to bfloat16 alone is 1.7e-3
+FLOOR = {
+    "bfloat16": 2.5e-3,
+    "float32": 1e-6,
+}  # relative L2 of y and dx; rounding to bfloat16 alone is 1.7e-3
 OF_WEIGHTS = {"bfloat16": 2.5e-3, "float32": 1e-4}
 
 
@@ -22,10 +25,14 @@ def with_gradients(run):
 
         def given(*there):
             left = iter(there)
-            return run(*(None if each is None else next(left) for each in (x, scale, bias, residual)))
+            return run(
+                *(None if each is None else next(left) for each in (x, scale, bias, residual))
+            )
 
         out, pull = jax.vjp(given, *there)
-        return out, pull((dy.astype(out[0].dtype), None if dtotal is None else dtotal.astype(out[1].dtype)))
+        return out, pull(
+            (dy.astype(out[0].dtype), None if dtotal is None else dtotal.astype(out[1].dtype))
+        )
 
     return both
 
@@ -41,7 +48,9 @@ def definition(case):
 
 def kernel(case, implementation):
     def run(x, scale, bias, residual):
-        out = getattr(norm, case.op)(x, scale, bias, residual=residual, implementation=implementation)
+        out = getattr(norm, case.op)(
+            x, scale, bias, residual=residual, implementation=implementation
+        )
         return out if case.residual else (out, None)
 
     return with_gradients(run)
@@ -52,7 +61,9 @@ def answers(case):
     """(wanted, plain): (outputs, gradients) by the definition in float64, and in the dtypes of the case."""
     arrays = [case.draw()[name] for name in NAMES]
     want = oracle.in_float64(definition(case), *arrays)
-    if case.residual == "bfloat16":  # what is normalised is the rounded sum: that is what the definition says
+    if (
+        case.residual == "bfloat16"
+    ):  # what is normalised is the rounded sum: that is what the definition says
         x, residual = (np.asarray(arrays[i], np.float64) for i in (0, 3))
         rounded = np.asarray((x + residual).astype(np.float32).astype(jnp.bfloat16), np.float64)
         want = oracle.in_float64(definition(case), *arrays[:3], rounded - x, *arrays[4:])
@@ -89,13 +100,17 @@ def test_xla_on_the_grid(case):
 
 
 def test_equal_numbers_far_from_zero_have_a_norm():
-    x = jnp.asarray(1e8 * (1 + np.random.default_rng(0).random((20, 1))), jnp.float32) + jnp.zeros((20, 100))
+    x = jnp.asarray(1e8 * (1 + np.random.default_rng(0).random((20, 1))), jnp.float32) + jnp.zeros(
+        (20, 100)
+    )
     assert np.isfinite(jax.jit(lambda x: norm.layernorm(x, jnp.ones(100)))(x)).all()
 
 
 def test_a_norm_takes_any_leading_dims_and_refuses_what_does_not_fit():
     x = jnp.arange(24.0).reshape(2, 3, 4)
-    np.testing.assert_allclose(norm.rmsnorm(x, jnp.ones(4))[1, 2], norm.rmsnorm(x[1, 2], jnp.ones(4)), rtol=1e-6)
+    np.testing.assert_allclose(
+        norm.rmsnorm(x, jnp.ones(4))[1, 2], norm.rmsnorm(x[1, 2], jnp.ones(4)), rtol=1e-6
+    )
     with pytest.raises(ValueError, match="scale must be"):
         norm.layernorm(x, jnp.ones(3))
     with pytest.raises(ValueError, match="shape of x"):

@@ -39,18 +39,26 @@ def head(implementation):
         y, total = layernorm(x, scale, bias, residual=residual, implementation=implementation)
         targets = jnp.arange(x.shape[1])[None] % 12 + 0 * x[..., 0].astype(int)
         split = tuple(automatic & {HEADS})
-        loss = linear_cross_entropy(y + total, weight, targets, split=split, z_loss=1e-3, chunk_logits=64)
+        loss = linear_cross_entropy(
+            y + total, weight, targets, axis_name=split, z_loss=1e-3, chunk_logits=64
+        )
         loss = jax.lax.psum(loss, BATCH) if BATCH in automatic else loss
         return jnp.full(x.shape[:2], loss / 1000)
 
     def run(x, residual, weight, scale, bias):
         specs = P(BATCH), P(BATCH), P(HEADS), P(), P()
-        return locally(partial(local, automatic_axes()), specs, P(BATCH))(x, residual, weight, scale, bias)
+        return locally(partial(local, automatic_axes()), specs, P(BATCH))(
+            x, residual, weight, scale, bias
+        )
 
     return run
 
 
-LAYER = layer, [(4, 32, 4, 16), (4, 32, 2, 16), (4, 32, 2, 16), (16,)], [P(BATCH, None, HEADS)] * 3 + [P()]
+LAYER = (
+    layer,
+    [(4, 32, 4, 16), (4, 32, 2, 16), (4, 32, 2, 16), (16,)],
+    [P(BATCH, None, HEADS)] * 3 + [P()],
+)
 HEAD = head, [(4, 32, 24)] * 2 + [(16, 24), (24,), (24,)], [P(BATCH)] * 2 + [P(HEADS), P(), P()]
 CASES = [
     pytest.param(*part, implementation, id=f"{part[0].__name__}-{implementation}")
@@ -75,7 +83,9 @@ def stepping(run, count):
 
 def compiled(run, arrays, mesh, specs):
     """(the step, its arguments)"""
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
     with jax.set_mesh(mesh):
         return jax.jit(stepping(run, len(arrays))).lower(*placed).compile(), placed
 
@@ -115,7 +125,12 @@ def test_inside_a_region_that_is_manual_over_the_pipeline(part, shapes, specs, i
         return jax.lax.psum(y.sum(0), "pipeline") / 4
 
     region = jax.shard_map(
-        stage, in_specs=(P(),) * len(shapes), out_specs=P(), axis_names={"pipeline"}, check_vma=False, mesh=mesh
+        stage,
+        in_specs=(P(),) * len(shapes),
+        out_specs=P(),
+        axis_names={"pipeline"},
+        check_vma=False,
+        mesh=mesh,
     )
     check(part, shapes, specs, mesh, region)
 
@@ -135,5 +150,7 @@ def test_a_region_that_follows_what_differs_is_refused():
     x = jax.ShapeDtypeStruct((8, 32, 2, 16), jnp.float32)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     region = jax.shard_map(attention, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(ValueError, match=r"attention: needs jax.shard_map\(..., check_vma=False\) around it"):
+    with pytest.raises(
+        ValueError, match=r"attention: needs jax.shard_map\(..., check_vma=False\) around it"
+    ):
         jax.jit(region).lower(x, x, x)

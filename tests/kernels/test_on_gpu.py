@@ -23,7 +23,9 @@ def unless_refused(compare, case, implementation):
         pytest.skip(refused.reason)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)  # a case's one after the other: they share its answers
+@pytest.mark.parametrize(
+    "implementation", IMPLEMENTATIONS
+)  # a case's one after the other: they share its answers
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
 def test_attention(implementation, case, monkeypatch):
     if implementation == "cudnn":  # it gives no lse: that and its gradient come from another
@@ -34,7 +36,9 @@ def test_attention(implementation, case, monkeypatch):
 def with_lse_of_xla(options, implementation):
     def run(q, k, v, bias):
         out = attention(q, k, v, bias=bias, implementation=implementation, **options)
-        return out, attention(q, k, v, bias=bias, return_lse=True, implementation="xla", **options)[1]
+        return out, attention(q, k, v, bias=bias, return_lse=True, implementation="xla", **options)[
+            1
+        ]
 
     return run
 
@@ -52,7 +56,9 @@ def test_twenty_runs_give_the_same_bits(implementation):
 
     @jax.jit
     def run(q, k, v, dout):
-        out, pull = jax.vjp(lambda *qkv: attention(*qkv, causal=True, implementation=implementation), q, k, v)
+        out, pull = jax.vjp(
+            lambda *qkv: attention(*qkv, causal=True, implementation=implementation), q, k, v
+        )
         return out, pull(dout)
 
     arrays = [drawn[name] for name in ("q", "k", "v", "dout")]

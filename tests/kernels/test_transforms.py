@@ -14,7 +14,9 @@ COUNT = 3  # of what is mapped and scanned over
 
 
 def attended(implementation, mapped, shared):
-    out, lse = attention(*mapped, *shared, causal=True, return_lse=True, implementation=implementation)
+    out, lse = attention(
+        *mapped, *shared, causal=True, return_lse=True, implementation=implementation
+    )
     return jnp.square(out).sum() + lse.sum()
 
 
@@ -23,12 +25,17 @@ def normed(implementation, mapped, shared):
     x, residual = mapped
     scale, bias = shared
     y, total = layernorm(x, scale, bias, residual=residual, implementation=implementation)
-    return jnp.sum(rmsnorm(y, scale, residual=total, implementation=implementation)[0] ** 3) + jnp.square(total).sum()
+    return (
+        jnp.sum(rmsnorm(y, scale, residual=total, implementation=implementation)[0] ** 3)
+        + jnp.square(total).sum()
+    )
 
 
 def headed(_, mapped, shared):
     targets = jnp.arange(mapped[0].shape[1])[None] % 5
-    return linear_cross_entropy(*mapped, *shared, targets, label_smoothing=0.1, z_loss=1e-3, chunk_logits=10)
+    return linear_cross_entropy(
+        *mapped, *shared, targets, label_smoothing=0.1, z_loss=1e-3, chunk_logits=10
+    )
 
 
 OPS = {  # the loss, shapes of what is mapped and of what is not, given a time
@@ -36,14 +43,21 @@ OPS = {  # the loss, shapes of what is mapped and of what is not, given a time
     "norms": (normed, lambda t: [(t, 24)] * 2, lambda _: [(24,)] * 2, BOTH),
     "linear_cross_entropy": (headed, lambda t: [(1, t, 6)], lambda _: [(5, 6)], ("xla",)),
 }
-CASES = [(op, implementation) for op, (*_, implementations) in OPS.items() for implementation in implementations]
+CASES = [
+    (op, implementation)
+    for op, (*_, implementations) in OPS.items()
+    for implementation in implementations
+]
 
 
 def drawn(op: str, implementation: str, time: int):
     """(loss(mapped, shared), mapped [COUNT, ...], shared)"""
     loss, mapped, shared, _ = OPS[op]
     random = np.random.default_rng(0)
-    draw = lambda shapes: [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]  # noqa: E731
+
+    def draw(shapes):
+        return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
+
     return (
         lambda *arrays: loss(implementation, *arrays),
         draw((COUNT, *shape) for shape in mapped(time)),
@@ -59,7 +73,9 @@ def test_gradients_under_transformations(op, implementation):
         return sum(loss([x[i] for x in mapped], shared) for i in range(COUNT))
 
     def scanned(mapped, shared):
-        return jax.lax.scan(lambda total, each: (total + loss(each, shared), None), jnp.float32(0), mapped)[0]
+        return jax.lax.scan(
+            lambda total, each: (total + loss(each, shared), None), jnp.float32(0), mapped
+        )[0]
 
     @jax.jit
     def run(mapped, shared):
@@ -67,7 +83,9 @@ def test_gradients_under_transformations(op, implementation):
         own, common = jax.vmap(jax.grad(loss, both), (0, None))(mapped, shared)
         return {
             "vmap of grad": (own, [x.sum(0) for x in common]),
-            "grad of vmap": jax.grad(lambda *two: jax.vmap(loss, (0, None))(*two).sum(), both)(mapped, shared),
+            "grad of vmap": jax.grad(lambda *two: jax.vmap(loss, (0, None))(*two).sum(), both)(
+                mapped, shared
+            ),
             "remat": jax.grad(lambda *two: total(jax.checkpoint(loss), *two), both)(mapped, shared),
             "scan": jax.grad(scanned, both)(mapped, shared),
         }
@@ -101,8 +119,12 @@ def test_outside_any_jit_it_compiles_once(op, implementation, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("implementation", "kernel", "backward"), [("xla", "scan", 1), ("cudnn", cudnn.FORWARD, 0)])
-def test_saveable_keeps_the_forward_from_running_again(implementation, kernel, backward, monkeypatch):
+@pytest.mark.parametrize(
+    ("implementation", "kernel", "backward"), [("xla", "scan", 1), ("cudnn", cudnn.FORWARD, 0)]
+)
+def test_saveable_keeps_the_forward_from_running_again(
+    implementation, kernel, backward, monkeypatch
+):
     monkeypatch.setattr(cudnn, "no_gpu", lambda _: "")
     monkeypatch.setattr(cudnn, "_not_installed", lambda: "")
     for check in ("check_cudnn_version", "check_compute_capability"):
@@ -110,8 +132,12 @@ def test_saveable_keeps_the_forward_from_running_again(implementation, kernel, b
     q = jnp.ones((1, 64, 2, 32), jnp.bfloat16)
 
     def count(policy):
-        layer = jax.checkpoint(lambda q: attention(q, 2 * q, q, implementation=implementation), policy=policy)
-        return str(jax.make_jaxpr(jax.grad(lambda q: layer(q).sum().astype(jnp.float32)))(q)).count(f"{kernel}[")
+        layer = jax.checkpoint(
+            lambda q: attention(q, 2 * q, q, implementation=implementation), policy=policy
+        )
+        return str(jax.make_jaxpr(jax.grad(lambda q: layer(q).sum().astype(jnp.float32)))(q)).count(
+            f"{kernel}["
+        )
 
     assert count(saveable) == 1 + backward
     assert count(None) == 2 + backward

@@ -1,8 +1,7 @@
-"""With `jax_enable_x64` every public function gives what it gives without it, gradients too.
+"""With `jax_enable_x64` every public function gives what it gives without: dtypes, numbers and gradients.
 
-A program that wants 64 bits somewhere has them everywhere: plain numbers and counters widen, and
-meet the 32 bits that kernels count in. Then jax refuses the mixture, or a result comes back wider
-than its input.
+A program that wants 64 bits somewhere has them everywhere: plain numbers and counters widen, and meet the 32 bits that
+kernels count in. Then jax refuses the mixture, or a result comes back wider than its input.
 """
 
 from functools import partial
@@ -34,17 +33,15 @@ def with_residual(norm, x, scale, residual, **options):
     return norm(x, scale, residual=residual, **options)
 
 
-def headed(x, weight, mask=None, **options):
-    return linear_cross_entropy(x, weight, TARGETS, mask=mask, **options)
-
-
 def split_over_devices(x, weight, mask):
-    """The loss where two devices share the rows of the weight, and two the batch."""
+    """The loss where each of two devices has half of the weight's rows, and half of the batch goes to each of two."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def part(x, weight, mask, targets):
-        options = {"mask": mask, "split": ("tensor",), "chunk_logits": 40}
-        return jax.lax.psum(linear_cross_entropy(x, weight, targets, **options), "data")
+        loss = linear_cross_entropy(
+            x, weight, targets, mask=mask, axis_name=("tensor",), chunk_logits=40
+        )
+        return jax.lax.psum(loss, "data")
 
     specs = P("data"), P("tensor"), P("data"), P("data")
     run = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
@@ -86,11 +83,15 @@ CALLS = {  # a function and its arrays
     "rmsnorm": (rmsnorm, NORM),
     "rmsnorm residual": (partial(with_residual, rmsnorm), (*NORM, normal(6, 24))),
     "linear_cross_entropy": (
-        partial(headed, label_smoothing=0.1, z_loss=1e-3, ignore_index=3),
+        lambda x, weight: linear_cross_entropy(
+            x, weight, TARGETS, label_smoothing=0.1, z_loss=1e-3, ignore_index=3
+        ),
         LOSS,
     ),
     "linear_cross_entropy mask": (
-        partial(headed, chunk_logits=40),
+        lambda x, weight, mask: linear_cross_entropy(
+            x, weight, TARGETS, mask=mask, chunk_logits=40
+        ),
         (*LOSS, MASK),
     ),
     "linear_cross_entropy split": (split_over_devices, (*LOSS, MASK)),

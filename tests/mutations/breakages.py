@@ -233,8 +233,8 @@ BREAKAGES = [
     Breakage(
         "the head takes a stage's rows for the whole vocabulary",
         "train/loss.py",
-        'split = (*table_axes, *automatic_axes("vocab"))',
-        'split = automatic_axes("vocab")',
+        'axis_name = (*table_axes, *automatic_axes("vocab"))',
+        'axis_name = automatic_axes("vocab")',
         ONE_F_ONE_B,
     ),
     Breakage(

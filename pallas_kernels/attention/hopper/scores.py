@@ -1,0 +1,142 @@
+"""Scores of 64 rows by a tile of columns, in the registers of the backward kernels' warpgroups.
+
+A thread has 240 registers at most, and that decides the form of the code:
+
+- one loop over all tiles, which masks where it must: the forward pass's three loops would keep the
+  accumulators alive three times;
+- a mask compares rows with columns: a difference of positions would take a register per score;
+- with a softcap or masks, the second matmul may have to wait (`score_matmuls`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention.hopper.masks import pair_mask
+from pallas_kernels.attention.hopper.programs import ROWS
+from pallas_kernels.attention.problem import Problem
+from pallas_kernels.attention.tiling import GradientTile
+from pallas_kernels.backends import mosaic as gpu
+
+
+@dataclass(frozen=True)
+class ScoresPlan:
+    """What a backward kernel knows when it is traced."""
+
+    problem: Problem
+    tile: GradientTile
+    rows_are_queries: bool  # and columns keys; else scores are transposed
+    lengths: tuple[int, int]  # (t, s) before padding
+    group: int  # query heads per key-value head
+    needs_mask: bool  # in some tile
+    has_segments: bool
+    has_positions: bool
+    interpret: bool
+
+    @property
+    def columns(self) -> int:
+        return self.tile.k if self.rows_are_queries else self.tile.q
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the scores of a computing warpgroup."""
+        return ROWS, self.columns
+
+    @property
+    def mask_vectors(self) -> int:
+        """How many vectors a side is masked by: its segment ids, its positions."""
+        return self.has_segments + self.has_positions
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """The dims of scores that count queries and keys."""
+        return (0, 1) if self.rows_are_queries else (1, 0)
+
+    def weights(self, products, lse) -> tuple[jax.Array, jax.Array | None]:
+        """(softmax, the softcap's derivative or None), given q k^T and lse in units of log 2."""
+        scores, slope = self.problem.scores(products, gpu.LOG2E, gpu.tanh)
+        return jnp.exp2(scores - lse), slope
+
+    def zero_hidden(self, weights, full, first_row, column_tile, masks):
+        """`weights` of a tile, 0 where hidden.
+
+        The tile starts at row `first_row`; its columns are tile `column_tile`, which needs no mask
+        from `full[0]` to before `full[1]`. `masks`: shared memory [mask_vectors, ROWS] of its rows
+        and [mask_vectors, columns] of its columns; empty without any.
+        """
+        if not self.needs_mask:
+            return weights
+
+        def hide(weights):
+            mask = self._mask((first_row, column_tile * self.columns), masks)
+            return weights if mask is None else jnp.where(mask, weights, 0.0)
+
+        is_partial = (column_tile < full[0]) | (column_tile >= full[1])
+        return jax.lax.cond(is_partial, hide, lambda weights: weights, weights)
+
+    def _mask(self, first, masks) -> jax.Array | None:
+        """bool `shape` of the tile whose first row and column are `first`; None: all are visible."""
+        t, s = self.lengths
+        q_axis, k_axis = self.axes
+
+        def load(vector):
+            of_queries = gpu.load_shared_vector(masks[q_axis].at[vector], q_axis)
+            return of_queries, gpu.load_shared_vector(masks[k_axis].at[vector], k_axis)
+
+        def numbers(axis):
+            return gpu.iota(self.shape[axis], axis) + first[axis]
+
+        segment_ids = None
+        if self.has_segments:
+            segment_ids = load(0)
+        positions = None
+        if self.problem.has_window and self.has_positions:
+            positions = load(self.mask_vectors - 1)  # behind segment ids
+        elif self.problem.has_window:
+            q_positions = numbers(q_axis) + (s - t)
+            positions = q_positions, numbers(k_axis)
+        mask = pair_mask(self.problem, self.shape, self.axes, positions, segment_ids)
+
+        # Padding of keys. In rows it needs no mask: their sums are cut off at the end. Nor does it
+        # where the call is causal, as padding comes after every query.
+        has_padding = self.rows_are_queries and s % self.tile.k
+        is_hidden_already = self.problem.right == 0 and not self.has_positions
+        if not has_padding or is_hidden_already:
+            return mask
+        is_real = gpu.broadcast(numbers(1), self.shape, 1) < s
+        return is_real if mask is None else is_real & mask
+
+
+def score_matmuls(
+    plan: ScoresPlan, first: Callable, wait: Callable, second: Callable | None, use: Callable
+):
+    """(use(the first matmul's result), the second matmul's result or None), each `plan.shape`.
+
+    `first` and `second` issue matmuls onto the accumulator they are given; `wait` waits for the
+    operands of the second. Where registers last, it runs while `use` works on the first; else after.
+    """
+    accumulator = gpu.ACC(plan.shape, jnp.float32)
+    use_takes_more = plan.problem.softcap is not None or plan.mask_vectors
+
+    def run_first(into):
+        first(into)
+        used = use(into[...])
+        wait()
+        return used
+
+    def run_both(into, other):
+        first(into)
+        wait()
+        second(other)
+        # The last matmul may still run: it is the second.
+        return use(gpu.wgmma_accumulator_load(into, wait_n=1)), other[...]
+
+    if second is None:
+        return pl.run_scoped(run_first, accumulator), None
+    if use_takes_more and not plan.tile.overlap:
+        used = pl.run_scoped(run_first, accumulator)
+        return used, gpu.accumulate_from_zero(second, plan.shape)
+    return pl.run_scoped(run_both, accumulator, gpu.ACC(plan.shape, jnp.float32))

@@ -1,0 +1,232 @@
+"""Pallas on Mosaic GPU, for NVIDIA's Hopper, in jax 0.11 and later: all that our kernels use of it.
+
+A program is a few warpgroups of 128 threads. They share memory and wait for each other at barriers.
+One warpgroup copies; the others compute. In a computing warpgroup's registers, arrays are [64, n] or
+[64], laid out as its matmul instruction (`wgmma`) wants them.
+
+Every kernel has two forms behind one static flag, `interpret`. jax's interpreter runs barriers,
+copies and matmuls on any machine and finds races. It can neither multiply onto a value nor take the
+left operand from registers: `accumulate_onto` then adds afterwards, and `left_operand` goes through
+shared memory.
+
+Names that are not defined here (`wgmma`, `barrier_wait`, `copy_gmem_to_smem`, ...) are those of
+jax.experimental.pallas.mosaic_gpu, which is imported when the first is used.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.choose import device_kind, no_64_bits
+from pallas_kernels.gpus import H100_TARGET, generation
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+# A wgmma reads shared memory in swizzled rows of 128 bytes: 64 elements of 16 bits.
+SWIZZLE_BYTES = 128
+SWIZZLE_ELEMENTS = 64
+
+# Bytes that the scratch of one program may fill; jax takes the rest for reductions.
+SHARED_MEMORY_BYTES = H100_TARGET.shared_memory_per_block - 1024
+SHARED_MEMORY_ALIGNMENT = 1024  # bytes, of each array
+
+MISCOMPILING_CUDA = 12080, 12090  # versions, first and last
+
+
+def _plgpu():
+    from jax.experimental.pallas import mosaic_gpu  # not at import: jax 0.10 has another one
+
+    return mosaic_gpu
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(_plgpu(), name)
+
+
+def refusal(interpreted: bool) -> str:
+    """Why kernels for Hopper cannot run here; "" where they can.
+
+    Refused rather than tried: compiling one for another GPU ends the process.
+    """
+    if jax.__version_info__ < (0, 11):
+        return f"needs jax 0.11 or later, this is {jax.__version__}"
+    if (refused := no_64_bits()) or interpreted:
+        return refused
+    if generation(device_kind()) != "hopper":
+        return f"needs an NVIDIA GPU of sm_90 (Hopper), this is {device_kind()}"
+    first, last = MISCOMPILING_CUDA
+    if first <= _cuda_version() <= last:
+        return (
+            "CUDA 12.8.0 to 12.9.0 compile causal attention wrongly (jax refuses its own there "
+            "too): needs 12.9.1"
+        )
+    return ""
+
+
+def _cuda_version() -> int:
+    """The version of the toolkit that jax uses, 12090 say; 0 where there is none or jax hides it."""
+    try:
+        from jax._src.lib import cuda_versions
+    except ImportError:
+        return 0
+    return cuda_versions.cuda_runtime_get_version() if cuda_versions is not None else 0
+
+
+def call(
+    kernel: Callable,
+    *,
+    grid: dict[str, int],
+    outputs,
+    scratch: Sequence[Any],
+    warpgroups: int,
+    interpret: bool,
+    name: str,
+) -> Callable[..., Any]:
+    """A function of arrays that runs `kernel(*inputs, *outputs, *scratch)` on each program.
+
+    All arguments of the kernel are references to whole arrays. `grid` has sizes by name, the
+    fastest first; "warpgroup" is the axis of a program's warpgroups. `outputs` are
+    ShapeDtypeStructs, `scratch` comes from `shared_memory` and `barriers`.
+
+    Interpreted warpgroups block threads of XLA, which has one per core or simulated device: with
+    fewer than 8 they can wait for each other for ever.
+    """
+    plgpu = _plgpu()
+    used = shared_memory_bytes(scratch)
+    if not interpret and used > SHARED_MEMORY_BYTES:
+        raise ValueError(f"{name}: {used} bytes of shared memory, there are {SHARED_MEMORY_BYTES}")
+    return plgpu.kernel(
+        kernel,
+        out_type=list(outputs),
+        scratch_types=list(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        kernel_name=name,
+    )
+
+
+# Scratch
+
+
+def shared_memory(shape: tuple[int, ...], dtype) -> Any:
+    """An array in shared memory, tiled and swizzled for copies and wgmma where it can be.
+
+    That needs 16-bit elements and a last dim that is a multiple of SWIZZLE_ELEMENTS.
+    """
+    plgpu = _plgpu()
+    dtype = jnp.dtype(dtype)
+    transforms = ()
+    if dtype.itemsize == 2 and len(shape) > 1 and shape[-1] % SWIZZLE_ELEMENTS == 0:
+        transforms = (
+            plgpu.TilingTransform((8, SWIZZLE_ELEMENTS)),
+            plgpu.SwizzleTransform(SWIZZLE_BYTES),
+        )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def barriers(count: int, arrivals: int = 1) -> Any:
+    """`count` barriers; each releases its waiters after `arrivals` arrivals, then starts again."""
+    return _plgpu().Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def shared_memory_bytes(scratch: Sequence[Any]) -> int:
+    """The bytes that the arrays of `scratch` fill, alignment included."""
+    total = 0
+    for each in scratch:
+        if hasattr(each, "transforms"):  # an array, not barriers
+            size = prod(each.shape) * jnp.dtype(each.dtype).itemsize
+            total += -(-size // SHARED_MEMORY_ALIGNMENT) * SHARED_MEMORY_ALIGNMENT
+    return total
+
+
+# Matmuls. `issue(accumulator, ...)` issues calls of `wgmma`, which run while the warpgroup goes on.
+
+
+def accumulate_from_zero(
+    issue: Callable, shape: tuple[int, int], meanwhile: Callable[[], None] = lambda: None
+) -> jax.Array:
+    """float32 `shape`: the sum of the matmuls that `issue` issues; `meanwhile` runs beside them."""
+
+    def run(accumulator):
+        issue(accumulator)
+        meanwhile()
+        return accumulator[...]  # waits for the matmuls
+
+    return pl.run_scoped(run, _plgpu().ACC(shape, jnp.float32))
+
+
+def accumulate_onto(
+    starts: tuple[jax.Array, ...], issue: Callable, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """`starts`, each plus the sum of the matmuls onto its accumulator."""
+    acc = _plgpu().ACC
+    if not interpret:
+        return pl.run_state(lambda into: issue(*into))(tuple(acc.init(start) for start in starts))
+
+    def run(*into):
+        issue(*into)
+        return tuple(each[...] for each in into)
+
+    sums = pl.run_scoped(run, *(acc(start.shape, jnp.float32) for start in starts))
+    return tuple(start + total for start, total in zip(starts, sums, strict=True))
+
+
+def left_operand(x: jax.Array, staging, interpret: bool):
+    """x, in registers, as the left operand of a `wgmma`.
+
+    `staging` is this warpgroup's own shared memory of x's shape, used where interpreted alone.
+    """
+    if not interpret:
+        return x
+    staging[...] = x
+    _plgpu().commit_smem()
+    return staging
+
+
+# Arrays in registers. A vector belongs to dim 0 (one value a row) or dim 1 (one a column) of scores.
+
+
+def full(shape: tuple[int, ...], value: float) -> jax.Array:
+    """float32 [64, n], or [64] for dim 0."""
+    layout = _plgpu().Layout.WGMMA if len(shape) > 1 else _plgpu().Layout.WGMMA.reduce(1)
+    return _plgpu().layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def broadcast(x: jax.Array, shape: tuple[int, int], dim: int) -> jax.Array:
+    """The vector x [shape[dim]], which belongs to `dim`, repeated along the other one."""
+    return jax.lax.broadcast_in_dim(x, shape, [dim])
+
+
+def iota(length: int, dim: int) -> jax.Array:
+    """int32 0, 1, ..., length - 1, belonging to `dim`."""
+    layout = _plgpu().Layout.WGMMA.reduce(1 - dim)
+    return _plgpu().broadcasted_iota(jnp.int32, (length,), 0, layout=layout)
+
+
+def load_global_vector(ref, dim: int) -> jax.Array:
+    """A vector in global memory, to belong to `dim`."""
+    return _plgpu().load(ref, layout=_plgpu().Layout.WGMMA.reduce(1 - dim), optimized=False)
+
+
+def load_shared_vector(ref, dim: int) -> jax.Array:
+    """A vector in shared memory, to belong to `dim`."""
+    return _plgpu().load(ref, layout=_plgpu().Layout.WGMMA.reduce(1 - dim))
+
+
+def tanh(x: jax.Array) -> jax.Array:
+    """By exp2 and a division.
+
+    The hardware's instruction is off by 2^-11, which a softcap of 50 makes 0.02.
+    """
+    return 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1)

@@ -1,0 +1,78 @@
+"""Pallas on Triton, all that our kernels use of it.
+
+jax 0.11 deprecates it "for removal in a future version": when that happens this file and those that
+import it go, and nothing else changes. jax's module is imported where it is used, not at import,
+for the same reason.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+LOG2E = 1.4426950408889634
+LEAST_DOT = 16  # elements in each dim of a dot
+
+
+def call(
+    kernel: Callable,
+    *,
+    grid: tuple[int, ...],
+    inputs,
+    outputs,
+    warps: int,
+    stages: int,
+    interpret: bool,
+    name: str,
+) -> Callable[..., Any]:
+    """A function of arrays that runs `kernel(*input_refs, *output_refs)` on each program of the grid.
+
+    `inputs` are BlockSpecs (None for an absent input), `outputs` a list of (ShapeDtypeStruct,
+    BlockSpec). Inside a kernel every dim of every value is a power of two, and at least LEAST_DOT
+    in a dot. `warps` of 32 threads run a program; `stages` is the depth of its software pipeline.
+    """
+    from jax.experimental.pallas import triton
+
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=inputs,
+        out_specs=[spec for _, spec in outputs],
+        out_shape=[shape for shape, _ in outputs],
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name=name,
+    )
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a [m, k] times b [k, n] in float32; float32 operands are not rounded to TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
+def load_block(ref, number, size: int, *rest):
+    """The block `number`, of `size` elements, of the first dim of `ref`; `rest` indexes the others."""
+    start = pl.multiple_of(number * size, size)  # tells the compiler that loads are aligned
+    return ref[(pl.ds(start, size), *rest)]
+
+
+def load_masked(ref, mask: jax.Array) -> jax.Array:
+    """The values of `ref` (or ref.at[...]) where `mask`, 0 elsewhere."""
+    from jax.experimental.pallas import triton
+
+    return triton.load(ref, mask=mask, other=0)
+
+
+def store_masked(ref, value: jax.Array, mask: jax.Array) -> None:
+    """Writes `value` to `ref` (or ref.at[...]) where `mask`, nothing elsewhere."""
+    from jax.experimental.pallas import triton
+
+    triton.store(ref, value, mask=mask)
+
+
+def next_power_of_two(size: int, least: int = LEAST_DOT) -> int:
+    """The smallest power of two that is neither below `size` nor below `least`."""
+    return max(1 << (size - 1).bit_length(), least)
