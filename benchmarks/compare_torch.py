@@ -87,8 +87,8 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from spmdtrain.models.size import train_flops_per_token
-    from spmdtrain.run import loop
-    from spmdtrain.run.metrics import peak_flops
+    from spmdtrain.running import loop
+    from spmdtrain.running.metrics import peak_flops
     from spmdtrain.train.setup import init_state, shard
 
     device = jax.devices()[0]

@@ -39,9 +39,9 @@ import optax
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, AdamW, CheckpointConfig, EvalConfig, RunConfig, TrainConfig
-from spmdtrain.run import loop
-from spmdtrain.run.checkpoint import Checkpoints
-from spmdtrain.run.journal import Journal
+from spmdtrain.running import loop
+from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.journal import Journal
 from spmdtrain.train.setup import init_state, shard
 
 LIMIT = 1.03  # largest ratio loop / bare that we accept

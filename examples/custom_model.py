@@ -18,8 +18,8 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Norm, weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.parallel.processes import simulate_devices
-from spmdtrain.run import show
-from spmdtrain.run.loop import run
+from spmdtrain.running import show
+from spmdtrain.running.loop import run
 
 TAPS = 8  # tokens that one convolution sees
 RULES = RulesConfig(

@@ -12,8 +12,8 @@ same losses. In Python, `import spmdtrain as st`:
     state = st.init_state(setup)
     step = st.make_step(setup)             # step(state, batch) -> (state, metrics)
 
-The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `run` and `planner`,
-`cli`; imports only go down. The names below are imported when they are asked for, so that
+The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `running` and
+`planner`, `cli`; imports only go down. The names below are imported when they are asked for, so that
 `spmdtrain --help` takes milliseconds.
 """
 
@@ -36,11 +36,11 @@ _HOMES = {
     "TrainState": "train.state",
     "make_step": "train.step",
     "make_eval_step": "train.step",
-    "run": "run.loop",
-    "Outcome": "run.loop",
-    "open_data": "run.loop",
-    "batches": "run.loop",
-    "make_evaluate": "run.loop",
+    "run": "running.loop",
+    "Outcome": "running.loop",
+    "open_data": "running.loop",
+    "batches": "running.loop",
+    "make_evaluate": "running.loop",
 }
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
@@ -48,10 +48,7 @@ __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'spmdtrain' has no attribute {name!r}")
-    # Bound here from now on. Said again after the import: `spmdtrain.run` is a room, too, and
-    # importing it would leave its name with the room instead of the function.
-    globals()[name] = getattr(import_module(f"spmdtrain.{_HOMES[name]}"), name)
-    return globals()[name]
+    return getattr(import_module(f"spmdtrain.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

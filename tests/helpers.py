@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdtrain.config import RunConfig, from_resolved, resolved
 from spmdtrain.data.batches import ReadAhead
-from spmdtrain.run import loop
+from spmdtrain.running import loop
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_gradients

@@ -13,7 +13,7 @@ import pytest
 
 from spmdtrain.config import GPT, ConfigError, DataConfig, RunConfig, TrainConfig
 from spmdtrain.parallel.axes import AXES
-from spmdtrain.run import show
+from spmdtrain.running import show
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -17,7 +17,7 @@ FLOORS = [
     ["spmdtrain.parallel"],
     ["spmdtrain.models", "spmdtrain.data"],
     ["spmdtrain.train"],
-    ["spmdtrain.run", "spmdtrain.planner", "spmdtrain.launch"],
+    ["spmdtrain.running", "spmdtrain.planner", "spmdtrain.launch"],
     ["spmdtrain.cli", "spmdtrain.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -93,8 +93,8 @@ def complain(module: str, room: str, name: str) -> str:
         return f"{room} (floor {FLOOR[room]}) imports {name} (floor {FLOOR[there]}): imports only go down"
     if room == "spmdtrain.config" and top in IMPORT_JAX:
         return f"{name}: the config room stays free of jax"
-    if top == "orbax" and module != "spmdtrain.run.checkpoint":
-        return f"{name}: only spmdtrain/run/checkpoint.py knows orbax"
+    if top == "orbax" and module != "spmdtrain.running.checkpoint":
+        return f"{name}: only spmdtrain/running/checkpoint.py knows orbax"
     return ""
 
 
@@ -133,12 +133,12 @@ def test_every_python_file_of_the_house_is_read():
         ("spmdtrain/parallel/mesh.py", "from ..train import step", "imports only go down"),
         ("spmdtrain/parallel/__init__.py", "from ..cli import main", "imports only go down"),
         ("spmdtrain/models/gpt.py", "from spmdtrain.data.corpus import read", "imports only go down"),
-        ("spmdtrain/run/loop.py", "from spmdtrain.planner import memory", "imports only go down"),
+        ("spmdtrain/running/loop.py", "from spmdtrain.planner import memory", "imports only go down"),
         ("spmdtrain/__init__.py", "from spmdtrain.config import load", "imports only go down"),
         ("pallas_kernels/choose.py", "import spmdtrain", "imports only go down"),
         ("spmdtrain/config/load.py", "def f():\n    import jax.numpy as jnp", "free of jax"),
         ("spmdtrain/config/load.py", "from flax import nnx", "free of jax"),
-        ("spmdtrain/run/loop.py", "from orbax import checkpoint", "only spmdtrain/run/checkpoint.py"),
+        ("spmdtrain/running/loop.py", "from orbax import checkpoint", "only spmdtrain/running/checkpoint.py"),
         ("spmdtrain/train/utils.py", "", "drawer"),
         ("spmdtrain/common/names.py", "", "drawer"),
         ("spmdtrain/trainer.py", "", "no floor"),
@@ -158,7 +158,7 @@ def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
             "spmdtrain/train/step.py",
             "from spmdtrain.models import size\nfrom . import loss\nfrom ..parallel import mesh",
         ),
-        ("spmdtrain/run/checkpoint.py", "import orbax.checkpoint"),
+        ("spmdtrain/running/checkpoint.py", "import orbax.checkpoint"),
         ("spmdtrain/cli.py", "from spmdtrain import __version__\nfrom spmdtrain.config import load"),
         ("pallas_kernels/norm/api.py", "import jax\nfrom pallas_kernels.choose import choose"),
     ],

@@ -19,7 +19,7 @@ def train(parsed: argparse.Namespace) -> int:
 
         hardware(parsed.hardware)  # a typo is refused before devices are looked for
     start_jax(parsed)
-    from spmdtrain.run.loop import run
+    from spmdtrain.running.loop import run
 
     outcome = run(config, directory, fresh=parsed.fresh, prediction=_prediction(config, parsed.hardware))
     return PREEMPTED if outcome.status == "preempted" else DONE
@@ -32,7 +32,7 @@ def _prediction(config, name: str | None):
 
     from spmdtrain.planner.estimate import estimate
     from spmdtrain.planner.hardware import KINDS, hardware
-    from spmdtrain.run.summary import Prediction
+    from spmdtrain.running.summary import Prediction
 
     known = name or KINDS.get(jax.devices()[0].device_kind)
     if known is None:
@@ -49,7 +49,7 @@ def _prediction(config, name: str | None):
 def show(parsed: argparse.Namespace) -> int:
     config = load(parsed.config, parsed.set)
     start_jax(parsed)
-    from spmdtrain.run import show as shown
+    from spmdtrain.running import show as shown
 
     print(json.dumps(shown.describe(config)[0], indent=1) if parsed.json else shown.show(config))
     return DONE
@@ -57,7 +57,7 @@ def show(parsed: argparse.Namespace) -> int:
 
 def sample(parsed: argparse.Namespace) -> int:
     start_jax(parsed)
-    from spmdtrain.run import sample
+    from spmdtrain.running import sample
 
     choice = sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p)
     print(sample.sample(Path(parsed.run), parsed.prompt, parsed.length, choice, parsed.seed, parsed.set))

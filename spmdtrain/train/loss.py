@@ -82,9 +82,7 @@ def head_loss(
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt):
         axis_name = (*table_axes, *automatic_axes("vocab"))
-        loss = linear_cross_entropy(
-            hidden_bte, table_ve, targets_bt, mask=mask_bt, axis_name=axis_name
-        )
+        loss = linear_cross_entropy(hidden_bte, table_ve, targets_bt, mask=mask_bt, axis_name=axis_name)
         token_axes = automatic_axes(*token)
         return jax.lax.psum(loss, token_axes) if token_axes else loss
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from spmdtrain.config import UserError, load
 from spmdtrain.config.errors import DivergedError
-from spmdtrain.run import loop
+from spmdtrain.running import loop
 
 from fuzz.draw import settings_of
 from fuzz.kinds import kind_of, without_numbers

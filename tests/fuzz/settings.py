@@ -72,7 +72,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "rules.activations": (),
 }
 NOT_DRAWN = {
-    "train.init_from": "needs another run, and tests/run/test_resume.py has it on other meshes",
+    "train.init_from": "needs another run, and tests/running/test_resume.py has it on other meshes",
 }
 # Decide where and in which order numbers are computed, not which.
 LAYOUT = {"model.attention", "train.microbatch", "train.remat", "train.zero"}

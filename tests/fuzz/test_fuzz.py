@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from spmdtrain.config import load
 from spmdtrain.parallel import reduce
-from spmdtrain.run import loop
+from spmdtrain.running import loop
 from spmdtrain.train import grad_accumulation, loss, setup
 
 from fuzz import campaign

@@ -33,7 +33,7 @@ EXPERT = f"'{PIPELINE}[layers=6 packing=documents-p2 fsdp expert 1f1b v1 m2p non
 PIPELINE_RUN = "tests/train/test_pipeline_run.py"
 OPTIMIZER = "tests/train/test_optimizer.py"
 PRECISION = "tests/train/test_precision.py"
-RESUME = "tests/run/test_resume.py"
+RESUME = "tests/running/test_resume.py"
 NOISE = "tests/train/test_noise.py"
 
 BREAKAGES = [
@@ -364,35 +364,35 @@ BREAKAGES = [
     # The run
     Breakage(
         "the second resume reads other data",
-        "run/loop.py",
+        "running/loop.py",
         "seen = (step - self._first) * self._setup.config.train.global_batch",
         "seen = step * self._setup.config.train.global_batch",
         f"{RESUME} -k twice",
     ),
     Breakage(
         "a resumed run reads the data from its start",
-        "run/loop.py",
+        "running/loop.py",
         "ids = sample + batch_ids(at - step, config.train.global_batch)",
         "ids = batch_ids(at - step, config.train.global_batch)",
         f"{RESUME} -k 'signal or twice'",
     ),
     Breakage(
         "a surplus of weights is dropped",
-        "run/checkpoint.py",
+        "running/checkpoint.py",
         "for path in sorted(asked.keys() | saved.keys()):",
         "for path in sorted(asked):",
         f"{RESUME} -k more_or_fewer",
     ),
     Breakage(
         "layers are laid out anew without leaving their old layout",
-        "run/checkpoint.py",
+        "running/checkpoint.py",
         "lambda x: staged(saved.unstaged(x))",
         "lambda x: staged(x.reshape(-1, *x.shape[len(saved.shape) :])[: saved.layers][::-1])",
         f"{PIPELINE_RUN} -k another",
     ),
     Breakage(
         "sampling forgets how far the text is",
-        "run/sample.py",
+        "running/sample.py",
         "positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)",
         "positions = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)",
         "tests/test_cli.py -k sample",

@@ -13,7 +13,7 @@ from spmdtrain.models.stack import rematerialised, run_block
 from spmdtrain.parallel.pipeline.layer_vjp import LayerGradient
 from spmdtrain.planner import memory
 from spmdtrain.planner.workload import MeshShape, ModelShape, Workload, workload_of
-from spmdtrain.run import loop
+from spmdtrain.running import loop
 from spmdtrain.train.state import bytes_per_device
 
 LLAMA = (

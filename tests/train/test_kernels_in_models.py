@@ -12,7 +12,7 @@ import pytest
 from helpers import batches_of, mesh_of, tiny
 
 from spmdtrain.config import ConfigError
-from spmdtrain.run import loop
+from spmdtrain.running import loop
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.step import make_gradients
 

@@ -17,7 +17,7 @@ from helpers import tiny
 from spmdtrain.config import to_toml
 from spmdtrain.data.tokenizer import open_tokenizer
 from spmdtrain.data.tokens import write_tokens
-from spmdtrain.run import loop
+from spmdtrain.running import loop
 
 DATA, LOST = 5, 8
 SOON = 15  # seconds in which a process ends after another did

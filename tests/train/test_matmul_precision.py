@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import prepared
 
-from spmdtrain.run import loop, sample
+from spmdtrain.running import loop, sample
 from spmdtrain.train.step import make_eval_step
 
 MESHES = {

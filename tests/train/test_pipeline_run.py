@@ -17,8 +17,8 @@ from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.parallel import hlo
-from spmdtrain.run import loop
-from spmdtrain.run.checkpoint import Checkpoints
+from spmdtrain.running import loop
+from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.state import abstract_state
 from spmdtrain.train.step import make_step

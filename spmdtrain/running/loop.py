@@ -20,15 +20,15 @@ from spmdtrain.models.abstract import MakeModel
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel import hlo
-from spmdtrain.run import summary
-from spmdtrain.run.checkpoint import Checkpoints, newest_step
-from spmdtrain.run.directory import check_source, open_directory
-from spmdtrain.run.identity import check_identity, config_document, identity, model_changes
-from spmdtrain.run.interrupt import Interrupt
-from spmdtrain.run.journal import Journal
-from spmdtrain.run.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
-from spmdtrain.run.progress import Progress, quantity
-from spmdtrain.run.summary import Prediction
+from spmdtrain.running import summary
+from spmdtrain.running.checkpoint import Checkpoints, newest_step
+from spmdtrain.running.directory import check_source, open_directory
+from spmdtrain.running.identity import check_identity, config_document, identity, model_changes
+from spmdtrain.running.interrupt import Interrupt
+from spmdtrain.running.journal import Journal
+from spmdtrain.running.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
+from spmdtrain.running.progress import Progress, quantity
+from spmdtrain.running.summary import Prediction
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.grad_pipeline import describe
 from spmdtrain.train.setup import Setup, init_state, shard

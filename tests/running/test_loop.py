@@ -13,10 +13,10 @@ from orbax.checkpoint._src.serialization import replica_slices
 
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
-from spmdtrain.run import loop
-from spmdtrain.run.journal import Journal
-from spmdtrain.run.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
-from spmdtrain.run.progress import duration, quantity, tell
+from spmdtrain.running import loop
+from spmdtrain.running.journal import Journal
+from spmdtrain.running.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
+from spmdtrain.running.progress import duration, quantity, tell
 from spmdtrain.train.setup import init_state, shard
 
 ONE = {"devices": jax.devices()[:1]}

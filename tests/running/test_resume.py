@@ -22,10 +22,10 @@ from spmdtrain.config import CheckpointError, ConfigError, to_toml
 from spmdtrain.config.errors import DivergedError, StorageError
 from spmdtrain.data import batches
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.run import loop
-from spmdtrain.run.checkpoint import Checkpoints
-from spmdtrain.run.directory import only_run
-from spmdtrain.run.metrics import forget_after
+from spmdtrain.running import loop
+from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.directory import only_run
+from spmdtrain.running.metrics import forget_after
 from spmdtrain.train.setup import shard
 
 STEPS = 40
@@ -319,7 +319,7 @@ def test_a_refused_command_changes_nothing(uninterrupted, tmp_path, fresh):
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match="model.attention='cudnn' cannot run"):
         run(tmp_path / "run", *SETTINGS, *MESH, "train.steps=80", "model.attention=cudnn", fresh=fresh)
-    after, log = contents(tmp_path), "run/events.jsonl"
+    after, log = contents(tmp_path), "running/events.jsonl"
     assert after.pop(log).startswith(before.pop(log)) and after == before
 
 

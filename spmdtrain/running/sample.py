@@ -24,7 +24,7 @@ from spmdtrain.parallel.axes import Rules, make_rules
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.vocabulary import make_lookup
-from spmdtrain.run.checkpoint import Checkpoints
+from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.train.setup import parameter_specs
 from spmdtrain.train.state import abstract_state
 

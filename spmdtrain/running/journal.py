@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from spmdtrain.run.metrics import JsonLines, numbers, writing
-from spmdtrain.run.progress import Progress, tell
+from spmdtrain.running.metrics import JsonLines, numbers, writing
+from spmdtrain.running.progress import Progress, tell
 
 
 class Journal:

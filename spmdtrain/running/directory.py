@@ -9,7 +9,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
-from spmdtrain.run.checkpoint import newest_step
+from spmdtrain.running.checkpoint import newest_step
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
 

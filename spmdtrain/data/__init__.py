@@ -1,0 +1,5 @@
+"""What goes in; knows no model.
+
+Start with batches.py: a batch is a pure function of the sample index. corpus.py opens what it is
+cut from, tokens.py reads and writes token files, prepare.py makes them.
+"""

@@ -1,0 +1,5 @@
+"""Where things live and move; knows no model.
+
+Start with mesh.py (devices to a mesh), axes.py (logical axes to mesh axes) and regions.py (what is
+manual). reduce.py reduces gradients, pipeline/ runs schedules, hlo.py reads compiled text.
+"""

@@ -1,0 +1,5 @@
+"""What one step is.
+
+Start with setup.py (config meets devices, once), then step.py, whose order is that of the step. Its
+gradients come from grad_accumulation.py or, with a pipeline, grad_pipeline.py.
+"""
