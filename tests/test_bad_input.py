@@ -71,7 +71,7 @@ def made_runs() -> None:
         Path(name).mkdir()
         if config:
             Path(name, "config.json").write_text(config)
-    saved = json.loads(Path("running/config.json").read_text())
+    saved = json.loads(Path("run/config.json").read_text())
     model = saved["config"]["model"]
     for name, change in {
         "no_origin": {"origin": None},
@@ -83,7 +83,7 @@ def made_runs() -> None:
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(saved | change))
     Path("no_checkpoint").mkdir()
-    shutil.copy("running/config.json", "no_checkpoint")
+    shutil.copy("run/config.json", "no_checkpoint")
     Path("log_is_folder/metrics.jsonl").mkdir(parents=True)
     Path("disk_full").mkdir()
     Path("disk_full/events.jsonl").symlink_to("/dev/full")
@@ -295,7 +295,7 @@ TABLE = {
     # going on from a checkpoint
     "resume another shape": (
         CHECKPOINT,
-        "running/checkpoints/2 does not fit|asked float32[1, 32]|found float32[1, 16]",
+        "run/checkpoints/2 does not fit|asked float32[1, 32]|found float32[1, 16]",
         resume("run", "model.embed=32"),
     ),
     "resume another optimizer": (

@@ -108,7 +108,7 @@ class Checkpoints:
         """The item's leaves by parameter, each in the shape and sharding of `asked`."""
         directory = self._manager.directory / str(step) / item
         with contextlib.closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as reader:
-            tree = self._read(step, lambda: reader.metadata(directory).item_metadata.tree)
+            tree = self._read(step, lambda: _saved_tree(reader, directory))
 
             def read(paths: Iterable[str], shapes: Mapping[str, Any]) -> dict[str, Any]:
                 return self._read(
@@ -161,7 +161,8 @@ class Checkpoints:
         asked = leaves(*({path: self._as_saved(path, x, layout_saved) for path, x in tree.items()} for tree in trees))
         if len(trees) == 1:  # weights alone
             saved = {path: leaf for path, leaf in saved.items() if not path.startswith(OPTIMIZER)}
-        for path in sorted(asked.keys() | saved.keys()):
+        surplus = sorted(saved.keys() - asked.keys())
+        for path in [*sorted(asked), *surplus]:
             if asked.get(path) != saved.get(path):
                 raise CheckpointError(
                     f"{self._at(step)} does not fit: {path}",
@@ -244,6 +245,13 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _saved_tree(reader: ocp.Checkpointer, directory) -> Any:
+    """The structure of an item, with descriptions of its leaves."""
+    if not directory.exists():
+        raise FileNotFoundError(f"{directory.name} is missing")
+    return reader.metadata(directory).item_metadata.tree
 
 
 def _read_leaves(reader: ocp.Checkpointer, directory, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:

@@ -379,7 +379,7 @@ BREAKAGES = [
     Breakage(
         "a surplus of weights is dropped",
         "running/checkpoint.py",
-        "for path in sorted(asked.keys() | saved.keys()):",
+        "for path in [*sorted(asked), *surplus]:",
         "for path in sorted(asked):",
         f"{RESUME} -k more_or_fewer",
     ),
