@@ -319,7 +319,7 @@ def test_a_refused_command_changes_nothing(uninterrupted, tmp_path, fresh):
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match="model.attention='cudnn' cannot run"):
         run(tmp_path / "run", *SETTINGS, *MESH, "train.steps=80", "model.attention=cudnn", fresh=fresh)
-    after, log = contents(tmp_path), "running/events.jsonl"
+    after, log = contents(tmp_path), "run/events.jsonl"
     assert after.pop(log).startswith(before.pop(log)) and after == before
 
 
