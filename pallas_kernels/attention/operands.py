@@ -10,7 +10,7 @@ from pallas_kernels.attention.problem import Inputs
 
 
 class MaskOperands(NamedTuple):
-    """What a kernel reads to mask a tile: arrays [b, time], references inside; None if not given."""
+    """What a kernel reads to mask a tile: arrays [b, time], or references; None where not given."""
 
     q_segment_ids: Any
     kv_segment_ids: Any

@@ -75,7 +75,8 @@ class _Plan:
     def base(self) -> float:
         """What scores are multiplied by before `exponential` is taken of them.
 
-        exp2 is the GPU's own instruction. float32 takes exp: multiplying by log2(e) rounds once more.
+        exp2 is the GPU's own instruction. float32 takes exp, as multiplying by log2(e) would round
+        once more.
         """
         return 1.0 if self.is_float32 else LOG2E
 
@@ -447,9 +448,9 @@ def _pad_operands(problem: Problem, inputs: Inputs, table, over: int) -> _Padded
     )
 
 
-# BlockSpecs. Programs (i, n) of the kernels that own a tile of queries: i counts tiles from the last
-# one, which has the most keys where the call is causal, so that the longest programs start first; n
-# counts batch x heads.
+# BlockSpecs of programs (i, n) that own a tile of queries. n counts batch x heads. i counts tiles
+# from the last one, which sees most keys where the call is causal: the longest programs start
+# first.
 
 
 def _bounds_spec(plan: _Plan, heads: int, inputs: Inputs, over: int):

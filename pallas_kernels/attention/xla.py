@@ -1,5 +1,6 @@
-"""Attention in plain JAX, tile by tile as FlashAttention (arXiv:2205.14135) does it: no T x T array.
+"""Attention in plain JAX, without T x T arrays.
 
+It goes tile by tile, as FlashAttention (arXiv:2205.14135) does.
 The tiles that the window leaves visible are listed while tracing. One scan walks over that list in
 the forward pass, one in the backward pass. Segments and given positions, which only the running
 program knows, mask inside tiles and skip none.
@@ -132,7 +133,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> tuple[ja
 
 @dataclass(frozen=True)
 class _Tile:
-    """Slices of the arrays: of one block of queries and one of keys. Hidden rows of q, k, v are 0."""
+    """The arrays' blocks of one tile; in q, k and v, rows without a visible pair in it are 0."""
 
     q_btkgd: jax.Array
     k_bskd: jax.Array

@@ -1,13 +1,13 @@
 """The backward pass on Hopper: a kernel for dq, then one for dk and dv; every sum has one order.
 
-The dq kernel has a program per COMPUTING tiles of 64 queries and walks over tiles of keys. The other
-one has a program per tile of keys and walks over the query heads that share them and over their
+A program of the dq kernel owns COMPUTING tiles of 64 queries and walks over tiles of keys. One of
+the other kernel owns a tile of keys, and walks over the query heads that share them and over their
 tiles of queries; its scores are transposed, [keys, queries].
 
-In both, one warpgroup copies through two rings (rings.py) and two compute. A computing warpgroup owns
-64 rows of scores, which become the left operand of the next matmul without leaving its registers.
-dk and dv of 64 keys fill a warpgroup's registers each where a head dim is above 128: then one
-warpgroup computes dk and the other dv of the same 64 keys, and both compute their scores.
+In both, one warpgroup copies through two rings (rings.py) and two compute. A computing warpgroup
+owns 64 rows of scores, which become the left operand of the next matmul without leaving its
+registers. Where a head dim is above 128, dk and dv of 64 keys fill a warpgroup's registers each:
+then one warpgroup computes dk and the other dv of the same 64 keys, and both compute their scores.
 
 Barriers, by who waits for what:
 

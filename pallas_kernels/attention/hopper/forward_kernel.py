@@ -11,9 +11,9 @@ Barriers, by who waits for what:
     k_free[slot]     the copying one: both have read this slot (v_free: of values)
     turn             both computing: the other one is at its next turn
 
-A step of a computing warpgroup has two turns: matmuls (weights x values of this tile, queries x keys
-of the next), then softmax. Warpgroup 1 starts one turn late, so that one takes its softmax while the
-other has the matmul unit. Both walk over the same tiles, hence wait equally often.
+A step of a computing warpgroup has two turns: matmuls (weights x values of this tile, queries x
+keys of the next), then softmax. Warpgroup 1 starts one turn late, so that one takes its softmax
+while the other has the matmul unit. Both walk over the same tiles, hence wait equally often.
 
 No atomics. Lengths are padded to whole tiles and head dims to multiples of 64. Letters as in
 problem.py; `at` numbers the program's tile and `j` the tiles of keys.
