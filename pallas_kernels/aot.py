@@ -177,7 +177,7 @@ def compile_cases(work: Work, skip: int) -> None:
 
 
 def compile_in_child(work: Work) -> Iterator[dict]:
-    """What `compile_cases` prints of each case, and an "error" for one that aborts the compiler."""
+    """The findings of `compile_cases`, and an "error" for a case that aborts the compiler."""
     done = 0
     while True:
         command = [sys.executable, "-m", "pallas_kernels.aot", "--child"]

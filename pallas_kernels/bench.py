@@ -127,7 +127,7 @@ def run_both(forward: Callable, arrays: dict[str, Any]) -> Callable:
 
 
 def median_seconds(calls: dict[str, Callable], repeats: Repeats) -> dict[str, float]:
-    """Of each call; they take turns, each round the other way round."""
+    """The median time of each call; they take turns, each round in the opposite order."""
     spent = {name: [] for name in calls}
     for call in calls.values():  # compiles
         jax.block_until_ready(call())

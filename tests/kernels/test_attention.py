@@ -91,7 +91,9 @@ def compare(case, implementation, in_turn=False):
 
 
 def of_one_token(q, k, v, dout):
-    """What cancels in the gradients of queries that see one key: out is v, and lse the only score.
+    """The size of terms that cancel in the gradients of queries that see one key.
+
+    There out is v, and lse the only score.
 
     The exponent of that key's weight is score - lse, and its score's gradient dout v - dout out:
     both are 0 as the difference of equal sums, which kernels make in different orders.

@@ -56,7 +56,7 @@ REGISTERS_COMPUTING = 240
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the kernel knows when it is traced."""
+    """The static arguments of the kernel."""
 
     problem: Problem
     tile: WarpgroupTile
@@ -70,7 +70,7 @@ class _Plan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the scores of a computing warpgroup."""
+        """The shape of a computing warpgroup's scores."""
         return self.tile.q, self.tile.k
 
     def mask(self, batch, first_query, first_key, masks: MaskOperands) -> jax.Array | None:
@@ -100,7 +100,7 @@ class _Plan:
         return is_real if mask is None else is_real & mask
 
 
-class _Global(NamedTuple):
+class _Memory(NamedTuple):
     """References to global memory."""
 
     bounds: Any  # of this program's tile
@@ -139,7 +139,7 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *refs):
     program = this_program(q_ref.shape[2])
     # The last tile first: where the call is causal it takes longest.
     program = program._replace(tile=plan.counts[0] - 1 - program.tile)
-    memory = _Global(
+    memory = _Memory(
         bounds=bounds_of(bounds_ref, program),
         q=q_ref,
         k=k_ref,
@@ -172,7 +172,7 @@ def _own_queries(plan: _Plan, program: Program, warpgroup):
     return pl.ds((program.tile * COMPUTING + warpgroup) * plan.tile.q, plan.tile.q)
 
 
-def _copy(plan: _Plan, memory: _Global, scratch: _Scratch, program: Program):
+def _copy(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program):
     """The copying warpgroup's part."""
     batch, head, _ = program
     gpu.set_max_registers(REGISTERS_COPYING, action="decrease")
@@ -213,7 +213,7 @@ def _copy(plan: _Plan, memory: _Global, scratch: _Scratch, program: Program):
             )
 
 
-def _compute(plan: _Plan, memory: _Global, scratch: _Scratch, program: Program, warpgroup):
+def _compute(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program, warpgroup):
     """A computing warpgroup's part: the online softmax over tiles of keys."""
     batch, head, at = program
     gpu.set_max_registers(REGISTERS_COMPUTING, action="increase")

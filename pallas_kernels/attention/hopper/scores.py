@@ -24,7 +24,7 @@ from pallas_kernels.backends import mosaic as gpu
 
 @dataclass(frozen=True)
 class ScoresPlan:
-    """What a backward kernel knows when it is traced."""
+    """The static arguments of a backward kernel."""
 
     problem: Problem
     tile: GradientTile
@@ -42,7 +42,7 @@ class ScoresPlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the scores of a computing warpgroup."""
+        """The shape of a computing warpgroup's scores."""
         return ROWS, self.columns
 
     @property
