@@ -1,13 +1,19 @@
-"""Compiles every case for NVIDIA GPUs that are not there, through ptxas: forward and backward, nothing runs.
+"""Compiles every case for NVIDIA GPUs that are not there, through ptxas; nothing runs.
 
     python -m pallas_kernels.aot [--gpus a100-80 h200 b200] [--ops attention norm]
-                                 [--implementations mosaic triton cudnn] [--only TEXT] [--first N] [--jobs N]
+                                 [--implementations mosaic triton cudnn]
+                                 [--only TEXT] [--first N] [--jobs N]
 
-Needs jax >= 0.11, its CUDA plugin and compiler wheels (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc,
-nvidia-nvvm; `pip install --no-deps`), no driver. Only with nvidia-cudnn-cu13 too is cudnn compiled, for one GPU: what
-jax checks of it hardly depends on that, and its own plan it makes where the GPU is. A compiler that aborts takes only
-its own case along: cases run in a process of their own that is started anew after it. Prints a line per case, then how
-many were refused and why, and fails if one did not compile.
+Forward and backward of each case are one program. Prints a line per case, then how many were
+refused and why; fails if one did not compile.
+
+Needs jax >= 0.11, its CUDA plugin and compiler wheels (jax-cuda13-plugin, jax-cuda13-pjrt,
+nvidia-cuda-nvcc, nvidia-nvvm; `pip install --no-deps`), no driver. cuDNN is compiled only with
+nvidia-cudnn-cu13 too, and for one GPU: what jax checks of a call hardly depends on the GPU, and
+cuDNN makes its plan where it runs.
+
+A compiler that aborts takes only its own case along: cases run in a child process, which is started
+anew after an abort.
 """
 
 import argparse
@@ -29,83 +35,96 @@ from pallas_kernels import gpus
 
 COMPILED_FOR = ("a100-80", "h200", "b200")  # unless told otherwise: sm_80, sm_90a, sm_100a
 CUDNN_GPU = "h200"
-CALLS = "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmha"  # as compiled programs name them
+KERNEL_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmha")  # in compiled text
 
 
 class Work(NamedTuple):
-    """The `first` cases of those whose name holds `only`, of one op with one implementation for one GPU."""
+    """A child's work: of one op, one implementation and one GPU, the `first` cases named `only`."""
 
-    gpu: str
+    gpu: str  # of gpus.GPUS
     op: str
     implementation: str
     first: int
-    only: str
+    only: str  # part of a case's name
 
     @property
     def title(self) -> str:
         return f"{self.gpu} {self.op} {self.implementation}"
 
 
-def devices(gpu: str, count: int = 1):
+def described_devices(gpu: str, count: int = 1):
     """`count` devices on one host, which can be compiled for."""
     from jax.experimental import topologies
 
-    target = gpus.xla_target(gpus.GPUS[gpu])
     return topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology=f"1x1x{count}"
+        platform="cuda",
+        target_config=gpus.xla_target(gpus.GPUS[gpu]),
+        topology=f"1x1x{count}",
     ).devices
 
 
 def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
-    """(name of the case, `run(implementation, **arrays)` forward and backward, shapes of the arrays)"""
+    """(name of the case, `run(implementation, **arrays)`, shapes of the arrays)
+
+    `run` is forward and backward.
+    """
     if op == "attention":
-        from pallas_kernels.attention import attention, cases
+        from pallas_kernels.attention import cases
 
         for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
-            yield case.name, _attention(attention, case.options()), case.abstract()
+            yield case.name, _attention_program(case.options()), case.abstract()
     if op == "norm":
-        from pallas_kernels import norm
         from pallas_kernels.norm import cases
 
         for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
-            yield case.name, _norm(getattr(norm, case.op)), case.abstract()
+            yield case.name, _norm_program(case.op), case.abstract()
 
 
-def _attention(attention, options):
+def _attention_program(options):
     import jax
 
+    from pallas_kernels.attention import attention
+
     def run(implementation, q, k, v, dout, bias=None):
-        out, pull = jax.vjp(
-            lambda *qkv: attention(*qkv, bias=bias, implementation=implementation, **options),
-            q,
-            k,
-            v,
-        )
+        def forward(q, k, v):
+            return attention(q, k, v, bias=bias, implementation=implementation, **options)
+
+        out, pull = jax.vjp(forward, q, k, v)
         return out, pull(dout)
 
     return run
 
 
-def _norm(norm):
+def _norm_program(op):
     import jax
 
+    from pallas_kernels import norm
+
     def run(implementation, x, scale, bias, residual, dy, dtotal):
-        there = {"x": x, "scale": scale, "bias": bias, "residual": residual}
-        there = {name: each for name, each in there.items() if each is not None}
-        out, pull = jax.vjp(lambda given: norm(**given, implementation=implementation), there)
+        arrays = {"x": x, "scale": scale, "bias": bias, "residual": residual}
+        given = {name: each for name, each in arrays.items() if each is not None}
+
+        def forward(given):
+            return getattr(norm, op)(**given, implementation=implementation)
+
+        out, pull = jax.vjp(forward, given)
         return out, pull(dy if residual is None else (dy, dtotal))
 
     return run
 
 
 def mosaic_faults(folder: Path) -> str:
-    """What ptxas says against the Mosaic kernels whose reports are in `folder`, "" if nothing; removes the reports."""
+    """ptxas's complaints about the Mosaic kernels reported in `folder`; removes the reports.
+
+    Spilled registers, and a wgmma that is waited for at once: the kernel is right, but slow.
+    """
     found = []
     for path in sorted(folder.glob("*.ptxas")):
-        said = path.read_text()
-        if spilled := sum(int(count) for count in re.findall(r"(\d+) bytes spill", said)):
+        report = path.read_text()
+        spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
+        if spilled:
             found.append(f"{path.stem} spills {spilled} bytes of registers")
-        if "instructions are serialized" in said:
+        if "instructions are serialized" in report:
             found.append(f"{path.stem} waits after each wgmma")
     for path in folder.iterdir():
         path.unlink()
@@ -113,8 +132,11 @@ def mosaic_faults(folder: Path) -> str:
 
 
 def compile_cases(work: Work, skip: int) -> None:
-    """In a process of its own, all but the first `skip`: {"case", "seconds", "refused" or "error" or "calls"} per line,
-    after {"case"} alone."""
+    """The child: compiles all cases but the first `skip`.
+
+    Prints two JSON objects per case, one a line: {"case"} before it starts, then {"case",
+    "seconds"} with "calls" (kernels in the compiled program), "refused" or "error".
+    """
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
@@ -122,99 +144,93 @@ def compile_cases(work: Work, skip: int) -> None:
 
     from pallas_kernels.choose import Refused
 
-    mesh = Mesh(np.array(devices(work.gpu)), ("all",))
-    if work.implementation == "cudnn":  # without a GPU jax checks what those before Hopper can
+    mesh = Mesh(np.array(described_devices(work.gpu)), ("all",))
+    if work.implementation == "cudnn":  # without a GPU jax takes it for one before Hopper
         from jax._src.cudnn import fused_attention_stablehlo
 
         fused_attention_stablehlo.check_compute_capability = lambda _: True
     reports = tempfile.TemporaryDirectory()
     os.environ["MOSAIC_GPU_DUMP_TO"] = reports.name
+
+    def place(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+
     chosen = [each for each in programs(work.op) if work.only in each[0]]
     for name, run, shapes in chosen[skip : work.first]:
         print(json.dumps({"case": name}), flush=True)
-        here = NamedSharding(mesh, P())
-        given = jax.tree.map(
-            lambda x, here=here: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
-        )
-        start, found = time.perf_counter(), {"case": name}
+        arrays = jax.tree.map(place, shapes)
+        found = {"case": name}
+        start = time.perf_counter()
         try:
+            step = jax.jit(lambda arrays, run=run: run(work.implementation, **arrays))
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                made = (
-                    jax.jit(lambda given, run=run: run(work.implementation, **given))
-                    .lower(given)
-                    .compile()
-                )
-            text = made.as_text()
-            found["calls"] = sum(text.count(f'="{name}') for name in CALLS)
+                text = step.lower(arrays).compile().as_text()
+            found["calls"] = sum(text.count(f'="{call}') for call in KERNEL_CALLS)
             if faults := mosaic_faults(Path(reports.name)):
                 found["error"] = faults
         except Refused as refused:
             found["refused"] = str(refused)
         except Exception as error:  # whatever the compiler says
             found["error"] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-        print(json.dumps(found | {"seconds": round(time.perf_counter() - start, 2)}), flush=True)
+        found["seconds"] = round(time.perf_counter() - start, 2)
+        print(json.dumps(found), flush=True)
 
 
-def compiled(work: Work) -> Iterator[dict]:
-    """What `compile_cases` finds, of cases that abort the compiler too."""
+def compile_in_child(work: Work) -> Iterator[dict]:
+    """The findings of `compile_cases`, and an "error" for a case that aborts the compiler."""
     done = 0
     while True:
-        command = [
-            sys.executable,
-            "-m",
-            "pallas_kernels.aot",
-            "--child",
-            *map(str, work),
-            str(done),
-        ]
+        command = [sys.executable, "-m", "pallas_kernels.aot", "--child"]
+        command += [*map(str, work), str(done)]
         child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )  # fmt: skip
-        begun = None
+        )
+        started = None
         for line in child.stdout:
             found = json.loads(line)
-            begun = found["case"] if len(found) == 1 else None
-            if begun is None:
+            if len(found) == 1:
+                started = found["case"]
+            else:
+                started = None
                 done += 1
                 yield found
-        if child.wait() == 0:
+        code = child.wait()
+        if code == 0:
             return
-        if begun is None:
+        if started is None:
             raise SystemExit(
-                f"the compiling process ended with {child.returncode} outside any case: {' '.join(command)}"
+                f"the compiling process ended with {code} outside any case: {' '.join(command)}"
             )
         done += 1
-        yield {"case": begun, "error": f"aborted the compiler ({child.returncode})"}
+        yield {"case": started, "error": f"aborted the compiler ({code})"}
 
 
 def combinations(
-    gpus: list[str], ops: list[str], asked: list[str] | None, first: int, only: str
+    names: list[str], ops: list[str], asked: list[str] | None, first: int, only: str
 ) -> list[Work]:
-    """With the implementations that are kernels, or those of `asked` that the op has."""
+    """Work for every GPU, op and implementation of `asked`; None: all that are kernels."""
     from pallas_kernels import norm
     from pallas_kernels.attention import api
 
-    there = {"attention": api.IMPLEMENTATIONS, "norm": norm.api.IMPLEMENTATIONS}
-    wanted = (
-        [name for name in {**there["attention"], **there["norm"]} if name != "xla"]
-        if asked is None
-        else asked
-    )
-    every = [
+    implementations = {"attention": api.IMPLEMENTATIONS, "norm": norm.api.IMPLEMENTATIONS}
+    if asked is None:
+        every = dict.fromkeys(name for names in implementations.values() for name in names)
+        asked = [name for name in every if name != "xla"]
+    found = [
         Work(gpu, op, name, first, only)
-        for gpu in gpus
+        for gpu in names
         for op in ops
-        for name in wanted
-        if name in there[op]
+        for name in asked
+        if name in implementations[op]
     ]
-    if left_out := not has_cudnn() and any(each.implementation == "cudnn" for each in every):
+    if any(work.implementation == "cudnn" for work in found) and not has_cudnn():
         print("cudnn is left out: there is no nvidia-cudnn-cu13")
-    return [
-        each
-        for each in every
-        if each.implementation != "cudnn" or (each.gpu == CUDNN_GPU and not left_out)
-    ]
+        return [work for work in found if work.implementation != "cudnn"]
+    return [work for work in found if work.implementation != "cudnn" or work.gpu == CUDNN_GPU]
 
 
 def has_cudnn() -> bool:
@@ -225,32 +241,33 @@ def has_cudnn() -> bool:
 
 
 def report(work: Work) -> Counter:
-    """Prints a line per case. Counts of {"compiled" or "failed" or ("refused", reason)}."""
+    """Prints a line per case; counts "compiled", "failed" and ("refused", reason)."""
     counts = Counter()
-    for found in compiled(work):
-        kind = "failed" if "error" in found else "refused" if "refused" in found else "compiled"
-        reason = found.get("refused", "").partition("refuses: ")[2].partition("; try ")[0]
-        general = re.split(r",? not |, \d", reason)[0]
-        counts[(kind, general) if kind == "refused" else kind] += 1
-        said = found.get("error") or reason or f"{found['calls']} kernels"
-        print(
-            f"{work.title} {found['case']}: {kind}, {said} ({found.get('seconds', 0)} s)",
-            flush=True,
-        )
+    for found in compile_in_child(work):
+        if "error" in found:
+            kind = "failed"
+            said = found["error"]
+            counts[kind] += 1
+        elif "refused" in found:
+            kind = "refused"
+            said = found["refused"].partition("refuses: ")[2].partition("; try ")[0]
+            general = re.split(r",? not |, \d", said)[0]  # without this case's own figures
+            counts[kind, general] += 1
+        else:
+            kind = "compiled"
+            said = f"{found['calls']} kernels"
+            counts[kind] += 1
+        seconds = found.get("seconds", 0)
+        print(f"{work.title} {found['case']}: {kind}, {said} ({seconds} s)", flush=True)
     return counts
 
 
 def main() -> None:
+    described = [name for name, gpu in gpus.GPUS.items() if gpu.xla is not None]
+    ops = ("attention", "norm")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--gpus",
-        nargs="+",
-        default=COMPILED_FOR,
-        choices=[name for name, gpu in gpus.GPUS.items() if gpu.xla],
-    )
-    parser.add_argument(
-        "--ops", nargs="+", default=["attention", "norm"], choices=("attention", "norm")
-    )
+    parser.add_argument("--gpus", nargs="+", default=COMPILED_FOR, choices=described)
+    parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--implementations", nargs="+", help="default: all but xla")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
     parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
@@ -269,7 +286,7 @@ def main() -> None:
     for work, found in counts.items():
         own = {"compiled": found["compiled"], "refused": 0, "failed": found["failed"]}
         for kind, count in found.items():
-            if kind not in own:
+            if isinstance(kind, tuple):
                 own["refused"] += count
                 print(f"{work.title} refused {count}: {kind[1]}")
         print(work.title, own)

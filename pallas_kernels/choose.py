@@ -62,7 +62,7 @@ def device_kind() -> str:
 
     That is the device of the mesh in use, or else the default device.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
+    device = jax.sharding.get_abstract_mesh().abstract_device  # None without a mesh
     if device is None:
         device = jax.config.jax_default_device  # a device, a platform or None
     if device is None or isinstance(device, str):

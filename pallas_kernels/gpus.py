@@ -1,9 +1,10 @@
-"""One table of GPUs: their names, peaks, memory and links, and what XLA must know to compile for one that is absent.
+"""One table of GPUs: names, peaks, memory, links, and what XLA must know to compile for one.
 
-Kernels, training and the planner read it: a new chip is one entry in GPUS. What depends on the machine around a chip
-(its network, how many share a host) or on software is not here.
+Kernels, training and the planner read it: a new chip is one entry in GPUS. What depends on the
+machine around a chip (its network, how many share a host), or on software, is not here.
 
-Units: FLOP/s of dense matmuls (no sparsity), bytes, bytes/s, watts. A link is one direction per device.
+Units: FLOP/s of dense matmuls (no sparsity), bytes, bytes/s, watts. Links are one direction per
+device.
 """
 
 import re
@@ -216,7 +217,8 @@ BEFORE_AMPERE = "before ampere"
 
 # Generations of NVIDIA GPUs that have no entry above, by the words of their device_kind.
 _UNLISTED = {
-    BEFORE_AMPERE: r"K80|M40|M60|P4|P40|P100|V100S?|T4|T1000|GTX|GeForce RTX 20\d\d|Quadro RTX|TITAN",
+    BEFORE_AMPERE: r"K80|M40|M60|P4|P40|P100|V100S?|T4|T1000|TITAN"
+    r"|GTX|GeForce RTX 20\d\d|Quadro RTX",
     "hopper": r"G?H(20|100|200|800)",
     "blackwell": r"G?B[123]00",
 }
@@ -256,16 +258,19 @@ def xla_target(gpu: Gpu) -> str:
         capability += f" minor: {minor}"
     if major >= 9:  # sm_90a, sm_100a: wgmma and its successors
         capability += " feature_extension: ACCELERATED_FEATURES"
-    return f"""gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+    return f"""gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {gpu.xla.shared_memory_per_core}
   shared_memory_per_block_optin: {gpu.xla.shared_memory_per_block} threads_per_core_limit: 2048
   core_count: {gpu.cores} fpus_per_core: {gpu.xla.float32_units_per_core}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
   block_dim_limit_z: 65535 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   memory_bandwidth: {gpu.memory_bandwidth:.0f} l2_cache_size: {gpu.xla.l2_cache} clock_rate_ghz: 1.8
-  device_memory_size: {gpu.memory:.0f} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  device_memory_size: {gpu.memory:.0f}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
   cuda_compute_capability {{ {capability} }} driver_version: "13.0.0" runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0" device_interconnect_info {{ active_links: 18 }} }}
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0"
+  device_interconnect_info {{ active_links: 18 }} }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 28 }} runtime_version {{ major: 13 }}
 device_description_str: "{gpu.xla.description}"
 """

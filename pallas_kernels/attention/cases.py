@@ -56,7 +56,7 @@ class Case:
         return self.s or self.t
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of q, k, v, bias where there is one, and dout."""
+        """The shapes of q, k, v, bias where there is one, and dout."""
         heads, kv_heads = self.heads
         e = self.e or self.d
         shapes = {

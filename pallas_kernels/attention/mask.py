@@ -21,7 +21,7 @@ def positions(inputs: Inputs, xp=jnp):
 
 def pair_mask(problem: Problem, q_positions, kv_positions, q_segment_ids=None, kv_segment_ids=None):
     """bool, the arguments broadcast together: which pairs are visible; None: all."""
-    distance = q_positions - kv_positions
+    distance = q_positions - kv_positions  # how far back the key is; negative: later
     mask = None
     if problem.right is not None:
         mask = distance >= -problem.right
@@ -104,6 +104,7 @@ def block_mask(problem: Problem, inputs: Inputs, block_q: int, block_k: int):
         visible = visible & (k_high >= q_low - problem.left)
         full = full & (k_low >= q_high - problem.left)
     if inputs.has_segments:
+        # Ranges of ids that do not overlap share no segment; the other way round they may.
         q_low, q_high = _block_ranges(xp, inputs.q_segment_ids, block_q)
         k_low, k_high = _block_ranges(xp, inputs.kv_segment_ids, block_k)
         q_low = q_low[:, :, None]

@@ -1,4 +1,4 @@
-"""What the kernels on Triton and on Mosaic GPU do to their operands before they run."""
+"""Padding of the operands of kernels, on Triton and on Mosaic GPU alike."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from pallas_kernels.attention.problem import Inputs
 
 
 class MaskOperands(NamedTuple):
-    """What a kernel reads to mask a tile: arrays [b, time], references inside; None if not given."""
+    """Operands that a tile is masked by: arrays [b, time], or references; None where not given."""
 
     q_segment_ids: Any
     kv_segment_ids: Any

@@ -19,7 +19,7 @@ MOST_POSITIONS = 2**30  # positions are int32, and so are differences of two
 
 @dataclass(frozen=True)
 class Problem:
-    """What is known of a call when it is traced, beside shapes.
+    """The static part of a call, known when it is traced.
 
     A query at position p attends to keys of its segment at positions p - left to p + right; None
     means no bound on that side. Causal attention has right = 0.

@@ -29,6 +29,7 @@ def attend(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     if inputs.bias is not None:
         scores = scores + jnp.where(mask, inputs.bias, 0).astype(q.dtype)
     scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    # The largest score is subtracted for exp's range only: no gradient goes through it.
     largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.where(mask, jnp.exp(scores - largest), 0)
     total = weights.sum(-1, keepdims=True)

@@ -1,8 +1,8 @@
 """Which tiles a program of a kernel visits, and which of them it must mask.
 
-A program owns one tile of queries (or of keys) and walks over tiles of the other side in order, from
-the first visible one to the last. Four bounds cut the walk into three ranges; the tiles of the middle
-one are full and need no mask.
+A program owns one tile of queries (or of keys) and walks over tiles of the other side in order,
+from the first visible one to the last. Four bounds cut the walk into three ranges; the tiles of the
+middle one are full and need no mask.
 
     bounds    0          1          2          3
               |  masked  |   full   |  masked  |
@@ -31,10 +31,10 @@ def tile_bounds(
 
     The middle range is the first run of full tiles; a later run is masked for nothing, but right.
     """
-    visible, full = block_mask(problem, inputs, block_q, block_k)
+    visible, full = block_mask(problem, inputs, block_q, block_k)  # [., query tiles, key tiles]
     xp = np if isinstance(visible, np.ndarray) else jnp
     visible, full = xp.broadcast_arrays(visible, full)
-    visible, full = (xp.moveaxis(x, over, 2) for x in (visible, full))
+    visible, full = (xp.moveaxis(x, over, 2) for x in (visible, full))  # [., tiles, walked over]
     count = visible.shape[2]
     number = xp.arange(count)
     first = xp.min(xp.where(visible, number, count), -1)

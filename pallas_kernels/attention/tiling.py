@@ -100,7 +100,9 @@ HOPPER_FORWARD = {
 
 @dataclass(frozen=True)
 class GradientTile:
-    """A backward kernel's tile, that of a program: q is 128 in the dq kernel, k 128 or 64 in the other.
+    """A backward kernel's tile, that of a program.
+
+    q is 128 in the dq kernel; k is 128 or 64 in the dk and dv kernel.
 
     `stages`: tiles in shared memory, of keys and of values in the dq kernel, of queries and of
     gradients of out in the other. `registers`: of a thread that copies and of one that computes;

@@ -52,7 +52,7 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa
 
 
 class _Side(NamedTuple):
-    """What the mask asks of a tile's queries, or of its keys: vectors as long as the tile."""
+    """A tile's queries, or its keys, as the mask needs them: vectors as long as the tile."""
 
     positions: jax.Array
     segment_ids: jax.Array | None
@@ -61,7 +61,7 @@ class _Side(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a kernel knows when it is traced."""
+    """The static arguments of a kernel."""
 
     problem: Problem
     tile: Tile
@@ -73,9 +73,10 @@ class _Plan:
 
     @property
     def base(self) -> float:
-        """What scores are multiplied by before `exponential` is taken of them.
+        """The factor that scores are multiplied by before `exponential` is taken of them.
 
-        exp2 is the GPU's own instruction. float32 takes exp: multiplying by log2(e) rounds once more.
+        exp2 is the GPU's own instruction. float32 takes exp, as multiplying by log2(e) would round
+        once more.
         """
         return 1.0 if self.is_float32 else LOG2E
 
@@ -149,7 +150,7 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *rest):
             if masked:
                 mask = plan.mask(queries, plan.keys(j, masks))
                 v = _zero_hidden(v, mask, 0)
-            scores, _ = plan.scores(dot(q, k.T))
+            scores, _ = plan.scores(dot(q, k.T))  # [tile.q, tile.k]
             if masked:
                 scores = jnp.where(mask, scores, -jnp.inf)
             new_largest = jnp.maximum(largest, scores.max(1))
@@ -170,7 +171,7 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *rest):
     )
     largest, total, out = walk(plan.ranges, bounds_ref, body, start)
     has_key = total > 0
-    total = jnp.where(has_key, total, 1.0)
+    total = jnp.where(has_key, total, 1.0)  # 0 / 1, not 0 / 0
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     lse_ref[...] = jnp.where(has_key, largest / plan.base + jnp.log(total), -jnp.inf)
 
@@ -197,7 +198,7 @@ def _dq_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, 
             scores, slope = plan.scores(dot(q, k.T))
             weights = plan.exponential(scores - lse[:, None])
             dweights = dot(dout, v.T)
-            dscores = weights * (dweights - delta[:, None])
+            dscores = weights * (dweights - delta[:, None])  # the softmax's own gradient
             if slope is not None:
                 dscores = dscores * slope
             if masked:
@@ -207,6 +208,7 @@ def _dq_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, 
         return step
 
     dq = walk(plan.ranges, bounds_ref, body, jnp.zeros(dq_ref.shape, jnp.float32))
+    # Scores are q k^T times the scale: its factor is applied once, not in every tile.
     dq_ref[...] = (dq * plan.problem.scale).astype(dq_ref.dtype)
 
 
@@ -234,9 +236,9 @@ def _dkv_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref,
                     mask = plan.mask(plan.queries(i, masks), keys).T
                     q = _zero_hidden(q, mask, 0)
                     dout = _zero_hidden(dout, mask, 0)
-                scores, slope = plan.scores(dot(k, q.T))
+                scores, slope = plan.scores(dot(k, q.T))  # [tile.k, tile.q]
                 weights = plan.exponential(scores - lse[None])
-                if masked:
+                if masked:  # dv takes the weights themselves
                     weights = jnp.where(mask, weights, 0.0)
                 dv = dv + dot(weights.astype(dout.dtype), dout)
                 dweights = dot(v, dout.T)
@@ -265,7 +267,8 @@ def forward(
     b, t, h, _ = inputs.q_bthd.shape
     e = inputs.v_bske.shape[3]
     plan, q, k, v, masks = _pad_operands(problem, inputs, tiling.FORWARD, OVER_KEYS)
-    length, d_padded = q.shape[1], q.shape[3]
+    length = q.shape[1]
+    d_padded = q.shape[3]
     e_padded = v.shape[3]
     run = call(
         partial(_forward_kernel, plan),
@@ -447,9 +450,9 @@ def _pad_operands(problem: Problem, inputs: Inputs, table, over: int) -> _Padded
     )
 
 
-# BlockSpecs. Programs (i, n) of the kernels that own a tile of queries: i counts tiles from the last
-# one, which has the most keys where the call is causal, so that the longest programs start first; n
-# counts batch x heads.
+# BlockSpecs of programs (i, n) that own a tile of queries. n counts batch x heads. i counts tiles
+# from the last one, which sees most keys where the call is causal: the longest programs start
+# first.
 
 
 def _bounds_spec(plan: _Plan, heads: int, inputs: Inputs, over: int):

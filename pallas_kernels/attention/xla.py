@@ -1,5 +1,6 @@
-"""Attention in plain JAX, tile by tile as FlashAttention (arXiv:2205.14135) does it: no T x T array.
+"""Attention in plain JAX, without T x T arrays.
 
+It goes tile by tile, as FlashAttention (arXiv:2205.14135) does.
 The tiles that the window leaves visible are listed while tracing. One scan walks over that list in
 the forward pass, one in the backward pass. Segments and given positions, which only the running
 program knows, mask inside tiles and skip none.
@@ -36,6 +37,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
     def step(carry, index):
         tile = tiled.tile(index)
+        # The largest score so far, and sums of exp(score - largest) and of those times v.
         largest, total, out = (tiled.q_block(x, index, 3) for x in carry)
         scores, _ = tiled.scores(tile)
         new_largest = jnp.maximum(largest, scores.max(-1))
@@ -56,7 +58,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
     (largest, total, out), _ = jax.lax.scan(step, start, tiled.table)
     has_key = total > 0
-    total = jnp.where(has_key, total, 1)
+    total = jnp.where(has_key, total, 1)  # 0 / 1, not 0 / 0
     lse = jnp.where(has_key, largest + jnp.log(total), -jnp.inf)
     t, h = inputs.q_bthd.shape[1:3]
     out = jnp.moveaxis(out / total[..., None], 3, 1)[:, :t].reshape(b, t, h, e)
@@ -101,6 +103,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> tuple[ja
         weights = jnp.exp(scores - tiled.q_block(lse_bkgt, index, 3)[..., None])
         dv_block = tiled.sum_over_queries(weights.astype(dout_block.dtype), dout_block)
         dweights = tiled.dot("btkge,bske->bkgts", dout_block, tile.v_bske)
+        # The softmax's gradient; delta is the sum over keys of weights x dweights, less dlse.
         dscores = weights * (dweights - tiled.q_block(delta_bkgt, index, 3)[..., None])
         if tile.mask is not None:
             dscores = jnp.where(tile.mask, dscores, 0)
@@ -112,6 +115,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> tuple[ja
         dscores = dscores.astype(tile.q_btkgd.dtype)
         dq_block = tiled.dot("bkgts,bskd->btkgd", dscores, tile.k_bskd)
         dk_block = tiled.sum_over_queries(dscores, tile.q_btkgd)
+        # A block of queries meets many of keys, and the other way round: all three are added to.
         carry = [
             tiled.add_q_block(dq, dq_block, index),
             tiled.add_k_block(dk, dk_block, index),
@@ -132,7 +136,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> tuple[ja
 
 @dataclass(frozen=True)
 class _Tile:
-    """Slices of the arrays: of one block of queries and one of keys. Hidden rows of q, k, v are 0."""
+    """The arrays' blocks of one tile; in q, k and v, rows without a visible pair in it are 0."""
 
     q_btkgd: jax.Array
     k_bskd: jax.Array
@@ -174,6 +178,7 @@ class _TiledInputs:
         self.bias = None if inputs.bias is None else self._pad_bias(inputs.bias, k, h // k)
         visible, full = self._block_mask()
         self.table = jnp.asarray(np.argwhere(visible[0]).reshape(-1, 2), jnp.int32)
+        # One scan has one body: if any tile needs a mask, all get one.
         # Padding of keys makes tiles that are not full; padding of queries is counted here.
         self.needs_mask = (
             inputs.has_segments

@@ -1,8 +1,8 @@
 """Pallas on Mosaic GPU, for NVIDIA's Hopper, in jax 0.11 and later: all that our kernels use of it.
 
 A program is a few warpgroups of 128 threads. They share memory and wait for each other at barriers.
-One warpgroup copies; the others compute. In a computing warpgroup's registers, arrays are [64, n] or
-[64], laid out as its matmul instruction (`wgmma`) wants them.
+One warpgroup copies; the others compute. In a computing warpgroup's registers, arrays are [64, n]
+or [64], laid out as its matmul instruction (`wgmma`) wants them.
 
 Every kernel has two forms behind one static flag, `interpret`. jax's interpreter runs barriers,
 copies and matmuls on any machine and finds races. It can neither multiply onto a value nor take the
@@ -71,7 +71,7 @@ def refusal(interpreted: bool) -> str:
 
 
 def _cuda_version() -> int:
-    """The version of the toolkit that jax uses, 12090 say; 0 where there is none or jax hides it."""
+    """The version of the toolkit that jax uses, as 12090; 0: there is none, or jax hides it."""
     try:
         from jax._src.lib import cuda_versions
     except ImportError:
@@ -194,7 +194,8 @@ def left_operand(x: jax.Array, staging, interpret: bool):
     return staging
 
 
-# Arrays in registers. A vector belongs to dim 0 (one value a row) or dim 1 (one a column) of scores.
+# Arrays in registers. A vector belongs to dim 0 of scores (a value per row) or to dim 1 (a value
+# per column), and its layout says which.
 
 
 def full(shape: tuple[int, ...], value: float) -> jax.Array:

@@ -27,7 +27,7 @@ def call(
     interpret: bool,
     name: str,
 ) -> Callable[..., Any]:
-    """A function of arrays that runs `kernel(*input_refs, *output_refs)` on each program of the grid.
+    """A function of arrays that runs `kernel(*inputs, *outputs)`, references, on each program.
 
     `inputs` are BlockSpecs (None for an absent input), `outputs` a list of (ShapeDtypeStruct,
     BlockSpec). Inside a kernel every dim of every value is a power of two, and at least LEAST_DOT
@@ -54,7 +54,7 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def load_block(ref, number, size: int, *rest):
-    """The block `number`, of `size` elements, of the first dim of `ref`; `rest` indexes the others."""
+    """Block `number`, of `size` elements, of the first dim of `ref`; `rest` indexes the others."""
     start = pl.multiple_of(number * size, size)  # tells the compiler that loads are aligned
     return ref[(pl.ds(start, size), *rest)]
 

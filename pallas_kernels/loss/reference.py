@@ -15,5 +15,6 @@ def summed_loss(
     logits_nv = jnp.einsum("ne,ve->nv", x, weight, preferred_element_type=wide)
     lse = jax.nn.logsumexp(logits_nv, -1)
     target_logit = jnp.take_along_axis(logits_nv, targets[:, None], -1)[:, 0]
+    # The logit's mean under the target distribution, which smoothing spreads over the vocabulary.
     expected_logit = (1 - label_smoothing) * target_logit + label_smoothing * logits_nv.mean(-1)
     return jnp.sum(mask * (lse - expected_logit + z_loss * lse * lse))

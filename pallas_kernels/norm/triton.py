@@ -1,8 +1,8 @@
 """The norms on Triton.
 
 Forward: a program normalises a block of whole rows. Backward: a fixed number of programs walk over
-the blocks; each keeps its part of dscale and dbias in registers and writes it once, and XLA adds the
-parts. So there are no atomics, and every sum has one order.
+the blocks; each keeps its part of dscale and dbias in registers and writes it once, and XLA adds
+the parts. So there are no atomics, and every sum has one order.
 
 Letters as in xla.py. A block is (rows, padded width): Triton wants powers of two, and masks cut off
 what is too much.

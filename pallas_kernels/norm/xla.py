@@ -55,6 +55,8 @@ def backward(total, scale, mean, rstd, dy, dtotal, name: str):  # noqa: ARG001
         normal = normal - mean[:, None]
     normal = normal * rstd[:, None]
     dnormal = dy * _widen(scale)
+    # Less its parts along the normalised row and, for LayerNorm, along (1, ..., 1): moving x along
+    # them does not change y.
     dsum = dnormal - normal * (dnormal * normal).mean(-1, keepdims=True)
     if mean is not None:
         dsum = dsum - dnormal.mean(-1, keepdims=True)

@@ -4,7 +4,10 @@ import pytest
 
 @pytest.fixture
 def tiles(monkeypatch):
-    """`monkeypatch`, for what kernels read while they are traced: nothing traced with another value is used again."""
+    """`monkeypatch` for values that kernels read while they are traced.
+
+    Nothing that was traced with another value is used again.
+    """
     jax.clear_caches()
     yield monkeypatch
     jax.clear_caches()

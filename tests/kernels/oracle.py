@@ -1,7 +1,8 @@
-"""The tolerance rule of all kernel tests: against the definition in float64, no worse than twice the plain one.
+"""The tolerance rule of all kernel tests, against the definition in float64.
 
-For an output: largest difference <= factor x that of the definition run in the kernel's own dtype, plus twice what
-adding 0.3 to the wanted value and taking it away again costs in that dtype; and a bound on the relative L2 distance.
+An output may differ from it by `factor` x what the definition differs by when it runs in the
+kernel's own dtype, plus twice what it costs in that dtype to add 0.3 to the wanted value and take
+it away again. A second bound is on the relative L2 distance.
 """
 
 import jax
@@ -31,9 +32,11 @@ def there_and_back(want, dtype) -> float:
 
 
 def check(name, got, plain, want, dtype, limits=VALUE, factor=2.0, cancelled=0.0):
-    """`cancelled`: where part of `want` is 0 as the difference of two equal float32 sums, the size of their terms.
+    """Asserts the rule of this file.
 
-    Each sum may then be off by EPSILON of its terms; that the plain definition takes no such difference is its luck.
+    `cancelled`: where part of `want` is 0 as the difference of two equal float32 sums, the size of
+    their terms. Each sum may then be off by EPSILON of its terms; that the plain definition takes
+    no such difference is its luck.
     """
     got, plain, want = (np.asarray(x, np.float64) for x in (got, plain, want))
     assert got.shape == want.shape, f"{name}: {got.shape}, not {want.shape}"

@@ -64,7 +64,7 @@ def with_gradients(run):
 
 @cache
 def answers(case, in_turn=False):
-    """(wanted, plain): (out, lse, gradients) by the definition in float64, and in the dtype of the case.
+    """(out, lse, gradients) by the definition: in float64, and in the dtype of the case.
 
     `in_turn`: matmuls of the second are sums of one term after the other.
     """
@@ -91,10 +91,12 @@ def compare(case, implementation, in_turn=False):
 
 
 def of_one_token(q, k, v, dout):
-    """What cancels in the gradients of queries that see one key: out is v, and lse the only score.
+    """The size of terms that cancel in the gradients of queries that see one key.
 
-    The exponent of that key's weight is score - lse, and its score's gradient dout v - dout out: both are 0 as the
-    difference of equal sums, which kernels make in different orders.
+    There out is v, and lse the only score.
+
+    The exponent of that key's weight is score - lse, and its score's gradient dout v - dout out:
+    both are 0 as the difference of equal sums, which kernels make in different orders.
     """
     q, k, v, dout = (np.abs(np.asarray(x, np.float64)) for x in (q, k, v, dout))
     scale = q.shape[-1] ** -0.5
@@ -124,17 +126,23 @@ def test_interpreted_triton(case, tiles):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases.SLOW, ids=lambda case: case.name)
 def test_xla_on_the_grid(case):
-    """In tiles of its own size. In those of 48, float32 is on jax 0.10 up to 2.1 times as far off as allowed, since the
-    definition's wide matmuls are more exact there than narrow ones; on jax 0.12 0.94 at most."""
+    """In tiles of its own size.
+
+    In tiles of 48, float32 is on jax 0.10 up to 2.1 times as far off as allowed, since the
+    definition's wide matmuls are more exact there than narrow ones; on jax 0.12 it is 0.94 at most.
+    """
     compare(case, "xla")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases.SLOW, ids=lambda case: case.name)
 def test_interpreted_triton_on_the_grid(case):
-    """In tiles of its own size, too. A tile's scores are float32 sums of one term after the other, as on a GPU. So are
-    those of the definition but on jax 0.10, where wide matmuls are twice as exact as narrow ones. Beside those, dv is
-    in four cases up to 1.23 times as far off as allowed: there both sum in the same way."""
+    """In tiles of its own size, too.
+
+    A tile's scores are float32 sums of one term after the other, as on a GPU. So are those of the
+    definition, but for jax 0.10, where wide matmuls are twice as exact as narrow ones. Beside those
+    dv is in four cases up to 1.23 times as far off as allowed: there both sum in the same way.
+    """
     short = case.name.removeprefix("1x200x200-h2x1-")
     compare(
         case,
@@ -166,7 +174,7 @@ def test_cudnn_says_why_not(case, said):
     "options", [{}, {"causal": True}, {"causal": True, "window": (9, 3)}, {"scale": 0.5}]
 )
 def test_cudnn_is_asked_for_the_same(options, monkeypatch):
-    """What jax.nn is told means what attention was told; here jax.nn computes it in its other way."""
+    """jax.nn is told the same as attention; here it computes that without cuDNN."""
     real = jax.nn.dot_product_attention
     monkeypatch.setattr(
         jax.nn,
@@ -183,7 +191,7 @@ def test_cudnn_is_asked_for_the_same(options, monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
 def test_what_is_not_seen_may_be_nan(implementation):
-    """Queries, keys, values and gradients of padding: nothing of them reaches the rest, and their own are 0."""
+    """Queries, keys, values and gradients of padding do not reach the rest; their own are 0."""
     case = cases.Case(
         b=2, t=96, heads=(4, 2), d=32, dtype="float32", segments="padded", causal=True
     )

@@ -1,4 +1,4 @@
-"""Which implementation runs, and what is said where none does; kernels compiled for GPUs that are not there."""
+"""Which implementation runs, and the error where none does; kernels compiled without a GPU."""
 
 import importlib.util
 import os

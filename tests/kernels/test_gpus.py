@@ -20,7 +20,12 @@ from dataclasses import replace
 from pallas_kernels import gpus
 
 gpus.GPUS["z900"] = replace(
-    gpus.GPUS["h200"], name="z900", device_kinds=("Zeta Z900",), bfloat16=4e15, memory=3e11, cores=200
+    gpus.GPUS["h200"],
+    name="z900",
+    device_kinds=("Zeta Z900",),
+    bfloat16=4e15,
+    memory=3e11,
+    cores=200,
 )
 
 import jax
@@ -37,7 +42,8 @@ jax.__version_info__ = (0, 12, 0)
 
 printed = io.StringIO()
 with contextlib.redirect_stdout(printed):
-    code = main(["estimate", "configs/gpt2_124m.toml", "--hardware", "z900", "--set", "mesh.data=8", "--json"])
+    command = "estimate configs/gpt2_124m.toml --hardware z900 --set mesh.data=8 --json"
+    code = main(command.split())
 helped = io.StringIO()
 with contextlib.redirect_stdout(helped), contextlib.suppress(SystemExit):
     main(["estimate", "--help"])

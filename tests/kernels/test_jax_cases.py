@@ -1,8 +1,8 @@
-"""The cases of jax's own attention and norm tests, asked of ours: the same calls must mean the same.
+"""The cases of jax's own attention and norm tests, asked of ours: they must mean the same.
 
-Attention answers to jax.nn.dot_product_attention in float32, norms to their formula in float64, by the rule of
-oracle.py, which is stricter than jax's. "ops: X" stands for tests/pallas/gpu_ops_test.py, "nn: X" for tests/nn_test.py
-of the jax repository.
+Attention answers to jax.nn.dot_product_attention in float32, norms to their formula in float64, by
+the rule of oracle.py, which is stricter than jax's. "ops: X" stands for
+tests/pallas/gpu_ops_test.py and "nn: X" for tests/nn_test.py of the jax repository.
 """
 
 from dataclasses import dataclass
@@ -58,9 +58,8 @@ class Case:
 
     def hidden(self) -> jax.Array:
         """The mask as a bias."""
-        return jnp.where(jnp.tril(jnp.ones((self.time,) * 2)), 0, -jnp.inf).astype(self.dtype)[
-            None, None
-        ]
+        mask = jnp.tril(jnp.ones((self.time, self.time)))
+        return jnp.where(mask, 0, -jnp.inf).astype(self.dtype)[None, None]
 
     def theirs(self) -> dict[str, Any]:
         told: dict[str, Any] = {"is_causal": self.causal, "local_window_size": self.window}
@@ -91,10 +90,23 @@ MHA = {"heads": (2, 2), "dout_ones": True}
 CASES = {
     # ops: test_fused_attention_fwd and _bwd
     "mha-d32": Case(**MHA),
-    "mha-segments-tiles-of-64": Case(batch=1, time=384, d=64, causal=True, halves=True, heads=(1, 1), dout_ones=True,
-                                     forward=(64, 64), dq=(64, 64), dkv=(64, 64)),
-    "mha-mixed-tiles": Case(**MHA, d=64, halves=True, forward=(64, 128), dq=(128, 64), dkv=(64, 128)),
-    "mha-what-jax-skips": Case(**MHA, d=128, causal=True),  # "Precision issues after CUDA 12.8.1 upgrade"
+    "mha-segments-tiles-of-64": Case(
+        batch=1,
+        time=384,
+        d=64,
+        causal=True,
+        halves=True,
+        heads=(1, 1),
+        dout_ones=True,
+        forward=(64, 64),
+        dq=(64, 64),
+        dkv=(64, 64),
+    ),
+    "mha-mixed-tiles": Case(
+        **MHA, d=64, halves=True, forward=(64, 128), dq=(128, 64), dkv=(64, 128)
+    ),
+    # skipped there: "Precision issues after CUDA 12.8.1 upgrade"
+    "mha-what-jax-skips": Case(**MHA, d=128, causal=True),
     # nn: testDotProductAttention
     "one-head-each": Case(dtype="bfloat16"),
     "grouped-mapped": Case(heads=(4, 2), vmap=True),
@@ -113,7 +125,7 @@ CASES = {
     # nn: testDotProductAttentionBiasGradient
     "bias-of-each": Case(dtype="bfloat16", bias=2),
     "bias-of-each-mapped": Case(dtype="bfloat16", bias=2, vmap=True),
-}  # fmt: skip
+}
 BOTH = "xla", "triton:interpret"
 # Triton refuses a bias; of the others, those whose code is not run by another
 INTERPRETED = (

@@ -1,4 +1,4 @@
-"""Linear + cross-entropy against its definition in float64: values, gradients, memory, a split vocabulary."""
+"""Linear + cross-entropy against its definition in float64, also with a split vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +69,11 @@ def test_chunks_are_few_whatever_divides_the_time(time, chunks):
 
 def test_a_time_that_no_number_of_chunks_divides():
     x, weight, targets, mask = cases.Case(t=13).draw()
-    run = jax.value_and_grad(lambda limit, *given: linear_cross_entropy(*given[:2], targets, mask=given[2],
-                                                                        chunk_logits=limit), (1, 2, 3))  # fmt: skip
+
+    def loss(limit, x, weight, mask):
+        return linear_cross_entropy(x, weight, targets, mask=mask, chunk_logits=limit)
+
+    run = jax.value_and_grad(loss, (1, 2, 3))
     rows = x.shape[0] * weight.shape[0]
     got, want = run(3 * rows, x, weight, mask), run(13 * rows, x, weight, mask)
     assert api._chunk_count(x.shape[0], 13, weight.shape[0], 3 * rows) == 5
@@ -99,7 +102,7 @@ def test_logits_are_never_whole():
 
 
 def test_a_split_vocabulary_gives_the_same():
-    """Over all four devices that split it; their losses count together, and no gradient is gathered."""
+    """Split over four devices; their losses count together, and no gradient is gathered."""
     case = cases.Case(chunk_logits=400, label_smoothing=0.1, z_loss=1e-3, masked=True)
     x, weight, targets, mask = case.draw()
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -1,7 +1,7 @@
-"""Attention's kernels on Mosaic GPU: interpreted on CPU by jax >= 0.11 with races looked for; what they refuse.
+"""Attention's kernels on Mosaic GPU, interpreted on CPU by jax >= 0.11, which looks for races.
 
-The interpreter waits for ever where a kernel's warpgroups wait for each other, and a kernel that fails spoils it for
-the next one: cases run in a process of their own that has so many seconds.
+The interpreter hangs where a kernel's warpgroups wait for each other for ever, and a kernel that
+fails spoils it for the next one: cases run in a process of their own, with a time limit.
 """
 
 import os
@@ -62,7 +62,10 @@ for case in INTERPRETED + SLOW:
 
 
 def run(program: str, *arguments: str, seconds: int) -> subprocess.CompletedProcess:
-    """`program` in a python of its own; XLA's threads, one for each simulated device, are enough for the kernel's."""
+    """Runs `program` in a python of its own.
+
+    XLA's threads, one per simulated device, are enough for a kernel's warpgroups.
+    """
     path = os.pathsep.join(
         [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     )
@@ -104,7 +107,8 @@ nothing = ids[:, :, None, None]
 def run(fill):
     q, k, v, dout = (jnp.where(nothing, fill, drawn[name]) for name in ("q", "k", "v", "dout"))
     segments = ids.astype(int), 2 * ids.astype(int)  # padding sees nothing and is not seen
-    out, pull = jax.vjp(lambda *qkv: attention(*qkv, segment_ids=segments, implementation="mosaic:interpret"), q, k, v)
+    options = {"segment_ids": segments, "implementation": "mosaic:interpret"}
+    out, pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
     return out, *pull(dout)
 
 for name, clean, dirty in zip(("out", "dq", "dk", "dv"), run(0.0), run(jnp.nan), strict=True):
@@ -136,13 +140,14 @@ def wait(barrier):
 
 mosaic.barrier_wait = wait
 drawn = Case(s=640, heads=(1, 1)).draw()
-jax.block_until_ready(attention(*(drawn[name] for name in "qkv"), implementation="mosaic:interpret"))
+q, k, v = (drawn[name] for name in "qkv")
+jax.block_until_ready(attention(q, k, v, implementation="mosaic:interpret"))
 """
 
 
 @pytest.mark.skipif(OLD, reason="needs jax 0.11 or later")
 def test_a_wait_that_is_missing_is_found():
-    """The copies of the values are not waited for: their use is a race, and a barrier that nobody looks at an error."""
+    """Without the wait for values their use is a race, and a barrier nobody waits at an error."""
     done = run(RACE, seconds=100)
     assert done.returncode != 0 and re.search("RACE DETECTED|no threads observed", done.stderr), (
         done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Every implementation of the norms against their definition in float64, values and all gradients."""
+"""Every implementation of the norms against their definition in float64: values, gradients."""
 
 from functools import cache
 
@@ -58,7 +58,7 @@ def kernel(case, implementation):
 
 @cache
 def answers(case):
-    """(wanted, plain): (outputs, gradients) by the definition in float64, and in the dtypes of the case."""
+    """(outputs, gradients) by the definition: in float64, and in the dtypes of the case."""
     arrays = [case.draw()[name] for name in NAMES]
     want = oracle.in_float64(definition(case), *arrays)
     if (

@@ -1,4 +1,7 @@
-"""Kernels on 8 devices: equal to one device, and nothing is gathered around them, in a pipeline's manual region too."""
+"""Kernels on 8 devices equal one device, and nothing is gathered around them.
+
+In a pipeline's manual region, too.
+"""
 
 from functools import partial
 
@@ -18,7 +21,7 @@ BATCH, HEADS = "data", "tensor"
 
 
 def layer(implementation):
-    """attention of normed q; every array [batch, time, heads, head_dim], the batch and the heads split."""
+    """Attention of normed q; arrays are [batch, time, heads, head_dim], batch and heads split."""
 
     def local(q, k, v, scale):
         q = rmsnorm(q, scale, implementation=implementation)
@@ -33,7 +36,7 @@ def layer(implementation):
 
 
 def head(implementation):
-    """Loss of layernorm(x + residual), [batch, time, embed], everywhere; the batch and the vocabulary split."""
+    """The loss of layernorm(x + residual), [batch, time, embed]; batch and vocabulary are split."""
 
     def local(automatic, x, residual, weight, scale, bias):
         y, total = layernorm(x, scale, bias, residual=residual, implementation=implementation)
@@ -113,7 +116,7 @@ def test_automatic_mesh(part, shapes, specs, implementation):
 
 @pytest.mark.parametrize(("part", "shapes", "specs", "implementation"), CASES)
 def test_inside_a_region_that_is_manual_over_the_pipeline(part, shapes, specs, implementation):
-    """Two stages, each half of a microbatched loop with remat; only `data` and `tensor` are left automatic."""
+    """Two stages, each half of a microbatched loop with remat; the other axes stay automatic."""
     mesh = made_mesh((2, 2, 2), ("pipeline", BATCH, HEADS))
     step = jax.checkpoint(part(implementation))
 

@@ -1,4 +1,4 @@
-"""Every implementation on the GPU that is there, each on all cases that it does not refuse: make test-gpu."""
+"""Every implementation on the GPU that is there, on all cases that it runs: make test-gpu."""
 
 import jax
 import numpy as np

@@ -1,7 +1,8 @@
-"""With `jax_enable_x64` every public function gives what it gives without: dtypes, numbers and gradients.
+"""With `jax_enable_x64` every public function gives what it gives without: values, gradients.
 
-A program that wants 64 bits somewhere has them everywhere: plain numbers and counters widen, and meet the 32 bits that
-kernels count in. Then jax refuses the mixture, or a result comes back wider than its input.
+A program that wants 64 bits somewhere has them everywhere: plain numbers and counters widen, and
+meet the 32 bits that kernels count in. Then jax refuses the mixture, or a result comes back wider
+than its input.
 """
 
 from functools import partial
@@ -34,7 +35,7 @@ def with_residual(norm, x, scale, residual, **options):
 
 
 def split_over_devices(x, weight, mask):
-    """The loss where each of two devices has half of the weight's rows, and half of the batch goes to each of two."""
+    """The loss on 2 x 2 devices: the batch split over two, the weight's rows over two."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def part(x, weight, mask, targets):

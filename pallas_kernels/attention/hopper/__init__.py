@@ -2,14 +2,17 @@
 
 Start with forward_kernel.py, whose first lines say how three warpgroups divide the work. Then:
 
-    backward_kernels.py   the kernels for dq and for dk and dv, and their launch
-    scores.py             scores, softmax and masks in the registers of the backward kernels
-    rings.py              tiles on their way through shared memory, in the backward kernels
-    masks.py              the mask of a tile of scores
-    programs.py           the grid: which part of the work a program takes
-    support.py            which calls run here
+    backward_pass.py       how the backward pass works: a kernel for dq, then one for dk and dv
+    dq_kernel.py           the first
+    dkv_kernel.py          the second
+    scores.py              scores, softmax and masks in the registers of the backward kernels
+    rings.py               tiles on their way through shared memory, in the backward kernels
+    backward_operands.py   their operands and scratch
+    masks.py               the mask of a tile of scores
+    programs.py            the grid: which part of the work a program takes
+    support.py             which calls run here
 """
 
-from pallas_kernels.attention.hopper.backward_kernels import backward as backward
+from pallas_kernels.attention.hopper.backward_pass import backward as backward
 from pallas_kernels.attention.hopper.forward_kernel import forward as forward
 from pallas_kernels.attention.hopper.support import refusal as refusal

@@ -11,9 +11,9 @@ Barriers, by who waits for what:
     k_free[slot]     the copying one: both have read this slot (v_free: of values)
     turn             both computing: the other one is at its next turn
 
-A step of a computing warpgroup has two turns: matmuls (weights x values of this tile, queries x keys
-of the next), then softmax. Warpgroup 1 starts one turn late, so that one takes its softmax while the
-other has the matmul unit. Both walk over the same tiles, hence wait equally often.
+A step of a computing warpgroup has two turns: matmuls (weights x values of this tile, queries x
+keys of the next), then softmax. Warpgroup 1 starts one turn late, so that one takes its softmax
+while the other has the matmul unit. Both walk over the same tiles, hence wait equally often.
 
 No atomics. Lengths are padded to whole tiles and head dims to multiples of 64. Letters as in
 problem.py; `at` numbers the program's tile and `j` the tiles of keys.
@@ -56,7 +56,7 @@ REGISTERS_COMPUTING = 240
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the kernel knows when it is traced."""
+    """The static arguments of the kernel."""
 
     problem: Problem
     tile: WarpgroupTile
@@ -70,7 +70,7 @@ class _Plan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the scores of a computing warpgroup."""
+        """The shape of a computing warpgroup's scores."""
         return self.tile.q, self.tile.k
 
     def mask(self, batch, first_query, first_key, masks: MaskOperands) -> jax.Array | None:
@@ -100,7 +100,7 @@ class _Plan:
         return is_real if mask is None else is_real & mask
 
 
-class _Global(NamedTuple):
+class _Memory(NamedTuple):
     """References to global memory."""
 
     bounds: Any  # of this program's tile
@@ -139,7 +139,7 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *refs):
     program = this_program(q_ref.shape[2])
     # The last tile first: where the call is causal it takes longest.
     program = program._replace(tile=plan.counts[0] - 1 - program.tile)
-    memory = _Global(
+    memory = _Memory(
         bounds=bounds_of(bounds_ref, program),
         q=q_ref,
         k=k_ref,
@@ -172,7 +172,7 @@ def _own_queries(plan: _Plan, program: Program, warpgroup):
     return pl.ds((program.tile * COMPUTING + warpgroup) * plan.tile.q, plan.tile.q)
 
 
-def _copy(plan: _Plan, memory: _Global, scratch: _Scratch, program: Program):
+def _copy(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program):
     """The copying warpgroup's part."""
     batch, head, _ = program
     gpu.set_max_registers(REGISTERS_COPYING, action="decrease")
@@ -213,7 +213,7 @@ def _copy(plan: _Plan, memory: _Global, scratch: _Scratch, program: Program):
             )
 
 
-def _compute(plan: _Plan, memory: _Global, scratch: _Scratch, program: Program, warpgroup):
+def _compute(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program, warpgroup):
     """A computing warpgroup's part: the online softmax over tiles of keys."""
     batch, head, at = program
     gpu.set_max_registers(REGISTERS_COMPUTING, action="increase")

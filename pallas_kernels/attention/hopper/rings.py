@@ -26,7 +26,11 @@ class Ring:
         return jax.lax.rem(step, self.slots)
 
     def ready_at(self, step):
-        """The `ready` barrier of a step. A single slot has two: its address would take a register."""
+        """The `ready` barrier of a step.
+
+        A single slot has two, so that the barrier is computed: a fixed address would be kept in a
+        register.
+        """
         return self.ready.at[jax.lax.rem(step, max(self.slots, 2))]
 
 

@@ -24,7 +24,7 @@ from pallas_kernels.backends import mosaic as gpu
 
 @dataclass(frozen=True)
 class ScoresPlan:
-    """What a backward kernel knows when it is traced."""
+    """The static arguments of a backward kernel."""
 
     problem: Problem
     tile: GradientTile
@@ -42,7 +42,7 @@ class ScoresPlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the scores of a computing warpgroup."""
+        """The shape of a computing warpgroup's scores."""
         return ROWS, self.columns
 
     @property
@@ -78,7 +78,7 @@ class ScoresPlan:
         return jax.lax.cond(is_partial, hide, lambda weights: weights, weights)
 
     def _mask(self, first, masks) -> jax.Array | None:
-        """bool `shape` of the tile whose first row and column are `first`; None: all are visible."""
+        """bool `shape`, visible pairs, of the tile at (row, column) `first`; None: all are."""
         t, s = self.lengths
         q_axis, k_axis = self.axes
 
@@ -116,7 +116,8 @@ def score_matmuls(
     """(use(the first matmul's result), the second matmul's result or None), each `plan.shape`.
 
     `first` and `second` issue matmuls onto the accumulator they are given; `wait` waits for the
-    operands of the second. Where registers last, it runs while `use` works on the first; else after.
+    operands of the second. The second matmul runs while `use` works on the first one's result;
+    where registers do not last for that, after it.
     """
     accumulator = gpu.ACC(plan.shape, jnp.float32)
     use_takes_more = plan.problem.softcap is not None or plan.mask_vectors

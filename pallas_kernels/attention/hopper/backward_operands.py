@@ -1,0 +1,141 @@
+"""Operands, plan and scratch of the backward kernels: what both have alike."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.hopper.programs import COMPUTING, ROWS
+from pallas_kernels.attention.hopper.scores import ScoresPlan
+from pallas_kernels.attention.mask import visible_keys, zero_hidden
+from pallas_kernels.attention.operands import (
+    pad_mask_operands,
+    pad_to,
+    round_up,
+    split_mask_operands,
+)
+from pallas_kernels.attention.problem import Inputs, Problem
+from pallas_kernels.attention.tile_ranges import FULL, OVER_KEYS, possible_ranges
+from pallas_kernels.backends import mosaic as gpu
+
+LENGTH_MULTIPLE = COMPUTING * ROWS  # of padded lengths: whole tiles of both kernels
+
+
+class Operands(NamedTuple):
+    """Padded to multiples of LENGTH_MULTIPLE in time and of SWIZZLE_ELEMENTS in head dims."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    dout: jax.Array
+    lse: jax.Array  # [b, h, t], in units of log 2, as the kernels take exp2
+    delta: jax.Array  # [b, h, t], the sum of out x dout, less dlse
+    masks: list[jax.Array]  # those that exist, in the order of MaskOperands
+
+
+def pad_operands(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> Operands:
+    """Rows that see nothing, or that nothing sees, are set to 0: they may hold NaN."""
+    b, t, h, d = inputs.q_bthd.shape
+    _, s, kv_heads, e = inputs.v_bske.shape
+    sees_nothing = jnp.isneginf(lse)
+    d_padded = round_up(d, gpu.SWIZZLE_ELEMENTS)
+    e_padded = round_up(e, gpu.SWIZZLE_ELEMENTS)
+    q_length = round_up(t, LENGTH_MULTIPLE)
+    kv_length = round_up(s, LENGTH_MULTIPLE)
+
+    def pad_vector(x_bth):
+        x_bht = jnp.moveaxis(jnp.where(sees_nothing, 0, x_bth), 2, 1)
+        return pad_to(x_bht, (b, h, q_length))
+
+    def zero_sightless(x):
+        """Queries that see no key."""
+        if inputs.mask_is_static and t <= s:  # there are none: each sees the key at its position
+            return x
+        return jnp.where(sees_nothing[..., None], 0, x)
+
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
+    lse = pad_vector(lse * gpu.LOG2E)
+    delta = pad_vector(delta)
+    q = zero_sightless(inputs.q_bthd)
+    dout = zero_sightless(dout)
+    visible = visible_keys(problem, inputs)
+    q = pad_to(q, (b, q_length, h, d_padded))
+    dout = pad_to(dout, (b, q_length, h, e_padded))
+    k = pad_to(zero_hidden(inputs.k_bskd, visible), (b, kv_length, kv_heads, d_padded))
+    v = pad_to(zero_hidden(inputs.v_bske, visible), (b, kv_length, kv_heads, e_padded))
+    masks = pad_mask_operands(inputs, q_length, kv_length)
+    return Operands(q, k, v, dout, lse, delta, [x for x in masks if x is not None])
+
+
+def make_plan(problem, inputs, operands, table, over: int, interpret: bool) -> ScoresPlan:
+    """`over`: the side whose tiles a program walks over."""
+    tile = table[max(operands.q.shape[3], operands.v.shape[3])]
+    padded_keys = over == OVER_KEYS and inputs.lengths[1] % tile.k != 0
+    ranges = possible_ranges(problem, inputs, padded_keys=padded_keys, over=over)
+    return ScoresPlan(
+        problem,
+        tile,
+        rows_are_queries=over == OVER_KEYS,
+        lengths=inputs.lengths,
+        group=inputs.group,
+        needs_mask=ranges != (FULL,),
+        has_segments=inputs.has_segments,
+        has_positions=inputs.has_positions,
+        interpret=interpret,
+    )
+
+
+class Memory(NamedTuple):
+    """References to global memory."""
+
+    bounds: Any  # of this program's tile
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any  # [b, h, t], in units of log 2
+    delta: Any  # [b, h, t]
+    q_masks: list[Any]  # [b, t]: segment ids, positions; those that exist
+    kv_masks: list[Any]  # [b, s]
+
+
+def split_masks(plan: ScoresPlan, refs) -> tuple[list[Any], list[Any], list[Any]]:
+    """(q_masks, kv_masks, the references behind them)"""
+    masks, rest = split_mask_operands(refs, plan.has_segments, plan.has_positions)
+    q_masks = [x for x in (masks.q_segment_ids, masks.q_positions) if x is not None]
+    kv_masks = [x for x in (masks.kv_segment_ids, masks.kv_positions) if x is not None]
+    return q_masks, kv_masks, rest
+
+
+def mask_scratch(plan: ScoresPlan, own: int) -> list:
+    """Mask vectors of the program's own tiles, and of those in the first ring."""
+    if not plan.mask_vectors:
+        return []
+    slots = plan.tile.stages[0]
+    return [
+        gpu.shared_memory((own, plan.mask_vectors, ROWS), jnp.int32),
+        gpu.shared_memory((slots, plan.mask_vectors, plan.columns), jnp.int32),
+    ]
+
+
+def ring_barriers(plan: ScoresPlan, own: int, arrays: int) -> list:
+    """own_ready, then `ready` of both rings, then `free` of both.
+
+    Every copy arrives once at its barrier: a slot takes `arrays` copies, and in the first ring one
+    more for each mask vector; an own tile takes two arrays and the mask vectors.
+    """
+    first, second = plan.tile.stages
+    return [
+        gpu.barriers(own, arrivals=2 + plan.mask_vectors),
+        gpu.barriers(max(first, 2), arrivals=arrays + plan.mask_vectors),
+        gpu.barriers(max(second, 2), arrivals=arrays),
+        gpu.barriers(first, arrivals=COMPUTING),
+        gpu.barriers(second, arrivals=COMPUTING),
+    ]
+
+
+def staging_scratch(plan: ScoresPlan, dtype) -> list:
+    """Shared memory for left operands, which only the interpreter cannot take from registers."""
+    if not plan.interpret:
+        return []
+    return [gpu.shared_memory((COMPUTING, *plan.shape), dtype)] * 2

@@ -1,0 +1,30 @@
+"""The backward pass on Hopper: a kernel for dq, then one for dk and dv; every sum has one order.
+
+In both kernels one warpgroup copies, through two rings of shared memory (rings.py), and two
+compute. A computing warpgroup owns 64 rows of scores, which become the left operand of the next
+matmul without leaving its registers (scores.py).
+
+Barriers, by who waits for what:
+
+    own_ready[w]     computing: the program's own tiles of warpgroup w have been copied
+    *_ready[slot]    computing: a tile is in this slot of the ring
+    *_free[slot]     copying: both computing warpgroups have read this slot
+
+Letters as in problem.py; `step` counts the tiles that a program walks over.
+"""
+
+from pallas_kernels.attention.hopper.backward_operands import pad_operands
+from pallas_kernels.attention.hopper.dkv_kernel import run_dkv
+from pallas_kernels.attention.hopper.dq_kernel import run_dq
+from pallas_kernels.attention.problem import Inputs, Problem
+
+
+def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpret: bool = False):
+    """As `xla.backward`; no bias, so no gradient of it."""
+    t, s = inputs.lengths
+    d = inputs.k_bskd.shape[3]
+    e = inputs.v_bske.shape[3]
+    operands = pad_operands(problem, inputs, out, lse, dout, dlse)
+    dq = run_dq(problem, inputs, operands, interpret)
+    dk, dv = run_dkv(problem, inputs, operands, interpret)
+    return dq[:, :t, :, :d], dk[:, :s, :, :d], dv[:, :s, :, :e], None

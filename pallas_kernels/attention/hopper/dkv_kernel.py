@@ -1,0 +1,315 @@
+"""The kernel for dk and dv.
+
+A program owns a tile of keys of one key-value head, and walks over the query heads that share them
+and over their tiles of queries; scores are transposed, [keys, queries].
+
+With head dims up to 128 each computing warpgroup has 64 keys of its own. Above that, dk and dv of
+64 keys fill a warpgroup's registers each: one warpgroup computes dk and the other dv of the same 64
+keys, and both compute their scores.
+
+Two barriers more than in backward_pass.py:
+
+    own_free[0]      computing: both have read the keys and values that they share
+    done[0]          copying: both have written their results to shared memory
+
+`i` numbers the tiles of queries.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention import tiling
+from pallas_kernels.attention.hopper.backward_operands import (
+    Memory,
+    Operands,
+    make_plan,
+    mask_scratch,
+    ring_barriers,
+    split_masks,
+    staging_scratch,
+)
+from pallas_kernels.attention.hopper.programs import (
+    COMPUTING,
+    ROWS,
+    Program,
+    bounds_of,
+    program_grid,
+    this_program,
+)
+from pallas_kernels.attention.hopper.rings import Ring, fill_rings
+from pallas_kernels.attention.hopper.scores import ScoresPlan, score_matmuls
+from pallas_kernels.attention.problem import Inputs, Problem
+from pallas_kernels.attention.tile_ranges import FULL, OVER_QUERIES, tile_bounds
+from pallas_kernels.backends import mosaic as gpu
+
+
+class _Scratch(NamedTuple):
+    """References to the dk and dv kernel's shared memory and barriers; see `run_dkv`.
+
+    A program owns `tile.k` keys: one tile of 64 for each computing warpgroup, or one for both.
+    """
+
+    kv_masks: Any  # [own tiles, mask_vectors, ROWS]; None without masks
+    q_masks: Any  # [q slots, mask_vectors, columns]; None without masks
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    own_ready: Any
+    q_ring: Ring  # of q, lse and masks
+    dout_ring: Ring  # of dout and delta
+    own_free: Any
+    done: Any
+    staging: list[Any]  # two arrays; empty unless interpreted
+
+
+class _Walk(NamedTuple):
+    """The tiles of queries that a program visits, head by head."""
+
+    first: Any
+    count: Any  # in each head
+    steps: Any  # in all heads
+
+
+def _dkv_kernel(
+    plan: ScoresPlan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs
+):
+    q_masks, kv_masks, refs = split_masks(plan, refs)
+    dk_ref, dv_ref, *refs = refs
+    masks_s = [refs.pop(0), refs.pop(0)] if plan.mask_vectors else [None, None]
+    k_s, v_s, q_s, dout_s, lse_s, delta_s, *refs = refs
+    own_ready, q_ready, dout_ready, q_free, dout_free, own_free, done, *staging = refs
+
+    program = this_program(k_ref.shape[2])
+    memory = Memory(
+        bounds=bounds_of(bounds_ref, program),
+        q=q_ref,
+        k=k_ref,
+        v=v_ref,
+        dout=dout_ref,
+        lse=lse_ref,
+        delta=delta_ref,
+        q_masks=q_masks,
+        kv_masks=kv_masks,
+    )
+    q_slots, dout_slots = plan.tile.stages
+    scratch = _Scratch(
+        *masks_s,
+        k=k_s,
+        v=v_s,
+        q=q_s,
+        dout=dout_s,
+        lse=lse_s,
+        delta=delta_s,
+        own_ready=own_ready,
+        q_ring=Ring(q_slots, q_ready, q_free),
+        dout_ring=Ring(dout_slots, dout_ready, dout_free),
+        own_free=own_free,
+        done=done,
+        staging=staging,
+    )
+    first = memory.bounds[0]
+    last = memory.bounds[3]
+    count = last - first
+    walk = _Walk(first, count, steps=count * plan.group)
+    warpgroup = jax.lax.axis_index("warpgroup")
+    pl.when(warpgroup == COMPUTING)(
+        partial(_copy, plan, memory, scratch, program, walk, dk_ref, dv_ref)
+    )
+    compute = partial(_compute, plan, memory, scratch, program, walk, warpgroup)
+    if plan.tile.k == COMPUTING * ROWS:
+        pl.when(warpgroup < COMPUTING)(lambda: compute(warpgroup, with_dk=True, with_dv=True))
+    else:
+        pl.when(warpgroup == 0)(lambda: compute(0, with_dk=True, with_dv=False))
+        pl.when(warpgroup == 1)(lambda: compute(0, with_dk=False, with_dv=True))
+
+
+def _own_keys(plan: ScoresPlan, program: Program, tile):
+    """The slice of the key dim that the program's `tile`-th 64 keys are."""
+    return pl.ds((program.tile * (plan.tile.k // ROWS) + tile) * ROWS, ROWS)
+
+
+def _copy(
+    plan: ScoresPlan,
+    memory: Memory,
+    scratch: _Scratch,
+    program: Program,
+    walk: _Walk,
+    dk_ref,
+    dv_ref,
+):
+    """The copying warpgroup's part: k and v once, then q and dout in rings, then the results."""
+    batch, kv_head, _ = program
+    own_tiles = plan.tile.k // ROWS
+    copying, _ = plan.tile.registers
+    gpu.set_max_registers(copying, action="decrease")
+    for tile in range(own_tiles):
+        ready = scratch.own_ready.at[tile]
+        for ref, own in ((memory.k, scratch.k), (memory.v, scratch.v)):
+            keys = _own_keys(plan, program, tile)
+            gpu.copy_gmem_to_smem(ref.at[batch, keys, kv_head], own.at[tile], ready)
+        for vector, ref in enumerate(memory.kv_masks):
+            keys = _own_keys(plan, program, tile)
+            own = scratch.kv_masks.at[tile, vector]
+            gpu.copy_gmem_to_smem(ref.at[batch, keys], own, ready)
+
+    def copy(ref, into, vector_ref, vector_into, masks, step, slot, ready):
+        """A tile, its vector (lse or delta), and masks."""
+        count = jax.lax.max(walk.count, 1)  # a divisor, though of no step where it was 0
+        head = kv_head * plan.group + jax.lax.div(step, count)
+        i = walk.first + jax.lax.rem(step, count)
+        queries = pl.ds(i * plan.tile.q, plan.tile.q)
+        gpu.copy_gmem_to_smem(ref.at[batch, queries, head], into.at[slot], ready)
+        gpu.copy_gmem_to_smem(vector_ref.at[batch, head, queries], vector_into.at[slot], ready)
+        for vector, mask_ref in enumerate(masks):
+            own = scratch.q_masks.at[slot, vector]
+            gpu.copy_gmem_to_smem(mask_ref.at[batch, queries], own, ready)
+
+    copy_q = partial(copy, memory.q, scratch.q, memory.lse, scratch.lse, memory.q_masks)
+    copy_dout = partial(copy, memory.dout, scratch.dout, memory.delta, scratch.delta, [])
+    fill_rings(walk.steps, (scratch.q_ring, copy_q), (scratch.dout_ring, copy_dout))
+    gpu.barrier_wait(scratch.done.at[0])
+    for tile in range(own_tiles):
+        for ref, own in ((dk_ref, scratch.k), (dv_ref, scratch.v)):
+            keys = _own_keys(plan, program, tile)
+            gpu.copy_smem_to_gmem(own.at[tile], ref.at[batch, keys, kv_head])
+    gpu.wait_smem_to_gmem(0)
+
+
+def _compute(  # noqa: PLR0913
+    plan: ScoresPlan,
+    memory: Memory,
+    scratch: _Scratch,
+    program: Program,
+    walk: _Walk,
+    warpgroup,
+    tile,
+    *,
+    with_dk: bool,
+    with_dv: bool,
+):
+    """A computing warpgroup's part: dk, dv or both of the program's `tile`-th 64 keys."""
+    q_ring = scratch.q_ring
+    dout_ring = scratch.dout_ring
+    own_tiles = plan.tile.k // ROWS
+    _, computing = plan.tile.registers
+    gpu.set_max_registers(computing, action="increase")
+    k = scratch.k.at[tile]
+    v = scratch.v.at[tile]
+    gpu.barrier_wait(scratch.own_ready.at[tile])
+
+    def visit(step, carry):
+        i, *sums = carry
+        q_slot = q_ring.slot(step)
+        dout_slot = dout_ring.slot(step)
+        q = scratch.q.at[q_slot]
+        dout = scratch.dout.at[dout_slot]
+        gpu.barrier_wait(q_ring.ready_at(step))
+
+        def of_columns(ref):
+            return gpu.broadcast(gpu.load_shared_vector(ref, 1), plan.shape, 1)
+
+        def weigh(products):
+            """(weights for dv, weights times the softcap's derivative for dk), given k q^T."""
+            weights, slope = plan.weights(products, of_columns(scratch.lse.at[q_slot]))
+            if slope is not None and not with_dv:  # the plain weights need no registers
+                weights = weights * slope
+                slope = None
+            masks = []
+            if plan.mask_vectors:
+                masks = [scratch.kv_masks.at[tile], scratch.q_masks.at[q_slot]]
+            full = (memory.bounds[FULL], memory.bounds[FULL + 1])
+            first_row = (program.tile * own_tiles + tile) * ROWS
+            weights = plan.zero_hidden(weights, full, first_row, i, masks)
+            return weights.astype(v.dtype), weights if slope is None else weights * slope
+
+        (weights, sloped), dweights = score_matmuls(
+            plan,
+            first=lambda into: gpu.wgmma(into, k, q.T),
+            wait=lambda: gpu.barrier_wait(dout_ring.ready_at(step)),
+            second=(lambda into: gpu.wgmma(into, v, dout.T)) if with_dk else None,
+            use=weigh,
+        )
+
+        def staging(number):
+            return scratch.staging[number].at[warpgroup] if plan.interpret else None
+
+        def issue(*into):
+            into = list(into)
+            if with_dv:
+                left = gpu.left_operand(weights, staging(0), plan.interpret)
+                gpu.wgmma(into.pop(0), left, dout)
+            if with_dk:
+                delta = of_columns(scratch.delta.at[dout_slot])
+                dscores = (sloped * (dweights - delta)).astype(q.dtype)
+                left = gpu.left_operand(dscores, staging(1), plan.interpret)
+                gpu.wgmma(into.pop(0), left, q)
+
+        sums = gpu.accumulate_onto(tuple(sums), issue, plan.interpret)
+        # dout and delta, q and lse were read until here.
+        gpu.barrier_arrive(dout_ring.free.at[dout_slot])
+        gpu.barrier_arrive(q_ring.free.at[q_slot])
+        # After a head's last tile of queries comes the next head's first.
+        next_tile = jnp.where(i + 1 == memory.bounds[3], memory.bounds[0], i + 1)
+        return next_tile, *sums
+
+    # Each result goes where its own operand was, times a factor.
+    results = [(v, 1.0)] * with_dv + [(k, plan.problem.scale)] * with_dk
+    start = tuple(gpu.full((ROWS, own.shape[1]), 0.0) for own, _ in results)
+    _, *sums = jax.lax.fori_loop(0, walk.steps, visit, (walk.first, *start))
+    if own_tiles < COMPUTING:  # the other warpgroup reads the same k and v
+        gpu.barrier_arrive(scratch.own_free.at[0])
+        gpu.barrier_wait(scratch.own_free.at[0])
+    for total, (own, factor) in zip(sums, results, strict=True):
+        own[...] = (total * factor).astype(own.dtype)
+    gpu.commit_smem()
+    # The copying warpgroup takes them from here: the addresses would take registers.
+    gpu.barrier_arrive(scratch.done.at[0])
+
+
+def run_dkv(
+    problem: Problem, inputs: Inputs, operands: Operands, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """dk and dv in the shapes of the padded k and v."""
+    plan = make_plan(problem, inputs, operands, tiling.HOPPER_DKV, OVER_QUERIES, interpret)
+    b, _, kv_heads, e = operands.v.shape
+    _, q_length, _, d = operands.q.shape
+    dtype = operands.q.dtype
+    own_tiles = plan.tile.k // ROWS
+    q_slots, dout_slots = plan.tile.stages
+    scratch = [
+        *mask_scratch(plan, own_tiles),
+        gpu.shared_memory((own_tiles, ROWS, d), dtype),  # k
+        gpu.shared_memory((own_tiles, ROWS, e), dtype),  # v
+        gpu.shared_memory((q_slots, plan.tile.q, d), dtype),
+        gpu.shared_memory((dout_slots, plan.tile.q, e), dtype),
+        gpu.shared_memory((q_slots, plan.tile.q), jnp.float32),  # lse
+        gpu.shared_memory((dout_slots, plan.tile.q), jnp.float32),  # delta
+        *ring_barriers(plan, own_tiles, arrays=2),
+        gpu.barriers(1, arrivals=COMPUTING),  # own_free
+        gpu.barriers(1, arrivals=COMPUTING),  # done
+        *staging_scratch(plan, dtype),
+    ]
+    bytes_per_head = q_length * (d + e) * dtype.itemsize * inputs.group
+    run = gpu.call(
+        partial(_dkv_kernel, plan),
+        grid=program_grid(b * kv_heads, pl.cdiv(inputs.lengths[1], plan.tile.k), bytes_per_head),
+        outputs=[
+            jax.ShapeDtypeStruct(operands.k.shape, dtype),
+            jax.ShapeDtypeStruct(operands.v.shape, dtype),
+        ],
+        scratch=scratch,
+        warpgroups=COMPUTING + 1,
+        interpret=interpret,
+        name="attention_dkv",
+    )
+    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_QUERIES)
+    *arrays, masks = operands
+    dk, dv = run(bounds, *arrays, *masks)
+    return dk, dv

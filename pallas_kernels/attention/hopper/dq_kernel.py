@@ -1,0 +1,219 @@
+"""The kernel for dq.
+
+A program owns COMPUTING tiles of 64 queries of one head and walks over tiles of keys. The barriers
+are explained in backward_pass.py. `at` numbers the program's tile and `j` the tiles of keys.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.attention import tiling
+from pallas_kernels.attention.hopper.backward_operands import (
+    Memory,
+    Operands,
+    make_plan,
+    mask_scratch,
+    ring_barriers,
+    split_masks,
+    staging_scratch,
+)
+from pallas_kernels.attention.hopper.programs import (
+    COMPUTING,
+    ROWS,
+    Program,
+    bounds_of,
+    program_grid,
+    this_program,
+)
+from pallas_kernels.attention.hopper.rings import Ring, fill_rings
+from pallas_kernels.attention.hopper.scores import ScoresPlan, score_matmuls
+from pallas_kernels.attention.problem import Inputs, Problem
+from pallas_kernels.attention.tile_ranges import OVER_KEYS, tile_bounds
+from pallas_kernels.backends import mosaic as gpu
+
+
+class _Scratch(NamedTuple):
+    """References to the dq kernel's shared memory and barriers; see `run_dq`."""
+
+    q_masks: Any  # [COMPUTING, mask_vectors, ROWS]; None without masks
+    kv_masks: Any  # [k slots, mask_vectors, columns]; None without masks
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    own_ready: Any
+    k_ring: Ring
+    v_ring: Ring
+    staging: Any  # None unless interpreted
+
+
+def _dq_kernel(
+    plan: ScoresPlan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs
+):
+    q_masks, kv_masks, refs = split_masks(plan, refs)
+    dq_ref, *refs = refs
+    masks_s = [refs.pop(0), refs.pop(0)] if plan.mask_vectors else [None, None]
+    q_s, dout_s, k_s, v_s, own_ready, k_ready, v_ready, k_free, v_free, *staging = refs
+
+    program = this_program(q_ref.shape[2])
+    # The last tile first: where the call is causal it takes longest.
+    program = program._replace(tile=jax.lax.axis_size("tile") - 1 - program.tile)
+    memory = Memory(
+        bounds=bounds_of(bounds_ref, program),
+        q=q_ref,
+        k=k_ref,
+        v=v_ref,
+        dout=dout_ref,
+        lse=lse_ref,
+        delta=delta_ref,
+        q_masks=q_masks,
+        kv_masks=kv_masks,
+    )
+    k_slots, v_slots = plan.tile.stages
+    scratch = _Scratch(
+        *masks_s,
+        q=q_s,
+        dout=dout_s,
+        k=k_s,
+        v=v_s,
+        own_ready=own_ready,
+        k_ring=Ring(k_slots, k_ready, k_free),
+        v_ring=Ring(v_slots, v_ready, v_free),
+        staging=staging[0] if plan.interpret else None,
+    )
+    warpgroup = jax.lax.axis_index("warpgroup")
+    pl.when(warpgroup == COMPUTING)(partial(_copy, plan, memory, scratch, program))
+    pl.when(warpgroup < COMPUTING)(
+        partial(_compute, plan, memory, scratch, program, warpgroup, dq_ref)
+    )
+
+
+def _own_queries(program: Program, warpgroup):
+    """The slice of the query dim that a computing warpgroup of the dq kernel owns."""
+    return pl.ds((program.tile * COMPUTING + warpgroup) * ROWS, ROWS)
+
+
+def _copy(plan: ScoresPlan, memory: Memory, scratch: _Scratch, program: Program):
+    """The copying warpgroup's part: q and dout once, then k and v in rings."""
+    batch, head, _ = program
+    copying, _ = plan.tile.registers
+    gpu.set_max_registers(copying, action="decrease")
+    kv_head = jax.lax.div(head, plan.group)
+    first = memory.bounds[0]
+    last = memory.bounds[3]
+    for warpgroup in range(COMPUTING):
+        ready = scratch.own_ready.at[warpgroup]
+        for ref, own in ((memory.q, scratch.q), (memory.dout, scratch.dout)):
+            queries = _own_queries(program, warpgroup)
+            gpu.copy_gmem_to_smem(ref.at[batch, queries, head], own.at[warpgroup], ready)
+        for vector, ref in enumerate(memory.q_masks):
+            queries = _own_queries(program, warpgroup)
+            own = scratch.q_masks.at[warpgroup, vector]
+            gpu.copy_gmem_to_smem(ref.at[batch, queries], own, ready)
+
+    def copy(ref, into, masks, step, slot, ready):
+        keys = pl.ds((first + step) * plan.tile.k, plan.tile.k)
+        gpu.copy_gmem_to_smem(ref.at[batch, keys, kv_head], into.at[slot], ready)
+        for vector, mask_ref in enumerate(masks):
+            own = scratch.kv_masks.at[slot, vector]
+            gpu.copy_gmem_to_smem(mask_ref.at[batch, keys], own, ready)
+
+    fill_rings(
+        last - first,
+        (scratch.k_ring, partial(copy, memory.k, scratch.k, memory.kv_masks)),
+        (scratch.v_ring, partial(copy, memory.v, scratch.v, [])),
+    )
+
+
+def _compute(
+    plan: ScoresPlan, memory: Memory, scratch: _Scratch, program: Program, warpgroup, dq_ref
+):
+    """A computing warpgroup's part: dq of its 64 queries, over tiles of keys."""
+    batch, head, at = program
+    k_ring = scratch.k_ring
+    v_ring = scratch.v_ring
+    _, computing = plan.tile.registers
+    gpu.set_max_registers(computing, action="increase")
+    own = (batch, head, _own_queries(program, warpgroup))
+    # Held in registers: in this kernel they do not spill.
+    first, full_from, full_to, last = (memory.bounds[bound] for bound in range(4))
+    q = scratch.q.at[warpgroup]
+    dout = scratch.dout.at[warpgroup]
+    gpu.barrier_wait(scratch.own_ready.at[warpgroup])
+    lse = gpu.load_global_vector(memory.lse.at[own], 0)
+    delta = gpu.load_global_vector(memory.delta.at[own], 0)
+    first_row = (at * COMPUTING + warpgroup) * ROWS
+
+    def visit(step, dq):
+        j = first + step
+        k_slot = k_ring.slot(step)
+        v_slot = v_ring.slot(step)
+        k = scratch.k.at[k_slot]
+        v = scratch.v.at[v_slot]
+        gpu.barrier_wait(k_ring.ready_at(step))
+
+        def weigh(products):  # q k^T, [64 queries, tile.k]
+            weights, slope = plan.weights(products, gpu.broadcast(lse, plan.shape, 0))
+            if slope is not None:
+                weights = weights * slope
+            masks = []
+            if plan.mask_vectors:
+                masks = [scratch.q_masks.at[warpgroup], scratch.kv_masks.at[k_slot]]
+            return plan.zero_hidden(weights, (full_from, full_to), first_row, j, masks)
+
+        weights, dweights = score_matmuls(
+            plan,
+            first=lambda into: gpu.wgmma(into, q, k.T),
+            wait=lambda: gpu.barrier_wait(v_ring.ready_at(step)),
+            second=lambda into: gpu.wgmma(into, dout, v.T),
+            use=weigh,
+        )
+        gpu.barrier_arrive(v_ring.free.at[v_slot])  # v is not needed again, k is
+        dscores = weights * (dweights - gpu.broadcast(delta, plan.shape, 0))
+        dscores = dscores.astype(q.dtype)
+        staging = None if scratch.staging is None else scratch.staging.at[warpgroup]
+        left = gpu.left_operand(dscores, staging, plan.interpret)
+        [dq] = gpu.accumulate_onto((dq,), lambda into: gpu.wgmma(into, left, k), plan.interpret)
+        gpu.barrier_arrive(k_ring.free.at[k_slot])
+        return dq
+
+    dq = jax.lax.fori_loop(0, last - first, visit, gpu.full((ROWS, q.shape[1]), 0.0))
+    q[...] = (dq * plan.problem.scale).astype(q.dtype)  # its queries are no longer needed
+    gpu.commit_smem()
+    gpu.copy_smem_to_gmem(q, dq_ref.at[batch, _own_queries(program, warpgroup), head])
+    gpu.wait_smem_to_gmem(0)
+
+
+def run_dq(problem: Problem, inputs: Inputs, operands: Operands, interpret: bool) -> jax.Array:
+    """dq in the shape of the padded q."""
+    plan = make_plan(problem, inputs, operands, tiling.HOPPER_DQ, OVER_KEYS, interpret)
+    b, _, h, d = operands.q.shape
+    _, kv_length, _, e = operands.v.shape
+    dtype = operands.q.dtype
+    k_slots, v_slots = plan.tile.stages
+    scratch = [
+        *mask_scratch(plan, COMPUTING),
+        gpu.shared_memory((COMPUTING, ROWS, d), dtype),  # q
+        gpu.shared_memory((COMPUTING, ROWS, e), dtype),  # dout
+        gpu.shared_memory((k_slots, plan.tile.k, d), dtype),
+        gpu.shared_memory((v_slots, plan.tile.k, e), dtype),
+        *ring_barriers(plan, COMPUTING, arrays=1),
+        *staging_scratch(plan, dtype),
+    ]
+    bytes_per_head = kv_length * (d + e) * dtype.itemsize // inputs.group
+    run = gpu.call(
+        partial(_dq_kernel, plan),
+        grid=program_grid(b * h, pl.cdiv(inputs.lengths[0], plan.tile.q), bytes_per_head),
+        outputs=[jax.ShapeDtypeStruct(operands.q.shape, dtype)],
+        scratch=scratch,
+        warpgroups=COMPUTING + 1,
+        interpret=interpret,
+        name="attention_dq",
+    )
+    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_KEYS)
+    *arrays, masks = operands
+    [dq] = run(bounds, *arrays, *masks)
+    return dq
