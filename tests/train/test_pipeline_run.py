@@ -20,7 +20,6 @@ from spmdtrain.parallel import hlo
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.train.setup import init_state, shard
-from spmdtrain.train.state import abstract_state
 from spmdtrain.train.step import make_step
 
 ONE_F_ONE_B = ("mesh.pipeline=4", "train.microbatch=2", "model.layers=8")
@@ -187,11 +186,11 @@ def test_a_checkpoint_of_any_layout_is_restored_into_any_other(saved, source, ta
     setup, _, want = saved[target]
     checkpoints = Checkpoints(directory, setup.model, keep=None)
     got, meta = checkpoints.restore(7, setup.state)
-    assert meta["layout"] == saved[source][0].blueprint.layout.describe()
+    assert meta["layout"] == saved[source][0].model.layout.describe()
     assert_same_bits(got, want)
     for ours, asked in zip(jax.tree.leaves(got), jax.tree.leaves(setup.state), strict=True):
         assert ours.sharding.is_equivalent_to(asked.sharding, ours.ndim)
-    assert_same_bits(checkpoints.restore_params(7, setup.state.params), want.params)
+    assert_same_bits(checkpoints.restore_params(7, setup.state.params)[0], want.params)
     checkpoints.close()
 
 
@@ -300,7 +299,7 @@ def test_what_a_pipeline_cannot_do_is_said_in_one_line(settings, message):
 
 def test_abstract_state_splits_layers_over_stages_and_the_vocabulary_over_stages_and_tensor():
     setup = prepared(*INTERLEAVED, "mesh.tensor=2", batch(8))
-    abstract = abstract_state(setup.config, setup.model, setup.mesh, setup.rules)
+    abstract = setup.state
     qkv, table = abstract.params["blocks.layer.attention.qkv_eknd"], abstract.params["tokens.table_ve"]
     assert qkv.shape[:3] == (2, 4, 1)
     assert qkv.sharding.shard_shape(qkv.shape)[:3] == (2, 1, 1)
