@@ -136,7 +136,7 @@ def test_a_part_of_a_table_taken_for_the_whole_is_refused(make, rows):
     [
         (OtherLength, r"blocks has 6 layers; found model.layers=2; try Stack\(..., config.model.layers, ...\)"),
         (NoBlocks, r"NoBlocks has no blocks, a Stack; try self.blocks = Stack\(.*, config.model.layers, rngs\)"),
-        (NoHead, r"NoHead has no head; try def head\(self, x_bte, flow\)"),
+        (NoHead, r"NoHead has no head; try def head\(self, x_bte, ctx\)"),
         (FewRows, r"head gives a table of 24 rows; found model.vocab=32; try config.model.vocab rows"),
     ],
 )
