@@ -34,7 +34,7 @@ from pallas_kernels.backends import mosaic
 from spmdtrain.cli import main
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.hardware import KINDS, hardware
-from spmdtrain.train.metrics import peak_flops
+from spmdtrain.running.metrics import peak_flops
 
 for module in (choose, mosaic):
     module.device_kind = lambda: "Zeta Z900"
