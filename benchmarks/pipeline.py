@@ -42,10 +42,10 @@ from spmdtrain.config.schema import GPT, MeshConfig, PipelineConfig, RunConfig, 
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel import hlo
 from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.train import grad_pipeline
 from spmdtrain.train.batch import batch_sharding
-from spmdtrain.train.setup import shard
-from spmdtrain.train.state import parameter_specs
+from spmdtrain.train.setup import parameter_specs, shard_on
 
 MEMORY_LIMIT = 0.5  # largest ratio interleaved / circular of the temporaries, full, at 32 microbatches
 TIME_LIMIT = 1.10  # and of the step times, full
@@ -102,14 +102,14 @@ Build = Callable[[Program, int], Built]
 
 def build(config: RunConfig, program: Program, microbatches: int) -> Built:
     schedule = program.kind if program.kind in OURS else "interleaved"
-    config = config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"remat": program.remat}),
-            "pipeline": PipelineConfig(schedule=schedule, chunks=program.chunks),
-        }
-    )
-    setup = shard(config)
-    mesh, rules, model = setup.mesh, setup.rules, setup.model
+    mesh = build_mesh(config.mesh, where=config.origin)
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    batch_size = microbatches * config.train.microbatch * shards
+    train = config.train.model_copy(update={"remat": program.remat, "global_batch": batch_size})
+    pipeline = PipelineConfig(schedule=schedule, chunks=program.chunks)
+    config = config.model_copy(update={"train": train, "pipeline": pipeline})
+    setup = shard_on(config, mesh)
+    rules, model = setup.rules, setup.model
     if program.kind in OURS:
         gradients = grad_pipeline.make_gradients(setup)
     else:
@@ -117,7 +117,7 @@ def build(config: RunConfig, program: Program, microbatches: int) -> Built:
         gradients = make_gradients(setup, rules, groups=program.kind == GROUPS)
     specs = {path: NamedSharding(mesh, spec) for path, spec in parameter_specs(model, rules).items()}
     start = jax.jit(model.init, out_shardings=specs)
-    host = random_batch(config, microbatches, math.prod(mesh.shape[axis] for axis in BATCH_AXES))
+    host = random_batch(config, microbatches, shards)
     places = {name: batch_sharding(mesh, rules, name) for name in host}
 
     weights = jax.eval_shape(start, jax.random.key(0))
