@@ -389,7 +389,7 @@ BREAKAGES = [
         "running/checkpoint.py",
         "lambda x: staged(saved.unstaged(x))",
         "lambda x: staged(x.reshape(-1, *x.shape[len(saved.shape) :])[: saved.layers][::-1])",
-        f"{PIPELINE_RUN} -k another",
+        f"{PIPELINE_RUN} -k 'any_other and p2'",
     ),
     Breakage(
         "sampling forgets how far the text is",
