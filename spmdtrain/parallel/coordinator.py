@@ -88,7 +88,7 @@ def main() -> None:
     try:
         service = _jax.get_distributed_runtime_service(*arguments, **named)
         lines = Lines(token)
-    except Exception as error:
+    except Exception as error:  # jaxlib raises several kinds; process 0 says whichever it was
         print(json.dumps([None, str(error)]), flush=True)
         return
     threading.Thread(target=lines.serve_forever, daemon=True).start()

@@ -46,7 +46,7 @@ def check_identity(meta: Meta, config: RunConfig, corpus: Corpus) -> None:
 
 def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
     """(setting, its value in the checkpoint, its value now) where the function of the weights
-    differs. Checkpoints that do not say what theirs was (before 0.2) differ in nothing."""
+    differs. An older checkpoint, which does not say what its own was, differs in nothing."""
     then = meta.get("model", {})
     now = _model_function(config)
     changed = [name for name in now if name in then and then[name] != now[name]]

@@ -100,7 +100,7 @@ def run(
                 str(error),
                 f"{type(error).__name__}: {without_numbers(str(error))}",
             )
-        except Exception as error:
+        except Exception as error:  # what a user would see as a traceback: a finding
             end, what, kind = "broken", traceback.format_exc(), kind_of(error)
     del said
     steps, evals = read_metrics(directory)

@@ -8,7 +8,7 @@ The objective is the sum over stages of what each stage computes. The head runs 
 share of the vocabulary, so every stage counts 1/p of its loss; the transpose of a sum over stages is then a sum over
 stages, and gradients of weights that all stages hold are partial until they are summed over `pipeline`.
 
-Memory: the rings of the table, of its slots and not of its microbatches. Gradients gather in place.
+Memory: the rings of the table, of its slots and not of its microbatches. Gradients accumulate in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -68,7 +68,7 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array | None, Tree, Tree]:
     """(loss, side loss or None, gradients of `shared`, of `stack`), losses as `losses` has them.
 
-    `totals`: zeros for the gradients to gather in. `keep`: residuals wait for their backward; otherwise the chunk's
+    `totals`: zeros to accumulate the gradients in. `keep`: residuals wait for their backward; otherwise the chunk's
     input does and its forward runs again. Gradients of `shared` are this stage's part: sum those of weights that every
     stage holds.
     """
