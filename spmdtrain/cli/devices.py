@@ -1,6 +1,8 @@
 """What has to be settled before jax looks for devices."""
 
 import argparse
+import gc
+import importlib
 import os
 from pathlib import Path
 
@@ -13,11 +15,28 @@ def start_jax(parsed: argparse.Namespace) -> None:
     if parsed.simulate_devices is not None:
         processes.simulate_devices(parsed.simulate_devices)
     processes.start(parsed.coordinator, parsed.processes, parsed.process)
+    _import_libraries()
     import jax
 
     if not jax.config.jax_compilation_cache_dir:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmdtrain" / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def _import_libraries() -> None:
+    """Import the large libraries of a run while the garbage collector rests.
+
+    An import makes some hundred thousand objects, and all of them stay. The collector would walk over them again
+    and again, which costs a sixth of the time until the first line of output. `gc.freeze` spares later collections,
+    those between training steps, the same walk.
+    """
+    gc.disable()
+    try:
+        for name in ("jax", "flax.nnx", "optax", "orbax.checkpoint"):
+            importlib.import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def without_devices() -> None:
