@@ -12,7 +12,7 @@ import argparse
 
 from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
 from spmdtrain.models.size import matmul_parameters
-from spmdtrain.parallel import hlo
+from spmdtrain.parallel import hlo, xla_flags
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.hardware import hardware
 
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--remat", default="full", choices=("none", "dots", "full"))
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32, 64])
     chosen = parser.parse_args()
+    xla_flags.set_xla_flags(deviceless=True)
     temp = []
     for microbatches in chosen.microbatches:
         config = configuration(chosen, microbatches)

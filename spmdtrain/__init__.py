@@ -28,6 +28,7 @@ _HOMES = {
     "RunConfig": "config",
     "UserError": "config",
     "simulate_devices": "parallel.processes",
+    "set_xla_flags": "parallel.xla_flags",
     "ForwardContext": "models.context",
     "Stack": "models.stack",
     "Setup": "train.setup",

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import jax
@@ -132,6 +133,8 @@ def test_print_config_ends_before_jax_and_names_origins(capsys):
     assert main(["train", "fox.toml", "--set", "train.steps=7", "--print-config"]) == 0
     printed = capsys.readouterr().out
     assert "steps = 7  # --set" in printed and "embed = 32  # fox.toml" in printed and "seed = 0  # default" in printed
+    assert "#   --xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false\n" in printed
+    assert tomllib.loads(printed)["train"]["steps"] == 7
 
 
 def test_compiled_programs_are_kept_between_runs(here, monkeypatch):

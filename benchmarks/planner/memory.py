@@ -16,6 +16,7 @@ import numpy as np
 
 from spmdtrain.config import from_resolved, resolved
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.parallel import xla_flags
 from spmdtrain.planner import deviceless, memory
 from spmdtrain.planner.hardware import DEVICES, Hardware
 from spmdtrain.planner.workload import Workload, workload_of
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=len(LAYOUTS), metavar="N")
     parser.add_argument("--hardware", default="h100")
     parsed = parser.parse_args()
+    xla_flags.set_xla_flags(deviceless=True)
     layouts = [layout for layout in LAYOUTS if parsed.only in layout][: parsed.first]
     if parsed.arguments:
         on_cpu(layouts)

@@ -10,10 +10,11 @@ from pathlib import Path
 def start_jax(parsed: argparse.Namespace) -> None:
     """Devices and processes are settled before jax looks for them; compiled programs are kept between runs."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on its own choices
-    from spmdtrain.parallel import processes
+    from spmdtrain.parallel import processes, xla_flags
 
     if parsed.simulate_devices is not None:
         processes.simulate_devices(parsed.simulate_devices)
+    xla_flags.set_xla_flags()
     processes.start(parsed.coordinator, parsed.processes, parsed.process)
     _import_libraries()
     import jax

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from spmdtrain.cli.devices import start_jax, without_devices
 from spmdtrain.config import DONE, ConfigError, StorageError, load
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.parallel import xla_flags
 
 if TYPE_CHECKING:
     from spmdtrain.planner.hardware import Hardware
@@ -64,6 +65,8 @@ def estimate(parsed: argparse.Namespace) -> int:
         fix = f"--generate 512+128 --batch {parsed.batch}"
         raise ConfigError("--batch is how many sequences --generate makes", asked=f"--batch {parsed.batch}", fix=fix)
     without_devices()
+    if parsed.compile:
+        xla_flags.set_xla_flags(deviceless=True)
     from spmdtrain.planner.hardware import hardware as named_hardware
 
     hardware = named_hardware(parsed.hardware)

@@ -11,7 +11,9 @@ from spmdtrain.config import DONE, PREEMPTED, UserError, load, to_toml
 def train(parsed: argparse.Namespace) -> int:
     config = load(parsed.config, parsed.set)
     if parsed.print_config:
-        print(to_toml(config), end="")
+        from spmdtrain.parallel import xla_flags
+
+        print(f"{xla_flags.as_comment()}\n{to_toml(config)}", end="")
         return DONE
     directory = parsed.run or f"runs/{Path(parsed.config).stem}"
     if parsed.hardware is not None:

@@ -1,0 +1,110 @@
+"""The flags of XLA's GPU compiler that a run wants: what each is for, and what it changed.
+
+`set_xla_flags` puts them into the environment before jax starts, where the run is one on GPUs or the
+compile one for GPUs; the command line calls it. What a person said in XLA_FLAGS wins. (As
+`compiler_options` of a compile, the first of them is taken and has no effect: jax 0.12.)
+
+A flag that XLA does not know ends the process. Those below are known to every jaxlib from 0.10 to 0.12
+(looked up in the libraries of 0.10.0, 0.10.2, 0.11.0, 0.11.2, 0.12.0 and 0.12.0.1); with another jaxlib
+none is set. There is no flag of NCCL here: what one changes can be seen on GPUs only.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import pkgutil
+import re
+import sys
+from dataclasses import dataclass
+
+from spmdtrain.config.errors import ConfigError
+
+KNOWN_SINCE = (0, 10)
+KNOWN_BEFORE = (0, 13)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag. `changed`: what it changed in compiled text, measured with `make fleet`'s compiler."""
+
+    name: str
+    value: bool
+    why: str
+    since: str
+    changed: str
+
+    def __str__(self) -> str:
+        return f"--{self.name}={str(self.value).lower()}"
+
+
+FLAGS = (
+    Flag(
+        "xla_gpu_unsupported_use_all_reduce_one_shot_kernel",
+        False,
+        why="XLA turns a lone sum of few numbers over 64 devices into a Triton kernel that does not "
+        "compile: 'size mismatch when packing elements for LLVM struct expected 2 but got 1'",
+        since="needed with jax 0.12 (8 and 128 devices compile without it, as do 256 numbers)",
+        changed="llama3_8b on fsdp 64 compiles instead of ending the process",
+    ),
+)
+
+
+def wanted() -> tuple[Flag, ...]:
+    """The flags that the installed jaxlib knows and that XLA_FLAGS does not name.
+
+    XLA_FLAGS may also be the name of a file with flags; that person gets exactly those.
+    """
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    if not KNOWN_SINCE <= _jaxlib_version() < KNOWN_BEFORE or given and not given.startswith("-"):
+        return ()
+    named = set(re.findall(r"(?:^|\s)--?(\w+)", given))
+    return tuple(flag for flag in FLAGS if flag.name not in named)
+
+
+def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
+    """Adds the wanted flags to XLA_FLAGS where jax will start on GPUs; returns those it added.
+
+    To be called before anything that touches a device: XLA reads its flags once. Elsewhere (no GPU
+    plugin of jax, or JAX_PLATFORMS without GPUs) it does nothing, unless `deviceless` says that
+    programs will be compiled for GPUs that are not there. Raises ConfigError if jax has already
+    started and a flag is missing.
+    """
+    added = tuple(str(flag) for flag in wanted())
+    if not added or not (deviceless or runs_on_gpus()):
+        return ()
+    # No public way asks without starting them (jax 0.10 to 0.12).
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge is not None and bridge.backends_are_initialized():
+        raise ConfigError(
+            "jax has already started: it would not read another flag",
+            asked=" ".join(added),
+            fix="calling set_xla_flags before anything that touches a device",
+        )
+    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *added])
+    return added
+
+
+def runs_on_gpus() -> bool:
+    """Whether jax, once it starts, will look for GPUs; neither imports nor starts it."""
+    platforms = os.environ.get("JAX_PLATFORMS", "").lower()
+    if platforms and not re.search("cuda|gpu|rocm", platforms):
+        return False
+    plugins = importlib.util.find_spec("jax_plugins")
+    if plugins is None:
+        return False
+    names = [module.name for module in pkgutil.iter_modules(plugins.submodule_search_locations)]
+    return any(re.search("cuda|rocm", name) for name in names)
+
+
+def as_comment() -> str:
+    """What `--print-config` says of them: lines that TOML takes for comments."""
+    lines = ["# XLA_FLAGS of a run on GPUs, unless you set them:"]
+    for flag in FLAGS:
+        yours = "" if flag in wanted() else "   (left to you)"
+        lines += [f"#   {flag}{yours}", f"#     {flag.why}"]
+    return "\n".join(lines)
+
+
+def _jaxlib_version() -> tuple[int, int]:
+    major, minor = importlib.metadata.version("jaxlib").split(".")[:2]
+    return int(major), int(minor)

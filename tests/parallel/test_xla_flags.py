@@ -1,0 +1,96 @@
+"""XLA's flags: known to the installed jaxlib, never against what a person said, only where GPUs will be used."""
+
+import os
+import pkgutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import spmdtrain as st
+from spmdtrain.config import ConfigError
+from spmdtrain.parallel import xla_flags
+
+ALL = [str(flag) for flag in xla_flags.FLAGS]
+ONE = xla_flags.FLAGS[0]
+
+
+@pytest.fixture
+def gpu_plugin(monkeypatch):
+    """As on a machine whose jax has a GPU plugin and has not started yet."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
+    monkeypatch.setattr(pkgutil, "iter_modules", lambda _: [SimpleNamespace(name="xla_cuda13")])
+    found = SimpleNamespace(submodule_search_locations=["somewhere"])
+    monkeypatch.setattr(xla_flags.importlib.util, "find_spec", lambda _: found)
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", None)
+
+
+def test_the_installed_jaxlib_knows_every_flag():
+    """XLA ends the process at one that it does not know."""
+    environment = os.environ | {"XLA_FLAGS": " ".join(ALL), "JAX_PLATFORMS": "cpu"}
+    program = "import jax; print(jax.numpy.ones(3).sum())"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3.0\n"
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+def test_flags_are_added_once():
+    assert list(st.set_xla_flags()) == ALL
+    assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=here", *ALL]
+    assert st.set_xla_flags() == ()
+    assert len(os.environ["XLA_FLAGS"].split()) == 1 + len(ALL)
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+@pytest.mark.parametrize("given", [f"--{ONE.name}=true", f"--xla_dump_to=x --{ONE.name}"])
+def test_what_a_person_said_wins(monkeypatch, given):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    assert str(ONE) not in st.set_xla_flags()
+    assert os.environ["XLA_FLAGS"].startswith(given)
+    assert f"{ONE}   (left to you)" in xla_flags.as_comment()
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+def test_a_file_of_flags_is_left_alone(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "/etc/flags.txt")
+    assert st.set_xla_flags() == ()
+    assert os.environ["XLA_FLAGS"] == "/etc/flags.txt"
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+@pytest.mark.parametrize("version", ["0.9.2", "0.13.0", "1.0"])
+def test_another_jaxlib_gets_none(monkeypatch, version):
+    monkeypatch.setattr(xla_flags.importlib.metadata, "version", lambda _: version)
+    assert st.set_xla_flags() == ()
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+@pytest.mark.parametrize(("platforms", "added"), [("cpu", False), ("tpu,cpu", False), ("cuda", True), ("", True)])
+def test_only_where_a_gpu_run_starts(monkeypatch, platforms, added):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert bool(st.set_xla_flags()) == added
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+def test_a_compile_for_absent_gpus_has_them_too(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert list(st.set_xla_flags(deviceless=True)) == ALL
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+def test_without_a_plugin_there_are_none(monkeypatch):
+    monkeypatch.setattr(pkgutil, "iter_modules", lambda _: [])
+    assert st.set_xla_flags() == ()
+    monkeypatch.setattr(xla_flags.importlib.util, "find_spec", lambda _: None)
+    assert st.set_xla_flags() == ()
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+def test_a_started_jax_is_refused(monkeypatch):
+    started = SimpleNamespace(backends_are_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", started)
+    with pytest.raises(ConfigError, match="jax has already started.*before anything that touches a device"):
+        st.set_xla_flags()
