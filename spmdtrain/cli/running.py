@@ -2,10 +2,11 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from spmdtrain.cli.devices import start_jax
-from spmdtrain.config import DONE, PREEMPTED, UserError, load, to_toml
+from spmdtrain.config import DONE, PREEMPTED, StorageError, UserError, load, to_toml
 
 
 def train(parsed: argparse.Namespace) -> int:
@@ -51,9 +52,19 @@ def _prediction(config, name: str | None):
 def show(parsed: argparse.Namespace) -> int:
     config = load(parsed.config, parsed.set)
     start_jax(parsed)
+    from spmdtrain.running import sharding_svg
     from spmdtrain.running import show as shown
 
+    if parsed.svg is not None:
+        picture = sharding_svg.svg(shown.setup_of(config))
+        try:
+            Path(parsed.svg).write_text(picture, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write {parsed.svg}: {error.strerror}") from None
     print(json.dumps(shown.describe(config)[0], indent=1) if parsed.json else shown.show(config))
+    if parsed.svg is not None:
+        said = f"{parsed.svg}: the mesh, a batch and the parameters, drawn"
+        print(said, file=sys.stderr if parsed.json else sys.stdout)
     return DONE
 
 

@@ -100,7 +100,7 @@ def describe_mesh(mesh: Mesh) -> str:
     for axis in active:
         first, *others = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
         spans = "across hosts" if len({host_of[device] for device in first}) > 1 else "inside a host"
-        lines.append(f"{axis:>10} {len(first):>4}  {spans:<13}  devices {_ids(first)}{', ...' if others else ''}")
+        lines.append(f"{axis:>10} {len(first):>4}  {spans:<13}  devices {device_ids(first)}{', ...' if others else ''}")
     off = [axis for axis in mesh.axis_names if axis not in active]
     lines += [f"{'off':>10}       {', '.join(off)}"] if off else []
     return "\n".join([*lines, "", *_grid(mesh, active, host_of, many=len(hosts) > 1)])
@@ -117,7 +117,7 @@ def _grid(mesh: Mesh, active: Sequence[str], host_of: Mapping[Any, int], many: b
         label = [f"{axis} {at}" for axis, at in zip(slow, index, strict=True)]
         on = sorted({host_of[device] for device in row.flat})
         label += [f"host {on[0]}" + (f"..{on[-1]}" if len(on) > 1 else "")] if many else []
-        rows.append([", ".join(label), *(_ids(row[at]) for at in shown)])
+        rows.append([", ".join(label), *(device_ids(row[at]) for at in shown)])
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     rule = ["─" * (width + 2) for width in widths]
     drawn = ["│".join(f" {cell:<{width}} " for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -128,7 +128,8 @@ def _grid(mesh: Mesh, active: Sequence[str], host_of: Mapping[Any, int], many: b
     return lines + [f"and {' and '.join(hidden)}"] * bool(hidden)
 
 
-def _ids(devices: Sequence[Any]) -> str:
+def device_ids(devices: Sequence[Any]) -> str:
+    """Their numbers in a few characters: `0 4`, `0..3`, or `0 2 4 .. 30` where there are many."""
     ids = [device.id for device in devices]
     if len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids))):
         return f"{ids[0]}..{ids[-1]}"

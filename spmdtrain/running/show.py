@@ -11,15 +11,20 @@ from spmdtrain.models.abstract import MakeModel
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.train.grad_pipeline import describe as describe_pipeline
-from spmdtrain.train.setup import shard
+from spmdtrain.train.setup import Setup, shard
 from spmdtrain.train.state import bytes_per_device
+
+
+def setup_of(config: RunConfig, make: MakeModel = Transformer) -> Setup:
+    """The setup that a run of `config` would have on the devices at hand, its vocabulary resolved."""
+    vocab = config.model.vocab or open_corpus(config.data, None, config.train.seed).vocab
+    return shard(config.with_vocab(vocab), make)
 
 
 def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str, Any], Mesh]:
     """Plain values for `show --json`: config, origin, mesh, pipeline (a line, or null), parameters (a row each),
     totals; and the mesh."""
-    vocab = config.model.vocab or open_corpus(config.data, None, config.train.seed).vocab
-    setup = shard(config.with_vocab(vocab), make)
+    setup = setup_of(config, make)
     model = setup.model
     pipeline = describe_pipeline(setup.schedule, model.layout) if setup.schedule else None
     abstract, specs = setup.state, setup.parameter_specs
