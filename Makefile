@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-slow test-gpu mutations fuzz check bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
+.PHONY: help train test test-slow test-gpu mutations fuzz check docs bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,9 @@ check: $(VENV)/installed-dev  ## lint and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+docs: $(VENV)/installed-docs  ## the documentation as a site in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
+
 bench-overhead: $(VENV)/installed  ## step time of the loop against a bare step, on CPU: two minutes on a quiet machine
 	MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 $(BIN)/python benchmarks/overhead.py
 
@@ -58,14 +61,14 @@ aot: $(VENV)/cuda-compiler  ## every kernel through ptxas for GPUs that are not 
 	$(NO_DEPENDENCIES) nvidia-cudnn-cu13
 	JAX_PLATFORMS=cpu $(BIN)/python -m pallas_kernels.aot
 
-plan-table: $(VENV)/installed  ## the README's table of the planner: the published 1T run among all layouts of 3072 A100s
+plan-table: $(VENV)/installed  ## the docs' table of the planner: the published 1T run among all layouts of 3072 A100s
 	@$(BIN)/python benchmarks/planner/plan_table.py
 
 schema: $(VENV)/installed  ## configs/schema.json, by which editors complete the TOML files
 	$(BIN)/python -c "import json, spmdtrain.config as c; print(json.dumps(c.json_schema(), indent=2))" > configs/schema.json
 
 constraints:  ## constraints.txt anew, with uv: the newest versions that Python 3.11 and later can install
-	$(UV) pip compile pyproject.toml --extra dev --extra hf --universal --python-version 3.11 --upgrade --quiet \
+	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra hf --universal --python-version 3.11 --upgrade --quiet \
 	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate -o constraints.txt
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip
@@ -76,6 +79,11 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing into $(VENV): a minute or two, once"
 	$(INSTALL) -e '.[dev,hf]'
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-docs: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "installing into $(VENV): a minute or two, once"
+	$(INSTALL) -e '.[docs]'
 	@touch $@ $(VENV)/installed
 
 $(VENV)/cuda-compiler: $(VENV)/installed

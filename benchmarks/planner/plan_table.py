@@ -1,4 +1,4 @@
-"""The README's table of the planner: the published trillion-parameter run among all layouts of 3072 A100s.
+"""The table on the docs' page of the planner: the published trillion-parameter run among all layouts of 3072 A100s.
 
 python benchmarks/planner/plan_table.py [--top 8]
 """

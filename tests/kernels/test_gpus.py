@@ -84,9 +84,9 @@ def test_a_new_chip_is_one_entry():
     }
 
 
-def test_the_planner_the_help_and_the_readme_have_the_names_of_the_table():
+def test_the_planner_the_help_and_the_docs_have_the_names_of_the_table():
     assert list(DEVICES) == list(gpus.GPUS) and set(BOXES) <= set(gpus.GPUS)
-    assert ", ".join(gpus.GPUS) in (ROOT / "README.md").read_text()
+    assert ", ".join(gpus.GPUS) in (ROOT / "docs/planner.md").read_text()
 
 
 @pytest.mark.parametrize(
