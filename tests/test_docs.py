@@ -4,7 +4,7 @@ A `bash` or `python` block runs, unless a comment just before it says why not. T
 
     <!-- needs GPUs -->
     <!-- not run: a reason -->
-    <!-- test adds: --set train.steps=2 -->    appended to each `spmdtrain` command here, to spare time
+    <!-- test adds: --set train.steps=20 -->    appended to each `spmdtrain` command here, to spare time
     <!-- test expects: 4 -->                   the exit code of the block's last command
 
 A `text` block right behind a block that runs is what its last command prints.
