@@ -4,8 +4,8 @@ A `bash` or `python` block runs, unless a comment just before it says why not. T
 
     <!-- needs GPUs -->
     <!-- not run: a reason -->
-    <!-- test adds: --set train.steps=20 -->    appended to each `spmdtrain` command here, to spare time
-    <!-- test expects: 4 -->                   the exit code of the block's last command
+    <!-- test: until step 2 -->    to spare time: UNTIL is appended to each `spmdtrain` command of the block
+    <!-- test: exit code 4 -->     that of the block's last command
 
 A `text` block right behind a block that runs is what its last command prints.
 """
@@ -32,10 +32,11 @@ from spmdtrain.config.errors import DONE, PREEMPTED, UserError
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+UNTIL = "--set train.steps={} --set optimizer.warmup=0 --set eval.every=0"
 FIRST_RUN = "spmdtrain train configs/quickstart.toml --simulate-devices 8"
 
 FENCE = re.compile(r"(?:^<!-- *(?P<comment>[^\n]*?) *-->\n)?^```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.M | re.S)
-COMMENT = re.compile(r"needs GPUs|not run: .+|test adds: .+|test expects: \d+")
+COMMENT = re.compile(r"needs GPUs|not run: .+|test: until step \d+|test: exit code \d+")
 INCLUDED = re.compile(r'--8<-- "(?P<path>[^"]+)"\n')
 
 
@@ -57,9 +58,9 @@ class Block:
     def runs(self) -> bool:
         return self.language in ("bash", "python") and not self.comment.startswith(("needs", "not run"))
 
-    def after(self, word: str, default: str) -> str:
-        """What the comment says behind `word`."""
-        return self.comment.removeprefix(word) if self.comment.startswith(word) else default
+    def after(self, words: str) -> str:
+        """What the comment says behind `words`; empty where it says something else."""
+        return self.comment.removeprefix(words) if self.comment.startswith(words) else ""
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -122,12 +123,13 @@ def run_command(command: str) -> tuple[int, str]:
 
 def run_bash(block: Block) -> None:
     commands = [line for line in block.body.replace("\\\n", " ").splitlines() if line.strip()]
-    added = block.after("test adds: ", "")
+    last_step = block.after("test: until step ")
+    added = UNTIL.format(last_step) if last_step else ""
     printed = ""
     for number, command in enumerate(commands, 1):
         own = command.startswith("spmdtrain")
         code, printed = run_command(f"{command} {added}" if own else command)
-        expected = int(block.after("test expects: ", "0")) if number == len(commands) else 0
+        expected = int(block.after("test: exit code ") or 0) if number == len(commands) else 0
         assert code == expected, f"{block}: {command} ended with {code}:\n{printed}"
     if block.output is not None:
         assert printed.strip() == block.output.strip(), f"{block} prints something else"
