@@ -12,7 +12,7 @@ import pytest
 from spmdtrain.cli import main
 from spmdtrain.parallel.pipeline.draw import draw, svg
 from spmdtrain.parallel.pipeline.file import read, to_json
-from spmdtrain.parallel.pipeline.schedule import KINDS, build
+from spmdtrain.parallel.pipeline.schedule import SCHEDULE_KINDS, build
 from spmdtrain.parallel.pipeline.timing import (
     Times,
     bubble_fraction,
@@ -96,7 +96,7 @@ def test_help_names_every_kind(capsys):
     with pytest.raises(SystemExit):
         main(["schedule", "--help"])
     printed = capsys.readouterr().out
-    assert set(KINDS) <= set(printed.split())
+    assert set(SCHEDULE_KINDS) <= set(printed.split())
 
 
 def test_jax_is_not_imported():

@@ -23,7 +23,7 @@ def schedule(parsed: argparse.Namespace) -> int:
     from spmdtrain.parallel.pipeline import draw, file, schedule, timing
 
     sizes = {name: size for name in ("stages", "microbatches", "chunks") if (size := getattr(parsed, name)) is not None}
-    if parsed.kind in schedule.KINDS:
+    if parsed.kind in schedule.SCHEDULE_KINDS:
         _refuse_sizes(parsed.kind, **sizes)
         table = schedule.build(parsed.kind, **sizes)
     elif Path(parsed.kind).suffix in (".json", ".csv"):
@@ -33,7 +33,7 @@ def schedule(parsed: argparse.Namespace) -> int:
                 found = f"{name} {getattr(table, name)}"
                 raise ConfigError(f"{parsed.kind} has its own sizes", asked=f"--{name} {size}", found=found)
     else:
-        choices = f"{', '.join(schedule.KINDS)}, or a .json or .csv file"
+        choices = f"{', '.join(schedule.SCHEDULE_KINDS)}, or a .json or .csv file"
         raise ConfigError("unknown pipeline schedule", asked=f"--kind {parsed.kind}", fix=choices)
 
     names = ("forward", "backward", "weight", "hop")
@@ -52,7 +52,7 @@ def schedule(parsed: argparse.Namespace) -> int:
         width = shutil.get_terminal_size((0, 0)).columns or None  # no terminal: nothing to fit into
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print(draw.draw(table, times, width=width, colour=colour))
-        print(f"\n{draw.bubbles(table, times, peers=parsed.kind in schedule.KINDS)}")
+        print(f"\n{draw.bubbles(table, times, peers=parsed.kind in schedule.SCHEDULE_KINDS)}")
     if parsed.svg is not None:
         print(f"{parsed.svg}: the same, drawn to scale", file=sys.stderr if parsed.json else sys.stdout)
     return DONE

@@ -34,10 +34,10 @@ def _prediction(config, name: str | None):
     import jax
 
     from spmdtrain.planner.estimate import estimate
-    from spmdtrain.planner.hardware import KINDS, hardware
+    from spmdtrain.planner.hardware import NAME_OF_DEVICE_KIND, hardware
     from spmdtrain.running.summary import Prediction
 
-    known = name or KINDS.get(jax.devices()[0].device_kind)
+    known = name or NAME_OF_DEVICE_KIND.get(jax.devices()[0].device_kind)
     if known is None:
         return None
     try:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import StorageError
-from spmdtrain.planner.hardware import DEVICES, KINDS, Hardware
+from spmdtrain.planner.hardware import DEVICES, NAME_OF_DEVICE_KIND, Hardware
 from spmdtrain.planner.software import LINK_SHARE, MEMORY_SHARE
 
 LONGEST = 0.3  # seconds that one timed call may take before sizes stop growing
@@ -30,7 +30,7 @@ FALLBACK_MEMORY = 2**33  # bytes, where nothing says how much there is
 def calibrate() -> dict[str, Any]:
     """The figures of `Hardware` and, under "sources", where each comes from."""
     device = jax.devices()[0]
-    known = DEVICES.get(KINDS.get(device.device_kind, ""))
+    known = DEVICES.get(NAME_OF_DEVICE_KIND.get(device.device_kind, ""))
     figures: dict[str, Any] = {
         "bfloat16": matmul_rate("bfloat16"),
         "float32": matmul_rate("float32"),

@@ -101,7 +101,7 @@ def _in_its_box(gpu: Gpu) -> Hardware:
 DEVICES: Mapping[str, Hardware] = {name: _in_its_box(gpu) for name, gpu in GPUS.items()}
 
 # What jax calls a device (its device_kind) -> its name here.
-KINDS: Mapping[str, str] = {kind: name for name, gpu in GPUS.items() for kind in gpu.device_kinds}
+NAME_OF_DEVICE_KIND: Mapping[str, str] = {kind: name for name, gpu in GPUS.items() for kind in gpu.device_kinds}
 
 
 def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:

@@ -33,7 +33,7 @@ from pallas_kernels import choose
 from pallas_kernels.backends import mosaic
 from spmdtrain.cli import main
 from spmdtrain.planner import deviceless
-from spmdtrain.planner.hardware import KINDS, hardware
+from spmdtrain.planner.hardware import NAME_OF_DEVICE_KIND, hardware
 from spmdtrain.running.metrics import peak_flops
 
 for module in (choose, mosaic):
@@ -51,7 +51,7 @@ print(json.dumps({
     "peak of training": peak_flops("Zeta Z900"),
     "estimate": [code, json.loads(printed.getvalue())],
     "help": "z900" in helped.getvalue(),
-    "its name": KINDS["Zeta Z900"],
+    "its name": NAME_OF_DEVICE_KIND["Zeta Z900"],
     "its box": hardware("z900").per_host,
     "XLA": "core_count: 200" in deviceless.target(hardware("z900")),
     "kernels": [choose.no_gpu(False), mosaic.refusal(False)],

@@ -191,22 +191,22 @@ BREAKAGES = [
     Breakage(
         "a cell without work adds its gradients",
         "parallel/pipeline/executor.py",
-        'carry["stack"] = self.added(carry["stack"], _where(there, made), cell["backward_chunk"])',
-        'carry["stack"] = self.added(carry["stack"], made, cell["backward_chunk"])',
+        "made = _mask(has_work, made)",
+        "made = made",
         NAN,
     ),
     Breakage(
         "a cell without work adds its deferred weight gradients",
         "parallel/pipeline/executor.py",
-        'made = _where(cell["weight_microbatch"] >= 0, made)',
+        'made = _mask(cell["weight_microbatch"] >= 0, made)',
         "made = made",
         NAN,
     ),
     Breakage(
         "a cell without work may bring NaN into the shared gradients",
         "parallel/pipeline/executor.py",
-        'carry["shared"] = _added(carry["shared"], _where(leaves, dshared))',
-        'carry["shared"] = _added(carry["shared"], dshared)',
+        'carry["shared"] = _accumulate(carry["shared"], _mask(leaves, dshared))',
+        'carry["shared"] = _accumulate(carry["shared"], dshared)',
         NAN,
     ),
     Breakage(
@@ -219,8 +219,8 @@ BREAKAGES = [
     Breakage(
         "padding computes",
         "parallel/pipeline/executor.py",
-        "return jnp.where(real, y, x), jnp.where(real, side, 0)",
-        "return y, jnp.where(real, side, 0)",
+        "return jnp.where(real, y, x), jnp.where(real, side_loss, 0)",
+        "return y, jnp.where(real, side_loss, 0)",
         PADDED,
     ),
     # One microbatch

@@ -12,7 +12,7 @@ from spmdtrain.planner.schedules import SCHEDULES, Pipeline, lockstep_seconds
 
 def tables() -> Iterator[tuple[str, Pipeline, schedule.Table]]:
     """Small tables of every schedule that has a name."""
-    for kind, p, m, v in product(schedule.KINDS, (2, 3, 4), (1, 2, 4, 6, 12), (1, 2, 3)):
+    for kind, p, m, v in product(schedule.SCHEDULE_KINDS, (2, 3, 4), (1, 2, 4, 6, 12), (1, 2, 3)):
         try:
             table = schedule.build(kind, p, m, v)
         except ConfigError:  # chunks where there are none, or microbatches not in groups
@@ -56,6 +56,6 @@ def test_bubbles_of_orders_are_those_simulated(kind, p, m, v):
 
 
 def test_every_schedule_that_has_a_name_has_closed_forms():
-    for kind in schedule.KINDS:
+    for kind in schedule.SCHEDULE_KINDS:
         assert SCHEDULES[kind].first_backward is not None
         assert SCHEDULES[kind].ring_slots is not None

@@ -1,19 +1,22 @@
-"""Runs any schedule table: the stages of a pipeline tick together, in scans, inside one manual region.
+"""Run any schedule table: all stages of a pipeline tick together, in scans, in one manual region.
 
-Every stage runs the same program at every tick; a cell without work computes on what lies about and its results are
-masked. No branch depends on the stage: a collective inside one would hang or mix up data (jax 0.10 and 0.12). The order
-of one tick is that of `schedule`'s docstring and of `_Pipeline.tick`.
+Every stage runs the same program at every tick. A stage whose cell of the table has no work
+computes all the same, on stale buffers, and its result is masked. Nothing branches on the stage,
+because a collective inside such a branch would hang or mix up data (seen in jax 0.10 and 0.12).
+The order of work within a tick is given by the docstring of schedule.py and by `training_tick`.
 
-The objective is the sum over stages of what each stage computes. The head runs on all stages at once, each with its
-share of the vocabulary, so every stage counts 1/p of its loss; the transpose of a sum over stages is then a sum over
-stages, and gradients of weights that all stages hold are partial until they are summed over `pipeline`.
+The objective is the sum over stages of what each stage computes. All stages run the head of a
+microbatch at once, each on its share of the vocabulary, so each counts 1/p of the loss. Then the
+transpose of a sum over stages is again a sum over stages. Gradients of the weights that all stages
+hold are partial: the caller sums them over `pipeline`.
 
-Memory: the rings of the table, of its slots and not of its microbatches. Gradients accumulate in place.
+Memory: the ring buffers have as many slots as the table asks for, however many microbatches there
+are, and gradients are accumulated in place.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -21,28 +24,50 @@ import jax.numpy as jnp
 
 from spmdtrain.parallel.pipeline.layer_vjp import LayerGradient
 from spmdtrain.parallel.pipeline.layout import Layout
-from spmdtrain.parallel.pipeline.phases import Phase, rounds
+from spmdtrain.parallel.pipeline.phases import Phase, Round, rounds
 from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import psum_tree
 
 AXIS = "pipeline"
 Tree = Any
-Cell = Mapping[str, jax.Array]  # a tick's row of the table, this stage's column
-COLUMNS = (
-    *("forward_microbatch", "forward_chunk", "forward_slot"),
-    *("backward_microbatch", "backward_chunk", "backward_slot"),
-    *("weight_microbatch", "weight_chunk", "weight_slot"),
-    *("arrive_forward_slot", "arrive_backward_slot", "head_slot", "cotangent_slot", "defer_slot", "resume_slot"),
+Carry = dict[str, Tree]  # what is carried from tick to tick: buffers, losses, gradients
+Cell = Mapping[str, jax.Array]  # one tick's row of the table at this stage's column: scalars
+Tick = Callable[[Phase, Carry, Cell], Carry]
+
+# Columns of the table [ticks, stages], of which a stage reads its own.
+STAGE_COLUMNS = (
+    "forward_microbatch",
+    "forward_chunk",
+    "forward_slot",
+    "backward_microbatch",
+    "backward_chunk",
+    "backward_slot",
+    "weight_microbatch",
+    "weight_chunk",
+    "weight_slot",
+    "arrive_forward_slot",
+    "arrive_backward_slot",
+    "head_slot",
+    "cotangent_slot",
+    "defer_slot",
+    "resume_slot",
 )
-OF_ALL_STAGES = ("embed_microbatch", "head_microbatch", "embed_backward_microbatch")
+# Columns [ticks]. All stages read them: the head, for one, runs on all stages at once.
+SHARED_COLUMNS = ("embed_microbatch", "head_microbatch", "embed_backward_microbatch")
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a pipeline runs. `shared`: the weights outside the layers; `context`: what a microbatch brings along.
+    """The functions that a pipeline runs. All losses are float32 scalars.
 
-    `embed(shared, context) -> x`; `layer(weights, x, (number, context)) -> (y, side loss or None)`; `head(shared, x,
-    context) -> sum of the losses`, the same on every stage. `context_of(microbatch)`. Losses are float32 scalars.
+    `shared` are the weights outside the layers, `context` is what a microbatch brings along
+    (tokens, positions, noise), and `x` is an activation, of one shape throughout.
+
+    - `embed(shared, context) -> x`
+    - `layer(weights, x, (number, context)) -> (y, side loss or None)`: `weights` of one layer and
+      its number in the model, an int32 scalar
+    - `head(shared, x, context) -> sum of the token losses`, the same value on every stage
+    - `context_of(microbatch) -> context`: `microbatch` is a traced index
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -52,293 +77,439 @@ class Program:
 
 
 def losses(
-    program: Program, table: Table, layout: Layout, shared: Tree, stack: Tree
+    program: Program,
+    table: Table,
+    layout: Layout,
+    shared: Tree,
+    stack: Tree,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(sum of the head's losses, of side losses if layers have any) over all microbatches of this batch shard, forward
-    only.
+    """Run the forwards of a table; return (loss, side loss), the latter None if no layer has one.
 
-    Inside a region manual over `pipeline`; `stack` leaves are this stage's [v, 1, Lc, ...].
+    Both are sums over all microbatches of this batch shard, the same on every stage. Call it in a
+    region that is manual over `pipeline`. Leaves of `stack` are this stage's [v, 1, Lc, ...]: v
+    chunks of Lc layers (layout.py).
     """
-    pipeline = _Pipeline(program, table, layout, shared, stack)
-    return pipeline.sums(pipeline.run(pipeline.start(), pipeline.forward_tick))
+    executor = _Executor(program, table, layout, shared, stack)
+    carry = executor.scan_table(executor.initial_carry(), executor.evaluation_tick)
+    return executor.total_losses(carry)
 
 
 def gradients(
-    program: Program, table: Table, layout: Layout, shared: Tree, stack: Tree, totals: tuple[Tree, Tree], keep: bool
+    program: Program,
+    table: Table,
+    layout: Layout,
+    shared: Tree,
+    stack: Tree,
+    totals: tuple[Tree, Tree],
+    keep: bool,
 ) -> tuple[jax.Array, jax.Array | None, Tree, Tree]:
-    """(loss, side loss or None, gradients of `shared`, of `stack`), losses as `losses` has them.
+    """Run a table; return (loss, side loss or None, gradients of `shared`, gradients of `stack`).
 
-    `totals`: zeros to accumulate the gradients in. `keep`: residuals wait for their backward; otherwise the chunk's
-    input does and its forward runs again. Gradients of `shared` are this stage's part: sum those of weights that every
-    stage holds.
+    Losses and `stack` are as in `losses`. `totals` are zeros shaped as (`shared`, `stack`), in the
+    dtype in which gradients are to be accumulated.
+
+    `keep`: the stash holds each layer's residuals until its backward. Otherwise it holds only the
+    input of the chunk, and backward runs the chunk's forward again.
+
+    Gradients of `shared` are this stage's part: sum those of weights that every stage holds.
     """
-    pipeline = _Pipeline(program, table, layout, shared, stack, keep)
-    carry = pipeline.run(pipeline.start() | pipeline.start_backward(totals), pipeline.tick)
-    dstack = jax.tree.map(lambda total: total[:, None], carry["stack"])
-    return *pipeline.sums(carry), carry["shared"], dstack
+    executor = _Executor(program, table, layout, shared, stack, keep)
+    carry = executor.initial_carry() | executor.initial_backward_carry(totals)
+    carry = executor.scan_table(carry, executor.training_tick)
+    loss, side_loss = executor.total_losses(carry)
+    # Back from [v, Lc, ...] to the [v, 1, Lc, ...] of a stage's part of the stack.
+    stack_gradients = jax.tree.map(lambda total: total[:, None], carry["stack"])
+    return loss, side_loss, carry["shared"], stack_gradients
 
 
-class _Pipeline:
-    def __init__(self, program: Program, table: Table, layout: Layout, shared: Tree, stack: Tree, keep: bool = False):
-        self.program, self.table, self.layout, self.shared, self.keep = program, table, layout, shared, keep
-        self.stack = jax.tree.map(lambda weights: weights[:, 0], stack)
+class _Executor:
+    """One stage's view of a table being run, while it is traced."""
+
+    def __init__(
+        self,
+        program: Program,
+        table: Table,
+        layout: Layout,
+        shared: Tree,
+        stack: Tree,
+        keep: bool = False,
+    ):
+        self.program = program
+        self.table = table
+        self.layout = layout
+        self.shared = shared
+        self.keep = keep
+        self.stack = jax.tree.map(lambda weights: weights[:, 0], stack)  # [v, Lc, ...]
         self.stage = jax.lax.axis_index(AXIS)
         self.last = self.stage == table.stages - 1
+
+        # Shapes only: nothing below is computed.
         context = jax.eval_shape(program.context_of, jnp.int32(0))
         self.x = jax.eval_shape(program.embed, shared, context)
-        weights = jax.eval_shape(lambda stack: jax.tree.map(lambda leaf: leaf[0, 0], stack), self.stack)
-        self.of_a_layer = weights, self.x, (jax.ShapeDtypeStruct((), jnp.int32), context)
-        self.sided = jax.eval_shape(program.layer, *self.of_a_layer)[1] is not None
+        weights = jax.eval_shape(_first_layer, self.stack)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        self.layer_arguments = (weights, self.x, (number, context))
+        _, side_loss = jax.eval_shape(program.layer, *self.layer_arguments)
+        self.has_side_loss = side_loss is not None
 
     @cached_property
     def gradient(self) -> LayerGradient:
-        """Training's; evaluation has none."""
-        return LayerGradient(self.layer, *self.of_a_layer, split=self.table.split)
+        """The layer's gradient, taken apart. Evaluation never asks for it, so never traces it."""
+        return LayerGradient(self.masked_layer, *self.layer_arguments, split=self.table.split)
 
-    def layer(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, jax.Array]:
-        """The program's layer; where padding lies there is none, and x passes. No side loss is one of 0."""
-        y, side = self.program.layer(weights, x, rest)
-        side = jnp.float32(0) if side is None else side
+    def masked_layer(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, jax.Array]:
+        """Run the program's layer. A layer that is padding passes x on; no side loss is 0."""
+        y, side_loss = self.program.layer(weights, x, rest)
+        if side_loss is None:
+            side_loss = jnp.float32(0)
         if not self.layout.padding:
-            return y, side
-        real = rest[0] < self.layout.layers
-        return jnp.where(real, y, x), jnp.where(real, side, 0)
+            return y, side_loss
+        number, _ = rest
+        real = number < self.layout.layers
+        return jnp.where(real, y, x), jnp.where(real, side_loss, 0)
 
-    # What is carried from tick to tick
+    # The carry
 
-    def zeros(self, shape: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
-        return jnp.zeros((*leading, *shape.shape), shape.dtype)
+    def zeros(self, like: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
+        return jnp.zeros((*leading, *like.shape), like.dtype)
 
-    def start(self) -> dict[str, Tree]:
-        """A ring has one place more than slots: the trash, which cells without work write to."""
-        carry = {"activation": self.zeros(self.x), "loss": jnp.float32(0), "side": jnp.float32(0)}
+    def initial_carry(self) -> Carry:
+        """Return the buffers of the forward.
+
+        A ring has one slot more than the table uses, the trash: stages without work write to it.
+        """
+        carry = {
+            "activation": self.zeros(self.x),
+            "loss": jnp.float32(0),
+            "side": jnp.float32(0),
+        }
         if self.table.activations_wait:
             carry["inputs"] = self.zeros(self.x, self.table.slots + 1)
         return carry
 
-    def start_backward(self, totals: tuple[Tree, Tree]) -> dict[str, Tree]:
-        table, layers = self.table, self.layout.per_chunk
+    def initial_backward_carry(self, totals: tuple[Tree, Tree]) -> Carry:
+        """Return the buffers of the backward, and `totals`, in which gradients accumulate."""
+        table = self.table
+        layers = self.layout.per_chunk
+        shared_totals, stack_totals = totals
         kept = [self.zeros(leaf, table.slots + 1, layers) for leaf in self.gradient.kept]
         carry = {
             "cotangent": self.zeros(self.x),
             "stash": kept if self.keep else self.zeros(self.x, table.slots + 1),
-            "shared": totals[0],
-            "stack": jax.tree.map(lambda total: total[:, 0], totals[1]),
+            "shared": shared_totals,
+            "stack": jax.tree.map(lambda total: total[:, 0], stack_totals),
         }
         if table.cotangent_slots:
             carry["cotangents"] = self.zeros(self.x, table.cotangent_slots + 1)
         if table.split:
-            leading = table.deferred_slots + 1, layers
-            carry["deferred"] = [self.zeros(leaf, *leading) for leaf in self.gradient.deferred]
+            slots = table.deferred_slots + 1
+            carry["deferred"] = [self.zeros(leaf, slots, layers) for leaf in self.gradient.deferred]
         return carry
 
-    def sums(self, carry: dict[str, Tree]) -> tuple[jax.Array, jax.Array | None]:
-        """(loss, side loss or None) of all stages."""
-        loss, side = jax.lax.psum((carry["loss"], carry["side"]), AXIS)
-        return loss, side if self.sided else None
+    def total_losses(self, carry: Carry) -> tuple[jax.Array, jax.Array | None]:
+        """Return (loss, side loss or None), summed over the stages."""
+        loss, side_loss = jax.lax.psum((carry["loss"], carry["side"]), AXIS)
+        return loss, side_loss if self.has_side_loss else None
 
     # The ticks
 
-    def run(self, carry: dict[str, Tree], tick: Callable[..., dict[str, Tree]]) -> dict[str, Tree]:
-        """All rounds of the table: a scan for each phase, and one around the phases of a round that repeats."""
-        columns = {name: jnp.asarray(getattr(self.table, name))[:, self.stage] for name in COLUMNS}
-        columns |= {name: jnp.asarray(getattr(self.table, name)) for name in OF_ALL_STAGES}
-
-        def ticking(phase, carry, cell):
-            return tick(phase, carry, cell), None
-
+    def scan_table(self, carry: Carry, tick: Tick) -> Carry:
+        """Run `tick` on every row of the table and return the last carry."""
+        columns = {}
+        for name in STAGE_COLUMNS:
+            columns[name] = jnp.asarray(getattr(self.table, name))[:, self.stage]
+        for name in SHARED_COLUMNS:
+            columns[name] = jnp.asarray(getattr(self.table, name))
         for each in rounds(self.table):
-            first, length = each.phases[0].start, each.ticks * each.repeats
-            cells = {name: column[first : first + length] for name, column in columns.items()}
-
-            def once(carry, cells, each=each, first=first):
-                for phase in each.phases:
-                    own = {name: column[phase.start - first : phase.stop - first] for name, column in cells.items()}
-                    carry, _ = jax.lax.scan(partial(ticking, phase), carry, own)
-                return carry, None
-
-            if each.repeats == 1:
-                carry, _ = once(carry, cells)
-            else:
-                folded = {name: cell.reshape(each.repeats, each.ticks) for name, cell in cells.items()}
-                carry, _ = jax.lax.scan(once, carry, folded)
+            carry = self.scan_round(each, carry, tick, columns)
         return carry
 
-    def forward_tick(self, phase: Phase, carry: dict[str, Tree], cell: Cell) -> dict[str, Tree]:
-        """A tick of evaluation."""
-        carry = self.arrived(phase, carry, cell)
+    def scan_round(self, round: Round, carry: Carry, tick: Tick, columns: Cell) -> Carry:
+        """Scan each phase of a round; where the round repeats, scan those scans.
+
+        So the size of the program follows from the number of phases, not of microbatches.
+        """
+        first = round.phases[0].start
+        length = round.ticks * round.repeats
+        cells = {name: column[first : first + length] for name, column in columns.items()}
+
+        def run_phases(carry, cells):
+            for phase in round.phases:
+                own = slice(phase.start - first, phase.stop - first)
+                rows = {name: column[own] for name, column in cells.items()}
+
+                def run_tick(carry, cell, phase=phase):
+                    return tick(phase, carry, cell), None
+
+                carry, _ = jax.lax.scan(run_tick, carry, rows)
+            return carry, None
+
+        if round.repeats == 1:
+            carry, _ = run_phases(carry, cells)
+            return carry
+        folded = {
+            name: column.reshape(round.repeats, round.ticks) for name, column in cells.items()
+        }
+        carry, _ = jax.lax.scan(run_phases, carry, folded)
+        return carry
+
+    def evaluation_tick(self, phase: Phase, carry: Carry, cell: Cell) -> Carry:
+        """Run one tick of a forward-only pass."""
+        carry = dict(carry)
+        self.store_activation(phase, carry, cell)
         if phase.forward:
-            y = self.forward(phase, carry, cell)
+            y = self.run_forward(phase, carry, cell)
             if phase.head:
-                carry["loss"] += self.head_loss(self.shared, y, cell)[0]
+                loss, _ = self.head_loss(self.shared, y, cell)
+                carry["loss"] += loss
         return carry
 
-    def tick(self, phase: Phase, carry: dict[str, Tree], cell: Cell) -> dict[str, Tree]:
-        """A tick of training."""
-        carry, table, cotangent = self.arrived(phase, carry, cell), self.table, self.zeros(self.x)
-        if phase.arrive_backward:  # sent now, not when it was made: it can pass during the forward
-            cotangent = self.to_previous(carry["cotangent"])
+    def training_tick(self, phase: Phase, carry: Carry, cell: Cell) -> Carry:
+        """Run one tick of training: arrivals, forward, head, backward, weight gradient."""
+        carry = dict(carry)
+        table = self.table
+        self.store_activation(phase, carry, cell)
+        cotangent = self.zeros(self.x)
+        if phase.arrive_backward:
+            # The cotangent of the last tick is sent here, not where it was made: so XLA can let it
+            # travel while this tick's forward computes.
+            cotangent = self.send_to_previous(carry["cotangent"])
             if table.cotangent_slots:
-                carry["cotangents"] = _put(carry["cotangents"], cell["arrive_backward_slot"], cotangent)
+                slot = cell["arrive_backward_slot"]
+                carry["cotangents"] = _write(carry["cotangents"], slot, cotangent)
         if phase.forward:
-            y = self.forward(phase, carry, cell)
+            y = self.run_forward(phase, carry, cell)
         if phase.head:
-            dy = self.head(carry, y, cell)
+            dy = self.run_head(carry, y, cell)
             if table.cotangent_slots:
-                carry["cotangents"] = _put(carry["cotangents"], cell["head_slot"], dy)
+                carry["cotangents"] = _write(carry["cotangents"], cell["head_slot"], dy)
             else:
-                cotangent = jnp.where(self.last & (cell["backward_chunk"] == table.chunks - 1), dy, cotangent)
+                # No cotangent ever waits: the last stage turns round within the tick.
+                turns_round = self.last & (cell["backward_chunk"] == table.chunks - 1)
+                cotangent = jnp.where(turns_round, dy, cotangent)
         if phase.backward:
             if table.cotangent_slots:
-                cotangent = _take(carry["cotangents"], cell["cotangent_slot"])
-            carry["cotangent"] = self.backward(carry, cotangent, cell)
+                cotangent = _read(carry["cotangents"], cell["cotangent_slot"])
+            carry["cotangent"] = self.run_backward(carry, cotangent, cell)
             if phase.embed_backward:
-                self.embed_backward(carry, cell)
+                self.run_embed_backward(carry, cell)
         if phase.weight:
-            self.weight(carry, cell)
+            self.run_weight(carry, cell)
         return carry
 
-    # The work of one tick
+    # The work of one tick. Each of these updates the carry in place.
 
-    def arrived(self, phase: Phase, carry: dict[str, Tree], cell: Cell) -> dict[str, Tree]:
-        """With the activation that has come in its slot, where activations wait."""
-        if not (self.table.activations_wait and phase.arrive_forward):
-            return dict(carry)
-        return carry | {"inputs": _put(carry["inputs"], cell["arrive_forward_slot"], carry["activation"])}
+    def store_activation(self, phase: Phase, carry: Carry, cell: Cell) -> None:
+        """Put the activation that has arrived into its slot, where activations wait at all."""
+        if self.table.activations_wait and phase.arrive_forward:
+            slot = cell["arrive_forward_slot"]
+            carry["inputs"] = _write(carry["inputs"], slot, carry["activation"])
 
-    def forward(self, phase: Phase, carry: dict[str, Tree], cell: Cell) -> jax.Array:
-        """y, which is sent on; the side loss is added; in training what backward needs goes into the stash."""
-        waits = self.table.activations_wait
-        x = _take(carry["inputs"], cell["forward_slot"]) if waits else carry["activation"]
+    def run_forward(self, phase: Phase, carry: Carry, cell: Cell) -> jax.Array:
+        """Run one chunk's forward, send its output to the next stage, and return it.
+
+        Adds the side losses of its layers. In training it stashes what backward will need.
+        """
+        if self.table.activations_wait:
+            x = _read(carry["inputs"], cell["forward_slot"])
+        else:
+            x = carry["activation"]
         if phase.embed:
             embedded = self.program.embed(self.shared, self.context(cell["embed_microbatch"]))
-            x = jnp.where((self.stage == 0) & (cell["forward_chunk"] == 0), embedded, x)
-        y, side, kept = self.layers("forward", x, cell, self.keep)
+            enters = (self.stage == 0) & (cell["forward_chunk"] == 0)
+            x = jnp.where(enters, embedded, x)
+        y, side, kept = self.run_layers("forward", x, cell, self.keep)
         if "stash" in carry:
-            carry["stash"] = _put(carry["stash"], cell["forward_slot"], kept if self.keep else x)
+            stashed = kept if self.keep else x
+            carry["stash"] = _write(carry["stash"], cell["forward_slot"], stashed)
         carry["side"] += jnp.where(cell["forward_microbatch"] >= 0, side, 0)
-        carry["activation"] = self.to_next(y)
+        carry["activation"] = self.send_to_next(y)
         return y
 
     def head_loss(self, shared: Tree, y: jax.Array, cell: Cell) -> tuple[jax.Array, jax.Array]:
-        """This stage's part of the loss of the microbatch that leaves the last stage, and whether one does."""
+        """Return (this stage's 1/p of the loss, whether a microbatch leaves the last stage).
+
+        The sum over stages brings the last stage's y to all of them; the others add zeros.
+        """
         leaves = cell["head_microbatch"] >= 0
         x = psum_tree(jnp.where(self.last & leaves, y, 0), (AXIS,))
         loss = self.program.head(shared, x, self.context(cell["head_microbatch"]))
         return jnp.where(leaves, loss, 0) / self.table.stages, leaves
 
-    def head(self, carry: dict[str, Tree], y: jax.Array, cell: Cell) -> jax.Array:
-        """The gradient of y; loss and gradients of the shared weights are added."""
-        loss, pull, leaves = jax.vjp(lambda shared, y: self.head_loss(shared, y, cell), self.shared, y, has_aux=True)
+    def run_head(self, carry: Carry, y: jax.Array, cell: Cell) -> jax.Array:
+        """Add the head's loss and the gradients of its weights; return the cotangent of y."""
+
+        def loss_of(shared, y):
+            return self.head_loss(shared, y, cell)
+
+        loss, pull, leaves = jax.vjp(loss_of, self.shared, y, has_aux=True)
         dshared, dy = pull(jnp.float32(1))
         carry["loss"] += loss
-        carry["shared"] = _added(carry["shared"], _where(leaves, dshared))
+        carry["shared"] = _accumulate(carry["shared"], _mask(leaves, dshared))
         return dy
 
-    def backward(self, carry: dict[str, Tree], dy: jax.Array, cell: Cell) -> jax.Array:
-        """The gradient of the chunk's input; those of its weights are added, or what they need is deferred."""
-        there = cell["backward_microbatch"] >= 0
-        dside = there.astype(jnp.float32)
-        kept = _take(carry["stash"], cell["backward_slot"])
+    def run_backward(self, carry: Carry, dy: jax.Array, cell: Cell) -> jax.Array:
+        """Run one chunk's backward and return the cotangent of its input.
+
+        Adds the gradients of the chunk's weights. Where the table splits backward, it stores
+        instead what the weight gradient will need.
+        """
+        has_work = cell["backward_microbatch"] >= 0
+        dside = has_work.astype(jnp.float32)  # side losses are added as they are: cotangent 1
+        kept = _read(carry["stash"], cell["backward_slot"])
         if not self.keep:
-            _, _, kept = self.layers("backward", kept, cell, keep=True)
-        weights, rest = self.chunk("backward", cell)
+            _, _, kept = self.run_layers("backward", kept, cell, keep=True)
+        weights, context = self.chunk_inputs("backward", cell)
 
-        def layer(dy, given):
-            weights, number, kept = given
-            rest_of = (number, rest)
+        def layer_backward(dy, layer):
+            weights, number, kept = layer
+            rest = (number, context)
             if self.table.split:
-                return self.gradient.input_gradient(weights, rest_of, kept, dy, dside)
-            return self.gradient.backward(weights, rest_of, kept, dy, dside)[::-1]
+                return self.gradient.input_gradient(weights, rest, kept, dy, dside)
+            dweights, dx = self.gradient.backward(weights, rest, kept, dy, dside)
+            return dx, dweights
 
-        given = (weights, self.numbers(cell["backward_chunk"]), kept)
-        dx, made = jax.lax.scan(layer, dy, given, reverse=True)
+        layers = (weights, self.layer_numbers(cell["backward_chunk"]), kept)
+        dx, made = jax.lax.scan(layer_backward, dy, layers, reverse=True)
         if self.table.split:
-            carry["deferred"] = _put(carry["deferred"], cell["defer_slot"], made)
+            # Garbage of a stage without work goes to the trash slot, so nothing need be masked.
+            carry["deferred"] = _write(carry["deferred"], cell["defer_slot"], made)
         else:
-            carry["stack"] = self.added(carry["stack"], _where(there, made), cell["backward_chunk"])
+            made = _mask(has_work, made)
+            carry["stack"] = _accumulate_at(carry["stack"], cell["backward_chunk"], made)
         return dx
 
-    def weight(self, carry: dict[str, Tree], cell: Cell) -> None:
-        """The weight gradients that were put off."""
-        weights, rest = self.chunk("weight", cell)
-        kept, deferred = _take(carry["stash"], cell["weight_slot"]), _take(carry["deferred"], cell["resume_slot"])
+    def run_weight(self, carry: Carry, cell: Cell) -> None:
+        """Add the weight gradients that one chunk's split backward has put off."""
+        weights, context = self.chunk_inputs("weight", cell)
+        kept = _read(carry["stash"], cell["weight_slot"])
+        deferred = _read(carry["deferred"], cell["resume_slot"])
 
-        def layer(_, given):
-            weights, number, kept, deferred = given
-            return None, self.gradient.weight_gradient(weights, (number, rest), kept, deferred)
+        def layer_weight(_, layer):
+            weights, number, kept, deferred = layer
+            rest = (number, context)
+            return None, self.gradient.weight_gradient(weights, rest, kept, deferred)
 
-        given = (weights, self.numbers(cell["weight_chunk"]), kept, deferred)
-        _, made = jax.lax.scan(layer, None, given)
-        made = _where(cell["weight_microbatch"] >= 0, made)
-        carry["stack"] = self.added(carry["stack"], made, cell["weight_chunk"])
+        layers = (weights, self.layer_numbers(cell["weight_chunk"]), kept, deferred)
+        _, made = jax.lax.scan(layer_weight, None, layers)
+        made = _mask(cell["weight_microbatch"] >= 0, made)
+        carry["stack"] = _accumulate_at(carry["stack"], cell["weight_chunk"], made)
 
-    def embed_backward(self, carry: dict[str, Tree], cell: Cell) -> None:
+    def run_embed_backward(self, carry: Carry, cell: Cell) -> None:
+        """Add the embedding's gradients of the microbatch whose backward has left stage 0."""
         context = self.context(cell["embed_backward_microbatch"])
         entered = (self.stage == 0) & (cell["embed_backward_microbatch"] >= 0)
         _, pull = jax.vjp(lambda shared: self.program.embed(shared, context), self.shared)
-        carry["shared"] = _added(carry["shared"], pull(jnp.where(entered, carry["cotangent"], 0))[0])
+        (dshared,) = pull(jnp.where(entered, carry["cotangent"], 0))
+        carry["shared"] = _accumulate(carry["shared"], dshared)
 
-    # What the work needs
+    # What the work reads
 
-    def layers(self, kind: str, x: jax.Array, cell: Cell, keep: bool) -> tuple[jax.Array, jax.Array, Tree]:
-        """(y, sum of side losses, residuals [Lc, ...] if to keep) of the chunk that `kind` of work is at."""
-        weights, rest = self.chunk(kind, cell)
+    def run_layers(
+        self, kind: str, x: jax.Array, cell: Cell, keep: bool
+    ) -> tuple[jax.Array, jax.Array, Tree]:
+        """Run the layers of the chunk that work of this kind is at, in a scan.
 
-        def layer(x, given):
-            weights, number = given
+        Returns (y, sum of their side losses, residuals [Lc, ...] if `keep`, else None).
+        """
+        weights, context = self.chunk_inputs(kind, cell)
+
+        def run_layer(x, layer):
+            weights, number = layer
+            rest = (number, context)
             if keep:
-                y, side, kept = self.gradient.forward(weights, x, (number, rest))
+                y, side, kept = self.gradient.forward(weights, x, rest)
                 return y, (side, kept)
-            y, side = self.layer(weights, x, (number, rest))
+            y, side = self.masked_layer(weights, x, rest)
             return y, (side, None)
 
-        y, (sides, kept) = jax.lax.scan(layer, x, (weights, self.numbers(cell[f"{kind}_chunk"])))
+        layers = (weights, self.layer_numbers(cell[f"{kind}_chunk"]))
+        y, (sides, kept) = jax.lax.scan(run_layer, x, layers)
         return y, sides.sum(), kept
 
-    def chunk(self, kind: str, cell: Cell) -> tuple[Tree, Tree]:
-        """(the weights [Lc, ...] of the chunk, the context of the microbatch) that `kind` of work is at."""
-        return _take(self.stack, cell[f"{kind}_chunk"]), self.context(cell[f"{kind}_microbatch"])
+    def chunk_inputs(self, kind: str, cell: Cell) -> tuple[Tree, Tree]:
+        """Return (weights [Lc, ...] of the chunk, context of the microbatch) of a kind of work."""
+        weights = _read(self.stack, cell[f"{kind}_chunk"])
+        return weights, self.context(cell[f"{kind}_microbatch"])
 
     def context(self, microbatch: jax.Array) -> Tree:
+        """Return the context of a microbatch; a stage without work (-1) takes that of the first."""
         return self.program.context_of(jnp.maximum(microbatch, 0))
 
-    def numbers(self, chunk: jax.Array) -> jax.Array:
-        """[Lc] of the layers of this stage's chunk."""
+    def layer_numbers(self, chunk: jax.Array) -> jax.Array:
+        """Return the numbers [Lc] in the model of the layers in this stage's chunk."""
         layers = self.layout.per_chunk
-        return (jnp.maximum(chunk, 0) * self.layout.stages + self.stage) * layers + jnp.arange(layers, dtype=jnp.int32)
+        first = (jnp.maximum(chunk, 0) * self.layout.stages + self.stage) * layers
+        return first + jnp.arange(layers, dtype=jnp.int32)
 
-    def added(self, totals: Tree, gradients: Tree, chunk: jax.Array) -> Tree:
-        """Gradients [Lc, ...] added to those of all chunks."""
-        return _put(totals, chunk, _added(_take(totals, chunk), gradients))
+    def send_to_next(self, y: jax.Array) -> jax.Array:
+        """Send y to the next stage; return what the previous stage has sent.
 
-    def to_next(self, y: jax.Array) -> jax.Array:
+        With several chunks the last stage sends to the first, for the next chunk. With one chunk
+        stage 0 receives zeros.
+        """
         stages = self.table.stages
-        ring = self.table.chunks > 1  # the last stage sends to the first, for the next chunk
-        return jax.lax.ppermute(y, AXIS, [(at, (at + 1) % stages) for at in range(stages - (not ring))])
+        hops = [(stage, (stage + 1) % stages) for stage in range(stages)]
+        if self.table.chunks == 1:
+            hops = hops[:-1]
+        return jax.lax.ppermute(y, AXIS, hops)
 
-    def to_previous(self, dx: jax.Array) -> jax.Array:
+    def send_to_previous(self, dx: jax.Array) -> jax.Array:
+        """Send a cotangent the other way; return what the next stage has sent."""
         stages = self.table.stages
-        ring = self.table.chunks > 1
-        return jax.lax.ppermute(dx, AXIS, [(at, (at - 1) % stages) for at in range(not ring, stages)])
+        hops = [(stage, (stage - 1) % stages) for stage in range(stages)]
+        if self.table.chunks == 1:
+            hops = hops[1:]
+        return jax.lax.ppermute(dx, AXIS, hops)
 
 
-def _take(rings: Tree, at: jax.Array) -> Tree:
-    """Element `at` (-1: the first) of each leaf's leading dim."""
-    return jax.tree.map(lambda ring: jax.lax.dynamic_index_in_dim(ring, jnp.maximum(at, 0), 0, keepdims=False), rings)
+# Ring buffers and totals: trees whose leaves have a leading dim of slots, or of chunks.
 
 
-def _put(rings: Tree, at: jax.Array, values: Tree) -> Tree:
-    def one(ring, value):
-        return jax.lax.dynamic_update_index_in_dim(ring, value.astype(ring.dtype), jnp.maximum(at, 0), 0)
+def _read(rings: Tree, at: jax.Array) -> Tree:
+    """Return element `at` of each leaf's leading dim; -1, a stage without work, is the first."""
 
-    return jax.tree.map(one, rings, values)
+    def read(ring):
+        return jax.lax.dynamic_index_in_dim(ring, jnp.maximum(at, 0), 0, keepdims=False)
 
-
-def _added(totals: Tree, gradients: Tree) -> Tree:
-    return jax.tree.map(lambda total, gradient: total + gradient.astype(total.dtype), totals, gradients)
+    return jax.tree.map(read, rings)
 
 
-def _where(there: jax.Array, tree: Tree) -> Tree:
-    """The tree, or zeros: what a cell without work has computed may be anything, even NaN."""
-    return jax.tree.map(lambda leaf: jnp.where(there, leaf, 0), tree)
+def _write(rings: Tree, at: jax.Array, values: Tree) -> Tree:
+    """Return the rings with `values` as element `at`; -1, a stage without work, is the first."""
+
+    def write(ring, value):
+        value = value.astype(ring.dtype)
+        return jax.lax.dynamic_update_index_in_dim(ring, value, jnp.maximum(at, 0), 0)
+
+    return jax.tree.map(write, rings, values)
+
+
+def _accumulate(totals: Tree, gradients: Tree) -> Tree:
+    """Add gradients to totals, in the dtype of the totals."""
+
+    def add(total, gradient):
+        return total + gradient.astype(total.dtype)
+
+    return jax.tree.map(add, totals, gradients)
+
+
+def _accumulate_at(totals: Tree, chunk: jax.Array, gradients: Tree) -> Tree:
+    """Add one chunk's gradients [Lc, ...] to the totals [v, Lc, ...] of all chunks.
+
+    Without work (-1) the first chunk is read and written back, so `gradients` must be zero then.
+    """
+    return _write(totals, chunk, _accumulate(_read(totals, chunk), gradients))
+
+
+def _mask(has_work: jax.Array, tree: Tree) -> Tree:
+    """Return the tree, or zeros where there is no work.
+
+    A select, not a product: what a stage without work has computed may be NaN.
+    """
+    return jax.tree.map(lambda leaf: jnp.where(has_work, leaf, 0), tree)
+
+
+def _first_layer(stack: Tree) -> Tree:
+    """Return the first chunk's first layer of a stack [v, Lc, ...]."""
+    return jax.tree.map(lambda leaf: leaf[0, 0], stack)

@@ -1,10 +1,16 @@
-"""One layer's gradient, taken apart: what its forward must keep, and which part of its backward gives which gradient.
+"""One layer's gradient, taken apart: what its forward must keep, and which part of its backward
+yields which gradient.
 
-The residuals of `jax.vjp` are of two kinds. What depends on the layer's input is *kept*; weights, and whatever follows
-from weights, positions, segments and noise alone, is made again when backward needs it. The split backward of
-zero-bubble schedules runs what the input gradient needs first, and *defers* what the weight gradient needs of that.
+The residuals of `jax.vjp` are of two kinds. Those that depend on the layer's input are *kept* from
+forward to backward. The others (weights, and whatever follows from weights, positions, segments
+and noise alone) are computed again when backward needs them.
 
-The only file that takes jaxprs apart: `_evaluate` runs the part of one that leads from known to wanted variables.
+The split backward of zero-bubble schedules (Qi et al., arXiv 2401.10241) first runs what the
+gradient of the input needs. What the weight gradient reads of the results is *deferred*: it waits,
+with what was kept, for the tick of the weight gradient.
+
+This is the only file that takes jaxprs apart. `_evaluate` runs those equations of a jaxpr that lead
+from known variables to wanted ones.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,143 +22,206 @@ import jax.extend.core as jex
 Tree = Any
 Layer = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
 Arrays = list[jax.Array]
+Values = dict[jex.Var, Any]  # what variables of a jaxpr are bound to
 
 
 class LayerGradient:
-    """Of `layer(weights, x, rest) -> (y, side loss)`, by weights and x. Traces it once; arguments give shapes only.
+    """The gradient of `layer(weights, x, rest) -> (y, side loss)` by its weights and by x.
 
-    `kept` and, where `split`, `deferred`: the shapes of what waits from forward to backward, and from there to the
-    weight gradient.
+    The layer is traced once, with the given arguments for their shapes only.
+
+    `kept` and, with `split`, `deferred` are the shapes of what waits: from forward to backward,
+    and from backward to the weight gradient.
+
+    Two jaxprs are cut up: `_forward`, (weights, x, rest) -> (y, side loss, residuals), and with
+    `split` `_backward`, (residuals, dy, dside) -> (dx, dweights). The attributes that end in `_in`
+    hold input variables.
     """
 
-    def __init__(self, layer: Layer, weights: Tree, x: jax.Array, rest: Tree, *, split: bool = False):
+    def __init__(
+        self, layer: Layer, weights: Tree, x: jax.Array, rest: Tree, *, split: bool = False
+    ):
         pulls = []
 
         def with_residuals(weights, x, rest):
             out, pull = jax.vjp(lambda weights, x: layer(weights, x, rest), weights, x)
+            # The function that jax.vjp returns is a tree whose leaves are the residuals.
             residuals, structure = jax.tree.flatten(pull)
             pulls.append(structure)
             return *out, *residuals
 
-        self._weights = jax.tree.structure(weights)
-        self._made = jax.make_jaxpr(with_residuals)(weights, x, rest)
-        self._pull = pulls[-1]
-        jaxpr = self._made.jaxpr
-        count = self._weights.num_leaves
-        self._weights_in, self._x, self._rest_in = jaxpr.invars[:count], jaxpr.invars[count], jaxpr.invars[count + 1 :]
-        (self._y, self._side), self._residuals = jaxpr.outvars[:2], jaxpr.outvars[2:]
-        following = _following(jaxpr, self._x)
-        self._kept = list(
-            dict.fromkeys(var for var in self._residuals if isinstance(var, jex.Var) and var in following)
-        )
+        self._forward = jax.make_jaxpr(with_residuals)(weights, x, rest)
+        self._pull_structure = pulls[-1]
+        self._weights_structure = jax.tree.structure(weights)
+
+        jaxpr = self._forward.jaxpr
+        count = self._weights_structure.num_leaves
+        self._weights_in = jaxpr.invars[:count]
+        self._x_in = jaxpr.invars[count]
+        self._rest_in = jaxpr.invars[count + 1 :]
+        self._y, self._side, *self._residuals = jaxpr.outvars
+
+        depends_on_x = _followers(jaxpr, self._x_in)
+        self._kept = _distinct(var for var in _variables(self._residuals) if var in depends_on_x)
         self.kept = tuple(_shape(var) for var in self._kept)
         if split:
-            self._split()
+            self._split_backward()
             self.deferred = tuple(_shape(var) for var in self._deferred)
 
-    def forward(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, jax.Array, Arrays]:
-        """(y, side loss, kept)."""
-        known = self._known(weights, rest) | {self._x: x}
-        y, side, *kept = _evaluate(self._made.jaxpr, known, [self._y, self._side, *self._kept])
+    def forward(
+        self, weights: Tree, x: jax.Array, rest: Tree
+    ) -> tuple[jax.Array, jax.Array, Arrays]:
+        """Return (y, side loss, what to keep for `backward`)."""
+        known = self._bind_inputs(weights, rest)
+        known[self._x_in] = x
+        wanted = [self._y, self._side, *self._kept]
+        y, side, *kept = _evaluate(self._forward.jaxpr, known, wanted)
         return y, side, kept
 
     def backward(
         self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dside: jax.Array
     ) -> tuple[Tree, jax.Array]:
-        """(gradient by weights, gradient by x)."""
-        return jax.tree.unflatten(self._pull, self._again(weights, rest, kept))((dy, dside))
+        """Return (gradient by the weights, gradient by x)."""
+        residuals = self._recompute_residuals(weights, rest, kept)
+        pull = jax.tree.unflatten(self._pull_structure, residuals)
+        return pull((dy, dside))
 
     def input_gradient(
         self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dside: jax.Array
     ) -> tuple[jax.Array, Arrays]:
-        """(gradient by x, deferred), where `split`."""
-        known = self._pulled_in(weights, rest, kept) | dict(zip(self._cotangents, (dy, dside), strict=True))
-        dx, *deferred = _evaluate(self._pulled.jaxpr, known, [self._dx, *self._deferred])
+        """Return (gradient by x, what to defer for `weight_gradient`). Needs `split`."""
+        known = self._bind_residuals(weights, rest, kept)
+        known |= dict(zip(self._cotangents_in, (dy, dside), strict=True))
+        dx, *deferred = _evaluate(self._backward.jaxpr, known, [self._dx, *self._deferred])
         return dx, deferred
 
     def weight_gradient(self, weights: Tree, rest: Tree, kept: Arrays, deferred: Arrays) -> Tree:
-        known = self._pulled_in(weights, rest, kept) | dict(zip(self._deferred, deferred, strict=True))
-        return jax.tree.unflatten(self._weights, _evaluate(self._pulled.jaxpr, known, self._dweights))
+        """Return the gradient by the weights, from what `input_gradient` deferred."""
+        known = self._bind_residuals(weights, rest, kept)
+        known |= dict(zip(self._deferred, deferred, strict=True))
+        leaves = _evaluate(self._backward.jaxpr, known, self._dweights)
+        return jax.tree.unflatten(self._weights_structure, leaves)
 
-    def _split(self) -> None:
-        """The transposed layer as one program, and where its two parts meet."""
+    def _split_backward(self) -> None:
+        """Trace the backward as one program, and find where its two parts meet."""
 
-        def pulled(residuals, dy, dside):
-            dweights, dx = jax.tree.unflatten(self._pull, residuals)((dy, dside))
+        def run_backward(residuals, dy, dside):
+            pull = jax.tree.unflatten(self._pull_structure, residuals)
+            dweights, dx = pull((dy, dside))
             return dx, *jax.tree.leaves(dweights)
 
         residuals = [_shape(var) for var in self._residuals]
-        traced = jax.make_jaxpr(pulled)(residuals, _shape(self._y), _shape(self._side))
-        self._pulled = jax.make_jaxpr(_without_calls(traced))(*(_shape(var) for var in traced.jaxpr.invars))
-        jaxpr = self._pulled.jaxpr
-        self._residuals_in, self._cotangents = jaxpr.invars[:-2], jaxpr.invars[-2:]
+        traced = jax.make_jaxpr(run_backward)(residuals, _shape(self._y), _shape(self._side))
+        inputs = [_shape(var) for var in traced.jaxpr.invars]
+        self._backward = jax.make_jaxpr(_inline_calls(traced))(*inputs)
+
+        jaxpr = self._backward.jaxpr
+        self._residuals_in = jaxpr.invars[:-2]
+        self._cotangents_in = jaxpr.invars[-2:]
         self._dx, *self._dweights = jaxpr.outvars
-        given = {*jaxpr.constvars, *self._residuals_in}
-        early = _leading(jaxpr, given, [self._dx])
-        made_early = {var for eqn in early for var in eqn.outvars} | {*self._cotangents}
-        late = _leading(jaxpr, given | made_early, self._dweights)
+
+        # The early part leads to dx. The late part is what is left to do for the weights, and
+        # whatever it reads of the early part (or of the cotangents) must wait for it.
+        known = {*jaxpr.constvars, *self._residuals_in}
+        early = _equations_to(jaxpr, known, [self._dx])
+        made_early = {var for eqn in early for var in eqn.outvars} | {*self._cotangents_in}
+        late = _equations_to(jaxpr, known | made_early, self._dweights)
         read = [*self._dweights, *(var for eqn in late for var in eqn.invars)]
-        self._deferred = list(dict.fromkeys(var for var in read if isinstance(var, jex.Var) and var in made_early))
+        self._deferred = _distinct(var for var in _variables(read) if var in made_early)
 
-    def _known(self, weights: Tree, rest: Tree) -> dict[jex.Var, Any]:
-        given = [*self._weights_in, *self._rest_in], [*jax.tree.leaves(weights), *jax.tree.leaves(rest)]
-        return dict(zip(*given, strict=True)) | dict(zip(self._made.jaxpr.constvars, self._made.consts, strict=True))
+    def _bind_inputs(self, weights: Tree, rest: Tree) -> Values:
+        """Bind the inputs of `_forward`, all but x."""
+        known = dict(zip(self._weights_in, jax.tree.leaves(weights), strict=True))
+        known |= dict(zip(self._rest_in, jax.tree.leaves(rest), strict=True))
+        return known | _bind_constants(self._forward)
 
-    def _again(self, weights: Tree, rest: Tree, kept: Arrays) -> Arrays:
-        """All residuals."""
-        known = self._known(weights, rest) | dict(zip(self._kept, kept, strict=True))
-        return _evaluate(self._made.jaxpr, known, self._residuals)
+    def _recompute_residuals(self, weights: Tree, rest: Tree, kept: Arrays) -> Arrays:
+        """Return all residuals: those that were kept, and the others computed again."""
+        known = self._bind_inputs(weights, rest)
+        known |= dict(zip(self._kept, kept, strict=True))
+        return _evaluate(self._forward.jaxpr, known, self._residuals)
 
-    def _pulled_in(self, weights: Tree, rest: Tree, kept: Arrays) -> dict[jex.Var, Any]:
-        consts = dict(zip(self._pulled.jaxpr.constvars, self._pulled.consts, strict=True))
-        return consts | dict(zip(self._residuals_in, self._again(weights, rest, kept), strict=True))
+    def _bind_residuals(self, weights: Tree, rest: Tree, kept: Arrays) -> Values:
+        """Bind the inputs of `_backward`, all but the cotangents."""
+        residuals = self._recompute_residuals(weights, rest, kept)
+        known = _bind_constants(self._backward)
+        return known | dict(zip(self._residuals_in, residuals, strict=True))
 
 
 def _evaluate(jaxpr: jex.Jaxpr, known: Mapping[jex.Var, Any], wanted: Sequence) -> Arrays:
-    """The values of `wanted`, by the equations of `jaxpr` that lead there from `known`, and no others."""
-    eqns = _leading(jaxpr, known.keys(), wanted)
-    read = [var for var in (*wanted, *(var for eqn in eqns for var in eqn.invars)) if isinstance(var, jex.Var)]
-    inputs = [var for var in dict.fromkeys(read) if var in known]
+    """Return the values of `wanted`, running only those equations that lead there from `known`.
+
+    The part is run as a jaxpr of its own, whose inputs are the known variables that it reads.
+    """
+    eqns = _equations_to(jaxpr, known.keys(), wanted)
+    read = [*wanted, *(var for eqn in eqns for var in eqn.invars)]
+    inputs = [var for var in _distinct(_variables(read)) if var in known]
     part = jex.Jaxpr((), inputs, list(wanted), eqns, debug_info=jaxpr.debug_info)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, ()))(*(known[var] for var in inputs))
+    run = jex.jaxpr_as_fun(jex.ClosedJaxpr(part, ()))
+    return run(*(known[var] for var in inputs))
 
 
-def _leading(jaxpr: jex.Jaxpr, known: Collection[jex.Var], wanted: Sequence) -> list[jex.JaxprEqn]:
-    """The equations that must run for `wanted` where `known` is there already."""
-    missing, eqns = {var for var in wanted if isinstance(var, jex.Var) and var not in known}, []
+def _equations_to(
+    jaxpr: jex.Jaxpr, known: Collection[jex.Var], wanted: Sequence
+) -> list[jex.JaxprEqn]:
+    """Return the equations that must run for `wanted` when `known` is there, in their order."""
+    missing = {var for var in _variables(wanted) if var not in known}
+    eqns = []
     for eqn in reversed(jaxpr.eqns):
         if missing.intersection(eqn.outvars):
             eqns.append(eqn)
-            missing |= {var for var in eqn.invars if isinstance(var, jex.Var) and var not in known}
+            missing |= {var for var in _variables(eqn.invars) if var not in known}
     return eqns[::-1]
 
 
-def _following(jaxpr: jex.Jaxpr, start: jex.Var) -> set[jex.Var]:
-    """`start` and all variables that depend on it."""
+def _followers(jaxpr: jex.Jaxpr, start: jex.Var) -> set[jex.Var]:
+    """Return `start` and all variables that depend on it."""
     found = {start}
     for eqn in jaxpr.eqns:
-        if any(isinstance(var, jex.Var) and var in found for var in eqn.invars):
+        if any(var in found for var in _variables(eqn.invars)):
             found.update(eqn.outvars)
     return found
 
 
-def _without_calls(closed: jex.ClosedJaxpr) -> Callable[..., Arrays]:
-    """The same function with jitted functions written out: an equation that holds both gradients cannot be cut."""
+def _inline_calls(closed: jex.ClosedJaxpr) -> Callable[..., Arrays]:
+    """Return the same function with calls of jitted functions written out.
+
+    A call is one equation, and one that yields both gradients could not be cut in two.
+    """
 
     def run(*arguments):
         jaxpr = closed.jaxpr
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
+        known = _bind_constants(closed)
+        known |= dict(zip(jaxpr.invars, arguments, strict=True))
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in ("jit", "pjit"):
-                inner = [known[var] if isinstance(var, jex.Var) else var.val for var in eqn.invars]
-                made = _without_calls(eqn.params["jaxpr"])(*inner)
+                inner = _inline_calls(eqn.params["jaxpr"])
+                made = inner(*(_value(known, var) for var in eqn.invars))
             else:
-                one = jaxpr.replace(eqns=[eqn])
-                made = _evaluate(one, known, eqn.outvars)
-            known.update(zip(eqn.outvars, made, strict=True))
-        return [known[var] if isinstance(var, jex.Var) else var.val for var in jaxpr.outvars]
+                made = _evaluate(jaxpr.replace(eqns=[eqn]), known, eqn.outvars)
+            known |= dict(zip(eqn.outvars, made, strict=True))
+        return [_value(known, var) for var in jaxpr.outvars]
 
     return run
+
+
+def _bind_constants(closed: jex.ClosedJaxpr) -> Values:
+    return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+
+def _value(known: Mapping[jex.Var, Any], var) -> Any:
+    """Return what an input of an equation is bound to; a literal is its own value."""
+    return known[var] if isinstance(var, jex.Var) else var.val
+
+
+def _variables(inputs) -> list[jex.Var]:
+    """Leave out the literals, which are never missing and depend on nothing."""
+    return [var for var in inputs if isinstance(var, jex.Var)]
+
+
+def _distinct(variables) -> list[jex.Var]:
+    """Return each once, in the order of their first appearance."""
+    return list(dict.fromkeys(variables))
 
 
 def _shape(var) -> jax.ShapeDtypeStruct:

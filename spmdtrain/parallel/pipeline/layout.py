@@ -1,9 +1,11 @@
-"""Where the layers of a stack lie when stages share them.
+"""Which stage holds which layers of a stack, and in which shape the stack rests.
 
-Layer chunk c of stage s holds the layers (c p + s) Lc ... + Lc, so that a stack [layers, ...] in pipeline layout is
-[chunks v, stages p, layers per chunk Lc, ...], and one reshape leads there and back. Where v p does not divide the
-number of layers, the last places are padding: copies of the last layer, computed like all and masked out. One stage
-keeps its stack as it is.
+With v chunks on each of p stages and Lc layers in a chunk, chunk c of stage s holds the layers
+(c p + s) Lc up to (c p + s + 1) Lc. A stack [layers, ...] in pipeline layout is therefore
+[chunks v, stages p, layers per chunk Lc, ...], and one reshape leads there and back.
+
+Where v p does not divide the number of layers, the last places are padding: copies of the last
+layer, which are computed like all others and masked out. One stage keeps its stack as it is.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Layout:
-    """`chunks` v on each of `stages` p, `per_chunk` Lc places each, for `layers` layers."""
+    """`layers` layers in `chunks` v on each of `stages` p, with `per_chunk` Lc places in each."""
 
     chunks: int
     stages: int
@@ -23,39 +25,46 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The leading dims of a stack."""
-        return (self.chunks, self.stages, self.per_chunk) if self.stages > 1 else (self.layers,)
+        """The leading dims of a stack: (v, p, Lc), or (layers,) on one stage."""
+        if self.stages > 1:
+            return (self.chunks, self.stages, self.per_chunk)
+        return (self.layers,)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The logical axes of these dims."""
+        """The logical axes of the leading dims."""
         return ("chunk", "stage", "layer") if self.stages > 1 else ("layer",)
 
     @property
     def places(self) -> int:
+        """How many layers fit, padding included: v p Lc."""
         return self.chunks * self.stages * self.per_chunk
 
     @property
     def padding(self) -> int:
-        """Places without a layer; they cost as much as layers."""
+        """How many places have no layer of their own. They cost as much as layers."""
         return self.places - self.layers
 
     def staged(self, stack: jax.Array) -> jax.Array:
-        """[layers, ...] -> `shape` [...]."""
+        """Reshape [layers, ...] to [*shape, ...]; padding repeats the last layer."""
         if self.padding:
-            stack = jnp.concatenate([stack, jnp.repeat(stack[-1:], self.padding, axis=0)])
+            last = jnp.repeat(stack[-1:], self.padding, axis=0)
+            stack = jnp.concatenate([stack, last])
         return stack.reshape(*self.shape, *stack.shape[1:])
 
     def unstaged(self, stack: jax.Array) -> jax.Array:
-        """`shape` [...] -> [layers, ...], without the padding."""
-        return stack.reshape(self.places, *stack.shape[len(self.shape) :])[: self.layers]
+        """Reshape [*shape, ...] to [layers, ...], leaving the padding out."""
+        flat = stack.reshape(self.places, *stack.shape[len(self.shape) :])
+        return flat[: self.layers]
 
     def describe(self) -> dict[str, int]:
-        """As a checkpoint records it."""
+        """Return the fields as a checkpoint records them."""
         return asdict(self)
 
 
 def lay_out(layers: int, stages: int, chunks: int) -> Layout:
-    """The layout with the fewest places; on one stage there is one chunk."""
-    chunks = chunks if stages > 1 else 1
-    return Layout(chunks, stages, -(-layers // (stages * chunks)), layers)
+    """Return the layout with the least padding. One stage has one chunk, whatever is asked."""
+    if stages == 1:
+        chunks = 1
+    per_chunk = -(-layers // (stages * chunks))
+    return Layout(chunks, stages, per_chunk, layers)

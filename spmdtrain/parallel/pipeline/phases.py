@@ -1,4 +1,7 @@
-"""How an executor walks a table: runs of ticks with the same kinds of work, and what of them repeats, folded."""
+"""Split a table's ticks into phases, which an executor scans, and fold those that repeat.
+
+A scan has one body for all its ticks, so a phase is a run of ticks with the same kinds of work.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +17,8 @@ MOST_PHASES = 12  # that an executor compiles; the schedules built here have fiv
 class Phase:
     """A run of ticks [start, stop) in which the same kinds of work are present on some stage.
 
-    `embed` to `embed_backward` say that some tick of the run has one: they do not split phases.
+    The flags `forward`, `backward` and `weight` hold for every tick of the run. The flags from
+    `embed` on say that some tick of it has such an event, and do not split runs.
     """
 
     start: int
@@ -30,14 +34,16 @@ class Phase:
 
     @property
     def flags(self) -> tuple[bool, ...]:
+        """All fields but `start` and `stop`, in their order."""
         return tuple(getattr(self, field.name) for field in fields(self)[2:])
 
 
 @dataclass(frozen=True)
 class Round:
-    """Phases that run one after the other, `repeats` times over: all repeats have the same lengths and kinds of work.
+    """Phases that run one after the other, `repeats` times over.
 
-    `phases` are those of the first time, with what any of the repeats has of embed and arrivals.
+    All repeats have phases of the same lengths with the same kinds of work. `phases` are those of
+    the first repeat, with every flag that any of the repeats has.
     """
 
     phases: tuple[Phase, ...]
@@ -45,37 +51,45 @@ class Round:
 
     @property
     def ticks(self) -> int:
-        """Of one repeat."""
+        """The ticks of one repeat."""
         return self.phases[-1].stop - self.phases[0].start
 
 
 def phases(table: Table) -> tuple[Phase, ...]:
-    """Maximal runs of ticks with the same kinds of work present on any stage: fill, steady, drain and the like."""
-    return _runs(table, _kinds(table))
+    """Return the longest runs of ticks with the same kinds of work: fill, steady, drain, say."""
+    return _split_runs(table, _kinds_of_work(table))
 
 
 def rounds(table: Table) -> tuple[Round, ...]:
-    """The phases as an executor scans them. They are cut where the head starts or stops as well, because its work is
-    too dear to be done for nothing, and what repeats is folded: the number of rounds does not grow with that of
-    microbatches. A table without such order is one phase in which every tick has every kind of work.
+    """Return the phases as an executor scans them: cut further, then folded.
+
+    Phases are cut where the head starts or stops as well, because its work is too dear to be done
+    and masked. What repeats is folded, so that the number of rounds does not grow with the number
+    of microbatches. A table too irregular for that (more than MOST_PHASES) becomes one phase, in
+    which every tick does every kind of work.
     """
-    runs = _runs(table, np.concatenate([_kinds(table), table.head_microbatch[:, None] >= 0], axis=1))
-    folded = tuple(_folded(runs))
+    head = table.head_microbatch[:, None] >= 0
+    runs = _split_runs(table, np.concatenate([_kinds_of_work(table), head], axis=1))
+    folded = tuple(_fold(runs))
     if sum(len(each.phases) for each in folded) <= MOST_PHASES:
         return folded
-    whole = Phase(0, table.ticks, *(any(flags) for flags in zip(*(run.flags for run in runs), strict=True)))
-    return (Round((whole,), 1),)
+    whole = Phase(0, table.ticks, *_any_flags(runs))
+    return (Round((whole,), repeats=1),)
 
 
-def _kinds(table: Table) -> np.ndarray:
-    """[ticks, kinds of work]: whether some stage has one."""
-    return np.stack([(getattr(table, f"{kind}_microbatch") >= 0).any(1) for kind in WORK], axis=1)
+def _kinds_of_work(table: Table) -> np.ndarray:
+    """Return [ticks, kinds of work]: whether some stage has such work at this tick."""
+    present = [(getattr(table, f"{kind}_microbatch") >= 0).any(1) for kind in WORK]
+    return np.stack(present, axis=1)
 
 
-def _runs(table: Table, same: np.ndarray) -> tuple[Phase, ...]:
-    """Maximal runs of ticks with the same row of `same` [ticks, n]."""
-    starts = [0, *(np.flatnonzero((same[1:] != same[:-1]).any(1)) + 1).tolist()]
-    sometimes = np.stack(
+def _split_runs(table: Table, same: np.ndarray) -> tuple[Phase, ...]:
+    """Return the longest runs of ticks with equal rows in `same` [ticks, n]."""
+    changes = (same[1:] != same[:-1]).any(1)
+    starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
+    stops = [*starts[1:], table.ticks]
+    kinds = _kinds_of_work(table)
+    events = np.stack(  # in the order of Phase's fields
         [
             table.embed_microbatch >= 0,
             table.head_microbatch >= 0,
@@ -85,31 +99,41 @@ def _runs(table: Table, same: np.ndarray) -> tuple[Phase, ...]:
         ],
         axis=1,
     )
-    kinds = _kinds(table)
     return tuple(
-        Phase(start, stop, *kinds[start].tolist(), *sometimes[start:stop].any(0).tolist())
-        for start, stop in zip(starts, [*starts[1:], table.ticks], strict=True)
+        Phase(start, stop, *kinds[start].tolist(), *events[start:stop].any(0).tolist())
+        for start, stop in zip(starts, stops, strict=True)
     )
 
 
-def _folded(runs: Sequence[Phase]) -> Iterator[Round]:
-    """At each place the repetition that covers most, the shortest first."""
-    cut = [(run.forward, run.backward, run.weight, run.head, run.stop - run.start) for run in runs]
+def _fold(runs: Sequence[Phase]) -> Iterator[Round]:
+    """Fold runs that repeat.
+
+    Greedy: at each run it takes the repetition that covers most runs, and of those that cover
+    equally many the one with the shortest period.
+    """
+    alike = [
+        (run.forward, run.backward, run.weight, run.head, run.stop - run.start) for run in runs
+    ]
     at = 0
     while at < len(runs):
-        best = (1, 1)
+        best_period = 1
+        best_repeats = 1
         for period in range(1, (len(runs) - at) // 2 + 1):
             repeats = 1
-            while cut[at + repeats * period :][:period] == cut[at : at + period]:
+            while alike[at + repeats * period :][:period] == alike[at : at + period]:
                 repeats += 1
-            if repeats > 1 and repeats * period > best[0] * best[1]:
-                best = (period, repeats)
-        period, repeats = best
-        phases = []
-        for first in range(at, at + period):
-            alike = [run.flags for run in runs[first : at + period * repeats : period]]
-            phases.append(
-                Phase(runs[first].start, runs[first].stop, *(any(flags) for flags in zip(*alike, strict=True)))
-            )
-        yield Round(tuple(phases), repeats)
-        at += period * repeats
+            if repeats > 1 and repeats * period > best_period * best_repeats:
+                best_period = period
+                best_repeats = repeats
+        end = at + best_period * best_repeats
+        folded = []
+        for first in range(at, at + best_period):
+            flags = _any_flags(runs[first:end:best_period])
+            folded.append(Phase(runs[first].start, runs[first].stop, *flags))
+        yield Round(tuple(folded), best_repeats)
+        at = end
+
+
+def _any_flags(runs: Sequence[Phase]) -> tuple[bool, ...]:
+    """Return which flags any of these runs has."""
+    return tuple(any(flags) for flags in zip(*(run.flags for run in runs), strict=True))

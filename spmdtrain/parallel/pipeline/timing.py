@@ -1,8 +1,9 @@
-"""What a schedule costs: the time of each kind of work and of a hop, put on a table or on one-op-per-tick orders.
+"""Price a schedule: given the time of each kind of work and of a hop, find what the whole takes.
 
-Two machines are priced. *Lockstep* is ours: a tick lasts as long as the kinds of work present on any stage take
-together, because stages without work compute masked garbage meanwhile. *Orders* are Megatron's way: each stage runs its
-own list of operations, each as soon as what it needs has come.
+Two ways of running are priced. *Lockstep* is ours: a tick lasts as long as all kinds of work that
+are present on any stage take together, because a stage without work computes all the same, and
+its results are masked. *Orders* are Megatron's: each stage runs a list of operations of its own,
+each one as soon as its inputs have come.
 """
 
 from collections.abc import Iterator
@@ -12,14 +13,22 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.pipeline.schedule import WORK, Table, arriving_backward, arriving_forward, units_of
+from spmdtrain.parallel.pipeline.schedule import (
+    WORK,
+    Table,
+    arriving_backward,
+    arriving_forward,
+    units_of,
+)
 
 
 @dataclass(frozen=True)
 class Times:
-    """In seconds, or any one unit: one microbatch through all chunks of one stage, and one hop between stages.
+    """The time of each kind of work on one microbatch, through all chunks of one stage; and of a
+    hop between stages.
 
-    Where a schedule does not split backward, its backward takes `backward + weight`. Embedding and head not included.
+    In seconds, or in any one unit. A schedule that does not split backward takes
+    `backward + weight` for it. Embedding and head are not included.
     """
 
     forward: float = 1.0
@@ -29,12 +38,12 @@ class Times:
 
     @property
     def microbatch(self) -> float:
-        """Of the work of one microbatch on one stage."""
+        """The time of all work of one microbatch on one stage."""
         return self.forward + self.backward + self.weight
 
 
 class Operation(NamedTuple):
-    """Of an order: `kind` is "forward", "backward" or "weight"."""
+    """One unit's work in an order. `kind` is "forward", "backward" or "weight"."""
 
     kind: str
     microbatch: int
@@ -42,7 +51,7 @@ class Operation(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An operation of a stage from `start` to `stop`."""
+    """An operation that a stage runs from time `start` to `stop`."""
 
     stage: int
     kind: str
@@ -52,144 +61,206 @@ class Span(NamedTuple):
     stop: float
 
 
-Orders = list[list[Operation]]
+Orders = list[list[Operation]]  # for each stage
+
+
+# Lockstep
 
 
 def lockstep_ticks(table: Table, times: Times, overlap: bool = True) -> np.ndarray:
-    """[ticks]: how long each lasts, with the hops that follow it.
+    """Return [ticks]: how long each lasts, with what its hops add.
 
-    A hop sticks out by what it takes longer than the work that can run beside it: an activation's hop beside this
-    tick's backward and weight gradient, a cotangent's beside this tick's weight gradient and the next one's forward.
-    `overlap=False` lets nothing run beside a hop. One stage hops nowhere.
+    A hop adds what it takes longer than the work that can run beside it. Beside an activation's
+    hop run the backward and the weight gradient of its tick; beside a cotangent's, the weight
+    gradient of its tick and the forward of the next. With `overlap=False` nothing runs beside a
+    hop. A single stage has no hops.
     """
     cost = _chunk_times(table.split, table.chunks, times)
-    present = [(units_of(table, kind)[..., 0] >= 0).any(axis=1) for kind in WORK]
-    forward, backward, weight = np.array([cost[kind] for kind in WORK])[:, None] * np.stack(present)
-    ticks = forward + backward + weight
+    work = {}
+    for kind in WORK:
+        present = (units_of(table, kind)[..., 0] >= 0).any(axis=1)
+        work[kind] = cost[kind] * present
+    ticks = work["forward"] + work["backward"] + work["weight"]
     if table.stages == 1:
         return ticks
+
+    next_forward = np.append(work["forward"][1:], 0.0)
     for arriving, beside in (
-        (arriving_forward(table), backward + weight),
-        (arriving_backward(table), weight + np.append(forward[1:], 0.0)),
+        (arriving_forward(table), work["backward"] + work["weight"]),
+        (arriving_backward(table), work["weight"] + next_forward),
     ):
-        hops = np.append((arriving[1:, :, 0] >= 0).any(1), False)
+        # What arrives at a tick was sent at the end of the tick before.
+        hops = np.append((arriving[1:, :, 0] >= 0).any(axis=1), False)
         ticks += hops * np.maximum(0.0, times.hop - overlap * beside)
     return ticks
 
 
 def lockstep_time(table: Table, times: Times, overlap: bool = True) -> float:
-    """Of the whole schedule, all microbatches."""
+    """Return the time of the whole schedule, all microbatches."""
     return float(lockstep_ticks(table, times, overlap).sum())
 
 
 def bubble_fraction(table: Table, times: Times | None = None, overlap: bool = True) -> float:
-    """Idle / total: the share of the time in which a stage has no work of its own (hops that stick out included)."""
-    total = lockstep_time(table, times or Times(), overlap)
-    return 1 - table.microbatches * (times or Times()).microbatch / total
+    """Return idle / total: the share of the time in which a stage has no work of its own.
+
+    Hops that add time count as idle.
+    """
+    times = times or Times()
+    total = lockstep_time(table, times, overlap)
+    return 1 - table.microbatches * times.microbatch / total
 
 
 def bubble_over_ideal(table: Table, times: Times | None = None, overlap: bool = True) -> float:
-    """Idle / work, as Narayanan et al. (arXiv 2104.04473, section 2.2) state it: (p - 1) / (v m) for interleaved 1F1B.
+    """Return idle / work, as Narayanan et al. (arXiv 2104.04473, section 2.2) state the bubble.
 
-    Read off the table, like everything here, so the formula is a test and not an assumption.
+    For interleaved 1F1B they find (p - 1) / (v m). Here it is read off the table, like
+    everything else, so that the formula is tested and not assumed.
     """
-    ideal = table.microbatches * (times or Times()).microbatch
-    return lockstep_time(table, times or Times(), overlap) / ideal - 1
+    times = times or Times()
+    ideal = table.microbatches * times.microbatch
+    return lockstep_time(table, times, overlap) / ideal - 1
 
 
 def lockstep_spans(table: Table, times: Times, overlap: bool = True) -> list[Span]:
-    """When each unit runs: within a tick every stage has the same slots of time, forward, backward, weight gradient."""
-    cost, spans = _chunk_times(table.split, table.chunks, times), []
-    starts = np.concatenate([[0.0], lockstep_ticks(table, times, overlap).cumsum()[:-1]])
+    """Return when each unit runs.
+
+    Within a tick all stages run their forwards together, then backwards, then weight gradients.
+    """
+    cost = _chunk_times(table.split, table.chunks, times)
+    ends = lockstep_ticks(table, times, overlap).cumsum()
+    starts = np.concatenate([[0.0], ends[:-1]])  # of the current kind of work in each tick
+    spans = []
     for kind in WORK:
         units = units_of(table, kind)
-        for tick, stage in np.argwhere(units[..., 0] >= 0).tolist():
-            (microbatch, chunk), start = units[tick, stage].tolist(), float(starts[tick])
+        runs = units[..., 0] >= 0
+        for tick, stage in np.argwhere(runs).tolist():
+            microbatch, chunk = units[tick, stage].tolist()
+            start = float(starts[tick])
             spans.append(Span(stage, kind, microbatch, chunk, start, start + cost[kind]))
-        starts = starts + cost[kind] * (units[..., 0] >= 0).any(1)
+        starts = starts + cost[kind] * runs.any(axis=1)
     return spans
 
 
-def order_spans(orders: Orders, times: Times) -> list[Span]:
-    """When each operation runs if every stage goes through its list, waiting for what comes from elsewhere.
+# Orders
 
-    A value made on another stage is there `times.hop` after it is made; hops do not wait for each other.
-    ConfigError if the lists wait for each other in a circle.
+
+def order_spans(orders: Orders, times: Times) -> list[Span]:
+    """Return when each operation runs if every stage works through its own list.
+
+    A stage waits for what its next operation needs. What another stage has made is there
+    `times.hop` after it was made, and hops do not wait for each other.
+
+    Raises ConfigError where the lists wait for each other in a circle.
     """
-    chunks = 1 + max(operation.chunk for order in orders for operation in order)
-    cost = _chunk_times(any(op.kind == "weight" for order in orders for op in order), chunks, times)
+    stages = len(orders)
+    operations = [operation for order in orders for operation in order]
+    chunks = 1 + max(operation.chunk for operation in operations)
+    split = any(operation.kind == "weight" for operation in operations)
+    cost = _chunk_times(split, chunks, times)
+
     spans: dict[tuple[int, Operation], Span] = {}
-    free, rest = [0.0] * len(orders), [list(reversed(order)) for order in orders]
-    while any(rest):
+    free_at = [0.0] * stages
+    left = [list(reversed(order)) for order in orders]  # the next one last, to be popped
+    while any(left):
         moved = False
-        for stage, order in enumerate(rest):
-            while order and (ready := _ready(stage, order[-1], spans, len(orders), chunks, times.hop)) is not None:
-                operation, start = order.pop(), max(free[stage], ready)
-                free[stage] = start + cost[operation.kind]
-                spans[stage, operation] = Span(stage, *operation, start, free[stage])
+        for stage, order in enumerate(left):
+            while order:
+                ready_at = _ready_at(stage, order[-1], spans, stages, chunks, times.hop)
+                if ready_at is None:
+                    break
+                operation = order.pop()
+                start = max(free_at[stage], ready_at)
+                free_at[stage] = start + cost[operation.kind]
+                spans[stage, operation] = Span(stage, *operation, start, free_at[stage])
                 moved = True
         if not moved:
-            waiting = next((stage, order[-1]) for stage, order in enumerate(rest) if order)
-            raise ConfigError("the stages wait for each other", found=f"stage {waiting[0]} before {waiting[1]}")
+            stage, operation = next((stage, order[-1]) for stage, order in enumerate(left) if order)
+            found = f"stage {stage} before {operation}"
+            raise ConfigError("the stages wait for each other", found=found)
     return list(spans.values())
 
 
 def order_time(orders: Orders, times: Times) -> float:
-    """Until the last operation ends."""
+    """Return the time at which the last operation ends."""
     return max(span.stop for span in order_spans(orders, times))
 
 
 def order_bubble_fraction(orders: Orders, times: Times) -> float:
-    """(time - m (F + B + W)) / time: the bubble rate of Qi et al., arXiv 2401.10241, table 5."""
+    """Return (time - m (F + B + W)) / time: the bubble rate of Qi et al., arXiv 2401.10241,
+    table 5."""
     microbatches = 1 + max(operation.microbatch for order in orders for operation in order)
     return 1 - microbatches * times.microbatch / order_time(orders, times)
 
 
 def table_orders(table: Table) -> Orders:
-    """The table's work as lists, to price it without lockstep: tick by tick, forward, backward, weight gradient."""
-    by_kind = {kind: units_of(table, kind).tolist() for kind in WORK}
-    return [
-        [
-            Operation(kind, *by_kind[kind][tick][stage])
-            for tick in range(table.ticks)
-            for kind in WORK
-            if by_kind[kind][tick][stage][0] >= 0
-        ]
-        for stage in range(table.stages)
-    ]
+    """Return a table's work as orders, to price it without lockstep.
+
+    Each stage goes tick by tick, and in a tick through forward, backward and weight gradient.
+    """
+    units = {kind: units_of(table, kind).tolist() for kind in WORK}
+    orders: Orders = [[] for _ in range(table.stages)]
+    for stage, order in enumerate(orders):
+        for tick in range(table.ticks):
+            for kind in WORK:
+                microbatch, chunk = units[kind][tick][stage]
+                if microbatch >= 0:
+                    order.append(Operation(kind, microbatch, chunk))
+    return orders
 
 
 def megatron_orders(stages: int, microbatches: int, chunks: int = 1) -> Orders:
-    """Megatron-LM's 1F1B and interleaved 1F1B: some forwards to warm up, then one forward, one backward in turn.
+    """Return the orders of Megatron-LM's 1F1B, and with several chunks of its interleaved 1F1B.
 
-    Warm-up of stage s: p - 1 - s forwards; interleaved 2 (p - 1 - s) + (v - 1) p, or all if m = p.
+    Each stage runs some forwards to warm up, then one forward and one backward in turn, then the
+    backwards that are left. Stage s warms up with p - 1 - s forwards; interleaved with
+    2 (p - 1 - s) + (v - 1) p of them, or with all if m = p.
     """
     if chunks > 1 and microbatches % stages:
-        raise ConfigError("Megatron's interleaving needs microbatches % stages == 0", asked=f"{microbatches}, {stages}")
-    total, group = microbatches * chunks, stages * chunks
-    units = [(unit // group * stages + unit % stages, unit % group // stages) for unit in range(total)]
+        raise ConfigError(
+            "Megatron's interleaving needs microbatches % stages == 0",
+            asked=f"{microbatches}, {stages}",
+        )
+    total = microbatches * chunks
+    group = stages * chunks
+    units = []  # (microbatch, chunk) in the order of forwards
+    for unit in range(total):
+        microbatch = unit // group * stages + unit % stages
+        units.append((microbatch, unit % group // stages))
     forward = [Operation("forward", *unit) for unit in units]
-    backward = [Operation("backward", microbatch, chunks - 1 - chunk) for microbatch, chunk in units]
+    backward = [
+        Operation("backward", microbatch, chunks - 1 - chunk) for microbatch, chunk in units
+    ]
+
     orders = []
     for stage in range(stages):
-        ahead = stages - 1 - stage if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
-        ahead = total if chunks > 1 and microbatches == stages else min(ahead, total)
-        turns = [op for pair in zip(forward[ahead:], backward, strict=False) for op in pair]
-        orders.append([*forward[:ahead], *turns, *backward[total - ahead :]])
+        if chunks == 1:
+            warm_up = stages - 1 - stage
+        elif microbatches == stages:
+            warm_up = total
+        else:
+            warm_up = 2 * (stages - 1 - stage) + (chunks - 1) * stages
+        warm_up = min(warm_up, total)
+        pairs = zip(forward[warm_up:], backward, strict=False)
+        in_turn = [operation for pair in pairs for operation in pair]
+        orders.append([*forward[:warm_up], *in_turn, *backward[total - warm_up :]])
     return orders
 
 
 def zb_h1_orders(stages: int, microbatches: int) -> Orders:
-    """ZB-H1 (Qi et al., arXiv 2401.10241, figure 2): 1F1B with split backward, stage s puts off s weight gradients."""
+    """Return the orders of ZB-H1 (Qi et al., arXiv 2401.10241, figure 2).
+
+    It is 1F1B with backward split, where stage s puts off s weight gradients to the end.
+    """
     orders = []
     for stage, one_f_one_b in enumerate(megatron_orders(stages, microbatches)):
-        order = list(_with_weights(one_f_one_b, put_off=stage))
+        order = list(_with_weight_gradients(one_f_one_b, put_off=stage))
         left = range(max(0, microbatches - stage), microbatches)
         orders.append(order + [Operation("weight", microbatch, 0) for microbatch in left])
     return orders
 
 
-def _with_weights(order: list[Operation], put_off: int) -> Iterator[Operation]:
+def _with_weight_gradients(order: list[Operation], put_off: int) -> Iterator[Operation]:
+    """Follow each backward by the weight gradient of the microbatch `put_off` before it."""
     for operation in order:
         yield operation
         if operation.kind == "backward" and operation.microbatch >= put_off:
@@ -197,11 +268,16 @@ def _with_weights(order: list[Operation], put_off: int) -> Iterator[Operation]:
 
 
 def _chunk_times(split: bool, chunks: int, times: Times) -> dict[str, float]:
+    """Return the time of each kind of work in one chunk."""
     backward = times.backward if split else times.backward + times.weight
-    return {"forward": times.forward / chunks, "backward": backward / chunks, "weight": times.weight / chunks}
+    return {
+        "forward": times.forward / chunks,
+        "backward": backward / chunks,
+        "weight": times.weight / chunks,
+    }
 
 
-def _ready(
+def _ready_at(
     stage: int,
     operation: Operation,
     spans: dict[tuple[int, Operation], Span],
@@ -209,18 +285,23 @@ def _ready(
     chunks: int,
     hop: float,
 ) -> float | None:
-    """When what the operation needs is on its stage; None if that has not run yet."""
+    """Return when an operation's input is on its stage; None if nobody has made it yet."""
     kind, microbatch, chunk = operation
-    source, needs = stage, Operation("backward", microbatch, chunk)
     if kind == "forward" and (stage, chunk) == (0, 0):
         return 0.0
     if kind == "forward":
         source = (stage - 1) % stages
         needs = Operation("forward", microbatch, chunk if stage else chunk - 1)
     elif kind == "backward" and (stage, chunk) == (stages - 1, chunks - 1):
+        source = stage
         needs = Operation("forward", microbatch, chunk)
     elif kind == "backward":
         source = (stage + 1) % stages
         needs = Operation("backward", microbatch, chunk if source else chunk + 1)
+    else:
+        source = stage
+        needs = Operation("backward", microbatch, chunk)
     made = spans.get((source, needs))
-    return None if made is None else made.stop + (hop if source != stage else 0.0)
+    if made is None:
+        return None
+    return made.stop if source == stage else made.stop + hop

@@ -12,7 +12,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.pipeline import check as rules
 from spmdtrain.parallel.pipeline.check import check
 from spmdtrain.parallel.pipeline.schedule import (
-    KINDS,
+    SCHEDULE_KINDS,
     Table,
     assign_slots,
     build,
@@ -42,7 +42,7 @@ def changed(table: Table, name: str, cell: tuple[int, int], value: int) -> Table
 @RELAXED
 @given(st.data())
 def test_swapping_any_two_different_cells_is_refused(data):
-    kind = data.draw(st.sampled_from(KINDS))
+    kind = data.draw(st.sampled_from(SCHEDULE_KINDS))
     chunks = data.draw(st.integers(1, 3)) if kind in ("interleaved", "zero_bubble") else 1
     stages = data.draw(st.integers(1, 4))
     table = build(kind, stages, stages * data.draw(st.integers(1, 3)), chunks)
@@ -59,7 +59,7 @@ def test_swapping_any_two_different_cells_is_refused(data):
 @RELAXED
 @given(st.data())
 def test_changing_any_slot_is_refused(data):
-    kind = data.draw(st.sampled_from(KINDS))
+    kind = data.draw(st.sampled_from(SCHEDULE_KINDS))
     stages = data.draw(st.integers(2, 4))
     table = build(kind, stages, 2 * stages, 2 if kind == "interleaved" else 1)
     rings = {"stash": table.slots, "cotangents": table.cotangent_slots, "deferred": table.deferred_slots}

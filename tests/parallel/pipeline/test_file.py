@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.pipeline.file import read, to_json
-from spmdtrain.parallel.pipeline.schedule import KINDS, build, gpipe, interleaved, one_f_one_b, units_of
+from spmdtrain.parallel.pipeline.schedule import SCHEDULE_KINDS, build, gpipe, interleaved, one_f_one_b, units_of
 from spmdtrain.parallel.pipeline.timing import Times
 
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on busy machines
@@ -35,7 +35,7 @@ def csv_of(table) -> str:
 @RELAXED
 @given(data=st.data())
 def test_what_is_written_is_read_back(data, tmp_path_factory):
-    kind, stages = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(1, 4))
+    kind, stages = data.draw(st.sampled_from(SCHEDULE_KINDS)), data.draw(st.integers(1, 4))
     chunks = data.draw(st.integers(1, 3)) if kind in ("interleaved", "zero_bubble") else 1
     table = build(kind, stages, stages * data.draw(st.integers(1, 3)), chunks)
     folder = tmp_path_factory.mktemp("schedule")

@@ -12,7 +12,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.pipeline.check import check
 from spmdtrain.parallel.pipeline.phases import phases, rounds
 from spmdtrain.parallel.pipeline.schedule import (
-    KINDS,
+    SCHEDULE_KINDS,
     Table,
     assign_slots,
     build,
@@ -32,7 +32,7 @@ chunks_ = st.integers(1, 4)
 @st.composite
 def tables(draw) -> Table:
     """Any of the schedules that are built in."""
-    kind, stages = draw(st.sampled_from(KINDS)), draw(stages_)
+    kind, stages = draw(st.sampled_from(SCHEDULE_KINDS)), draw(stages_)
     chunks = draw(chunks_) if kind in ("interleaved", "zero_bubble") else 1
     microbatches = draw(st.integers(1, 4)) * stages if chunks > 1 else draw(st.integers(1, 20))
     return build(kind, stages, microbatches, chunks)
@@ -244,7 +244,7 @@ def test_slots_are_as_few_as_live_units(table):
 
 
 def test_embedding_and_head_see_every_microbatch_once():
-    for kind in KINDS:
+    for kind in SCHEDULE_KINDS:
         table = build(kind, 4, 8, 2 if kind == "interleaved" else 1)
         for by_tick in (table.embed_microbatch, table.head_microbatch, table.embed_backward_microbatch):
             assert sorted(by_tick[by_tick >= 0].tolist()) == list(range(8)), kind
