@@ -1,8 +1,9 @@
-"""Logical axes to mesh axes: two tables and the one function that reads them.
+"""Logical axes to mesh axes: two tables of sharding rules, and the one function that reads them.
 
-A *mesh axis* is a dimension of the device grid (`data`, `tensor`, ...). A *logical axis* is a model author's name for a
-tensor dim (`"embed"`, `"ffn"`, ...). The parameter table says where weights rest, the activation table where
-activations flow. A typo, a double use and a dim that does not divide are errors, never a silent replica.
+A *mesh axis* is a dimension of the device grid (`data`, `tensor`, ...). A *logical axis* is a model
+author's name for a dim of a tensor (`"embed"`, `"ffn"`, ...). The parameter rules say where weights
+rest, the activation rules where activations flow. A typo, a mesh axis that would split two dims of
+a tensor, and a dim that does not divide are errors: nothing is silently replicated.
 """
 
 import difflib
@@ -16,9 +17,10 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RulesConfig
 from spmdtrain.parallel.mesh import AXES
 
-Table = Mapping[str, tuple[str, ...]]
+# Logical axis -> the mesh axes that split it, major axis first; () keeps it whole.
+AxisRules = Mapping[str, tuple[str, ...]]
 
-PARAMETER_RULES: Table = {
+PARAMETER_RULES: AxisRules = {
     "chunk": (),
     "stage": ("pipeline",),
     "layer": (),
@@ -31,7 +33,7 @@ PARAMETER_RULES: Table = {
     "position": (),
     "norm": (),
 }
-ACTIVATION_RULES: Table = {
+ACTIVATION_RULES: AxisRules = {
     "batch": ("data", "fsdp", "expert"),
     "time": ("context",),
     "embed": (),
@@ -41,9 +43,14 @@ ACTIVATION_RULES: Table = {
     "ffn": ("tensor",),
     "vocab": ("tensor",),
 }
-STACK_AXES = ("chunk", "stage", "layer")  # dims of stacked layers: an optimizer sees one layer's tensor, without them
+
+# Leading dims of stacked layers. An optimizer sees one layer's tensor, without them.
+STACK_AXES = ("chunk", "stage", "layer")
 BATCH_AXES = ACTIVATION_RULES["batch"]
-SETTINGS = {  # that a dim's size is; those of heads depend on each other
+
+# The setting that a logical axis takes its size from, for messages. Those of heads are left out,
+# because they depend on each other.
+SETTINGS = {
     "vocab": "model.vocab",
     "embed": "model.embed",
     "ffn": "model.ffn",
@@ -54,56 +61,90 @@ SETTINGS = {  # that a dim's size is; those of heads depend on each other
 
 @dataclass(frozen=True)
 class Rules:
-    """Both tables with the user's overrides, bound to the sizes of a mesh's axes."""
+    """Both tables of rules with the user's overrides, and the sizes of the mesh's axes."""
 
-    parameters: Table
-    activations: Table
+    parameters: AxisRules
+    activations: AxisRules
     sizes: Mapping[str, int]
 
-    def parameter_spec(self, names: Sequence[str | None], shape: Sequence[int], at: str, drop: Sequence[str] = ()) -> P:
-        """Where the weight at path `at` rests. `drop`: mesh axes to leave out (gathered for use)."""
-        return partition_spec(self.parameters, "parameters", names, shape, self.sizes, at=at, drop=drop)
+    def parameter_spec(
+        self, names: Sequence[str | None], shape: Sequence[int], at: str, drop: Sequence[str] = ()
+    ) -> P:
+        """Return where the weight at path `at` rests, given its logical axes and its shape.
 
-    def activation_spec(self, names: Sequence[str | None], shape: Sequence[int], drop: Sequence[str] = ()) -> P:
+        `drop` are mesh axes to leave out, over which the weight has been gathered for use.
+        """
+        return partition_spec(
+            self.parameters, "parameters", names, shape, self.sizes, at=at, drop=drop
+        )
+
+    def activation_spec(
+        self, names: Sequence[str | None], shape: Sequence[int], drop: Sequence[str] = ()
+    ) -> P:
+        """Return where an activation flows, given its logical axes and its shape.
+
+        `drop` are mesh axes to leave out, over which the region around it is manual.
+        """
         at = f"activation ({', '.join(map(str, names))})"
-        return partition_spec(self.activations, "activations", names, shape, self.sizes, at=at, drop=drop)
+        return partition_spec(
+            self.activations, "activations", names, shape, self.sizes, at=at, drop=drop
+        )
 
 
 def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
-    """The default tables with `[rules]` of the config on top; unknown mesh axes and near-misses are refused."""
+    """Return the default rules with the config's `[rules]` on top. `sizes`: of all mesh axes.
+
+    Raises ConfigError for a mesh axis that there is not, for one that the training step splits by
+    itself (pipeline, data), and for a logical axis that looks like a misspelt one.
+    """
     if "batch" in overrides.activations:
-        raise ConfigError(f"rules.activations.batch: the batch is always split over {' x '.join(BATCH_AXES)}")
+        split = " x ".join(BATCH_AXES)
+        raise ConfigError(f"rules.activations.batch: the batch is always split over {split}")
     if "stage" in overrides.parameters:
         raise ConfigError("rules.parameters.stage: stages are always split over pipeline")
-    for table, base in ((overrides.parameters, PARAMETER_RULES), (overrides.activations, ACTIVATION_RULES)):
-        kind = "parameters" if table is overrides.parameters else "activations"
-        for name, mesh_axes in table.items():
-            for axis in mesh_axes:
-                if axis not in AXES:
-                    raise ConfigError(
-                        f"rules.{kind}.{name}: no mesh axis {axis!r}{_near(axis, AXES)}", found=", ".join(AXES)
-                    )
-                if axis in ("pipeline", "data"):
-                    raise ConfigError(f"rules.{kind}.{name}: mesh axis {axis!r} is split by the training step itself")
-            if name not in base and (near := difflib.get_close_matches(name, base, 1, 0.8)):
-                raise ConfigError(f"rules.{kind}.{name}: no logical axis {name!r}; did you mean {near[0]!r}?")
+    _check_overrides("parameters", overrides.parameters, PARAMETER_RULES)
+    _check_overrides("activations", overrides.activations, ACTIVATION_RULES)
     return Rules(
-        {**PARAMETER_RULES, **overrides.parameters}, {**ACTIVATION_RULES, **overrides.activations}, dict(sizes)
+        parameters={**PARAMETER_RULES, **overrides.parameters},
+        activations={**ACTIVATION_RULES, **overrides.activations},
+        sizes=dict(sizes),
     )
 
 
+def _check_overrides(kind: str, overrides: AxisRules, defaults: AxisRules) -> None:
+    for name, mesh_axes in overrides.items():
+        setting = f"rules.{kind}.{name}"
+        for axis in mesh_axes:
+            if axis not in AXES:
+                what = f"{setting}: no mesh axis {axis!r}{_did_you_mean(axis, AXES)}"
+                raise ConfigError(what, found=", ".join(AXES))
+            if axis in ("pipeline", "data"):
+                what = f"{setting}: mesh axis {axis!r} is split by the training step itself"
+                raise ConfigError(what)
+        if name not in defaults:
+            # A model may have axes of its own: refuse only what is nearly a known one.
+            near = difflib.get_close_matches(name, defaults, 1, 0.8)
+            if near:
+                raise ConfigError(f"{setting}: no logical axis {name!r}; did you mean {near[0]!r}?")
+
+
 def check_names(overrides: RulesConfig, names: Collection[str]) -> None:
-    """Refuses a rule for weights that no default has and none of `names`, the logical axes of a model's parameters."""
+    """Refuse a rule for weights that would rule nothing.
+
+    `names` are the logical axes of a model's parameters. Raises ConfigError for a name that is
+    neither one of them nor in the default rules.
+    """
     for name in overrides.parameters:
         if name not in names and name not in PARAMETER_RULES:
+            near = _did_you_mean(name, sorted(names))
             raise ConfigError(
-                f"rules.parameters.{name}: no parameter has a logical axis {name!r}{_near(name, sorted(names))}",
+                f"rules.parameters.{name}: no parameter has a logical axis {name!r}{near}",
                 found=", ".join(sorted(names)),
             )
 
 
 def partition_spec(
-    table: Table,
+    rules: AxisRules,
     kind: str,
     names: Sequence[str | None],
     shape: Sequence[int],
@@ -112,40 +153,59 @@ def partition_spec(
     at: str,
     drop: Sequence[str] = (),
 ) -> P:
-    """`("batch", "time", "embed") -> P(("data", "fsdp"), "context", None)`; mesh axes of size 1 are left out.
+    """Look a tensor's logical axes up: `("batch", "time", "embed")` becomes
+    `P(("data", "fsdp"), "context", None)`.
 
-    `at` names the tensor in errors; `kind` the table (`parameters` or `activations`).
+    A name of None keeps its dim whole. Mesh axes of size 1, and those in `drop`, are left out.
+    For messages, `at` names the tensor and `kind` the rules ("parameters" or "activations").
+
+    Raises ConfigError for a name without a rule, for a mesh axis that two dims want, and for a
+    dim that does not divide.
     """
     if len(names) != len(shape):
-        raise ConfigError(f"{at}: {len(names)} logical axes {tuple(names)} for {len(shape)} dims {tuple(shape)}")
-    used: dict[str, str] = {}
+        axes = f"{len(names)} logical axes {tuple(names)}"
+        raise ConfigError(f"{at}: {axes} for {len(shape)} dims {tuple(shape)}")
+    name_of_axis: dict[str, str] = {}
     spec = []
     for name, size in zip(names, shape, strict=True):
-        if name is not None and name not in table:
+        if name is None:
+            spec.append(None)
+            continue
+        if name not in rules:
             raise ConfigError(
-                f"{at}: no rule for logical axis {name!r}{_near(name, table)}",
+                f"{at}: no rule for logical axis {name!r}{_did_you_mean(name, rules)}",
                 fix=f"--set rules.{kind}.{name}= (whole) or a mesh axis",
             )
-        mesh_axes = [axis for axis in table.get(name, ()) if sizes[axis] > 1 and axis not in drop] if name else []
+        mesh_axes = [axis for axis in rules[name] if sizes[axis] > 1 and axis not in drop]
         for axis in mesh_axes:
-            if axis in used:
+            if axis in name_of_axis:
+                both = f"{name_of_axis[axis]!r} and {name!r}"
                 raise ConfigError(
-                    f"{at}: logical axes {used[axis]!r} and {name!r} both want mesh axis {axis!r}",
+                    f"{at}: logical axes {both} both want mesh axis {axis!r}",
                     fix=f"--set rules.{kind}.{name}=",
                 )
-            used[axis] = name
+            name_of_axis[axis] = name
         ways = math.prod(sizes[axis] for axis in mesh_axes)
         if size % ways:
-            larger = -(-size // ways) * ways
-            typed = f" (--set {SETTINGS[name]}={larger})" if name in SETTINGS else ""
-            raise ConfigError(
-                f"{at}: {name}={size} is not divisible by {' x '.join(mesh_axes)} = {ways}",
-                fix=f"{name} = {larger}{typed}, or --set rules.{kind}.{name}= to keep it whole",
-            )
-        spec.append(tuple(mesh_axes) if len(mesh_axes) > 1 else mesh_axes[0] if mesh_axes else None)
+            raise _indivisible(at, kind, name, size, mesh_axes, ways)
+        if len(mesh_axes) > 1:
+            spec.append(tuple(mesh_axes))
+        else:
+            spec.append(mesh_axes[0] if mesh_axes else None)
     return P(*spec)
 
 
-def _near(word: str, known: Sequence[str] | Mapping[str, object]) -> str:
+def _indivisible(
+    at: str, kind: str, name: str, size: int, mesh_axes: Sequence[str], ways: int
+) -> ConfigError:
+    larger = -(-size // ways) * ways
+    typed = f" (--set {SETTINGS[name]}={larger})" if name in SETTINGS else ""
+    return ConfigError(
+        f"{at}: {name}={size} is not divisible by {' x '.join(mesh_axes)} = {ways}",
+        fix=f"{name} = {larger}{typed}, or --set rules.{kind}.{name}= to keep it whole",
+    )
+
+
+def _did_you_mean(word: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,12 +1,13 @@
-"""The coordinator of a run of several processes: process 0 starts it, and it outlives process 0.
+"""The coordinator of a run of several processes: a program that process 0 starts and that outlives
+process 0.
 
-It is jax's coordination service and, beside it, a line to each process, by which all learn how one
-of them ended. jax aborts every process whose coordinator is gone; if this were part of process 0,
-its death would be their abort.
+It is jax's coordination service and, beside it, a connection to each process, by which all of them
+learn how one of them ended. jax aborts every process whose coordinator is gone: if this were part
+of process 0, the death of process 0 would abort them all.
 
-A process says "TOKEN INDEX", and at its end "done", or "failed WHY", or nothing. Unless it is
-"done" the others are told "INDEX failed WHY", or "INDEX lost"; the first such news also to those
-who come later.
+The protocol is lines of text. A process says "TOKEN INDEX" once it has connected. At its end it
+says "done" or "failed WHY", or nothing, if it was killed. Unless it said "done", the others are
+told "INDEX failed WHY" or "INDEX lost". Processes that connect later are told the first such news.
 """
 
 import json
@@ -17,20 +18,25 @@ import socketserver
 import sys
 import threading
 
-# For the others to hear of the end of process 0; not longer, as its port may be wanted again.
+# How long the others have to hear of the end of process 0. Not longer, because a new run may want
+# the port.
 LINGER_SECONDS = 10
 
 
-class Lines(socketserver.ThreadingTCPServer):
+class NewsServer(socketserver.ThreadingTCPServer):
+    """Listens on any free port, and handles the connection of each process in a thread."""
+
     daemon_threads = True
-    request_queue_size = 1024  # all processes call at once
+    request_queue_size = 1024  # all processes connect at once
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
     def __init__(self, token: str):
-        self.token, self.news = token, ""
-        self.open: dict[str, socket.socket] = {}
-        self.changed = threading.Condition()
-        super().__init__(("", 0), Line)
+        """`token` is the secret by which processes of this run are told from strangers."""
+        self.token = token
+        self.news = ""  # the first
+        self.open: dict[str, socket.socket] = {}  # by process index
+        self.changed = threading.Condition()  # guards `news` and `open`
+        super().__init__(("", 0), NewsHandler)
 
     def server_bind(self):
         if self.address_family == socket.AF_INET6:
@@ -38,10 +44,12 @@ class Lines(socketserver.ThreadingTCPServer):
         super().server_bind()
 
     def handle_error(self, *_):
-        """A connection that breaks is news by itself; a stranger's is none."""
+        """Print no traceback: a connection that breaks is news, which the handler has told."""
 
 
-class Line(socketserver.StreamRequestHandler):
+class NewsHandler(socketserver.StreamRequestHandler):
+    """The connection of one process."""
+
     def handle(self):
         token, _, process = self.rfile.readline(200).decode().strip().partition(" ")
         if token != self.server.token:
@@ -58,10 +66,10 @@ class Line(socketserver.StreamRequestHandler):
             with self.server.changed:
                 del self.server.open[process]
                 if said != "done":
-                    self._tell(f"{process} {said}\n")
+                    self._tell_others(f"{process} {said}\n")
                 self.server.changed.notify_all()
 
-    def _tell(self, news: str):
+    def _tell_others(self, news: str):
         self.server.news = self.server.news or news
         for other in self.server.open.values():
             try:
@@ -70,32 +78,39 @@ class Line(socketserver.StreamRequestHandler):
                 continue
 
 
-def keep_alive(line: socket.socket) -> None:
-    """The kernel notices in 20 seconds that a host is gone; a busy Python would answer too late."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel notice within 20 seconds that the other side's host is gone.
+
+    (A heartbeat of our own would come too late from a Python that is busy.)
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def main() -> None:
-    """Says the port of its lines once all is there; ends after its standard input does."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # for process 0, which says when it is over
-        signal.signal(number, signal.SIG_IGN)
+    """Serve until standard input ends, that is, until process 0 is done or dead.
+
+    Prints [port of the news server, ""] as JSON once all is there, or [null, what went wrong].
+    """
+    # A terminal sends these to all its programs. When it is over is for process 0 to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     arguments, named, token = json.loads(sys.argv[1])
     from jaxlib import _jax
 
     try:
         service = _jax.get_distributed_runtime_service(*arguments, **named)
-        lines = Lines(token)
+        server = NewsServer(token)
     except Exception as error:  # jaxlib raises several kinds; process 0 says whichever it was
         print(json.dumps([None, str(error)]), flush=True)
         return
-    threading.Thread(target=lines.serve_forever, daemon=True).start()
-    print(json.dumps([lines.server_address[1], ""]), flush=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(json.dumps([server.server_address[1], ""]), flush=True)
     sys.stdin.read()
-    with lines.changed:
-        lines.changed.wait_for(lambda: not lines.open, LINGER_SECONDS)
+    with server.changed:
+        server.changed.wait_for(lambda: not server.open, LINGER_SECONDS)
     service.shutdown()
     os._exit(0)
 

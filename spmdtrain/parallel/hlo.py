@@ -1,10 +1,12 @@
-"""What XLA made of a compiled step: its memory, its collectives and the libraries and kernels it calls, i.e.
-RUN/compiled.json.
+"""Read off a compiled step what XLA made of it: its memory, its collectives, and the libraries and
+kernels that it calls. That is RUN/compiled.json.
 
-The text of the optimized module is the only place that says where a collective runs. A *position* is a device's place
-in the flattened mesh, which is how XLA counts partitions whatever the ids of the devices are. Everything that is not
-understood raises an AssertionError with the line: a collective that is overlooked would make every check on it true.
-Not counted: send and recv, which XLA makes only of host callbacks unless a flag asks for pipelined permutes.
+Only the text of the optimized module says where a collective runs. A *partition* is a device's
+number in the flattened mesh: so XLA counts devices, whatever their ids are.
+
+Whatever is not understood raises an AssertionError with the line, because a collective that was
+overlooked would make every check on it pass. Not counted are send and recv, which XLA makes only
+of host callbacks unless a flag asks for pipelined permutes.
 """
 
 import itertools
@@ -18,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-KINDS = (
+COLLECTIVE_KINDS = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -28,10 +30,13 @@ KINDS = (
     "collective-broadcast",
 )
 
+# Groups of partitions that exchange data: [groups, members], or lists of unequal lengths.
+Groups = np.ndarray | list[list[int]]
+
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective where it runs: a computation called from two places gives two."""
+    """One collective where it runs: a computation that is called from two places gives two."""
 
     name: str
     kind: str
@@ -42,14 +47,17 @@ class Collective:
 
     @property
     def bytes(self) -> int:
+        """The bytes of its output on one device, in all dtypes."""
         return sum(self.bytes_by_dtype.values())
 
 
-def report(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, seconds: float) -> dict[str, Any]:
-    """RUN/compiled.json of a step that took `seconds` to compile.
+def report(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, seconds: float
+) -> dict[str, Any]:
+    """Return what RUN/compiled.json says of a step that took `seconds` to compile.
 
-    A text that cannot be read costs a run its list of collectives and no more: `collectives` is None then, and
-    `unread` is the line.
+    Where the text cannot be read, a run loses its list of collectives and nothing else:
+    `collectives` is None then, and `unread` says which line it was.
     """
     text = compiled.as_text()
     found = {"memory": memory(compiled), "calls": calls(text), "compile_seconds": seconds}
@@ -60,68 +68,110 @@ def report(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, seconds: floa
 
 
 def memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes on one device. `alias_bytes` of the output live in donated arguments."""
+    """Return bytes on one device: of arguments, output, temporaries, and `alias_bytes`, the part
+    of the output that lives in donated arguments."""
     analysis = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     return {f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in names}
 
 
 def calls(hlo_text: str) -> dict[str, int]:
-    """How often the text calls what XLA did not compile itself, by XLA's name of it: cuDNN, cuBLAS, Pallas kernels."""
-    return dict(sorted(Counter(re.findall(r'\bcustom_call_target="([^"]+)"', hlo_text)).items()))
+    """Count calls of what XLA did not compile itself: cuDNN, cuBLAS, Pallas kernels.
+
+    The keys are XLA's names of them; a call in a loop counts once.
+    """
+    targets = re.findall(r'\bcustom_call_target="([^"]+)"', hlo_text)
+    return dict(sorted(Counter(targets).items()))
 
 
 def collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Collectives by kind, axis and inside_loop: how often in the text, and output bytes per device of one pass through
-    it (a loop body once). `mesh_axes` in mesh order."""
+    """Count collectives by kind, axis and inside_loop.
+
+    `count` is how often they stand in the text, `bytes` their output per device in one pass
+    through it (a loop body once). `mesh_axes` are the sizes of all axes in mesh order.
+    """
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
     for each in instructions(hlo_text, mesh_axes):
         total = totals[each.kind, each.axis, each.inside_loop]
         total[0] += 1
         total[1] += each.bytes
     keys = ("kind", "axis", "inside_loop", "count", "bytes")
-    return [dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())]
+    return [
+        dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())
+    ]
 
 
 def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collective]:
-    """Every collective of the module, in the order of the calls from its entry. A -start and its -done are one."""
+    """Yield every collective of the module, in the order of the calls from its entry.
+
+    A -start and its -done are one collective.
+    """
     named, entry = computations(hlo_text)
-    header = hlo_text[: hlo_text.find("\n")]
-    for count, expected in (("replica_count", 1), ("num_partitions", math.prod(mesh_axes.values()))):
+    _check_header(hlo_text[: hlo_text.find("\n")], mesh_axes)
+    visited = set()
+
+    def walk(name: str, inside_loop: bool, inside_conditional: bool) -> Iterator[Collective]:
+        visited.add(name)
+        type_of_start = {}  # a -start's output holds its input as well: the -done's type counts
+        for each in named[name]:
+            if each.opcode.endswith("-done"):
+                type_of_start[each.operands.split()[-1]] = each.type
+        for each in named[name]:
+            kind = each.opcode.removesuffix("-start")
+            if kind in COLLECTIVE_KINDS:
+                output = each.type
+                if kind != each.opcode:
+                    assert each.name in type_of_start, f"nothing ends the collective: {each.line}"
+                    output = type_of_start[each.name]
+                yield Collective(
+                    name=each.name,
+                    kind=kind,
+                    axis=_axis(kind, each, mesh_axes),
+                    inside_loop=inside_loop,
+                    inside_conditional=inside_conditional,
+                    bytes_by_dtype=_bytes_by_dtype(output, each.line),
+                )
+            for called in each.called:
+                assert called in named, f"no computation {called} in the text: {each.line}"
+                yield from walk(
+                    called,
+                    inside_loop or each.opcode == "while",
+                    inside_conditional or each.opcode == "conditional",
+                )
+
+    yield from walk(entry, inside_loop=False, inside_conditional=False)
+    for name in named.keys() - visited:
+        for each in named[name]:
+            kind = each.opcode.removesuffix("-start")
+            assert kind not in COLLECTIVE_KINDS, (
+                f"nothing calls computation {name}, which holds {each.line}"
+            )
+
+
+def _check_header(header: str, mesh_axes: Mapping[str, int]) -> None:
+    """Check that the module was partitioned over this mesh."""
+    partitions = math.prod(mesh_axes.values())
+    for count, expected in (("replica_count", 1), ("num_partitions", partitions)):
         found = re.search(rf"\b{count}=(\d+)", header)
         assert found is None or int(found[1]) == expected, (
             f"{count} is not {expected} (mesh {dict(mesh_axes)}): {header}"
         )
-    seen = set()
-
-    def walk(name: str, inside_loop: bool, inside_conditional: bool) -> Iterator[Collective]:
-        seen.add(name)
-        done = {each.operands.split()[-1]: each.type for each in named[name] if each.opcode.endswith("-done")}
-        for each in named[name]:
-            kind = each.opcode.removesuffix("-start")
-            if kind in KINDS:
-                assert kind == each.opcode or each.name in done, f"nothing ends the collective: {each.line}"
-                output = each.type if kind == each.opcode else done[each.name]
-                axis = "+".join(_varying(_groups(kind, each, math.prod(mesh_axes.values())), mesh_axes)) or "none"
-                yield Collective(each.name, kind, axis, inside_loop, inside_conditional, _bytes(output, each.line))
-            for called in each.called:
-                assert called in named, f"no computation {called} in the text: {each.line}"
-                yield from walk(
-                    called, inside_loop or each.opcode == "while", inside_conditional or each.opcode == "conditional"
-                )
-
-    yield from walk(entry, False, False)
-    for name in named.keys() - seen:
-        lost = [each.line for each in named[name] if each.opcode.removesuffix("-start") in KINDS]
-        assert not lost, f"nothing calls computation {name}, which holds {lost[0]}"
 
 
 def events(hlo_text: str) -> dict[str, list[tuple[str, "_Instruction"]]]:
-    """Computation -> what it does, in scheduled order: collectives and their -start and -done by opcode, "loop",
-    "matmul" and "fusion" for the rest that takes time."""
+    """Return for each computation (event, instruction) of what takes time, in scheduled order.
+
+    The event of a collective, of its -start and of its -done is the opcode; others are "loop",
+    "matmul" and "fusion".
+    """
+    named, _ = computations(hlo_text)
     found = {}
-    for name, instructions_ in computations(hlo_text)[0].items():
-        found[name] = [(event, each) for each in instructions_ if (event := _event(each))]
+    for name, listed in named.items():
+        found[name] = []
+        for each in listed:
+            event = _event(each)
+            if event:
+                found[name].append((event, each))
     return found
 
 
@@ -129,35 +179,52 @@ def _event(instruction: "_Instruction") -> str | None:
     opcode = instruction.opcode
     if opcode == "while":
         return "loop"
-    if "gemm" in instruction.line and opcode in ("custom-call", "fusion") or opcode == "dot":
+    is_gemm = opcode in ("custom-call", "fusion") and "gemm" in instruction.line
+    if is_gemm or opcode == "dot":
         return "matmul"
     kind = opcode.removesuffix("-start").removesuffix("-done")
-    return opcode if kind in KINDS or opcode == "fusion" else None
+    if kind in COLLECTIVE_KINDS or opcode == "fusion":
+        return opcode
+    return None
 
 
 def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Collectives by kind and axis: `count` in the text, and how many of them have a matmul or a loop between their
-    start and their end. One that is not split into start and end has nothing beside it."""
+    """Count, by kind and axis, collectives that have work to hide behind.
+
+    `count` is how many there are in the text, `beside_work` how many of them have a matmul or a
+    loop between their start and their end. One that is not split in two has nothing beside it.
+    """
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
     for listed in events(hlo_text).values():
         for at, (event, each) in enumerate(listed):
             kind = event.removesuffix("-start")
-            if kind not in KINDS:
+            if kind not in COLLECTIVE_KINDS:
                 continue
-            axis = "+".join(_varying(_groups(kind, each, math.prod(mesh_axes.values())), mesh_axes)) or "none"
-            totals[kind, axis][0] += 1
+            total = totals[kind, _axis(kind, each, mesh_axes)]
+            total[0] += 1
             if event != kind:
-                ends = (
-                    n for n, (_, end) in enumerate(listed) if end.opcode == f"{kind}-done" and each.name in end.operands
-                )
-                between = {name for name, _ in listed[at : next(ends)]}
-                totals[kind, axis][1] += bool(between & {"matmul", "loop"})
+                total[1] += _has_work_beside(listed[at:], kind)
     keys = ("kind", "axis", "count", "beside_work")
-    return [dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())]
+    return [
+        dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())
+    ]
+
+
+def _has_work_beside(listed: list[tuple[str, "_Instruction"]], kind: str) -> bool:
+    """Whether work stands between the -start that `listed` begins with and its -done."""
+    _, start = listed[0]
+    work = False
+    for event, each in listed:
+        if each.opcode == f"{kind}-done" and each.operands.split()[-1] == start.name:
+            return work
+        work = work or event in ("matmul", "loop")
+    raise AssertionError(f"nothing ends the collective: {start.line}")
 
 
 @dataclass(frozen=True)
 class _Instruction:
+    """One line of the text: `%name = type opcode(operands), attributes`."""
+
     line: str
     name: str
     type: str
@@ -167,32 +234,42 @@ class _Instruction:
 
     @property
     def called(self) -> list[str]:
-        """The computations it runs, each once; a branch of a conditional runs at most once."""
-        one = r"\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.-]+)"
+        """The computations that it runs, each once: of a conditional's branches one runs."""
+        one = (
+            r"\b(?:to_apply|calls|body|condition|true_computation|false_computation)"
+            r"=%?([\w.-]+)"
+        )
         many = r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
-        listed = [name.strip(" %") for names in re.findall(many, self.attributes) for name in names.split(",")]
-        return list(dict.fromkeys([*re.findall(one, self.attributes), *listed]))
+        names = re.findall(one, self.attributes)
+        for listed in re.findall(many, self.attributes):
+            names += [name.strip(" %") for name in listed.split(",")]
+        return list(dict.fromkeys(names))
 
 
 def computations(hlo_text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Computation name -> its instructions, and the name of the entry."""
+    """Return (the instructions of each computation by its name, the name of the entry)."""
     named: dict[str, list[_Instruction]] = {}
-    entry = current = None
+    entry = None
+    current = None
     for line in hlo_text.splitlines():
         if start := re.match(r"(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$", line):
             current = start[2]
             named[current] = []
-            entry = current if start[1] else entry
+            if start[1]:
+                entry = current
         elif line == "}":
             current = None
         elif current and (start := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line)):
-            named[current].append(_instruction(start[1], line, start.end()))
+            named[current].append(_parse_instruction(start[1], line, start.end()))
     assert entry, "no ENTRY computation in the text"
     return named, entry
 
 
-def _instruction(name: str, line: str, at: int) -> _Instruction:
-    """Takes `%name = TYPE opcode(operands), attributes` apart; quoted strings (metadata) are dropped."""
+def _parse_instruction(name: str, line: str, at: int) -> _Instruction:
+    """Take `TYPE opcode(operands), attributes`, from index `at` on, apart.
+
+    Quoted strings are emptied: metadata may say anything, names of opcodes too.
+    """
     rest = re.sub(r'"(?:[^"\\]|\\.)*"', '""', line[at:])
     end = _closing(rest) if rest.startswith("(") else rest.index(" ")
     opcode, _, tail = rest[end:].strip().partition("(")
@@ -202,7 +279,7 @@ def _instruction(name: str, line: str, at: int) -> _Instruction:
 
 
 def _closing(text: str) -> int:
-    """The index behind the parenthesis that closes the one `text` starts with."""
+    """Return the index behind the parenthesis that closes the one `text` starts with."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -211,48 +288,79 @@ def _closing(text: str) -> int:
     raise AssertionError(f"unbalanced parentheses: {text}")
 
 
-def _bytes(type_text: str, line: str) -> dict[str, int]:
-    """`(f32[8,4]{1,0}, s32[])` -> {"f32": 128, "s32": 4}; every array of a tuple counts."""
+def _bytes_by_dtype(type_text: str, line: str) -> dict[str, int]:
+    """Count `(f32[8,4]{1,0}, s32[])` as {"f32": 128, "s32": 4}; all arrays of a tuple count."""
     totals: dict[str, int] = defaultdict(int)
     for dtype, shape in re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", type_text):
-        bits = {"pred": "8", "token": "0"}.get(dtype) or "".join(re.findall(r"^[a-z]+(\d+)", dtype))
-        assert bits, f"unknown dtype {dtype}: {line}"
+        if dtype == "pred":
+            bits = 8
+        elif dtype == "token":
+            bits = 0
+        else:
+            found = re.match(r"[a-z]+(\d+)", dtype)
+            assert found, f"unknown dtype {dtype}: {line}"
+            bits = int(found[1])
         elements = math.prod(int(size.removeprefix("<=")) for size in shape.split(",") if size)
-        totals[dtype] += -(-elements * int(bits) // 8)
+        totals[dtype] += -(-elements * bits // 8)
     return dict(totals)
 
 
-def _varying(groups: np.ndarray | list[list[int]], mesh_axes: Mapping[str, int]) -> list[str]:
-    """The axes along which the members of some group differ from its first."""
+# Which devices a collective connects
+
+
+def _axis(kind: str, instruction: _Instruction, mesh_axes: Mapping[str, int]) -> str:
+    """Return the axes along which a collective's groups extend: "fsdp+tensor", or "none"."""
+    groups = _groups(kind, instruction, math.prod(mesh_axes.values()))
+    return "+".join(_varying_axes(groups, mesh_axes)) or "none"
+
+
+def _varying_axes(groups: Groups, mesh_axes: Mapping[str, int]) -> list[str]:
+    """Return the axes along which the members of some group differ from its first."""
     shape = tuple(mesh_axes.values())
-    members, firsts = np.array([(each, group[0]) for group in groups for each in group], int).reshape(-1, 2).T
-    members, firsts = np.unravel_index(members, shape), np.unravel_index(firsts, shape)
-    return [axis for axis, one, other in zip(mesh_axes, firsts, members, strict=True) if (one != other).any()]
+    pairs = [(member, group[0]) for group in groups for member in group]
+    members, firsts = np.array(pairs, int).reshape(-1, 2).T
+    member_coordinates = np.unravel_index(members, shape)
+    first_coordinates = np.unravel_index(firsts, shape)
+    return [
+        axis
+        for axis, member, first in zip(
+            mesh_axes, member_coordinates, first_coordinates, strict=True
+        )
+        if (member != first).any()
+    ]
 
 
-def _groups(kind: str, instruction: _Instruction, positions: int) -> np.ndarray | list[list[int]]:
-    """Groups of positions that talk to each other; for a permute, its (source, target) pairs."""
-    attribute = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
+def _groups(kind: str, instruction: _Instruction, partitions: int) -> Groups:
+    """Return the groups of partitions that talk to each other.
+
+    For a permute they are its (source, target) pairs.
+    """
+    is_permute = kind == "collective-permute"
+    attribute = "source_target_pairs" if is_permute else "replica_groups"
     found = re.search(rf"\b{attribute}=(.*)", instruction.attributes)
-    groups = replica_groups(found[1], positions) if found else None
-    if groups is None or not all(0 <= position < positions for group in groups for position in group):
-        raise AssertionError(f"cannot read {attribute} over {positions} devices: {instruction.line}")
-    return [] if kind == "collective-permute" and found[1].startswith("{}") else groups
+    groups = replica_groups(found[1], partitions) if found else None
+    if groups is None or not all(0 <= each < partitions for group in groups for each in group):
+        line = instruction.line
+        raise AssertionError(f"cannot read {attribute} over {partitions} devices: {line}")
+    if is_permute and found[1].startswith("{}"):
+        return []  # of a permute, no pairs; of all others `{}` means all devices
+    return groups
 
 
-def replica_groups(text: str, positions: int) -> np.ndarray | list[list[int]] | None:
-    """The groups that `text` starts with, in any of XLA's spellings, or None:
+def replica_groups(text: str, partitions: int) -> Groups | None:
+    """Read the groups that `text` starts with, in any of XLA's spellings; None if it is none.
 
-    `{{0,1},{2,3}}`; `{}`, all; `[2,2]<=[4]` and `[2,2]<=[2,2]T(1,0)`, iota reshaped and transposed;
-    `mesh['a'=2,'b'=2] {'a'}`, also with `, device_ids=([2,2]T(1,0))` or `(0,2,1,3)` and with a part of an axis,
-    `'a':(2)4`, i.e. 4 of its indices where 2 are slower.
+    - `{{0,1},{2,3}}`, and `{}` for one group of all
+    - `[2,2]<=[4]`, and `[2,2]<=[2,2]T(1,0)`: an iota, reshaped and transposed
+    - `mesh['a'=2,'b'=2] {'a'}`, also with `, device_ids=([2,2]T(1,0))` or `(0,2,1,3)`, and with a
+      part of an axis: `'a':(2)4` is 4 of its indices where 2 are slower
     """
     if re.match(r"\{\}", text):
-        return [list(range(positions))]
+        return [list(range(partitions))]
     if found := re.match(r"\{(\{[\d,]+\}(?:,\s*\{[\d,]+\})*)\}", text):
         return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found[1])]
     if found := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
-        return _tiles(found[2]).reshape(_numbers(found[1]))
+        return _iota(found[2]).reshape(_numbers(found[1]))
     if found := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?\)?)\))? \{([^}]*)\}", text):
         return _mesh_groups(*found.groups())
     return None
@@ -262,33 +370,42 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _tiles(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: counted through, shaped, transposed."""
+def _iota(text: str) -> np.ndarray:
+    """Read `[2,4]T(1,0)`: 0 to 7, reshaped to [2, 4], transposed."""
     shape, _, order = text.rstrip(")").partition("T(")
     sizes = _numbers(shape.strip("[]"))
-    tiles = np.arange(math.prod(sizes)).reshape(sizes)
-    return tiles.transpose(_numbers(order)) if order else tiles
+    array = np.arange(math.prod(sizes)).reshape(sizes)
+    return array.transpose(_numbers(order)) if order else array
 
 
 def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> np.ndarray | None:
-    """Cuts each axis where a part of it begins or ends, then gathers the pieces that `grouped` covers."""
+    """Return [groups, members] of `mesh[AXES], device_ids=(DEVICE_IDS) {GROUPED}`.
+
+    Each axis is cut where a part of it begins or ends. The pieces that `grouped` covers make up
+    the members, the others tell groups apart.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
-    parts: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
+    parts: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}  # (begin, end)
     for name, slower, size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", grouped):
         if name not in sizes:
             return None
-        parts[name].append((int(slower or 1), int(slower or 1) * int(size or sizes[name])))
+        begin = int(slower or 1)
+        parts[name].append((begin, begin * int(size or sizes[name])))
+
     shape: list[int] = []
-    inside: list[bool] = []
+    inside: list[bool] = []  # whether this dim of `shape` lies inside a group
     for name, size in sizes.items():
         cuts = sorted({1, size, *itertools.chain(*parts[name])})
         for low, high in itertools.pairwise(cuts):
             shape.append(high // low)
             inside.append(any(begin <= low and high <= end for begin, end in parts[name]))
+
     if device_ids is None:
         array = np.arange(math.prod(sizes.values()))
+    elif device_ids.startswith("["):
+        array = _iota(device_ids)
     else:
-        array = _tiles(device_ids) if device_ids.startswith("[") else np.array(_numbers(device_ids))
-    order = sorted(range(len(shape)), key=lambda at: inside[at])
+        array = np.array(_numbers(device_ids))
+    order = sorted(range(len(shape)), key=lambda dim: inside[dim])  # stable: inside ones last
     members = math.prod(size for size, within in zip(shape, inside, strict=True) if within)
     return array.reshape(shape).transpose(order).reshape(-1, members)

@@ -1,7 +1,8 @@
-"""From the sizes a person asked for and the devices there are to a `Mesh`, or one line that says what to type instead.
+"""Arrange the devices that there are in the mesh that a person asked for, or say in one line what
+to type instead.
 
-Axes are ordered slowest link first. Devices are ordered host by host, so that neighbours along `tensor`, the last
-axis, sit inside one host and `pipeline`, the first, is the axis that spans hosts.
+Axes are ordered slowest link first, devices host by host. So neighbours along `tensor`, the last
+axis, sit inside one host, and `pipeline`, the first, is the axis that spans hosts.
 """
 
 import math
@@ -16,186 +17,293 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import MeshConfig
 
 AXES = tuple(MeshConfig.model_fields)  # slowest link first
-MOST_ROWS, MOST_DRAWN = 16, 8  # of the drawing: rows; columns, and devices in a box
-MOST_SIMULATED = 1024  # more simulated devices than this are not worth suggesting
+MOST_SUGGESTED = 1024  # more simulated devices than this are not worth suggesting
+
+# Of the drawing: rows of the grid; columns of it, and devices named in one place.
+MOST_ROWS = 16
+MOST_DRAWN = 8
 
 
 def build_mesh(
-    config: MeshConfig, devices: Sequence[Any] | None = None, where: Mapping[str, str] | None = None
+    config: MeshConfig,
+    devices: Sequence[Any] | None = None,
+    where: Mapping[str, str] | None = None,
 ) -> Mesh:
-    """The mesh over all devices (default: those of all processes); every axis is `Auto`.
+    """Return the mesh over `devices` (default: those of all processes); every axis is `Auto`.
 
-    `where` maps "mesh.data" and so on to where the value came from (`RunConfig.origin`), for the messages.
+    `where` maps "mesh.data" and so on to where the value came from (`RunConfig.origin`), for
+    messages. Raises ConfigError, as `arrange` does.
     """
-    arranged = arrange(config.sizes, jax.devices() if devices is None else devices, where)
-    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if devices is None:
+        devices = jax.devices()
+    array = arrange(config.sizes, devices, where)
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def fill(sizes: Mapping[str, int], device_count: int) -> dict[str, int] | None:
-    """`sizes` with -1 replaced so that the product is `device_count`; None if no size does that."""
-    rest = math.prod(size for size in sizes.values() if size != -1)
-    if device_count % rest or (rest != device_count and -1 not in sizes.values()):
+    """Replace -1 in `sizes` so that the product is `device_count`; None if no size does that."""
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if device_count % fixed:
         return None
-    return {axis: device_count // rest if size == -1 else size for axis, size in sizes.items()}
+    if -1 not in sizes.values() and fixed != device_count:
+        return None
+    return {axis: device_count // fixed if size == -1 else size for axis, size in sizes.items()}
 
 
-def arrange(sizes: Mapping[str, int], devices: Sequence[Any], where: Mapping[str, str] | None = None) -> np.ndarray:
-    """The devices as an array of `sizes`, -1 filled, host by host; ConfigError when they do not fit.
+def arrange(
+    sizes: Mapping[str, int], devices: Sequence[Any], where: Mapping[str, str] | None = None
+) -> np.ndarray:
+    """Return the devices as an array of shape `sizes`, -1 filled, host by host.
 
-    Needs `process_index`, `id`, `device_kind` and `platform` of a device, nothing else.
+    Of a device only `process_index`, `id`, `device_kind` and `platform` are read (and
+    `partition_index`, where processes share a host).
+
+    Raises ConfigError where hosts differ in their number of devices, where the sizes do not fit,
+    and where `tensor` would cross hosts; it says what to type instead.
     """
     hosts = group_by_host(devices)
     per_host = len(hosts[0])
-    asked, found = _asked(sizes, where or {}), _found(hosts)
+    asked = _describe_asked(sizes, where or {})
+    found = _describe_found(hosts)
     if any(len(host) != per_host for host in hosts):
         counts = ", ".join(str(len(host)) for host in hosts)
         raise ConfigError(
             "hosts hold unequal numbers of devices",
-            found=f"{counts} {_kind(devices)} on {len(hosts)} hosts",
-            fix="showing every process the same number of devices (CUDA_VISIBLE_DEVICES, --gpus-per-node)",
+            found=f"{counts} {_device_kinds(devices)} on {len(hosts)} hosts",
+            fix="showing every process the same number of devices "
+            "(CUDA_VISIBLE_DEVICES, --gpus-per-node)",
         )
     filled = fill(sizes, len(devices))
-    if filled and per_host % filled["tensor"]:
+    if filled is None:
+        fix = _fitting_settings(sizes, len(devices), per_host)
+        if all(device.platform == "cpu" for device in devices):
+            count = _fitting_simulation(sizes, len(devices), len(hosts))
+            if count:
+                fix += f" or --simulate-devices {count}"
+                if len(hosts) > 1:
+                    fix += " in each process"
+        what = f"the mesh does not fit the {_count_devices(len(devices))}"
+        raise ConfigError(what, asked=asked, found=found, fix=fix)
+    if per_host % filled["tensor"]:
         raise ConfigError(
-            f"mesh.tensor={filled['tensor']} would cross hosts: it must divide the {per_host} devices of one",
+            f"mesh.tensor={filled['tensor']} would cross hosts: "
+            f"it must divide the {per_host} devices of one",
             asked=asked,
             found=found,
-            fix=_instead(sizes, len(devices), per_host),
+            fix=_fitting_settings(sizes, len(devices), per_host),
         )
-    if filled is None:
-        fix = _instead(sizes, len(devices), per_host)
-        if all(device.platform == "cpu" for device in devices):
-            count = _simulated(sizes, len(devices), len(hosts))
-            fix += f" or --simulate-devices {count}" + " in each process" * (len(hosts) > 1) if count else ""
-        raise ConfigError(f"the mesh does not fit the {_devices(len(devices))}", asked=asked, found=found, fix=fix)
     array = np.empty(len(devices), dtype=object)
     array[:] = [device for host in hosts for device in host]
     return array.reshape([filled[axis] for axis in AXES])
 
 
 def group_by_host(devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices of each host in (process, id) order. A host is a process, unless every process has one device:
-    then it is the machine that those processes share, which jax calls a partition."""
+    """Return the devices of each host, ordered by (process, id).
+
+    A host is a process, unless every process has just one device. Then it is the machine that
+    processes share, which jax calls a partition.
+    """
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))
-    one_each = len({device.process_index for device in devices}) == len(devices)
-
-    def host(device):
-        return getattr(device, "partition_index", device.process_index) if one_each else device.process_index
-
+    processes = {device.process_index for device in devices}
+    one_each = len(processes) == len(devices)
     hosts: dict[int, list[Any]] = {}
     for device in devices:
-        hosts.setdefault(host(device), []).append(device)
+        host = device.process_index
+        if one_each:
+            host = getattr(device, "partition_index", host)
+        hosts.setdefault(host, []).append(device)
     return list(hosts.values())
 
 
+# The drawing
+
+
 def describe_mesh(mesh: Mesh) -> str:
-    """A drawing: which devices each axis connects, and all devices in a grid (rows: slow axes, columns: fast ones)."""
+    """Draw a mesh: which devices each axis connects, then all devices in a grid.
+
+    The rows of the grid are the slow axes, its columns the fast ones.
+    """
     hosts = group_by_host(list(mesh.devices.flat))
+    found = _describe_found(hosts)
     if mesh.size == 1:
-        return f"one device: {_found(hosts)}"
+        return f"one device: {found}"
     host_of = {device: number for number, host in enumerate(hosts) for device in host}
     active = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    off = [axis for axis in mesh.axis_names if mesh.shape[axis] == 1]
     title = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in active)
-    lines = [f"{title}: {_found(hosts)}", ""]
-    for axis in active:
-        first, *others = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
-        spans = "across hosts" if len({host_of[device] for device in first}) > 1 else "inside a host"
-        lines.append(f"{axis:>10} {len(first):>4}  {spans:<13}  devices {device_ids(first)}{', ...' if others else ''}")
-    off = [axis for axis in mesh.axis_names if axis not in active]
-    lines += [f"{'off':>10}       {', '.join(off)}"] if off else []
-    return "\n".join([*lines, "", *_grid(mesh, active, host_of, many=len(hosts) > 1)])
+    lines = [f"{title}: {found}", ""]
+    lines += [_axis_line(mesh, axis, host_of) for axis in active]
+    if off:
+        lines.append(f"{'off':>10}       {', '.join(off)}")
+    lines.append("")
+    lines += _grid(mesh, active, host_of, many_hosts=len(hosts) > 1)
+    return "\n".join(lines)
 
 
-def _grid(mesh: Mesh, active: Sequence[str], host_of: Mapping[Any, int], many: bool) -> list[str]:
-    """A box holds the devices along the last axis; with three axes and more the one before it makes the columns."""
-    *slow, column = active[:-1] if len(active) > 2 else [*active[:-1], None]
-    columns = mesh.shape[column] if column else 1
-    table = mesh.devices.reshape(-1, columns, mesh.shape[active[-1]])
+def _axis_line(mesh: Mesh, axis: str, host_of: Mapping[Any, int]) -> str:
+    """Describe an axis by the first group of devices that it connects."""
+    size = mesh.shape[axis]
+    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, size)
+    first = groups[0]
+    crosses = len({host_of[device] for device in first}) > 1
+    spans = "across hosts" if crosses else "inside a host"
+    more = ", ..." if len(groups) > 1 else ""
+    return f"{axis:>10} {size:>4}  {spans:<13}  devices {device_ids(first)}{more}"
+
+
+def _grid(
+    mesh: Mesh, active: Sequence[str], host_of: Mapping[Any, int], many_hosts: bool
+) -> list[str]:
+    """Draw the devices in boxes.
+
+    A box holds the devices along the last axis. With three axes and more, the one before it makes
+    the columns; the others make the rows.
+    """
+    last = active[-1]
+    if len(active) > 2:
+        column = active[-2]
+        columns = mesh.shape[column]
+        slow = active[:-2]
+    else:
+        column = None
+        columns = 1
+        slow = active[:-1]
+    boxes = mesh.devices.reshape(-1, columns, mesh.shape[last])  # [rows, columns, devices]
     shown = range(min(columns, MOST_DRAWN))
-    rows = [["", *(f"{column} {at}" if column else active[-1] for at in shown)]]
-    for index, row in list(zip(np.ndindex(*(mesh.shape[axis] for axis in slow)), table, strict=True))[:MOST_ROWS]:
+
+    rows = [["", *(f"{column} {at}" if column else last for at in shown)]]
+    indices = np.ndindex(*(mesh.shape[axis] for axis in slow))
+    for index, row in list(zip(indices, boxes, strict=True))[:MOST_ROWS]:
         label = [f"{axis} {at}" for axis, at in zip(slow, index, strict=True)]
-        on = sorted({host_of[device] for device in row.flat})
-        label += [f"host {on[0]}" + (f"..{on[-1]}" if len(on) > 1 else "")] if many else []
+        if many_hosts:
+            on = sorted({host_of[device] for device in row.flat})
+            label.append(f"host {on[0]}" if len(on) == 1 else f"host {on[0]}..{on[-1]}")
         rows.append([", ".join(label), *(device_ids(row[at]) for at in shown)])
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+
+    lines = _ruled(rows)
+    hidden = []
+    if len(boxes) > MOST_ROWS:
+        hidden.append(f"{len(boxes) - MOST_ROWS} more rows")
+    if columns > MOST_DRAWN:
+        hidden.append(f"{columns - MOST_DRAWN} more columns")
+    if hidden:
+        lines.append(f"and {' and '.join(hidden)}")
+    return lines
+
+
+def _ruled(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Draw cells as a table with lines; the first row is its head."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     rule = ["─" * (width + 2) for width in widths]
-    drawn = ["│".join(f" {cell:<{width}} " for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines = ["┌" + "┬".join(rule) + "┐", f"│{drawn[0]}│", "├" + "┼".join(rule) + "┤"]
-    lines += [f"│{row}│" for row in drawn[1:]] + ["└" + "┴".join(rule) + "┘"]
-    hidden = [f"{len(table) - MOST_ROWS} more rows"] * (len(table) > MOST_ROWS)
-    hidden += [f"{columns - MOST_DRAWN} more columns"] * (columns > MOST_DRAWN)
-    return lines + [f"and {' and '.join(hidden)}"] * bool(hidden)
+    drawn = []
+    for row in rows:
+        cells = [f" {cell:<{width}} " for cell, width in zip(row, widths, strict=True)]
+        drawn.append(f"│{'│'.join(cells)}│")
+    head, *body = drawn
+    return [
+        f"┌{'┬'.join(rule)}┐",
+        head,
+        f"├{'┼'.join(rule)}┤",
+        *body,
+        f"└{'┴'.join(rule)}┘",
+    ]
 
 
 def device_ids(devices: Sequence[Any]) -> str:
-    """Their numbers in a few characters: `0 4`, `0..3`, or `0 2 4 .. 30` where there are many."""
+    """List the ids of devices in a few characters: `0 4`, `0..7`, or `0 8 16 .. 248` if many."""
     ids = [device.id for device in devices]
     if len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids))):
         return f"{ids[0]}..{ids[-1]}"
-    return " ".join(map(str, ids if len(ids) <= MOST_DRAWN else [*ids[:3], "..", ids[-1]]))
+    if len(ids) > MOST_DRAWN:
+        return " ".join(map(str, [*ids[:3], "..", ids[-1]]))
+    return " ".join(map(str, ids))
 
 
-def _devices(count: int) -> str:
-    return f"{count} device{'s' * (count != 1)}"
+# Messages
 
 
-def _kind(devices: Sequence[Any]) -> str:
+def _count_devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def _device_kinds(devices: Sequence[Any]) -> str:
     return " and ".join(sorted({device.device_kind for device in devices}))
 
 
-def _found(hosts: Sequence[Sequence[Any]]) -> str:
+def _describe_found(hosts: Sequence[Sequence[Any]]) -> str:
     devices = [device for host in hosts for device in host]
-    return f"{len(devices)} x {_kind(devices)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
+    on = "1 host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+    return f"{len(devices)} x {_device_kinds(devices)} on {on}"
 
 
-def _asked(sizes: Mapping[str, int], where: Mapping[str, str]) -> str:
-    """`mesh.data=4 (configs/a.toml), mesh.tensor=2 (--set)`: the axes that are set or not 1, and the product."""
-    keys = {f"mesh.{axis}": size for axis, size in sizes.items() if size != 1 or f"mesh.{axis}" in where}
-    if not keys:
+def _describe_asked(sizes: Mapping[str, int], where: Mapping[str, str]) -> str:
+    """Say `mesh.data=4 (configs/a.toml), mesh.tensor=2 (--set): 8 devices`.
+
+    Names the axes that are set, or not 1.
+    """
+    shown = []
+    for axis, size in sizes.items():
+        key = f"mesh.{axis}"
+        if key in where:
+            shown.append(f"{key}={size} ({where[key]})")
+        elif size != 1:
+            shown.append(f"{key}={size}")
+    if not shown:
         return "1 device (no mesh axis is set)"
-    shown = ", ".join(f"{key}={size}" + (f" ({where[key]})" if key in where else "") for key, size in keys.items())
-    fixed = math.prod(size for size in keys.values() if size != -1)
-    return f"{shown}: " + (f"a multiple of {_devices(fixed)}" if -1 in keys.values() else _devices(fixed))
+    total = _count_devices(math.prod(size for size in sizes.values() if size != -1))
+    if -1 in sizes.values():
+        total = f"a multiple of {total}"
+    return f"{', '.join(shown)}: {total}"
 
 
-def _simulated(sizes: Mapping[str, int], device_count: int, hosts: int) -> int | None:
-    """Simulated devices per process, close to what there is now, with which `sizes` fit; None if no number does."""
+def _fitting_simulation(sizes: Mapping[str, int], device_count: int, hosts: int) -> int | None:
+    """Return how many simulated devices per process would fit `sizes`; None if no number does.
+
+    Where an axis is to be filled, it is a number close to that of the devices there are.
+    """
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if -1 not in sizes.values():
-        count = fixed // hosts
-    else:
+    if -1 in sizes.values():
         step = math.lcm(fixed // math.gcd(fixed, hosts), max(sizes["tensor"], 1))
         count = max(1, round(device_count / hosts / step)) * step
+    else:
+        count = fixed // hosts
     filled = fill(sizes, count * hosts)
-    return count if filled and count % filled["tensor"] == 0 and count <= MOST_SIMULATED else None
+    if filled is None or count % filled["tensor"] or count > MOST_SUGGESTED:
+        return None
+    return count
 
 
-def _instead(sizes: Mapping[str, int], device_count: int, per_host: int) -> str:
-    """`--set` arguments that make the mesh fit: the fewest axes changed, each by as little as possible."""
-    for changed in _nearby(sizes, device_count):
+def _fitting_settings(sizes: Mapping[str, int], device_count: int, per_host: int) -> str:
+    """Return `--set` arguments that make the mesh fit.
+
+    They change as few axes as possible, each by as little as possible.
+    """
+    best = dict.fromkeys(AXES, 1) | {"data": device_count}
+    for changed in _nearby_sizes(sizes, device_count):
         filled = fill(changed, device_count)
         if filled and per_host % filled["tensor"] == 0:
+            best = changed
             break
-    else:
-        changed = dict.fromkeys(AXES, 1) | {"data": device_count}
-    return " ".join(f"--set mesh.{axis}={changed[axis]}" for axis in AXES if changed[axis] != sizes[axis])
+    return " ".join(f"--set mesh.{axis}={best[axis]}" for axis in AXES if best[axis] != sizes[axis])
 
 
-def _nearby(sizes: Mapping[str, int], device_count: int) -> Iterator[dict[str, int]]:
+def _nearby_sizes(sizes: Mapping[str, int], device_count: int) -> Iterator[dict[str, int]]:
+    """Yield `sizes` with one axis changed, then with two, nearest first."""
     divisors = [k for k in range(1, device_count + 1) if device_count % k == 0]
 
-    def near(axis):
+    def nearest(axis):
         return sorted(divisors, key=lambda k: (abs(k - sizes[axis]), k))
 
-    order = [axis for axis in ("data", "fsdp", *AXES) if axis in ("data", "fsdp") or sizes[axis] != 1]
+    # Axes that are off stay off, but for data and fsdp, which suit any model.
+    order = ["data", "fsdp", *(axis for axis in AXES if sizes[axis] != 1)]
     order = list(dict.fromkeys(order))
-    yield from (dict(sizes) | {axis: k} for axis in order for k in near(axis))
+    for axis in order:
+        for size in nearest(axis):
+            yield {**sizes, axis: size}
     for second in reversed(order):  # tensor first: the axis that hosts limit
-        yield from (
-            dict(sizes) | {second: k, first: j}
-            for k in near(second)
-            for first in order
-            if first != second
-            for j in near(first)
-        )
+        for second_size in nearest(second):
+            for first in order:
+                if first == second:
+                    continue
+                for first_size in nearest(first):
+                    yield {**sizes, second: second_size, first: first_size}

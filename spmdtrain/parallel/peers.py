@@ -1,8 +1,9 @@
-"""How one process of several ends: with its own line and code; and the others, soon after it.
+"""How one process of several ends, and how the others end soon after it.
 
-Left to jax the others hang in a collective, or are aborted. So each holds a line to the coordinator
-(coordinator.py): one that fails says why before it ends, one that is killed is missed at once, and
-the others end with exit code 8.
+Left to jax, the others would hang in a collective, or be aborted. So each process holds a
+connection to the coordinator (coordinator.py). One that fails says why before it ends, one that is
+killed is missed at once, and the others end with exit code 8. A process that is alone holds no
+connection, and `end` and `leave` do nothing.
 """
 
 import atexit
@@ -21,20 +22,25 @@ from contextlib import suppress
 from spmdtrain.config.errors import ConfigError, PeerLostError, UserError
 from spmdtrain.parallel import coordinator
 
-KEY = "spmdtrain/lines"  # of jax's key-value store: port and token of the coordinator's lines
+KEY = "spmdtrain/lines"  # in jax's key-value store: port and token of the coordinator's news
 CONNECT_SECONDS = 60
-GRACE_SECONDS = 2  # the same mistake is often that of all: each may say it itself
-# What a collective says whose other side is gone: of gloo, of NCCL, of jax's own barriers.
-BROKEN = re.compile("gloo .* failed|by peer|remote process|coordination service|barrier", re.IGNORECASE)
+# How long a process may go on after news of another. The same mistake is often made by all, and
+# then each can say it itself.
+GRACE_SECONDS = 2
+# What a collective raises when the other side is gone: in gloo, in NCCL, in jax's own barriers.
+BROKEN = re.compile("gloo .* failed|by peer|remote process|coordination service|barrier", re.I)
 
-_line: socket.socket | None = None  # to the coordinator; None: this process is alone
+_connection: socket.socket | None = None  # to the coordinator; None: alone, or done
 _news: list[str] = []
-_told = threading.Event()
+_news_came = threading.Event()
 _ending = threading.Lock()
 
 
 def join(**arguments) -> None:
-    """`jax.distributed.initialize`, with the coordinator as a program of its own, and a line."""
+    """Call `jax.distributed.initialize`, but run the coordinator as a program of its own.
+
+    Then connect to it. Raises ConfigError where its port cannot be reached.
+    """
     import jax
     from jax._src import distributed  # its service and client have no public way, 0.10 to 0.12
 
@@ -50,35 +56,38 @@ def join(**arguments) -> None:
         jax.distributed.initialize(**arguments)
     finally:
         distributed._jax.get_distributed_runtime_service = start_service
+
     state = distributed.global_state
-    if started:
+    if started:  # this is process 0
         state.client.key_value_set(KEY, f"{started[0].port} {started[0].token}")
     port, token = state.client.blocking_key_value_get(KEY, 1000 * CONNECT_SECONDS).split()
     host = state.coordinator_address.rpartition(":")[0].strip("[]")
     try:
-        line = socket.create_connection((host, int(port)), CONNECT_SECONDS)
+        connection = socket.create_connection((host, int(port)), CONNECT_SECONDS)
     except OSError as error:
         raise ConfigError(
             f"process {state.process_id} cannot reach port {port} of {host}",
             found=error.strerror or str(error),
             fix="a network in which hosts reach all ports of each other, as collectives do",
         ) from None
-    _hold(line, token, state.process_id)
+    _hold(connection, token, state.process_id)
 
 
-def _hold(line: socket.socket, token: str, process: int) -> None:
-    global _line
-    line.settimeout(None)
-    coordinator.keep_alive(line)
-    line.sendall(f"{token} {process}\n".encode())
-    _line = line
-    threading.Thread(target=_listen, args=(line,), name="peers", daemon=True).start()
-    sys.excepthook = _uncaught
-    atexit.register(_say, "done")  # runs before jax's own, which waits for the others
+def _hold(connection: socket.socket, token: str, process: int) -> None:
+    """Introduce this process to the coordinator, and from now on listen, and say how it ends."""
+    global _connection
+    connection.settimeout(None)
+    coordinator.keep_alive(connection)
+    connection.sendall(f"{token} {process}\n".encode())
+    _connection = connection
+    threading.Thread(target=_listen, args=(connection,), name="peers", daemon=True).start()
+    sys.excepthook = _end_uncaught
+    # Registered after jax's own, so it runs before that one, which waits for the others.
+    atexit.register(_say_last, "done")
 
 
 class _Coordinator:
-    """Stands where jax expects its service."""
+    """The coordinator as jax's service: what jax gets from its start function."""
 
     def __init__(self, *arguments, **named):
         self.token = secrets.token_hex(16)
@@ -99,80 +108,84 @@ class _Coordinator:
         self._process.wait()
 
 
-def _listen(line: socket.socket) -> None:
-    """Waits for news of another process, and ends this one if it does not end by itself."""
+def _listen(connection: socket.socket) -> None:
+    """Wait for news of another process, then end this one if it does not end by itself."""
     heard = b""
     with suppress(OSError):
-        heard = line.makefile("rb").readline()
-    if _line is None:  # this process is done
+        heard = connection.makefile("rb").readline()
+    if _connection is None:  # this process is done
         return
-    _news.append(_meant(heard.decode(errors="replace").strip()))
-    _told.set()
+    _news.append(_describe_news(heard.decode(errors="replace").strip()))
+    _news_came.set()
     time.sleep(GRACE_SECONDS)
-    if _line is not None:
-        _end(PeerLostError(_news[0]))
+    if _connection is not None:
+        _end_now(PeerLostError(_news[0]))
 
 
-def _meant(news: str) -> str:
+def _describe_news(news: str) -> str:
+    """Put "INDEX failed WHY" or "INDEX lost" in words; "", if the coordinator itself is gone."""
     process, _, said = news.partition(" ")
     if said.startswith("failed "):
         return f"process {process} failed: {said.removeprefix('failed ')}"
     return f"process {process or 0} was lost: killed, or its host is gone"
 
 
-def _say(word: str) -> None:
-    """The last word to the coordinator; from then on its news is none of ours."""
-    global _line
-    line, _line = _line, None
-    if line is not None:
+def _say_last(word: str) -> None:
+    """Say the last word to the coordinator; from then on its news does not concern us."""
+    global _connection
+    connection, _connection = _connection, None
+    if connection is not None:
         with suppress(OSError):
-            line.sendall(f"{word}\n".encode())
+            connection.sendall(f"{word}\n".encode())
 
 
 def end(error: BaseException) -> None:
-    """Ends this process of several: `error` is shown and told to the others. Alone: returns.
+    """End this process with `error`: show it, and tell it to the others. Alone: return.
 
     An error that comes of another process's end is shown as that, in one line.
     """
-    if _line is None:
+    if _connection is None:
         return
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
     broken = BROKEN.search(str(root))
-    if broken or not isinstance(error, UserError):  # it may fail because of another process
-        if _told.wait(GRACE_SECONDS):
+    if broken or not isinstance(error, UserError):
+        # It may be the fault of another process, whose news is then under way.
+        if _news_came.wait(GRACE_SECONDS):
             error = PeerLostError(_news[0])
         elif broken:
-            error = PeerLostError("another process was lost", found=str(root).splitlines()[0][:200])
-    _end(error)
+            first_line = str(root).splitlines()[0]
+            error = PeerLostError("another process was lost", found=first_line[:200])
+    _end_now(error)
 
 
-def _uncaught(kind: type[BaseException], error: BaseException, trace) -> None:
+def _end_uncaught(kind: type[BaseException], error: BaseException, trace) -> None:
     end(error)
     sys.__excepthook__(kind, error, trace)
 
 
-def _end(error: BaseException) -> None:
+def _end_now(error: BaseException) -> None:
     if not _ending.acquire(blocking=False):
-        threading.Event().wait()  # another thread is at it
+        threading.Event().wait()  # another thread is at it: wait for the end of the process
     if isinstance(error, UserError):
+        why = str(error)
         print(f"spmdtrain: {error}", file=sys.stderr)
     else:
+        why = repr(error)
         traceback.print_exception(error)
-    why = str(error) if isinstance(error, UserError) else repr(error)
     word = "done" if isinstance(error, PeerLostError) else f"failed {why}"
     leave(getattr(error, "exit_code", 1), word)
 
 
 def leave(code: int, word: str) -> None:
-    """Ends this process of several now, without jax's shutdown, a barrier. Alone: returns.
+    """End this process now, without jax's shutdown, which is a barrier. Alone: return.
 
-    `word`: what the coordinator is told, "failed WHY" or "done".
+    `word` is what the coordinator is told: "failed WHY" or "done".
     """
-    if _line is None:
+    if _connection is None:
         return
-    _say(" ".join(word.split())[:1000])
+    _say_last(" ".join(word.split())[:1000])
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

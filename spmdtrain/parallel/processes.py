@@ -1,6 +1,6 @@
-"""How one run becomes several processes, and how one process pretends to have many devices.
+"""Turn one run into several processes, and make one process see many simulated devices.
 
-Both are decided before jax looks for devices, so the command line calls them first.
+Both must happen before jax looks for devices, so the command line calls these functions first.
 """
 
 import importlib.util
@@ -18,12 +18,16 @@ SHUTDOWN_SECONDS = 15  # and 300 for the others when one ends with an exception
 
 
 def simulate_devices(count: int) -> None:
-    """Makes this process see `count` CPU devices. ConfigError once jax has looked and found another number."""
+    """Make this process see `count` CPU devices.
+
+    Raises ConfigError for a count out of range, and once jax has looked and found another number.
+    """
+    asked = f"--simulate-devices {count}"
     if count < 1:
-        raise ConfigError("a run needs a device", asked=f"--simulate-devices {count}", fix="--simulate-devices 8")
+        raise ConfigError("a run needs a device", asked=asked, fix="--simulate-devices 8")
     if count > MOST_SIMULATED:
         fix = f"1 to {MOST_SIMULATED}"
-        raise ConfigError("too many devices to simulate", asked=f"--simulate-devices {count}", fix=fix)
+        raise ConfigError("too many devices to simulate", asked=asked, fix=fix)
     if "jax" in sys.modules:
         import jax
 
@@ -39,20 +43,29 @@ def simulate_devices(count: int) -> None:
             return
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
+    # The environment as well: for a jax that is imported later, and for child processes.
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)  # would win over the flag
     flags = re.sub(rf"{DEVICE_COUNT_FLAG}=?\S*", "", os.environ.get("XLA_FLAGS", ""))
     os.environ["XLA_FLAGS"] = " ".join([*flags.split(), f"{DEVICE_COUNT_FLAG}={count}"])
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-def start(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
-    """Joins the other processes of this run, if there are any: as told, as Slurm or Open MPI tell, else alone.
+def start(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None
+) -> None:
+    """Join the other processes of this run, if there are any.
 
-    Told (all three), a process uses every GPU it sees. Under Slurm and Open MPI it does so too where it is the only one
-    on its host or Slurm gave it its own GPUs; otherwise it takes the one that its local rank says.
+    Which ones they are is said by the arguments (all three, or none), else by Slurm or Open MPI;
+    where nobody says anything, this process is alone.
+
+    Where the arguments say it, a process uses every GPU that it sees. Under Slurm and Open MPI it
+    does so too if it is the only one on its host, or if Slurm gave it GPUs of its own. Otherwise
+    it takes the GPU with the number of its local rank.
+
+    Raises ConfigError where what is said makes no sense, or the coordinator cannot be reached.
     """
     if (coordinator, processes, process) != (None, None, None):
-        arguments = _told(coordinator, processes, process)
+        arguments = _from_arguments(coordinator, processes, process)
     else:
         arguments = _from_launcher()
     if arguments is None:
@@ -66,10 +79,14 @@ def start(coordinator: str | None = None, processes: int | None = None, process:
     peers.join(**arguments)
 
 
-def _told(coordinator: str | None, processes: int | None, process: int | None) -> dict | None:
+def _from_arguments(
+    coordinator: str | None, processes: int | None, process: int | None
+) -> dict | None:
+    """Return arguments of `jax.distributed.initialize`; None where there is one process."""
     given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     asked = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
-    if missing := [flag for flag, value in given.items() if value is None]:
+    missing = [flag for flag, value in given.items() if value is None]
+    if missing:
         raise ConfigError(
             f"{' and '.join(missing)} missing: all three are needed together",
             asked=asked,
@@ -77,19 +94,9 @@ def _told(coordinator: str | None, processes: int | None, process: int | None) -
         )
     if processes < 1 or not 0 <= process < processes:
         last = f"0 to {processes - 1}" if processes > 0 else "0"
-        raise ConfigError("no such process", asked=asked, fix=f"--processes {max(processes, 1)} --process {last}")
-    name, _, port = coordinator.rpartition(":")
-    if not name or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        bare = coordinator.removesuffix(f":{port}") if name else coordinator.rstrip(":")
-        raise ConfigError("the coordinator has no port", asked=asked, fix=f"--coordinator {bare}:12345")
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
-    if nodes > 1 and re.fullmatch(r"localhost|127\..*|\[::1\]|0\.0\.0\.0|\[::\]", name):
-        raise ConfigError(
-            f"other hosts cannot reach a coordinator at {name}",
-            asked=asked,
-            found=f"{nodes} nodes",
-            fix=f"--coordinator NAME_OF_FIRST_NODE:{port}",
-        )
+        fix = f"--processes {max(processes, 1)} --process {last}"
+        raise ConfigError("no such process", asked=asked, fix=fix)
+    _check_address(coordinator, asked)
     if processes == 1:
         return None
     return {
@@ -100,14 +107,36 @@ def _told(coordinator: str | None, processes: int | None, process: int | None) -
     }
 
 
+def _check_address(coordinator: str, asked: str) -> None:
+    """Refuse HOST:PORT without a legal port, and a host that means "this one" on several nodes."""
+    host, _, port = coordinator.rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        bare = coordinator.removesuffix(f":{port}") if host else coordinator.rstrip(":")
+        fix = f"--coordinator {bare}:12345"
+        raise ConfigError("the coordinator has no port", asked=asked, fix=fix)
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
+    if nodes > 1 and re.fullmatch(r"localhost|127\..*|\[::1\]|0\.0\.0\.0|\[::\]", host):
+        raise ConfigError(
+            f"other hosts cannot reach a coordinator at {host}",
+            asked=asked,
+            found=f"{nodes} nodes",
+            fix=f"--coordinator NAME_OF_FIRST_NODE:{port}",
+        )
+
+
 def _from_launcher() -> dict | None:
-    """What Slurm or Open MPI (also mpirun inside Slurm, hence first) left in the environment, or None: one process."""
+    """Read the environment that Slurm or Open MPI left; None where there is one process.
+
+    Open MPI is asked first, because mpirun may run inside a Slurm job.
+    """
     environment = os.environ
     if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
-        return {"cluster_detection_method": _open_mpi()} | _devices(all_visible=alone)
+        alone_on_host = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+        method = {"cluster_detection_method": _open_mpi_method()}
+        return method | _local_devices(all_visible=alone_on_host)
     tasks = int(environment.get("SLURM_NTASKS", 1))
-    if tasks == 1 or "SLURM_PROCID" not in environment or environment.get("SLURM_STEP_NUM_TASKS") == "1":
+    single_step = environment.get("SLURM_STEP_NUM_TASKS") == "1"
+    if tasks == 1 or "SLURM_PROCID" not in environment or single_step:
         return None
     if "SLURM_STEP_NODELIST" not in environment:
         raise ConfigError(
@@ -115,24 +144,34 @@ def _from_launcher() -> dict | None:
             found=f"SLURM_NTASKS={tasks}",
             fix="srun spmdtrain ... (or SLURM_NTASKS=1 spmdtrain ... for one process)",
         )
-    alone = environment.get("SLURM_STEP_NUM_NODES", "") == str(tasks)
-    return {"cluster_detection_method": "slurm"} | _devices(all_visible=alone or "SLURM_GPUS_PER_TASK" in environment)
+    alone_on_host = environment.get("SLURM_STEP_NUM_NODES", "") == str(tasks)
+    own_gpus = "SLURM_GPUS_PER_TASK" in environment
+    method = {"cluster_detection_method": "slurm"}
+    return method | _local_devices(all_visible=alone_on_host or own_gpus)
 
 
-def _open_mpi() -> str:
-    """Which of jax's detections can serve: only Open MPI before 5 says itself where rank 0 is."""
+def _open_mpi_method() -> str:
+    """Return which of jax's detections can serve: only Open MPI before 5 says where rank 0 is."""
     if "OMPI_MCA_orte_hnp_uri" in os.environ:
         return "ompi"
     if importlib.util.find_spec("mpi4py"):
         return "mpi4py"
-    size, rank = os.environ["OMPI_COMM_WORLD_SIZE"], os.environ.get("OMPI_COMM_WORLD_RANK", "I")
+    size = os.environ["OMPI_COMM_WORLD_SIZE"]
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK", "I")
     raise ConfigError(
-        "this Open MPI does not say where rank 0 is (no OMPI_MCA_orte_hnp_uri; 5 and newer have none)",
+        "this Open MPI does not say where rank 0 is "
+        "(no OMPI_MCA_orte_hnp_uri; 5 and newer have none)",
         found=f"OMPI_COMM_WORLD_SIZE={size} and no mpi4py",
         fix=f"pip install mpi4py, or --coordinator HOST:PORT --processes {size} --process {rank}",
     )
 
 
-def _devices(all_visible: bool) -> dict:
-    """jax gives a launched process one GPU, by its local rank; an empty list means all it can see."""
-    return {"local_device_ids": []} if all_visible and "JAX_LOCAL_DEVICE_IDS" not in os.environ else {}
+def _local_devices(all_visible: bool) -> dict:
+    """Return jax's setting for the GPUs of this process.
+
+    Without one, jax gives a launched process one GPU, by its local rank. An empty list means all
+    that it sees. What the user has set is left alone.
+    """
+    if all_visible and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+        return {"local_device_ids": []}
+    return {}

@@ -1,8 +1,8 @@
-"""Reducing gradients over mesh axes: one all-reduce a step, or one reduce-scatter where a gradient rests split (ZeRO-1,
-fsdp).
+"""Reduce gradients over mesh axes, once a step: by one all-reduce, or, where a gradient rests split
+(ZeRO-1, fsdp), by one reduce-scatter.
 
-Called inside the region that is manual over these axes, after all microbatches, on the gradients that each shard has
-accumulated on its own.
+This is called after all microbatches, in the region that is manual over these axes, on the
+gradients that each shard of the batch has accumulated on its own.
 """
 
 from collections import defaultdict
@@ -19,9 +19,10 @@ from spmdtrain.parallel.specs import axes_of_dim
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a gradient is reduced: all-reduce over the axes in `sum`, reduce-scatter over those in `scatter`.
+    """How a gradient is reduced: all-reduce over `sum`, reduce-scatter over `scatter`.
 
-    `scatter` pairs each axis with the dim that it leaves split, in the order in which they are to run.
+    `scatter` pairs each axis with the dim that it leaves split, in the order in which the
+    scatters are to run.
     """
 
     sum: tuple[str, ...] = ()
@@ -29,17 +30,21 @@ class Reduction:
 
 
 def scatter_dim(shape: Sequence[int], spec: P, data: int) -> int | None:
-    """The dim of a gradient that ZeRO-1 splits over `data` devices; None: no dim divides, it stays whole.
+    """Choose the dim of a gradient that ZeRO-1 splits over `data` devices.
 
-    The largest dim that no mesh axis splits yet: scattering one that is split would move more data.
+    It is the largest dim that divides and that no mesh axis splits yet: to scatter one that is
+    split would move more data. None, if there is no such dim: then the gradient stays whole.
     """
     parts = [*spec, *[None] * (len(shape) - len(spec))]
-    whole = [dim for dim, size in enumerate(shape) if parts[dim] is None and size % data == 0 and size]
+    whole = []
+    for dim, size in enumerate(shape):
+        if parts[dim] is None and size % data == 0 and size:
+            whole.append(dim)
     return max(whole, key=lambda dim: shape[dim], default=None)
 
 
 def scattered_spec(spec: P, dim: int | None) -> P:
-    """`spec` with `data` splitting `dim` as well."""
+    """Return `spec` with `data` splitting `dim` as well; None changes nothing."""
     if dim is None:
         return spec
     parts = [*spec, *[None] * (dim + 1 - len(spec))]
@@ -48,12 +53,13 @@ def scattered_spec(spec: P, dim: int | None) -> P:
 
 
 def reduction(spec: P, axes: Sequence[str]) -> Reduction:
-    """How a gradient that will rest as `spec` says is reduced over `axes`.
+    """Return how a gradient that will rest as `spec` says is to be reduced over `axes`.
 
-    Over `pipeline` it is split already, each stage having its own, or else summed.
+    Over an axis in `spec` it is scattered, over any other it is summed. `pipeline` in `spec` needs
+    neither: each stage has the gradients of its own layers.
 
-    A dim that several axes split is scattered in the spec's order, major axis first: each scatter hands out
-    consecutive slices of what the one before has left.
+    A dim that several axes split is scattered in the order of the spec, major axis first, because
+    each scatter hands out consecutive slices of what the one before it has left.
     """
     split = [(axis, dim) for dim, part in enumerate(spec) for axis in axes_of_dim(part)]
     named = [axis for axis, _ in split]
@@ -64,7 +70,10 @@ def reduction(spec: P, axes: Sequence[str]) -> Reduction:
 
 
 def psum_tree(tree, axes: Sequence[str]):
-    """Every leaf summed over `axes`, each of which has more than one device: XLA refuses a group of one here."""
+    """Sum every leaf over `axes`, each of which must have more than one device.
+
+    (In a partly manual region XLA refuses a sum over a group of one.)
+    """
     if not axes:
         return tree
     return jax.tree.map(lambda x: _psum(x, tuple(axes)), tree)
@@ -72,10 +81,10 @@ def psum_tree(tree, axes: Sequence[str]):
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The transpose of this sum is the same sum, as where shard_map does not check varying axes.
+    """Sum x over `axes`. The transpose is the same sum, as in any region with check_vma off.
 
-    Said by hand, because jax would leave the choice of platform in the transpose as a conditional around the
-    collective.
+    jax would find that transpose by itself, but would leave the choice of platform in it as a
+    conditional around the collective.
     """
     return _in_float32_on_cpu(lambda x: jax.lax.psum(x, axes), x)
 
@@ -84,46 +93,68 @@ _psum.defvjp(lambda x, axes: (_psum(x, axes), None), lambda axes, _, dx: (_psum(
 
 
 def _in_float32_on_cpu(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """XLA's CPU compiler aborts the process at a 16-bit sum in a region that is manual over some axes only (jax 0.10
-    and 0.12: "Invalid binary instruction opcode copy")."""
+    """Run a collective, on CPUs in float32 where x has 16 bits.
+
+    In a region that is manual over some axes only, XLA's CPU compiler aborts the process at a
+    16-bit sum (jax 0.10 and 0.12: "Invalid binary instruction opcode copy").
+    """
     if x.dtype.itemsize != 2:
         return collective(x)
-    wide = lambda x: collective(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
-    return jax.lax.platform_dependent(x, cpu=wide, default=collective)
+
+    def widened(x):
+        return collective(x.astype(jnp.float32)).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, cpu=widened, default=collective)
 
 
 def reduce_gradients(
-    gradients: Mapping[str, jax.Array], reductions: Mapping[str, Reduction], automatic: Mapping[str, P]
+    gradients: Mapping[str, jax.Array],
+    reductions: Mapping[str, Reduction],
+    automatic: Mapping[str, P],
 ) -> dict[str, jax.Array]:
-    """Reduced gradients; a scattered one is this shard's slice of the sum.
+    """Reduce each gradient, by path, as `reductions` says.
 
-    `automatic`: how the mesh axes that the region leaves to XLA split each gradient. Those axes are made manual here
-    as well, since around a scatter XLA would gather over them; but not where one of them splits the very dim that is
-    scattered.
+    One that is scattered comes back as this shard's slice of the sum.
+
+    `automatic` says how the axes that the region leaves to XLA split each gradient. They are made
+    manual here as well, because XLA would gather over them around a scatter. That cannot be done
+    where such an axis splits the very dim that is to be scattered.
     """
-    mixed = {
-        path
-        for path, reduction in reductions.items()
-        if any(axes_of_dim(automatic[path][dim]) for _, dim in reduction.scatter)
-    }
-    alone = {path: x for path, x in gradients.items() if path not in mixed}
-    specs = {path: automatic[path] for path in alone}
+    mixed = set()
+    for path, reduction in reductions.items():
+        if any(axes_of_dim(automatic[path][dim]) for _, dim in reduction.scatter):
+            mixed.add(path)
+    separate = {path: x for path, x in gradients.items() if path not in mixed}
+    specs = {path: automatic[path] for path in separate}
     axes = {axis for spec in specs.values() for part in spec for axis in axes_of_dim(part)}
+
     reduce = partial(_reduce, reductions=reductions)
     if axes:
-        alone = jax.shard_map(reduce, axis_names=axes, in_specs=(specs,), out_specs=specs, check_vma=False)(alone)
+        region = jax.shard_map(
+            reduce, axis_names=axes, in_specs=(specs,), out_specs=specs, check_vma=False
+        )
+        reduced = region(separate)
     else:
-        alone = reduce(alone)
-    return alone | reduce({path: gradients[path] for path in mixed})
+        reduced = reduce(separate)
+    return reduced | reduce({path: gradients[path] for path in mixed})
 
 
-def _reduce(gradients: Mapping[str, jax.Array], reductions: Mapping[str, Reduction]) -> dict[str, jax.Array]:
-    slices = dict(gradients)
-    by_axes = defaultdict(list)
+def _reduce(
+    gradients: Mapping[str, jax.Array], reductions: Mapping[str, Reduction]
+) -> dict[str, jax.Array]:
+    """Scatter each gradient that is to be, then sum what is left to sum.
+
+    In this order, so that the sums are over slices, which are smaller.
+    """
+    reduced = dict(gradients)
+    paths_of_sum = defaultdict(list)
     for path in gradients:
         for axis, dim in reductions[path].scatter:
-            scatter = partial(jax.lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True)
-            slices[path] = _in_float32_on_cpu(scatter, slices[path])
-        by_axes[reductions[path].sum].append(path)
-    whole = [psum_tree({path: slices[path] for path in paths}, axes) for axes, paths in by_axes.items()]
-    return {path: x for group in whole for path, x in group.items()}
+            scatter = partial(
+                jax.lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True
+            )
+            reduced[path] = _in_float32_on_cpu(scatter, reduced[path])
+        paths_of_sum[reductions[path].sum].append(path)
+    for axes, paths in paths_of_sum.items():
+        reduced |= psum_tree({path: reduced[path] for path in paths}, axes)
+    return reduced

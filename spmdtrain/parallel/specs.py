@@ -1,4 +1,7 @@
-"""PartitionSpecs cut down to some mesh axes: a manual region names its own in its specs, and the rest outside."""
+"""Cut PartitionSpecs down to some mesh axes.
+
+A manual region names its manual axes in the specs of its arguments, and the others inside.
+"""
 
 from collections.abc import Callable, Collection
 
@@ -6,23 +9,25 @@ from jax.sharding import PartitionSpec as P
 
 
 def keep_axes(axes: Collection[str], spec: P) -> P:
-    """`spec` with the mesh axes in `axes` alone."""
-    return P(*(_filtered(part, lambda axis: axis in axes) for part in spec))
+    """Return `spec` with only those mesh axes that are in `axes`."""
+    return P(*(_filter_axes(part, lambda axis: axis in axes) for part in spec))
 
 
 def drop_axes(axes: Collection[str], spec: P) -> P:
-    """`spec` without the mesh axes in `axes`."""
-    return P(*(_filtered(part, lambda axis: axis not in axes) for part in spec))
+    """Return `spec` without the mesh axes in `axes`."""
+    return P(*(_filter_axes(part, lambda axis: axis not in axes) for part in spec))
 
 
 def axes_of_dim(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that split one dim of a spec, major axis first."""
+    """Return the mesh axes that split one dim of a spec, major axis first."""
     if part is None:
         return ()
     return part if isinstance(part, tuple) else (part,)
 
 
-def _filtered(part, keep: Callable[[str], bool]):
+def _filter_axes(
+    part: str | tuple[str, ...] | None, keep: Callable[[str], bool]
+) -> str | tuple[str, ...] | None:
     names = tuple(axis for axis in axes_of_dim(part) if keep(axis))
     if len(names) > 1:
         return names

@@ -1,7 +1,8 @@
-"""Looking up rows of a table whose vocabulary is split over mesh axes.
+"""Look up rows of a table whose vocabulary is split over mesh axes.
 
-Each device looks up the ids that fall into its rows and the parts are summed. XLA can partition a plain gather too, but
-inside a region that is manual over some axes its partitioner aborts the process (seen with jax 0.10 and 0.12).
+Each device looks up the ids that fall into its rows, and the results are summed. XLA can partition
+a plain gather too, but in a region that is manual over some axes its partitioner aborts the
+process (seen with jax 0.10 and 0.12).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,42 +14,60 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.partition import axes_of
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
+from spmdtrain.parallel.specs import axes_of_dim
+
+Lookup = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """`lookup(table [vocab, embed], ids [batch, time]) -> [batch, time, embed]`, the table whole over `fsdp` and over
-    what the ids are split over.
+def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
+    """Return `lookup(table [vocab, embed], ids [batch, time]) -> [batch, time, embed]`.
 
-    `manual`: mesh axes that the enclosing shard_map splits by hand already; over `pipeline` the table is this stage's
-    rows, or whole: then the first stage finds all.
+    The table must be whole over `fsdp` and over the axes that split the ids.
+
+    `manual` are the manual axes of the region around it. If `pipeline` is one of them, the table
+    is this stage's rows. It may also be the whole table on every stage: then the first stage finds
+    all rows, and the others none.
     """
-    left = set(manual) - set(BATCH_AXES)  # over the axes of the batch the table has been gathered
-    by_hand = tuple(axis for axis in rules.parameters["vocab"] if axis in left and rules.sizes[axis] > 1)
+    # Over the axes of the batch the table has been gathered; over these it is still split.
+    by_hand = tuple(
+        axis
+        for axis in rules.parameters["vocab"]
+        if axis in manual and axis not in BATCH_AXES and rules.sizes[axis] > 1
+    )
 
     def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
         ids_spec = rules.activation_spec(("batch", "time"), ids.shape, drop=manual)
         whole = ("fsdp", *manual, *axes_of(ids_spec))
-        table_spec = rules.parameter_spec(("vocab", None), table.shape, "embedding table", drop=whole)
+        table_spec = rules.parameter_spec(
+            ("vocab", None), table.shape, "embedding table", drop=whole
+        )
         if by_hand:
             ids = ids - jax.lax.axis_index(by_hand) * table.shape[0]
-        if table_spec[0] is None:
-            return psum_tree(_own_rows(table, ids), by_hand) if by_hand else table[ids]
-        axes = table_spec[0] if isinstance(table_spec[0], tuple) else (table_spec[0],)
+        axes = axes_of_dim(table_spec[0])
+        if not axes:
+            return psum_tree(_rows_or_zero(table, ids), by_hand) if by_hand else table[ids]
 
         def local(rows, ids):
-            found = _own_rows(rows, ids - jax.lax.axis_index(axes) * rows.shape[0])
+            found = _rows_or_zero(rows, ids - jax.lax.axis_index(axes) * rows.shape[0])
             return psum_tree(found, (*by_hand, *axes))
 
-        # All of them, those of one device too: XLA's CPU compiler aborts at the 16-bit sum over the batch that the
-        # transpose of a region makes for the table, unless the region is manual over every axis.
-        rest = {axis for axis in rules.sizes if axis not in manual}
-        specs = {"in_specs": (table_spec, ids_spec), "out_specs": P(*ids_spec, None)}
-        return jax.shard_map(local, axis_names=rest, check_vma=False, **specs)(table, ids)
+        # Manual over all that is left, axes of one device too. The transpose of the region sums
+        # the table's gradient over the batch, and in 16 bit XLA's CPU compiler aborts at such a
+        # sum unless the region is manual over every axis.
+        left = {axis for axis in rules.sizes if axis not in manual}
+        region = jax.shard_map(
+            local,
+            axis_names=left,
+            in_specs=(table_spec, ids_spec),
+            out_specs=P(*ids_spec, None),
+            check_vma=False,
+        )
+        return region(table, ids)
 
     return lookup
 
 
-def _own_rows(rows: jax.Array, places: jax.Array) -> jax.Array:
-    """`rows[places]`, and 0 where a place lies outside."""
-    mine = (places >= 0) & (places < rows.shape[0])
-    return jnp.where(mine[..., None], rows[jnp.where(mine, places, 0)], 0)
+def _rows_or_zero(rows: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return `rows[indices]`, and zeros where an index lies outside."""
+    inside = (indices >= 0) & (indices < rows.shape[0])
+    return jnp.where(inside[..., None], rows[jnp.where(inside, indices, 0)], 0)

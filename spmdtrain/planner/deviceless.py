@@ -18,7 +18,7 @@ from spmdtrain.planner.hardware import Hardware
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
-    """What RUN/hlo.json holds (hlo.report), and "overlap" (hlo.overlaps); `model.vocab` must be set."""
+    """What RUN/compiled.json holds (hlo.report), and "overlap" (hlo.overlaps); `model.vocab` must be set."""
     from spmdtrain.parallel import hlo
 
     start = time.perf_counter()

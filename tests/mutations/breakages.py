@@ -277,8 +277,8 @@ BREAKAGES = [
     Breakage(
         "the id behind the last row of a part is found in it",
         "parallel/vocabulary.py",
-        "(places < rows.shape[0])",
-        "(places <= rows.shape[0])",
+        "(indices < rows.shape[0])",
+        "(indices <= rows.shape[0])",
         TENSOR,
     ),
     # The state

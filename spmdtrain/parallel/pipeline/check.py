@@ -1,4 +1,4 @@
-"""Refuse a schedule that would compute something wrong, naming the first rule that it breaks.
+"""Refuse a schedule that would compute something wrong, naming the first invariant that it breaks.
 
 Messages write a unit as schedule files do: F, B or W (forward, backward, weight gradient), then
 microbatch.chunk.
@@ -21,7 +21,7 @@ from spmdtrain.parallel.pipeline.schedule import (
 
 LETTERS: dict[str, str] = dict(zip(WORK, "FBW", strict=True))
 
-# The rules, as a refusal names them.
+# The invariants, as a refusal names them.
 RANGE = "a unit is one of the schedule's microbatches and chunks"
 WORKS = "every tick has work"
 ONCE = "each unit runs once"
@@ -50,9 +50,9 @@ class _Access(NamedTuple):
 
 
 def check(table: Table) -> None:
-    """Check a table against all rules: those of `check_units`, then how its slots are used.
+    """Check a table against all invariants: those of `check_units`, then how its slots are used.
 
-    Raises ConfigError naming the first rule that is broken, and where.
+    Raises ConfigError naming the first invariant that is broken, and where.
     """
     forward, backward, weight = (units_of(table, kind) for kind in WORK)
     check_units(table.microbatches, table.chunks, forward, backward, weight)
@@ -113,7 +113,7 @@ def check_units(
     Each array is [ticks, stages, (microbatch, chunk)], -1 where a stage has no such work. Without
     weight gradients (`weight` is all -1) a backward computes both gradients.
 
-    Raises ConfigError naming the first rule that is broken, and where.
+    Raises ConfigError naming the first invariant that is broken, and where.
     """
     work = dict(zip(WORK, (forward, backward, weight), strict=True))
     for kind, units in work.items():
@@ -146,8 +146,8 @@ def unit_name(kind: str, microbatch: int, chunk: int) -> str:
     return f"{LETTERS[kind]}{microbatch}.{chunk}"
 
 
-def _broken(rule: str, found: str, fix: str = "") -> ConfigError:
-    return ConfigError(f"pipeline schedule refused: {rule}", found=found, fix=fix)
+def _broken(invariant: str, found: str, fix: str = "") -> ConfigError:
+    return ConfigError(f"pipeline schedule refused: {invariant}", found=found, fix=fix)
 
 
 def _check_range(kind: str, units: np.ndarray, microbatches: int, chunks: int) -> None:
@@ -187,7 +187,7 @@ def _check_once(kind: str, units: np.ndarray, microbatches: int, chunks: int) ->
         raise _broken(ONCE, f"{unit_name(kind, microbatch, chunk)} at no tick of stage {stage}")
 
 
-def _check_not_before(rule: str, kind: str, ticks: np.ndarray, earliest: np.ndarray) -> None:
+def _check_not_before(invariant: str, kind: str, ticks: np.ndarray, earliest: np.ndarray) -> None:
     """Check [stages, microbatches, chunks] `ticks` against the earliest ones; name the first."""
     early = np.argwhere(ticks < earliest).tolist()
     if not early:
@@ -197,7 +197,7 @@ def _check_not_before(rule: str, kind: str, ticks: np.ndarray, earliest: np.ndar
     tick = ticks[tuple(unit)]
     ready = earliest[tuple(unit)]
     name = unit_name(kind, microbatch, chunk)
-    raise _broken(rule, f"{name} at tick {tick}, stage {stage}, ready at tick {ready}")
+    raise _broken(invariant, f"{name} at tick {tick}, stage {stage}, ready at tick {ready}")
 
 
 def _only(units: np.ndarray, cells: np.ndarray) -> np.ndarray:

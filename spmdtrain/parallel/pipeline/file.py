@@ -85,7 +85,7 @@ def read(path: str | Path) -> Table:
     chunk 1; W is a weight gradient; an empty cell is idle. Blank rows, and rows that start with #,
     are comments. The schedule gets the name of the file.
 
-    Raises ConfigError where the file cannot be read, or with the first rule that it breaks.
+    Raises ConfigError where the file cannot be read, or with the first invariant that it breaks.
     """
     path = Path(path)
     try:
