@@ -116,9 +116,9 @@ def gradients(
     executor = _Executor(program, table, layout, shared, stack, keep)
     carry = executor.initial_carry() | executor.initial_backward_carry(totals)
     carry = executor.scan_table(carry, executor.training_tick)
-    loss, side_loss = executor.total_losses(carry)
     # Back from [v, Lc, ...] to the [v, 1, Lc, ...] of a stage's part of the stack.
     stack_gradients = jax.tree.map(lambda total: total[:, None], carry["stack"])
+    loss, side_loss = executor.total_losses(carry)
     return loss, side_loss, carry["shared"], stack_gradients
 
 
