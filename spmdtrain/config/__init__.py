@@ -1,4 +1,8 @@
-"""Settings of a run: the classes that hold them, the loader that fills them, the errors a person sees. No jax."""
+"""The settings of a run. Nothing here imports jax.
+
+schema.py has the classes that hold them, load.py fills them from files and from the command line,
+and errors.py has the errors that a person sees.
+"""
 
 from spmdtrain.config.errors import (
     DONE,

@@ -6,15 +6,21 @@ Errors that are ours stay ordinary exceptions with a traceback.
 
 
 class UserError(ValueError):
-    """One line: `what; asked ...; found ...; try ...`. Subclasses say which exit code it is."""
+    """An error in one line: `what; asked ...; found ...; try ...`, parts left out if empty.
+
+    Subclasses say which exit code it has.
+    """
 
     exit_code = 1
 
     def __init__(self, what: str, *, asked: str = "", found: str = "", fix: str = ""):
         parts = [what]
-        parts += [f"asked {asked}"] if asked else []
-        parts += [f"found {found}"] if found else []
-        parts += [f"try {fix}"] if fix else []
+        if asked:
+            parts.append(f"asked {asked}")
+        if found:
+            parts.append(f"found {found}")
+        if fix:
+            parts.append(f"try {fix}")
         super().__init__("; ".join(" ".join(part.split()) for part in parts))
 
 

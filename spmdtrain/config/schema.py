@@ -1,8 +1,10 @@
 """Every setting of a run: typed, frozen, each with its unit and meaning beside it.
 
-A class checks what it alone can know; `RunConfig` checks what only several sections together can know. What depends
-on the machine (devices, files) is checked where the config meets it. No jax import: `--help` and a typo cost
-milliseconds.
+A class checks what can be known from its own section, `RunConfig` what can be known from several
+sections together. What depends on the machine (devices, files) is checked where the config meets
+it. Nothing here imports jax, so that `--help` and a typo cost milliseconds.
+
+Descriptions are read by people: they stand in the JSON schema and in the list of settings.
 """
 
 from typing import Annotated, Literal, get_args
@@ -23,7 +25,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _in_float32(value: float) -> float:
-    """Devices compute with float32: what lies outside its range would be 0 or infinite there."""
+    """Refuse what would become 0 or infinite on devices, which compute in float32."""
     if value and not 1.2e-38 <= value <= 3.4e38:
         raise PydanticCustomError("float32_range", "in the range of float32, 1.2e-38 to 3.4e38")
     return value
@@ -43,22 +45,31 @@ Steps = Annotated[tuple[Count, ...], Field(strict=False)]
 
 
 class Settings(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, TOML types taken as they are."""
+    """Base of all sections: frozen; refuses unknown keys, and does not convert TOML's types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TransformerConfig(Settings):
-    """A decoder-only transformer. `name` picks a family, i.e. the defaults; every field may be set in either."""
+    """A decoder-only transformer.
+
+    `name` picks a family, which is a set of defaults; every field may be set in any family.
+    """
 
     layers: Count = 4
     embed: Count = Field(128, description="width of the residual stream")
     heads: Count = Field(4, description="query heads")
     kv_heads: Count | None = Field(None, description="key and value heads (GQA); default: heads")
     head_dim: Count | None = Field(None, description="default: embed / heads")
-    ffn: Count | None = Field(None, description="hidden width of the mlp; default: 4 embed, swiglu 8/3 embed")
-    vocab: Count | None = Field(None, description="rows of the embedding; default: what the tokenizer has")
-    max_length: Count | None = Field(None, description="longest sequence; default: train.sequence_length")
+    ffn: Count | None = Field(
+        None, description="hidden width of the mlp; default: 4 embed, swiglu 8/3 embed"
+    )
+    vocab: Count | None = Field(
+        None, description="rows of the embedding; default: what the tokenizer has"
+    )
+    max_length: Count | None = Field(
+        None, description="longest sequence; default: train.sequence_length"
+    )
     positions: Literal["learned", "rope"]
     norm: Literal["layernorm", "rmsnorm"]
     mlp: Literal["gelu", "swiglu"]
@@ -66,7 +77,9 @@ class TransformerConfig(Settings):
     tied: bool = Field(description="one matrix for embedding and head")
     dropout: Fraction = 0.0
     attention: Attention = Field(
-        "auto", description="its implementation; auto: the fastest measured that can; a named one never falls back"
+        "auto",
+        description="its implementation; auto: the fastest measured that can; "
+        "a named one never falls back",
     )
     rope_theta: Positive = 10_000.0
     norm_epsilon: Positive = 1e-5
@@ -75,28 +88,40 @@ class TransformerConfig(Settings):
     def _check(self):
         if self.head_dim is None and self.embed % self.heads:
             raise ValueError(
-                f"model.embed={self.embed} is not divisible by model.heads={self.heads}; set model.head_dim"
+                f"model.embed={self.embed} is not divisible by model.heads={self.heads}; "
+                "set model.head_dim"
             )
-        if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}")
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}"
+            )
         if self.positions == "rope" and self.width_per_head % 2:
-            raise ValueError(f"model.head_dim={self.width_per_head}: rope turns pairs, so it must be even")
+            raise ValueError(
+                f"model.head_dim={self.width_per_head}: rope turns pairs, so it must be even"
+            )
         return self
+
+    # A field of None takes its default from other fields: use these, not the fields.
 
     @property
     def width_per_head(self) -> int:
+        """Channels of one head of attention: `head_dim`, or else `embed / heads`."""
         return self.head_dim or self.embed // self.heads
 
     @property
     def key_value_heads(self) -> int:
+        """Heads of keys and values: `kv_heads`, or else as many as `heads`."""
         return self.kv_heads or self.heads
 
     @property
     def hidden(self) -> int:
-        """Width of the mlp; for swiglu the usual 8/3, rounded up to a multiple of 64."""
+        """Hidden width of the mlp: `ffn`, or else 4 embed, and for swiglu 8/3 embed, rounded up
+        to a multiple of 64."""
         if self.ffn:
             return self.ffn
-        return 4 * self.embed if self.mlp == "gelu" else -(-8 * self.embed // 3 // 64) * 64
+        if self.mlp == "gelu":
+            return 4 * self.embed
+        return -(-8 * self.embed // 3 // 64) * 64
 
 
 class GPT(TransformerConfig):
@@ -122,29 +147,36 @@ class Llama(TransformerConfig):
 
 
 class MeshConfig(Settings):
-    """Devices along each mesh axis, slowest link first; the product is the device count. 1 = off, -1 on one = fill."""
+    """Devices along each mesh axis, slowest link first; their product is the device count.
+
+    1 switches an axis off. One axis may be -1: it takes all devices that are left.
+    """
 
     pipeline: int = Field(1, description="layers are split into stages")
     data: int = Field(1, description="batch is split, parameters are copied")
     fsdp: int = Field(1, description="batch is split, parameters are split too (ZeRO-3)")
     expert: int = Field(1, description="batch is split; experts of a mixture are spread")
     context: int = Field(1, description="sequence is split")
-    tensor: int = Field(1, description="heads, ffn and vocabulary are split; wants the fastest links")
+    tensor: int = Field(
+        1, description="heads, ffn and vocabulary are split; wants the fastest links"
+    )
 
     @model_validator(mode="after")
     def _check(self):
         sizes = self.sizes
         for axis, size in sizes.items():
             if size < 1 and size != -1:
-                raise ValueError(f"mesh.{axis}={size}: an axis spans at least 1 device (or -1: fill)")
-        if sum(size == -1 for size in sizes.values()) > 1:
-            filled = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
+                raise ValueError(
+                    f"mesh.{axis}={size}: an axis spans at least 1 device (or -1: fill)"
+                )
+        filled = [f"mesh.{axis}" for axis, size in sizes.items() if size == -1]
+        if len(filled) > 1:
             raise ValueError(f"{' and '.join(filled)} are both -1; only one axis can be filled")
         return self
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis -> devices, in mesh order (slowest link first)."""
+        """The devices along each axis, in mesh order (slowest link first)."""
         return {axis: getattr(self, axis) for axis in type(self).model_fields}
 
 
@@ -152,14 +184,17 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class PipelineConfig(Settings):
-    """How the stages of mesh.pipeline take turns; where there is one stage there is no pipeline, whatever is set."""
+    """How the stages of mesh.pipeline take turns. Read only where there are several stages."""
 
     schedule: str = Field(
         "1f1b",
-        description="gpipe | 1f1b | interleaved | zero_bubble | a .json or .csv file, as `spmdtrain schedule` writes",
+        description="gpipe | 1f1b | interleaved | zero_bubble | "
+        "a .json or .csv file, as `spmdtrain schedule` writes",
     )
     chunks: Count = Field(
-        1, description="runs of layers per stage, each a 1 / chunks of its layers (interleaved, zero_bubble)"
+        1,
+        description="runs of layers per stage, each a 1 / chunks of its layers "
+        "(interleaved, zero_bubble)",
     )
 
     @model_validator(mode="after")
@@ -167,7 +202,8 @@ class PipelineConfig(Settings):
         known = get_args(PipelineSchedule)
         if self.schedule not in known and not self.is_file:
             raise ValueError(
-                f"pipeline.schedule={self.schedule!r} is none of {', '.join(known)} and no .json or .csv file"
+                f"pipeline.schedule={self.schedule!r} is none of {', '.join(known)} "
+                "and no .json or .csv file"
             )
         if self.chunks > 1 and self.schedule in ("gpipe", "1f1b"):
             raise ValueError(
@@ -178,23 +214,37 @@ class PipelineConfig(Settings):
 
     @property
     def is_file(self) -> bool:
+        """Whether `schedule` names a file and not a schedule."""
         return self.schedule.endswith((".json", ".csv"))
 
 
 class TrainConfig(Settings):
-    steps: Count = Field(1000, description="optimizer steps in all; raising it and resuming goes on")
+    """How long and on how much a run trains, and how a step spends memory."""
+
+    steps: Count = Field(
+        1000, description="optimizer steps in all; raising it and resuming goes on"
+    )
     global_batch: Count = Field(16, description="sequences per step over all devices")
     microbatch: Count | None = Field(
-        None, description="sequences per batch shard at once; default: all of them, i.e. no accumulation"
+        None,
+        description="sequences per batch shard at once; default: all of them, i.e. no accumulation",
     )
     sequence_length: Count = Field(128, description="tokens per sequence")
     seed: int = Field(0, ge=0, lt=SEEDS, description="of initialisation, data order and dropout")
     remat: Literal["none", "dots", "full"] = Field(
-        "none", description="what backward recomputes: nothing | all but matmuls and attention | whole layers"
+        "none",
+        description="what backward recomputes: "
+        "nothing | all but matmuls and attention | whole layers",
     )
-    zero: Literal[0, 1] = Field(0, description="1: gradients and optimizer state split over data (ZeRO-1)")
-    clip: Positive | None = Field(1.0, description="largest global gradient norm; none: no clipping")
-    init_from: str | None = Field(None, description="run directory whose newest weights start this run")
+    zero: Literal[0, 1] = Field(
+        0, description="1: gradients and optimizer state split over data (ZeRO-1)"
+    )
+    clip: Positive | None = Field(
+        1.0, description="largest global gradient norm; none: no clipping"
+    )
+    init_from: str | None = Field(
+        None, description="run directory whose newest weights start this run"
+    )
 
 
 class Schedule(Settings):
@@ -222,22 +272,37 @@ class Sgd(Schedule):
 
 
 class PrecisionConfig(Settings):
-    compute: Float = Field("float32", description="matmuls and activations; float32 is exact: no TF32")
+    """The dtypes of a step."""
+
+    compute: Float = Field(
+        "float32", description="matmuls and activations; float32 is exact: no TF32"
+    )
     params: Float = Field("float32", description="master weights and optimizer state")
-    accumulate: Float = Field("float32", description="gradients over microbatches and across devices")
+    accumulate: Float = Field(
+        "float32", description="gradients over microbatches and across devices"
+    )
 
 
 class DataConfig(Settings):
+    """What a run trains on, and how it is cut into sequences."""
+
     corpus: Literal["stdlib", "synthetic", "text", "tokens"] = Field(
-        "stdlib", description="Python's own library source | seeded noise with structure | text files | token files"
+        "stdlib",
+        description="Python's own library source | seeded noise with structure | "
+        "text files | token files",
     )
     path: str | Strings | None = Field(None, description="files or globs (text), .bin (tokens)")
-    tokenizer: str = Field("bytes", description="bytes | characters | a Hugging Face tokenizer.json")
-    validation_fraction: Fraction = Field(0.1, description="tail of the token stream kept for evaluation")
+    tokenizer: str = Field(
+        "bytes", description="bytes | characters | a Hugging Face tokenizer.json"
+    )
+    validation_fraction: Fraction = Field(
+        0.1, description="tail of the token stream kept for evaluation"
+    )
     shuffle: bool = True
     packing: Literal["stream", "documents"] = Field(
         "stream",
-        description="stream: attend across document ends | documents: segments, positions reset, no loss across",
+        description="stream: attend across document ends | "
+        "documents: segments, positions reset, no loss across",
     )
 
     @model_validator(mode="after")
@@ -246,17 +311,24 @@ class DataConfig(Settings):
             raise ValueError(f"data.path is needed for data.corpus={self.corpus!r}")
         if self.corpus in ("stdlib", "synthetic") and self.path:
             raise ValueError(
-                f"data.path={self.path!r} is not read by data.corpus={self.corpus!r}; set data.corpus='text'"
+                f"data.path={self.path!r} is not read by data.corpus={self.corpus!r}; "
+                "set data.corpus='text'"
             )
         return self
 
 
 class EvalConfig(Settings):
-    every: CountOrZero = Field(0, description="steps between evaluations, and once at the end; 0: never")
+    """When the validation split is evaluated, and how much of it."""
+
+    every: CountOrZero = Field(
+        0, description="steps between evaluations, and once at the end; 0: never"
+    )
     batches: Count | None = Field(None, description="validation batches; default: the whole split")
 
 
 class CheckpointConfig(Settings):
+    """When checkpoints are written, and how many stay."""
+
     every: CountOrZero = Field(
         100, description="steps between checkpoints; the last step is always saved; 0: only that"
     )
@@ -264,19 +336,24 @@ class CheckpointConfig(Settings):
 
 
 class LogConfig(Settings):
+    """What a run says of itself on the way."""
+
     every: Count = Field(10, description="steps between plain lines when not a terminal")
     profile: Steps = Field((), description="steps traced by the profiler into RUN/profile")
 
 
 class RulesConfig(Settings):
-    """Overrides of the axis tables: logical axis -> mesh axes. A new name extends the table (own models)."""
+    """Overrides of the sharding rules: logical axis -> mesh axes.
+
+    A new name adds a rule, for models with logical axes of their own.
+    """
 
     parameters: dict[str, Strings] = {}
     activations: dict[str, Strings] = {}
 
 
 class RunConfig(Settings):
-    """One run. `origin` maps dotted keys to where their value came from; a key absent from it has its default."""
+    """All settings of one run."""
 
     model: Annotated[GPT | Llama, Field(discriminator="name")] = GPT()
     mesh: MeshConfig = MeshConfig()
@@ -294,30 +371,42 @@ class RunConfig(Settings):
 
     @property
     def origin(self) -> dict[str, str]:
+        """Where values came from: dotted key -> file name, or `--set`.
+
+        A key that is absent has its default.
+        """
         return self._origin
 
     def with_vocab(self, vocab: int) -> "RunConfig":
-        """The same run with `model.vocab` set."""
+        """Return the same run with `model.vocab` set, as the tokenizer says."""
         return self.model_copy(update={"model": self.model.model_copy(update={"vocab": vocab})})
 
     @property
     def max_length(self) -> int:
+        """The longest sequence that the model takes: `model.max_length`, or that of training."""
         return self.model.max_length or self.train.sequence_length
 
     @model_validator(mode="after")
     def _check(self):
-        length, longest = self.train.sequence_length, self.max_length
-        if length > longest:
-            raise ValueError(f"train.sequence_length={length} is longer than model.max_length={longest}")
-        if self.mesh.pipeline != 1 and self.pipeline.schedule == "zero_bubble" and self.train.remat != "none":
+        length = self.train.sequence_length
+        if length > self.max_length:
             raise ValueError(
-                f"train.remat={self.train.remat!r}: zero_bubble takes a layer's backward apart, which needs remat "
-                "'none'; or set pipeline.schedule='interleaved'"
+                f"train.sequence_length={length} is longer than model.max_length={self.max_length}"
             )
-        if self.optimizer.warmup > self.train.steps:
-            raise ValueError(f"optimizer.warmup={self.optimizer.warmup} is longer than train.steps={self.train.steps}")
+        splits_backward = self.mesh.pipeline != 1 and self.pipeline.schedule == "zero_bubble"
+        if splits_backward and self.train.remat != "none":
+            raise ValueError(
+                f"train.remat={self.train.remat!r}: zero_bubble takes a layer's backward apart, "
+                "which needs remat 'none'; or set pipeline.schedule='interleaved'"
+            )
+        warmup = self.optimizer.warmup
+        if warmup > self.train.steps:
+            raise ValueError(
+                f"optimizer.warmup={warmup} is longer than train.steps={self.train.steps}"
+            )
         if self.optimizer.final_learning_rate > self.optimizer.learning_rate:
             raise ValueError("optimizer.final_learning_rate is above optimizer.learning_rate")
-        if late := [step for step in self.log.profile if step > self.train.steps]:
+        late = [step for step in self.log.profile if step > self.train.steps]
+        if late:
             raise ValueError(f"log.profile={late} lies beyond train.steps={self.train.steps}")
         return self
