@@ -1,4 +1,8 @@
-"""The command line: arguments in, exit code out. jax is imported once a command has its settings, not for `--help`."""
+"""The command line: arguments in, exit code out.
+
+`--help` and a typo must not wait for jax, so each command imports what it needs when it has its
+settings.
+"""
 
 import errno
 import os
@@ -9,31 +13,38 @@ from spmdtrain.cli.arguments import make_parser
 from spmdtrain.config import StorageError, UserError
 from spmdtrain.parallel import peers
 
-CLOSED_PIPE = 141  # as of a program that SIGPIPE ends
+# As a shell reports programs that a signal has ended: 128 and the number of the signal.
+INTERRUPTED = 130
+CLOSED_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. A person's mistake is one line on stderr and its exit code; only our bugs show a traceback."""
+    """Run one command (default: that of sys.argv) and return its exit code.
+
+    A person's mistake is one line on stderr; only our bugs show a traceback.
+    """
     try:
         parsed = make_parser().parse_args(arguments)
         code = parsed.command(parsed)
-        print(end="", flush=True)
+        print(end="", flush=True)  # so that an output that nobody can take is found here
         return code
     except UserError as error:
-        peers.end(error)
-        print(f"spmdtrain: {error}", file=sys.stderr)
-        return error.exit_code
+        return _end_with(error)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try again at its end
+        # Standard output takes nothing more. Python would flush it again at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # `| head`: nobody reads on, and nobody made a mistake
             peers.leave(CLOSED_PIPE, "failed nobody reads its output")
             return CLOSED_PIPE
-        refused = StorageError(f"cannot write: {error.strerror}")
-        peers.end(refused)
-        print(f"spmdtrain: {refused}", file=sys.stderr)
-        return refused.exit_code
+        return _end_with(StorageError(f"cannot write: {error.strerror}"))
     except KeyboardInterrupt:  # before the loop took over the signal: nothing to save yet
-        peers.leave(130, "failed interrupted")
-        return 130
+        peers.leave(INTERRUPTED, "failed interrupted")
+        return INTERRUPTED
+
+
+def _end_with(error: UserError) -> int:
+    peers.end(error)  # does not return where there are other processes
+    print(f"spmdtrain: {error}", file=sys.stderr)
+    return error.exit_code

@@ -1,4 +1,4 @@
-"""Every command's arguments, and what they may be."""
+"""The arguments of every command, and what they may be."""
 
 import argparse
 
@@ -9,88 +9,209 @@ from spmdtrain.config.schema import SEEDS
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its refusals as our errors: a usage error ends like a config error."""
+    """argparse, refusing with our error: a usage error ends like a config error."""
 
     def error(self, message: str):
-        raise ConfigError(f"{message}", fix=f"{self.prog} --help")
+        raise ConfigError(message, fix=f"{self.prog} --help")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="spmdtrain", description="Train transformers on any mesh of devices from one SPMD program.")
+    """Return the parser. `parsed.command(parsed)` then runs the command and returns its code."""
+    parser = _Parser(
+        prog="spmdtrain",
+        description="Train transformers on any mesh of devices from one SPMD program.",
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_show(commands)
+    _add_sample(commands)
+    _add_data(commands)
+    _add_schedule(commands)
+    _add_estimate(commands)
+    _add_plan(commands)
+    _add_calibrate(commands)
+    return parser
 
-    train = commands.add_parser("train", help="train; goes on where an earlier run in the same directory stopped")
+
+# The commands, in the order of `--help`.
+
+
+def _add_train(commands) -> None:
+    train = commands.add_parser(
+        "train", help="train; goes on where an earlier run in the same directory stopped"
+    )
     _add_config(train)
     train.add_argument("--run", metavar="DIR", help="run directory (default: runs/NAME_OF_CONFIG)")
-    train.add_argument("--fresh", action="store_true", help="start anew; an older run in the directory is set aside")
-    train.add_argument("--print-config", action="store_true", help="print the resolved config with origins, and end")
     train.add_argument(
-        "--hardware", metavar="NAME", help="predicts the run for it (default: the GPU at hand, where it is described)"
+        "--fresh",
+        action="store_true",
+        help="start anew; an older run in the directory is set aside",
+    )
+    train.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the resolved config with origins, and end",
+    )
+    train.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help="predicts the run for it (default: the GPU at hand, where it is described)",
     )
     _add_devices(train)
     train.set_defaults(command=running.train)
 
-    show = commands.add_parser("show", help="the resolved config, the mesh and every parameter; nothing is allocated")
+
+def _add_show(commands) -> None:
+    show = commands.add_parser(
+        "show", help="the resolved config, the mesh and every parameter; nothing is allocated"
+    )
     _add_config(show)
     show.add_argument("--svg", metavar="FILE", help="writes a picture: the mesh and which devices hold what")
     show.add_argument("--json", action="store_true", help="for programs")
     _add_devices(show)
     show.set_defaults(command=running.show)
 
+
+def _add_sample(commands) -> None:
     sample = commands.add_parser("sample", help="text from a trained run")
     sample.add_argument("run", metavar="RUN", help="run directory")
     sample.add_argument("--prompt", default="\n", help="text to go on from (default: a line break)")
-    sample.add_argument("--length", type=_positive, help="tokens to add (default: what the model has positions for)")
-    sample.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
+    sample.add_argument(
+        "--length",
+        type=_positive,
+        help="tokens to add (default: what the model has positions for)",
+    )
+    sample.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0: the likeliest token (default: %(default)s)",
+    )
     sample.add_argument("--top-k", type=int, help="among the k likeliest tokens only")
-    sample.add_argument("--top-p", type=float, help="among the likeliest tokens that reach probability p together")
+    sample.add_argument(
+        "--top-p",
+        type=float,
+        help="among the likeliest tokens that reach probability p together",
+    )
     sample.add_argument("--seed", type=_seed, default=0, help="another seed, another text")
-    _add_set(sample, "mesh.tensor=2, say (the default is one device); mesh.*, rules.* and model.attention alone")
+    _add_set(
+        sample,
+        "mesh.tensor=2, say (the default is one device); mesh.*, rules.* and model.attention alone",
+    )
     _add_devices(sample)
     sample.set_defaults(command=running.sample)
 
-    data = commands.add_parser("data", help="token files").add_subparsers(
-        title="commands", required=True, metavar="COMMAND"
+
+def _add_data(commands) -> None:
+    data = commands.add_parser("data", help="token files")
+    commands = data.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    prepare = commands.add_parser("prepare", help="text files to one token file")
+    prepare.add_argument(
+        "paths", nargs="+", metavar="PATH", help="text files or globs, a document each"
     )
-    prepare = data.add_parser("prepare", help="text files to one token file")
-    prepare.add_argument("paths", nargs="+", metavar="PATH", help="text files or globs, a document each")
-    prepare.add_argument("--out", required=True, metavar="NAME", help="writes NAME.bin and its sidecars")
-    prepare.add_argument("--tokenizer", default="bytes", help="bytes | characters | a tokenizer.json (default: bytes)")
+    prepare.add_argument(
+        "--out", required=True, metavar="NAME", help="writes NAME.bin and its sidecars"
+    )
+    prepare.add_argument(
+        "--tokenizer",
+        default="bytes",
+        help="bytes | characters | a tokenizer.json (default: bytes)",
+    )
     prepare.set_defaults(command=running.prepare)
 
-    schedule = commands.add_parser("schedule", help="a pipeline schedule: its timeline, bubble and stash; no devices")
-    kinds = "gpipe | 1f1b | interleaved | zero_bubble | a .json or .csv file with its own sizes (default: %(default)s)"
-    schedule.add_argument("--kind", default="1f1b", metavar="KIND", help=kinds)
+
+def _add_schedule(commands) -> None:
+    schedule = commands.add_parser(
+        "schedule", help="a pipeline schedule: its timeline, bubble and stash; no devices"
+    )
+    schedule.add_argument(
+        "--kind",
+        default="1f1b",
+        metavar="KIND",
+        help="gpipe | 1f1b | interleaved | zero_bubble | "
+        "a .json or .csv file with its own sizes (default: %(default)s)",
+    )
     schedule.add_argument("--stages", type=_positive, metavar="P", help="of the pipeline")
     schedule.add_argument("--microbatches", type=_positive, metavar="M", help="per step")
-    schedule.add_argument("--chunks", type=_positive, metavar="V", help="runs of layers per stage (default: 1)")
-    through = "of a microbatch through all chunks of a stage, in any one unit (default: 1)"
-    schedule.add_argument("--forward", type=_time, metavar="TIME", help=through)
     schedule.add_argument(
-        "--backward", type=_time, metavar="TIME", help="the same, of the backward without weight gradient"
+        "--chunks", type=_positive, metavar="V", help="runs of layers per stage (default: 1)"
     )
-    schedule.add_argument("--weight", type=_time, metavar="TIME", help="the same; adds to backwards that are not split")
-    schedule.add_argument("--hop", type=_time, metavar="TIME", help="from a stage to the next (default: 0)")
-    schedule.add_argument("--svg", metavar="FILE", help="writes a picture, as wide as the times say")
-    schedule.add_argument("--json", action="store_true", help="for programs; --kind FILE.json reads it back")
+    schedule.add_argument(
+        "--forward",
+        type=_time,
+        metavar="TIME",
+        help="of a microbatch through all chunks of a stage, in any one unit (default: 1)",
+    )
+    schedule.add_argument(
+        "--backward",
+        type=_time,
+        metavar="TIME",
+        help="the same, of the backward without weight gradient",
+    )
+    schedule.add_argument(
+        "--weight",
+        type=_time,
+        metavar="TIME",
+        help="the same; adds to backwards that are not split",
+    )
+    schedule.add_argument(
+        "--hop", type=_time, metavar="TIME", help="from a stage to the next (default: 0)"
+    )
+    schedule.add_argument(
+        "--svg", metavar="FILE", help="writes a picture, as wide as the times say"
+    )
+    schedule.add_argument(
+        "--json", action="store_true", help="for programs; --kind FILE.json reads it back"
+    )
     schedule.set_defaults(command=planning.schedule)
 
-    estimate = commands.add_parser("estimate", help="time and memory of a step on hardware that need not be here")
+
+def _add_estimate(commands) -> None:
+    estimate = commands.add_parser(
+        "estimate", help="time and memory of a step on hardware that need not be here"
+    )
     _add_config(estimate)
     _add_hardware(estimate)
-    estimate.add_argument("--devices", type=_positive, metavar="N", help="how many (default: the product of the mesh)")
-    estimate.add_argument("--anchor", metavar="RUN", help="scales the times by what a run on this hardware measured")
-    estimate.add_argument("--sweep", metavar="hardware.KEY=A,B", help="the estimate at several values of one figure")
     estimate.add_argument(
-        "--compile", action="store_true", help="compiles the real step for these GPUs and prints XLA's own figures"
+        "--devices",
+        type=_positive,
+        metavar="N",
+        help="how many (default: the product of the mesh)",
     )
     estimate.add_argument(
-        "--generate", type=_prompt_and_new, metavar="PROMPT+NEW", help="prices generation instead: 512+128 tokens"
+        "--anchor",
+        metavar="RUN",
+        help="scales the times by what a run on this hardware measured",
     )
-    estimate.add_argument("--batch", type=_positive, metavar="N", help="sequences to generate at once (default: 1)")
+    estimate.add_argument(
+        "--sweep",
+        metavar="hardware.KEY=A,B",
+        help="the estimate at several values of one figure",
+    )
+    estimate.add_argument(
+        "--compile",
+        action="store_true",
+        help="compiles the real step for these GPUs and prints XLA's own figures",
+    )
+    estimate.add_argument(
+        "--generate",
+        type=_prompt_and_new,
+        metavar="PROMPT+NEW",
+        help="prices generation instead: 512+128 tokens",
+    )
+    estimate.add_argument(
+        "--batch",
+        type=_positive,
+        metavar="N",
+        help="sequences to generate at once (default: 1)",
+    )
     estimate.set_defaults(command=planning.estimate)
 
-    plan = commands.add_parser("plan", help="which layout: searches them all and says why the others lost")
+
+def _add_plan(commands) -> None:
+    plan = commands.add_parser(
+        "plan", help="which layout: searches them all and says why the others lost"
+    )
     _add_config(plan)
     _add_hardware(plan)
     plan.add_argument("--devices", type=_positive, required=True, metavar="N", help="how many")
@@ -102,24 +223,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(command=planning.plan)
 
-    calibrate = commands.add_parser("calibrate", help="measures this machine and writes a file for --hardware")
-    calibrate.add_argument("--out", default="hardware.toml", metavar="FILE", help="a .toml file (default: %(default)s)")
+
+def _add_calibrate(commands) -> None:
+    calibrate = commands.add_parser(
+        "calibrate", help="measures this machine and writes a file for --hardware"
+    )
+    calibrate.add_argument(
+        "--out",
+        default="hardware.toml",
+        metavar="FILE",
+        help="a .toml file (default: %(default)s)",
+    )
     _add_devices(calibrate)
     calibrate.set_defaults(command=planning.calibrate)
-    return parser
 
 
-def _add_hardware(parser: argparse.ArgumentParser) -> None:
-    names = f"{', '.join(GPUS)} or a .toml file"
-    parser.add_argument("--hardware", required=True, metavar="NAME", help=names)
-    parser.add_argument("--json", action="store_true", help="for programs")
-
-
-def _prompt_and_new(text: str) -> tuple[int, int]:
-    prompt, plus, new = text.partition("+")
-    if not plus:
-        raise argparse.ArgumentTypeError(f"{text} is not PROMPT+NEW, 512+128 say")
-    return _positive(prompt), _positive(new)
+# Arguments that several commands have.
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -131,13 +250,29 @@ def _add_set(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
 
 
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    names = f"{', '.join(GPUS)} or a .toml file"
+    parser.add_argument("--hardware", required=True, metavar="NAME", help=names)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
 def _add_devices(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--simulate-devices", type=_positive, metavar="N", help="pretend to have N devices, on CPU")
     parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of process 0, where several processes run one program"
+        "--simulate-devices",
+        type=_positive,
+        metavar="N",
+        help="pretend to have N devices, on CPU",
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of process 0, where several processes run one program",
     )
     parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
     parser.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+
+
+# What a value may be. argparse turns these errors into a refusal that names the argument.
 
 
 def _positive(text: str) -> int:
@@ -160,3 +295,10 @@ def _time(text: str) -> float:
     if not 0 <= time <= 1e12:  # nan neither; the bound keeps sums finite
         raise argparse.ArgumentTypeError(f"{text} is not a time: a number from 0 to 1e12")
     return time
+
+
+def _prompt_and_new(text: str) -> tuple[int, int]:
+    prompt, plus, new = text.partition("+")
+    if not plus:
+        raise argparse.ArgumentTypeError(f"{text} is not PROMPT+NEW, 512+128 say")
+    return _positive(prompt), _positive(new)

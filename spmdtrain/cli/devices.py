@@ -1,4 +1,4 @@
-"""What has to be settled before jax looks for devices."""
+"""Settle what must be settled before jax looks for devices."""
 
 import argparse
 import gc
@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def start_jax(parsed: argparse.Namespace) -> None:
-    """Devices and processes are settled before jax looks for them; compiled programs are kept between runs."""
+    """Import jax for a command that computes: with its devices, and joined with other processes.
+
+    Compiled programs are kept between runs, in the user's cache folder.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on its own choices
     from spmdtrain.parallel import processes, xla_flags
 
@@ -20,16 +23,16 @@ def start_jax(parsed: argparse.Namespace) -> None:
     import jax
 
     if not jax.config.jax_compilation_cache_dir:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmdtrain" / "compiled"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "spmdtrain" / "compiled"))
 
 
 def _import_libraries() -> None:
     """Import the large libraries of a run while the garbage collector rests.
 
-    An import makes some hundred thousand objects, and all of them stay. The collector would walk over them again
-    and again, which costs a sixth of the time until the first line of output. `gc.freeze` spares later collections,
-    those between training steps, the same walk.
+    An import makes some hundred thousand objects, and all of them stay. The collector would walk
+    over them again and again, which costs a sixth of the time until the first line of output.
+    `gc.freeze` spares later collections, those between training steps, the same walk.
     """
     gc.disable()
     try:
@@ -41,6 +44,9 @@ def _import_libraries() -> None:
 
 
 def without_devices() -> None:
-    """jax is asked for shapes only: it need not take hold of a GPU. It reads this when it is imported, not later."""
+    """Keep jax from taking hold of a GPU, for a command that asks it for shapes only.
+
+    Call it before jax is imported, which is when jax reads the environment.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -1,4 +1,4 @@
-"""The commands that train nothing: `schedule`, `estimate`, `plan`, `calibrate`."""
+"""Run the commands that train nothing: `schedule`, `estimate`, `plan`, `calibrate`."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spmdtrain.cli.devices import start_jax, without_devices
 from spmdtrain.config import DONE, ConfigError, StorageError, load
@@ -14,32 +14,36 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel import xla_flags
 
 if TYPE_CHECKING:
+    from spmdtrain.parallel.pipeline.schedule import Table
     from spmdtrain.planner.hardware import Hardware
 
-LARGEST_SCHEDULE = 1_000_000  # ticks x stages: seconds of work here, and more than anybody looks at
+# Ticks x stages: seconds of work here, and more than anybody looks at.
+LARGEST_SCHEDULE = 1_000_000
+
+
+# --- schedule
 
 
 def schedule(parsed: argparse.Namespace) -> int:
-    from spmdtrain.parallel.pipeline import draw, file, schedule, timing
+    """Print a pipeline schedule, and draw it with --svg."""
+    from spmdtrain.parallel.pipeline import draw, file, timing
+    from spmdtrain.parallel.pipeline.schedule import SCHEDULE_KINDS
 
-    sizes = {name: size for name in ("stages", "microbatches", "chunks") if (size := getattr(parsed, name)) is not None}
-    if parsed.kind in schedule.SCHEDULE_KINDS:
-        _refuse_sizes(parsed.kind, **sizes)
-        table = schedule.build(parsed.kind, **sizes)
+    is_built = parsed.kind in SCHEDULE_KINDS
+    sizes = _given(parsed, "stages", "microbatches", "chunks")
+    if is_built:
+        table = _built_schedule(parsed.kind, **sizes)
     elif Path(parsed.kind).suffix in (".json", ".csv"):
-        table = file.read(parsed.kind)
-        for name, size in sizes.items():
-            if getattr(table, name) != size:
-                found = f"{name} {getattr(table, name)}"
-                raise ConfigError(f"{parsed.kind} has its own sizes", asked=f"--{name} {size}", found=found)
+        table = _schedule_of_file(parsed.kind, sizes)
     else:
-        choices = f"{', '.join(schedule.SCHEDULE_KINDS)}, or a .json or .csv file"
+        choices = f"{', '.join(SCHEDULE_KINDS)}, or a .json or .csv file"
         raise ConfigError("unknown pipeline schedule", asked=f"--kind {parsed.kind}", fix=choices)
 
-    names = ("forward", "backward", "weight", "hop")
-    times = timing.Times(**{name: time for name in names if (time := getattr(parsed, name)) is not None})
+    times = timing.Times(**_given(parsed, "forward", "backward", "weight", "hop"))
     if not times.microbatch:
-        raise ConfigError("one of --forward, --backward and --weight takes some time", found="0 for all")
+        raise ConfigError(
+            "one of --forward, --backward and --weight takes some time", found="0 for all"
+        )
     if parsed.svg is not None:
         try:
             Path(parsed.svg).write_text(draw.svg(table, times), encoding="utf-8")
@@ -52,18 +56,70 @@ def schedule(parsed: argparse.Namespace) -> int:
         width = shutil.get_terminal_size((0, 0)).columns or None  # no terminal: nothing to fit into
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print(draw.draw(table, times, width=width, colour=colour))
-        print(f"\n{draw.bubbles(table, times, peers=parsed.kind in schedule.SCHEDULE_KINDS)}")
+        print(f"\n{draw.bubbles(table, times, peers=is_built)}")
     if parsed.svg is not None:
-        print(f"{parsed.svg}: the same, drawn to scale", file=sys.stderr if parsed.json else sys.stdout)
+        output = sys.stderr if parsed.json else sys.stdout  # the JSON stays alone on stdout
+        print(f"{parsed.svg}: the same, drawn to scale", file=output)
     return DONE
 
 
+def _given(parsed: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return those of the named arguments that were typed."""
+    values = {name: getattr(parsed, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _built_schedule(
+    kind: str, stages: int | None = None, microbatches: int | None = None, chunks: int = 1
+) -> "Table":
+    """Build a named schedule.
+
+    Refuses missing sizes, and those that would take minutes or more memory than there is.
+    """
+    from spmdtrain.parallel.pipeline.schedule import build
+
+    if stages is None or microbatches is None:
+        raise ConfigError(
+            f"--kind {kind} needs --stages and --microbatches",
+            fix="--stages 4 --microbatches 8",
+        )
+    cells = stages * (microbatches * chunks + stages * (chunks + 1))
+    if cells > LARGEST_SCHEDULE:
+        raise ConfigError(
+            "the schedule is too large to lay out",
+            asked=f"--stages {stages} --microbatches {microbatches} --chunks {chunks}",
+            found=f"about {cells:,} ticks x stages, at most {LARGEST_SCHEDULE:,}",
+        )
+    return build(kind, stages, microbatches, chunks)
+
+
+def _schedule_of_file(path: str, sizes: dict[str, int]) -> "Table":
+    """Read a schedule; sizes need not be typed, but if they are they must be the file's."""
+    from spmdtrain.parallel.pipeline import file
+
+    table = file.read(path)
+    for name, size in sizes.items():
+        found = getattr(table, name)
+        if found != size:
+            raise ConfigError(
+                f"{path} has its own sizes", asked=f"--{name} {size}", found=f"{name} {found}"
+            )
+    return table
+
+
+# --- estimate
+
+
 def estimate(parsed: argparse.Namespace) -> int:
+    """Print what a step takes on hardware that need not be here; or what generation takes."""
     _refuse_together(parsed, "sweep", "generate", "compile", "anchor")
     _refuse_together(parsed, "generate", "compile", "anchor")
     if parsed.batch and not parsed.generate:
-        fix = f"--generate 512+128 --batch {parsed.batch}"
-        raise ConfigError("--batch is how many sequences --generate makes", asked=f"--batch {parsed.batch}", fix=fix)
+        raise ConfigError(
+            "--batch is how many sequences --generate makes",
+            asked=f"--batch {parsed.batch}",
+            fix=f"--generate 512+128 --batch {parsed.batch}",
+        )
     without_devices()
     if parsed.compile:
         xla_flags.set_xla_flags(deviceless=True)
@@ -108,7 +164,10 @@ def _sweep(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") 
     from spmdtrain.planner.estimate import sweep
 
     figure, rows = sweep(config, parsed.devices, hardware, parsed.sweep)
-    print(json.dumps(report.sweep_values(figure, rows)) if parsed.json else report.sweep_text(figure, rows))
+    if parsed.json:
+        print(json.dumps(report.sweep_values(figure, rows)))
+    else:
+        print(report.sweep_text(figure, rows))
     return DONE
 
 
@@ -117,19 +176,30 @@ def _estimate_inference(parsed: argparse.Namespace, config: RunConfig, hardware:
     from spmdtrain.planner.inference import estimate_inference
 
     prompt, new = parsed.generate
-    found = estimate_inference(config, parsed.devices, hardware, batch=parsed.batch or 1, prompt=prompt, new=new)
-    print(json.dumps(report.inference_values(found)) if parsed.json else report.inference_text(found, hardware))
+    found = estimate_inference(
+        config, parsed.devices, hardware, batch=parsed.batch or 1, prompt=prompt, new=new
+    )
+    if parsed.json:
+        print(json.dumps(report.inference_values(found)))
+    else:
+        print(report.inference_text(found, hardware))
     return DONE
 
 
+# --- plan
+
+
 def plan(parsed: argparse.Namespace) -> int:
+    """Print the best layouts on some devices; with --rules, the best rules of one mesh."""
     _refuse_together(parsed, "rules", "top")
     without_devices()
     from spmdtrain.planner.hardware import hardware as named_hardware
 
     hardware = named_hardware(parsed.hardware)
     config = load(parsed.config, parsed.set)
-    return _plan_rules(parsed, config, hardware) if parsed.rules else _plan_layout(parsed, config, hardware)
+    if parsed.rules:
+        return _plan_rules(parsed, config, hardware)
+    return _plan_layout(parsed, config, hardware)
 
 
 def _plan_layout(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
@@ -139,7 +209,10 @@ def _plan_layout(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardw
 
     plans = plan_config(config, parsed.devices, hardware)
     shown = best_of_each_mesh(plans, parsed.top or 10)
-    print(json.dumps(report.plan_values(shown)) if parsed.json else report.plan_text(shown, plans))
+    if parsed.json:
+        print(json.dumps(report.plan_values(shown)))
+    else:
+        print(report.plan_text(shown, plans))
     return DONE
 
 
@@ -148,13 +221,22 @@ def _plan_rules(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardwa
     from spmdtrain.planner.plan_rules import plan_rules
 
     by_rules, freely = plan_rules(config, parsed.devices, hardware)
-    print(json.dumps(report.rules_values(by_rules)) if parsed.json else report.rules_text(by_rules, freely))
+    if parsed.json:
+        print(json.dumps(report.rules_values(by_rules)))
+    else:
+        print(report.rules_text(by_rules, freely))
     return DONE
 
 
+# --- calibrate
+
+
 def calibrate(parsed: argparse.Namespace) -> int:
+    """Measure this machine, and write a file that --hardware reads."""
     if not parsed.out.endswith(".toml"):
-        raise ConfigError(f"--out {parsed.out}: --hardware reads .toml files", fix=f"--out {parsed.out}.toml")
+        raise ConfigError(
+            f"--out {parsed.out}: --hardware reads .toml files", fix=f"--out {parsed.out}.toml"
+        )
     _refuse_unwritable(Path(parsed.out))  # before minutes of measuring
     start_jax(parsed)
     from spmdtrain.planner import calibrate
@@ -162,36 +244,31 @@ def calibrate(parsed: argparse.Namespace) -> int:
     found = calibrate.calibrate()
     calibrate.write(found, Path(parsed.out))
     print(
-        f"{parsed.out}: {found['bfloat16'] / 1e12:.4g} TFLOP/s bfloat16, {found['float32'] / 1e12:.4g} float32, "
-        f"{found['memory_bandwidth'] / 1e9:.4g} GB/s memory, {found['link_bandwidth'] / 1e9:.4g} GB/s links"
+        f"{parsed.out}: {found['bfloat16'] / 1e12:.4g} TFLOP/s bfloat16, "
+        f"{found['float32'] / 1e12:.4g} float32, "
+        f"{found['memory_bandwidth'] / 1e9:.4g} GB/s memory, "
+        f"{found['link_bandwidth'] / 1e9:.4g} GB/s links"
     )
     return DONE
 
 
 def _refuse_together(parsed: argparse.Namespace, first: str, *others: str) -> None:
-    """`first` would pass over the other options in silence."""
-    given = [name for name in (first, *others) if getattr(parsed, name) not in (None, False)]
-    if first in given[:1] and given[1:]:
-        raise ConfigError(f"--{first} and --{given[1]} cannot go together", fix="one of them at a time")
+    """Refuse an option together with others, which it would pass over in silence."""
+    if getattr(parsed, first) in (None, False):
+        return
+    for other in others:
+        if getattr(parsed, other) not in (None, False):
+            raise ConfigError(
+                f"--{first} and --{other} cannot go together", fix="one of them at a time"
+            )
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Leaves the file, or that there is none, as it was."""
+    """Refuse a path that cannot be written, and leave it as it was: a file, or none."""
+    there = os.path.lexists(path)
     try:
-        there = os.path.lexists(path)
         path.open("a").close()
         if not there:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _refuse_sizes(kind: str, stages: int | None = None, microbatches: int | None = None, chunks: int = 1) -> None:
-    """Refuses missing sizes, and those that would take minutes or more memory than there is."""
-    if stages is None or microbatches is None:
-        raise ConfigError(f"--kind {kind} needs --stages and --microbatches", fix="--stages 4 --microbatches 8")
-    cells = stages * (microbatches * chunks + stages * (chunks + 1))
-    if cells > LARGEST_SCHEDULE:
-        asked = f"--stages {stages} --microbatches {microbatches} --chunks {chunks}"
-        found = f"about {cells:,} ticks x stages, at most {LARGEST_SCHEDULE:,}"
-        raise ConfigError("the schedule is too large to lay out", asked=asked, found=found)

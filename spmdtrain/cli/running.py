@@ -1,4 +1,4 @@
-"""What trains, and what goes before and after: `train`, `show`, `sample`, `data prepare`."""
+"""Run the commands around training: `train`, `show`, `sample`, `data prepare`."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ from spmdtrain.config import DONE, PREEMPTED, StorageError, UserError, load, to_
 
 
 def train(parsed: argparse.Namespace) -> int:
+    """Train, or resume. Returns PREEMPTED where the run was asked to stop, and has saved."""
     config = load(parsed.config, parsed.set)
     if parsed.print_config:
         from spmdtrain.parallel import xla_flags
@@ -24,13 +25,17 @@ def train(parsed: argparse.Namespace) -> int:
     start_jax(parsed)
     from spmdtrain.running.loop import run
 
-    outcome = run(config, directory, fresh=parsed.fresh, prediction=_prediction(config, parsed.hardware))
+    prediction = _prediction(config, parsed.hardware)
+    outcome = run(config, directory, fresh=parsed.fresh, prediction=prediction)
     return PREEMPTED if outcome.status == "preempted" else DONE
 
 
 def _prediction(config, name: str | None):
-    """Plain numbers for `run`: for the hardware `name`, else for the device at hand where it is described, else None.
-    Every process makes them, so that all are refused or none."""
+    """Predict time and memory of a step on the hardware `name`, or else on the device at hand.
+
+    None, where nobody asked and the device is not described or the estimate is refused. Every
+    process predicts, so that all are refused or none.
+    """
     import jax
 
     from spmdtrain.planner.estimate import estimate
@@ -69,15 +74,19 @@ def show(parsed: argparse.Namespace) -> int:
 
 
 def sample(parsed: argparse.Namespace) -> int:
+    """Print text that a trained run generates."""
     start_jax(parsed)
     from spmdtrain.running import sample
 
     choice = sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p)
-    print(sample.sample(Path(parsed.run), parsed.prompt, parsed.length, choice, parsed.seed, parsed.set))
+    run = Path(parsed.run)
+    text = sample.sample(run, parsed.prompt, parsed.length, choice, parsed.seed, parsed.set)
+    print(text)
     return DONE
 
 
 def prepare(parsed: argparse.Namespace) -> int:
+    """Write text files as one token file."""
     from spmdtrain.data import prepare as data
 
     data.prepare(parsed.paths, parsed.out, parsed.tokenizer)
