@@ -1,6 +1,7 @@
-"""The corpora a run can name: token ids, where documents start in them, and a fingerprint.
+"""Open the corpora that a run can name: Python's library, noise, text files, token files.
 
-A *corpus* is one long row of token ids, document after document. *Offsets* count tokens from its start.
+A *corpus* is one long row of token ids, document after document. *Offsets* count tokens from its
+start.
 """
 
 import difflib
@@ -25,18 +26,36 @@ from spmdtrain.data.tokens import DTYPES, TokenSource, Unmapped, open_tokens, st
 
 STDLIB_BYTES = 4_000_000  # enough for a quick start to fall visibly, read in a fraction of a second
 STDLIB_LEFT_OUT = {
-    *("site-packages", "dist-packages", "__pycache__", "lib-dynload"),  # not the library's source
-    *("test", "tests", "idle_test", "turtledemo"),  # tests, some of them not even valid text
-    *("encodings", "pydoc_data", "lib2to3", "idlelib", "ensurepip", "distutils"),  # generated tables, relics
+    # Not the library's source.
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib-dynload",
+    # Tests, some of which are not even valid text.
+    "test",
+    "tests",
+    "idle_test",
+    "turtledemo",
+    # Generated tables, and relics.
+    "encodings",
+    "pydoc_data",
+    "lib2to3",
+    "idlelib",
+    "ensurepip",
+    "distutils",
 }
-# A mapping holds its file open, and a process may have 1024, on some systems 256. Where there are
-# more, each is opened to be read.
+# A mapping holds its file open, and a process may have 1024 open, on some systems 256. Where there
+# are more files than this, each is opened whenever it is read.
 MOST_MAPPED = 128
-SYNTHETIC_VOCAB, SYNTHETIC_DOCUMENTS, SYNTHETIC_LENGTH = 64, 2048, 512
+SYNTHETIC_VOCAB = 64
+SYNTHETIC_DOCUMENTS = 2048
+SYNTHETIC_LENGTH = 512  # of each document
 
 
 @dataclass(frozen=True)
 class Corpus:
+    """Token ids, where documents start in them, and a fingerprint."""
+
     tokens: "np.ndarray | Concatenated"  # [tokens] uint16 or uint32; supports len() and slices
     document_starts: np.ndarray  # int64 offsets, strictly increasing, the first is 0
     vocab: int  # ids are < vocab
@@ -46,20 +65,32 @@ class Corpus:
     files: tuple[tuple[int, str], ...] = ()  # (first offset, path) of mapped files, for messages
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """int32 ids of the offsets start..stop-1, every one checked to lie inside the vocabulary."""
+        """Return the ids at the offsets start to stop - 1, int32.
+
+        Raises DataError where one lies outside the vocabulary, which would be no row of a table.
+        """
         ids = self.tokens[start:stop]
-        if (bad := ids >= self.vocab).any():
-            self._refuse(start + int(bad.argmax()), int(ids[bad.argmax()]))
+        outside = ids >= self.vocab
+        if outside.any():
+            first = int(outside.argmax())
+            self._refuse(start + first, int(ids[first]))
         return ids.astype(np.int32)
 
     def _refuse(self, offset: int, token: int):
-        assert self.files, f"id {token} at {offset} of a corpus of our own making is beyond its vocabulary"
-        first, path = self.files[bisect_right(self.files, offset, key=lambda file: file[0]) - 1]
-        raise DataError(f"{path}: id {token} at token offset {offset - first} is beyond its vocabulary of {self.vocab}")
+        assert self.files, f"id {token} at {offset} of a corpus we made is beyond its vocabulary"
+        file = bisect_right(self.files, offset, key=lambda file: file[0]) - 1
+        first, path = self.files[file]
+        raise DataError(
+            f"{path}: id {token} at token offset {offset - first} "
+            f"is beyond its vocabulary of {self.vocab}"
+        )
 
 
 class Concatenated:
-    """Several rows of tokens seen as one, sliced with step 1. A slice asks no part but its own."""
+    """Several rows of tokens seen as one. It supports len(), and slices of step 1.
+
+    A slice reads only the parts that it touches.
+    """
 
     def __init__(self, parts: Sequence["np.ndarray | Unmapped"]):
         self.parts = parts  # none of them empty
@@ -73,16 +104,27 @@ class Concatenated:
         assert step == 1
         index = min(bisect_right(self.bounds, start), len(self.parts)) - 1
         pieces = []
-        while not pieces or start < stop:
-            first, end = self.bounds[index], self.bounds[index + 1]
-            pieces.append(self.parts[index][start - first : max(start, min(stop, end)) - first])
-            start, index = end, index + 1
+        while not pieces or start < stop:  # an empty slice takes an empty piece, for its dtype
+            first = self.bounds[index]
+            end = self.bounds[index + 1]
+            piece_stop = max(start, min(stop, end))
+            pieces.append(self.parts[index][start - first : piece_stop - first])
+            start = end
+            index += 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
-    """The corpus that `config` names. `vocab` is the model's (None: it will take the corpus's); `seed` makes noise."""
-    patterns = (config.path,) if isinstance(config.path, str) else config.path or ()
+    """Open the corpus that `config` names.
+
+    `vocab` is the model's, or None, if the model will take that of the corpus. `seed` is that of
+    synthetic noise. Raises DataError where something is missing or damaged, or the corpus has ids
+    that the model has no row for.
+    """
+    if isinstance(config.path, str):
+        patterns = (config.path,)
+    else:
+        patterns = config.path or ()
     if config.corpus == "stdlib":
         corpus = stdlib_corpus(config.tokenizer)
     elif config.corpus == "synthetic":
@@ -102,14 +144,21 @@ def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
 
 
 def stdlib_corpus(tokenizer: str, root: Path | None = None, limit: int = STDLIB_BYTES) -> Corpus:
-    """Source files of the running Python's own library, at most `limit` bytes, one document each, sorted by path.
+    """Take source files of the running Python's own library, at most `limit` bytes, as documents.
 
-    Which files are taken is decided by the hash of their relative path, so the selection is spread over the library
-    and the same everywhere for one Python version.
+    Files are taken in the order of the hash of their relative path, so that the selection is spread
+    over the library, and the same everywhere for one Python version. The documents are then sorted
+    by path.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    chosen, total = {}, 0
-    for path in sorted(_stdlib_sources(root), key=lambda path: hashlib.sha256(path.encode()).digest()):
+    if root is None:
+        root = Path(sysconfig.get_path("stdlib"))
+
+    def hash_of(path: str) -> bytes:
+        return hashlib.sha256(path.encode()).digest()
+
+    chosen: dict[str, bytes] = {}
+    total = 0
+    for path in sorted(_stdlib_sources(root), key=hash_of):
         text = _text_or_none(root / path)
         if text is None:
             continue
@@ -118,18 +167,21 @@ def stdlib_corpus(tokenizer: str, root: Path | None = None, limit: int = STDLIB_
             break
         chosen[path] = text
     if not chosen:
-        raise DataError(f"no Python source in {root}", fix="--set data.corpus=text --set data.path=FILE")
-    return _encoded([chosen[path].decode("utf-8") for path in sorted(chosen)], tokenizer)
+        raise DataError(
+            f"no Python source in {root}", fix="--set data.corpus=text --set data.path=FILE"
+        )
+    return _encode_texts([chosen[path].decode("utf-8") for path in sorted(chosen)], tokenizer)
 
 
 def _stdlib_sources(root: Path) -> Iterator[str]:
-    """Paths relative to root, with forward slashes."""
+    """Yield paths relative to root, with forward slashes."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
         relative = Path(folder).relative_to(root)
         for name in files:
-            # _sysconfigdata_* and *customize.py tell about one machine, not about Python
-            if name.endswith(".py") and not name.startswith("_sysconfigdata") and not name.endswith("customize.py"):
+            # These two are about one machine, not about Python.
+            is_local = name.startswith("_sysconfigdata") or name.endswith("customize.py")
+            if name.endswith(".py") and not is_local:
                 yield (relative / name).as_posix()
 
 
@@ -137,24 +189,30 @@ def _text_or_none(path: Path) -> bytes | None:
     content = path.read_bytes()
     try:
         content.decode("utf-8")
-    except UnicodeDecodeError:  # a source file may declare another encoding; there is enough without it
+    except (
+        UnicodeDecodeError
+    ):  # a source file may declare another encoding; there is enough without it
         return None
     return content
 
 
 def synthetic_corpus(vocab: int | None, seed: int) -> Corpus:
-    """Noise with structure: documents walked by a Markov chain of order 1 over at most 64 ids.
+    """Make noise with structure: documents from a Markov chain of order 1 over at most 64 ids.
 
-    A fixed random permutation P leads on: after id s comes P[s + r] (s + r modulo the vocabulary) where r is 0, 1, 2
-    or 3 with probability 1/2, 1/4, 1/8, 1/8. Every r maps ids one to one, so all ids are equally frequent (a model
-    starts at ln(vocab)) and a token given the one before holds 1.75 bits: `entropy`, in nats, which a bigram table
-    reaches. Made from counters and integers, so it is the same everywhere.
+    P is a random permutation of the ids. After id s comes P[s + r], with s + r modulo the
+    vocabulary, where r is 0, 1, 2 or 3 with probability 1/2, 1/4, 1/8, 1/8.
+
+    Every r maps ids one to one, so all ids are equally frequent, and the loss of a model starts at
+    ln(vocab). A token given the one before it holds 1.75 bits; a bigram table reaches that, and
+    nothing can do better. `entropy` is the same in nats.
+
+    The noise comes from counters and integer arithmetic, so it is the same everywhere.
     """
     vocab = min(vocab or SYNTHETIC_VOCAB, SYNTHETIC_VOCAB)
     successor = np.argsort(random_bits(seed, 0, np.arange(vocab)), kind="stable")
     shape = (SYNTHETIC_LENGTH, SYNTHETIC_DOCUMENTS)
     bits = random_bits(seed, 1, np.arange(math.prod(shape))).reshape(shape)
-    shift = np.array([0, 0, 0, 0, 1, 1, 2, 3])[bits >> np.uint64(61)]
+    shift = np.array([0, 0, 0, 0, 1, 1, 2, 3])[bits >> np.uint64(61)]  # r, of three bits
     walk = np.empty(shape, DTYPES[storage_dtype(vocab)])
     state = (bits[0] % np.uint64(vocab)).astype(np.int64)
     walk[0] = state
@@ -163,99 +221,146 @@ def synthetic_corpus(vocab: int | None, seed: int) -> Corpus:
         walk[position] = state
     tokens = np.ascontiguousarray(walk.T).reshape(-1)
     starts = np.arange(SYNTHETIC_DOCUMENTS, dtype=np.int64) * SYNTHETIC_LENGTH
-    probability = np.bincount(np.arange(4) % vocab, weights=[0.5, 0.25, 0.125, 0.125])  # a tiny vocab folds them
-    entropy = float(-(probability * np.log(probability)).sum()) + 0.0
-    return Corpus(tokens, starts, vocab, None, _fingerprint(tokens, starts, vocab, None), entropy)
-
-
-def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
-    """Text files, one document each, held in memory; a large text is better prepared as a token file."""
-    return _encoded([read_text(path) for path in find_files(patterns)], tokenizer)
-
-
-def token_corpus(patterns: Iterable[str], tokenizer: str = "bytes") -> Corpus:
-    """Token files, one after the other. `tokenizer` only checks: the files' own is what counts, and it may be a
-    default that nobody wrote, so `bytes` is taken to ask for nothing."""
-    named = [
-        pattern + ".bin" if os.path.isfile(os.path.expanduser(pattern + ".bin")) else pattern for pattern in patterns
-    ]
-    sources = [open_tokens(path) for path in find_files(named)]
-    tokenizer_of_all = _tokenizer_of(sources[0])
-    for source in sources[1:]:
-        if _tokenizer_of(source) != tokenizer_of_all:
-            raise DataError(f"{sources[0].path} and {source.path} were made with different tokenizers")
-    spec = sources[0].tokenizer_spec
-    if tokenizer != "bytes" and spec:
-        _check_tokenizer(tokenizer, spec, sources[0].path)
-    mapped = len(sources) <= MOST_MAPPED
-    tokens = Concatenated([source.tokens if mapped else source.unmapped for source in sources])
-    first = list(zip(tokens.bounds, sources, strict=False))
+    # With fewer than 4 ids several r lead to the same one.
+    probability = np.bincount(np.arange(4) % vocab, weights=[0.5, 0.25, 0.125, 0.125])
+    entropy = float(-(probability * np.log(probability)).sum()) + 0.0  # never -0.0
     return Corpus(
-        tokens=tokens.parts[0] if len(sources) == 1 else tokens,
-        document_starts=np.concatenate([start + source.document_starts for start, source in first]),
-        vocab=sources[0].vocab,
-        tokenizer=from_spec(spec) if spec else None,
-        fingerprint=hashlib.sha256(" ".join(source.fingerprint for source in sources).encode()).hexdigest(),
-        files=tuple((start, source.path) for start, source in first),
+        tokens=tokens,
+        document_starts=starts,
+        vocab=vocab,
+        tokenizer=None,
+        fingerprint=_fingerprint(tokens, starts, vocab, None),
+        entropy=entropy,
     )
 
 
-def _tokenizer_of(source: TokenSource) -> tuple:
+def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
+    """Read text files, a document each, into memory.
+
+    A large text is better prepared as a token file.
+    """
+    return _encode_texts([read_text(path) for path in find_files(patterns)], tokenizer)
+
+
+def token_corpus(patterns: Iterable[str], tokenizer: str = "bytes") -> Corpus:
+    """Open token files, one behind the other.
+
+    Token files bring their own tokenizer. `tokenizer` only checks that it is the one expected; as
+    "bytes" is the default, which nobody need have written, it is taken to expect nothing.
+    """
+    named = []
+    for pattern in patterns:
+        is_stem = os.path.isfile(os.path.expanduser(pattern + ".bin"))
+        named.append(pattern + ".bin" if is_stem else pattern)
+    sources = [open_tokens(path) for path in find_files(named)]
+    first = sources[0]
+    for source in sources[1:]:
+        if _identify_tokenizer(source) != _identify_tokenizer(first):
+            raise DataError(f"{first.path} and {source.path} were made with different tokenizers")
+    spec = first.tokenizer_spec
+    if tokenizer != "bytes" and spec:
+        _check_tokenizer(tokenizer, spec, first.path)
+
+    mapped = len(sources) <= MOST_MAPPED
+    tokens = Concatenated([source.tokens if mapped else source.unmapped for source in sources])
+    offsets = tokens.bounds[:-1]  # at which each file starts
+    documents = []
+    files = []
+    for offset, source in zip(offsets, sources, strict=True):
+        documents.append(offset + source.document_starts)
+        files.append((offset, source.path))
+    fingerprints = " ".join(source.fingerprint for source in sources)
+    return Corpus(
+        tokens=tokens.parts[0] if len(sources) == 1 else tokens,
+        document_starts=np.concatenate(documents),
+        vocab=first.vocab,
+        tokenizer=from_spec(spec) if spec else None,
+        fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
+        files=tuple(files),
+    )
+
+
+def _identify_tokenizer(source: TokenSource) -> tuple[int, str]:
     return source.vocab, tokenizer_fingerprint(source.tokenizer_spec)
 
 
 def _check_tokenizer(asked: str, spec: dict, path: str):
+    """Refuse a token file at `path` whose tokenizer, of this spec, is not the one asked for."""
     if asked == spec.get("kind"):
         return
-    if asked == "characters" or tokenizer_fingerprint(open_tokenizer(asked).spec()) != tokenizer_fingerprint(spec):
-        made_with = spec.get("path") or spec.get("kind")
-        raise DataError(
-            f"{path} was made with another tokenizer",
-            asked=f"data.tokenizer={asked!r}",
-            found=f"{made_with!r}",
-            fix="leaving data.tokenizer out: a token file brings its own",
-        )
+    if asked != "characters":  # which cannot be opened without a text
+        asked_spec = open_tokenizer(asked).spec()
+        if tokenizer_fingerprint(asked_spec) == tokenizer_fingerprint(spec):
+            return
+    made_with = spec.get("path") or spec.get("kind")
+    raise DataError(
+        f"{path} was made with another tokenizer",
+        asked=f"data.tokenizer={asked!r}",
+        found=f"{made_with!r}",
+        fix="leaving data.tokenizer out: a token file brings its own",
+    )
 
 
 def find_files(patterns: Iterable[str]) -> list[str]:
-    """Existing files or globs (`**` too) as paths: patterns in the order given, a glob's files sorted, none twice."""
+    """Return the files that paths and globs (`**` too) name, none twice.
+
+    Patterns keep their order; the files of one glob are sorted. Raises DataError for a pattern that
+    matches nothing, or is a folder.
+    """
     found: dict[str, None] = {}
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
-            raise DataError(f"{pattern} is a folder", fix=f"{os.path.join(pattern, '**', '*.txt')}")
-        literal = os.path.isfile(expanded)
-        matches = [expanded] if literal else sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
+            fix = os.path.join(pattern, "**", "*.txt")
+            raise DataError(f"{pattern} is a folder", fix=fix)
+        if os.path.isfile(expanded):  # also one whose name looks like a glob
+            matches = [expanded]
+        else:
+            matches = sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
         if not matches:
-            folder, name = os.path.split(expanded)
-            near = difflib.get_close_matches(name, os.listdir(folder or ".") if os.path.isdir(folder or ".") else (), 1)
-            raise DataError(f"no file matches {pattern}", fix=os.path.join(folder, near[0]) if near else "")
+            raise DataError(f"no file matches {pattern}", fix=_nearest_file(expanded))
         found.update(dict.fromkeys(matches))
     return list(found)
 
 
+def _nearest_file(path: str) -> str:
+    """Return a file in the same folder with a similar name, or ""."""
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder or "."):
+        return ""
+    near = difflib.get_close_matches(name, os.listdir(folder or "."), 1)
+    return os.path.join(folder, near[0]) if near else ""
+
+
 def read_text(path: str) -> str:
-    """A whole UTF-8 file, line ends untouched."""
+    """Return a whole UTF-8 file, line ends untouched. Raises DataError where it cannot be read."""
     try:
         return Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start}"
-        ) from None
+        wrong = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+        raise DataError(f"{path} is not UTF-8 text: {wrong}") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _encoded(texts: list[str], name: str) -> Corpus:
-    tokenizer = open_tokenizer(name, texts)
+def _encode_texts(texts: list[str], tokenizer_name: str) -> Corpus:
+    """Make a corpus of texts, a document each; one without tokens is left out."""
+    tokenizer = open_tokenizer(tokenizer_name, texts)
     dtype = DTYPES[storage_dtype(tokenizer.size)]
-    documents = [ids for text in texts if len(ids := tokenizer.encode(text).astype(dtype))]
+    encoded = [tokenizer.encode(text).astype(dtype) for text in texts]
+    documents = [ids for ids in encoded if len(ids)]
     if not documents:
-        raise DataError(f"the corpus is empty: the tokenizer {name} makes no tokens of its text")
+        raise DataError(
+            f"the corpus is empty: the tokenizer {tokenizer_name} makes no tokens of its text"
+        )
     starts = np.cumsum([0] + [len(ids) for ids in documents[:-1]], dtype=np.int64)
     tokens = np.concatenate(documents)
     return Corpus(
-        tokens, starts, tokenizer.size, tokenizer, _fingerprint(tokens, starts, tokenizer.size, tokenizer.spec())
+        tokens=tokens,
+        document_starts=starts,
+        vocab=tokenizer.size,
+        tokenizer=tokenizer,
+        fingerprint=_fingerprint(tokens, starts, tokenizer.size, tokenizer.spec()),
     )
 
 

@@ -1,4 +1,4 @@
-"""`spmdtrain data prepare`: text files into a token file."""
+"""Turn text files into a token file: `spmdtrain data prepare`."""
 
 import os
 import sys
@@ -13,48 +13,66 @@ LINES = 10  # progress lines when nobody watches a terminal
 
 
 def prepare(paths: list[str], out: str, tokenizer: str) -> None:
-    """Files or globs, one document per file, into `out`.bin, .idx and .json; progress goes to standard error.
+    """Write files or globs, a document per file, as `out`.bin, .idx and .json.
 
-    Only one file's text and ids are in memory at a time (`characters` reads all files twice: first for the alphabet).
+    Progress goes to standard error, and what was written to standard output. One file's text and
+    ids are in memory at a time. (The tokenizer `characters` reads all files twice: first for its
+    alphabet.)
+
+    Raises DataError where a file cannot be read, or `out` is there already, and StorageError where
+    it cannot be written.
     """
     files = find_files(paths)
     encoder = open_tokenizer(tokenizer, (read_text(file) for file in files))
-    with _progress(sum(os.path.getsize(file) for file in files)) as advance:
-        # A progress call follows each document, in the order of the files.
-        sizes = iter([os.path.getsize(file) for file in files])
-        done = write_tokens(
-            out, (read_text(file) for file in files), encoder, lambda _, tokens: advance(next(sizes), tokens)
-        )
+    sizes = [os.path.getsize(file) for file in files]
+    with _progress(sum(sizes)) as advance:
+        left = iter(sizes)
+
+        def document_written(_, tokens: int):
+            # It is called once for each document, in the order of the files.
+            advance(next(left), tokens)
+
+        done = write_tokens(out, (read_text(file) for file in files), encoder, document_written)
+    documents = "1 document" if done.documents == 1 else f"{done.documents:,} documents"
     print(
-        f"{done.path}: {done.tokens:,} tokens ({done.dtype}) in "
-        f"{done.documents:,} document{'s' * (done.documents > 1)}, "
+        f"{done.path}: {done.tokens:,} tokens ({done.dtype}) in {documents}, "
         f"vocabulary {done.vocab:,}, tokenizer {tokenizer}"
     )
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """Gives `advance(bytes read, tokens so far)`: a bar on a terminal, else about ten plain lines."""
+    """Yield `advance(bytes just read, tokens so far)`.
+
+    It moves a bar on a terminal, and else prints about ten plain lines.
+    """
     if not sys.stderr.isatty():
         yield _plain_lines(total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), DownloadColumn(), TextColumn("{task.fields[tokens]:,} tokens"), TimeRemainingColumn())
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("prepare", total=total, tokens=0)
         yield lambda size, tokens: bar.update(task, advance=size, tokens=tokens)
 
 
 def _plain_lines(total: int) -> Callable[[int, int], None]:
-    read, printed = 0, 0
+    read = 0  # bytes
+    printed = 0  # tenths
 
     def advance(size: int, tokens: int):
         nonlocal read, printed
         read += size
         if read * LINES // max(total, 1) > printed:
             printed = read * LINES // total
-            print(f"{100 * read // total}% of {total:,} bytes, {tokens:,} tokens", file=sys.stderr, flush=True)
+            line = f"{100 * read // total}% of {total:,} bytes, {tokens:,} tokens"
+            print(line, file=sys.stderr, flush=True)
 
     return advance

@@ -1,7 +1,7 @@
-"""Text to token ids and back: bytes, characters, or a Hugging Face `tokenizer.json`.
+"""Turn text into token ids and back: bytes, characters, or a Hugging Face `tokenizer.json`.
 
-A tokenizer's *spec* is a JSON value from which it can be rebuilt anywhere: it lies beside token files and in a run's
-config, so that samples can be decoded after the tokenizer's own file has moved.
+A tokenizer's *spec* is a JSON value from which it can be made again anywhere. It lies beside token
+files and in a run's config, so that ids can be decoded after the tokenizer's own file has moved.
 """
 
 import hashlib
@@ -18,35 +18,48 @@ UNDECODABLE = "\ufffd"
 
 
 class Tokenizer(Protocol):
+    """What a tokenizer must have."""
+
     size: int  # ids are < size
 
-    def encode(self, text: str) -> np.ndarray: ...  # int32 [tokens]
-    def decode(self, ids) -> str: ...  # never fails: an id that means nothing gives U+FFFD or nothing
-    def spec(self) -> dict: ...
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids, int32 [tokens]. Raises DataError for a text that it has no ids for."""
+
+    def decode(self, ids) -> str:
+        """Return the text. Never fails: an id that means nothing becomes U+FFFD, or is left out."""
+
+    def spec(self) -> dict:
+        """Return the value from which `from_spec` makes it again."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes: 256 ids, every text round-trips."""
+    """The bytes of UTF-8: 256 ids. Every text comes back as it was."""
 
     size = 256
 
     def encode(self, text: str) -> np.ndarray:
-        try:  # surrogateescape: a prompt from the command line that is not UTF-8 keeps its bytes
-            return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), np.uint8).astype(np.int32)
+        try:
+            # surrogateescape: a prompt from the command line that is not UTF-8 keeps its bytes.
+            encoded = text.encode("utf-8", errors="surrogateescape")
         except UnicodeEncodeError as error:
-            raise DataError(f"the text holds half a surrogate pair at position {error.start}") from None
+            raise DataError(
+                f"the text holds half a surrogate pair at position {error.start}"
+            ) from None
+        return np.frombuffer(encoded, np.uint8).astype(np.int32)
 
     def decode(self, ids) -> str:
         ids = np.asarray(ids, np.int64)
-        # 0xFF never occurs in UTF-8, so ids beyond the tokenizer (a padded vocabulary) decode as U+FFFD
-        return np.where((ids < 0) | (ids > 255), 0xFF, ids).astype(np.uint8).tobytes().decode("utf-8", "replace")
+        # 0xFF never occurs in UTF-8: ids beyond the tokenizer (of a padded vocabulary) decode as
+        # U+FFFD.
+        known = np.where((ids < 0) | (ids > 255), 0xFF, ids)
+        return known.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def spec(self) -> dict:
         return {"kind": "bytes"}
 
 
 class CharacterTokenizer:
-    """One id per character of an alphabet, in the order of their code points."""
+    """One id per character of an alphabet, in the order of code points."""
 
     def __init__(self, alphabet: Iterable[str]):
         self.alphabet = "".join(sorted(set(alphabet)))
@@ -66,14 +79,18 @@ class CharacterTokenizer:
         return ids.astype(np.int32)
 
     def decode(self, ids) -> str:
-        return "".join(self.alphabet[i] if 0 <= i < self.size else UNDECODABLE for i in np.asarray(ids).tolist())
+        ids = np.asarray(ids).tolist()
+        return "".join(self.alphabet[i] if 0 <= i < self.size else UNDECODABLE for i in ids)
 
     def spec(self) -> dict:
         return {"kind": "characters", "characters": self.alphabet}
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, given as its content. Adds no special tokens; finds those that the text spells out."""
+    """A `tokenizer.json`, given as its content; `path` is for messages.
+
+    It adds no special tokens, but finds those that the text spells out.
+    """
 
     def __init__(self, content: str, path: str):
         try:
@@ -90,23 +107,34 @@ class HuggingFaceTokenizer:
         # A file saved with truncation would cut every document at a few hundred tokens, silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self._content, self._path = content, path
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.size = max(ids, default=-1) + 1
+        self._content = content
+        self._path = path
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
 
     def decode(self, ids) -> str:
         known = [i for i in np.asarray(ids).tolist() if 0 <= i < self.size]
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
     def spec(self) -> dict:
-        digest = hashlib.sha256(self._content.encode()).hexdigest()
-        return {"kind": "huggingface", "path": self._path, "sha256": digest, "json": self._content}
+        return {
+            "kind": "huggingface",
+            "path": self._path,
+            "sha256": hashlib.sha256(self._content.encode()).hexdigest(),
+            "json": self._content,
+        }
 
 
 def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
-    """`bytes`, `characters` (of `texts`, which it then needs) or the path of a `tokenizer.json`."""
+    """Open a tokenizer: `bytes`, `characters`, or the path of a `tokenizer.json`.
+
+    `texts` are needed by `characters`, whose alphabet is what occurs in them. Raises DataError
+    where there is no such tokenizer, or its file cannot be read.
+    """
     if name == "bytes":
         return ByteTokenizer()
     if name == "characters":
@@ -118,7 +146,8 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
     path = Path(name).expanduser()
     if not path.is_file():
         raise DataError(
-            f"no tokenizer {name!r}: neither a known name nor a file", fix="bytes, characters or a tokenizer.json"
+            f"no tokenizer {name!r}: neither a known name nor a file",
+            fix="bytes, characters or a tokenizer.json",
         )
     try:
         return HuggingFaceTokenizer(path.read_text(encoding="utf-8"), name)
@@ -129,24 +158,32 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
 
 
 def from_spec(spec: dict) -> Tokenizer:
-    """The tokenizer that `spec()` described."""
+    """Return the tokenizer that `spec()` described. Raises DataError where it is damaged."""
     match spec:
         case {"kind": "bytes"}:
             return ByteTokenizer()
         case {"kind": "characters", "characters": str(alphabet)} if alphabet:
             return CharacterTokenizer(alphabet)
-        case {"kind": "huggingface", "path": str(path), "sha256": str(digest), "json": str(content)}:
+        case {
+            "kind": "huggingface",
+            "path": str(path),
+            "sha256": str(digest),
+            "json": str(content),
+        }:
             if hashlib.sha256(content.encode()).hexdigest() != digest:
-                raise DataError(f"the stored copy of the tokenizer {path} does not have its recorded sha256")
+                raise DataError(
+                    f"the stored copy of the tokenizer {path} does not have its recorded sha256"
+                )
             return HuggingFaceTokenizer(content, path)
     raise DataError(f"not a tokenizer that this version knows: {json.dumps(spec)[:80]}")
 
 
 def tokenizer_fingerprint(spec: dict | None) -> str:
-    """Hex hash of what a tokenizer does, whatever path it was read from."""
+    """Return a hex hash of what a tokenizer does, whatever path it was read from."""
     content = {key: value for key, value in (spec or {}).items() if key != "path"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _code_points(text: str) -> np.ndarray:
+    """Return [characters] uint32; half a surrogate pair passes."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")

@@ -1,19 +1,21 @@
-"""Flat token files: `NAME.bin`, `NAME.idx` and the sidecar `NAME.json`.
+"""Read and write token files: `NAME.bin`, `NAME.idx` and the sidecar `NAME.json`.
 
-    NAME.bin   token ids, document after document, little endian: uint16 if the vocabulary fits, else uint32
-    NAME.idx   offset (in tokens) of each document's first token, little endian 64 bit integers, strictly increasing
+    NAME.bin   token ids, document after document, little endian: uint16 if the vocabulary fits,
+               else uint32
+    NAME.idx   the offset in tokens of each document's first token, little endian int64, strictly
+               increasing
     NAME.json  version, dtype, counts, vocabulary, tokenizer spec, sha256 of the other two
 
-Offsets are a raw file and not a list in the sidecar or a .npy: tens of millions of documents neither fit in readable
-JSON nor are they counted before they are written, and a raw file can be appended to and mapped. Empty documents are
-left out. The sidecar is put in place last: files without it are not a token file.
+Offsets are in a raw file, not in the sidecar or in a .npy: tens of millions of documents do not fit
+in readable JSON, their number is not known before they are written, and a raw file can be appended
+to and mapped. Empty documents are left out. The sidecar is put in place last, and without it files
+are not a token file.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +27,19 @@ from spmdtrain.data.tokenizer import Tokenizer, tokenizer_fingerprint
 
 VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-SIDECAR_TYPES = {"dtype": str, "tokens": int, "documents": int, "vocab": int, "sha256": str, "index_sha256": str}
+SIDECAR_TYPES = {
+    "dtype": str,
+    "tokens": int,
+    "documents": int,
+    "vocab": int,
+    "sha256": str,
+    "index_sha256": str,
+}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written."""
+    """What `write_tokens` has written."""
 
     path: str  # of the .bin
     documents: int
@@ -40,11 +49,12 @@ class Summary:
 
 
 def storage_dtype(vocab: int) -> str:
+    """Return the key of DTYPES in which ids of this vocabulary are stored."""
     return "uint16" if vocab <= 65536 else "uint32"
 
 
 def token_paths(path: str | Path) -> tuple[Path, Path, Path]:
-    """The .bin, .idx and .json of a token file, which is named with or without its `.bin`."""
+    """Return the .bin, .idx and .json of a token file, named with or without its `.bin`."""
     stem = str(Path(path).expanduser()).removesuffix(".bin")
     return Path(stem + ".bin"), Path(stem + ".idx"), Path(stem + ".json")
 
@@ -55,14 +65,18 @@ def write_tokens(
     tokenizer: Tokenizer,
     progress: Callable[[int, int], None] | None = None,
 ) -> Summary:
-    """Encode documents one by one into a token file; `progress(documents, tokens)` is called after each.
+    """Encode documents one by one into a token file.
 
-    Everything goes to temporary names first, so an interruption leaves nothing under the final ones. Existing files
-    are refused, never replaced: somebody may be training on them.
+    `progress(documents, tokens)` is called after each, with the totals so far.
+
+    Everything goes to temporary names first, so that an interruption leaves nothing under the
+    final ones. Existing files are refused, never replaced: somebody may be training on them.
+
+    Raises DataError where they exist or there are no tokens, StorageError where writing fails.
     """
     finals = token_paths(path)
     for final in finals:
-        if os.path.exists(final):  # also of a name too long, where Path's raises
+        if os.path.exists(final):  # unlike Path.exists, it does not raise at a name too long
             raise DataError(f"{final} exists already", fix="another --out, or remove it first")
     partials = [final.with_name(f".{final.name}.{os.getpid()}.partial") for final in finals]
     try:
@@ -76,23 +90,40 @@ def write_tokens(
     finally:
         for partial in filter(os.path.exists, partials):
             partial.unlink()
-    return Summary(str(finals[0]), sidecar["documents"], sidecar["tokens"], sidecar["vocab"], sidecar["dtype"])
+    return Summary(
+        path=str(finals[0]),
+        documents=sidecar["documents"],
+        tokens=sidecar["tokens"],
+        vocab=sidecar["vocab"],
+        dtype=sidecar["dtype"],
+    )
 
 
-def _write_content(bin_path, idx_path, documents, tokenizer, progress) -> dict:
+def _write_content(
+    bin_path: Path,
+    idx_path: Path,
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    progress: Callable[[int, int], None] | None,
+) -> dict:
+    """Write the .bin and the .idx; return the content of the sidecar."""
     dtype = storage_dtype(tokenizer.size)
-    num_documents = num_tokens = 0
-    with ExitStack() as stack:
-        bin_file, idx_file = (stack.enter_context(path.open("wb")) for path in (bin_path, idx_path))
-        hashes = [hashlib.sha256(), hashlib.sha256()]
+    num_documents = 0
+    num_tokens = 0
+    bin_hash = hashlib.sha256()
+    idx_hash = hashlib.sha256()
+    with bin_path.open("wb") as bin_file, idx_path.open("wb") as idx_file:
         for document in documents:
             ids = tokenizer.encode(document)
             if len(ids):
-                assert ids.min() >= 0 and ids.max() < tokenizer.size, "a tokenizer gave an id beyond its size"
-                blocks = ids.astype(DTYPES[dtype]).tobytes(), np.array(num_tokens, "<i8").tobytes()
-                for file, hash_, block in zip((bin_file, idx_file), hashes, blocks, strict=True):
-                    file.write(block)
-                    hash_.update(block)
+                in_range = ids.min() >= 0 and ids.max() < tokenizer.size
+                assert in_range, "a tokenizer gave an id beyond its size"
+                content = ids.astype(DTYPES[dtype]).tobytes()
+                bin_file.write(content)
+                bin_hash.update(content)
+                start = np.array(num_tokens, "<i8").tobytes()
+                idx_file.write(start)
+                idx_hash.update(start)
                 num_tokens += len(ids)
                 num_documents += 1
             if progress:
@@ -108,15 +139,15 @@ def _write_content(bin_path, idx_path, documents, tokenizer, progress) -> dict:
         "tokens": num_tokens,
         "documents": num_documents,
         "vocab": tokenizer.size,
-        "sha256": hashes[0].hexdigest(),
-        "index_sha256": hashes[1].hexdigest(),
+        "sha256": bin_hash.hexdigest(),
+        "index_sha256": idx_hash.hexdigest(),
         "tokenizer": tokenizer.spec(),
     }
 
 
 @dataclass(frozen=True)
 class TokenSource:
-    """A token file whose sizes fit its sidecar. Its contents wait until they are asked for."""
+    """A token file whose sizes fit its sidecar. Its content is read only when asked for."""
 
     path: str  # of the .bin, for messages
     sidecar: dict
@@ -127,38 +158,47 @@ class TokenSource:
 
     @property
     def tokenizer_spec(self) -> dict | None:
+        """What `from_spec` makes its tokenizer of; None, if its ids mean no text."""
         return self.sidecar["tokenizer"]
 
     @property
     def fingerprint(self) -> str:
-        """Hex hash of content and tokenizer, from the sidecar alone."""
-        keys = ("dtype", "vocab", "sha256", "index_sha256")
-        parts = [str(self.sidecar[key]) for key in keys] + [tokenizer_fingerprint(self.tokenizer_spec)]
+        """A hex hash of content and tokenizer, from the sidecar alone."""
+        parts = [str(self.sidecar[key]) for key in ("dtype", "vocab", "sha256", "index_sha256")]
+        parts.append(tokenizer_fingerprint(self.tokenizer_spec))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        # asarray: a plain view of the mapping; slicing a np.memmap itself costs several times as much
+        """The ids [tokens], mapped from the file."""
+        # asarray: a plain view, because slicing a np.memmap itself costs several times as much.
         return np.asarray(np.memmap(self.path, DTYPES[self.sidecar["dtype"]], mode="r"))
 
     @property
     def unmapped(self) -> "Unmapped":
-        """`tokens`, holding no open file between two slices."""
+        """The same as `tokens`, but with no file held open between two slices."""
         return Unmapped(self.path, DTYPES[self.sidecar["dtype"]], self.sidecar["tokens"])
 
     @property
     def document_starts(self) -> np.ndarray:
-        """int64, strictly increasing, the first is 0."""
+        """The offsets of documents, int64, strictly increasing, the first 0.
+
+        Raises DataError where they are not.
+        """
         path = token_paths(self.path)[1]
         starts = np.fromfile(path, "<i8")
-        if starts[0] != 0 or starts[-1] >= self.sidecar["tokens"] or (starts[1:] <= starts[:-1]).any():
-            raise DataError(f"{path} is damaged: its document offsets do not rise from 0 to the end of the tokens")
+        inside = starts[0] == 0 and starts[-1] < self.sidecar["tokens"]
+        if not inside or (starts[1:] <= starts[:-1]).any():
+            raise DataError(
+                f"{path} is damaged: "
+                "its document offsets do not rise from 0 to the end of the tokens"
+            )
         return starts
 
 
 @dataclass(frozen=True)
 class Unmapped:
-    """The tokens of a file, which is opened for each slice."""
+    """The tokens of a file, which is opened for each slice. It supports len(), and step 1."""
 
     path: str
     dtype: np.dtype
@@ -186,12 +226,17 @@ class Unmapped:
 
 
 def open_tokens(path: str | Path) -> TokenSource:
-    """Open a token file after checking that its three files belong together."""
+    """Open a token file, after checking that its three files belong together.
+
+    Raises DataError where one is missing, or has another size than the sidecar says.
+    """
     bin_path, idx_path, json_path = token_paths(path)
     if not bin_path.is_file():
         raise DataError(f"no token file {bin_path}", fix="spmdtrain data prepare")
     if not json_path.is_file():
-        raise DataError(f"the token file {bin_path} has no sidecar {json_path}", fix="spmdtrain data prepare")
+        raise DataError(
+            f"the token file {bin_path} has no sidecar {json_path}", fix="spmdtrain data prepare"
+        )
     sidecar = _read_sidecar(json_path)
     for file, count, itemsize in (
         (bin_path, sidecar["tokens"], DTYPES[sidecar["dtype"]].itemsize),
@@ -199,9 +244,15 @@ def open_tokens(path: str | Path) -> TokenSource:
     ):
         if not file.is_file():
             raise DataError(f"{file} is missing, which belongs to {bin_path}")
-        if (size := file.stat().st_size) != count * itemsize:
-            word = "truncated" if size < count * itemsize else "too long"
-            raise DataError(f"{file} is {word}", asked=f"{count * itemsize} bytes ({json_path})", found=f"{size} bytes")
+        size = file.stat().st_size
+        expected = count * itemsize
+        if size != expected:
+            wrong = "truncated" if size < expected else "too long"
+            raise DataError(
+                f"{file} is {wrong}",
+                asked=f"{expected} bytes ({json_path})",
+                found=f"{size} bytes",
+            )
     return TokenSource(str(bin_path), sidecar)
 
 
@@ -213,14 +264,17 @@ def _read_sidecar(path: Path) -> dict:
     if not isinstance(sidecar, dict) or "version" not in sidecar:
         raise DataError(f"{path} is not the sidecar of a token file: it has no version")
     if sidecar["version"] != VERSION:
-        raise DataError(f"{path} has version {sidecar['version']!r}; this program reads version {VERSION}")
+        found = f"{path} has version {sidecar['version']!r}"
+        raise DataError(f"{found}; this program reads version {VERSION}")
     for key, kind in SIDECAR_TYPES.items():
         if type(sidecar.get(key)) is not kind:
             raise DataError(f"the sidecar {path} is damaged: {key}={sidecar.get(key)!r}")
     if sidecar["dtype"] not in DTYPES:
         raise DataError(f"{path}: dtype={sidecar['dtype']!r}; it can be {' or '.join(DTYPES)}")
     if min(sidecar["tokens"], sidecar["documents"], sidecar["vocab"]) < 1:
-        raise DataError(f"the sidecar {path} is damaged: tokens, documents and vocab are at least 1")
+        raise DataError(
+            f"the sidecar {path} is damaged: tokens, documents and vocab are at least 1"
+        )
     if not isinstance(sidecar.get("tokenizer"), dict | None):
         raise DataError(f"the sidecar {path} is damaged: tokenizer={sidecar['tokenizer']!r}")
     return sidecar
