@@ -174,9 +174,14 @@ class _Executor:
         return jnp.zeros((*leading, *like.shape), like.dtype)
 
     def initial_carry(self) -> Carry:
-        """Return the buffers of the forward.
+        """Return the buffers of the forward: zeros, shaped as below.
 
         A ring has one slot more than the table uses, the trash: stages without work write to it.
+        With x the shape of an activation and n the slots of the stash:
+
+        - activation: x, received from the previous stage at the end of the last tick
+        - inputs: [n + 1, x], activations that wait for their forward; where any wait
+        - loss, side: float32 scalars, this stage's part of the sums
         """
         carry = {
             "activation": self.zeros(self.x),
@@ -188,7 +193,16 @@ class _Executor:
         return carry
 
     def initial_backward_carry(self, totals: tuple[Tree, Tree]) -> Carry:
-        """Return the buffers of the backward, and `totals`, in which gradients accumulate."""
+        """Return the buffers of the backward, and `totals`, in which gradients accumulate.
+
+        With Lc the layers of a chunk and v the chunks:
+
+        - cotangent: x, made in the last tick and not yet sent
+        - stash: [n + 1, Lc, ...] for each residual that is kept, or [n + 1, x], the chunk's input
+        - cotangents: [slots + 1, x], those that wait for their backward; where any wait
+        - deferred: [slots + 1, Lc, ...], what the weight gradient needs; where backward is split
+        - shared, stack: gradients; those of the stack are [v, Lc, ...]
+        """
         table = self.table
         layers = self.layout.per_chunk
         shared_totals, stack_totals = totals
@@ -271,7 +285,7 @@ class _Executor:
         self.store_activation(phase, carry, cell)
         cotangent = self.zeros(self.x)
         if phase.arrive_backward:
-            # The cotangent of the last tick is sent here, not where it was made: so XLA can let it
+            # The cotangent of the last tick is sent here, not where it was made, so that it can
             # travel while this tick's forward computes.
             cotangent = self.send_to_previous(carry["cotangent"])
             if table.cotangent_slots:
@@ -323,6 +337,7 @@ class _Executor:
             stashed = kept if self.keep else x
             carry["stash"] = _write(carry["stash"], cell["forward_slot"], stashed)
         carry["side"] += jnp.where(cell["forward_microbatch"] >= 0, side, 0)
+        # Sent now, so that it can travel while this tick's backward computes.
         carry["activation"] = self.send_to_next(y)
         return y
 
@@ -361,6 +376,8 @@ class _Executor:
             _, _, kept = self.run_layers("backward", kept, cell, keep=True)
         weights, context = self.chunk_inputs("backward", cell)
 
+        # The chunk's layers in reverse. The carry is the cotangent between two layers; what is
+        # stacked up is, for each layer, its weights' gradient or what is deferred.
         def layer_backward(dy, layer):
             weights, number, kept = layer
             rest = (number, context)
