@@ -146,15 +146,16 @@ def _reduce(
 
     In this order, so that the sums are over slices, which are smaller.
     """
-    reduced = dict(gradients)
+    slices = dict(gradients)
     paths_of_sum = defaultdict(list)
     for path in gradients:
         for axis, dim in reductions[path].scatter:
             scatter = partial(
                 jax.lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True
             )
-            reduced[path] = _in_float32_on_cpu(scatter, reduced[path])
+            slices[path] = _in_float32_on_cpu(scatter, slices[path])
         paths_of_sum[reductions[path].sum].append(path)
+    reduced = {}
     for axes, paths in paths_of_sum.items():
-        reduced |= psum_tree({path: reduced[path] for path in paths}, axes)
+        reduced |= psum_tree({path: slices[path] for path in paths}, axes)
     return reduced
