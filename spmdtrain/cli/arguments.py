@@ -66,7 +66,9 @@ def _add_show(commands) -> None:
         "show", help="the resolved config, the mesh and every parameter; nothing is allocated"
     )
     _add_config(show)
-    show.add_argument("--svg", metavar="FILE", help="writes a picture: the mesh and which devices hold what")
+    show.add_argument(
+        "--svg", metavar="FILE", help="writes a picture: the mesh and which devices hold what"
+    )
     show.add_argument("--json", action="store_true", help="for programs")
     _add_devices(show)
     show.set_defaults(command=running.show)

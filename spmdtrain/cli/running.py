@@ -55,6 +55,7 @@ def _prediction(config, name: str | None):
 
 
 def show(parsed: argparse.Namespace) -> int:
+    """Print the config, the mesh and every parameter; with --svg, draw which devices hold what."""
     config = load(parsed.config, parsed.set)
     start_jax(parsed)
     from spmdtrain.running import sharding_svg
@@ -66,10 +67,14 @@ def show(parsed: argparse.Namespace) -> int:
             Path(parsed.svg).write_text(picture, encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {parsed.svg}: {error.strerror}") from None
-    print(json.dumps(shown.describe(config)[0], indent=1) if parsed.json else shown.show(config))
+    if parsed.json:
+        values, _ = shown.describe(config)
+        print(json.dumps(values, indent=1))
+    else:
+        print(shown.show(config))
     if parsed.svg is not None:
-        said = f"{parsed.svg}: the mesh, a batch and the parameters, drawn"
-        print(said, file=sys.stderr if parsed.json else sys.stdout)
+        output = sys.stderr if parsed.json else sys.stdout  # the JSON stays alone on stdout
+        print(f"{parsed.svg}: the mesh, a batch and the parameters, drawn", file=output)
     return DONE
 
 
