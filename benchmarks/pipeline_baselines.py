@@ -26,7 +26,7 @@ from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.stack import POLICIES, run_block
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
-from spmdtrain.parallel.regions import manual_region
+from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import drop_axes, keep_axes
 from spmdtrain.train.loss import head_loss, make_context
 from spmdtrain.train.setup import Setup, parameter_specs
@@ -42,10 +42,10 @@ def whole_vocabulary(rules: Rules) -> Rules:
 def make_gradients(setup: Setup, rules: Rules, groups: bool) -> Callable[..., Any]:
     """As `grad_pipeline.make_gradients`, under other `rules`. No dropout, no side losses, no fsdp; stages divide the
     microbatches."""
-    config, model, manual = setup.config, setup.model, setup.manual
+    config, model = setup.config, setup.model
     context = make_context(replace(setup, rules=rules))
     specs = parameter_specs(model, rules)
-    rest = {path: drop_axes(manual, spec) for path, spec in specs.items()}
+    rest = {path: drop_axes(MANUAL_AXES, spec) for path, spec in specs.items()}
 
     def embedded(shared, parts):
         """[m / p, b, t, e] of the microbatches `parts`."""
@@ -88,8 +88,8 @@ def make_gradients(setup: Setup, rules: Rules, groups: bool) -> Callable[..., An
         sums = {"loss": psum_tree(loss, [AXIS, *axes]), "tokens": tokens}
         return {path: (g / tokens).astype(g.dtype) for path, g in grads.items()}, sums
 
-    params = {path: keep_axes(manual, spec) for path, spec in specs.items()}
-    return manual_region(local, setup.mesh, manual, (params, P(), P(None, BATCH_AXES)), (params, P()))
+    params = {path: keep_axes(MANUAL_AXES, spec) for path, spec in specs.items()}
+    return manual_region(local, setup.mesh, MANUAL_AXES, (params, P(), P(None, BATCH_AXES)), (params, P()))
 
 
 def through(config: RunConfig, model: AbstractModel, stack, x, batch, context: Callable, groups: bool) -> jax.Array:

@@ -177,7 +177,8 @@ class _TiledInputs:
             self.kv_segment_ids = self.pad_k(inputs.kv_segment_ids)
         self.bias = None if inputs.bias is None else self._pad_bias(inputs.bias, k, h // k)
         visible, full = self._block_mask()
-        self.table = jnp.asarray(np.argwhere(visible[0]).reshape(-1, 2), jnp.int32)
+        table = jnp.asarray(np.argwhere(visible[0]).reshape(-1, 2), jnp.int32)
+        self.table = _tied(table, self.q_btkgd)
         # One scan has one body: if any tile needs a mask, all get one.
         # Padding of keys makes tiles that are not full; padding of queries is counted here.
         self.needs_mask = (
@@ -309,6 +310,17 @@ class _TiledInputs:
         b, _, _, t, s = dbias.shape
         whole = dbias.reshape(b, -1, t, s)
         return whole[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+
+
+def _tied(table: jax.Array, q: jax.Array) -> jax.Array:
+    """`table`, which seems to depend on q.
+
+    Masks follow from the table alone. A scan over layers would take them for loop invariants: jax
+    would compute the masks of all tiles at once, outside the loop, and keep t x s booleans.
+    """
+    one = jax.lax.slice(q, [0] * q.ndim, [1] * q.ndim)
+    table, _ = jax.lax.optimization_barrier((table, one))
+    return table
 
 
 def _pad_to_blocks(x: jax.Array, block: int, dim: int) -> jax.Array:

@@ -16,13 +16,16 @@ from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import PrecisionConfig, RunConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names
+from spmdtrain.parallel.gather import WeightGather, gathered_axes
 from spmdtrain.parallel.pipeline.layout import Layout, lay_out
+from spmdtrain.parallel.specs import drop_axes
 
+Axes = tuple[str | None, ...]
 MakeModel = Callable[[RunConfig, nnx.Rngs], nnx.Module]
 
 
@@ -153,26 +156,52 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
     return rows
 
 
-def make_gather(rules: Rules, manual: tuple[str, ...] = ()) -> Callable[[nnx.State], nnx.State]:
-    """Weights that rest split over axes of the batch (`fsdp`) are used whole: this asks for the gather just where they
-    are used, so that one layer at a time is whole (ZeRO-3). Stacked weights are left to the scan that slices them."""
-    gathered = [axis for axis in BATCH_AXES if axis not in manual]
-    if all(rules.sizes[axis] == 1 for axis in gathered):
+def make_gather(rules: Rules) -> Callable[[nnx.State], nnx.State]:
+    """`gather(state)` for a program that leaves every mesh axis to XLA, as sampling does.
+
+    Weights that rest split over axes of the batch (`fsdp`) are used whole. A constraint asks for the gather just where
+    they are used, so that one layer at a time is whole.
+    """
+    if all(rules.sizes[axis] == 1 for axis in BATCH_AXES):
         return lambda state: state
 
-    def whole(path, variable):
-        axes = variable.out_sharding
-        if len(axes) > variable.ndim:  # a slice of a stack: its layer dims are gone
-            axes = tuple(axis for axis in axes if axis not in STACK_AXES)
-        elif any(axis in STACK_AXES for axis in axes):
+    def whole(variable: nnx.Variable, axes: Axes) -> jax.Array:
+        spec = drop_axes(BATCH_AXES, rules.parameter_axes(axes))
+        return jax.lax.with_sharding_constraint(variable[...], spec)
+
+    return lambda state: _map_weights(whole, state)
+
+
+def make_manual_gather(rules: Rules, precision: PrecisionConfig) -> Callable[[nnx.State], nnx.State]:
+    """`gather(state)` inside the region of the training step, which is manual over the axes of the batch.
+
+    Weights that rest split over those axes come whole and in compute precision; the others stay as they are.
+    """
+
+    def whole(variable: nnx.Variable, axes: Axes) -> jax.Array:
+        weight = variable[...]
+        spec = rules.parameter_axes(axes)
+        if not gathered_axes(spec):
+            return weight
+        return WeightGather(spec, str(weight.dtype), precision.compute, precision.accumulate)(weight)
+
+    return lambda state: _map_weights(whole, state)
+
+
+def _map_weights(function: Callable[[nnx.Variable, Axes], jax.Array], state: nnx.State) -> nnx.State:
+    """`function(variable, its logical axes)` in the place of each weight.
+
+    Stacked weights are left to the scan that slices them. A slice that has come out of a stack names the axes of its
+    layers still, but has no dims for them any more.
+    """
+
+    def mapped(variable: nnx.Variable) -> nnx.Variable:
+        axes = tuple(axis for axis in variable.out_sharding if axis not in STACK_AXES)
+        if len(axes) < variable.ndim:
             return variable
-        spec = rules.parameter_spec(axes, variable.shape, _dotted(path), drop=(*gathered, *manual))
-        return variable.replace(jax.lax.with_sharding_constraint(variable[...], spec))
+        return variable.replace(function(variable, axes))
 
-    def gather(state: nnx.State) -> nnx.State:
-        return nnx.from_flat_state([(path, whole(path, variable)) for path, variable in nnx.to_flat_state(state)])
-
-    return gather
+    return nnx.from_flat_state([(path, mapped(variable)) for path, variable in nnx.to_flat_state(state)])
 
 
 def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:

@@ -37,7 +37,8 @@ class ForwardContext:
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, ids: table[ids]
     # A layer's weights, whole over fsdp.
     gather: Callable[[nnx.State], nnx.State] = lambda state: state
-    remat: Literal["none", "dots", "full"] = "none"
+    # What backward computes again; see stack.rematerialised.
+    remat: Literal["none", "weights", "dots", "full"] = "none"
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None

@@ -17,7 +17,9 @@ from pallas_kernels.norm import layernorm, rmsnorm
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.parallel.regions import Whole
 
+STREAM = ("batch", "stream_time", "embed")  # the logical axes of the residual stream
 INIT_STD = 0.02  # of every weight matrix (GPT-2); residual projections are scaled down by 1 / sqrt(2 layers)
 
 
@@ -51,7 +53,7 @@ class Norm(nnx.Module):
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         kernel = partial(layernorm if self.centred else rmsnorm, eps=self.epsilon)
         vectors = [None if each is None else each[...].astype(jnp.float32) for each in (self.scale_e, self.bias_e)]
-        of_x = "batch", "time", None
+        of_x = "batch", "stream_time", None
         return ctx.local_map(kernel, (x_bte, *vectors), (of_x, (None,), (None,)), of_x)
 
 
@@ -101,6 +103,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
+        x_bte = ctx.constrain(x_bte, "batch", "time", "embed")
         qkv = jnp.einsum("bte,eknd->btknd", x_bte, self.qkv_eknd[...])
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
@@ -114,7 +117,7 @@ class Attention(nnx.Module):
             cache = cache.extended(k, v)
             k, v = cache.k_bskd, cache.v_bskd
         y = ctx.constrain(self._attend(q, k, v, ctx, cache), "batch", "time", "kv_heads", None, "head_dim")
-        y = jnp.einsum("btkgd,kgde->bte", y, self.out_kgde[...])
+        y = ctx.constrain(jnp.einsum("btkgd,kgde->bte", y, self.out_kgde[...]), *STREAM)
         return (y if self.out_bias is None else y + self.out_bias[...]), cache
 
     def _attend(self, q_btkgd, k_bskd, v_bskd, ctx: ForwardContext, cache: Cache | None) -> jax.Array:
@@ -136,8 +139,11 @@ class Attention(nnx.Module):
                 asked = f"model.attention={self.implementation!r}"
                 raise ConfigError(f"{asked} cannot run: {refused.reason}", fix="--set model.attention=auto") from None
 
-        of_q, of_k = ("batch", "time", "kv_heads", None, None), ("batch", None, "kv_heads", None)
-        pairs = ("batch", "time"), ("batch", None)
+        # Keys rest split over time as queries do, and come whole. A cache rests whole.
+        key_time = Whole("time") if cache is None else None
+        of_q = ("batch", "time", "kv_heads", None, None)
+        of_k = ("batch", key_time, "kv_heads", None)
+        pairs = ("batch", "time"), ("batch", key_time)
         segments = ctx.segment_ids_bt if cache is None else None
         arrays = q_btkgd, k_bskd, v_bskd, segments, segments, places_bt, places_bs
         return ctx.local_map(local, arrays, (of_q, of_k, of_k, *pairs, *pairs), of_q)
@@ -172,8 +178,9 @@ class Mlp(nnx.Module):
         self.down_bias = bias(config.embed, "norm") if config.bias else None
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+        x_bte = ctx.constrain(x_bte, "batch", "time", "embed")
         h = jnp.einsum("bte,e...f->bt...f", x_bte, self.up_ef[...])
         h = ctx.constrain(h if self.up_bias is None else h + self.up_bias[...], "batch", "time", *self.up_axes)
         h = (swiglu if self.gated else gelu)(h)
-        y = jnp.einsum("btf,fe->bte", h, self.down_fe[...])
+        y = ctx.constrain(jnp.einsum("btf,fe->bte", h, self.down_fe[...]), *STREAM)
         return y if self.down_bias is None else y + self.down_bias[...]

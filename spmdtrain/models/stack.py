@@ -3,13 +3,24 @@
 from collections.abc import Callable
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.attention import saveable as attention_saveable
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.parallel.gather import LAYER_AXES
+
+
+def _but_gathered_weights(primitive: jax.extend.core.Primitive, *_, **parameters) -> bool:
+    """Keep everything but gathered weights: kept, those of all layers would be whole at once."""
+    if primitive.name != "all_gather":
+        return True
+    return not set(parameters["axis_name"]) <= set(LAYER_AXES)
+
 
 POLICIES = {
+    "weights": _but_gathered_weights,
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable, attention_saveable
     ),
@@ -50,8 +61,8 @@ def run_block(
 
 
 def rematerialised(layer: Callable, remat: str) -> Callable:
-    """`layer` whose backward computes again what `remat` says: nothing (none), all but matmuls and attention
-    (dots), all (full)."""
+    """`layer` whose backward computes again what `remat` says: nothing (none), gathered weights (weights), all but
+    matmuls and attention (dots), all (full)."""
     if remat == "none":
         return layer
     return jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import Attention, Cache, Embedding, Mlp, Norm, weight
+from spmdtrain.models.layers import STREAM, Attention, Cache, Embedding, Mlp, Norm, weight
 from spmdtrain.models.stack import Stack
 
 EMBED_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2  # where dropout acts
@@ -27,9 +27,9 @@ class Block(nnx.Module):
     def extend(self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         """As `__call__`, with the keys and values of earlier tokens; gives them back with this call's appended."""
         y, cache = self.attention(self.attention_norm(x_bte, ctx), ctx, cache)
-        x_bte = ctx.constrain(x_bte + ctx.dropout(y, ATTENTION_SITE), "batch", "time", "embed")
+        x_bte = ctx.constrain(x_bte + ctx.dropout(y, ATTENTION_SITE), *STREAM)
         y = self.mlp(self.mlp_norm(x_bte, ctx), ctx)
-        return ctx.constrain(x_bte + ctx.dropout(y, MLP_SITE), "batch", "time", "embed"), cache
+        return ctx.constrain(x_bte + ctx.dropout(y, MLP_SITE), *STREAM), cache
 
 
 class Transformer(nnx.Module):
@@ -50,7 +50,7 @@ class Transformer(nnx.Module):
         if self.positions_te is not None:
             x_bte = x_bte + self.positions_te[...][ctx.positions_bt]
         above = ctx.at_layer(self.blocks.count)  # noise of its own: no block has this number
-        return above.dropout(ctx.constrain(x_bte, "batch", "time", "embed"), EMBED_SITE)
+        return above.dropout(ctx.constrain(x_bte, *STREAM), EMBED_SITE)
 
     def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
         """Hidden [b, t, e] and weight [v, e] whose product are the logits; the loss never forms them whole."""

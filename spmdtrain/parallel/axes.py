@@ -33,9 +33,13 @@ PARAMETER_RULES: AxisRules = {
     "position": (),
     "norm": (),
 }
+# `time` are the tokens in attention and the mlp, `stream_time` those of the residual stream and the
+# norms. Sequence parallelism (arXiv:2205.05198) splits the stream over `tensor` too:
+# rules.activations.stream_time = "context,tensor".
 ACTIVATION_RULES: AxisRules = {
     "batch": ("data", "fsdp", "expert"),
     "time": ("context",),
+    "stream_time": ("context",),
     "embed": (),
     "kv_heads": ("tensor",),
     "heads": ("tensor",),
@@ -56,6 +60,7 @@ SETTINGS = {
     "ffn": "model.ffn",
     "position": "model.max_length",
     "time": "train.sequence_length",
+    "stream_time": "train.sequence_length",
 }
 
 
@@ -78,6 +83,13 @@ class Rules:
             self.parameters, "parameters", names, shape, self.sizes, at=at, drop=drop
         )
 
+    def parameter_axes(self, names: Sequence[str | None]) -> P:
+        """Return where a weight with these logical axes rests, by the names alone.
+
+        For a device's own part of a weight, whose dims say nothing about divisibility.
+        """
+        return self.parameter_spec(names, [0] * len(names), "weight")
+
     def activation_spec(
         self, names: Sequence[str | None], shape: Sequence[int], drop: Sequence[str] = ()
     ) -> P:
@@ -95,7 +107,8 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     """Return the default rules with the config's `[rules]` on top. `sizes`: of all mesh axes.
 
     Raises ConfigError for a mesh axis that there is not, for one that the training step splits by
-    itself (pipeline, data), and for a logical axis that looks like a misspelt one.
+    itself (pipeline, data; for activations all axes of the batch), and for a logical axis that looks
+    like a misspelt one.
     """
     if "batch" in overrides.activations:
         split = " x ".join(BATCH_AXES)
@@ -121,6 +134,9 @@ def _check_overrides(kind: str, overrides: AxisRules, defaults: AxisRules) -> No
             if axis in ("pipeline", "data"):
                 what = f"{setting}: mesh axis {axis!r} is split by the training step itself"
                 raise ConfigError(what)
+            if kind == "activations" and axis in BATCH_AXES:
+                what = f"{setting}: logical axes 'batch' and {name!r} both want mesh axis {axis!r}"
+                raise ConfigError(what, fix=f"--set {setting}=")
         if name not in defaults:
             # A model may have axes of its own: refuse only what is nearly a known one.
             near = difflib.get_close_matches(name, defaults, 1, 0.8)

@@ -107,6 +107,12 @@ def _in_float32_on_cpu(collective: Callable[[jax.Array], jax.Array], x: jax.Arra
     return jax.lax.platform_dependent(x, cpu=widened, default=collective)
 
 
+def scatter_sum(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Sum x over `axes`, and leave each device its slice of dim `dim`; the first axis is the major one."""
+    scatter = partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
+    return _in_float32_on_cpu(scatter, x)
+
+
 def reduce_gradients(
     gradients: Mapping[str, jax.Array],
     reductions: Mapping[str, Reduction],
@@ -150,10 +156,7 @@ def _reduce(
     paths_of_sum = defaultdict(list)
     for path in gradients:
         for axis, dim in reductions[path].scatter:
-            scatter = partial(
-                jax.lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True
-            )
-            slices[path] = _in_float32_on_cpu(scatter, slices[path])
+            slices[path] = scatter_sum(slices[path], (axis,), dim)
         paths_of_sum[reductions[path].sum].append(path)
     reduced = {}
     for axes, paths in paths_of_sum.items():

@@ -4,7 +4,9 @@ In a manual region (`jax.shard_map`) code sees each device's own part of what th
 collective itself. Axes that are not manual stay automatic: XLA partitions over them.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of, locally
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
+from spmdtrain.parallel.reduce import scatter_sum
+from spmdtrain.parallel.specs import axes_of_dim
 
-
-def manual_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes over which the training step is manual.
-
-    Always `pipeline` and `data`. With a pipeline all axes of the batch: left automatic, their
-    reductions and gathers would run at every tick.
-    """
-    if sizes["pipeline"] > 1:
-        return ("pipeline", *BATCH_AXES)
-    return ("pipeline", "data")
+# The mesh axes over which the training step is manual: the stages, and all axes of the batch. Left
+# to XLA, an axis of the batch costs traffic that grows with the number of devices: the partitioner
+# gathers the batch for the gradient of the embedding table, and sums gradients in compute precision.
+MANUAL_AXES = ("pipeline", *BATCH_AXES)
 
 
 def manual_region(function: Callable, mesh: Mesh, manual: Collection[str], in_specs, out_specs) -> Callable:
@@ -57,31 +55,45 @@ def make_constrain(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
     return constrain
 
 
+@dataclass(frozen=True)
+class Whole:
+    """In the names of `local_map`: a dim that rests split as the logical axis `name`, and comes whole."""
+
+    name: str
+
+
+Name = str | Whole | None  # of one dim
+
+
 def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., jax.Array]:
     """`local_map(function, arrays, names, out)`: `function(*arrays)` on each device's own part.
 
     For kernels, which XLA cannot partition. `names` are the logical axes of each array (an array
-    may be None), looked up in the activation table; along an unnamed dim an array comes whole.
-    `out` are those of the one result, each of them among `names`.
-
-    What several devices share (keys, where queries are split over time) has a gradient that is
-    summed over them, in float32.
+    may be None), looked up in the activation table. Along a dim named `Whole(axis)` an array is
+    gathered, and its gradient is scattered back (keys, where queries are split over time). Along an
+    unnamed dim an array comes whole, and its gradient is summed over the devices that share it.
+    Both sums run in float32. `out` are the names of the one result, each of them among `names`.
     """
 
     def local_map(
         function: Callable,
         arrays: Sequence,
-        names: Sequence[Sequence[str | None]],
+        names: Sequence[Sequence[Name]],
         out: Sequence[str | None],
     ):
         specs = []
+        gathers = []
         parts = {None: None}
         for x, names_of_x in zip(arrays, names, strict=True):
             if x is None:
                 specs.append(P())
-            else:
-                specs.append(rules.activation_spec(names_of_x, x.shape, drop=manual))
-            parts |= dict(zip(names_of_x, specs[-1], strict=False))
+                gathers.append([])
+                continue
+            spec = rules.activation_spec(list(map(_resting, names_of_x)), x.shape, drop=manual)
+            specs.append(spec)
+            gathers.append(_gathers(names_of_x, spec))
+            named = zip(names_of_x, spec, strict=True)
+            parts |= {name: part for name, part in named if not isinstance(name, Whole)}
         axes = [axes_of(spec) for spec in specs]
         dtypes = [getattr(x, "dtype", None) for x in arrays]
 
@@ -93,11 +105,47 @@ def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
             gathered = jax.lax.with_sharding_constraint(x, spec)  # before it is twice as large
             return gathered.astype(jnp.float32)
 
+        def narrow(x, dtype, gathers_of_x):
+            if x is None:
+                return None
+            x = x.astype(dtype)
+            for dim, over in gathers_of_x:
+                x = _gather_whole(x, over, dim)
+            return x
+
         def narrowed(*arrays):
-            given = zip(arrays, dtypes, strict=True)
-            return function(*(None if x is None else x.astype(dtype) for x, dtype in given))
+            given = zip(arrays, dtypes, gathers, strict=True)
+            return function(*(narrow(*each) for each in given))
 
         region = locally(narrowed, tuple(specs), P(*(parts[name] for name in out)))
         return region(*map(widen, arrays, specs, axes))
 
     return local_map
+
+
+def _resting(name: Name) -> str | None:
+    return name.name if isinstance(name, Whole) else name
+
+
+def _gathers(names: Sequence[Name], spec: P) -> list[tuple[int, tuple[str, ...]]]:
+    """(dim, the mesh axes to gather it over) of every dim that rests split and comes whole."""
+    dims = enumerate(zip(names, spec, strict=True))
+    return [(dim, axes_of_dim(part)) for dim, (name, part) in dims if isinstance(name, Whole) and part]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_whole(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """x whole along `dim`; the transpose sums in float32 and scatters."""
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def _gather_whole_forward(x: jax.Array, axes: tuple[str, ...], dim: int):
+    return _gather_whole(x, axes, dim), None
+
+
+def _gather_whole_backward(axes: tuple[str, ...], dim: int, _, gradient: jax.Array):
+    summed = scatter_sum(gradient.astype(jnp.float32), axes, dim)
+    return (summed.astype(gradient.dtype),)
+
+
+_gather_whole.defvjp(_gather_whole_forward, _gather_whole_backward)

@@ -86,9 +86,9 @@ def exact_state(config: RunConfig, mesh_sizes: Mapping[str, int]) -> tuple[int, 
 def closed_form_state(workload: Workload) -> tuple[int, int]:
     """`exact_state` for a search: a few per mille off where a dim is not split."""
     elements = resident_elements(workload) / workload.mesh.fsdp
-    optimizer_ways = workload.mesh.data if workload.zero else 1
-    parameters = int(workload.stored_bytes * elements)
-    optimizer = int(workload.stored_bytes * workload.moments * elements / optimizer_ways)
+    zero_ways = workload.mesh.data if workload.zero else 1
+    parameters = int(workload.stored_bytes * elements / zero_ways)
+    optimizer = int(workload.stored_bytes * workload.moments * elements / zero_ways)
     return parameters, optimizer
 
 
@@ -192,13 +192,18 @@ def _with_trash(slots: int) -> int:
 def _accumulated_memory(workload: Workload, parameters: int, optimizer: int) -> Memory:
     """Microbatches one after the other.
 
-    One of three moments is the fullest: the head, a layer's backward, or the optimizer.
+    One of three moments is the fullest: the head, a layer's backward, or the optimizer. With ZeRO-1
+    a step begins with a copy of the parameters in compute precision, gathered over `data`.
     """
     model = workload.model
     tensor = workload.mesh.tensor
     size = workload.compute_bytes
-    elements = parameters / workload.stored_bytes
-    compute_copy = size * elements if size < workload.stored_bytes else 0.0
+    at_rest = parameters / workload.stored_bytes
+    elements = at_rest
+    if workload.zero:
+        elements = resident_elements(workload) / workload.mesh.fsdp
+    copied = size < workload.stored_bytes or elements > at_rest
+    compute_copy = size * elements if copied else 0.0
     gradients = size * elements
     sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
 
@@ -274,7 +279,7 @@ def _pipelined_memory(workload: Workload, parameters: int, optimizer: int) -> Me
         + rings.deferred * deferred
         + (rings.cotangents + 2) * workload.activation_bytes
     )
-    copies = size < workload.stored_bytes or mesh.fsdp > 1
+    copies = size < workload.stored_bytes or mesh.fsdp > 1 or bool(workload.zero)
     weights = size * elements if copies else 0.0
     # A chunk's gradients, before they are added to the sum.
     chunk_gradients = size * layers_per_chunk * _layer_elements(model, mesh.tensor)

@@ -124,7 +124,14 @@ def software_table(
         data_overlap=0.0,
         host_seconds=0.002,
     )
-    ours = replace(compiled, name="spmdtrain", score_bytes=4, lockstep=True, sends_split=False)
+    ours = replace(
+        compiled,
+        name="spmdtrain",
+        score_bytes=4,
+        lockstep=True,
+        sends_split=False,
+        scattered_gradient_bytes=4,
+    )
     torchtitan = replace(
         compiled, name="torchtitan", attention_share=0.34, scattered_gradient_bytes=4
     )

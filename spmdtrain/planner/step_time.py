@@ -320,7 +320,7 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
     """
     elements = stage_parameters(workload, software) / workload.mesh.fsdp
     scattered = software.gradient_bytes * elements
-    gathered = (software.gathered_parameter_bytes or software.gradient_bytes) * elements
+    gathered = _gathered_over_data(workload, software) * elements
     ring = partial(
         all_gather_seconds,
         group=workload.mesh.group("data"),
@@ -328,6 +328,15 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
         all_cards=software.all_network_cards,
     )
     return (ring(scattered) + ring(gathered)) * (1 - software.data_overlap)
+
+
+def _gathered_over_data(workload: Workload, software: Software) -> int:
+    """Bytes of one element of what is gathered: of a parameter, or else of a gradient."""
+    if software.gathered_parameter_bytes:
+        return software.gathered_parameter_bytes
+    if workload.zero:
+        return workload.compute_bytes
+    return software.gradient_bytes
 
 
 def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:

@@ -76,7 +76,7 @@ def sample(run: Path, prompt: str, length: int | None, choice: Choice, seed: int
         if newest is None:
             raise CheckpointError(f"{run} holds no checkpoint", fix="training first: spmdtrain train CONFIG --run RUN")
         specs = parameter_specs(model, rules)
-        abstract = abstract_state(config, model, mesh, specs, specs).params
+        abstract = abstract_state(config, model, mesh, specs).params
         params, _ = checkpoints.restore_params(newest, abstract)
     generate = make_generate(config, model, mesh, rules, length, choice)
     generated = generate(params, ids[None].astype(np.int32), jax.random.key(seed))
@@ -88,7 +88,8 @@ def make_generate(
 ) -> Callable[[dict[str, jax.Array], np.ndarray, jax.Array], jax.Array]:
     """`generate(params, prompt [b, t], key) -> ids [b, length]`, jitted. The prompt is read at once, then token by
     token. Weights stay split as the rules say; the few sequences are whole on every device."""
-    rules = replace(rules, activations={**rules.activations, "batch": (), "time": ()})
+    whole = {"batch": (), "time": (), "stream_time": ()}
+    rules = replace(rules, activations={**rules.activations, **whole})
     model_config = config.model
     dtype = config.precision.compute
 

@@ -27,7 +27,7 @@ def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str
     setup = setup_of(config, make)
     model = setup.model
     pipeline = describe_pipeline(setup.schedule, model.layout) if setup.schedule else None
-    abstract, specs = setup.state, setup.parameter_specs
+    abstract, specs = setup.state, setup.specs
     rows = [
         {
             "path": path,

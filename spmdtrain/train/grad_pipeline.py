@@ -22,7 +22,7 @@ from spmdtrain.parallel.pipeline.draw import headline
 from spmdtrain.parallel.pipeline.executor import Program, gradients, losses
 from spmdtrain.parallel.pipeline.layout import Layout
 from spmdtrain.parallel.pipeline.schedule import Table
-from spmdtrain.parallel.regions import manual_region
+from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes, keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.loss import (
@@ -57,7 +57,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         sums = _sums(setup, loss, side_loss, batch)
         return mean_gradients(setup, shared | stack, sums["tokens"]), sums
 
-    specs = {path: keep_axes(setup.manual, spec) for path, spec in setup.gradient_specs.items()}
+    specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     return _gathered(setup, local, (specs, P()))
 
 
@@ -78,10 +78,10 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
     """`local(params, step, batch)` in the manual region, with weights in compute precision and
     whole over the axes of the batch."""
-    whole = {path: drop_axes(BATCH_AXES, spec) for path, spec in setup.parameter_specs.items()}
-    params_specs = {path: keep_axes(setup.manual, spec) for path, spec in whole.items()}
+    whole = {path: drop_axes(BATCH_AXES, spec) for path, spec in setup.specs.items()}
+    params_specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in whole.items()}
     in_specs = (params_specs, P(), P(None, BATCH_AXES))
-    region = manual_region(local, setup.mesh, setup.manual, in_specs, out_specs)
+    region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 
     def gather(path: str, x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, whole[path]))
@@ -111,7 +111,7 @@ def _table_axes(setup: Setup) -> tuple[str, ...]:
 
     rows = {
         path: model.parameters[path].shape[dim]
-        for path, spec in setup.parameter_specs.items()
+        for path, spec in setup.specs.items()
         for dim, part in enumerate(spec)
         if not model.in_stack(path) and "pipeline" in axes_of_dim(part)
     }

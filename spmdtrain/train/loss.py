@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.loss import linear_cross_entropy
-from spmdtrain.models.abstract import make_gather
+from spmdtrain.models.abstract import make_manual_gather
 from spmdtrain.models.context import ForwardContext, sample_noise
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
-from spmdtrain.parallel.regions import make_constrain, make_local_map, manual_axes
+from spmdtrain.parallel.regions import MANUAL_AXES, make_constrain, make_local_map
 from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
@@ -27,11 +27,13 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     train = setup.config.train
     dropout = setup.config.model.dropout
     rules = setup.rules
-    manual = setup.manual
-    constrain = make_constrain(rules, manual)
-    local_map = make_local_map(rules, manual)
-    lookup = make_lookup(rules, manual)
-    gather = make_gather(rules, manual)
+    constrain = make_constrain(rules, MANUAL_AXES)
+    local_map = make_local_map(rules, MANUAL_AXES)
+    lookup = make_lookup(rules, MANUAL_AXES)
+    gather = make_layer_gather(setup)
+    remat = train.remat
+    if remat == "none" and setup.gathers_by_layer:
+        remat = "weights"
 
     def context(microbatch: Batch, step: jax.Array | None = None) -> ForwardContext:
         tokens_bt = microbatch["tokens"]
@@ -49,12 +51,19 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             local_map=local_map,
             lookup=lookup,
             gather=gather,
-            remat=train.remat,
+            remat=remat,
             dropout_rate=dropout,
             noise_b=noise_b,
         )
 
     return context
+
+
+def make_layer_gather(setup: Setup) -> Callable[[nnx.State], nnx.State]:
+    """`gather(state)`: the weights of a layer whole and in compute precision, where layers gather them."""
+    if not setup.gathers_by_layer:
+        return lambda state: state
+    return make_manual_gather(setup.rules, setup.config.precision)
 
 
 def head_loss(
@@ -70,15 +79,14 @@ def head_loss(
     `table_axes`: the manual mesh axes that the rows of the head's table are split over.
     """
     hidden_bte, table_ve = module.head(x_bte, ctx)
-    manual = manual_axes(rules.sizes)
     token = ("batch", "time")
     # The logits never exist; their spec refuses a mesh axis that would split tokens and vocabulary.
     logits_shape = (*microbatch["targets"].shape, table_ve.shape[0])
-    rules.activation_spec((*token, "vocab"), logits_shape, drop=manual)
+    rules.activation_spec((*token, "vocab"), logits_shape, drop=MANUAL_AXES)
 
     def automatic_axes(*names: str) -> tuple[str, ...]:
         axes = [axis for name in names for axis in rules.activations[name]]
-        return tuple(axis for axis in axes if rules.sizes[axis] > 1 and axis not in manual)
+        return tuple(axis for axis in axes if rules.sizes[axis] > 1 and axis not in MANUAL_AXES)
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt):
         axis_name = (*table_axes, *automatic_axes("vocab"))
@@ -99,15 +107,14 @@ def sum_over_shards(
     sums = {"loss": loss, "tokens": tokens}
     if side_loss is not None:
         sums["side_loss"] = side_loss
-    manual = manual_axes(rules.sizes)
-    axes = [axis for axis in BATCH_AXES if axis in manual and rules.sizes[axis] > 1]
+    axes = [axis for axis in BATCH_AXES if rules.sizes[axis] > 1]
     return psum_tree(sums, axes)
 
 
 def mean_gradients(setup: Setup, gradients: dict[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
     """Accumulated gradients reduced over the manual axes, then divided by the number of `tokens`
     (unmasked, of the whole batch)."""
-    automatic = {path: drop_axes(setup.manual, spec) for path, spec in setup.gradient_specs.items()}
+    automatic = {path: drop_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     reduced = reduce_gradients(gradients, setup.reductions, automatic)
     count = jnp.maximum(tokens, 1)
     return {path: (gradient / count).astype(gradient.dtype) for path, gradient in reduced.items()}
@@ -118,7 +125,7 @@ def zero_gradients(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.
     dtype = setup.config.precision.accumulate
 
     def zeros(path: str, x: jax.Array) -> jax.Array:
-        spec = drop_axes(setup.manual, setup.gradient_specs[path])
+        spec = drop_axes(MANUAL_AXES, setup.specs[path])
         return jax.lax.with_sharding_constraint(jnp.zeros(x.shape, dtype), spec)
 
     return {path: zeros(path, x) for path, x in params.items()}

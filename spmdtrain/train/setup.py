@@ -18,11 +18,12 @@ from spmdtrain.models.abstract import AbstractModel, MakeModel, build_model
 from spmdtrain.models.context import random_key
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import Rules, make_rules
+from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
-from spmdtrain.parallel.regions import manual_axes
+from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
 from spmdtrain.train.state import Specs, TrainState, abstract_state, fresh_state
 
@@ -38,15 +39,18 @@ class Setup:
     model: AbstractModel
     batch_shape: BatchShape
     schedule: Table | None  # of the pipeline; None where the mesh has one stage
-    parameter_specs: Specs  # where parameters rest
-    gradient_specs: Specs  # where reduced gradients, moments and updates live
-    reductions: Mapping[str, Reduction]  # how gradients leave the manual region
+    specs: Specs  # where parameters rest, and with them their reduced gradients, moments and updates
+    reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
     state: TrainState  # abstract: shapes, dtypes and shardings
 
     @property
-    def manual(self) -> tuple[str, ...]:
-        """The mesh axes that the training step splits by hand."""
-        return manual_axes(self.rules.sizes)
+    def gathers_by_layer(self) -> bool:
+        """Whether layers gather weights for their own use, one layer at a time.
+
+        Without a pipeline they do. With one, a weight is gathered once for all ticks.
+        """
+        split = any(gathered_axes(spec) for spec in self.specs.values())
+        return split and self.schedule is None
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -72,9 +76,14 @@ def shard_on(config: RunConfig, mesh: Mesh, make: MakeModel = Transformer) -> Se
     stages = mesh.shape["pipeline"]
     schedule = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
     model = build_model(config, make, stages, config.pipeline.chunks)
-    params = parameter_specs(model, rules)
-    gradients = gradient_specs(model, rules, params, zero=config.train.zero)
-    axes = [axis for axis in manual_axes(mesh.shape) if mesh.shape[axis] > 1]
+    specs = resting_specs(model, rules, zero=config.train.zero)
+    reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
+
+    def reduction_of(spec: P) -> Reduction:
+        """A layer that gathers its weights scatters their gradients itself: only other axes remain."""
+        scattered = gathered_axes(spec) if schedule is None else ()
+        return reduction(spec, [axis for axis in reduced if axis not in scattered])
+
     return Setup(
         config=config,
         make=make,
@@ -83,10 +92,9 @@ def shard_on(config: RunConfig, mesh: Mesh, make: MakeModel = Transformer) -> Se
         model=model,
         batch_shape=batch_shape,
         schedule=schedule,
-        parameter_specs=params,
-        gradient_specs=gradients,
-        reductions={path: reduction(spec, axes) for path, spec in gradients.items()},
-        state=abstract_state(config, model, mesh, params, gradients),
+        specs=specs,
+        reductions={path: reduction_of(spec) for path, spec in specs.items()},
+        state=abstract_state(config, model, mesh, specs),
     )
 
 
@@ -101,23 +109,28 @@ def init_state(setup: Setup) -> TrainState:
 
 
 def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
-    """Where each parameter rests."""
+    """Where the rules put each parameter."""
     return {
         path: rules.parameter_spec(parameter.axes, parameter.shape, path)
         for path, parameter in model.parameters.items()
     }
 
 
-def gradient_specs(model: AbstractModel, rules: Rules, params: Specs, zero: int) -> dict[str, P]:
-    """Where each reduced gradient lives: as its parameter, and with ZeRO-1 split over `data`."""
+def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> dict[str, P]:
+    """Where each parameter rests between steps: as the rules say, and with ZeRO-1 split over `data` too.
+
+    Parameters and moments are split alike, so an update needs no communication. A step starts by
+    gathering the parameters over `data` in compute precision (Megatron-LM's distributed optimizer).
+    """
+    specs = parameter_specs(model, rules)
     data = rules.sizes["data"]
     if not zero or data == 1:
-        return dict(params)
+        return specs
 
     def split(path: str, spec: P) -> P:
         return scattered_spec(spec, scatter_dim(model.parameters[path].shape, spec, data))
 
-    return {path: split(path, spec) for path, spec in params.items()}
+    return {path: split(path, spec) for path, spec in specs.items()}
 
 
 def pipeline_schedule(config: RunConfig, stages: int, shape: BatchShape) -> Table:

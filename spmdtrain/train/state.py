@@ -31,10 +31,10 @@ class TrainState:
     opt_state: optimizers.OptimizerState
 
 
-def abstract_state(config: RunConfig, model: AbstractModel, mesh: Mesh, params: Specs, moments: Specs) -> TrainState:
+def abstract_state(config: RunConfig, model: AbstractModel, mesh: Mesh, specs: Specs) -> TrainState:
     """A TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
 
-    `params`: where each parameter rests; `moments`: where its optimizer state does.
+    `specs`: where each parameter rests, and its optimizer state with it.
     """
 
     def leaf(x, spec: P) -> jax.ShapeDtypeStruct:
@@ -42,12 +42,12 @@ def abstract_state(config: RunConfig, model: AbstractModel, mesh: Mesh, params: 
 
     def moments_of(path: str, state):
         parameter = model.parameters[path]
-        return jax.tree.map(lambda x: leaf(x, _spec_beside(x, parameter, moments[path])), state)
+        return jax.tree.map(lambda x: leaf(x, _spec_beside(x, parameter, specs[path])), state)
 
     shapes = jax.eval_shape(lambda key: fresh_state(config, model, key), jax.random.key(0))
     return TrainState(
         step=leaf(shapes.step, P()),
-        params={path: leaf(x, params[path]) for path, x in shapes.params.items()},
+        params={path: leaf(x, specs[path]) for path, x in shapes.params.items()},
         opt_state={path: moments_of(path, state) for path, state in shapes.opt_state.items()},
     )
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers
@@ -39,7 +38,7 @@ def make_step(setup: Setup) -> Callable[..., Any]:
             config.optimizer, setup.model.parameters, gradients, state.opt_state, state.params
         )
         rate = optimizers.learning_rate(config.optimizer, config.train.steps, state.step)
-        params = _apply(setup, state.params, updates, rate)
+        params = _apply(state.params, updates, rate)
         tokens = sums.pop("tokens")
         means = {name: total / jnp.maximum(tokens, 1) for name, total in sums.items()}
         metrics = means | {"grad_norm": norm, "learning_rate": rate, "tokens": tokens}
@@ -74,12 +73,10 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     return way.make_losses(setup)
 
 
-def _apply(setup: Setup, params: dict, updates: dict, rate: jax.Array) -> dict[str, jax.Array]:
-    """Parameters one step further. Each is updated where its moments live; the output sharding
-    of the step gathers it (ZeRO-1)."""
-    new = {}
-    for path, x in params.items():
-        stepped = x.astype(jnp.float32) - rate * updates[path].astype(jnp.float32)
-        where = NamedSharding(setup.mesh, setup.gradient_specs[path])
-        new[path] = jax.lax.with_sharding_constraint(stepped.astype(x.dtype), where)
-    return new
+def _apply(params: dict, updates: dict, rate: jax.Array) -> dict[str, jax.Array]:
+    """Parameters one step further. Parameters and updates rest alike: each device updates its own."""
+
+    def stepped(path: str, x: jax.Array) -> jax.Array:
+        return (x.astype(jnp.float32) - rate * updates[path].astype(jnp.float32)).astype(x.dtype)
+
+    return {path: stepped(path, x) for path, x in params.items()}

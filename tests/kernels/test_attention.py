@@ -1,7 +1,9 @@
 """Every implementation of attention against its definition in float64, values and all gradients."""
 
 import itertools
-from functools import cache
+import math
+import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -319,3 +321,22 @@ def test_a_mistake_is_one_line(change, said):
     with pytest.raises((ValueError, Refused), match=said) as raised:
         attention(*arrays, **change)
     assert "\n" not in str(raised.value)
+
+
+def test_masks_of_all_tiles_never_exist_at_once():
+    """In a scan over layers, jax would compute what depends on no layer once, outside of it."""
+    shape = (1, 3 * 512, 1, 8)  # six visible tiles
+
+    @partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
+    def layer(x, w):
+        y = attention(x * w, x, x, causal=True, implementation="xla")
+        return x + y, None
+
+    def loss(x, weights):
+        return jax.lax.scan(layer, x, weights)[0].sum()
+
+    arguments = jnp.ones(shape), jnp.ones(2)
+    text = jax.jit(jax.grad(loss, 1)).lower(*arguments).as_text()
+    masks = re.findall(r"tensor<([\dx]+)xi1>", text)
+    assert masks
+    assert max(math.prod(map(int, each.split("x"))) for each in masks) <= 512 * 512

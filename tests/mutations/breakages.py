@@ -106,7 +106,7 @@ BREAKAGES = [
     Breakage(
         "training computes in the dtype of the weights",
         "train/grad_accumulation.py",
-        "values = cast(params, setup.config.precision.compute)",
+        "values = params | cast(here, setup.config.precision.compute)",
         "values = dict(params)",
         PRECISION,
     ),
@@ -142,8 +142,8 @@ BREAKAGES = [
     Breakage(
         "a pipeline's loss leaves out the expert axis",
         "train/loss.py",
-        "axes = [axis for axis in BATCH_AXES if axis in manual and rules.sizes[axis] > 1]",
-        "axes = [axis for axis in BATCH_AXES[:-1] if axis in manual and rules.sizes[axis] > 1]",
+        "axes = [axis for axis in BATCH_AXES if rules.sizes[axis] > 1]",
+        "axes = [axis for axis in BATCH_AXES[:-1] if rules.sizes[axis] > 1]",
         EXPERT,
     ),
     Breakage(
@@ -282,6 +282,34 @@ BREAKAGES = [
         TENSOR,
     ),
     # The state
+    Breakage(
+        "gradients of gathered weights cross fsdp in compute precision",
+        "parallel/gather.py",
+        "gradient.astype(how.accumulate)",
+        "gradient",
+        f"{LAYOUTS} -k precisely",
+    ),
+    Breakage(
+        "a gathered weight is summed over a second time",
+        "train/setup.py",
+        "scattered = gathered_axes(spec) if schedule is None else ()",
+        "scattered = ()",
+        f"{LAYOUTS} -k every_gradient",
+    ),
+    Breakage(
+        "gradients of keys are not summed over context",
+        "parallel/regions.py",
+        "summed = scatter_sum(gradient.astype(jnp.float32), axes, dim)",
+        "summed = scatter_sum(gradient.astype(jnp.float32), axes, dim) / 2",
+        f"{LAYOUTS} -k every_gradient",
+    ),
+    Breakage(
+        "ZeRO-1 gathers float32",
+        "train/grad_accumulation.py",
+        "x.astype(setup.config.precision.compute))",
+        "x)",
+        f"{LAYOUTS} -k zero_gathers",
+    ),
     Breakage(
         "ZeRO-1 splits nothing",
         "train/setup.py",

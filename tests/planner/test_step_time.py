@@ -83,10 +83,10 @@ def test_gathers_slow_the_work_beside_them_and_the_first_and_last_stand_alone():
     all_gather = partial(all_gather_seconds, group=Group(8, 1), hardware=H100)
     split = replace(workload(fsdp=8), microbatch=8)
     found = step_time(split, H100, OURS).terms["fsdp_collectives"]
-    # Weights are gathered twice and their gradients scattered once, 2 bytes each.
-    layers = 3 * all_gather(2 * 8 * MODEL.layer_parameters, pieces=8)
+    # Weights are gathered twice, 2 bytes each, and their gradients scattered once, 4 bytes each.
+    layers = 4 * all_gather(2 * 8 * MODEL.layer_parameters, pieces=8)
     first_layer = all_gather(2 * MODEL.layer_parameters)
-    outside = 2 * all_gather(2 * MODEL.outside_parameters)
+    outside = 3 * all_gather(2 * MODEL.outside_parameters)
     assert found == pytest.approx(first_layer + outside + LOST_BESIDE_COLLECTIVES * layers)
 
 

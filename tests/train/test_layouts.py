@@ -16,6 +16,7 @@ NOISY = ("model.dropout=0.1",)
 UNEVEN = ("data.packing=documents",)  # masks at document ends fall unevenly on shards and microbatches
 LLAMA = ("model.name=llama", "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.vocab=64")
 
+SEQUENCE_PARALLEL = ("rules.activations.stream_time=context,tensor",)
 INTERLEAVED = ("pipeline.schedule=interleaved", "pipeline.chunks=2")  # of two layers: the second chunk is padding
 
 # (settings that change numbers, settings that must not)
@@ -35,6 +36,8 @@ LAYOUTS = [
     (NOISY, ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2", "train.zero=1")),
     (UNEVEN, ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.data=2", "train.microbatch=1", *INTERLEAVED)),
     (LLAMA + UNEVEN, ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.context=2", "train.microbatch=2", "train.remat=full")),
+    (NOISY, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", *SEQUENCE_PARALLEL)),
+    (LLAMA, ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4", *SEQUENCE_PARALLEL)),
 ]
 
 
@@ -102,19 +105,14 @@ def test_gradients_cross_the_data_axis_once_per_step_and_never_in_a_loop(setting
 
 
 ACCUMULATED = ("precision.compute=bfloat16", "precision.accumulate=float32", "train.microbatch=1")
-BY_THE_PARTITIONER = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="without a pipeline fsdp and expert are left to XLA, which sums in compute precision",
-)
 
 
 @pytest.mark.parametrize(
     "mesh",
     [
         ("mesh.data=4",),
-        pytest.param(("mesh.fsdp=4",), marks=BY_THE_PARTITIONER),
-        pytest.param(("mesh.expert=4",), marks=BY_THE_PARTITIONER),
+        ("mesh.fsdp=4",),
+        ("mesh.expert=4",),
         ("mesh.pipeline=2", "mesh.data=2"),
         ("mesh.pipeline=2", "mesh.fsdp=2"),
     ],
@@ -132,13 +130,41 @@ def test_gradients_cross_the_axes_of_the_batch_as_precisely_as_they_accumulate(m
     assert sums and not narrow, f"{len(narrow)} of {len(sums)} sums are narrow"
 
 
-def test_zero_halves_the_optimizer_state_on_two_data_shards_and_keeps_the_numbers():
+def test_gradients_of_keys_and_values_are_scattered_over_context():
+    """Each device needs those of its own tokens only; a sum of all would carry twice as much."""
+    layout = ("mesh.context=4", "model.layers=1")
+    text = partitioned_text(*layout)
+    setup = prepared(*layout)
+    scattered = [
+        each.bytes
+        for each in hlo.instructions(text, setup.mesh.shape)
+        if (each.kind, each.axis) == ("reduce-scatter", "context")
+    ]
+    sequences, tokens = setup.batch_shape.sequences, setup.config.train.sequence_length // 4
+    keys = 4 * sequences * tokens * setup.config.model.embed  # as many heads as queries have
+    assert scattered == [keys, keys]
+
+
+def test_zero_halves_the_state_on_two_data_shards():
+    """Parameters and both moments of Adam, each in float32."""
     whole = hlo.memory(compiled_step("mesh.data=2"))
     split = hlo.memory(compiled_step("mesh.data=2", "train.zero=1"))
     setup = prepared("mesh.data=2")
-    moments = 8 * sum(p.size for p in setup.model.parameters.values())
+    state = 12 * sum(p.size for p in setup.model.parameters.values())
     saved = whole["argument_bytes"] - split["argument_bytes"]
-    assert 0.45 * moments <= saved <= 0.5 * moments
+    assert 0.45 * state <= saved <= 0.5 * state
+
+
+def test_zero_gathers_weights_once_a_step_in_compute_precision():
+    layout = ("mesh.data=4", "train.zero=1", "train.microbatch=1", "precision.compute=bfloat16")
+    text = partitioned_text(*layout)
+    setup = prepared(*layout)
+    found = hlo.instructions(text, setup.mesh.shape)
+    gathered = [each for each in found if each.kind == "all-gather" and each.axis == "data"]
+    assert not any(each.inside_loop for each in gathered)
+    assert sum(each.bytes for each in gathered) == 2 * sum(
+        p.size for path, p in setup.model.parameters.items() if "data" in setup.specs[path]
+    )
 
 
 def test_the_state_is_donated():

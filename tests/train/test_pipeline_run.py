@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepared, tiny, trained
+from jax.sharding import NamedSharding
 
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.models.stack import Stack
@@ -19,7 +20,7 @@ from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.parallel import hlo
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import Checkpoints
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.setup import init_state, parameter_specs, shard
 from spmdtrain.train.step import make_step
 
 ONE_F_ONE_B = ("mesh.pipeline=4", "train.microbatch=2", "model.layers=8")
@@ -108,7 +109,8 @@ def test_gradients_cross_the_data_axis_once_and_nothing_gathers_over_tensor(zero
     found = crossings(*settings)
     over_data = [each for each in found if "data" in each.axis.split("+") and each.kind != "all-gather"]
     setup = prepared(*settings)
-    specs = {path: x.sharding for path, x in setup.state.params.items()}
+    whole_over_data = parameter_specs(setup.model, setup.rules)
+    specs = {path: NamedSharding(setup.mesh, spec) for path, spec in whole_over_data.items()}
     shapes = {path: p.shape for path, p in setup.model.parameters.items()}
     gradients = sum(4 * int(np.prod(specs[path].shard_shape(shapes[path]))) for path in shapes)
     crossed = sum(each.bytes * (2 if each.kind == "reduce-scatter" else 1) for each in over_data)

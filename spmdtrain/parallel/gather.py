@@ -1,0 +1,151 @@
+"""Gathering a weight that rests split over the axes of the batch (FSDP, arXiv:2304.11277; ZeRO-3, arXiv:1910.02054).
+
+A weight of which every device keeps a part is gathered just before a layer uses it, and its gradient
+is scattered back just after. Both happen by hand, inside a region that is manual over the axes of the
+batch. So nothing of the batch is ever gathered in their stead, and a gradient crosses the network in
+the precision that the settings say.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.partition import automatic_axes, axes_of
+from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.reduce import scatter_sum
+from spmdtrain.parallel.regions import MANUAL_AXES
+from spmdtrain.parallel.specs import axes_of_dim, drop_axes
+
+# Of the axes of the batch, those over which the layers gather. Over `data` (ZeRO-1) a weight is
+# gathered once a step, before the first microbatch.
+LAYER_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
+
+
+@dataclass(frozen=True)
+class WeightGather:
+    """How a layer gathers one weight for its use, and how it scatters the gradient back.
+
+    spec: where the weight rests, one entry a dim.
+    resting: the dtype of the weight as it is given, which is the dtype of its gradient too.
+    compute: the dtype in which it crosses the network and is used.
+    accumulate: the dtype in which its gradient is summed over the devices.
+    """
+
+    spec: P
+    resting: str
+    compute: str
+    accumulate: str
+
+    def __call__(self, weight: jax.Array) -> jax.Array:
+        """The whole weight in `compute`, from this device's part of it in `resting`."""
+        return _gather(weight, self)
+
+
+def gathered_axes(spec: P) -> tuple[str, ...]:
+    """The axes over which a layer gathers a weight that rests as `spec` says."""
+    return tuple(axis for part in spec for axis in axes_of_dim(part) if axis in LAYER_AXES)
+
+
+def gather_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
+    """x, which rests as `spec` says, whole over those of the manual `axes` that split it."""
+    split = _split_dims(axes, spec)
+
+    def gather(x: jax.Array) -> jax.Array:
+        for dim, names in split:
+            x = jax.lax.all_gather(x, names, axis=dim, tiled=True)
+        return x
+
+    return _beside_automatic_axes(gather, spec, split, x)
+
+
+def scatter_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
+    """This device's part of the sum of every device's x, where the sum rests as `spec` says."""
+    split = _split_dims(axes, spec)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        for dim, names in split:
+            x = scatter_sum(x, names, dim)
+        return x
+
+    spread = _spread(spec, x.shape)
+    summed = _beside_automatic_axes(scatter, spread, split, x)
+    if spread == spec:
+        return summed
+    return jax.lax.with_sharding_constraint(summed, drop_axes(MANUAL_AXES, spec))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(weight: jax.Array, how: WeightGather) -> jax.Array:
+    return gather_over(LAYER_AXES, how.spec, weight.astype(how.compute))
+
+
+def _gather_forward(weight: jax.Array, how: WeightGather) -> tuple[jax.Array, None]:
+    return _gather(weight, how), None
+
+
+def _gather_backward(how: WeightGather, _, gradient: jax.Array) -> tuple[jax.Array]:
+    summed = scatter_over(LAYER_AXES, how.spec, gradient.astype(how.accumulate))
+    return (summed.astype(how.resting),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _spread(spec: P, shape: Sequence[int]) -> P:
+    """`spec` with the automatic axes that it leaves out (`context`) splitting the largest whole dim.
+
+    Each device along such an axis has a part of the sum, because it has worked on other tokens. XLA
+    would sum all of x before the scatter; asked for a part each, it sums with a reduce-scatter, and
+    only the small slices that the scatter leaves are gathered again.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    left = tuple(sorted(automatic_axes() - axes_of(spec)))
+    ways = math.prod(mesh.shape[axis] for axis in left)
+    whole = [dim for dim, part in enumerate(spec) if part is None and shape[dim] % ways == 0]
+    if not left or not whole:
+        return spec
+    parts = list(spec)
+    parts[max(whole, key=lambda dim: shape[dim])] = left
+    return P(*parts)
+
+
+def _split_dims(axes: Collection[str], spec: P) -> list[tuple[int, tuple[str, ...]]]:
+    """(dim, those of `axes` that split it, major first) of every dim that one of them splits."""
+    dims = []
+    for dim, part in enumerate(spec):
+        names = tuple(axis for axis in axes_of_dim(part) if axis in axes)
+        if names:
+            dims.append((dim, names))
+    return dims
+
+
+def _beside_automatic_axes(
+    collective: Callable[[jax.Array], jax.Array],
+    spec: P,
+    split: Sequence[tuple[int, tuple[str, ...]]],
+    x: jax.Array,
+) -> jax.Array:
+    """`collective(x)`, where mesh axes that the region leaves to XLA may split x too.
+
+    XLA would gather x over those axes around the collective. A region of their own keeps them as they
+    are. That works unless one of them splits the same dim as the collective, because the parts would
+    then come back in another order.
+    """
+    automatic = drop_axes(MANUAL_AXES, spec)
+    axes = {axis for part in automatic for axis in axes_of_dim(part)}
+    if not axes:
+        return collective(x)
+    if any(automatic[dim] is not None for dim, _ in split):
+        return jax.lax.with_sharding_constraint(collective(x), automatic)
+    region = jax.shard_map(
+        collective,
+        axis_names=axes,
+        in_specs=automatic,
+        out_specs=automatic,
+        check_vma=False,
+    )
+    return region(x)
