@@ -107,8 +107,8 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     """Return the default rules with the config's `[rules]` on top. `sizes`: of all mesh axes.
 
     Raises ConfigError for a mesh axis that there is not, for one that the training step splits by
-    itself (pipeline, data; for activations all axes of the batch), and for a logical axis that looks
-    like a misspelt one.
+    itself (pipeline, data; for activations all axes of the batch), and for a logical axis that
+    looks like a misspelt one.
     """
     if "batch" in overrides.activations:
         split = " x ".join(BATCH_AXES)

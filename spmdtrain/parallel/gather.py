@@ -1,9 +1,10 @@
-"""Gathering a weight that rests split over the axes of the batch (FSDP, arXiv:2304.11277; ZeRO-3, arXiv:1910.02054).
+"""Gathering a weight that rests split over the axes of the batch.
 
-A weight of which every device keeps a part is gathered just before a layer uses it, and its gradient
-is scattered back just after. Both happen by hand, inside a region that is manual over the axes of the
-batch. So nothing of the batch is ever gathered in their stead, and a gradient crosses the network in
-the precision that the settings say.
+This is FSDP (arXiv:2304.11277), or ZeRO-3 (arXiv:1910.02054). A weight of which every device keeps
+a part is gathered just before a layer uses it, and its gradient is scattered back just after. Both
+happen by hand, inside a region that is manual over the axes of the batch. So nothing of the batch
+is ever gathered in their stead, and a gradient crosses the network in the precision that the
+settings say.
 """
 
 import math
@@ -96,11 +97,11 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _spread(spec: P, shape: Sequence[int]) -> P:
-    """`spec` with the automatic axes that it leaves out (`context`) splitting the largest whole dim.
+    """Let the automatic axes that `spec` leaves out (`context`) split the largest whole dim.
 
-    Each device along such an axis has a part of the sum, because it has worked on other tokens. XLA
-    would sum all of x before the scatter; asked for a part each, it sums with a reduce-scatter, and
-    only the small slices that the scatter leaves are gathered again.
+    Each device along such an axis has a part of the sum, because it has worked on other tokens.
+    XLA would sum all of x before the scatter. Asked for a part each, it sums with a reduce-scatter,
+    and only the small slices that the scatter leaves are gathered again.
     """
     mesh = jax.sharding.get_abstract_mesh()
     left = tuple(sorted(automatic_axes() - axes_of(spec)))
@@ -129,11 +130,11 @@ def _beside_automatic_axes(
     split: Sequence[tuple[int, tuple[str, ...]]],
     x: jax.Array,
 ) -> jax.Array:
-    """`collective(x)`, where mesh axes that the region leaves to XLA may split x too.
+    """Run `collective(x)` where mesh axes that the region leaves to XLA may split x too.
 
-    XLA would gather x over those axes around the collective. A region of their own keeps them as they
-    are. That works unless one of them splits the same dim as the collective, because the parts would
-    then come back in another order.
+    XLA would gather x over those axes around the collective. A region of their own keeps them as
+    they are. That works unless one of them splits the same dim as the collective, because the parts
+    would then come back in another order.
     """
     automatic = drop_axes(MANUAL_AXES, spec)
     axes = {axis for part in automatic for axis in axes_of_dim(part)}

@@ -108,7 +108,7 @@ def _in_float32_on_cpu(collective: Callable[[jax.Array], jax.Array], x: jax.Arra
 
 
 def scatter_sum(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Sum x over `axes`, and leave each device its slice of dim `dim`; the first axis is the major one."""
+    """Sum x over `axes`, and leave each device its slice of dim `dim`; the first axis is major."""
     scatter = partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
     return _in_float32_on_cpu(scatter, x)
 
