@@ -125,7 +125,8 @@ def _batch_panel(setup: Setup) -> Panel:
 def _parameter_panels(setup: Setup) -> list[Panel]:
     """One for each sequence of mesh axes that some parameter is split over: the largest parameter."""
     alike: dict[tuple, list[str]] = {}
-    for path, spec in setup.parameter_specs.items():
+    for path, parameter in setup.state.params.items():
+        spec = parameter.sharding.spec
         split = tuple(axes for part in spec if (axes := _split_axes(setup, part)))
         alike.setdefault(split, []).append(path)
     panels = []
