@@ -230,6 +230,7 @@ class _Executor:
     def scan_table(self, carry: Carry, tick: Tick) -> Carry:
         """Run `tick` on every row of the table and return the last carry."""
         columns = {}
+        # The table is a constant of the program; each stage picks its own column [ticks] of it.
         for name in STAGE_COLUMNS:
             columns[name] = jnp.asarray(getattr(self.table, name))[:, self.stage]
         for name in SHARED_COLUMNS:
@@ -347,6 +348,7 @@ class _Executor:
         The sum over stages brings the last stage's y to all of them; the others add zeros.
         """
         leaves = cell["head_microbatch"] >= 0
+        # A select: y of the other stages is that of other microbatches, or stale and perhaps NaN.
         x = psum_tree(jnp.where(self.last & leaves, y, 0), (AXIS,))
         loss = self.program.head(shared, x, self.context(cell["head_microbatch"]))
         return jnp.where(leaves, loss, 0) / self.table.stages, leaves
@@ -414,6 +416,7 @@ class _Executor:
 
     def run_embed_backward(self, carry: Carry, cell: Cell) -> None:
         """Add the embedding's gradients of the microbatch whose backward has left stage 0."""
+        # The embedding runs again for its vjp: cheaper than to keep residuals over a round trip.
         context = self.context(cell["embed_backward_microbatch"])
         entered = (self.stage == 0) & (cell["embed_backward_microbatch"] >= 0)
         _, pull = jax.vjp(lambda shared: self.program.embed(shared, context), self.shared)

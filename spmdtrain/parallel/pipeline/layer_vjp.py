@@ -61,6 +61,7 @@ class LayerGradient:
         self._rest_in = jaxpr.invars[count + 1 :]
         self._y, self._side, *self._residuals = jaxpr.outvars
 
+        # One residual may be several leaves of the pull function: keep it once.
         depends_on_x = _followers(jaxpr, self._x_in)
         self._kept = _distinct(var for var in _variables(self._residuals) if var in depends_on_x)
         self.kept = tuple(_shape(var) for var in self._kept)
@@ -165,6 +166,8 @@ def _equations_to(
     jaxpr: jex.Jaxpr, known: Collection[jex.Var], wanted: Sequence
 ) -> list[jex.JaxprEqn]:
     """Return the equations that must run for `wanted` when `known` is there, in their order."""
+    # Backwards from what is wanted: an equation that makes something missing is needed, and then
+    # so is whatever it reads.
     missing = {var for var in _variables(wanted) if var not in known}
     eqns = []
     for eqn in reversed(jaxpr.eqns):

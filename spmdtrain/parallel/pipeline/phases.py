@@ -73,6 +73,7 @@ def rounds(table: Table) -> tuple[Round, ...]:
     folded = tuple(_fold(runs))
     if sum(len(each.phases) for each in folded) <= MOST_PHASES:
         return folded
+    # Cells without work are masked, so a tick may do every kind of work; it only takes longer.
     whole = Phase(0, table.ticks, *_any_flags(runs))
     return (Round((whole,), repeats=1),)
 
@@ -114,6 +115,8 @@ def _fold(runs: Sequence[Phase]) -> Iterator[Round]:
     alike = [
         (run.forward, run.backward, run.weight, run.head, run.stop - run.start) for run in runs
     ]
+    # Microbatches change from one repeat to the next, but they are data: what a scan compiles is
+    # the same where the kinds of work, the head and the lengths are.
     at = 0
     while at < len(runs):
         best_period = 1

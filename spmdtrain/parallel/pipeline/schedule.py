@@ -211,6 +211,8 @@ def _paired(kind: str, stages: int, microbatches: int, chunks: int, split: bool 
         )
     round_trip = chunks * stages  # units in a group, and ticks from the first stage to the head
     unit = np.arange(microbatches * chunks)
+    # p microbatches through chunk 0, the same p through chunk 1, and so on; then the next p. After
+    # p ticks the first of them is back at stage 0, just when its next chunk is due.
     microbatch = unit // round_trip * stages + unit % stages
     chunk = unit % round_trip // stages
     first_to_last = np.stack([microbatch, chunk], axis=1)
@@ -222,6 +224,7 @@ def _paired(kind: str, stages: int, microbatches: int, chunks: int, split: bool 
         forward[stage + unit, stage] = first_to_last
         backward[round_trip - 1 + unit + stages - 1 - stage, stage] = last_to_first
         if split:
+            # No `- stage`: all stages run the same weight gradient in the same tick.
             weight[round_trip - 1 + unit + stages - 1, stage] = last_to_first
     return assign_slots(kind, microbatches, chunks, forward, backward, weight)
 
@@ -248,6 +251,7 @@ def assign_slots(
     split = bool((weight >= 0).any())
     forward_ticks = ticks_of(forward, microbatches, chunks)
     backward_ticks = ticks_of(backward, microbatches, chunks)
+    # The last use of what the stash holds.
     weight_ticks = ticks_of(weight, microbatches, chunks) if split else backward_ticks
     activation_arrives, cotangent_arrives = arrival_ticks(forward_ticks, backward_ticks)
 
@@ -323,6 +327,7 @@ def assign_slots(
 
 def ticks_of(units: np.ndarray, microbatches: int, chunks: int) -> np.ndarray:
     """Return [stages, microbatches, chunks]: the tick at which each unit runs, -1 for never."""
+    # Assumes that a unit runs once at most; check.py sees to it.
     ticks = np.full((units.shape[1], microbatches, chunks), -1)
     tick, stage = np.nonzero(units[..., 0] >= 0)
     microbatch, chunk = units[tick, stage].T
@@ -407,6 +412,8 @@ def _share_slots(first: np.ndarray, last: np.ndarray) -> np.ndarray:
         busy: list[tuple[int, int]] = []  # heap of (last tick, slot)
         free: list[int] = []  # heap of slots that have been used before
         for start, stop, unit in lives:
+            # Strictly before: a slot is read in the last tick of a life, after arrivals have been
+            # put into theirs, so it is free from the next tick on.
             while busy and busy[0][0] < start:
                 _, slot = heappop(busy)
                 heappush(free, slot)

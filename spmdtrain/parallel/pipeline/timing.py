@@ -84,6 +84,8 @@ def lockstep_ticks(table: Table, times: Times, overlap: bool = True) -> np.ndarr
     if table.stages == 1:
         return ticks
 
+    # The executor sends an activation at the end of its forward, a cotangent at the start of the
+    # next tick.
     next_forward = np.append(work["forward"][1:], 0.0)
     for arriving, beside in (
         (arriving_forward(table), work["backward"] + work["weight"]),
