@@ -19,7 +19,7 @@ from flax import nnx
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["positions_bt", "segment_ids_bt", "noise_b"],
-    meta_fields=["constrain", "local_map", "lookup", "gather", "remat", "dropout_rate"],
+    meta_fields=["constrain", "local_map", "lookup", "gather", "remat", "stream_is_split", "dropout_rate"],
 )
 @dataclass(frozen=True)
 class ForwardContext:
@@ -39,6 +39,8 @@ class ForwardContext:
     gather: Callable[[nnx.State], nnx.State] = lambda state: state
     # What backward computes again; see stack.rematerialised.
     remat: Literal["none", "weights", "dots", "full"] = "none"
+    # Whether the residual stream is split over more mesh axes than the tokens of attention are.
+    stream_is_split: bool = False
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None

@@ -67,6 +67,25 @@ def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Arr
     return jnp.concatenate(turned, -1).astype(x_btkgd.dtype)
 
 
+# The backward pass starts from the input again, a pass over memory, instead of keeping several arrays as wide as f.
+recomputed = partial(jax.checkpoint, prevent_cse=False)  # layers run in a scan: there is nothing to merge with
+
+
+def project(equation: str, x_bte: jax.Array, weight: jax.Array, ctx: ForwardContext) -> jax.Array:
+    """`einsum(equation, x, weight)` of a residual stream x, with its tokens brought together.
+
+    Where the stream is split over `tensor` too (sequence parallelism), a device keeps its own tokens
+    for the backward pass and gathers again there (arXiv:2205.05198, section 4.2.2).
+    """
+
+    def whole(x_bte: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, ctx.constrain(x_bte, "batch", "time", "embed"), weight)
+
+    if ctx.stream_is_split and ctx.remat in ("none", "weights"):
+        whole = recomputed(whole)
+    return whole(x_bte, weight)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
@@ -103,8 +122,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
-        x_bte = ctx.constrain(x_bte, "batch", "time", "embed")
-        qkv = jnp.einsum("bte,eknd->btknd", x_bte, self.qkv_eknd[...])
+        qkv = project("bte,eknd->btknd", x_bte, self.qkv_eknd[...], ctx)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
         qkv = ctx.constrain(qkv, "batch", "time", "kv_heads", None, "head_dim")
@@ -149,10 +167,6 @@ class Attention(nnx.Module):
         return ctx.local_map(local, arrays, (of_q, of_k, of_k, *pairs, *pairs), of_q)
 
 
-# The backward pass starts from the input again, a pass over memory, instead of keeping several arrays as wide as f.
-recomputed = partial(jax.checkpoint, prevent_cse=False)  # layers run in a scan: there is nothing to merge with
-
-
 @recomputed
 def gelu(h_btf: jax.Array) -> jax.Array:
     """GELU (arXiv:1606.08415) in its tanh form, as GPT-2 has it."""
@@ -178,8 +192,7 @@ class Mlp(nnx.Module):
         self.down_bias = bias(config.embed, "norm") if config.bias else None
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
-        x_bte = ctx.constrain(x_bte, "batch", "time", "embed")
-        h = jnp.einsum("bte,e...f->bt...f", x_bte, self.up_ef[...])
+        h = project("bte,e...f->bt...f", x_bte, self.up_ef[...], ctx)
         h = ctx.constrain(h if self.up_bias is None else h + self.up_bias[...], "batch", "time", *self.up_axes)
         h = (swiglu if self.gated else gelu)(h)
         y = ctx.constrain(jnp.einsum("btf,fe->bte", h, self.down_fe[...]), *STREAM)

@@ -131,13 +131,16 @@ def kept_bytes(workload: Workload, remat: str | None = None) -> int:
         workload.mesh.tensor,
         workload.compute_bytes,
         remat or workload.remat,
+        workload.stream_ways,
     )
 
 
 @lru_cache(maxsize=10_000)
-def _kept_bytes(model: ModelShape, tokens: int, tensor: int, size: int, remat: str) -> int:
-    """`size`: bytes of an element."""
-    layer_input = size * tokens * model.embed
+def _kept_bytes(
+    model: ModelShape, tokens: int, tensor: int, size: int, remat: str, stream_ways: int
+) -> int:
+    """`size`: bytes of an element. `stream_ways`: as in Workload."""
+    layer_input = size * tokens * model.embed // stream_ways
     if remat == "full":
         return layer_input
 
@@ -145,11 +148,12 @@ def _kept_bytes(model: ModelShape, tokens: int, tensor: int, size: int, remat: s
     attention = size * model.attention_width + FLOAT32 * model.heads
     if remat == "dots":
         matmuls = size * (model.qkv_width + model.up_width)
-        return tokens * (2 * size * model.embed + (matmuls + attention) // tensor)
+        stream = 2 * size * model.embed // stream_ways
+        return tokens * (stream + (matmuls + attention) // tensor)
 
     # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).
     statistics = 2 * FLOAT32 if model.layernorm else FLOAT32
-    norm = tokens * (2 * size * model.embed + statistics)
+    norm = tokens * (2 * size * model.embed + statistics) // stream_ways
     # It keeps its input too, and the matmul behind it keeps its own.
     attention += size * (model.qkv_width + model.attention_width)
     mlp = size * (model.up_width + model.ffn)
@@ -273,11 +277,10 @@ def _pipelined_memory(workload: Workload, parameters: int, optimizer: int) -> Me
     full = workload.remat == "full"
 
     # A slot of the stash holds a chunk's input if its layers are computed again.
-    stashed = workload.activation_bytes if full else kept
+    stream_bytes = workload.activation_bytes // workload.stream_ways
+    stashed = stream_bytes if full else kept
     activations = (
-        rings.stash * stashed
-        + rings.deferred * deferred
-        + (rings.cotangents + 2) * workload.activation_bytes
+        rings.stash * stashed + rings.deferred * deferred + (rings.cotangents + 2) * stream_bytes
     )
     copies = size < workload.stored_bytes or mesh.fsdp > 1 or bool(workload.zero)
     weights = size * elements if copies else 0.0

@@ -67,6 +67,8 @@ class Plan:
                 f"pipeline.schedule={workload.schedule}",
                 f"pipeline.chunks={workload.chunks}",
             ]
+        if workload.sequence_parallel:
+            settings.append("rules.activations.stream_time=context,tensor")
         return settings
 
 
@@ -159,7 +161,13 @@ def candidates(
         if not software.lockstep and mesh.fsdp * mesh.context > 1:
             continue
         # Microbatches of one sequence and full recomputation need least memory.
-        lean = replace(workload, mesh=mesh, microbatch=1, remat="full")
+        lean = replace(
+            workload,
+            mesh=mesh,
+            microbatch=1,
+            remat="full",
+            sequence_parallel=_sequence_parallel(workload, mesh, software),
+        )
         # ZeRO-1 splits over `data`; other software is searched as it was published, without.
         zeros = (0, 1) if mesh.data > 1 and software.lockstep else (0,)
         leanest = min(
@@ -170,6 +178,16 @@ def candidates(
             yield from _layouts_on_mesh(lean, zeros, software)
         else:
             yield leanest
+
+
+def _sequence_parallel(workload: Workload, mesh: MeshShape, software: Software) -> bool:
+    """Whether the residual stream is split over `tensor`: wherever the tokens divide.
+
+    It saves memory and moves as much as it replaces: a sum is a scatter and a gather.
+    """
+    if not software.lockstep:
+        return workload.sequence_parallel
+    return mesh.tensor > 1 and workload.sequence_length % (mesh.context * mesh.tensor) == 0
 
 
 def _layouts_on_mesh(

@@ -171,6 +171,11 @@ class Workload:
         return bytes_of(self.dtype)
 
     @property
+    def stream_ways(self) -> int:
+        """Parts into which `tensor` splits the tokens of the residual stream and of the norms."""
+        return self.mesh.tensor if self.sequence_parallel else 1
+
+    @property
     def activation_bytes(self) -> int:
         """Bytes of one microbatch's activations between two layers, [batch, time, embed]."""
         return self.tokens * self.model.embed * self.compute_bytes
@@ -204,6 +209,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
     mesh = MeshShape(**mesh_sizes)
     train = config.train
     pipelined = mesh.pipeline > 1
+    stream_axes = config.rules.activations.get("stream_time", ())
     return Workload(
         model=model_shape(config.model, config.max_length),
         sequence_length=train.sequence_length,
@@ -214,6 +220,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         chunks=config.pipeline.chunks if pipelined else 1,
         remat=train.remat,
         zero=train.zero,
+        sequence_parallel="tensor" in stream_axes and mesh.tensor > 1,
         dtype=config.precision.compute,
         stored_bytes=4 if config.precision.params == "float32" else 2,
         moments=2 if config.optimizer.name == "adamw" else 1,

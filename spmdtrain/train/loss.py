@@ -35,6 +35,9 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     if remat == "none" and setup.gathers_by_layer:
         remat = "weights"
 
+    stream_spec = rules.activation_spec(("stream_time",), (0,))
+    stream_is_split = stream_spec != rules.activation_spec(("time",), (0,))
+
     def context(microbatch: Batch, step: jax.Array | None = None) -> ForwardContext:
         tokens_bt = microbatch["tokens"]
         positions_bt = microbatch.get("positions")
@@ -52,6 +55,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             lookup=lookup,
             gather=gather,
             remat=remat,
+            stream_is_split=stream_is_split,
             dropout_rate=dropout,
             noise_b=noise_b,
         )

@@ -34,6 +34,7 @@ compute = "bfloat16"
 LAYOUTS = [
     ("mesh.data=8", "train.zero=1", "train.remat=dots"),
     ("mesh.fsdp=4", "mesh.tensor=2", "train.remat=full"),
+    ("mesh.tensor=8", "train.remat=none", "rules.activations.stream_time=context,tensor"),
     ("mesh.pipeline=4", "mesh.data=2"),
     (
         "mesh.pipeline=2",

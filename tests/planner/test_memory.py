@@ -125,4 +125,5 @@ def test_memory_follows_the_settings():
     assert held(global_batch=128).activations == before.activations
     assert held(global_batch=128, schedule="gpipe").activations > 3 * before.activations
     assert held(zero=1).optimizer * 2 == before.optimizer
+    assert held(zero=1).parameters * 2 == before.parameters
     assert held(remat="none").activations > 10 * before.activations

@@ -76,6 +76,15 @@ def test_plans_are_in_order_and_say_why_they_lost():
     assert plans[-1].why.startswith("needs ")
 
 
+def test_the_residual_stream_is_split_wherever_tensor_divides_the_tokens():
+    setting = "rules.activations.stream_time=context,tensor"
+    for plan in search(LLAMA_8B, 64, H100, software("spmdtrain", "h100")):
+        assert (setting in plan.settings) == (plan.workload.mesh.tensor > 1)
+    odd = replace(LLAMA_8B, sequence_length=4095)
+    plans = search(odd, 64, H100, software("spmdtrain", "h100"))
+    assert not any(setting in plan.settings for plan in plans)
+
+
 def test_what_fits_nowhere_is_one_line_with_what_would_help():
     with pytest.raises(ConfigError, match=r"fits nowhere.*1e\+03 G.*--devices \d+"):
         search(TRILLION, 8, A100, software("spmdtrain", "a100-80"))
