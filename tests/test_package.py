@@ -17,8 +17,8 @@ IGNORED = shutil.ignore_patterns(".venv*", ".git", "build", "dist", "runs", "*.e
 PROGRAM = """
 import pallas_kernels, spmdtrain as st
 assert pallas_kernels.__file__.startswith({prefix!r}) and st.__file__.startswith({prefix!r})
-config = st.load("quickstart.toml", ["train.steps=1"])
-assert config.train.steps == 1
+config = st.load("quickstart.toml", ["train.steps=20"])
+assert config.train.steps == 20
 """
 
 
