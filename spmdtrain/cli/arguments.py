@@ -223,6 +223,12 @@ def _add_plan(commands) -> None:
         action="store_true",
         help="keeps the config's mesh; its tensor axis used best, as a [rules] table",
     )
+    plan.add_argument(
+        "--compile",
+        type=_positive,
+        metavar="K",
+        help="compiles the best K for these GPUs and ranks them again, a minute or two for each",
+    )
     plan.set_defaults(command=planning.plan)
 
 

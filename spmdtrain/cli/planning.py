@@ -14,8 +14,11 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel import xla_flags
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from spmdtrain.parallel.pipeline.schedule import Table
     from spmdtrain.planner.hardware import Hardware
+    from spmdtrain.planner.plan import Plan
 
 # Ticks x stages: seconds of work here, and more than anybody looks at.
 LARGEST_SCHEDULE = 1_000_000
@@ -191,7 +194,8 @@ def _estimate_inference(parsed: argparse.Namespace, config: RunConfig, hardware:
 
 def plan(parsed: argparse.Namespace) -> int:
     """Print the best layouts on some devices; with --rules, the best rules of one mesh."""
-    _refuse_together(parsed, "rules", "top")
+    _refuse_together(parsed, "rules", "top", "compile")
+    _refuse_together(parsed, "top", "compile")
     without_devices()
     from spmdtrain.planner.hardware import hardware as named_hardware
 
@@ -208,11 +212,31 @@ def _plan_layout(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardw
     from spmdtrain.planner.plan import plan as plan_config
 
     plans = plan_config(config, parsed.devices, hardware)
+    if parsed.compile:
+        return _plan_compiled(parsed, best_of_each_mesh(plans, parsed.compile))
     shown = best_of_each_mesh(plans, parsed.top or 10)
     if parsed.json:
         print(json.dumps(report.plan_values(shown)))
     else:
         print(report.plan_text(shown, plans))
+    return DONE
+
+
+def _plan_compiled(parsed: argparse.Namespace, plans: "Sequence[Plan]") -> int:
+    from spmdtrain.planner import deviceless, report
+    from spmdtrain.planner.compiled_plans import compile_plans
+    from spmdtrain.planner.hardware import hardware as named_hardware
+
+    # A missing compiler is one line now, not a reason beside every layout.
+    deviceless.described_devices(named_hardware(parsed.hardware), parsed.devices)
+    arguments = [parsed.config, "--hardware", parsed.hardware, "--devices", str(parsed.devices)]
+    for setting in parsed.set:
+        arguments += ["--set", setting]
+    compiled = compile_plans(plans, arguments)
+    if parsed.json:
+        print(json.dumps(report.compiled_plans_values(compiled)))
+    else:
+        print(report.compiled_plans_text(compiled))
     return DONE
 
 

@@ -27,6 +27,7 @@ Parts of the formulas:
 One file per other question:
 
     plan.py             spmdtrain plan: every layout, ranked
+    compiled_plans.py   spmdtrain plan --compile: the best layouts, ranked again by XLA's figures
     plan_rules.py       spmdtrain plan --rules: how to use the tensor axis
     inference.py        spmdtrain estimate --generate: prefill and decode
     anchor.py           spmdtrain estimate --anchor: scaled by a measured run

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from spmdtrain.planner.compiled_plans import CompiledPlan
 from spmdtrain.planner.estimate import Estimate
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.inference import InferenceEstimate
@@ -265,6 +266,41 @@ def plan_text(shown: Sequence[Plan], found: Sequence[Plan]) -> str:
     )
     pasted = " ".join(f"--set {setting}" for setting in shown[0].settings)
     return "\n".join([*table, "", summary, "", pasted])
+
+
+def compiled_plans_values(compiled: Sequence[CompiledPlan]) -> list[dict[str, Any]]:
+    return [
+        estimate_values(each.plan.estimate)
+        | {"xla_bytes_per_device": each.held, "fits": each.fits, "problem": each.problem}
+        for each in compiled
+    ]
+
+
+def compiled_plans_text(compiled: Sequence[CompiledPlan]) -> str:
+    """A table, best first, with XLA's memory beside the formula's, and the line to paste."""
+    rows = [("XLA", *PLAN_COLUMNS)]
+    for each in compiled:
+        held = "-" if each.held is None else f"{each.held / 1e9:.1f} GB"
+        rows.append((held, *_plan_cells(each.plan)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    notes = ["", *map(_compiled_note, compiled)]
+    table = [
+        "  ".join([*map(str.rjust, row, widths), note]).rstrip()
+        for row, note in zip(rows, notes, strict=True)
+    ]
+    best = compiled[0]
+    if not best.fits:
+        return "\n".join([*table, "", "none of them fits: more of them with --compile K"])
+    pasted = " ".join(f"--set {setting}" for setting in best.plan.settings)
+    return "\n".join([*table, "", pasted])
+
+
+def _compiled_note(each: CompiledPlan) -> str:
+    if each.held is None:
+        return f"does not compile: {each.problem}"
+    if not each.fits:
+        return "does not fit"
+    return ""
 
 
 def _plan_cells(plan: Plan) -> tuple[str, ...]:

@@ -1,0 +1,73 @@
+"""The best layouts compiled, and ranked again by what XLA says: `spmdtrain plan --compile K`.
+
+A formula cannot know whether XLA compiles a layout, and is a few per cent off in what it holds.
+Each layout is compiled in a process of its own, because XLA ends the process where it cannot.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmdtrain.planner.memory import SAFE_SHARE
+from spmdtrain.planner.plan import Plan
+
+LONGEST = 1200  # seconds for one layout; 1T over 3072 devices takes about 60
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """A layout, the bytes that it holds on a device by XLA's account, or why it did not compile."""
+
+    plan: Plan
+    held: int | None
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        safe = SAFE_SHARE * self.plan.estimate.hardware.memory
+        return self.held is not None and self.held <= safe
+
+
+def compile_plans(plans: Sequence[Plan], arguments: Sequence[str]) -> list[CompiledPlan]:
+    """Compile each of `plans` for its GPUs, and rank them: first what fits, then by predicted time.
+
+    `arguments` are those of `spmdtrain estimate` that all have in common: the config, --hardware,
+    --devices and the settings that were typed. A minute or two for each layout on two cores.
+    """
+    found = [_compile_plan(plan, arguments) for plan in plans]
+    return sorted(found, key=lambda each: (not each.fits, each.held is None, each.plan.seconds))
+
+
+def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
+    pasted = [word for setting in plan.settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "spmdtrain.cli", "estimate", *arguments, *pasted]
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        done = subprocess.run(
+            [*command, "--compile", "--json"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+        )
+    except subprocess.TimeoutExpired:
+        return CompiledPlan(plan, None, f"XLA was not done after {LONGEST} s")
+    if done.returncode:
+        return CompiledPlan(plan, None, _reason(done.returncode, done.stderr))
+    memory = json.loads(done.stdout.splitlines()[-1])["compiled"]["memory"]
+    held = memory["argument_bytes"] + memory["temp_bytes"]
+    held += memory["output_bytes"] - memory["alias_bytes"]
+    return CompiledPlan(plan, held)
+
+
+def _reason(code: int, errors: str) -> str:
+    """The first line that says what went wrong, without the program's name."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("spmdtrain: ") or "error:" in line]
+    if not telling:
+        return f"the compiler ended with {code}"
+    return telling[0].removeprefix("spmdtrain: ")

@@ -1,0 +1,56 @@
+"""Plans ranked again by what XLA says of them."""
+
+import json
+import subprocess
+
+from spmdtrain.planner import compiled_plans, report
+from spmdtrain.planner.compiled_plans import compile_plans
+from spmdtrain.planner.hardware import DEVICES
+from spmdtrain.planner.plan import best_of_each_mesh, search
+from spmdtrain.planner.software import software
+from spmdtrain.planner.workload import ModelShape, Workload
+
+H100 = DEVICES["h100"]
+MODEL = ModelShape(layers=24, embed=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=32768)
+WORKLOAD = Workload(MODEL, sequence_length=1024, global_batch=64, microbatch=1)
+GIGABYTE = 10**9
+
+
+def compiled(held: int) -> str:
+    """What `estimate --compile --json` prints of a step that holds so many bytes."""
+    memory = {"argument_bytes": held, "temp_bytes": 0, "output_bytes": 5, "alias_bytes": 5}
+    return "a warning\n" + json.dumps({"compiled": {"memory": memory}}) + "\n"
+
+
+def test_what_does_not_compile_or_fit_comes_last_with_its_reason(monkeypatch):
+    plans = best_of_each_mesh(search(WORKLOAD, 8, H100, software("spmdtrain", "h100")), 4)
+    assert len(plans) == 4
+    answers = [
+        (1, "", "spmdtrain: one clear line\n"),
+        (0, compiled(90 * GIGABYTE), ""),
+        (-6, "", 'loc("fused"): error: size mismatch\n*** Begin stack trace ***\n'),
+        (0, compiled(9 * GIGABYTE), ""),
+    ]
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, *answers[len(commands) - 1])
+
+    monkeypatch.setattr(compiled_plans.subprocess, "run", run)
+    ranked = compile_plans(plans, ["model.toml", "--devices", "8"])
+    assert [each.plan for each in ranked] == [plans[3], plans[1], plans[0], plans[2]]
+    assert [each.held for each in ranked] == [9 * GIGABYTE, 90 * GIGABYTE, None, None]
+    assert [each.fits for each in ranked] == [True, False, False, False]
+    assert ranked[2].problem == "one clear line"
+    assert ranked[3].problem == 'loc("fused"): error: size mismatch'
+    for command, plan in zip(commands, plans, strict=True):
+        assert command[3:7] == ["estimate", "model.toml", "--devices", "8"]
+        assert set(plan.settings) < set(command)
+
+    text = report.compiled_plans_text(ranked)
+    assert text.splitlines()[1].lstrip().startswith("9.0 GB")
+    assert text.splitlines()[-1].split(" --set ")[1:] == plans[3].settings[1:]
+    assert "does not compile: one clear line" in text
+    nothing = report.compiled_plans_text(ranked[1:])
+    assert nothing.splitlines()[-1].startswith("none of them fits")
