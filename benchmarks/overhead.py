@@ -41,7 +41,7 @@ from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, AdamW, CheckpointConfig, EvalConfig, RunConfig, TrainConfig
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import Checkpoints
-from spmdtrain.running.journal import Journal
+from spmdtrain.running.reporter import Reporter
 from spmdtrain.train.setup import init_state, shard
 
 LIMIT = 1.03  # largest ratio loop / bare that we accept
@@ -227,14 +227,14 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     checkpoints = Checkpoints(directory, setup.model, config.checkpoint.keep)
     with (
         contextlib.closing(checkpoints),
-        Journal(directory) as journal,
+        Reporter(directory, setup.config, 0) as reporter,
         loop.batches(setup, data, 0, 0) as ahead,
         (directory / "log").open("w") as log,
         contextlib.redirect_stdout(log),
     ):
         turns = Turns(contenders, steps)
-        saves = loop.Saves(setup, data, checkpoints, journal, 0, 0)
-        loop.train(setup, state, step, turns, ahead, saves, journal)
+        saves = loop.Saves(setup, data, checkpoints, reporter, 0, 0)
+        loop.train(setup, state, step, turns, ahead, saves, reporter, directory)
 
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     seen = {name: contender.rounds[1:] for name, contender in contenders.items()} | {LOOP: turns.rounds[1:]}

@@ -1,8 +1,10 @@
 """`import spmdtrain as st`: the public names, there when they are asked for and not before."""
 
 import importlib
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
+from spmdtrain.config import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize("name", st.__all__)
@@ -38,11 +41,109 @@ def test_importing_the_package_imports_neither_jax_nor_numpy():
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_one_step_by_hand():
-    config, data = st.open_data(tiny("mesh.data=2"))
-    setup = st.shard(config, devices=jax.devices()[:2])
-    state = st.init_state(setup)
-    step = st.make_step(setup)
-    with st.batches(setup, data, 0, 0) as ahead:
-        state, metrics = step(state, next(ahead))
-    assert int(state.step) == 1 and np.isfinite(float(metrics["loss"]))
+NOTEBOOK = Path(__file__).parent.parent / "examples" / "notebook"
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with our configs and a run of the quickstart, three steps long."""
+    folder = tmp_path_factory.mktemp("notebook")
+    (folder / "configs").symlink_to(NOTEBOOK.parent.parent / "configs")
+    settings = ["train.steps=3", "optimizer.warmup=1", "eval.every=0"]
+    config = st.load(folder / "configs" / "quickstart.toml", settings)
+    st.run(config, folder / "runs" / "quickstart")
+    return folder
+
+
+@pytest.fixture
+def cell(workplace, monkeypatch, capsys):
+    """`cell(name)`: what the names of the example are after it ran, and what it printed."""
+    monkeypatch.chdir(workplace)
+
+    def run(name: str) -> tuple[dict, str]:
+        names = runpy.run_path(str(NOTEBOOK / f"{name}.py"))
+        return names, capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOK.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_of_a_notebook_is_short_and_run_by_a_test(path):
+    assert len(path.read_text().splitlines()) < 15
+    assert f'cell("{path.stem}")' in Path(__file__).read_text()
+
+
+def test_a_config_comes_from_a_file_or_from_code(cell):
+    names, _ = cell("config")
+    assert names["config"].train.steps == names["same_model"].train.steps == 20
+    assert names["same_model"].model == names["config"].model
+
+
+def test_one_step_by_hand(cell):
+    names, printed = cell("step")
+    assert int(names["state"].step) == 1
+    assert printed.startswith("loss 5.") and "after step 1" in printed
+
+
+def test_logits_of_a_batch_are_those_that_the_loss_is_of(cell):
+    names, printed = cell("logits")
+    assert printed == "(2, 16, 256)\n"
+    setup, params = names["setup"], names["state"].params
+    with st.batches(setup, names["data"], 0, 0) as ahead:
+        batch = next(ahead)
+    total, tokens = st.make_eval_step(setup)(params, batch)
+    probability = jax.nn.log_softmax(names["logits"](params, batch["tokens"][0]))
+    losses = -np.take_along_axis(np.asarray(probability), np.asarray(batch["targets"][0])[..., None], -1)
+    assert losses.size == tokens
+    assert losses.sum() == pytest.approx(float(total), rel=1e-5)
+
+
+def test_weights_of_a_run_are_plain_arrays(cell):
+    names, printed = cell("weights")
+    config = st.run_config("runs/quickstart", [f"mesh.{axis}=1" for axis in ("data", "fsdp", "tensor")])
+    setup = st.shard(config, devices=jax.devices()[:1])
+    state = st.restore("runs/quickstart", setup)
+    assert names["weights"].keys() == state.params.keys() == setup.model.parameters.keys()
+    for path, x in names["weights"].items():
+        assert type(x) is np.ndarray and np.array_equal(x, state.params[path])
+        assert f"{path:35} {x.shape} float32" in printed
+
+
+def test_text_and_ids_from_a_run(cell):
+    names, printed = cell("text")
+    assert printed.startswith("def main(")
+    assert names["ids"].shape == (12,) and list(names["ids"][:4]) == [100, 101, 102, 32]
+    setup = st.shard(st.run_config("runs/quickstart"))
+    params = st.restore("runs/quickstart", setup).params
+    same = st.generate_ids(setup, params, [[100, 101, 102, 32]], 8)
+    assert same.tolist() == [names["ids"].tolist()]
+
+
+def test_an_estimate_and_a_plan(cell):
+    names, printed = cell("plan")
+    assert names["found"].fits and names["best"].fits
+    assert names["best"].seconds <= names["found"].time.seconds * 1.05
+    assert "s a step" in printed and "--set mesh.pipeline=" in printed
+
+
+def test_weights_of_a_pipelined_run_have_their_layers_in_order(tmp_path):
+    pipelined = ("mesh.pipeline=2", "model.layers=3", "train.microbatch=4")  # a place is padding
+    st.run(tiny("train.steps=2", "checkpoint.every=1", *pipelined), tmp_path, devices=jax.devices()[:2])
+    setup = st.shard(tiny("model.layers=3"), devices=jax.devices()[:1])
+    for step in (1, 2):
+        state = st.restore(tmp_path, setup, step)
+        assert int(state.step) == step
+        found = st.weights(tmp_path, step)
+        assert found.keys() == state.params.keys()
+        assert all(np.array_equal(found[path], state.params[path]) for path in found)
+
+
+def test_what_is_no_run_costs_one_line(tmp_path, workplace):
+    (tmp_path / "empty").mkdir()
+    for ask in (st.run_config, st.weights, lambda run: st.generate(run, "a")):
+        with pytest.raises(CheckpointError, match="no checkpoint|is not a run directory"):
+            ask(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; found 3"):
+        st.weights(workplace / "runs" / "quickstart", 7)
+    with pytest.raises(ConfigError, match="a prompt of shape .2,. and dtype float64; try text"):
+        st.generate(workplace / "runs" / "quickstart", [0.5, 1.5])

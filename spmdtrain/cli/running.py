@@ -84,8 +84,14 @@ def sample(parsed: argparse.Namespace) -> int:
     from spmdtrain.running import sample
 
     choice = sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p)
-    run = Path(parsed.run)
-    text = sample.sample(run, parsed.prompt, parsed.length, choice, parsed.seed, parsed.set)
+    text = sample.generate(
+        parsed.run,
+        parsed.prompt,
+        parsed.length,
+        choice=choice,
+        seed=parsed.seed,
+        overrides=parsed.set,
+    )
     print(text)
     return DONE
 

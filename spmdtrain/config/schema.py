@@ -7,7 +7,7 @@ it. Nothing here imports jax, so that `--help` and a typo cost milliseconds.
 Descriptions are read by people: they stand in the JSON schema and in the list of settings.
 """
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -42,6 +42,7 @@ SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would be another one's
 # TOML has lists only, hence not strict about the container; what is in it stays strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Steps = Annotated[tuple[Count, ...], Field(strict=False)]
+Sinks = Annotated[tuple[Literal["tensorboard"], ...], Field(strict=False)]
 
 
 class Settings(BaseModel):
@@ -247,8 +248,13 @@ class TrainConfig(Settings):
     )
 
 
-class Schedule(Settings):
-    """Learning rate over steps: linear warm-up, then constant, or cosine / linear down to `final_learning_rate`."""
+class OptimizerConfig(Settings):
+    """What every optimizer has: weight decay and the learning rate over steps.
+
+    The rate warms up linearly, then stays, or falls to `final_learning_rate` (cosine, linear).
+    """
+
+    moments: ClassVar[int]  # elements of optimizer state per element of a parameter
 
     learning_rate: Positive = 1e-3
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
@@ -259,14 +265,28 @@ class Schedule(Settings):
     )
 
 
-class AdamW(Schedule):
+class AdamW(OptimizerConfig):
+    moments: ClassVar[int] = 2
+
     name: Literal["adamw"] = "adamw"
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     epsilon: Positive = 1e-8
 
 
-class Sgd(Schedule):
+class Lion(OptimizerConfig):
+    """arXiv:2302.06675: wants a third to a tenth of AdamW's learning rate."""
+
+    moments: ClassVar[int] = 1
+
+    name: Literal["lion"] = "lion"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+
+
+class Sgd(OptimizerConfig):
+    moments: ClassVar[int] = 1
+
     name: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.9
 
@@ -340,6 +360,7 @@ class LogConfig(Settings):
 
     every: Count = Field(10, description="steps between plain lines when not a terminal")
     profile: Steps = Field((), description="steps traced by the profiler into RUN/profile")
+    sinks: Sinks = Field((), description="where figures go beside metrics.jsonl: tensorboard (RUN/tensorboard)")
 
 
 class RulesConfig(Settings):
@@ -359,7 +380,7 @@ class RunConfig(Settings):
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     train: TrainConfig = TrainConfig()
-    optimizer: Annotated[AdamW | Sgd, Field(discriminator="name")] = AdamW()
+    optimizer: Annotated[AdamW | Lion | Sgd, Field(discriminator="name")] = AdamW()
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()

@@ -4,6 +4,7 @@ Letters: b batch, t query time, s key time, e embed, k key-value heads, g query 
 f ffn, v vocab.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,6 +87,9 @@ def project(equation: str, x_bte: jax.Array, weight: jax.Array, ctx: ForwardCont
     return whole(x_bte, weight)
 
 
+Position = Callable[[jax.Array, jax.Array], jax.Array]
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
@@ -102,9 +106,14 @@ class Cache:
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention within segments. One fused projection makes queries, keys and values."""
+    """Causal grouped-query attention within segments.
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    One fused projection makes queries, keys and values. `position(x_btkgd, positions_bt)` turns
+    queries and keys by the place of their token; default: `rotate` if `model.positions` is rope.
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, position: Position | None = None):
+        self.position = position
         self.heads, self.dim = config.key_value_heads, config.width_per_head
         self.group = config.heads // self.heads
         self.theta = config.rope_theta if config.positions == "rope" else None
@@ -126,8 +135,9 @@ class Attention(nnx.Module):
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
         qkv = ctx.constrain(qkv, "batch", "time", "kv_heads", None, "head_dim")
-        if self.theta:
-            turned = rotate(qkv[..., :-1, :], ctx.positions_bt, self.theta)
+        if self.position or self.theta:
+            position = self.position or partial(rotate, theta=self.theta)
+            turned = position(qkv[..., :-1, :], ctx.positions_bt)
             q, k, v = turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
         else:
             q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]

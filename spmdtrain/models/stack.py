@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.attention import saveable as attention_saveable
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.gather import LAYER_AXES
 
@@ -57,7 +58,13 @@ def run_block(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Layer `number` of a stack, which `block` holds the weights of: (x, side loss if it has one)."""
     out = block(x, ctx.at_layer(number))
-    return out if isinstance(out, tuple) else (out, None)
+    y, side_loss = out if isinstance(out, tuple) else (out, None)
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        raise ConfigError(
+            f"a {type(block).__name__} turns {x.dtype}{list(x.shape)} into {y.dtype}{list(y.shape)}",
+            fix="a block that leaves shape and dtype as they are: the next one takes what it gives",
+        )
+    return y, side_loss
 
 
 def rematerialised(layer: Callable, remat: str) -> Callable:

@@ -2,30 +2,53 @@
 `embed`, stacked `blocks`, `head`. Letters as in layers.py.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import STREAM, Attention, Cache, Embedding, Mlp, Norm, weight
 from spmdtrain.models.stack import Stack
 
 EMBED_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2  # where dropout acts
+MakeNorm = Callable[[TransformerConfig], nnx.Module]
+MakePart = Callable[[TransformerConfig, nnx.Rngs], nnx.Module]
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and mlp, each added to the residual stream."""
+    """Pre-norm attention and mlp, each added to the residual stream.
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        self.attention_norm, self.attention = Norm(config), Attention(config, rngs)
-        self.mlp_norm, self.mlp = Norm(config), Mlp(config, rngs)
+    Its parts may be exchanged: `norm(config)` makes a module called as `norm(x_bte, ctx)`,
+    `mlp(config, rngs)` one called alike, and `attention(config, rngs)` one called as
+    `attention(x_bte, ctx, cache) -> (y_bte, cache)`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        rngs: nnx.Rngs,
+        *,
+        norm: MakeNorm = Norm,
+        attention: MakePart = Attention,
+        mlp: MakePart = Mlp,
+    ):
+        self.attention_norm = norm(config)
+        self.attention = attention(config, rngs)
+        self.mlp_norm = norm(config)
+        self.mlp = mlp(config, rngs)
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         return self.extend(x_bte, ctx, None)[0]
 
     def extend(self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
-        """As `__call__`, with the keys and values of earlier tokens; gives them back with this call's appended."""
+        """`__call__` with the keys and values of earlier tokens.
+
+        Gives them back with those of this call appended.
+        """
         y, cache = self.attention(self.attention_norm(x_bte, ctx), ctx, cache)
         x_bte = ctx.constrain(x_bte + ctx.dropout(y, ATTENTION_SITE), *STREAM)
         y = self.mlp(self.mlp_norm(x_bte, ctx), ctx)
@@ -33,16 +56,32 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """`config.model` with its vocab resolved; `config.max_length` positions."""
+    """`config.model` with its vocab resolved; `config.max_length` positions.
 
-    def __init__(self, config: RunConfig, rngs: nnx.Rngs):
+    The parts of its blocks may be exchanged, see `Block`: a run takes
+    `make=partial(Transformer, mlp=MyMlp)`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rngs: nnx.Rngs,
+        *,
+        norm: MakeNorm = Norm,
+        attention: MakePart = Attention,
+        mlp: MakePart = Mlp,
+    ):
+        parts = {"norm": norm, "attention": attention, "mlp": mlp}
+        for name, part in parts.items():
+            if not callable(part):
+                raise ConfigError(f"{name}={part!r:.80} makes no part of a block", fix="a class")
         model = config.model
         self.tokens = Embedding(model.vocab, model.embed, rngs)
         learned = model.positions == "learned"
         shape = (config.max_length, model.embed)
         self.positions_te = weight(rngs, shape, ("position", "embed")) if learned else None
-        self.blocks = Stack(lambda rngs: Block(model, rngs), model.layers, rngs)
-        self.norm = Norm(model)
+        self.blocks = Stack(lambda rngs: Block(model, rngs, **parts), model.layers, rngs)
+        self.norm = norm(model)
         self.unembed_ve = None if model.tied else weight(rngs, (model.vocab, model.embed), ("vocab", "embed"))
 
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:

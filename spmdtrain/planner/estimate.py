@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.checkpoint_interval import CheckpointPlan, plan_checkpoints
-from spmdtrain.planner.hardware import Hardware, swept
+from spmdtrain.planner.hardware import Hardware, described, swept
 from spmdtrain.planner.memory import Memory, exact_state, step_memory
 from spmdtrain.planner.software import Software, software
 from spmdtrain.planner.step_time import StepTime, step_time
@@ -59,12 +59,14 @@ class Estimate:
         return replace(self, time=replace(self.time, scale=scale))
 
 
-def estimate(config: RunConfig, devices: int | None, hardware: Hardware) -> Estimate:
+def estimate(config: RunConfig, devices: int | None, hardware: Hardware | str) -> Estimate:
     """Time and memory of this config, laid out exactly as it says, on `devices` devices.
 
-    None means as many as the mesh multiplies to. What a run would refuse is refused.
+    None means as many as the mesh multiplies to. `hardware` may be a name, "h200" say, or a TOML
+    file. What a run would refuse is refused with a ConfigError.
     """
     config = with_vocab(config)
+    hardware = described(hardware)
     return estimate_on_mesh(config, mesh_sizes(config, devices, hardware), hardware)
 
 

@@ -114,6 +114,11 @@ def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
     return DEVICES[name]
 
 
+def described(given: Hardware | str) -> Hardware:
+    """`given`, or the hardware of that name."""
+    return hardware(given) if isinstance(given, str) else given
+
+
 def swept(device: Hardware, key: str, value: float) -> Hardware:
     """The device with `key` (e.g. "memory_bandwidth") at another value."""
     return replace(device, **{key: _figure(key, value, f"hardware.{key}")})

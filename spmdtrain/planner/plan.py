@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.estimate import Estimate, our_software, with_vocab
-from spmdtrain.planner.hardware import Hardware
+from spmdtrain.planner.hardware import Hardware, described
 from spmdtrain.planner.megatron_memory import megatron_memory
 from spmdtrain.planner.memory import SAFE_SHARE, Memory, step_memory
 from spmdtrain.planner.schedules import SCHEDULES
@@ -72,9 +72,14 @@ class Plan:
         return settings
 
 
-def plan(config: RunConfig, devices: int, hardware: Hardware) -> list[Plan]:
-    """Layouts of the config's model and batch, best first; its own layout does not matter."""
+def plan(config: RunConfig, devices: int, hardware: Hardware | str) -> list[Plan]:
+    """Layouts of the config's model and batch on `devices` devices, best first.
+
+    The config's own layout does not matter. `hardware` may be a name, "h200" say, or a TOML file.
+    ConfigError if nothing fits.
+    """
     config = with_vocab(config)
+    hardware = described(hardware)
     unsplit = config.model_copy(
         update={
             "mesh": type(config.mesh)(),

@@ -223,5 +223,5 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         sequence_parallel="tensor" in stream_axes and mesh.tensor > 1,
         dtype=config.precision.compute,
         stored_bytes=4 if config.precision.params == "float32" else 2,
-        moments=2 if config.optimizer.name == "adamw" else 1,
+        moments=config.optimizer.moments,
     )

@@ -1,4 +1,4 @@
-"""What makes a run the same run: the data its sample indices mean, the function its weights are of.
+"""What makes a run the same run: its data, and the function that its weights compute.
 
 Both are saved with every checkpoint and compared when a run goes on.
 """
@@ -8,25 +8,24 @@ from typing import Any
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import resolved
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.corpus import Corpus
+from spmdtrain.data.source import Data
 
 Meta = dict[str, Any]
 
 
-def config_document(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
-    """RUN/config.json: every setting with its origin, the corpus's fingerprint, the tokenizer."""
-    tokenizer = corpus.tokenizer and corpus.tokenizer.spec()
-    return resolved(config) | {"corpus": corpus.fingerprint, "tokenizer": tokenizer}
+def config_document(config: RunConfig, data: Data) -> dict[str, Any]:
+    """RUN/config.json: every setting with its origin, the data's fingerprint, the tokenizer."""
+    return resolved(config) | {"corpus": data.fingerprint, "tokenizer": data.tokenizer}
 
 
-def identity(config: RunConfig, corpus: Corpus) -> Meta:
-    """What a checkpoint keeps of it."""
-    return {"stream": _stream(config, corpus), "model": _model_function(config)}
+def identity(config: RunConfig, fingerprint: str) -> Meta:
+    """What a checkpoint keeps of the run; `fingerprint` is that of its data."""
+    return {"stream": _stream(config, fingerprint), "model": _model_function(config)}
 
 
-def check_identity(meta: Meta, config: RunConfig, corpus: Corpus) -> None:
+def check_identity(meta: Meta, config: RunConfig, fingerprint: str) -> None:
     """CheckpointError where the checkpoint's data or function is not this run's."""
-    for name, now in _stream(config, corpus).items():
+    for name, now in _stream(config, fingerprint).items():
         then = meta.get("stream", {}).get(name)
         if then != now:
             raise CheckpointError(
@@ -59,20 +58,20 @@ def _what_changed(name: str) -> str:
     return f"{name} has changed"
 
 
-def _stream(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
-    """What decides which tokens a sample index means."""
+def _stream(config: RunConfig, fingerprint: str) -> dict[str, Any]:
+    """The settings that decide which tokens a sample index means, and the data's fingerprint."""
     return {
         "train.seed": config.train.seed,
         "train.sequence_length": config.train.sequence_length,
         "data.shuffle": config.data.shuffle,
         "data.packing": config.data.packing,
         "data.validation_fraction": config.data.validation_fraction,
-        "corpus": corpus.fingerprint,
+        "corpus": fingerprint,
     }
 
 
 def _model_function(config: RunConfig) -> dict[str, Any]:
-    """What decides the function that the weights are of, beyond their shapes."""
+    """The settings, beyond the shapes, that decide which function the weights compute."""
     model = config.model
     names = ["positions", "norm", "mlp", "norm_epsilon"]
     if model.positions == "rope":

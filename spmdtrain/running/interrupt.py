@@ -1,8 +1,13 @@
-"""SIGINT and SIGTERM: the first one asks the loop to stop after the step in flight, the second ends at once."""
+"""What ends a run early: a signal, or a hook that asks for it.
+
+The first SIGINT or SIGTERM asks the loop to stop after the step in flight, the second ends the
+process at once.
+"""
 
 import os
 import signal
 import threading
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +15,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+Ending = Literal["preempted", "stopped"]  # by a signal, by a hook
+
 
 class Interrupt:
-    """Use as a context around the loop; ask `agreed()` once a step.
+    """Use it as a context around the loop, and ask `agreed` once a step.
 
-    With several processes a signal may reach only one of them, and all must stop at the same step: each step they sum
-    their flags on the devices, and read the sum one step late, so that asking costs no wait.
+    With several processes a signal may reach only one of them, and all must stop at the same step.
+    Each step they sum their flags on the devices, and read the sum one step late, so that asking
+    costs no wait.
     """
 
     def __init__(self, mesh: Mesh):
-        self.requested = False
+        self.requested = False  # by a signal
         self._mesh = mesh
-        self._vote: jax.Array | None = None
-        self._count = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
-        self._before: dict[int, object] = {}
+        self._votes: jax.Array | None = None
+        everywhere = NamedSharding(mesh, P())
+        self._count = jax.jit(lambda flags: jnp.sum(flags, axis=0), out_shardings=everywhere)
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
@@ -31,23 +40,31 @@ class Interrupt:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def agreed(self) -> bool:
-        """Whether all processes are to stop after the step that was dispatched last."""
-        if jax.process_count() == 1:
-            return self.requested
-        earlier, self._vote = self._vote, self._count(self._flags())
-        return earlier is not None and int(earlier) > 0
+    def agreed(self, stop_asked: bool = False) -> Ending | None:
+        """Why all processes are to stop after the step that was dispatched last, if they are.
 
-    def _flags(self) -> jax.Array:
-        flag = np.full(1, self.requested, np.int32)
-        everywhere = NamedSharding(self._mesh, P(self._mesh.axis_names))
-        return jax.make_array_from_callback((self._mesh.size,), everywhere, lambda _: flag)
+        `stop_asked`: whether a hook of this process asks for it.
+        """
+        flags = (self.requested, stop_asked)
+        if jax.process_count() > 1:
+            earlier = self._votes
+            self._votes = self._count(self._everywhere(flags))
+            flags = (False, False) if earlier is None else np.asarray(earlier) > 0
+        if flags[0]:
+            return "preempted"
+        return "stopped" if flags[1] else None
 
-    def _handle(self, number: int, _frame) -> None:
+    def _everywhere(self, flags: tuple[bool, bool]) -> jax.Array:
+        """This process's flags on each of its devices, int32 [devices, 2]."""
+        row = np.array([flags], np.int32)
+        split = NamedSharding(self._mesh, P(self._mesh.axis_names))
+        return jax.make_array_from_callback((self._mesh.size, 2), split, lambda _: row)
+
+    def _handle(self, number: int, _frame: Any) -> None:
         if self.requested:
             os._exit(128 + number)
         self.requested = True

@@ -1,5 +1,7 @@
-"""A run from its first line to its last: `run` shows the steps in order, the rest of the file is what
-they need."""
+"""A run from its first line to its last.
+
+`run` shows the steps in order; the rest of the file is what they need.
+"""
 
 import contextlib
 import statistics
@@ -12,10 +14,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from spmdtrain.config.errors import ConfigError, DivergedError
+from spmdtrain.config.errors import DivergedError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.batches import EvalWindows, Range, ReadAhead, TrainStream, batch_ids, split
-from spmdtrain.data.corpus import Corpus, open_corpus
+from spmdtrain.data.batches import ReadAhead, batch_ids
+from spmdtrain.data.source import CorpusData, Data, Source, Tokens, open_data
 from spmdtrain.models.abstract import MakeModel
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
@@ -25,12 +27,16 @@ from spmdtrain.running.checkpoint import Checkpoints, newest_step
 from spmdtrain.running.directory import check_source, open_directory
 from spmdtrain.running.identity import check_identity, config_document, identity, model_changes
 from spmdtrain.running.interrupt import Interrupt
-from spmdtrain.running.journal import Journal
-from spmdtrain.running.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
+from spmdtrain.running.json_lines import write_document
+from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figures
+from spmdtrain.running.profile import profiled
 from spmdtrain.running.progress import Progress, quantity
+from spmdtrain.running.reporter import Hook, Reporter, check
+from spmdtrain.running.sinks import MakeSink
 from spmdtrain.running.summary import Prediction
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.grad_pipeline import describe
+from spmdtrain.train.optimizers import Optimizer, Schedule
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.state import TrainState, is_finite
 from spmdtrain.train.step import make_eval_step, make_step
@@ -40,24 +46,16 @@ from spmdtrain.train.step import make_eval_step, make_step
 class Outcome:
     """How a run ended, after how many steps in all.
 
-    `step_seconds`: median of the steps taken now, but for the first.
+    A run is preempted by a signal and stopped by a hook; either way it is saved and can go on.
+    `step_seconds` is the median of the steps taken now, but for the first.
     """
 
-    status: Literal["finished", "preempted", "nothing to do"]
+    status: Literal["finished", "preempted", "stopped", "nothing to do"]
     step: int
     step_seconds: float | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
-class Data:
-    """The corpus of a run, and which of its tokens train and which validate."""
-
-    corpus: Corpus
-    train: Range
-    validation: Range
-
-
-def run(
+def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchange
     config: RunConfig,
     directory: str | Path,
     *,
@@ -65,16 +63,36 @@ def run(
     make: MakeModel = Transformer,
     devices: Sequence[jax.Device] | None = None,
     prediction: Prediction | None = None,
+    optimizer: Optimizer | None = None,
+    schedule: Schedule | None = None,
+    data: Source | Tokens | None = None,
+    sinks: Sequence[MakeSink] = (),
+    hooks: Sequence[Hook] = (),
 ) -> Outcome:
     """Trains until `train.steps`, going on from the newest checkpoint below `directory`.
 
-    `fresh` sets an older run aside instead. `make(config, rngs)` builds the model; `devices`
-    default to all. SIGINT or SIGTERM: saves after the step in flight. The end is a summary of what
-    was compiled and measured, beside the `prediction` if there is one. Raises UserError.
+    SIGINT or SIGTERM makes it save after the step in flight and end. The end is a summary of what
+    was compiled and measured. Raises UserError for what a caller or a user did wrong.
+
+    Args:
+      fresh: set an older run in `directory` aside and begin anew.
+      make: `make(config, rngs)` builds the model.
+      devices: where to train; all unless given.
+      prediction: what the summary puts beside what was measured.
+      optimizer: an optax transformation, or a function of path and parameter; see `shard`.
+      schedule: `schedule(step)`, the learning rate of the 0-based step; see `shard`.
+      data: `tokens(seed, sample index)`, the ids [sequence_length + 1] of a sample, or a `Source`
+        with validation beside; takes the place of `[data]`. It must always give the same.
+      sinks: where figures and events go beside the files of the run and `log.sinks`; each is
+        opened by process 0 as `sink(directory, config, completed steps)`, see running/sinks.py.
+      hooks: each is called as `hook(event, step, figures)` in every process after a "step", after
+        an evaluation ("evaluated") and after a save is complete on disk ("saved"). One that
+        returns True stops the run after the step in flight; it is saved.
     """
     directory = Path(directory)
-    config, data = open_data(config)
-    setup = shard(config, make, devices)
+    check(sinks, hooks)
+    config, opened = open_data(config, data)
+    setup = shard(config, make, devices, optimizer=optimizer, schedule=schedule)
     lowered = None
     if fresh or newest_step(directory) is None:  # what cannot begin touches no directory
         check_source(config.train.init_from, directory, fresh)
@@ -83,94 +101,87 @@ def run(
         held.enter_context(open_directory(directory, fresh))
         checkpoints = Checkpoints(directory, setup.model, config.checkpoint.keep)
         held.enter_context(contextlib.closing(checkpoints))
-        journal = held.enter_context(Journal(directory))
+        newest = checkpoints.newest()
+        reporter = Reporter(directory, config, newest or 0, sinks, hooks)
+        held.enter_context(reporter)
 
-        state, sample = restore_or_init(setup, data, directory, checkpoints, journal)
+        state, sample = restore_or_init(setup, opened, directory, checkpoints, reporter)
         done = int(state.step)
         if done >= config.train.steps:
             more = f"--set train.steps={2 * done}"
-            journal.say(f"{directory} is finished at step {done}; to go on: {more}")
+            reporter.say(f"{directory} is finished at step {done}; to go on: {more}")
             return Outcome("nothing to do", done)
 
-        journal.say(_introduction(setup, data))
+        reporter.say(_introduction(setup, opened))
         step, report = compile_step(setup, lowered or lower_step(setup))
-        journal.document("config.json", config_document(config, data.corpus))
-        journal.document("compiled.json", report)
-        journal.say(_compiled(report))
+        write(directory, "config.json", config_document(config, opened))
+        write(directory, "compiled.json", report)
+        reporter.say(_compiled(report))
 
-        ahead = held.enter_context(batches(setup, data, done, sample))
-        evaluate = make_evaluate(setup, data)
-        keep = Saves(setup, data, checkpoints, journal, done, sample)
-        outcome = train(setup, state, step, evaluate, ahead, keep, journal)
+        ahead = held.enter_context(batches(setup, opened, done, sample))
+        evaluate = make_evaluate(setup, opened)
+        saves = Saves(setup, opened, checkpoints, reporter, done, sample)
+        outcome = train(setup, state, step, evaluate, ahead, saves, reporter, directory)
 
-        journal.say(_ending(outcome, directory))
+        reporter.say(_ending(outcome, directory))
         peak = summary.peak_bytes(setup.mesh)
         figures = summary.figures(prediction, report, outcome.step_seconds, peak)
-        journal.document("summary.json", figures)
-        journal.say(summary.show(figures))
+        write(directory, "summary.json", figures)
+        reporter.say(summary.show(figures))
         return outcome
 
 
-def open_data(config: RunConfig) -> tuple[RunConfig, Data]:
-    """The corpus, cut into training and validation; the config with its vocabulary resolved."""
-    corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
-    config = config.with_vocab(config.model.vocab or corpus.vocab)
-    fraction = config.data.validation_fraction
-    train, validation = split(corpus, fraction, config.train.sequence_length)
-    if config.eval.every and not validation.size:
-        raise ConfigError("eval.every asks for evaluation, but data.validation_fraction=0 keeps no validation data")
-    return config, Data(corpus, train, validation)
+def write(directory: Path, name: str, value: Any) -> None:
+    """A whole JSON file of the run, written by process 0."""
+    if jax.process_index() == 0:
+        write_document(directory / name, value)
 
 
 def restore_or_init(
-    setup: Setup, data: Data, directory: Path, checkpoints: Checkpoints, journal: Journal
+    setup: Setup, data: Data, directory: Path, checkpoints: Checkpoints, reporter: Reporter
 ) -> tuple[TrainState, int]:
-    """The state and the global sample index to go on from: (1) the newest checkpoint of this run,
-    (2) else the weights of `train.init_from`, (3) else fresh."""
+    """The state and the global sample index to go on from.
+
+    The state is that of the newest checkpoint of this run; without one it has the weights of
+    `train.init_from`, or fresh ones.
+    """
     newest = checkpoints.newest()
     mesh = dict(setup.mesh.shape)
-    if jax.process_index() == 0:
-        forget_after(directory / "metrics.jsonl", newest or 0)
     if newest is not None:
         state, meta = checkpoints.restore(newest, setup.state)
-        check_identity(meta, setup.config, data.corpus)
-        journal.event("resumed", newest, from_step=newest, mesh=mesh)
-        journal.say(f"resumed {directory} at step {newest}")
+        check_identity(meta, setup.config, data.fingerprint)
+        reporter.event("resumed", newest, from_step=newest, mesh=mesh)
+        reporter.say(f"resumed {directory} at step {newest}")
         return state, meta["sample"]
     source = setup.config.train.init_from
-    params = _weights_of(Path(source), setup, journal) if source else None
+    params = _weights_of(Path(source), setup, reporter) if source else None
     state = init_state(setup)
     if params is not None:
         state = replace(state, params=params)
-    journal.event("started", 0, mesh=mesh, init_from=source)
+    reporter.event("started", 0, mesh=mesh, init_from=source)
     return state, 0
 
 
-def _weights_of(run: Path, setup: Setup, journal: Journal) -> dict[str, jax.Array]:
+def _weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
     """The newest parameters of another run."""
     with contextlib.closing(Checkpoints(run, setup.model, keep=None)) as checkpoints:
         params, meta = checkpoints.restore_params(newest_step(run), setup.state.params)
     for name, then, now in model_changes(meta, setup.config):
-        journal.say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
+        reporter.say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
     return params
 
 
 def batches(setup: Setup, data: Data, step: int, sample: int) -> ReadAhead:
-    """Device batches of the steps from `step` on, which begins at the global sample index
-    `sample`."""
+    """Device batches of `step` and the steps after it.
+
+    The batch of `step` begins at the global sample index `sample`.
+    """
     config = setup.config
-    stream = TrainStream(
-        data.corpus,
-        data.train,
-        config.train.sequence_length,
-        seed=config.train.seed,
-        shuffle=config.data.shuffle,
-        packing=config.data.packing,
-    )
+    samples = data.train_samples(config)
 
     def make(at: int):
         ids = sample + batch_ids(at - step, config.train.global_batch)
-        return to_devices(stream.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
+        return to_devices(samples, ids, setup.batch_shape, setup.mesh, setup.rules)
 
     return ReadAhead(make, step)
 
@@ -194,8 +205,7 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
     size = config.train.global_batch
 
     def evaluate(state: TrainState) -> float:
-        length, packing = config.train.sequence_length, config.data.packing
-        windows = EvalWindows(data.corpus, data.validation, length, packing=packing)
+        windows = data.eval_windows(config)
         total = np.zeros(2)
         for index in range(windows.num_batches(size, config.eval.batches)):
             ids = batch_ids(index, size)
@@ -217,41 +227,41 @@ class Saves:
         setup: Setup,
         data: Data,
         checkpoints: Checkpoints,
-        journal: Journal,
+        reporter: Reporter,
         first: int,
         sample: int,
     ):
         self._setup = setup
         self._checkpoints = checkpoints
-        self._journal = journal
+        self._reporter = reporter
         self._first = first
         self._sample = sample
-        self._identity = identity(setup.config, data.corpus)
+        self._identity = identity(setup.config, data.fingerprint)
         self._newest = first if first else None
 
     def save(self, step: int, state: TrainState) -> None:
-        """Starts saving; DivergedError where the state is not finite: nothing of it is kept."""
-        if not is_finite(state):  # the next step's loss would tell, too late
+        """Starts saving. Raises DivergedError where the state is not finite, and keeps nothing."""
+        if not is_finite(state):  # the loss of the next step would tell, too late
             what = f"the weights or the optimizer state after step {step} are not finite"
             raise self.diverged(step, what)
         seen = (step - self._first) * self._setup.config.train.global_batch
         self._checkpoints.save(step, state, {"sample": self._sample + seen} | self._identity)
 
     def announce(self) -> None:
-        """Says of each save that has become complete that it is."""
+        """Reports the saves that have become complete on disk."""
         for step in self._checkpoints.completed():
-            self._journal.event("saved", step)
+            self._reporter.event("saved", step)
             self._newest = step
 
     def finish(self) -> None:
-        """Waits for the last one."""
+        """Waits for the last save and reports it."""
         self._checkpoints.wait()
         self.announce()
 
     def diverged(self, step: int, what: str) -> DivergedError:
-        """The numbers of `step` have gone wrong; the error says where the last good ones are."""
+        """The error for `step`, whose numbers are not finite; it names the last good checkpoint."""
         self.finish()
-        self._journal.event("diverged", step)
+        self._reporter.event("diverged", step)
         last = "nothing was saved"
         if self._newest is not None:
             last = f"step {self._newest} is the newest checkpoint"
@@ -265,9 +275,14 @@ def train(
     evaluate: Callable[[TrainState], float],
     ahead: Iterator,
     saves: Saves,
-    journal: Journal,
+    reporter: Reporter,
+    directory: Path,
 ) -> Outcome:
-    """The loop, from `state` on. Metrics of a step are read after the next one is dispatched."""
+    """The loop, from `state` on.
+
+    Metrics of a step are read after the next one is dispatched: a hook that stops the run ends it
+    with the step in flight.
+    """
     config = setup.config
     first = int(state.step)
     total = config.train.steps
@@ -279,11 +294,16 @@ def train(
         metrics = jax.device_get(metrics)
         figures = figures_of(metrics, clock.tick(ended))
         taken.append(figures["step_seconds"])
-        journal.metrics(step=at, **figures)
+        reporter.step(at, **figures)
         for what, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
             if not np.isfinite(figures[name]):
                 raise saves.diverged(at, f"the {what} of step {at} is {figures[name]}")
         progress.update(at, figures, due=at in (first + 1, total))
+
+    def evaluate_and_report(at: int, state: TrainState) -> None:
+        loss = evaluate(state)
+        reporter.evaluated(at, eval_loss=loss)
+        reporter.say(f"step {at}/{total}  eval loss {loss:.4f}")
 
     done = first
     late = OneLate(report)
@@ -292,35 +312,31 @@ def train(
         Progress(total, first, config.log.every, quiet=quiet) as progress,
         Interrupt(setup.mesh) as interrupt,
     ):
-        journal.progress = progress
-        while done < total:
+        reporter.progress = progress
+        while True:
             batch = next(ahead)
             late.before_dispatch()
-            with journal.profile(done + 1, config.log.profile) as traced:
+            with profiled(directory, done + 1, config.log.profile) as traced:
                 state, metrics = traced(step(state, batch))
             done += 1
             late.push(done, metrics)
             saves.announce()
-            ending = interrupt.agreed() or done == total
             if is_due(config.eval.every, done, done == total):
                 late.flush()
-                loss = clock.paused(lambda: evaluate(state))  # noqa: B023  runs at once
-                journal.metrics(step=done, eval_loss=loss)
-                journal.event("evaluated", done, eval_loss=loss)
-                journal.say(f"step {done}/{total}  eval loss {loss:.4f}")
+                clock.paused(lambda: evaluate_and_report(done, state))  # noqa: B023  runs at once
+            ending = "finished" if done == total else interrupt.agreed(reporter.stop_asked)
             if ending or is_due(config.checkpoint.every, done, False):
                 late.flush()
                 clock.paused(lambda: saves.save(done, state))  # noqa: B023
             if ending:
                 break
         saves.finish()
-    status = "finished" if done == total else "preempted"
-    journal.event(status, done)
-    return Outcome(status, done, statistics.median(taken[1:]) if taken[1:] else None)
+    reporter.event(ending, done)
+    return Outcome(ending, done, statistics.median(taken[1:]) if taken[1:] else None)
 
 
 def is_due(every: int, step: int, last: bool) -> bool:
-    """Whether what happens `every` so many steps (0: never) is due after `step`."""
+    """Whether something that happens `every` so many steps (0: never) is due after `step`."""
     return bool(every) and (last or step % every == 0)
 
 
@@ -345,8 +361,10 @@ def _introduction(setup: Setup, data: Data) -> str:
     lines = [f"{name}: {size} parameters on {mesh.size} x {kind} ({axes or 'no split'})"]
     if setup.schedule:
         lines.append(f"pipeline: {describe(setup.schedule, setup.model.layout)}")
-    tokens = f"{quantity(data.train.size)} tokens to train"
-    lines.append(f"data: {config.data.corpus}, {tokens}, vocabulary {config.model.vocab}")
+    what = "own samples"
+    if isinstance(data, CorpusData):
+        what = f"{config.data.corpus}, {quantity(data.train.size)} tokens to train"
+    lines.append(f"data: {what}, vocabulary {config.model.vocab}")
     return "\n".join(lines)
 
 
@@ -364,4 +382,4 @@ def _compiled(report: dict) -> str:
 def _ending(outcome: Outcome, directory: Path) -> str:
     if outcome.status == "finished":
         return f"finished {outcome.step} steps; everything is in {directory}"
-    return f"stopped and saved at step {outcome.step}; the same command goes on"
+    return f"{outcome.status}, saved at step {outcome.step}; the same command goes on"

@@ -6,10 +6,15 @@ from typing import Any
 
 
 class Progress:
-    """Use as a context; `update` after each step, `say` for anything else. `every`: steps between plain lines."""
+    """Use it as a context; call `update` after each step, and `say` for anything else.
+
+    `every`: steps between plain lines; `quiet`: say nothing at all.
+    """
 
     def __init__(self, total: int, done: int, every: int, *, quiet: bool = False):
-        self._total, self._every, self._quiet = total, every, quiet
+        self._total = total
+        self._every = every
+        self._quiet = quiet
         self._seconds: float | None = None  # smoothed step time, for the time left
         self._bar = _bar(total, done) if sys.stdout.isatty() and not quiet else None
 
@@ -31,12 +36,16 @@ class Progress:
             tell(text)
 
     def update(self, step: int, figures: dict[str, Any], due: bool = False) -> None:
-        """`due` asks for a plain line out of turn (the first step, the last)."""
+        """Shows the figures of `step`. `due` asks for a plain line out of turn."""
         seconds = figures["step_seconds"]
-        self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
+        if self._seconds is None:
+            self._seconds = seconds
+        else:
+            self._seconds = 0.9 * self._seconds + 0.1 * seconds
         left = duration(self._seconds * (self._total - step))
         text = f"loss {figures['loss']:.4f}  {quantity(figures['tokens_per_second'])} tokens/s"
-        text += f"  mfu {figures['mfu']:.1%}" if figures["mfu"] is not None else ""
+        if figures["mfu"] is not None:
+            text += f"  mfu {figures['mfu']:.1%}"
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=step, figures=f"{text}  eta {left}")
         elif due or step % self._every == 0:
@@ -44,7 +53,7 @@ class Progress:
 
 
 def tell(text: str) -> None:
-    """A line on the standard output; a run goes on without its audience (`| head`)."""
+    """Prints a line. A run goes on when nobody reads its output any more (`| head`)."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -71,7 +80,10 @@ def _bar(total: int, done: int):
     from rich.progress import Progress as RichProgress
 
     bar = RichProgress(
-        TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=30), TextColumn("{task.fields[figures]}")
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[figures]}"),
     )
     bar.add_task("train", total=total, completed=done, figures="compiling")
     return bar

@@ -1,4 +1,7 @@
-"""What a configuration means before anything runs: every parameter, where it rests and what it costs per device."""
+"""What a configuration means before anything runs.
+
+Every parameter is listed with where it rests and the bytes that it costs per device.
+"""
 
 from typing import Any
 
@@ -10,6 +13,7 @@ from spmdtrain.data.corpus import open_corpus
 from spmdtrain.models.abstract import MakeModel
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.mesh import describe_mesh
+from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.train.grad_pipeline import describe as describe_pipeline
 from spmdtrain.train.setup import Setup, shard
 from spmdtrain.train.state import bytes_per_device
@@ -22,8 +26,10 @@ def setup_of(config: RunConfig, make: MakeModel = Transformer) -> Setup:
 
 
 def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str, Any], Mesh]:
-    """Plain values for `show --json`: config, origin, mesh, pipeline (a line, or null), parameters (a row each),
-    totals; and the mesh."""
+    """The plain values of `show --json`, and the mesh.
+
+    They are config, origin, mesh, pipeline (a line, or null), parameters (a row each) and totals.
+    """
     setup = setup_of(config, make)
     model = setup.model
     pipeline = describe_pipeline(setup.schedule, model.layout) if setup.schedule else None
@@ -33,10 +39,10 @@ def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str
             "path": path,
             "shape": list(parameter.shape),
             "logical_axes": list(parameter.axes),
-            "mesh_axes": [list(part) if isinstance(part, tuple) else [part] if part else [] for part in specs[path]],
+            "mesh_axes": [list(axes_of_dim(part)) for part in specs[path]],
             "dtype": str(abstract.params[path].dtype),
             "bytes_per_device": bytes_per_device(abstract.params[path]),
-            "optimizer_bytes_per_device": bytes_per_device(abstract.opt_state[path]),
+            "optimizer_bytes_per_device": bytes_per_device(abstract.opt_state.get(path)),
         }
         for path, parameter in model.parameters.items()
     ]
@@ -47,26 +53,40 @@ def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str
         "accumulation": setup.batch_shape.accumulation,
         "sequences_at_once": setup.batch_shape.sequences,
     }
-    found = {"mesh": dict(setup.mesh.shape), "pipeline": pipeline, "parameters": rows, "totals": totals}
+    found = {
+        "mesh": dict(setup.mesh.shape),
+        "pipeline": pipeline,
+        "parameters": rows,
+        "totals": totals,
+    }
     return resolved(setup.config) | found, setup.mesh
 
 
 def show(config: RunConfig) -> str:
-    """The same for a person."""
+    """What `describe` gives, as text for a person."""
     values, mesh = describe(config)
     rows = [("parameter", "shape", "logical axes", "mesh axes", "bytes/device", "optimizer")]
     for row in values["parameters"]:
         mesh_axes = ", ".join("x".join(part) or "-" for part in row["mesh_axes"])
         logical = ", ".join(axis or "-" for axis in row["logical_axes"])
-        rows.append((row["path"], " x ".join(map(str, row["shape"])), logical, mesh_axes, *_sizes(row)))
+        rows.append(
+            (row["path"], " x ".join(map(str, row["shape"])), logical, mesh_axes, *_sizes(row))
+        )
     totals = values["totals"]
     rows.append(("total", f"{totals['parameters']:,} parameters", "", "", *_sizes(totals)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([*map(str.ljust, row[:4], widths), *map(str.rjust, row[4:], widths[4:])]) for row in rows]
+    lines = [
+        "  ".join([*map(str.ljust, row[:4], widths), *map(str.rjust, row[4:], widths[4:])])
+        for row in rows
+    ]
     accumulation, sequences = totals["accumulation"], totals["sequences_at_once"]
-    batch = f"batch: {accumulation} x {sequences} sequences of {config.train.sequence_length} tokens"
+    batch = (
+        f"batch: {accumulation} x {sequences} sequences of {config.train.sequence_length} tokens"
+    )
     pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
-    return "\n\n".join([to_toml(config).strip(), describe_mesh(mesh), *pipeline, batch, "\n".join(lines)])
+    return "\n\n".join(
+        [to_toml(config).strip(), describe_mesh(mesh), *pipeline, batch, "\n".join(lines)]
+    )
 
 
 def _sizes(row: dict[str, Any]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The end of a run: what was predicted, what was compiled and what was measured, side by side: RUN/summary.json."""
+"""RUN/summary.json: what was predicted, compiled and measured, side by side, when a run ends."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import jax
 
 @dataclass(frozen=True)
 class Prediction:
-    """What whoever started the run expects of it, in plain numbers. `memory_bytes`: of the fullest device."""
+    """What is expected of a run, in plain numbers. `memory_bytes` is that of the fullest device."""
 
     hardware: str  # that the figures are for
     step_seconds: float
@@ -16,10 +16,17 @@ class Prediction:
 
 
 def figures(
-    prediction: Prediction | None, compiled: dict[str, Any], step_seconds: float | None, peak_bytes: int | None
+    prediction: Prediction | None,
+    compiled: dict[str, Any],
+    step_seconds: float | None,
+    peak_bytes: int | None,
 ) -> dict[str, Any]:
-    """`compiled`: the report of compiled.json; a compiler knows no time. `step_seconds` and `peak_bytes`: measured, or
-    None. `error`: predicted / measured - 1, of the compiled figure where nothing was measured."""
+    """The values of summary.json.
+
+    `compiled` is the report of compiled.json; a compiler knows no time. `step_seconds` and
+    `peak_bytes` were measured, or are None. `error` is predicted / measured - 1, or that of the
+    compiled figure where nothing was measured.
+    """
     xla = compiled["memory"]
     held = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
     return {
@@ -29,29 +36,41 @@ def figures(
     }
 
 
-def _beside(predicted: float | None, compiled: float | None, measured: float | None) -> dict[str, float | None]:
+def _beside(
+    predicted: float | None, compiled: float | None, measured: float | None
+) -> dict[str, float | None]:
     truth = measured or compiled
     error = predicted / truth - 1 if predicted is not None and truth else None
     return {"predicted": predicted, "compiled": compiled, "measured": measured, "error": error}
 
 
 def peak_bytes(mesh: jax.sharding.Mesh) -> int | None:
-    """The most that the allocator of a device of this process held so far; None where there is none to ask (CPU)."""
+    """The most bytes that the allocator of a device of this process has held so far.
+
+    None where no device can be asked, as on a CPU.
+    """
     devices = [device for device in mesh.local_devices if device.platform != "cpu"]
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def show(found: dict[str, Any]) -> str:
-    """The same for a person. Columns of which nothing is known are left out."""
-    columns = ["predicted", "compiled", "measured"] if found["hardware"] else ["compiled", "measured"]
+    """What `figures` gives, as text for a person. Columns without any value are left out."""
+    columns = (
+        ["predicted", "compiled", "measured"] if found["hardware"] else ["compiled", "measured"]
+    )
     of = f" (predicted for {found['hardware']})" if found["hardware"] else ""
     lines = [f"{'':<12}" + "".join(f"{column:>12}" for column in columns) + of]
-    for name, said in (("step_seconds", lambda seconds: f"{seconds:.4g} s"), ("memory_bytes", _size)):
+    for name, said in (
+        ("step_seconds", lambda seconds: f"{seconds:.4g} s"),
+        ("memory_bytes", _size),
+    ):
         figures = found[name]
         cells = [said(figures[column]) if figures[column] else "-" for column in columns]
         error = "" if figures["error"] is None else f"  {figures['error']:+.1%}"
-        lines.append(f"{name.partition('_')[0]:<12}" + "".join(f"{cell:>12}" for cell in cells) + error)
+        lines.append(
+            f"{name.partition('_')[0]:<12}" + "".join(f"{cell:>12}" for cell in cells) + error
+        )
     return "\n".join(lines)
 
 

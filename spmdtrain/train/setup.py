@@ -24,6 +24,7 @@ from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
 from spmdtrain.parallel.regions import MANUAL_AXES
+from spmdtrain.train import optimizers
 from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
 from spmdtrain.train.state import Specs, TrainState, abstract_state, fresh_state
 
@@ -38,6 +39,8 @@ class Setup:
     rules: Rules
     model: AbstractModel
     batch_shape: BatchShape
+    optimizer: optimizers.Rules  # of each parameter that is not frozen
+    learning_rate: optimizers.Schedule  # of a 0-based step, a float32 scalar
     schedule: Table | None  # of the pipeline; None where the mesh has one stage
     specs: Specs  # where parameters rest, and with them their reduced gradients, moments and updates
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
@@ -60,28 +63,52 @@ class Setup:
         return abstract_batch(self.batch_shape, length, packing, self.mesh, self.rules)
 
 
-def shard(config: RunConfig, make: MakeModel = Transformer, devices: Sequence[jax.Device] | None = None) -> Setup:
+def shard(
+    config: RunConfig,
+    make: MakeModel = Transformer,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    optimizer: optimizers.Optimizer | None = None,
+    schedule: optimizers.Schedule | None = None,
+) -> Setup:
     """The setup of `config` on these devices (default: all). Allocates nothing.
 
-    `config.model.vocab` must be set (`config.with_vocab`). `make(config, rngs)` builds the model.
-    Raises ConfigError where the settings, the model and the devices do not fit.
+    `config.model.vocab` must be set (`config.with_vocab`). Raises ConfigError where the settings,
+    the model and the devices do not fit.
+
+    Args:
+      make: `make(config, rngs)` builds the model.
+      optimizer: an optax transformation for all parameters, or `optimizer(path, parameter)` that
+        gives one, a `Rule` (with its own rate), or None to freeze the parameter. It must leave the
+        learning rate out, as `optax.scale_by_adam()` does. Default: `config.optimizer`.
+      schedule: `schedule(step)`, the learning rate of the 0-based step, in jax.numpy; takes the
+        place of `optimizer.learning_rate`, `schedule`, `warmup` and `final_learning_rate`.
     """
-    return shard_on(config, build_mesh(config.mesh, devices, config.origin), make)
+    mesh = build_mesh(config.mesh, devices, config.origin)
+    return shard_on(config, mesh, make, optimizer=optimizer, schedule=schedule)
 
 
-def shard_on(config: RunConfig, mesh: Mesh, make: MakeModel = Transformer) -> Setup:
-    """The same on a mesh that is there already, an abstract one say."""
+def shard_on(
+    config: RunConfig,
+    mesh: Mesh,
+    make: MakeModel = Transformer,
+    *,
+    optimizer: optimizers.Optimizer | None = None,
+    schedule: optimizers.Schedule | None = None,
+) -> Setup:
+    """`shard` on a mesh that is there already, an abstract one say."""
     rules = make_rules(config.rules, mesh.shape)
     batch_shape = cut_batch(config.train, rules)
     stages = mesh.shape["pipeline"]
-    schedule = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
+    table = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
     model = build_model(config, make, stages, config.pipeline.chunks)
+    update_rules = optimizers.choose_rules(config, optimizer, model.parameters)
     specs = resting_specs(model, rules, zero=config.train.zero)
     reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
 
     def reduction_of(spec: P) -> Reduction:
         """A layer that gathers its weights scatters their gradients itself: only other axes remain."""
-        scattered = gathered_axes(spec) if schedule is None else ()
+        scattered = gathered_axes(spec) if table is None else ()
         return reduction(spec, [axis for axis in reduced if axis not in scattered])
 
     return Setup(
@@ -91,10 +118,12 @@ def shard_on(config: RunConfig, mesh: Mesh, make: MakeModel = Transformer) -> Se
         rules=rules,
         model=model,
         batch_shape=batch_shape,
-        schedule=schedule,
+        optimizer=update_rules,
+        learning_rate=optimizers.make_schedule(config, schedule),
+        schedule=table,
         specs=specs,
         reductions={path: reduction_of(spec) for path, spec in specs.items()},
-        state=abstract_state(config, model, mesh, specs),
+        state=abstract_state(model, update_rules, config.precision.params, mesh, specs),
     )
 
 
@@ -103,7 +132,7 @@ def init_state(setup: Setup) -> TrainState:
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
 
     def fresh(key: jax.Array) -> TrainState:
-        return fresh_state(setup.config, setup.model, key)
+        return fresh_state(setup.model, setup.optimizer, setup.config.precision.params, key)
 
     return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, Parameter, cast
 from spmdtrain.train import optimizers
 
@@ -24,32 +23,46 @@ Specs = Mapping[str, P]  # by dotted parameter path
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """`step`: optimizer steps done. `params` and `opt_state`: by dotted parameter path."""
+    """`step`: optimizer steps done. `params` and `opt_state`: by dotted parameter path.
+
+    Frozen parameters have no `opt_state`.
+    """
 
     step: jax.Array
     params: dict[str, jax.Array]
     opt_state: optimizers.OptimizerState
 
 
-def abstract_state(config: RunConfig, model: AbstractModel, mesh: Mesh, specs: Specs) -> TrainState:
+def abstract_state(
+    model: AbstractModel, rules: optimizers.Rules, dtype: str, mesh: Mesh, specs: Specs
+) -> TrainState:
     """A TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
 
-    `specs`: where each parameter rests, and its optimizer state with it.
+    `dtype`: of the parameters; `specs`: where each of them rests, and its optimizer state with it.
     """
-
-    def leaf(x, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     def moments_of(path: str, state):
         parameter = model.parameters[path]
-        return jax.tree.map(lambda x: leaf(x, _spec_beside(x, parameter, specs[path])), state)
+        return jax.tree.map(
+            lambda x: _leaf(x, mesh, _spec_beside(x, parameter, specs[path])), state
+        )
 
-    shapes = jax.eval_shape(lambda key: fresh_state(config, model, key), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: fresh_state(model, rules, dtype, key), jax.random.key(0))
     return TrainState(
-        step=leaf(shapes.step, P()),
-        params={path: leaf(x, specs[path]) for path, x in shapes.params.items()},
+        step=_leaf(shapes.step, mesh, P()),
+        params={path: _leaf(x, mesh, specs[path]) for path, x in shapes.params.items()},
         opt_state={path: moments_of(path, state) for path, state in shapes.opt_state.items()},
     )
+
+
+def abstract_params(model: AbstractModel, dtype: str, mesh: Mesh, specs: Specs) -> dict[str, jax.ShapeDtypeStruct]:
+    """The parameters alone, for whoever does not train."""
+    shapes = jax.eval_shape(lambda key: cast(model.init(key), dtype), jax.random.key(0))
+    return {path: _leaf(x, mesh, specs[path]) for path, x in shapes.items()}
+
+
+def _leaf(x: jax.ShapeDtypeStruct, mesh: Mesh, spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _spec_beside(x: jax.ShapeDtypeStruct, parameter: Parameter, spec: P) -> P:
@@ -63,10 +76,10 @@ def _spec_beside(x: jax.ShapeDtypeStruct, parameter: Parameter, spec: P) -> P:
     return P()
 
 
-def fresh_state(config: RunConfig, model: AbstractModel, key: jax.Array) -> TrainState:
+def fresh_state(model: AbstractModel, rules: optimizers.Rules, dtype: str, key: jax.Array) -> TrainState:
     """The state at step 0, for tracing: under jit with output shardings no leaf is ever whole."""
-    params = cast(model.init(key), config.precision.params)
-    opt_state = optimizers.init(config.optimizer, model.parameters, params)
+    params = cast(model.init(key), dtype)
+    opt_state = optimizers.init(rules, model.parameters, params)
     return TrainState(jnp.int32(0), params, opt_state)
 
 

@@ -33,12 +33,13 @@ def make_step(setup: Setup) -> Callable[..., Any]:
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with matmuls(config.precision.compute):
             gradients, sums = find_gradients(state.params, state.step, batch)
+        gradients = {path: g for path, g in gradients.items() if path in setup.optimizer}
         gradients, norm = optimizers.clip(gradients, config.train.clip)
         updates, opt_state = optimizers.updates(
-            config.optimizer, setup.model.parameters, gradients, state.opt_state, state.params
+            setup.optimizer, setup.model.parameters, gradients, state.opt_state, state.params
         )
-        rate = optimizers.learning_rate(config.optimizer, config.train.steps, state.step)
-        params = _apply(state.params, updates, rate)
+        rate = setup.learning_rate(state.step)
+        params = _apply(setup.optimizer, state.params, updates, rate)
         tokens = sums.pop("tokens")
         means = {name: total / jnp.maximum(tokens, 1) for name, total in sums.items()}
         metrics = means | {"grad_norm": norm, "learning_rate": rate, "tokens": tokens}
@@ -73,10 +74,19 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     return way.make_losses(setup)
 
 
-def _apply(params: dict, updates: dict, rate: jax.Array) -> dict[str, jax.Array]:
-    """Parameters one step further. Parameters and updates rest alike: each device updates its own."""
+def _apply(
+    rules: optimizers.Rules, params: dict, updates: dict, rate: jax.Array
+) -> dict[str, jax.Array]:
+    """Parameters one step further; frozen ones stay.
+
+    Parameters and updates rest alike: each device updates its own.
+    """
 
     def stepped(path: str, x: jax.Array) -> jax.Array:
-        return (x.astype(jnp.float32) - rate * updates[path].astype(jnp.float32)).astype(x.dtype)
+        if path not in rules:
+            return x
+        own_rate = rate if rules[path].rate == 1 else rules[path].rate * rate
+        update = updates[path].astype(jnp.float32)
+        return (x.astype(jnp.float32) - own_rate * update).astype(x.dtype)
 
     return {path: stepped(path, x) for path, x in params.items()}

@@ -386,8 +386,8 @@ BREAKAGES = [
     Breakage(
         "the rate is that of the step after",
         "train/step.py",
-        "rate = optimizers.learning_rate(config.optimizer, config.train.steps, state.step)",
-        "rate = optimizers.learning_rate(config.optimizer, config.train.steps, state.step + 1)",
+        "rate = setup.learning_rate(state.step)",
+        "rate = setup.learning_rate(state.step + 1)",
         f"{LAYOUTS} -k learning_rate",
     ),
     # The run

@@ -14,9 +14,10 @@ from orbax.checkpoint._src.serialization import replica_slices
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
 from spmdtrain.running import loop
-from spmdtrain.running.journal import Journal
-from spmdtrain.running.metrics import OneLate, StepClock, forget_after, peak_flops, step_figures
+from spmdtrain.running.json_lines import forget_after
+from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figures
 from spmdtrain.running.progress import duration, quantity, tell
+from spmdtrain.running.reporter import Reporter
 from spmdtrain.train.setup import init_state, shard
 
 ONE = {"devices": jax.devices()[:1]}
@@ -81,9 +82,9 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
         def wait(self):
             pass
 
-    with Journal(tmp_path) as journal, batches_of(setup) as ahead:
-        saves = loop.Saves(setup, data, NoCheckpoints(), journal, 0, 0)
-        outcome = loop.train(setup, state, step, lambda _: 0.0, ahead, saves, journal)
+    with Reporter(tmp_path, setup.config, 0) as reporter, batches_of(setup) as ahead:
+        saves = loop.Saves(setup, data, NoCheckpoints(), reporter, 0, 0)
+        outcome = loop.train(setup, state, step, lambda _: 0.0, ahead, saves, reporter, tmp_path)
     assert outcome == loop.Outcome("finished", 8)
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 9))
 
@@ -227,14 +228,14 @@ def test_every_step_has_its_own_time_where_the_loop_flushes(waits):
 def test_saved_is_said_when_it_is_true(tmp_path, monkeypatch):
     """At the moment of each event the checkpoint can be restored, and the newest one is the newest that was said."""
     seen = []
-    event = Journal.event
+    event = Reporter.event
 
     def spy(self, name, step, **values):
         if name == "saved":
             seen.append((step, (tmp_path / "checkpoints" / str(step) / "meta").is_dir()))
         event(self, name, step, **values)
 
-    monkeypatch.setattr(Journal, "event", spy)
+    monkeypatch.setattr(Reporter, "event", spy)
     loop.run(tiny("train.steps=7", "checkpoint.every=2"), tmp_path, **ONE)
     assert seen == [(2, True), (4, True), (6, True), (7, True)]
 

@@ -25,7 +25,7 @@ from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.running.directory import only_run
-from spmdtrain.running.metrics import forget_after
+from spmdtrain.running.json_lines import forget_after
 from spmdtrain.train.setup import shard
 
 STEPS = 40

@@ -8,6 +8,7 @@ import pytest
 from helpers import prepared
 
 from spmdtrain.config import AdamW, Sgd
+from spmdtrain.config.schema import Lion
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train import optimizers
 from spmdtrain.train.step import make_step
@@ -26,38 +27,56 @@ def draw(seed: int) -> dict[str, jax.Array]:
     return {path: jax.random.normal(key, p.shape) for key, (path, p) in zip(keys, SHAPES.items(), strict=True)}
 
 
-RULES = [AdamW(), AdamW(weight_decay=0.3), Sgd(), Sgd(weight_decay=0.3), Sgd(momentum=0.0)]
+RULES = [
+    AdamW(),
+    AdamW(weight_decay=0.3),
+    Lion(),
+    Lion(weight_decay=0.3),
+    Sgd(),
+    Sgd(weight_decay=0.3),
+    Sgd(momentum=0.0),
+]
+
+
+def rules_of(config) -> optimizers.Rules:
+    choose = optimizers.make_optimizer(config)
+    return {path: choose(path, parameter) for path, parameter in SHAPES.items()}
 
 
 @pytest.mark.parametrize("config", RULES, ids=repr)
 def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
     params, mask = draw(0), {path: path in DECAYED for path in SHAPES}
     decay = optax.add_decayed_weights(config.weight_decay, mask)
-    reference = (
-        optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), decay)
-        if isinstance(config, AdamW)
-        else optax.chain(decay, optax.trace(config.momentum))
-    )
-    state, want_state = optimizers.init(config, SHAPES, params), reference.init(params)
+    reference = {
+        "adamw": lambda: optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), decay),
+        "lion": lambda: optax.chain(optax.scale_by_lion(config.beta1, config.beta2), decay),
+        "sgd": lambda: optax.chain(decay, optax.trace(config.momentum)),
+    }[config.name]()
+    rules = rules_of(config)
+    state, want_state = optimizers.init(rules, SHAPES, params), reference.init(params)
     for step in range(3):
-        got, state = optimizers.updates(config, SHAPES, draw(step + 1), state, params)
+        got, state = optimizers.updates(rules, SHAPES, draw(step + 1), state, params)
         want, want_state = reference.update(draw(step + 1), want_state, params)
         for path in SHAPES:
             np.testing.assert_allclose(got[path], want[path], rtol=1e-6, atol=1e-6)
 
 
-def test_a_layerwise_rule_sees_one_layers_tensor(monkeypatch):
+def test_a_layerwise_rule_sees_one_layers_tensor():
     """A trust ratio on the stack would mix the norms of the layers; per layer it must equal layer by layer."""
-    monkeypatch.setattr(optimizers, "transformation", lambda config, decay: optax.scale_by_trust_ratio())  # noqa: ARG005
+
+    def updated(shapes, params, grads):
+        rules = dict.fromkeys(shapes, optimizers.Rule(optax.scale_by_trust_ratio()))
+        return optimizers.updates(rules, shapes, grads, optimizers.init(rules, shapes, params), params)[0]
+
     params, grads = draw(0), draw(1)
-    got, _ = optimizers.updates(AdamW(), SHAPES, grads, optimizers.init(AdamW(), SHAPES, params), params)
+    got = updated(SHAPES, params, grads)
     path, rule = "blocks.layer.up", optax.scale_by_trust_ratio()
     for layer in range(3):
         want, _ = rule.update(grads[path][layer], rule.init(params[path][layer]), params[path][layer])
         np.testing.assert_allclose(got[path][layer], want, rtol=1e-6)
     staged = {path: SHAPES[path]} | {"staged": Parameter((3, 2, 2, 5), ("chunk", "stage", "layer", "ffn"))}
     params, grads = ({**x, "staged": x[path].reshape(3, 2, 2, 5)} for x in (params, grads))
-    laid_out, _ = optimizers.updates(AdamW(), staged, grads, optimizers.init(AdamW(), staged, params), params)
+    laid_out = updated(staged, params, grads)
     for place in np.ndindex(3, 2, 2):
         weights = params["staged"][place]
         want, _ = rule.update(grads["staged"][place], rule.init(weights), weights)
@@ -101,12 +120,22 @@ def leaves_of(tree) -> list[tuple[str, tuple, str]]:
     return [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in named]
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_the_state_has_the_same_leaves_whatever_the_values(name):
     """A run goes on with another decay, momentum or epsilon: what it kept is found again by name."""
     rules = [config for config in RULES if config.name == name]
-    states = [leaves_of(optimizers.init(config, SHAPES, draw(0))) for config in rules]
+    states = [leaves_of(optimizers.init(rules_of(config), SHAPES, draw(0))) for config in rules]
     assert states[0] and all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize("config", [AdamW(), Lion(), Sgd()], ids=lambda config: config.name)
+def test_the_settings_say_how_many_moments_there_are(config):
+    """The planner counts by them: elements of the state for an element of a large parameter."""
+    shapes = {"w": Parameter((1000, 1000), ("embed", "ffn"))}
+    choose = optimizers.make_optimizer(config)
+    rules = {"w": choose("w", shapes["w"])}
+    state = jax.eval_shape(lambda w: optimizers.init(rules, shapes, {"w": w}), jnp.zeros((1000, 1000)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) // 1000**2 == config.moments
 
 
 @pytest.mark.parametrize("layout", [(), ("mesh.pipeline=2", "mesh.data=2", "train.zero=1", "train.microbatch=2")])

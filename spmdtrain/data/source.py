@@ -1,0 +1,180 @@
+"""Where the samples of a run come from: a corpus, or a function of the caller.
+
+Both kinds of data answer the same questions: which arrays a global sample index means, what there
+is to evaluate on, and by what a resumed run knows that it is the same data.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from spmdtrain.config.errors import ConfigError, DataError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
+from spmdtrain.data.corpus import Corpus, open_corpus
+
+# tokens(seed, index): the ids of sample `index`, integers [sequence_length + 1]. The same for the
+# same arguments, always: that is what makes a resumed run go on bit by bit.
+Tokens = Callable[[int, int], Any]
+Samples = Callable[[np.ndarray], dict[str, np.ndarray]]
+FINGERPRINTED = 4  # samples of a source that a resumed run is compared by
+
+
+@dataclass(frozen=True)
+class Source:
+    """Samples of one's own: `tokens(seed, index)`, and as many for evaluation as there are.
+
+    `validation(seed, index)` gives the `validation_samples` samples on which `eval.every`
+    evaluates.
+    """
+
+    tokens: Tokens
+    validation: Tokens | None = None
+    validation_samples: int = 0
+
+
+class Windows(Protocol):
+    """What is evaluated on: a number of samples, by index."""
+
+    def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]: ...
+
+    def num_batches(self, batch_size: int, limit: int | None = None) -> int: ...
+
+
+@dataclass(frozen=True)
+class CorpusData:
+    """The corpus of a run, and which of its tokens train and which validate."""
+
+    corpus: Corpus
+    train: Range
+    validation: Range
+
+    @property
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint
+
+    @property
+    def tokenizer(self) -> dict | None:
+        """The specification of the tokenizer; None where ids mean no text."""
+        return self.corpus.tokenizer and self.corpus.tokenizer.spec()
+
+    def train_samples(self, config: RunConfig) -> Samples:
+        stream = TrainStream(
+            self.corpus,
+            self.train,
+            config.train.sequence_length,
+            seed=config.train.seed,
+            shuffle=config.data.shuffle,
+            packing=config.data.packing,
+        )
+        return stream.samples
+
+    def eval_windows(self, config: RunConfig) -> Windows:
+        length = config.train.sequence_length
+        return EvalWindows(self.corpus, self.validation, length, packing=config.data.packing)
+
+
+@dataclass(frozen=True)
+class SourceData:
+    """A source whose first samples were read."""
+
+    source: Source
+    fingerprint: str
+    tokenizer: None = None
+
+    def train_samples(self, config: RunConfig) -> Samples:
+        return lambda indices: _read(self.source.tokens, config, indices)
+
+    def eval_windows(self, config: RunConfig) -> Windows:
+        return SourceWindows(self.source, config)
+
+
+class SourceWindows:
+    """The samples on which a source has a run evaluated."""
+
+    def __init__(self, source: Source, config: RunConfig):
+        self._source = source
+        self._config = config
+
+    def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The batch of these samples; those beyond the last are masked."""
+        last = self._source.validation_samples - 1
+        batch = _read(self._source.validation, self._config, np.minimum(indices, last))
+        batch["mask"] *= (indices <= last)[:, None]
+        return batch
+
+    def num_batches(self, batch_size: int, limit: int | None = None) -> int:
+        count = -(-self._source.validation_samples // batch_size)
+        return count if limit is None else min(limit, count)
+
+
+Data = CorpusData | SourceData
+
+
+def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple[RunConfig, Data]:
+    """The data of a run, and the config with its vocabulary resolved.
+
+    Without a `source` it is the corpus that the config names, cut into training and validation.
+    Raises DataError or ConfigError where the two do not fit.
+    """
+    if source is not None:
+        return config, _open_source(config, source)
+    corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
+    config = config.with_vocab(config.model.vocab or corpus.vocab)
+    fraction = config.data.validation_fraction
+    train, validation = split(corpus, fraction, config.train.sequence_length)
+    if config.eval.every and not validation.size:
+        what = "eval.every asks for evaluation, but data.validation_fraction=0 keeps no validation data"
+        raise ConfigError(what)
+    return config, CorpusData(corpus, train, validation)
+
+
+def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
+    if callable(source):
+        source = Source(source)
+    if not isinstance(source, Source):
+        fix = "a function (seed, sample index) -> tokens, or a Source"
+        raise ConfigError(f"data={source!r:.80} is no source of data", fix=fix)
+    if config.model.vocab is None:
+        what = "data= gives token ids, but nothing says how many ids there are"
+        raise ConfigError(what, fix="--set model.vocab=N")
+    if config.data.packing != "stream":
+        what = f"data.packing={config.data.packing!r}: data= does not say where documents start"
+        raise ConfigError(what, fix="--set data.packing=stream")
+    if config.eval.every and not (source.validation and source.validation_samples > 0):
+        fix = "Source(tokens, validation, validation_samples)"
+        raise ConfigError("eval.every asks for evaluation, but data= has no validation", fix=fix)
+    digest = hashlib.sha256(str(config.model.vocab).encode())
+    digest.update(_read(source.tokens, config, np.arange(FINGERPRINTED))["tokens"])
+    return SourceData(source, digest.hexdigest())
+
+
+def _read(tokens: Tokens, config: RunConfig, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """The batch of these sample indices, as batches.py describes it."""
+    rows = np.stack([_row(tokens, config, index) for index in indices.tolist()])
+    return {
+        "tokens": np.ascontiguousarray(rows[:, :-1]),
+        "targets": np.ascontiguousarray(rows[:, 1:]),
+        "mask": np.ones((len(rows), rows.shape[1] - 1), np.float32),
+        "sample": indices.astype(np.uint32),
+    }
+
+
+def _row(tokens: Tokens, config: RunConfig, index: int) -> np.ndarray:
+    """One sample, int32 [sequence_length + 1]; DataError where it is none."""
+    row = np.asarray(tokens(config.train.seed, index))
+    length = config.train.sequence_length + 1
+    vocab = config.model.vocab
+    if row.shape != (length,) or not np.issubdtype(row.dtype, np.integer):
+        raise DataError(
+            f"data= gives {row.dtype}{list(row.shape)} for sample {index}",
+            fix=f"{length} integers: train.sequence_length={length - 1} and the token after it",
+        )
+    if row.min() < 0 or row.max() >= vocab:
+        bad = row[(row < 0) | (row >= vocab)][0]
+        what = f"data= gives id {bad} in sample {index}"
+        raise DataError(what, asked=f"model.vocab={vocab}", fix=f"ids from 0 to {vocab - 1}")
+    return row.astype(np.int32)

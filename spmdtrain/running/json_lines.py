@@ -1,0 +1,79 @@
+"""Files of JSON objects, one to a line, and whole JSON documents; a full disk is a StorageError."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import StorageError
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns every OSError of the file work inside into a StorageError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+class JsonLines:
+    """Appends one object per line and flushes, so that a kill loses nothing that was reported."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        with writing(path):
+            self._file = path.open("a")
+
+    def write(self, **values: Any) -> None:
+        with writing(self._path):
+            self._file.write(json.dumps(numbers(values)) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        with writing(self._path):  # what could not be written is tried once more
+            self._file.close()
+
+
+def write_document(path: Path, value: Any) -> None:
+    """Replaces the JSON file at `path` at once: a reader finds the old one or the new one."""
+    spare = path.with_name(f"{path.name}.tmp")
+    with writing(path):
+        spare.write_text(json.dumps(numbers(value), indent=1))
+        spare.replace(path)
+
+
+def numbers(value: Any) -> Any:
+    """`value` with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [numbers(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drops the lines of the steps after `step`, which a resumed run takes again.
+
+    Malformed lines, such as a kill may leave at the end, are dropped too.
+    """
+    if not path.exists():
+        return
+    with writing(path):
+        lines = path.read_text(errors="replace").splitlines()
+        kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
+        spare = path.with_suffix(".tmp")
+        spare.write_text("".join(line + "\n" for line in kept))
+        spare.replace(path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        at = json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+    return at if isinstance(at, int) else None

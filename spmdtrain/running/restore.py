@@ -1,0 +1,87 @@
+"""What a run has left: its configuration, its weights, its state. Nothing here changes it."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.load import from_resolved
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+
+def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a run, its vocabulary resolved, with `a.b=c` strings on top.
+
+    The mesh is that of the run: override `mesh.*` to have it on other devices. Raises
+    CheckpointError where `run` is no run directory, ConfigError where an override cannot be obeyed.
+    """
+    return from_resolved(read_document(Path(run)), overrides)
+
+
+def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainState:
+    """The state of `run` after `step` steps (default: the newest), read into the shards of `setup`.
+
+    The mesh of `setup` may differ from the run's. Raises CheckpointError where there is no such
+    checkpoint, or it does not fit the model and the optimizer of `setup`.
+    """
+    with _opened(run, setup.model) as checkpoints:
+        return checkpoints.restore(_step(checkpoints, Path(run), step), setup.state)[0]
+
+
+def weights(run: str | Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """The parameters of `run` after `step` steps (default: the newest) as plain arrays.
+
+    By dotted path, whole, in the dtype in which they rest; those of the layers are stacked,
+    [layers, ...], in order, whatever pipeline wrote them. Needs no mesh, no model and no devices.
+    Raises CheckpointError where there is no such checkpoint.
+    """
+    with _opened(run, None) as checkpoints:
+        return checkpoints.read_weights(_step(checkpoints, Path(run), step))
+
+
+def read_document(run: Path) -> dict[str, Any]:
+    """RUN/config.json, as `config_document` wrote it. CheckpointError where it is none."""
+    path = run / "config.json"
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+        cause = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{run} is not a run directory: {path}: {cause}", fix="what training was given as --run"
+        ) from None
+    match saved:
+        case {"config": {"model": {"vocab": int()}}, "origin": dict()}:
+            return saved
+        case _:
+            what = f"{run} is not a run directory: {path} holds no resolved config"
+            raise CheckpointError(what)
+
+
+def newest(checkpoints: Checkpoints, run: Path) -> int:
+    """The newest step; CheckpointError where there is none."""
+    found = checkpoints.newest()
+    if found is None:
+        fix = "training first: spmdtrain train CONFIG --run RUN"
+        raise CheckpointError(f"{run} holds no checkpoint", fix=fix)
+    return found
+
+
+def _opened(run: str | Path, model: Any) -> contextlib.closing[Checkpoints]:
+    return contextlib.closing(Checkpoints(Path(run), model, keep=None))
+
+
+def _step(checkpoints: Checkpoints, run: Path, asked: int | None) -> int:
+    if asked is None:
+        return newest(checkpoints, run)
+    there = checkpoints.steps()
+    if asked not in there:
+        found = ", ".join(map(str, there)) or "none"
+        raise CheckpointError(f"{run} holds no checkpoint of step {asked}", found=found)
+    return asked

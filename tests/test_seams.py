@@ -1,0 +1,344 @@
+"""Each example of examples/seams, run as a person would, and whether what it exchanges has its effect."""
+
+import contextlib
+import csv
+import json
+import runpy
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import assert_same_bits, batches_of, mesh_of, tiny
+
+import spmdtrain as st
+from spmdtrain.config import CheckpointError, ConfigError, UserError
+from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.train import optimizers
+
+SEAMS = Path(__file__).parent.parent / "examples" / "seams"
+ONE = {"devices": jax.devices()[:1]}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def names_of(example: str) -> dict:
+    """What the example defines; nothing is run."""
+    return runpy.run_path(str(SEAMS / f"{example}.py"))
+
+
+def run_as_typed(example: str) -> None:
+    """`python examples/seams/<example>.py`."""
+    runpy.run_path(str(SEAMS / f"{example}.py"), run_name="__main__")
+
+
+def lines(file: str) -> list[dict]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def losses(directory: str) -> list[float]:
+    return [line["loss"] for line in lines(f"{directory}/metrics.jsonl") if "loss" in line]
+
+
+def restored(directory: str, setup: st.Setup):
+    with contextlib.closing(Checkpoints(Path(directory), setup.model, keep=None)) as checkpoints:
+        return jax.device_get(checkpoints.restore(checkpoints.newest(), setup.state)[0])
+
+
+def step_by_hand(setup: st.Setup):
+    """(state, metrics) after the first step."""
+    with batches_of(setup) as ahead:
+        return jax.device_get(st.make_step(setup)(st.init_state(setup), next(ahead)))
+
+
+@pytest.mark.parametrize("path", sorted(SEAMS.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_run_by_a_test(path):
+    assert len(path.read_text().splitlines()) < 40
+    assert f'run_as_typed("{path.stem}")' in Path(__file__).read_text()
+
+
+def test_a_sink_of_ones_own_has_the_losses_of_metrics_jsonl():
+    run_as_typed("sink")
+    text = Path("runs/csv/losses.csv").read_text().splitlines()
+    rows = [(int(step), float(loss)) for step, loss in csv.reader(text)]
+    written = [(line["step"], line["loss"]) for line in lines("runs/csv/metrics.jsonl")]
+    assert len(rows) == 20 and rows == written
+
+
+def test_a_hook_stops_the_run_saved_and_it_goes_on(capsys):
+    run_as_typed("hook")
+    found = losses("runs/good_enough")
+    enough = names_of("hook")["ENOUGH"]
+    below = [step for step, loss in enumerate(found, 1) if loss < enough]
+    assert below[0] < 100, "the hook had nothing to stop"
+    assert len(found) == below[0] + 1, "the step in flight is the last"
+    assert lines("runs/good_enough/events.jsonl")[-1]["event"] == "stopped"
+    printed = capsys.readouterr().out
+    assert f"step {len(found)} is safe on disk" in printed
+    assert f"stopped after {len(found)} of 500 steps" in printed
+    assert Path(f"runs/good_enough/checkpoints/{len(found)}").is_dir()
+
+
+def test_hooks_see_steps_evaluations_and_saves_in_order():
+    seen = []
+
+    def watch(event, step, figures):
+        seen.append((event, step, sorted(figures)[:1]))
+
+    config = tiny("train.steps=4", "eval.every=2", "eval.batches=1", "checkpoint.every=0")
+    assert st.run(config, "run", hooks=[watch], **ONE).status == "finished"
+    steps = [("step", step, ["grad_norm"]) for step in (1, 2, 3, 4)]
+    evaluated = [("evaluated", step, ["eval_loss"]) for step in (2, 4)]
+    assert seen == [*steps[:2], evaluated[0], *steps[2:], evaluated[1], ("saved", 4, [])]
+
+
+def test_tensorboard_has_every_figure_of_a_run_that_was_resumed():
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401  the format read below
+
+    for steps in (2, 4):
+        st.run(tiny(f"train.steps={steps}", "log.sinks=tensorboard"), "run", **ONE)
+    points = {}
+    for file in sorted(Path("run/tensorboard").iterdir()):
+        data = file.read_bytes()
+        while data:  # a record: its length in 8 bytes, 4 of checksum, itself, 4 of checksum
+            length = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            for value in event.summary.value:
+                points[value.tag, event.step] = value.simple_value
+    want = losses("run")
+    assert [points["loss", step] for step in (1, 2, 3, 4)] == pytest.approx(want, rel=1e-6)
+    assert ("learning_rate", 4) in points and ("mfu", 4) not in points
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"hooks": [lambda *_: 3]}, "returned 3 after step of step 1; try True"),
+        ({"hooks": print}, "hooks=<built-in function print> is not a list of callables"),
+        ({"sinks": ["tensorboard"]}, r"sinks=\['tensorboard'\] is not a list of callables"),
+        ({"sinks": [lambda *_: object()]}, "has no metrics and no event and no close"),
+    ],
+    ids=["hook gives 3", "hooks no list", "sink is a name", "sink without methods"],
+)
+def test_what_is_no_sink_and_no_hook_costs_one_line(given, said):
+    with pytest.raises(ConfigError, match=said):
+        st.run(tiny("train.steps=3"), "run", **given, **ONE)
+
+
+def test_an_optimizer_of_ones_own_is_used_by_groups_and_frozen_weights_keep_nothing():
+    run_as_typed("optimizer")
+    seam = names_of("optimizer")
+    setup = st.shard(seam["CONFIG"].with_vocab(64), devices=jax.devices(), optimizer=seam["groups"])
+    fresh = jax.device_get(st.init_state(setup))
+    trained = restored("runs/groups", setup)
+    frozen = "tokens.table_ve"
+    assert np.array_equal(fresh.params[frozen], trained.params[frozen])
+    assert frozen not in trained.opt_state
+    # Lion moves each weight by the learning rate, whatever its gradient, and decays it.
+    state, batch = step_by_hand(setup)
+    path = "blocks.layer.mlp.up_ef"
+    moved = np.abs(state.params[path] - fresh.params[path] * (1 - 0.1 * batch["learning_rate"]))
+    np.testing.assert_allclose(moved, batch["learning_rate"], rtol=1e-3)
+    scale = np.abs(state.params["norm.scale_e"] - fresh.params["norm.scale_e"])
+    np.testing.assert_allclose(scale, 0.1 * batch["learning_rate"], rtol=1e-2)
+
+
+def test_a_schedule_of_ones_own_is_what_the_run_reports():
+    run_as_typed("schedule")
+    rates = [line["learning_rate"] for line in lines("runs/wsd/metrics.jsonl")]
+    want = [3e-3 * min(1, (step + 1) / 5, (20 - step) / 10) for step in range(20)]
+    assert rates == pytest.approx(want, rel=1e-6)
+
+
+SPLIT = ("mesh.data=2", "mesh.fsdp=2", "train.zero=1")
+STAGES = ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=4")
+
+
+def trained_in(directory: str, steps: int, *settings: str, **seam):
+    config = tiny(f"train.steps={steps}", "model.dropout=0.1", *settings)
+    devices = jax.devices()[: mesh_of(settings)]
+    st.run(config, directory, devices=devices, **seam)
+    setup = st.shard(config, devices=devices, **{k: v for k, v in seam.items() if k != "data"})
+    return restored(directory, setup)
+
+
+@pytest.mark.parametrize(
+    "seam",
+    [
+        {"optimizer": "groups", "schedule": "warm_stay_fall"},
+        {"optimizer": optax.identity()},  # it keeps no state at all
+    ],
+    ids=["groups", "no state"],
+)
+def test_a_run_goes_on_bit_by_bit_with_the_same_seam_and_on_another_mesh(seam):
+    seam = {name: names_of(name)[given] if isinstance(given, str) else given for name, given in seam.items()}
+    whole = trained_in("whole", 4, *SPLIT, **seam)
+    trained_in("halves", 2, *SPLIT, **seam)
+    shutil.copytree("halves", "moved")
+    assert_same_bits(trained_in("halves", 4, *SPLIT, **seam), whole)
+    assert losses("halves") == losses("whole")
+    trained_in("moved", 4, *STAGES, **seam)
+    assert losses("moved") == pytest.approx(losses("whole"), rel=2e-5)
+
+
+def test_an_own_rate_of_one_and_the_shipped_rules_are_the_shipped_optimizer_bit_by_bit():
+    config = tiny("train.steps=3")
+    same = {
+        "optimizer": st.make_optimizer(config.optimizer),
+        "schedule": partial(optimizers.learning_rate, config.optimizer, 3),
+    }
+    st.run(config, "shipped", **ONE)
+    st.run(config, "own", **same, **ONE)
+    assert losses("own") == losses("shipped")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": "lion"}, "optimizer='lion' is no optimizer; try an optax transformation"),
+        ({"optimizer": optax.lion(1e-3)}, "points against the gradient.*optax.scale_by_lion"),
+        ({"optimizer": lambda *_: 0.1}, "optimizer= gives 0.1 for "),
+        ({"optimizer": lambda *_: None}, "optimizer= freezes all 16 parameters"),
+        ({"schedule": 0.1}, "schedule=0.1 is no schedule; try a function of the step"),
+        ({"schedule": lambda step: 1.0 if step < 3 else 0.0}, "jnp.where instead of if"),
+        ({"schedule": lambda step: step * jnp.ones(2)}, r"an array of shape \(2,\), not one rate"),
+    ],
+    ids=["a name", "with its rate", "a number", "all frozen", "rate", "if", "vector"],
+)
+def test_what_is_no_optimizer_and_no_schedule_costs_one_line(given, said):
+    with pytest.raises(ConfigError, match=said) as refused:
+        st.shard(tiny(), devices=jax.devices()[:1], **given)
+    assert "\n" not in str(refused.value)
+
+
+def test_data_of_ones_own_are_what_is_trained_and_evaluated_on():
+    run_as_typed("data")
+    seam = names_of("data")
+    config, sums = seam["CONFIG"], seam["sums"]
+    source = st.Source(sums, seam["held_out"], 64)
+    _, data = st.open_data(config, source)
+    setup = st.shard(config)
+    with st.batches(setup, data, 0, 0) as ahead:
+        rows = [np.asarray(next(ahead)["tokens"])[0] for _ in range(2)]
+    want = np.stack([sums(config.train.seed, index)[:-1] for index in range(32)])
+    assert np.array_equal(np.concatenate(rows), want)
+    found = lines("runs/sums/metrics.jsonl")
+    assert [line["step"] for line in found if "eval_loss" in line] == [10, 20]
+    assert losses("runs/sums")[0] == pytest.approx(np.log(12), rel=0.05)
+
+
+def test_evaluation_on_data_of_ones_own_is_the_mean_over_its_samples():
+    """64 samples of which only 10 are there, in batches of 16: the rows beyond them count nothing."""
+    seam = names_of("data")
+    config = seam["CONFIG"]
+    setup = st.shard(config)
+    state = st.init_state(setup)
+
+    def evaluated(samples: int) -> float:
+        _, data = st.open_data(config, st.Source(seam["sums"], seam["held_out"], samples))
+        return st.make_evaluate(setup, data)(state)
+
+    rows = np.stack([seam["held_out"](config.train.seed, index) for index in range(10)])
+    logits = st.make_logits(setup)(state.params, rows[:, :-1])
+    log_probability = np.asarray(jax.nn.log_softmax(logits))
+    want = -np.take_along_axis(log_probability, rows[:, 1:, None], -1).mean()
+    assert evaluated(10) == pytest.approx(float(want), rel=1e-5)
+    assert evaluated(16) != pytest.approx(float(want), rel=1e-5)
+
+
+def test_data_of_ones_own_go_on_bit_by_bit_and_others_are_refused():
+    def count(seed, index):
+        return (np.arange(17) * (index + 1) + seed) % 64
+
+    whole = trained_in("whole", 4, *SPLIT, data=count)
+    trained_in("halves", 2, *SPLIT, data=count)
+    assert_same_bits(trained_in("halves", 4, *SPLIT, data=count), whole)
+    assert losses("halves") == losses("whole")
+    with pytest.raises(CheckpointError, match="the corpus is not the one this run was trained on"):
+        trained_in("halves", 6, *SPLIT, data=lambda seed, index: count(seed, index + 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "said"),
+    [
+        ("stdlib", (), "data='stdlib' is no source of data; try a function"),
+        (lambda *_: np.zeros(5, int), (), r"data= gives int64\[5\] for sample 0; try 17 integers"),
+        (lambda *_: np.zeros(17), (), r"data= gives float64\[17\] for sample 0"),
+        (lambda *_: np.arange(17) + 60, (), "id 64 in sample 0; asked model.vocab=64"),
+        (lambda *_: np.arange(17) - 1, (), "id -1 in sample 0"),
+        (lambda *_: np.arange(17), ("eval.every=1",), "data= has no validation"),
+        (lambda *_: np.arange(17), ("model.vocab=none",), "nothing says how many ids there are"),
+        (lambda *_: np.arange(17), ("data.packing=documents",), "where documents start"),
+    ],
+    ids=["a name", "short", "floats", "beyond", "negative", "validation", "vocab", "documents"],
+)
+def test_what_is_no_data_costs_one_line(given, settings, said):
+    with pytest.raises(UserError, match=said):
+        st.run(tiny(*settings), "run", data=given, **ONE)
+    assert not Path("run").exists()
+
+
+def test_parts_of_ones_own_stand_in_the_shipped_block_and_text_is_made_with_them():
+    run_as_typed("parts")
+    seam = names_of("parts")
+    found = losses("runs/squared_relu")
+    assert found[-1] < found[0] - 0.3
+    weights = st.weights("runs/squared_relu")
+    assert {path for path in weights if ".mlp." in path} == {
+        "blocks.layer.mlp.up_ef",
+        "blocks.layer.mlp.down_fe",
+    }
+    ids = st.generate("runs/squared_relu", [1, 2, 3], 5, make=seam["model"])
+    assert ids.shape == (8,)
+    # Nothing says where a token is: the sum over a sequence of one token is the same everywhere.
+    setup = st.shard(seam["CONFIG"].with_vocab(64), seam["model"])
+    logits = np.asarray(st.make_logits(setup)(st.init_state(setup).params, [[7] * 6]))[0]
+    np.testing.assert_allclose(logits, np.broadcast_to(logits[:1], logits.shape), atol=1e-5)
+    rope = st.shard(seam["CONFIG"].with_vocab(64), partial(st.Transformer, mlp=seam["SquaredRelu"]))
+    mixed = np.asarray(st.make_logits(rope)(st.init_state(rope).params, [[7, 8, 9, 7]]))[0]
+    assert not np.allclose(mixed[0], mixed[3], atol=1e-5)
+
+
+def test_own_parts_train_alike_on_every_mesh():
+    parts = names_of("parts")["model"]
+    for name, mesh in {"one": (), "split": ("mesh.fsdp=2", "mesh.tensor=2"), "stages": STAGES}.items():
+        st.run(tiny("train.steps=3", *mesh), name, make=parts, devices=jax.devices()[: mesh_of(mesh)])
+    assert losses("split") == pytest.approx(losses("one"), rel=2e-5)
+    assert losses("stages") == pytest.approx(losses("one"), rel=2e-5)
+
+
+def test_what_is_no_part_costs_one_line():
+    for parts, said in (
+        ({"mlp": "relu"}, "mlp='relu' makes no part of a block; try a class"),
+        ({"norm": 3}, "norm=3 makes no part of a block"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            st.shard(tiny(), partial(st.Transformer, **parts), jax.devices()[:1])
+
+    class Wide(nnx.Module):
+        """A block that gives more than it takes."""
+
+        def __init__(self, rngs):  # noqa: ARG002
+            self.scale = nnx.Param(jnp.ones(32), out_sharding=("norm",))
+
+        def __call__(self, x_bte, ctx):  # noqa: ARG002
+            return jnp.concatenate([x_bte * self.scale[...]] * 2, -1)
+
+    class Model(st.Transformer):
+        def __init__(self, config, rngs):
+            super().__init__(config, rngs)
+            self.blocks = st.Stack(Wide, config.model.layers, rngs)
+
+    with pytest.raises(ConfigError, match=r"a Wide turns float32\[16, 16, 32\] into float32\[16, 16, 64\]"):
+        st.run(tiny(), "run", make=Model, **ONE)
