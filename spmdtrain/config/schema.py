@@ -360,7 +360,9 @@ class LogConfig(Settings):
 
     every: Count = Field(10, description="steps between plain lines when not a terminal")
     profile: Steps = Field((), description="steps traced by the profiler into RUN/profile")
-    sinks: Sinks = Field((), description="where figures go beside metrics.jsonl: tensorboard (RUN/tensorboard)")
+    sinks: Sinks = Field(
+        (), description="where figures go beside metrics.jsonl: tensorboard (RUN/tensorboard)"
+    )
 
 
 class RulesConfig(Settings):

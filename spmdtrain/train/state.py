@@ -33,9 +33,7 @@ class TrainState:
     opt_state: optimizers.OptimizerState
 
 
-def abstract_state(
-    model: AbstractModel, rules: optimizers.Rules, dtype: str, mesh: Mesh, specs: Specs
-) -> TrainState:
+def abstract_state(model: AbstractModel, rules: optimizers.Rules, dtype: str, mesh: Mesh, specs: Specs) -> TrainState:
     """A TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
 
     `dtype`: of the parameters; `specs`: where each of them rests, and its optimizer state with it.
@@ -43,9 +41,7 @@ def abstract_state(
 
     def moments_of(path: str, state):
         parameter = model.parameters[path]
-        return jax.tree.map(
-            lambda x: _leaf(x, mesh, _spec_beside(x, parameter, specs[path])), state
-        )
+        return jax.tree.map(lambda x: _leaf(x, mesh, _spec_beside(x, parameter, specs[path])), state)
 
     shapes = jax.eval_shape(lambda key: fresh_state(model, rules, dtype, key), jax.random.key(0))
     return TrainState(

@@ -74,9 +74,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     return way.make_losses(setup)
 
 
-def _apply(
-    rules: optimizers.Rules, params: dict, updates: dict, rate: jax.Array
-) -> dict[str, jax.Array]:
+def _apply(rules: optimizers.Rules, params: dict, updates: dict, rate: jax.Array) -> dict[str, jax.Array]:
     """Parameters one step further; frozen ones stay.
 
     Parameters and updates rest alike: each device updates its own.
