@@ -9,8 +9,15 @@ same losses. In Python, `import spmdtrain as st`:
 
     config, data = st.open_data(config)    # the corpus decides the vocabulary
     setup = st.shard(config)               # mesh, rules, model and state: shapes, no memory yet
-    state = st.init_state(setup)
+    state = st.init_state(setup)           # or st.restore("runs/mine", setup), onto any mesh
     step = st.make_step(setup)             # step(state, batch) -> (state, metrics)
+
+    st.weights("runs/mine")                # plain arrays by path
+    st.generate("runs/mine", "def main(")  # text, or ids for ids
+    st.estimate(config, 8, "h200")         # time and memory of a step, without the devices
+
+`run` takes what a caller exchanges as keywords: `make` (the model), `optimizer`, `schedule`,
+`data`, `sinks` and `hooks`.
 
 The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `running` and
 `planner`, `cli`; imports only go down. The names below are imported when they are asked for, so that

@@ -20,14 +20,18 @@ import spmdtrain as st
 from spmdtrain.config import CheckpointError, ConfigError, UserError
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.train import optimizers
+from spmdtrain.train.state import bytes_per_device
 
 SEAMS = Path(__file__).parent.parent / "examples" / "seams"
-ONE = {"devices": jax.devices()[:1]}
+DEVICES = jax.devices()
+ONE = {"devices": DEVICES[:1]}
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
+    """Examples run in a folder of their own, on one device: eight would take turns on the cores."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, "devices", lambda: DEVICES[:1])
 
 
 def names_of(example: str) -> dict:
@@ -139,7 +143,7 @@ def test_what_is_no_sink_and_no_hook_costs_one_line(given, said):
 def test_an_optimizer_of_ones_own_is_used_by_groups_and_frozen_weights_keep_nothing():
     run_as_typed("optimizer")
     seam = names_of("optimizer")
-    setup = st.shard(seam["CONFIG"].with_vocab(64), devices=jax.devices(), optimizer=seam["groups"])
+    setup = st.shard(seam["CONFIG"].with_vocab(64), optimizer=seam["groups"])
     fresh = jax.device_get(st.init_state(setup))
     trained = restored("runs/groups", setup)
     frozen = "tokens.table_ve"
@@ -154,6 +158,18 @@ def test_an_optimizer_of_ones_own_is_used_by_groups_and_frozen_weights_keep_noth
     np.testing.assert_allclose(scale, 0.1 * batch["learning_rate"], rtol=1e-2)
 
 
+def test_an_estimate_counts_the_state_of_an_optimizer_of_ones_own():
+    config = tiny("mesh.data=2", "train.zero=1")
+
+    def halves(path, parameter):  # noqa: ARG001
+        return None if "mlp" in path else optax.scale_by_lion()
+
+    found = st.estimate(config, 2, "h200", optimizer=halves).memory.optimizer
+    state = st.shard(config, devices=DEVICES[:2], optimizer=halves).state
+    assert found == bytes_per_device((state.opt_state, state.step))
+    assert found < st.estimate(config, 2, "h200").memory.optimizer / 2
+
+
 def test_a_schedule_of_ones_own_is_what_the_run_reports():
     run_as_typed("schedule")
     rates = [line["learning_rate"] for line in lines("runs/wsd/metrics.jsonl")]
@@ -161,13 +177,13 @@ def test_a_schedule_of_ones_own_is_what_the_run_reports():
     assert rates == pytest.approx(want, rel=1e-6)
 
 
-SPLIT = ("mesh.data=2", "mesh.fsdp=2", "train.zero=1")
-STAGES = ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=4")
+SPLIT = ("mesh.data=2", "train.zero=1")
+STAGES = ("mesh.pipeline=2", "train.microbatch=4")
 
 
 def trained_in(directory: str, steps: int, *settings: str, **seam):
     config = tiny(f"train.steps={steps}", "model.dropout=0.1", *settings)
-    devices = jax.devices()[: mesh_of(settings)]
+    devices = DEVICES[: mesh_of(settings)]
     st.run(config, directory, devices=devices, **seam)
     setup = st.shard(config, devices=devices, **{k: v for k, v in seam.items() if k != "data"})
     return restored(directory, setup)
@@ -218,7 +234,7 @@ def test_an_own_rate_of_one_and_the_shipped_rules_are_the_shipped_optimizer_bit_
 )
 def test_what_is_no_optimizer_and_no_schedule_costs_one_line(given, said):
     with pytest.raises(ConfigError, match=said) as refused:
-        st.shard(tiny(), devices=jax.devices()[:1], **given)
+        st.shard(tiny(), **ONE, **given)
     assert "\n" not in str(refused.value)
 
 
@@ -312,8 +328,8 @@ def test_parts_of_ones_own_stand_in_the_shipped_block_and_text_is_made_with_them
 
 def test_own_parts_train_alike_on_every_mesh():
     parts = names_of("parts")["model"]
-    for name, mesh in {"one": (), "split": ("mesh.fsdp=2", "mesh.tensor=2"), "stages": STAGES}.items():
-        st.run(tiny("train.steps=3", *mesh), name, make=parts, devices=jax.devices()[: mesh_of(mesh)])
+    for name, mesh in {"one": (), "split": ("mesh.tensor=2",), "stages": STAGES}.items():
+        st.run(tiny("train.steps=3", *mesh), name, make=parts, devices=DEVICES[: mesh_of(mesh)])
     assert losses("split") == pytest.approx(losses("one"), rel=2e-5)
     assert losses("stages") == pytest.approx(losses("one"), rel=2e-5)
 
@@ -324,7 +340,7 @@ def test_what_is_no_part_costs_one_line():
         ({"norm": 3}, "norm=3 makes no part of a block"),
     ):
         with pytest.raises(ConfigError, match=said):
-            st.shard(tiny(), partial(st.Transformer, **parts), jax.devices()[:1])
+            st.shard(tiny(), partial(st.Transformer, **parts), DEVICES[:1])
 
     class Wide(nnx.Module):
         """A block that gives more than it takes."""

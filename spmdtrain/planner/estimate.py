@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
@@ -17,6 +18,9 @@ from spmdtrain.planner.memory import Memory, exact_state, step_memory
 from spmdtrain.planner.software import Software, software
 from spmdtrain.planner.step_time import StepTime, step_time
 from spmdtrain.planner.workload import Workload, workload_of
+
+if TYPE_CHECKING:
+    from spmdtrain.train.optimizers import Optimizer
 
 # Bytes/s from a device into its host's memory: PCIe 4 x16, less overhead.
 TO_HOST_BANDWIDTH = 25e9
@@ -59,20 +63,32 @@ class Estimate:
         return replace(self, time=replace(self.time, scale=scale))
 
 
-def estimate(config: RunConfig, devices: int | None, hardware: Hardware | str) -> Estimate:
+def estimate(
+    config: RunConfig,
+    devices: int | None,
+    hardware: Hardware | str,
+    *,
+    optimizer: "Optimizer | None" = None,
+) -> Estimate:
     """Time and memory of this config, laid out exactly as it says, on `devices` devices.
 
     None means as many as the mesh multiplies to. `hardware` may be a name, "h200" say, or a TOML
-    file. What a run would refuse is refused with a ConfigError.
+    file; `optimizer` is what a run is given, whose state the memory then counts. What a run would
+    refuse is refused with a ConfigError.
     """
     config = with_vocab(config)
     hardware = described(hardware)
-    return estimate_on_mesh(config, mesh_sizes(config, devices, hardware), hardware)
+    return estimate_on_mesh(config, mesh_sizes(config, devices, hardware), hardware, optimizer)
 
 
-def estimate_on_mesh(config: RunConfig, sizes: Mapping[str, int], hardware: Hardware) -> Estimate:
+def estimate_on_mesh(
+    config: RunConfig,
+    sizes: Mapping[str, int],
+    hardware: Hardware,
+    optimizer: "Optimizer | None" = None,
+) -> Estimate:
     """`estimate` on a mesh of these sizes (none -1)."""
-    state = exact_state(config, sizes)
+    state = exact_state(config, sizes, optimizer)
     workload = workload_of(config, sizes)
     time = step_time(workload, hardware, our_software(config, hardware))
     return Estimate(time, step_memory(workload, state))

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from pallas_kernels.attention.xla import BLOCK
 from pallas_kernels.loss.api import CHUNK_LOGITS
@@ -23,6 +24,9 @@ from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.schedules import SCHEDULES, Pipeline, RingSlots
 from spmdtrain.planner.workload import ModelShape, Workload
+
+if TYPE_CHECKING:
+    from spmdtrain.train.optimizers import Optimizer
 
 SAFE_SHARE = 0.8  # of a device's memory
 FLOAT32 = 4  # bytes; gradients are accumulated in float32
@@ -65,7 +69,9 @@ def step_memory(workload: Workload, state: tuple[int, int] | None = None) -> Mem
 # Parameters and optimizer
 
 
-def exact_state(config: RunConfig, mesh_sizes: Mapping[str, int]) -> tuple[int, int]:
+def exact_state(
+    config: RunConfig, mesh_sizes: Mapping[str, int], optimizer: "Optimizer | None" = None
+) -> tuple[int, int]:
     """(parameter bytes, optimizer bytes) per device, off the abstract state; needs no devices.
 
     Refuses what does not divide, by the same functions as a run.
@@ -77,7 +83,7 @@ def exact_state(config: RunConfig, mesh_sizes: Mapping[str, int]) -> tuple[int, 
     from spmdtrain.train.state import bytes_per_device
 
     mesh = jax.sharding.AbstractMesh(tuple(mesh_sizes[axis] for axis in AXES), AXES)
-    abstract = shard_on(config, mesh).state
+    abstract = shard_on(config, mesh, optimizer=optimizer).state
     parameters = bytes_per_device(abstract.params)
     optimizer = bytes_per_device((abstract.opt_state, abstract.step))
     return parameters, optimizer
