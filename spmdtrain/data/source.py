@@ -127,8 +127,8 @@ def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple
     fraction = config.data.validation_fraction
     train, validation = split(corpus, fraction, config.train.sequence_length)
     if config.eval.every and not validation.size:
-        what = "eval.every asks for evaluation, but data.validation_fraction=0 keeps no validation data"
-        raise ConfigError(what)
+        kept = "data.validation_fraction=0 keeps no validation data"
+        raise ConfigError(f"eval.every asks for evaluation, but {kept}")
     return config, CorpusData(corpus, train, validation)
 
 

@@ -20,7 +20,7 @@ from spmdtrain.train.state import bytes_per_device
 
 
 def setup_of(config: RunConfig, make: MakeModel = Transformer) -> Setup:
-    """The setup that a run of `config` would have on the devices at hand, its vocabulary resolved."""
+    """The setup of a run of `config` on the devices at hand, its vocabulary resolved."""
     vocab = config.model.vocab or open_corpus(config.data, None, config.train.seed).vocab
     return shard(config.with_vocab(vocab), make)
 

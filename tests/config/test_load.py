@@ -164,7 +164,7 @@ BAD = {
     "key of the class before": (
         BASE,
         ["optimizer.name=sgd", "optimizer.beta1=0.5"],
-        [UNKNOWN, "optimizer.beta1", "'adamw' has"],
+        [UNKNOWN, "optimizer.beta1", "'adamw' or optimizer.name='lion' has"],
     ),
     "key below a value": ("[train.steps]\nx = 1", [], [UNKNOWN, "train.steps.x", "x.toml", "train.steps is a value"]),
     "key below a value in --set": (

@@ -73,7 +73,10 @@ VALUES: dict[str, Sequence[Any]] = {
 }
 NOT_DRAWN = {
     "train.init_from": "needs another run, and tests/running/test_resume.py has it on other meshes",
+    "log.sinks": "decides no number, and tests/test_seams.py has it",
 }
+# Lion's update is a sign: a gradient that rounds to the other side of 0 moves by the whole rate.
+ROUNDING_DECIDES = {"lion"}
 # Decide where and in which order numbers are computed, not which.
 LAYOUT = {"model.attention", "train.microbatch", "train.remat", "train.zero"}
 LAYOUT_SECTIONS = {"mesh", "pipeline", "checkpoint", "log", "rules"}
@@ -102,7 +105,8 @@ def class_of(section: str, name: str) -> type[Settings]:
 def names(section: str) -> list[str]:
     """What the classes of a section are called."""
     choices = classes(RunConfig.model_fields[section].annotation)
-    return [kind.model_fields["name"].default for kind in choices]
+    found = [kind.model_fields["name"].default for kind in choices]
+    return [name for name in found if name not in ROUNDING_DECIDES]
 
 
 def values_of(key: str) -> Sequence[Any]:
