@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-slow test-gpu mutations fuzz check docs bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
+.PHONY: help train test test-fast test-slow test-gpu mutations fuzz check docs bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,8 +21,11 @@ train: $(VENV)/installed  ## a tiny GPT on 8 simulated devices, no download; run
 test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k mesh"
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
+test-fast: $(VENV)/installed-dev  ## the tests that compile little: most of what a change breaks, in a minute or two
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" $(PYTEST_ARGS)
+
 test-slow: $(VENV)/installed-dev  ## the tests that take long: whole grids of pipelines and kernels, hours
-	SPMDTRAIN_SLOW=1 $(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/installed-dev  ## kernels on the GPU that is there, with jax's CUDA libraries installed beside
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 4 -m gpu $(PYTEST_ARGS)

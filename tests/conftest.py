@@ -1,27 +1,30 @@
-"""Eight simulated CPU devices for every test, and the two kinds of test that do not always run.
+"""Eight simulated CPU devices for every test, compiled as cheaply as XLA can, and the tests that run only when asked.
 
 JAX_PLATFORMS is respected where it is set: `JAX_PLATFORMS=cuda make test PYTEST_ARGS="-m gpu"` on a GPU box.
 """
 
 import os
 import tempfile
+from importlib.metadata import version
 
-import pytest
-
-DEVICE_COUNT = "--xla_force_host_platform_device_count"
-
-# Before anything imports jax: it reads both once.
+# Before anything imports jax: it reads all of this once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-FLAGS = {DEVICE_COUNT: 8}
+FLAGS = {"--xla_force_host_platform_device_count": 8}
 if os.environ["JAX_PLATFORMS"] == "cpu":
     FLAGS["--xla_backend_optimization_level"] = 0  # half the compile time, and tiny programs need no speed
+    if version("jaxlib").startswith("0.10."):
+        # Each fusion would be its own MLIR module with its own passes: a third of what is left. 0.12 has no other way.
+        FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
 for flag, value in FLAGS.items():
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
-# Tests compile the same tiny programs over and over, in this process and in those they start.
-_compiled = tempfile.TemporaryDirectory(prefix="spmdtrain-tests-")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+# Tests compile the same tiny programs over and over, in this process and in those they start. The workers of
+# pytest-xdist inherit the directory of the process that started them.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="spmdtrain-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def gpu_is_there() -> bool:
@@ -33,20 +36,13 @@ def gpu_is_there() -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    wants_slow = "slow" in config.option.markexpr or os.environ.get("SPMDTRAIN_SLOW") == "1"
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    reasons = []
+    """Deselects what is slow unless `-m slow` asks for it, and what needs a GPU where there is none."""
+    left_out = set()
+    if "slow" not in config.option.markexpr:
+        left_out |= {item for item in items if item.get_closest_marker("slow")}
+    gpu = {item for item in items if item.get_closest_marker("gpu")}
     if gpu and not gpu_is_there():
-        reasons.append(("gpu", gpu, "no GPU here, or JAX_PLATFORMS=cpu"))
-    if not wants_slow:
-        reasons.append(("slow", [item for item in items if item.get_closest_marker("slow")], "-m slow runs it"))
-    config.left_out = [
-        f"{len(left_out)} tests marked {mark} are skipped: {why}" for mark, left_out, why in reasons if left_out
-    ]
-    for mark, left_out, why in reasons:
-        for item in left_out:
-            item.add_marker(pytest.mark.skip(reason=f"{mark}: {why}"))
-
-
-def pytest_report_collectionfinish(config):
-    return config.left_out
+        left_out |= gpu
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]

@@ -29,6 +29,8 @@ from spmdtrain.cli import main
 from spmdtrain.config import RunConfig
 from spmdtrain.config.errors import DONE, PREEMPTED, UserError
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]

@@ -15,6 +15,8 @@ from spmdtrain.config import GPT, ConfigError, DataConfig, RunConfig, TrainConfi
 from spmdtrain.parallel.axes import AXES
 from spmdtrain.running import show
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 STEPS, UNTRAINED = 12, 5.2  # steps of each run; a loss before training, ln 256 = 5.5 or a little less

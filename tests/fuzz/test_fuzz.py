@@ -21,6 +21,8 @@ from fuzz.draw import AXES, Draw, after, config_of, draw, draw_change, settings_
 from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
 from fuzz.shrink import shrunk, spoken
 
+pytestmark = pytest.mark.long
+
 # A pipeline under two schedules, stopped under the one and resumed under the other.
 SEEDS = (1,)
 TWO = {"train.steps": 2}

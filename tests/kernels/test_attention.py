@@ -16,6 +16,8 @@ from pallas_kernels.attention.problem import prepare
 from pallas_kernels.attention.tiling import Tile
 from pallas_kernels.choose import Refused
 
+pytestmark = pytest.mark.long
+
 ARRAYS = "q", "k", "v", "bias", "dout"
 DEFAULTS = {"scale": None, "bias": None, "positions": None, "segment_ids": None}
 IN_TURN = {

@@ -20,6 +20,8 @@ from pallas_kernels.attention import attention, reference, tiling, xla
 from pallas_kernels.attention.problem import prepare
 from pallas_kernels.attention.tiling import Tile
 
+pytestmark = pytest.mark.long
+
 WHOLE = (128, 128)  # a tile of queries and keys
 
 

@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.loss import api, cases, linear_cross_entropy, reference
 
+pytestmark = pytest.mark.long
+
 
 def options(case):
     return {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}

@@ -17,6 +17,8 @@ from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.norm import layernorm, rmsnorm
 from pallas_kernels.partition import automatic_axes, locally
 
+pytestmark = pytest.mark.long
+
 BATCH, HEADS = "data", "tensor"
 
 

@@ -9,6 +9,8 @@ from pallas_kernels.attention import attention, cudnn, saveable
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.norm import layernorm, rmsnorm
 
+pytestmark = pytest.mark.long
+
 BOTH = "xla", "triton:interpret"
 COUNT = 3  # of what is mapped and scanned over
 

@@ -18,6 +18,8 @@ from pallas_kernels.attention.tiling import Tile
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.norm import layernorm, rmsnorm
 
+pytestmark = pytest.mark.long
+
 T, S = 20, 24
 
 

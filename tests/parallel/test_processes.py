@@ -12,6 +12,8 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel import processes
 from spmdtrain.parallel.processes import simulate_devices, start
 
+pytestmark = pytest.mark.long
+
 simulate_devices(8)
 
 LAUNCHER = ("SLURM_", "OMPI_", "JAX_")

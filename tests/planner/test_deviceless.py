@@ -17,6 +17,8 @@ from spmdtrain.config import ConfigError
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.hardware import DEVICES
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SMALL = """
 [model]

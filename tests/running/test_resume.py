@@ -28,6 +28,8 @@ from spmdtrain.running.directory import only_run
 from spmdtrain.running.json_lines import forget_after
 from spmdtrain.train.setup import shard
 
+pytestmark = pytest.mark.long
+
 STEPS = 40
 SETTINGS = (
     f"train.steps={STEPS}",

@@ -16,6 +16,8 @@ from spmdtrain.running import loop
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.step import make_gradients
 
+pytestmark = pytest.mark.long
+
 SMALL = ("model.embed=32", "model.heads=4", "model.vocab=32", "train.sequence_length=16", "train.global_batch=8")
 MESHES = {
     "data fsdp tensor": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "model.kv_heads=2", "model.name=llama"),

@@ -11,6 +11,8 @@ from spmdtrain.train import optimizers
 from spmdtrain.train.setup import init_state
 from spmdtrain.train.step import make_losses
 
+pytestmark = pytest.mark.long
+
 STEPS, TOLERANCE = 20, 1e-5
 NOISY = ("model.dropout=0.1",)
 UNEVEN = ("data.packing=documents",)  # masks at document ends fall unevenly on shards and microbatches

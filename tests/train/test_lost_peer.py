@@ -20,6 +20,8 @@ from spmdtrain.data.tokens import write_tokens
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import newest_step
 
+pytestmark = pytest.mark.long
+
 DATA, LOST = 5, 8
 SOON = 15  # seconds in which a process ends after another did
 STEPS, EVERY, BATCH = 4000, 5, 8

@@ -17,6 +17,8 @@ from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients, make_losses
 
+pytestmark = pytest.mark.long
+
 SMALLEST = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_length=8", "train.global_batch=8")
 STAGES = ("mesh.pipeline=2", "train.microbatch=2")
 

@@ -3,6 +3,8 @@
 import pytest
 from helpers import assert_gradients_of_one_device, pipeline, pipeline_name
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = 1e-5  # float32
 SIX, EIGHT = ("model.layers=6",), ("model.layers=8",)  # of six, some places are padding where p v does not divide it
 NOISY = ("model.dropout=0.1",)

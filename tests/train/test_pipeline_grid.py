@@ -7,6 +7,8 @@ import jax
 import pytest
 from helpers import assert_gradients_of_one_device, pipeline, pipeline_name
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = 1e-5  # float32
 SIX = ("model.layers=6",)  # some places are padding where p v does not divide it
 

@@ -45,7 +45,7 @@ def test_matmuls_are_of_compute_precision_however_weights_rest(what, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("accumulate", "compute"), itertools.product(DTYPES, DTYPES))
+@pytest.mark.parametrize(("accumulate", "compute"), list(itertools.product(DTYPES, DTYPES)))
 def test_gradients_add_up_in_the_precision_of_accumulation(layout, accumulate, compute):
     asked = f"precision.accumulate={accumulate}", f"precision.compute={compute}"
     gradients, sums = lowered("make_gradients", *LAYOUTS[layout], *asked).out_info
