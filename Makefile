@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
+FLEET_ARGS ?=
 UV ?= uv
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-fast test-slow test-gpu mutations fuzz check docs bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot plan-table schema constraints
+.PHONY: help train test test-fast test-slow test-gpu mutations fuzz check docs bench-overhead bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -63,6 +64,9 @@ cuda-compiler: $(VENV)/cuda-compiler  ## XLA's CUDA side for the jax that is ins
 aot: $(VENV)/cuda-compiler  ## every kernel through ptxas for GPUs that are not there: jax 0.11 or later (Python 3.12)
 	$(NO_DEPENDENCIES) nvidia-cudnn-cu13
 	JAX_PLATFORMS=cpu $(BIN)/python -m pallas_kernels.aot
+
+fleet: $(VENV)/cuda-compiler  ## flagship layouts at real size through XLA, and docs/fleet.md: jax 0.11 or later, half an hour
+	$(BIN)/python benchmarks/fleet.py $(FLEET_ARGS)
 
 plan-table: $(VENV)/installed  ## the docs' table of the planner: the published 1T run among all layouts of 3072 A100s
 	@$(BIN)/python benchmarks/planner/plan_table.py

@@ -138,7 +138,7 @@ def estimate(parsed: argparse.Namespace) -> int:
 
 
 def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
-    from spmdtrain.planner import anchor, deviceless, report
+    from spmdtrain.planner import anchor, deviceless, report, traffic
     from spmdtrain.planner.estimate import estimate as estimate_config
     from spmdtrain.planner.estimate import with_vocab
 
@@ -156,8 +156,10 @@ def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Har
         texts.append(report.anchor_text(parsed.anchor, scale))
     if parsed.compile:
         compiled = deviceless.compile_step(config, found.workload.mesh.sizes, hardware)
+        needed = traffic.needed_traffic(found.workload)
         values["compiled"] = compiled
-        texts.append(report.compiled_text(compiled, found.memory))
+        values["needed_traffic"] = needed
+        texts.append(report.compiled_text(compiled, found.memory, needed))
     print(json.dumps(values) if parsed.json else "\n".join(texts))
     return DONE
 

@@ -44,6 +44,8 @@ class Collective:
     inside_loop: bool
     inside_conditional: bool
     bytes_by_dtype: Mapping[str, int]  # of its output on one device
+    passes: int | None = 1  # how often a step runs it; None: a loop around it has no known length
+    beside_work: bool = False  # a matmul or a loop stands between its start and its end
 
     @property
     def bytes(self) -> int:
@@ -110,8 +112,11 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
     _check_header(hlo_text[: hlo_text.find("\n")], mesh_axes)
     visited = set()
 
-    def walk(name: str, inside_loop: bool, inside_conditional: bool) -> Iterator[Collective]:
+    def walk(
+        name: str, inside_loop: bool, inside_conditional: bool, passes: int | None
+    ) -> Iterator[Collective]:
         visited.add(name)
+        beside_work = _beside_work(named[name])
         type_of_start = {}  # a -start's output holds its input as well: the -done's type counts
         for each in named[name]:
             if each.opcode.endswith("-done"):
@@ -130,6 +135,8 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
                     inside_loop=inside_loop,
                     inside_conditional=inside_conditional,
                     bytes_by_dtype=_bytes_by_dtype(output, each.line),
+                    passes=passes,
+                    beside_work=each.name in beside_work,
                 )
             for called in each.called:
                 assert called in named, f"no computation {called} in the text: {each.line}"
@@ -137,9 +144,10 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
                     called,
                     inside_loop or each.opcode == "while",
                     inside_conditional or each.opcode == "conditional",
+                    _passes_inside(each, passes),
                 )
 
-    yield from walk(entry, inside_loop=False, inside_conditional=False)
+    yield from walk(entry, inside_loop=False, inside_conditional=False, passes=1)
     for name in named.keys() - visited:
         for each in named[name]:
             kind = each.opcode.removesuffix("-start")
@@ -195,30 +203,75 @@ def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]
     loop between their start and their end. One that is not split in two has nothing beside it.
     """
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for listed in events(hlo_text).values():
-        for at, (event, each) in enumerate(listed):
-            kind = event.removesuffix("-start")
-            if kind not in COLLECTIVE_KINDS:
-                continue
-            total = totals[kind, _axis(kind, each, mesh_axes)]
-            total[0] += 1
-            if event != kind:
-                total[1] += _has_work_beside(listed[at:], kind)
+    for each in instructions(hlo_text, mesh_axes):
+        total = totals[each.kind, each.axis]
+        total[0] += 1
+        total[1] += each.beside_work
     keys = ("kind", "axis", "count", "beside_work")
     return [
         dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())
     ]
 
 
-def _has_work_beside(listed: list[tuple[str, "_Instruction"]], kind: str) -> bool:
-    """Whether work stands between the -start that `listed` begins with and its -done."""
-    _, start = listed[0]
-    work = False
-    for event, each in listed:
-        if each.opcode == f"{kind}-done" and each.operands.split()[-1] == start.name:
-            return work
-        work = work or event in ("matmul", "loop")
-    raise AssertionError(f"nothing ends the collective: {start.line}")
+def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return what a device sends in one step, by kind, axis and inside_loop.
+
+    A loop's body counts as often as it runs. `bytes` are those of the outputs, `sent` what a ring
+    of that kind sends for them, and `sent_beside_work` the part of it with a matmul or a loop
+    between start and end.
+    """
+    totals: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0])
+    for each in instructions(hlo_text, mesh_axes):
+        assert each.passes is not None, f"nothing says how often the loop around {each.name} runs"
+        members = math.prod(mesh_axes[axis] for axis in each.axis.split("+") if axis != "none")
+        sent = each.passes * each.bytes * sent_per_output(each.kind, members)
+        total = totals[each.kind, each.axis, each.inside_loop]
+        total[0] += each.passes * each.bytes
+        total[1] += sent
+        total[2] += sent * each.beside_work
+    keys = ("kind", "axis", "inside_loop", "bytes", "sent", "sent_beside_work")
+    return [
+        dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())
+    ]
+
+
+def sent_per_output(kind: str, members: int) -> float:
+    """Return how many bytes each of `members` devices sends, around a ring, for one byte of a
+    collective's output."""
+    share = (members - 1) / members
+    if kind == "all-reduce":
+        return 2 * share
+    if kind == "reduce-scatter":
+        return members - 1
+    if kind in ("collective-permute", "collective-broadcast"):
+        return 1 if members > 1 else 0
+    return share
+
+
+def _beside_work(listed: list["_Instruction"]) -> set[str]:
+    """Return the names of the collectives of a computation with work beside them.
+
+    That is a matmul or a loop between their -start and their -done.
+    """
+    under_way: set[str] = set()
+    found: set[str] = set()
+    for each in listed:
+        event = _event(each)
+        if event in ("matmul", "loop"):
+            found |= under_way
+        elif event and event.endswith("-start"):
+            under_way.add(each.name)
+        elif event and event.endswith("-done"):
+            under_way -= set(each.operands.split())
+    return found
+
+
+def _passes_inside(caller: "_Instruction", passes: int | None) -> int | None:
+    """Return how often a step runs what `caller` calls, where it runs `caller` `passes` times."""
+    if caller.opcode != "while" or passes is None:
+        return passes
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', caller.line)
+    return passes * int(known[1]) if known else None
 
 
 @dataclass(frozen=True)

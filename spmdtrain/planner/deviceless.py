@@ -18,13 +18,18 @@ from spmdtrain.planner.hardware import Hardware
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
-    """What RUN/compiled.json holds (hlo.report), and "overlap" (hlo.overlaps); `model.vocab` must be set."""
+    """What RUN/compiled.json holds (hlo.report), "overlap" (hlo.overlaps) and "traffic" (hlo.traffic).
+
+    `model.vocab` must be set.
+    """
     from spmdtrain.parallel import hlo
 
     start = time.perf_counter()
     made, mesh = executable(config, sizes, device)
     found = hlo.report(made, mesh, time.perf_counter() - start)
-    return found | {"overlap": hlo.overlaps(made.as_text(), dict(mesh.shape))}
+    text = made.as_text()
+    axes = dict(mesh.shape)
+    return found | {"overlap": hlo.overlaps(text, axes), "traffic": hlo.traffic(text, axes)}
 
 
 def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tuple[Any, Any]:

@@ -191,8 +191,8 @@ def inference_text(estimate: InferenceEstimate, hardware: Hardware) -> str:
 # `spmdtrain estimate --compile`
 
 
-def compiled_text(compiled: Mapping[str, Any], memory: Memory) -> str:
-    """XLA's own figures beside those of the formula."""
+def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[str, float]) -> str:
+    """XLA's own figures beside those of the formulas (memory.py, traffic.py)."""
     lines = [
         "",
         f"compiled in {compiled['compile_seconds']:.0f} s; memory in GB   formula       XLA",
@@ -210,9 +210,24 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory) -> str:
             f"  {each['beside_work']:>3} of {each['count']} {each['kind']} over {each['axis']} "
             "run beside matmuls or loops"
         )
+    for axis, sent, hidden in sent_by_axis(compiled["traffic"]):
+        theory = f"{needed[axis] / 1e9:.2f}" if axis in needed else "nothing"
+        lines.append(
+            f"  {sent / 1e9:>9.2f} GB sent over {axis} in a step, {hidden / sent:.0%} beside work; "
+            f"theory needs {theory}"
+        )
     for name, count in compiled["calls"].items():
         lines.append(f"  {count:>3} x {name} called")
     return "\n".join(lines)
+
+
+def sent_by_axis(traffic: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
+    """(mesh axes, bytes that a device sends over them in a step, those of them beside work)"""
+    totals: dict[str, tuple[float, float]] = {}
+    for each in traffic:
+        sent, hidden = totals.get(each["axis"], (0.0, 0.0))
+        totals[each["axis"]] = (sent + each["sent"], hidden + each["sent_beside_work"])
+    return [(axis, *total) for axis, total in totals.items() if total[0]]
 
 
 def _compared_memory(xla: Mapping[str, int], memory: Memory) -> list[tuple[str, float, float]]:

@@ -11,7 +11,18 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.parallel.hlo import calls, collectives, events, instructions, memory, overlaps, replica_groups, report
+from spmdtrain.parallel.hlo import (
+    calls,
+    collectives,
+    events,
+    instructions,
+    memory,
+    overlaps,
+    replica_groups,
+    report,
+    sent_per_output,
+    traffic,
+)
 from spmdtrain.parallel.processes import simulate_devices
 
 simulate_devices(8)
@@ -375,3 +386,46 @@ def test_what_runs_beside_a_collective_is_what_lies_between_its_start_and_its_en
     listed = [event for event, _ in events(SCHEDULED)["main"]]
     start, end = "collective-permute-start", "collective-permute-done"
     assert listed == [start, "loop", end, start, "fusion", end, "all-reduce"]
+
+
+def test_traffic_counts_a_loop_as_often_as_it_runs():
+    def summed(x):
+        return lax.scan(lambda y, _: (lax.psum(y, "data") / 2, None), x, length=5)[0]
+
+    text = compiled(manual(summed), ARRAY).as_text()
+    (found,) = traffic(text, CUBE)
+    assert (found["kind"], found["axis"], found["inside_loop"]) == ("all-reduce", "data", True)
+    assert (found["bytes"], found["sent"]) == (5 * BLOCK, 5 * BLOCK)  # a pair: half there, half back
+
+
+def test_traffic_refuses_a_loop_of_unknown_length():
+    def summed(x):
+        return lax.while_loop(lambda y: y.sum() > 1, lambda y: lax.psum(y, "data") / 3, x)
+
+    text = compiled(manual(summed), ARRAY).as_text()
+    with pytest.raises(AssertionError, match="how often the loop around"):
+        traffic(text, CUBE)
+
+
+def test_traffic_says_what_runs_beside_work():
+    found = traffic(SCHEDULED, {"pipeline": 2, "tensor": 2})
+    assert [(each["axis"], each["sent"], each["sent_beside_work"]) for each in found] == [
+        ("tensor", 32, 0),
+        ("pipeline", 64, 32),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "output", "sent"),
+    [
+        ("all-gather", 4, 3),
+        ("reduce-scatter", 1, 3),
+        ("all-reduce", 4, 6),
+        ("collective-permute", 4, 4),
+        ("all-to-all", 4, 3),
+    ],
+)
+def test_what_one_of_four_sends_around_a_ring(kind, output, sent):
+    """An array of four blocks, in blocks."""
+    assert output * sent_per_output(kind, 4) == sent
+    assert sent_per_output(kind, 1) == 0

@@ -1,0 +1,275 @@
+"""Every flagship layout compiled at its real size for GPUs that are not there: `make fleet`.
+
+    python benchmarks/fleet.py [--only TEXT] [--page FILE]
+
+Each layout is a process of its own (`spmdtrain estimate CONFIG --compile --json`), because XLA ends
+the process where it cannot compile: that is a row of the table then. What a process found is kept in
+runs/fleet/NAME.json; the page is made of all that lie there, so `--only` compiles some again.
+
+Needs what `make cuda-compiler` installs, jax 0.11 or later. One to two minutes a layout on two cores.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "runs" / "fleet"
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One config on one cluster. `mesh`: axes of more than one device; empty: as the config says."""
+
+    config: str
+    hardware: str
+    devices: int
+    mesh: str = ""
+    settings: str = ""
+    published: tuple[float, str] | None = None  # seconds of a step, and where that was printed
+
+    @property
+    def name(self) -> str:
+        changed = re.sub(r"[\w.]+\.", "", self.settings)
+        return f"{self.config} {self.devices} {self.mesh or 'as configured'} {changed}".strip()
+
+    @property
+    def command(self) -> list[str]:
+        """Arguments of `spmdtrain`, as a person would type them."""
+        command = ["estimate", f"configs/{self.config}.toml", "--hardware", self.hardware]
+        command += ["--devices", str(self.devices), "--compile"]
+        mesh = dict(part.split("=") for part in self.mesh.split())
+        sizes = [f"mesh.{axis}={mesh.get(axis, 1)}" for axis in AXES] if mesh else []
+        for setting in [*sizes, *self.settings.split()]:
+            command += ["--set", setting]
+        return command
+
+
+PLAIN = "pipeline.schedule=1f1b pipeline.chunks=1 train.zero=0"
+LAYOUTS = (
+    Layout("gpt2_124m", "h100", 8),
+    Layout("llama3_8b", "h100", 8, "tensor=8"),
+    Layout("llama3_8b", "h100", 16, "fsdp=4 context=4"),
+    Layout("llama3_8b", "h100", 16, "pipeline=4 fsdp=4", "pipeline.schedule=interleaved pipeline.chunks=4"),
+    Layout(
+        "llama3_8b",
+        "h100",
+        16,
+        "pipeline=4 tensor=4",
+        "pipeline.schedule=zero_bubble train.remat=none train.sequence_length=4096",
+    ),
+    Layout("llama3_8b", "h100", 64),
+    Layout(
+        "llama3_8b",
+        "h100",
+        64,
+        "fsdp=8 context=8",
+        "train.sequence_length=65536 model.max_length=65536 train.global_batch=16",
+    ),
+    Layout("llama3_8b", "h100", 128, "data=16 fsdp=8"),
+    Layout("llama3_70b", "h100", 64, "fsdp=8 tensor=8", PLAIN),
+    Layout("llama3_70b", "h100", 256, "fsdp=256", PLAIN),
+    Layout("llama3_70b", "h100", 512),
+    Layout("llama3_70b", "h100", 512, "pipeline=8 data=8 tensor=8", "pipeline.chunks=10"),
+    Layout("llama3_405b", "h100", 512, "fsdp=64 tensor=8", PLAIN),
+    Layout(
+        "llama3_405b",
+        "h100",
+        2048,
+        published=(12.06, "Llama 3, table 4: the same work on each of 8192 H100"),
+    ),
+    Layout(
+        "gpt3_175b",
+        "a100-80",
+        64,
+        "pipeline=8 tensor=8",
+        "train.global_batch=64 train.zero=0",
+        published=(18.13, "Korthikanti et al., table 5, full recomputation"),
+    ),
+    Layout("gpt3_175b", "a100-80", 1024),
+    Layout("gpt_530b", "a100-80", 2520, published=(54.08, "SC21, table 1")),
+    Layout("gpt_1t", "a100-80", 3072, published=(102.63, "SC21, table 1")),
+)
+
+
+# Compiling
+
+
+def compile_layout(layout: Layout) -> dict[str, Any]:
+    """What `estimate --compile --json` printed, or {"refused": the line that says why}."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "spmdtrain.cli", *layout.command, "--json"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - start
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1]) | {"seconds": seconds}
+    return {"refused": _reason(done.stderr), "seconds": seconds}
+
+
+def _reason(errors: str) -> str:
+    """The line that says most: of an error of XLA's compiler, or of ours, else the last one."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"error: |^spmdtrain: |Check failed|Error: ", line)]
+    return (telling or lines or ["ended without a word"])[0][:200]
+
+
+def kept_file(layout: Layout) -> Path:
+    return KEPT / f"{re.sub(r'[^a-z0-9]+', '_', layout.name.lower())}.json"
+
+
+# The page
+
+
+def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
+    """docs/fleet.md"""
+    return "\n".join(
+        [
+            "# The fleet: flagship layouts at real size",
+            "",
+            "Each row is the whole training step, compiled by XLA for GPUs that are not there. Nothing",
+            "ran: seconds of a step are predicted. Written by",
+            "",
+            "    make fleet",
+            "",
+            *_overview(found),
+            "",
+            "*Memory*: of the fullest device. *Hidden*: share of the bytes that a device sends with a",
+            "matmul or a loop of layers between start and end. *Step*: predicted, and as published",
+            "where the same work was.",
+            "",
+            "## Bytes",
+            "",
+            "GB of each collective's output on one device in one step, `in loops + outside`. *Sent* is",
+            "what a ring sends for them all, *needed* what theory asks of the layout",
+            "(`spmdtrain/planner/traffic.py`).",
+            "",
+            *_traffic(found),
+            "",
+            "## Published",
+            "",
+            *_sources(found),
+            "",
+        ]
+    )
+
+
+def _overview(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
+    columns = ("layout", "compiles", "s", "XLA GB", "formula GB", "XLA / formula", "hidden", "step s", "published s")
+    lines = _heading(columns)
+    for layout, result in found:
+        title = _title(layout)
+        if "refused" in result:
+            lines.append(f"| {title} | **no**: {result['refused']} | {result['seconds']:.0f} | | | | | | |")
+            continue
+        xla = _xla_bytes(result) / GIGA
+        ours = result["memory_bytes_per_device"]["total"] / GIGA
+        sent = sum(each["sent"] for each in result["compiled"]["traffic"])
+        hidden = sum(each["sent_beside_work"] for each in result["compiled"]["traffic"])
+        published = layout.published[0] if layout.published else ""
+        cells = (
+            title,
+            "yes",
+            f"{result['compiled']['compile_seconds']:.0f}",
+            f"{xla:.1f}",
+            f"{ours:.1f}",
+            f"{xla / ours:.2f}",
+            f"{hidden / sent:.0%}" if sent else "",
+            f"{result['step_seconds']:.3g}",
+            f"{published}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _traffic(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
+    kinds = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
+    lines = _heading(("layout", "over", *kinds, "sent", "needed", "hidden"))
+    for layout, result in found:
+        if "refused" in result:
+            continue
+        by_axis = defaultdict(list)
+        for each in result["compiled"]["traffic"]:
+            by_axis[each["axis"]].append(each)
+        title = _title(layout)
+        for axis, listed in by_axis.items():
+            sent = sum(each["sent"] for each in listed)
+            if sent < 1e-3 * GIGA:  # sums of scalars and norms
+                continue
+            needed = result["needed_traffic"].get(axis, 0.0)
+            hidden = sum(each["sent_beside_work"] for each in listed) / sent
+            cells = [title, axis, *(_split(listed, kind) for kind in kinds)]
+            cells += [f"{sent / GIGA:.4g}", f"{needed / GIGA:.4g}", f"{hidden:.0%}"]
+            lines.append(f"| {' | '.join(cells)} |")
+            title = ""
+    return lines
+
+
+def _split(listed: list[dict[str, Any]], kind: str) -> str:
+    """`in loops + outside`, in GB."""
+    inside = sum(each["bytes"] for each in listed if each["kind"] == kind and each["inside_loop"])
+    outside = sum(each["bytes"] for each in listed if each["kind"] == kind and not each["inside_loop"])
+    if inside + outside < 1e-3 * GIGA:
+        return ""
+    return f"{inside / GIGA:.4g} + {outside / GIGA:.4g}"
+
+
+def _sources(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
+    return [
+        f"- {_title(layout)}: {layout.published[0]} s. {layout.published[1]}" for layout, _ in found if layout.published
+    ]
+
+
+def _heading(columns: tuple[str, ...]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+
+
+def _title(layout: Layout) -> str:
+    mesh = layout.mesh.replace("=", " ").replace(" ", "&nbsp;") or "as configured"
+    length = re.search(r"sequence_length=(\d+)", layout.settings)
+    tokens = f", {int(length[1]):,} tokens" if length else ""
+    return f"{layout.config} on {layout.devices} {layout.hardware}, {mesh}{tokens}"
+
+
+def _xla_bytes(result: dict[str, Any]) -> int:
+    held = result["compiled"]["memory"]
+    return held["argument_bytes"] + held["output_bytes"] - held["alias_bytes"] + held["temp_bytes"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="compiles the layouts whose name holds this")
+    parser.add_argument("--page", default=str(ROOT / "docs" / "fleet.md"), metavar="FILE")
+    chosen = parser.parse_args()
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for layout in LAYOUTS:
+        if chosen.only in layout.name:
+            result = compile_layout(layout)
+            kept_file(layout).write_text(json.dumps(result, indent=1))
+            print(f"{layout.name}: {result.get('refused', 'compiled')}, {result['seconds']:.0f} s", flush=True)
+    found = [(layout, json.loads(kept_file(layout).read_text())) for layout in LAYOUTS if kept_file(layout).exists()]
+    Path(chosen.page).parent.mkdir(parents=True, exist_ok=True)
+    Path(chosen.page).write_text(page(found), encoding="utf-8")
+    print(f"{chosen.page}: {len(found)} of {len(LAYOUTS)} layouts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What a layout has to send, against sums done by hand."""
+
+import pytest
+
+from spmdtrain.planner.traffic import needed_traffic
+from spmdtrain.planner.workload import MeshShape, ModelShape, Workload
+
+MODEL = ModelShape(
+    layers=4,
+    embed=8,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    ffn=16,
+    vocab=32,
+    tied=False,
+    bias=False,
+    layernorm=False,
+)
+LAYER = 8 * (8 + 8 + 8 + 16 + 16)  # queries, keys with values, output, up, down
+TABLES = 2 * 32 * 8
+NORMS = 2 * 8
+ALL = 4 * (LAYER + NORMS) + TABLES + NORMS
+
+
+def workload(mesh: MeshShape, **changes) -> Workload:
+    return Workload(
+        **{"model": MODEL, "sequence_length": 16, "global_batch": 16, "microbatch": 2, "mesh": mesh}
+        | changes
+    )
+
+
+def test_one_device_sends_nothing():
+    assert needed_traffic(workload(MeshShape())) == {}
+
+
+def test_fsdp_gathers_layers_twice_and_tables_once_per_microbatch():
+    gathered = 2 * (2 * ALL - TABLES)
+    scattered = 4 * ALL
+    assert needed_traffic(workload(MeshShape(fsdp=4))) == {
+        "fsdp": 2 * 3 / 4 * (gathered + scattered)
+    }
+
+
+def test_zero_scatters_float32_and_gathers_what_it_computes_with():
+    assert needed_traffic(workload(MeshShape(data=2))) == {"data": ALL * 8 / 2}
+    assert needed_traffic(workload(MeshShape(data=2), zero=1)) == {"data": ALL * 6 / 2}
+
+
+@pytest.mark.parametrize(("remat", "sums"), [("none", 18), ("full", 22)])
+def test_tensor_sums_activations(remat, sums):
+    x = 2 * 16 * 8 * 2
+    sent = needed_traffic(workload(MeshShape(tensor=2), remat=remat))
+    assert sent == {"tensor": 2 * 8 * sums * x / 2}
+
+
+def test_a_pipeline_sends_hops_and_sums_of_the_vocabulary():
+    x = 2 * 16 * 8 * 2
+    sent = needed_traffic(workload(MeshShape(pipeline=2), schedule="interleaved", chunks=2))
+    assert sent == {"pipeline": 8 * (2 * 1.5 + 2 * 3 / 2) * x}
+
+
+def test_context_gathers_keys_and_values():
+    whole = 2 * 16 * 8 * 2  # of keys and values of a microbatch, in bytes
+    sent = needed_traffic(workload(MeshShape(context=2)))
+    assert sent == {"context": (8 * 4 * 2 * whole + 2 * 4 * ALL) / 2}

@@ -1,0 +1,126 @@
+"""`make fleet`: its layouts are runs that a person could start, an abort is a row, and quick ones compile in CI."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdtrain.cli import main
+
+ROOT = Path(__file__).parents[1]
+plugin = pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin")
+
+
+def _fleet():
+    spec = importlib.util.spec_from_file_location("fleet", ROOT / "benchmarks" / "fleet.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fleet"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fleet = _fleet()
+# Narrow: seconds instead of minutes.
+NARROW = (
+    "model.layers=4",
+    "model.embed=512",
+    "model.heads=8",
+    "model.ffn=1024",
+    "model.vocab=4096",
+    "train.sequence_length=512",
+)
+
+
+def estimated(layout, *settings: str, **environment: str) -> subprocess.CompletedProcess:
+    """`estimate --compile --json` of the layout, made narrow."""
+    command = [sys.executable, "-m", "spmdtrain.cli", *layout.command, "--json"]
+    for setting in (*NARROW, *settings):
+        command += ["--set", setting]
+    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    clean |= {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=300, check=False)
+
+
+def named(name: str):
+    (layout,) = (each for each in fleet.LAYOUTS if each.name == name)
+    return layout
+
+
+@plugin
+def test_the_layout_that_used_to_abort_compiles():
+    """fsdp 64: without the flag of xla_flags.py a lone sum over 64 devices ends the process."""
+    done = estimated(named("llama3_8b 64 as configured"), "train.global_batch=64")
+    assert done.returncode == 0, done.stderr[-2000:]
+    traffic = json.loads(done.stdout.splitlines()[-1])["compiled"]["traffic"]
+    assert {each["axis"] for each in traffic} == {"fsdp"}
+
+
+@plugin
+def test_a_pipeline_compiles_for_512():
+    done = estimated(named("llama3_70b 512 as configured"), "model.layers=20", "train.global_batch=64")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["devices"] == 512
+    assert {"pipeline", "data", "tensor"} <= {each["axis"] for each in found["compiled"]["traffic"]}
+
+
+def test_every_layout_is_there_once_and_every_flagship_is_compiled_as_configured():
+    assert len({fleet.kept_file(layout) for layout in fleet.LAYOUTS}) == len(fleet.LAYOUTS)
+    as_configured = {layout.config for layout in fleet.LAYOUTS if not layout.mesh}
+    assert as_configured >= {"llama3_8b", "llama3_70b", "llama3_405b", "gpt3_175b", "gpt_530b", "gpt_1t"}
+
+
+@pytest.mark.parametrize("layout", fleet.LAYOUTS, ids=lambda layout: layout.name)
+def test_a_run_would_take_the_layout(layout, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command = [part for part in layout.command if part != "--compile"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == layout.devices
+    assert found["fits"]
+
+
+def test_what_does_not_compile_is_a_row():
+    layout = fleet.Layout("no_such_config", "h100", 8)
+    result = fleet.compile_layout(layout)
+    assert result["refused"].startswith("spmdtrain: there is no config file configs/no_such_config.toml")
+    row = f"| no_such_config on 8 h100, as configured | **no**: {result['refused']} |"
+    assert any(line.startswith(row) for line in fleet.page([(layout, result)]).splitlines())
+
+
+def test_the_line_that_tells_why_xla_ended_the_process():
+    errors = 'a remark\nloc("f.66"): error:  size mismatch\nF1122 09:06:38 error_handler.cc:44] *** Begin stack trace'
+    assert fleet._reason(errors) == 'loc("f.66"): error:  size mismatch'
+    assert fleet._reason("") == "ended without a word"
+
+
+def test_the_page_compares_bytes_with_theory():
+    sent = {
+        "kind": "all-gather",
+        "axis": "fsdp",
+        "inside_loop": True,
+        "bytes": 4e9,
+        "sent": 3e9,
+        "sent_beside_work": 1.5e9,
+    }
+    result = {
+        "seconds": 9.0,
+        "step_seconds": 1.25,
+        "memory_bytes_per_device": {"total": 4e9},
+        "needed_traffic": {"fsdp": 2e9},
+        "compiled": {
+            "compile_seconds": 8.0,
+            "memory": {"argument_bytes": 3e9, "output_bytes": 2e9, "alias_bytes": 2e9, "temp_bytes": 2e9},
+            "traffic": [sent],
+        },
+    }
+    layout = fleet.Layout("llama3_8b", "h100", 8, "fsdp=8", published=(2.5, "a paper"))
+    lines = fleet.page([(layout, result)]).splitlines()
+    title = "llama3_8b on 8 h100, fsdp&nbsp;8"
+    assert f"| {title} | yes | 8 | 5.0 | 4.0 | 1.25 | 50% | 1.25 | 2.5 |" in lines
+    assert f"| {title} | fsdp | 4 + 0 |  |  |  |  | 3 | 2 | 50% |" in lines
+    assert f"- {title}: 2.5 s. a paper" in lines
