@@ -28,6 +28,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     axis_name: str | tuple[str, ...] = (),
+    vocab: int | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> jax.Array:
     """Sum over tokens of mask x (-log softmax(x weight^T)[target] + z_loss x lse^2).
@@ -49,6 +50,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
         over them. Targets count over all rows. The loss is whole on every device, and cotangents
         are summed over these axes; the gradient of x is partial: psum it, as that of any input
         that is whole along them.
+      vocab: rows of the weight that count, from the first on, over all devices. The rest is
+        padding: it has no part in the softmax and no gradient. All count unless given.
       chunk_logits: at most so many logits exist at once, though never less than those of one time
         step. Of n chunks, chunk i takes the times i, i + n, i + 2n, ..., so that a time dim that
         is split over devices stays split.
@@ -72,7 +75,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
         targets_bt = jnp.pad(targets_bt, [(0, 0), (0, padding)])
         mask_bt = jnp.pad(mask_bt, [(0, 0), (0, padding)])
     axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    options = _Options(chunks, float(label_smoothing), float(z_loss), axis_name)
+    options = _Options(chunks, float(label_smoothing), float(z_loss), axis_name, vocab)
     return _loss_compiled(options, x_bte, weight, targets_bt, mask_bt)
 
 
@@ -112,6 +115,7 @@ class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
     axis_name: tuple[str, ...]
+    vocab: int | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -186,24 +190,30 @@ class _ChunkLoss(NamedTuple):
 
 
 def _chunk_loss(options: _Options, weight_ve, x_bte, targets_bt, mask_bt) -> _ChunkLoss:
-    _, smoothing, z_loss, axis_name = options
+    _, smoothing, z_loss, axis_name, vocab = options
     logits_btv = _dot("bte,ve->btv", x_bte, weight_ve)
     rows = logits_btv.shape[-1]
-    vocab = rows
-    first_row = 0
+    all_rows = rows
+    row = jnp.arange(rows)
     if axis_name:
-        vocab = rows * jax.lax.psum(1, axis_name)
-        first_row = jax.lax.axis_index(axis_name) * rows
+        all_rows = rows * jax.lax.psum(1, axis_name)
+        row = jax.lax.axis_index(axis_name) * rows + row
+    vocab = vocab or all_rows
+    padded = vocab < all_rows
+    if padded:
+        logits_btv = jnp.where(row < vocab, logits_btv, -jnp.inf)
     # The target's logit comes from a masked sum, not from a gather: that stays local where the
     # vocabulary is split.
-    is_target = first_row + jnp.arange(rows) == targets_bt[..., None]
+    is_target = row == targets_bt[..., None]
+    if padded:
+        is_target &= row < vocab
     largest = logits_btv.max(-1)
     if axis_name:
         largest = jax.lax.pmax(largest, axis_name)
     denominator = jnp.exp(logits_btv - largest[..., None]).sum(-1)
     expected = (1 - smoothing) * jnp.sum(jnp.where(is_target, logits_btv, 0), -1)
     if smoothing:
-        expected = expected + smoothing / vocab * logits_btv.sum(-1)
+        expected = expected + smoothing / vocab * logits_btv.sum(-1, where=row < vocab)
     if axis_name:
         denominator, expected = jax.lax.psum((denominator, expected), axis_name)
     lse = largest + jnp.log(denominator)
@@ -212,7 +222,8 @@ def _chunk_loss(options: _Options, weight_ve, x_bte, targets_bt, mask_bt) -> _Ch
     def logits_gradient():
         probability = jnp.exp(logits_btv - lse[..., None])
         probability = probability * (1 + 2 * z_loss * lse)[..., None]
-        return probability - jnp.where(is_target, 1 - smoothing, 0) - smoothing / vocab
+        gradient = probability - jnp.where(is_target, 1 - smoothing, 0) - smoothing / vocab
+        return jnp.where(row < vocab, gradient, 0) if padded else gradient
 
     total = jnp.sum(jnp.where(mask_bt != 0, of_tokens * mask_bt, 0))
     return _ChunkLoss(total, of_tokens, logits_gradient)

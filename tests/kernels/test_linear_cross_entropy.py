@@ -132,6 +132,40 @@ def test_a_split_vocabulary_gives_the_same():
     assert "all-gather" not in split.lower(x, weight).compile().as_text().replace("all-gathers", "")
 
 
+@pytest.mark.parametrize("vocab", [90, 70, 96])  # of 96 rows, 24 on a device: 70 leaves one without
+def test_rows_beyond_the_vocabulary_have_no_part(vocab):
+    case = cases.Case(chunk_logits=400, label_smoothing=0.1, z_loss=1e-3, masked=True)
+    x, weight, targets, mask = case.draw()
+    weight = weight.at[vocab:].set(100.0)  # would win
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def whole(x, weight):
+        return linear_cross_entropy(x, weight[:vocab], targets, mask=mask, **options(case))
+
+    def padded(x, weight, axis_name=()):
+        return linear_cross_entropy(
+            x,
+            weight,
+            targets,
+            mask=mask,
+            axis_name=axis_name,
+            vocab=vocab,
+            chunk_logits=case.chunk_logits,
+            **options(case),
+        )
+
+    def part(x, weight):
+        return padded(x, weight, ("tensor",))
+
+    specs = P(), P("tensor")
+    split = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    want = jax.value_and_grad(whole, (0, 1))(x, weight)
+    for run in (padded, split):
+        got = jax.jit(jax.value_and_grad(run, (0, 1)))(x, weight)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+        assert not np.any(got[1][1][vocab:])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
