@@ -20,7 +20,7 @@ from helpers import assert_same_bits, mesh_of, tiny
 
 from spmdtrain.config import CheckpointError, ConfigError, to_toml
 from spmdtrain.config.errors import DivergedError, StorageError
-from spmdtrain.data import batches
+from spmdtrain.data import batches, source
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import Checkpoints
@@ -99,7 +99,7 @@ def test_a_signal_stops_after_the_step_in_flight_and_the_resumed_run_is_bit_iden
             consumed.append(np.array(indices))
             return super().samples(indices)
 
-    monkeypatch.setattr(loop, "TrainStream", Spy)
+    monkeypatch.setattr(source, "TrainStream", Spy)
     with monkeypatch.context() as patched:
         patched.setattr(loop.OneLate, "push", stop_at_20)
         assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("preempted", 20)
