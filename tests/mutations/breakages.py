@@ -292,7 +292,7 @@ BREAKAGES = [
     Breakage(
         "a gathered weight is summed over a second time",
         "train/setup.py",
-        "scattered = gathered_axes(spec) if schedule is None else ()",
+        "scattered = gathered_axes(spec) if table is None else ()",
         "scattered = ()",
         f"{LAYOUTS} -k every_gradient",
     ),
@@ -329,7 +329,7 @@ BREAKAGES = [
     Breakage(
         "weights are float32 whatever is asked",
         "train/state.py",
-        "params = cast(model.init(key), config.precision.params)",
+        "params = cast(model.init(key), dtype)",
         "params = model.init(key)",
         OPTIMIZER,
     ),
