@@ -150,6 +150,8 @@ def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
             "",
             "    make fleet",
             "",
+            f"{len(found)} of its {len(LAYOUTS)} layouts have been compiled so far.",
+            "",
             *_overview(found),
             "",
             "*Memory*: of the fullest device. *Hidden*: share of the bytes that a device sends with a",
