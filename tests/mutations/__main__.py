@@ -28,6 +28,7 @@ def copied(directory: Path) -> Path:
 
 
 def run_tests(tree: Path, arguments: str) -> int:
+    """pytest's exit code. What another breakage has compiled is not compiled again."""
     command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider {arguments}"
     environment = os.environ | {"PYTHONPATH": str(tree)}
     with (tree / "log").open("w") as log:
@@ -61,7 +62,8 @@ def unbroken(arguments: str) -> str:
 
 def main(words: list[str]) -> int:
     chosen = [each for each in BREAKAGES if not words or any(word in each.what for word in words)]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, tempfile.TemporaryDirectory(prefix="breakages-compiled-") as compiled:
+        os.environ |= {"JAX_COMPILATION_CACHE_DIR": compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
         passing = list(pool.map(unbroken, dict.fromkeys(each.caught_by for each in chosen)))
         verdicts = list(pool.map(try_one, chosen))
     print(f"{verdicts.count('caught')} of {len(chosen)} caught")

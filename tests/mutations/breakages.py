@@ -111,11 +111,11 @@ BREAKAGES = [
         PRECISION,
     ),
     Breakage(
-        "evaluation computes in the dtype of the weights",
-        "train/grad_pipeline.py",
-        "        params = cast(params, setup.config.precision.compute)\n",
-        "        params = dict(params)\n",
-        PRECISION,
+        "evaluation counts the loss and the tokens of one shard",
+        "train/grad_accumulation.py",
+        "return _over_shards(setup, jax.tree.map(jnp.sum, sums))",
+        "return jax.tree.map(jnp.sum, sums)",
+        f"{PIPELINE_RUN} -k evaluation",
     ),
     Breakage(
         "a side loss has no gradient",
@@ -149,8 +149,8 @@ BREAKAGES = [
     Breakage(
         "a pipeline computes in the dtype of the weights",
         "train/grad_pipeline.py",
-        "        return region({path: gather(path, x) for",
-        "        params = cast(params, 'float32')\n        return region({path: gather(path, x) for",
+        "        params = cast(params, setup.config.precision.compute)\n",
+        "        params = dict(params)\n",
         PRECISION,
     ),
     Breakage(

@@ -120,11 +120,16 @@ def test_gradients_cross_the_data_axis_once_and_nothing_gathers_over_tensor(zero
 # A run
 
 
-def test_evaluation_is_that_of_one_device():
-    layout = ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2", "model.layers=3", "eval.every=1")
+@pytest.mark.parametrize(
+    "layout",
+    [("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2"), ("mesh.data=2", "mesh.fsdp=2")],
+    ids=["pipeline", "no pipeline"],
+)
+def test_evaluation_is_that_of_one_device(layout):
     values = []
-    for settings in (("model.layers=3", "eval.every=1", "eval.batches=3"), (*layout, "eval.batches=3")):
-        setup = prepared(*settings, "model.dropout=0.1", "data.packing=documents")
+    for settings in ((), (*layout, "train.microbatch=2")):
+        whole = ("model.layers=3", "eval.every=1", "eval.batches=3", "model.dropout=0.1", "data.packing=documents")
+        setup = prepared(*whole, *settings)
         evaluate = loop.make_evaluate(setup, loop.open_data(setup.config)[1])
         values.append(evaluate(init_state(setup)))
     assert values[1] == pytest.approx(values[0], rel=1e-5)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from test_schedule import some_waiting_table
+from random_schedules import some_waiting_table
 
 from spmdtrain.parallel.pipeline.executor import Program, gradients, losses
 from spmdtrain.parallel.pipeline.layout import lay_out
+from spmdtrain.parallel.pipeline.phases import rounds
 from spmdtrain.parallel.pipeline.schedule import Table, build
 
 WIDTH = 4
@@ -99,10 +100,25 @@ def test_any_legal_table_gives_the_gradients_of_a_plain_loop(seed):
     assert_close(got, reference(layer, shared, stack, batch))
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("interleaved", 2), ("zero_bubble", 1), ("gpipe", 1)])
-def test_nan_of_cells_without_work_reaches_nothing(kind, chunks):
-    table = build(kind, 2, 4, chunks)
-    layout = lay_out(2 * chunks, 2, chunks)
+IDLE_IN_PHASES = some_waiting_table(0)  # so ragged that one phase has all ticks, with and without head or weights
+
+
+@pytest.mark.parametrize(
+    "table",
+    [build("interleaved", 2, 4, 2), build("zero_bubble", 2, 4, 1), build("gpipe", 2, 4, 1), IDLE_IN_PHASES],
+    ids=["interleaved", "zero_bubble", "gpipe", "ragged"],
+)
+def test_nan_of_cells_without_work_reaches_nothing(table):
+    layout = lay_out(table.stages * table.chunks, table.stages, table.chunks)
     shared, stack, batch = problem(layout.layers, table.microbatches)
     got = piped(table, layout, shared, stack, batch, nowhere_at_zero, head=head_nowhere_at_zero)
     assert_close(got, reference(nowhere_at_zero, shared, stack, batch, head_nowhere_at_zero))
+
+
+def test_the_ragged_table_has_idle_cells_of_every_kind():
+    (each,) = rounds(IDLE_IN_PHASES)
+    (phase,) = each.phases
+    assert phase.head and phase.weight
+    work = ("forward_microbatch", "backward_microbatch", "weight_microbatch", "head_microbatch")
+    for name in work:
+        assert (getattr(IDLE_IN_PHASES, name) < 0).any(), name
