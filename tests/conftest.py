@@ -5,16 +5,12 @@ JAX_PLATFORMS is respected where it is set: `JAX_PLATFORMS=cuda make test PYTEST
 
 import os
 import tempfile
-from importlib.metadata import version
 
 # Before anything imports jax: it reads all of this once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = {"--xla_force_host_platform_device_count": 8}
 if os.environ["JAX_PLATFORMS"] == "cpu":
     FLAGS["--xla_backend_optimization_level"] = 0  # half the compile time, and tiny programs need no speed
-    if version("jaxlib").startswith("0.10."):
-        # Each fusion would be its own MLIR module with its own passes: a third of what is left. 0.12 has no other way.
-        FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
 for flag, value in FLAGS.items():
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()

@@ -141,6 +141,7 @@ def run_bash(block: Block) -> None:
 def test_the_blocks_of_a_page_run(page, workplace, monkeypatch):
     """In their order; Python blocks of a page share their names, as the cells of a notebook do."""
     monkeypatch.chdir(workplace)
+    monkeypatch.setenv("COLUMNS", "200")  # a drawing fits itself into the terminal that the tests run in
     names = {"__name__": "__main__"}
     for block in blocks_of(page):
         if not block.runs:
