@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fuzz.draw import LAYOUTS_PER_NUMBERS, TOKEN_FILE, TOKENS_OF, Draw
+from fuzz.draw import SEEDS_PER_NUMBERS, TOKEN_FILE, TOKENS_OF, Draw
 from fuzz.kinds import kind_of_end
 from fuzz.shrink import shrunk, spoken
 
 ROOT = Path(__file__).parents[2]
 WORKER = (sys.executable, "-m", "fuzz.worker")
-DRAWS_PER_WORKER = 40  # it has grown to a few GB by then
-PATIENCE = 600.0  # seconds that one draw may take, shrinking left out
+DRAWS_PER_WORKER = 48  # it has grown to a few GB by then
+PATIENCE = 1800.0  # seconds that one draw may take on a busy machine, shrinking left out
 Line = dict[str, Any]
 
 
@@ -93,7 +93,7 @@ def campaign(seed: int, end: int, until: float, shrink_seconds: float):
     """The line of each draw from `seed` to before `end`, as soon as it is there."""
     known: set[str] = set()
     while seed < end and time.time() < until:
-        stop = min(end, (seed // LAYOUTS_PER_NUMBERS) * LAYOUTS_PER_NUMBERS + DRAWS_PER_WORKER)
+        stop = min(end, (seed // SEEDS_PER_NUMBERS) * SEEDS_PER_NUMBERS + DRAWS_PER_WORKER)
         arguments = [
             "--seeds",
             str(seed),
@@ -104,20 +104,20 @@ def campaign(seed: int, end: int, until: float, shrink_seconds: float):
             str(shrink_seconds),
         ]
         arguments += ["--known", *sorted(known)]
-        begun = seed
+        begun = None
+        died = False
         for line in answers([*WORKER, *arguments], PATIENCE + 8 * shrink_seconds):
             if "begins" in line:
                 begun = line["begins"]["seed"]
                 continue
             if line.get("died"):
+                died = True
                 line = of_the_dead(line, shrink_seconds, known)
             known |= {kind for kind, _ in line["findings"]}
             yield line
-            seed = begun + 1
-        if seed <= begun and time.time() < until:
+        if begun is None and time.time() < until:
             raise RuntimeError("a worker ended before its first draw; its words are above")
-        if time.time() > until:
-            return
+        seed = begun + 1 if died else stop  # it may have left out the last ones
 
 
 def answers(command: list[str], patience: float):

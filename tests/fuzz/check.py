@@ -17,11 +17,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import jax
 import numpy as np
-from spmdtrain.config import RunConfig, load
+from spmdtrain.config import RunConfig, UserError, load
+from spmdtrain.running.loop import open_data
 from spmdtrain.train.setup import shard
 
 from fuzz import files
@@ -49,7 +51,8 @@ STREAM = (
 @dataclass
 class Report:
     """`refused`: kinds of refusals met, also of those whose advice helped. `excused`:
-    differences beyond the floor that the run's own sensitivity to rounding explains.
+    differences beyond the floor that the run's own sensitivity to rounding explains. `alone`: one
+    device refuses these numbers, and no layout was tried.
     """
 
     draw: Draw
@@ -57,6 +60,7 @@ class Report:
     refused: list[str] = field(default_factory=list)
     findings: list[tuple[str, str]] = field(default_factory=list)  # (kind, what was seen)
     excused: int = 0
+    alone: bool = False
 
     def find(self, kind: str, where: str, said: object) -> None:
         """Once for each kind: the same fault shows in one leg of a draw after the other."""
@@ -95,6 +99,7 @@ def examine(draw: Draw, oracles: Oracles, room: Path) -> Report:
     report = Report(draw)
     oracle = oracles.of(draw.numbers)
     if not _sound(report, oracle.run, draw.numbers, ONE_DEVICE, "one device"):
+        report.alone = report.outcome == "refused"
         return report
     with tempfile.TemporaryDirectory(dir=room) as directory:
         if draw.end in ("whole", "same"):
@@ -155,6 +160,9 @@ def _moved(report: Report, oracle: Oracle, room: Path) -> None:
     if draw.end == "changed":
         _changed(report, cut, room)
         return
+    if draw.end == "begun":
+        _begun(report, cut, room)
+        return
     resumed, onto = _advised(report, draw.numbers, draw.onto, cut.directory)
     if resumed.kind.startswith("CheckpointError"):
         report.find(resumed.kind, "resumed in another layout", resumed.said)
@@ -207,6 +215,26 @@ def _changed(report: Report, cut: Run, room: Path) -> None:
         _compare(report, there, reference, numbers, "changed and resumed in another layout")
     elif alone.end == "refused":
         report.refused.append(f"changed: {alone.kind}")
+
+
+def _begun(report: Report, cut: Run, room: Path) -> None:
+    """Other runs that begin with its weights, on one device and in another layout."""
+    draw = report.draw
+    if not files.listed(cut.directory):
+        return
+    numbers = draw.numbers | {"train.init_from": str(cut.directory)}
+
+    def once(nudge=None):
+        with tempfile.TemporaryDirectory(dir=room) as directory:
+            return run(numbers, ONE_DEVICE, Path(directory) / "run", nudge=nudge)
+
+    alone = run(numbers, ONE_DEVICE, room / "one")
+    there, onto = _advised(report, numbers, draw.onto, room / "there")
+    where = "begun with the weights of a run in another layout"
+    if not _sound(report, alone, numbers, ONE_DEVICE, "begun on one device"):
+        return
+    if _sound(report, there, numbers, onto, where):
+        _compare(report, there, Oracle(alone, floor_of(numbers), once), numbers, where)
 
 
 # --- what is asked at each of them ----------------------------------------------------------------
@@ -324,10 +352,15 @@ def _must_be_refused(draw: Draw) -> bool:
         section, name = key.split(".")
         if before[section][name] != asked[section][name]:
             return True
-    return _shapes(draw.numbers) != _shapes(now)
+    return _shapes(*overrides(draw.numbers)) != _shapes(*overrides(now))
 
 
-def _shapes(numbers: Values) -> dict:
-    """Of every parameter, by its path."""
-    setup = shard(load(BASE_FILE, overrides(numbers)), devices=jax.devices()[:1])
+@lru_cache(maxsize=8)
+def _shapes(*settings: str) -> dict | None:
+    """Of every parameter, by its path; None where the data do not serve these settings."""
+    try:
+        config, _ = open_data(load(BASE_FILE, list(settings)))
+    except UserError:
+        return None
+    setup = shard(config, devices=jax.devices()[:1])
     return {path: x.shape for path, x in setup.state.params.items()}

@@ -1,9 +1,10 @@
 """A draw: what one seed stands for. Settings that decide the numbers, a layout, and what happens
 to the run.
 
-Four seeds in a row share their numbers, so that one run on one device answers for four layouts. A
-draw depends on its seed and on this room alone, never on what the trainer says, so that a seed
-stays what it was while faults are mended.
+Seeds in a row share their numbers, so that one run on one device answers for all of them, and a few
+layouts, each of which is compiled once: as where a run begins, and as where another goes on. A draw
+depends on its seed and on this room alone, never on what the trainer says, so that a seed stays
+what it was while faults are mended.
 """
 
 import math
@@ -15,6 +16,7 @@ from typing import Any
 from spmdtrain.config import ConfigError, RunConfig, load
 from spmdtrain.config.schema import MeshConfig
 
+from fuzz import schedule_files
 from fuzz.rules import draw_rules
 from fuzz.settings import (
     BASE,
@@ -30,7 +32,9 @@ from fuzz.settings import (
 
 AXES = tuple(MeshConfig.model_fields)
 BATCH = ("data", "fsdp", "expert")
-LAYOUTS_PER_NUMBERS = 4
+LAYOUTS_PER_NUMBERS = 8
+CHANGES_PER_NUMBERS = 2
+SEEDS_PER_NUMBERS = 24
 SET = 0.4  # how often a setting is not left at its default
 ALWAYS = ("train.steps", "eval.every")
 UNCHECKED = 0.04  # share of draws that may well be refused: the refusal is what is tested
@@ -39,7 +43,8 @@ PROFILED = 0.06  # a trace takes seconds
 TOKEN_FILE = "runs/fuzz/tokens.bin"  # below the repository, made by the campaign
 TOKENS_OF = ("LICENSE", "CONTRIBUTING.md", "constraints.txt")
 DEVICES = (8,) * 9 + (4,) * 5 + (2,) * 3 + (6, 6, 3, 5, 7, 1)
-ENDS = ("moved",) * 4 + ("changed",) * 3 + ("same",) * 2 + ("whole",)
+FROM_FILE = 0.15  # share of pipelines whose schedule is a file
+ENDS = ("moved",) * 4 + ("changed",) * 3 + ("same",) * 2 + ("whole", "begun")
 # Settings that a person changes on the way are changed more often than the rest.
 CHANGED_OFTEN = (
     "optimizer.learning_rate",
@@ -64,8 +69,8 @@ CHANGED_OFTEN = (
 @dataclass(frozen=True)
 class Draw:
     """`end`: whole | same (stopped, goes on in the layout) | moved (goes on in `onto`) |
-    changed (in `onto` with `change`). `stop`: the step at which it is stopped, `by` kill or
-    term.
+    changed (in `onto` with `change`) | begun (another run begins in `onto`, with its weights).
+    `stop`: the step at which it is stopped, `by` kill or term.
     """
 
     seed: int
@@ -83,22 +88,30 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    numbers = draw_numbers(random.Random(f"numbers {seed // LAYOUTS_PER_NUMBERS}"))
+    group, place = divmod(seed, SEEDS_PER_NUMBERS)
+    numbers = draw_numbers(random.Random(f"numbers {group}"))
+
+    def layout(at: int) -> Values:
+        compiled = draw_layout(random.Random(f"layout {group} {at}"), numbers)
+        return compiled | draw_habits(random.Random(f"habits {seed}"))
+
     fate = random.Random(f"fate {seed}")
-    layout = draw_layout(random.Random(f"layout {seed}"), numbers)
     steps = numbers.get("train.steps", BASE["train.steps"])
     drawn = Draw(
         seed,
         numbers,
-        layout,
+        layout(place % LAYOUTS_PER_NUMBERS),
         end=fate.choice(ENDS),
         stop=fate.randrange(1, steps),
         by=fate.choice(("kill", "term")),
     )
-    if drawn.end in ("moved", "changed"):
-        drawn = replace(drawn, onto=draw_layout(random.Random(f"onto {seed}"), numbers))
+    other = fate.randrange(LAYOUTS_PER_NUMBERS)
+    if drawn.end in ("moved", "begun"):
+        return replace(drawn, onto=layout(other))
     if drawn.end == "changed":
-        drawn = replace(drawn, change=draw_change(random.Random(f"change {seed}"), numbers))
+        which = fate.randrange(CHANGES_PER_NUMBERS)
+        change = draw_change(random.Random(f"change {group} {which}"), numbers)
+        return replace(drawn, onto=layout(which), change=change)
     return drawn
 
 
@@ -187,13 +200,16 @@ def draw_layout(random: random.Random, numbers: Values) -> Values:
         drawn["fill"] = random.choice(AXES)
     drawn |= _turns(random, config, mesh, unchecked)
     drawn |= draw_rules(random, config, mesh, unchecked)
-    for key in (
-        "checkpoint.every",
-        "checkpoint.keep",
-        "log.every",
-        "model.attention",
-        "train.zero",
-    ):
+    for key in ("model.attention", "train.zero"):
+        if random.random() < SET:
+            drawn[key] = random.choice(values_of(key))
+    return drawn
+
+
+def draw_habits(random: random.Random) -> Values:
+    """What a layout may have besides, and no compiled program depends on."""
+    drawn: Values = {}
+    for key in ("checkpoint.every", "checkpoint.keep", "log.every"):
         if random.random() < SET:
             drawn[key] = random.choice(values_of(key))
     if random.random() < PROFILED:
@@ -233,17 +249,40 @@ def _turns(
         if mesh["pipeline"] > 1 or random.random() < UNCHECKED:
             drawn["pipeline.schedule"] = random.choice(values_of("pipeline.schedule"))
             drawn["pipeline.chunks"] = random.choice(values_of("pipeline.chunks"))
+            if mesh["pipeline"] > 1 and random.random() < FROM_FILE:
+                drawn["pipeline.schedule"] = _schedule_file(random, drawn, config, mesh)
         if unchecked or _take_turns(drawn, config, mesh):
             return {key: value for key, value in drawn.items() if value is not None}
     return {}
 
 
-def _take_turns(drawn: Values, config: RunConfig, mesh: Mapping[str, int]) -> bool:
+def _schedule_file(
+    random: random.Random, drawn: Values, config: RunConfig, mesh: Mapping[str, int]
+) -> str:
+    """A random schedule of these sizes."""
+    shard, microbatch = _cut(drawn, config, mesh)
+    return schedule_files.name(
+        random.randrange(1000),
+        mesh["pipeline"],
+        drawn["pipeline.chunks"],
+        max(shard // microbatch, 1),
+        split=drawn["train.remat"] == "none" and random.random() < 0.5,
+    )
+
+
+def _cut(drawn: Values, config: RunConfig, mesh: Mapping[str, int]) -> tuple[int, int]:
+    """Sequences of a shard of the batch, and of a microbatch."""
     shard = config.train.global_batch // math.prod(mesh[axis] for axis in BATCH)
-    microbatch = drawn["train.microbatch"] or shard
+    return shard, drawn["train.microbatch"] or max(shard, 1)
+
+
+def _take_turns(drawn: Values, config: RunConfig, mesh: Mapping[str, int]) -> bool:
+    shard, microbatch = _cut(drawn, config, mesh)
     if shard % microbatch:
         return False
     schedule = drawn.get("pipeline.schedule", "1f1b")
+    if schedule.endswith(".csv"):
+        return True
     chunks = drawn.get("pipeline.chunks", 1)
     if chunks > 1 and (schedule in ("gpipe", "1f1b") or shard // microbatch % mesh["pipeline"]):
         return False

@@ -23,6 +23,7 @@ from spmdtrain.config import UserError, load
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.running import loop
 
+from fuzz import programs, schedule_files
 from fuzz.draw import settings_of
 from fuzz.kinds import kind_of, without_numbers
 from fuzz.settings import BASE_FILE, Values, overrides
@@ -82,9 +83,11 @@ def run(
 ) -> Run:
     """Trains; `nudge` changes the parameters that it starts from."""
     values, count = settings_of(numbers, layout)
+    schedule_files.write(values.get("pipeline.schedule", ""))
     seen = Seen()
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(_quiet())
+        stack.enter_context(programs.shared())
         stack.enter_context(_watched(seen, stop, nudge))
         try:
             config = load(BASE_FILE, overrides(values))
@@ -127,14 +130,20 @@ def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
 
     def born(setup):
         state = init(setup)
-        seen.born = in_order(setup.model, state.params)
-        return _nudged(state, nudge)
+        if not seen.born:  # else it begins with another run's weights
+            seen.born = in_order(setup.model, state.params)
+        return replace(state, params=_nudged(state.params, nudge))
 
     class Watching(checkpoints):
         def restore(self, *asked):
             state, meta = super().restore(*asked)
             seen.born = in_order(self._model, state.params)
-            return _nudged(state, nudge), meta
+            return replace(state, params=_nudged(state.params, nudge)), meta
+
+        def restore_params(self, *asked):
+            params, meta = super().restore_params(*asked)
+            seen.born = in_order(self._model, params)
+            return _nudged(params, nudge), meta
 
         def save(self, step, state, *rest):
             super().save(step, state, *rest)
@@ -149,12 +158,11 @@ def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
         yield
 
 
-def _nudged(state, nudge):
+def _nudged(params: dict[str, jax.Array], nudge) -> dict[str, jax.Array]:
     if not nudge:
-        return state
-    moved = nudge({path: np.asarray(x) for path, x in state.params.items()})
-    params = {path: jax.device_put(x, state.params[path].sharding) for path, x in moved.items()}
-    return replace(state, params=params)
+        return params
+    moved = nudge({path: np.asarray(x) for path, x in params.items()})
+    return {path: jax.device_put(x, params[path].sharding) for path, x in moved.items()}
 
 
 def in_order(model, params: dict[str, jax.Array]) -> State:

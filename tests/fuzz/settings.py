@@ -72,7 +72,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "rules.activations": (),
 }
 NOT_DRAWN = {
-    "train.init_from": "needs another run, and tests/running/test_resume.py has it on other meshes",
+    "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
     "log.sinks": "decides no number, and tests/test_seams.py has it",
 }
 # Lion's update is a sign: a gradient that rounds to the other side of 0 moves by the whole rate.

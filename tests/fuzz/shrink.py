@@ -41,7 +41,7 @@ def _shorter(draw: Draw) -> Iterator[Draw]:
     """With less of what happens to the run."""
     if draw.end != "whole":
         yield replace(draw, end="whole", onto={}, change={})
-    if draw.end in ("moved", "changed"):
+    if draw.end in ("moved", "changed", "begun"):
         yield replace(draw, end="whole", layout=draw.onto, onto={}, change={})
         yield replace(draw, end="same", onto={}, change={})
     if draw.end == "changed":
@@ -100,5 +100,10 @@ def spoken(draw: Draw) -> str:
     if draw.end != "whole":
         lines[0] += f"    # stopped at step {draw.stop} ({draw.by})"
         layout = draw.layout if draw.end == "same" else draw.onto
-        lines.append(line(after(draw.numbers, draw.change), layout))
+        numbers = after(draw.numbers, draw.change)
+        if draw.end == "begun":
+            numbers |= {"train.init_from": "RUN"}
+        lines.append(line(numbers, layout))
+        if draw.end == "begun":
+            lines[1] = lines[1].replace("--run RUN", "--run NEW")
     return "\n".join(lines)

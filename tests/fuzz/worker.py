@@ -58,7 +58,7 @@ def _answers():
 
 def _work(asked: argparse.Namespace, answers: TextIO, room: Path) -> None:
     from fuzz.check import Oracles, examine
-    from fuzz.draw import Draw, draw
+    from fuzz.draw import SEEDS_PER_NUMBERS, Draw, draw
 
     oracles, known = Oracles(room), set(asked.known)
     draws = (
@@ -66,13 +66,18 @@ def _work(asked: argparse.Namespace, answers: TextIO, room: Path) -> None:
         if asked.draw
         else (draw(seed) for seed in range(*asked.seeds))
     )
+    refused = None  # numbers that are refused on one device are one draw, not one for each layout
     for each in draws:
         if time.time() > asked.until:
             return
+        group = each.seed // SEEDS_PER_NUMBERS
+        if group == refused and not asked.draw:
+            continue
         _tell(answers, begins=each.plain())
         start = time.monotonic()
         report = examine(each, oracles, room)
         seconds = round(time.monotonic() - start, 1)
+        refused = group if report.alone else refused
         small = {}
         for kind in sorted(report.kinds() - known):
             known.add(kind)

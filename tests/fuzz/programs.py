@@ -1,0 +1,87 @@
+"""What a run has compiled is kept for the next run that asks for the same.
+
+A draw runs up to four times, mostly in layouts that it, or a draw beside it, has run in before, and
+would spend nearly all its time on compiling the same programs again. Whatever of the settings a
+program may depend on is in its key, so what is kept is what would be compiled.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import jax
+from spmdtrain.config import RunConfig
+from spmdtrain.running import loop
+from spmdtrain.train.setup import Setup
+
+WITHOUT = ("checkpoint", "log", "eval")  # sections that no program depends on
+KEPT = 24  # the layouts of a few neighbouring draws, and of their changed settings
+Key = tuple[str, str]
+
+_kept: dict[tuple, Any] = {}
+
+
+def forget() -> None:
+    """Where what is compiled has changed, as a test does that plants a fault."""
+    _kept.clear()
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """Runs inside share what they compile with those before them."""
+    shard, lower, compiled = loop.shard, loop.lower_step, loop.compile_step
+    evaluation, init = loop.make_eval_step, loop.init_state
+
+    def setup(config, make, devices):
+        found = _once("setup", _key(config, devices), lambda: shard(config, make, devices))
+        return replace(found, config=config)
+
+    def fresh(setup):
+        key = _key_of(setup)
+        if ("state", *key) not in _kept:
+            state = init(setup)
+            _once("state", key, lambda: jax.device_get(state))
+            return state
+        shardings = jax.tree.map(lambda x: x.sharding, setup.state)
+        return jax.device_put(_once("state", key, lambda: None), shardings)
+
+    replaced = {
+        "shard": setup,
+        "lower_step": lambda setup: _once("lowered", _key_of(setup), lambda: lower(setup)),
+        "compile_step": lambda setup, lowered: _once(
+            "step", _key_of(setup), lambda: compiled(setup, lowered)
+        ),
+        "make_eval_step": lambda setup: _once(
+            "evaluation", _key_of(setup), lambda: evaluation(setup)
+        ),
+        "init_state": fresh,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, what in replaced.items():
+            stack.enter_context(patch.object(loop, name, what))
+        yield
+
+
+def _once(what: str, key: Key, make: Callable[[], Any]) -> Any:
+    """The newest are kept, each for as long as it is asked for."""
+    at = (what, *key)
+    found = _kept.pop(at) if at in _kept else make()
+    _kept[at] = found
+    while len(_kept) > KEPT * 5:
+        del _kept[next(iter(_kept))]
+    return found
+
+
+def _key_of(setup: Setup) -> Key:
+    return _key(setup.config, setup.mesh.devices.ravel())
+
+
+def _key(config: RunConfig, devices) -> Key:
+    settings = config.model_dump(mode="json")
+    for section in WITHOUT:
+        del settings[section]
+    del settings["train"]["init_from"]
+    return json.dumps(settings, sort_keys=True), str([device.id for device in devices])
