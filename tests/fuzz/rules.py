@@ -25,6 +25,7 @@ PARAMETERS = (
 )
 ACTIVATIONS = (
     ("batch", "time", "embed"),
+    ("batch", "stream_time", "embed"),
     ("batch", "time", "kv_heads", "head_dim"),
     ("batch", "time", "ffn"),
     ("batch", "time", "vocab"),
@@ -54,6 +55,7 @@ def sizes_of(config: RunConfig) -> dict[str, int]:
     return {
         "batch": config.train.global_batch,
         "time": config.train.sequence_length,
+        "stream_time": config.train.sequence_length,
         "embed": model.embed,
         "kv_heads": model.key_value_heads,
         "heads": model.heads,
@@ -110,7 +112,7 @@ def legal(
 ) -> bool:
     """No tensor is split twice over a mesh axis, and every dim divides."""
     for tensor in tensors:
-        used = [axis for name in tensor for axis in table[name] if mesh[axis] > 1]
+        used = [axis for name in tensor for axis in table.get(name, ()) if mesh[axis] > 1]
         if len(used) != len(set(used)):
             return False
     return all(divides(sizes[name], axes, mesh) for name, axes in table.items())

@@ -23,12 +23,15 @@ def flags() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     wanted = {
         "--xla_force_host_platform_device_count": DEVICES,
+        # These make a compilation cheap, and take nothing off what is checked.
         "--xla_backend_optimization_level": 0,
+        "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
+        "--xla_cpu_parallel_codegen_split_count": 1,
     }
     for flag, value in wanted.items():
         if flag not in os.environ.get("XLA_FLAGS", ""):
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def main(arguments: list[str]) -> None:
@@ -45,6 +48,8 @@ def main(arguments: list[str]) -> None:
     asked = parser.parse_args(arguments)
     flags()
     with _answers() as answers, tempfile.TemporaryDirectory(prefix="spmdtrain-fuzz-") as room:
+        # For the many small programs of a restore; fuzz/programs.py keeps the large ones.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{room}/compiled")
         _work(asked, answers, Path(room))
 
 
