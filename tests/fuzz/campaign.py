@@ -168,7 +168,7 @@ def of_the_dead(line: Line, seconds: float, known: set[str]) -> Line:
     if kind not in known:
         smaller = shrunk(draw, partial(dies, kind=kind), seconds)
         small[kind] = smaller.plain() | {"spoken": spoken(smaller)}
-    more = {"outcome": "found", "refused": [], "excused": 0, "seconds": None}
+    more = {"outcome": "found", "refused": [], "excused": 0, "seconds": None, "cpu_seconds": None}
     return draw.plain() | more | {"findings": [[kind, stderr]], "shrunk": small}
 
 
@@ -201,10 +201,10 @@ def summary(lines: list[Line]) -> str:
     refused = Counter(kind for line in lines for kind in line["refused"])
     found = Counter(kind for line in lines for kind, _ in line["findings"])
     first = {kind: line["seed"] for line in reversed(lines) for kind, _ in line["findings"]}
-    seconds = [line["seconds"] for line in lines if line["seconds"] is not None]
+    seconds = [line["cpu_seconds"] for line in lines if line["cpu_seconds"] is not None]
     each = sum(seconds) / max(len(seconds), 1)
     excused = sum(line["excused"] > 0 for line in lines)
-    rows = ["", f"draws      {len(lines):>6}   {each:.1f} s each, shrinking left out"]
+    rows = ["", f"draws      {len(lines):>6}   {each:.1f} s of CPU each, shrinking left out"]
     rows += [f"{name:<10} {outcomes[name]:>6}" for name in ("trained", "refused", "found")]
     rows += [f"excused    {excused:>6}   trained, and rounding alone moves such a run as far"]
     rows += ["", "refusals"]

@@ -43,6 +43,7 @@ PROFILED = 0.06  # a trace takes seconds
 TOKEN_FILE = "runs/fuzz/tokens.bin"  # below the repository, made by the campaign
 TOKENS_OF = ("LICENSE", "CONTRIBUTING.md", "constraints.txt")
 DEVICES = (8,) * 9 + (4,) * 5 + (2,) * 3 + (6, 6, 3, 5, 7, 1)
+ON_ONE_AXIS = 0.15  # share of meshes that have all devices on one axis
 FROM_FILE = 0.15  # share of pipelines whose schedule is a file
 ENDS = ("moved",) * 4 + ("changed",) * 3 + ("same",) * 2 + ("whole", "begun")
 # Settings that a person changes on the way are changed more often than the rest.
@@ -89,10 +90,10 @@ class Draw:
 
 def draw(seed: int) -> Draw:
     group, place = divmod(seed, SEEDS_PER_NUMBERS)
-    numbers = draw_numbers(random.Random(f"numbers {group}"))
+    numbers = numbers_of(group)
 
     def layout(at: int) -> Values:
-        compiled = draw_layout(random.Random(f"layout {group} {at}"), numbers)
+        compiled = layout_of(group, at, numbers)
         return compiled | draw_habits(random.Random(f"habits {seed}"))
 
     fate = random.Random(f"fate {seed}")
@@ -113,6 +114,15 @@ def draw(seed: int) -> Draw:
         change = draw_change(random.Random(f"change {group} {which}"), numbers)
         return replace(drawn, onto=layout(which), change=change)
     return drawn
+
+
+def numbers_of(group: int) -> Values:
+    return draw_numbers(random.Random(f"numbers {group}"))
+
+
+def layout_of(group: int, at: int, numbers: Values) -> Values:
+    """One of the layouts that a group of seeds shares."""
+    return draw_layout(random.Random(f"layout {group} {at}"), numbers)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -221,8 +231,10 @@ def _draw_mesh(random: random.Random, config: RunConfig, unchecked: bool) -> dic
     """Sizes of the six axes that split batch and time evenly."""
     for _ in range(TRIES):
         mesh = dict.fromkeys(AXES, 1)
+        one = [random.choice(AXES)]
+        among = one if random.random() < ON_ONE_AXIS else AXES
         for prime in _primes(random.choice(DEVICES)):
-            mesh[random.choice(AXES)] *= prime
+            mesh[random.choice(among)] *= prime
         batch = config.train.global_batch % math.prod(mesh[axis] for axis in BATCH)
         time = config.train.sequence_length % mesh["context"]
         if unchecked or (batch == 0 and time == 0):

@@ -85,10 +85,11 @@ def _one_table(
         return whole | {name: _axes(random, mesh) for name in base if random.random() < 0.2}
     if random.random() < 0.3:
         return whole
-    drawn = [name for name in base if name not in NEVER_DRAWN and random.random() < 0.5]
+    share = random.choice((0.5, 1.0))  # all, so that a tensor has more axes free than its own
+    drawn = [name for name in base if name not in NEVER_DRAWN and random.random() < share]
     table = {**base, **whole, **dict.fromkeys(drawn, ())}
     for name in random.sample(drawn, len(drawn)):
-        most = random.choice((0, 1, 2, 2, 3))
+        most = random.choice((0, 1, 2, 3, 3))
         for axis in _axes(random, mesh):
             longer = {**table, name: (*table[name], axis)}
             if len(longer[name]) <= most and legal(longer, tensors, sizes, mesh):

@@ -20,12 +20,15 @@ from fuzz import campaign, programs, schedule_files
 from fuzz.check import Oracles, examine
 from fuzz.draw import (
     AXES,
+    LAYOUTS_PER_NUMBERS,
     SEEDS_PER_NUMBERS,
     Draw,
     after,
     config_of,
     draw,
     draw_change,
+    layout_of,
+    numbers_of,
     settings_of,
 )
 from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
@@ -100,16 +103,20 @@ def many() -> list[Draw]:
 def test_over_many_draws_every_setting_takes_several_values(many):
     seen: dict[str, set] = {}
     for each in many:
-        for key, value in (each.numbers | each.layout).items():
-            seen.setdefault(key, set()).add(value)
+        for values in (each.numbers, each.layout, each.onto):
+            for key, value in values.items():
+                seen.setdefault(key, set()).add(value)
     drawn = [key for key in settings() if key not in NOT_DRAWN and not key.startswith("rules.")]
     for key in drawn:
         values = set(values_of(key)) - ({1} if key.startswith("mesh.") else {None})
         assert len(seen[key] & values) >= min(3, len(values)), key
 
 
-def test_meshes_have_every_axis_and_rules_both_orders(many):
-    layouts = [each.layout for each in many]
+def test_meshes_have_every_axis_and_rules_both_orders():
+    layouts = []
+    for group in range(100):
+        numbers = numbers_of(group)
+        layouts += [layout_of(group, at, numbers) for at in range(LAYOUTS_PER_NUMBERS)]
     split = {axis for axis in AXES for each in layouts if each.get(f"mesh.{axis}", 1) > 1}
     assert split == set(AXES)
     rules = {each.get("rules.parameters.embed") for each in layouts}
@@ -280,6 +287,7 @@ def test_a_worker_that_dies_is_a_finding_and_the_campaign_goes_on(monkeypatch):
                 "findings": [],
                 "excused": 0,
                 "seconds": 1,
+                "cpu_seconds": 1,
                 "shrunk": {},
             }
 

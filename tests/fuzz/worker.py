@@ -80,8 +80,10 @@ def _work(asked: argparse.Namespace, answers: TextIO, room: Path) -> None:
             continue
         _tell(answers, begins=each.plain())
         start = time.monotonic()
+        cpu = time.process_time()
         report = examine(each, oracles, room)
         seconds = round(time.monotonic() - start, 1)
+        cpu_seconds = round(time.process_time() - cpu, 1)
         refused = group if report.alone else refused
         small = {}
         for kind in sorted(report.kinds() - known):
@@ -95,6 +97,7 @@ def _work(asked: argparse.Namespace, answers: TextIO, room: Path) -> None:
             findings=report.findings,
             excused=report.excused,
             seconds=seconds,
+            cpu_seconds=cpu_seconds,
             shrunk=small,
         )
 
