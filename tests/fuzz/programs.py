@@ -35,8 +35,9 @@ def shared() -> Iterator[None]:
     shard, lower, compiled = loop.shard, loop.lower_step, loop.compile_step
     evaluation, init = loop.make_eval_step, loop.init_state
 
-    def setup(config, make, devices):
-        found = _once("setup", _key(config, devices), lambda: shard(config, make, devices))
+    def setup(config, make, devices, **own):
+        assert not any(own.values()), "no run of the fuzzer has parts of its own"
+        found = _once("setup", _key(config, devices), lambda: shard(config, make, devices, **own))
         return replace(found, config=config)
 
     def fresh(setup):

@@ -16,7 +16,7 @@ from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.running import loop
 from spmdtrain.train import grad_accumulation, loss, setup
 
-from fuzz import campaign, programs, schedule_files
+from fuzz import campaign, files, programs, schedule_files
 from fuzz.check import Oracles, examine
 from fuzz.draw import (
     AXES,
@@ -31,6 +31,7 @@ from fuzz.draw import (
     numbers_of,
     settings_of,
 )
+from fuzz.runs import Run, Seen
 from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
 from fuzz.shrink import shrunk, spoken
 
@@ -162,6 +163,15 @@ def test_a_drawn_schedule_file_is_what_its_name_says(split, monkeypatch, tmp_pat
         schedule_files.write(name)
         table = choose_table(name, stages=3, chunks=2, microbatches=2)
         assert table.split == split
+
+
+@pytest.mark.parametrize(("there", "faults"), [((2, 3), 0), ((), 1)], ids=["newer", "gone"])
+def test_a_kill_before_the_event_of_a_save_is_no_fault(there, faults, tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "saved", "step": 1}\n')
+    for step in there:
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    killed = Run("killed", "", "", tmp_path, {}, {}, Seen())
+    assert len(list(files.faults(killed, load(BASE_FILE)))) == faults
 
 
 def lower_precision(gradients, *rest):
