@@ -161,8 +161,13 @@ def test_the_first_run_learns_what_the_readme_says(workplace):
     assert len(losses) == 300
     assert losses[0] == pytest.approx(5.41, abs=0.1)
     # It learns the source of Python's own library, which is another text in each version.
-    reached = {(3, 11): 2.19, (3, 12): 2.39}
-    assert sum(losses[-20:]) / 20 == pytest.approx(reached.get(sys.version_info[:2], 2.3), abs=0.15)
+    measured = {(3, 11): 2.19, (3, 12): 2.39}
+    reached = sum(losses[-20:]) / 20
+    version = sys.version_info[:2]
+    if version in measured:
+        assert reached == pytest.approx(measured[version], abs=0.15)
+    else:
+        assert reached < 3
 
 
 def test_readme_and_first_page_show_the_first_run():
