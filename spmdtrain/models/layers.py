@@ -47,15 +47,22 @@ class Norm(nnx.Module):
     """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) of x [b, t, e] over e, statistics in float32."""
 
     def __init__(self, config: TransformerConfig):
-        self.centred, self.epsilon = config.norm == "layernorm", config.norm_epsilon
+        self.centred = config.norm == "layernorm"
+        self.epsilon = config.norm_epsilon
         self.scale_e = nnx.Param(jnp.ones(config.embed), out_sharding=("norm",))
         self.bias_e = bias(config.embed, "norm") if self.centred and config.bias else None
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
-        kernel = partial(layernorm if self.centred else rmsnorm, eps=self.epsilon)
-        vectors = [None if each is None else each[...].astype(jnp.float32) for each in (self.scale_e, self.bias_e)]
-        of_x = "batch", "stream_time", None
-        return ctx.local_map(kernel, (x_bte, *vectors), (of_x, (None,), (None,)), of_x)
+        norm = layernorm if self.centred else rmsnorm
+        # In float32, because their gradients are summed over the devices that share them.
+        scale_e = self.scale_e[...].astype(jnp.float32)
+        bias_e = None
+        if self.bias_e is not None:
+            bias_e = self.bias_e[...].astype(jnp.float32)
+        of_x = ("batch", "stream_time", None)
+        of_vector = (None,)
+        kernel = partial(norm, eps=self.epsilon)
+        return ctx.local_map(kernel, (x_bte, scale_e, bias_e), (of_x, of_vector, of_vector), of_x)
 
 
 def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Array:
@@ -64,8 +71,9 @@ def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Arr
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = (positions_bt[..., None].astype(jnp.float32) * frequency)[:, :, None, None, :]
     first, second = jnp.split(x_btkgd.astype(jnp.float32), 2, axis=-1)
-    turned = (first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle))
-    return jnp.concatenate(turned, -1).astype(x_btkgd.dtype)
+    turned_first = first * jnp.cos(angle) - second * jnp.sin(angle)
+    turned_second = second * jnp.cos(angle) + first * jnp.sin(angle)
+    return jnp.concatenate((turned_first, turned_second), -1).astype(x_btkgd.dtype)
 
 
 # The backward pass starts from the input again, a pass over memory, instead of keeping several arrays as wide as f.
@@ -102,7 +110,9 @@ class Cache:
     def extended(self, k_btkd: jax.Array, v_btkd: jax.Array) -> "Cache":
         start = (0, self.length, 0, 0)
         put = jax.lax.dynamic_update_slice
-        return Cache(put(self.k_bskd, k_btkd, start), put(self.v_bskd, v_btkd, start), self.length + k_btkd.shape[1])
+        k_bskd = put(self.k_bskd, k_btkd, start)
+        v_bskd = put(self.v_bskd, v_btkd, start)
+        return Cache(k_bskd, v_bskd, self.length + k_btkd.shape[1])
 
 
 class Attention(nnx.Module):
@@ -114,17 +124,18 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, position: Position | None = None):
         self.position = position
-        self.heads, self.dim = config.key_value_heads, config.width_per_head
+        self.heads = config.key_value_heads
+        self.dim = config.width_per_head
         self.group = config.heads // self.heads
         self.theta = config.rope_theta if config.positions == "rope" else None
         self.implementation = None if config.attention == "auto" else config.attention
-        slots, std = self.group + 2, INIT_STD * (2 * config.layers) ** -0.5
-        self.qkv_eknd = weight(
-            rngs, (config.embed, self.heads, slots, self.dim), ("embed", "kv_heads", None, "head_dim")
-        )
-        self.out_kgde = weight(
-            rngs, (self.heads, self.group, self.dim, config.embed), ("kv_heads", None, "head_dim", "embed"), std
-        )
+        # A group of query heads shares one head of keys and one of values: its slots, in this order.
+        slots = self.group + 2
+        qkv_shape = (config.embed, self.heads, slots, self.dim)
+        out_shape = (self.heads, self.group, self.dim, config.embed)
+        out_std = INIT_STD * (2 * config.layers) ** -0.5
+        self.qkv_eknd = weight(rngs, qkv_shape, ("embed", "kv_heads", None, "head_dim"))
+        self.out_kgde = weight(rngs, out_shape, ("kv_heads", None, "head_dim", "embed"), out_std)
         self.qkv_bias = bias(self.heads * slots * self.dim, "kv_heads") if config.bias else None
         self.out_bias = bias(config.embed, "norm") if config.bias else None
 
@@ -138,15 +149,23 @@ class Attention(nnx.Module):
         if self.position or self.theta:
             position = self.position or partial(rotate, theta=self.theta)
             turned = position(qkv[..., :-1, :], ctx.positions_bt)
-            q, k, v = turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
+            q = turned[..., :-1, :]
+            k = turned[..., -1, :]
         else:
-            q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+            q = qkv[..., :-2, :]
+            k = qkv[..., -2, :]
+        v = qkv[..., -1, :]
         if cache is not None:
             cache = cache.extended(k, v)
-            k, v = cache.k_bskd, cache.v_bskd
-        y = ctx.constrain(self._attend(q, k, v, ctx, cache), "batch", "time", "kv_heads", None, "head_dim")
-        y = ctx.constrain(jnp.einsum("btkgd,kgde->bte", y, self.out_kgde[...]), *STREAM)
-        return (y if self.out_bias is None else y + self.out_bias[...]), cache
+            k = cache.k_bskd
+            v = cache.v_bskd
+        attended = self._attend(q, k, v, ctx, cache)
+        attended = ctx.constrain(attended, "batch", "time", "kv_heads", None, "head_dim")
+        y = jnp.einsum("btkgd,kgde->bte", attended, self.out_kgde[...])
+        y = ctx.constrain(y, *STREAM)
+        if self.out_bias is not None:
+            y = y + self.out_bias[...]
+        return y, cache
 
     def _attend(self, q_btkgd, k_bskd, v_bskd, ctx: ForwardContext, cache: Cache | None) -> jax.Array:
         """[b, t, k, g, d], each device its own heads and queries; the keys come whole."""
@@ -154,7 +173,9 @@ class Attention(nnx.Module):
         places_bt = places_bs if cache is None else ctx.positions_bt
 
         def local(q, k, v, q_segments, k_segments, q_places, k_places):
-            aligned = cache is None and q.shape[1] == k.shape[1]  # all queries are here: what each sees is known now
+            # Where all queries are here, it is known while tracing what each of them sees.
+            aligned = cache is None and q.shape[1] == k.shape[1]
+            q_bthd = q.reshape(*q.shape[:2], -1, self.dim)
             options = {
                 "causal": True,
                 "segment_ids": None if q_segments is None else (q_segments, k_segments),
@@ -162,19 +183,22 @@ class Attention(nnx.Module):
                 "implementation": self.implementation,
             }
             try:
-                return attention(q.reshape(*q.shape[:2], -1, self.dim), k, v, **options).reshape(q.shape)
+                return attention(q_bthd, k, v, **options).reshape(q.shape)
             except Refused as refused:
                 asked = f"model.attention={self.implementation!r}"
-                raise ConfigError(f"{asked} cannot run: {refused.reason}", fix="--set model.attention=auto") from None
+                what = f"{asked} cannot run: {refused.reason}"
+                raise ConfigError(what, fix="--set model.attention=auto") from None
 
         # Keys rest split over time as queries do, and come whole. A cache rests whole.
         key_time = Whole("time") if cache is None else None
         of_q = ("batch", "time", "kv_heads", None, None)
         of_k = ("batch", key_time, "kv_heads", None)
-        pairs = ("batch", "time"), ("batch", key_time)
+        of_q_token = ("batch", "time")
+        of_k_token = ("batch", key_time)
         segments = ctx.segment_ids_bt if cache is None else None
-        arrays = q_btkgd, k_bskd, v_bskd, segments, segments, places_bt, places_bs
-        return ctx.local_map(local, arrays, (of_q, of_k, of_k, *pairs, *pairs), of_q)
+        arrays = (q_btkgd, k_bskd, v_bskd, segments, segments, places_bt, places_bs)
+        names = (of_q, of_k, of_k, of_q_token, of_k_token, of_q_token, of_k_token)
+        return ctx.local_map(local, arrays, names, of_q)
 
 
 @recomputed
@@ -194,16 +218,31 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.gated = config.mlp == "swiglu"
-        hidden, std = config.hidden, INIT_STD * (2 * config.layers) ** -0.5
-        self.up_shape, self.up_axes = ((2, hidden), (None, "ffn")) if self.gated else ((hidden,), ("ffn",))
+        hidden = config.hidden
+        if self.gated:
+            self.up_shape = (2, hidden)
+            self.up_axes = (None, "ffn")
+        else:
+            self.up_shape = (hidden,)
+            self.up_axes = ("ffn",)
+        down_std = INIT_STD * (2 * config.layers) ** -0.5
         self.up_ef = weight(rngs, (config.embed, *self.up_shape), ("embed", *self.up_axes))
-        self.down_fe = weight(rngs, (hidden, config.embed), ("ffn", "embed"), std)
-        self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes) if config.bias else None
-        self.down_bias = bias(config.embed, "norm") if config.bias else None
+        self.down_fe = weight(rngs, (hidden, config.embed), ("ffn", "embed"), down_std)
+        if config.bias:
+            self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes)
+            self.down_bias = bias(config.embed, "norm")
+        else:
+            self.up_bias = None
+            self.down_bias = None
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         h = project("bte,e...f->bt...f", x_bte, self.up_ef[...], ctx)
-        h = ctx.constrain(h if self.up_bias is None else h + self.up_bias[...], "batch", "time", *self.up_axes)
-        h = (swiglu if self.gated else gelu)(h)
-        y = ctx.constrain(jnp.einsum("btf,fe->bte", h, self.down_fe[...]), *STREAM)
-        return y if self.down_bias is None else y + self.down_bias[...]
+        if self.up_bias is not None:
+            h = h + self.up_bias[...]
+        h = ctx.constrain(h, "batch", "time", *self.up_axes)
+        h = swiglu(h) if self.gated else gelu(h)
+        y = jnp.einsum("btf,fe->bte", h, self.down_fe[...])
+        y = ctx.constrain(y, *STREAM)
+        if self.down_bias is not None:
+            y = y + self.down_bias[...]
+        return y
