@@ -233,7 +233,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
         contextlib.redirect_stdout(log),
     ):
         turns = Turns(contenders, steps)
-        saves = loop.Saves(setup, data, checkpoints, reporter, 0, 0)
+        saves = loop.Saves(setup, loop.identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0)
         loop.train(setup, state, step, turns, ahead, saves, reporter, directory)
 
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

@@ -1,30 +1,84 @@
-"""What makes a run the same run: its data, and the function that its weights compute.
+"""What makes a run the same run: its data, its model's code, and the function of its weights.
 
-Both are saved with every checkpoint and compared when a run goes on.
+They are saved with every checkpoint and compared when a run goes on. Settings that may change on
+the way are saved beside them, so that a run can say what has changed.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
+from spmdtrain.running.model_code import Record, check_model_code, model_code, qualified_name
+from spmdtrain.train.setup import Setup
 
 Meta = dict[str, Any]
+# name -> (value in the checkpoint, value now)
+Changes = dict[str, tuple[Any, Any]]
 
 
-def config_document(config: RunConfig, data: Data) -> dict[str, Any]:
-    """RUN/config.json: every setting with its origin, the data's fingerprint, the tokenizer."""
-    return resolved(config) | {"corpus": data.fingerprint, "tokenizer": data.tokenizer}
+def config_document(setup: Setup, data: Data) -> dict[str, Any]:
+    """RUN/config.json: every setting with its origin, the data's fingerprint, the tokenizer, and
+    which code the model is made of."""
+    return resolved(setup.config) | {
+        "corpus": data.fingerprint,
+        "tokenizer": data.tokenizer,
+        "model_code": code_of(setup),
+    }
 
 
-def identity(config: RunConfig, fingerprint: str) -> Meta:
-    """What a checkpoint keeps of the run; `fingerprint` is that of its data."""
-    return {"stream": _stream(config, fingerprint), "model": _model_function(config)}
+def code_of(setup: Setup) -> Record:
+    """The record of the code of the model; see model_code.py."""
+    return model_code(setup.make, setup.model.bind({}))
 
 
-def check_identity(meta: Meta, config: RunConfig, fingerprint: str) -> None:
-    """CheckpointError where the checkpoint's data or function is not this run's."""
+def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
+    """What a checkpoint keeps of the run.
+
+    `fingerprint` is that of its data; `seams` are what the caller exchanged (None: nothing).
+    """
+    return {
+        "stream": _stream(setup.config, fingerprint),
+        "model": _model_function(setup.config),
+        "model_code": code_of(setup),
+        "settings": _changeable(setup.config, seams),
+    }
+
+
+def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:
+    """What is trained otherwise from here on than before the checkpoint, and may be.
+
+    An older checkpoint, which does not say how it was trained, gives nothing.
+    """
+    then = meta.get("settings")
+    if then is None:
+        return {}
+    now = _changeable(config, seams)
+    names = dict.fromkeys([*then, *now])
+    return {
+        name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)
+    }
+
+
+def describe_changes(found: Changes) -> str:
+    """`changes` for a person: "train.clip: 1.0, now none; ..."."""
+    said = []
+    for name, (then, now) in found.items():
+        then = "none" if then is None else then
+        now = "none" if now is None else now
+        said.append(f"{name}: {then}, now {now}")
+    return "; ".join(said)
+
+
+def check_identity(meta: Meta, setup: Setup, fingerprint: str, where: str) -> list[str]:
+    """CheckpointError where the checkpoint's data, code or function is not this run's.
+
+    Gives lines to say: what of the code has changed. `where` names the checkpoint.
+    """
+    config = setup.config
+    said = check_model_code(meta.get("model_code"), code_of(setup), where)
     for name, now in _stream(config, fingerprint).items():
         then = meta.get("stream", {}).get(name)
         if then != now:
@@ -41,6 +95,7 @@ def check_identity(meta: Meta, config: RunConfig, fingerprint: str) -> None:
             found=f"{then} in the checkpoint",
             fix=f"--set {name}={then}, or a new --run with train.init_from",
         )
+    return said
 
 
 def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
@@ -77,3 +132,23 @@ def _model_function(config: RunConfig) -> dict[str, Any]:
     if model.positions == "rope":
         names.append("rope_theta")
     return {f"model.{name}": getattr(model, name) for name in names}
+
+
+def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that change the numbers of a run and may change on its way.
+
+    What the caller exchanged stands under its keyword, by its qualified name.
+    """
+    sections = {
+        "optimizer": config.optimizer.model_dump(mode="json"),
+        "precision": config.precision.model_dump(mode="json"),
+        "train": {name: getattr(config.train, name) for name in ("steps", "global_batch", "clip")},
+        "model": {"dropout": config.model.dropout},
+    }
+    settings = {
+        f"{section}.{name}": value
+        for section, values in sections.items()
+        for name, value in values.items()
+    }
+    given = {f"{name}=": qualified_name(each) for name, each in seams.items() if each is not None}
+    return settings | given

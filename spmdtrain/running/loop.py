@@ -6,7 +6,7 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,10 +25,20 @@ from spmdtrain.parallel import hlo
 from spmdtrain.running import summary
 from spmdtrain.running.checkpoint import Checkpoints, newest_step
 from spmdtrain.running.directory import check_source, open_directory
-from spmdtrain.running.identity import check_identity, config_document, identity, model_changes
+from spmdtrain.running.identity import (
+    Meta,
+    changes,
+    check_identity,
+    code_of,
+    config_document,
+    describe_changes,
+    identity,
+    model_changes,
+)
 from spmdtrain.running.interrupt import Interrupt
 from spmdtrain.running.json_lines import write_document
 from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figures
+from spmdtrain.running.model_code import check_model_code
 from spmdtrain.running.profile import profiled
 from spmdtrain.running.progress import Progress, quantity
 from spmdtrain.running.reporter import Hook, Reporter, check
@@ -91,6 +101,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     """
     directory = Path(directory)
     check(sinks, hooks)
+    seams = {"optimizer": optimizer, "schedule": schedule, "data": data}
     config, opened = open_data(config, data)
     setup = shard(config, make, devices, optimizer=optimizer, schedule=schedule)
     lowered = None
@@ -105,7 +116,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         reporter = Reporter(directory, config, newest or 0, sinks, hooks)
         held.enter_context(reporter)
 
-        state, sample = restore_or_init(setup, opened, directory, checkpoints, reporter)
+        state, sample = restore_or_init(setup, opened, seams, directory, checkpoints, reporter)
         done = int(state.step)
         if done >= config.train.steps:
             more = f"--set train.steps={2 * done}"
@@ -114,13 +125,14 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
 
         reporter.say(_introduction(setup, opened))
         step, report = compile_step(setup, lowered or lower_step(setup))
-        write(directory, "config.json", config_document(config, opened))
+        write(directory, "config.json", config_document(setup, opened))
         write(directory, "compiled.json", report)
         reporter.say(_compiled(report))
 
         ahead = held.enter_context(batches(setup, opened, done, sample))
         evaluate = make_evaluate(setup, opened)
-        saves = Saves(setup, opened, checkpoints, reporter, done, sample)
+        made = identity(setup, opened.fingerprint, seams)
+        saves = Saves(setup, made, checkpoints, reporter, done, sample)
         outcome = train(setup, state, step, evaluate, ahead, saves, reporter, directory)
 
         reporter.say(_ending(outcome, directory))
@@ -138,20 +150,31 @@ def write(directory: Path, name: str, value: Any) -> None:
 
 
 def restore_or_init(
-    setup: Setup, data: Data, directory: Path, checkpoints: Checkpoints, reporter: Reporter
+    setup: Setup,
+    data: Data,
+    seams: Mapping[str, Any],
+    directory: Path,
+    checkpoints: Checkpoints,
+    reporter: Reporter,
 ) -> tuple[TrainState, int]:
     """The state and the global sample index to go on from.
 
     The state is that of the newest checkpoint of this run; without one it has the weights of
-    `train.init_from`, or fresh ones.
+    `train.init_from`, or fresh ones. `seams`: what the caller exchanged.
     """
     newest = checkpoints.newest()
     mesh = dict(setup.mesh.shape)
     if newest is not None:
         state, meta = checkpoints.restore(newest, setup.state)
-        check_identity(meta, setup.config, data.fingerprint)
-        reporter.event("resumed", newest, from_step=newest, mesh=mesh)
+        said = check_identity(meta, setup, data.fingerprint, f"step {newest} of {directory}")
+        found = changes(meta, setup.config, seams)
+        changed = {"changed": found} if found else {}
+        reporter.event("resumed", newest, from_step=newest, mesh=mesh, **changed)
         reporter.say(f"resumed {directory} at step {newest}")
+        if found:
+            reporter.say(f"changed since step {newest}: {describe_changes(found)}")
+        for line in said:
+            reporter.say(line)
         return state, meta["sample"]
     source = setup.config.train.init_from
     params = _weights_of(Path(source), setup, reporter) if source else None
@@ -166,6 +189,10 @@ def _weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Ar
     """The newest parameters of another run."""
     with contextlib.closing(Checkpoints(run, setup.model, keep=None)) as checkpoints:
         params, meta = checkpoints.restore_params(newest_step(run), setup.state.params)
+    for line in check_model_code(
+        meta.get("model_code"), code_of(setup), f"train.init_from='{run}'"
+    ):
+        reporter.say(line)
     for name, then, now in model_changes(meta, setup.config):
         reporter.say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
     return params
@@ -219,13 +246,14 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
 class Saves:
     """What the loop saves, and which checkpoints it has said are there.
 
-    The run goes on from step `first`, at the global sample index `sample`.
+    The run goes on from step `first`, at the global sample index `sample`. `identity` is what each
+    checkpoint keeps of the run.
     """
 
     def __init__(
         self,
         setup: Setup,
-        data: Data,
+        identity: Meta,
         checkpoints: Checkpoints,
         reporter: Reporter,
         first: int,
@@ -236,7 +264,7 @@ class Saves:
         self._reporter = reporter
         self._first = first
         self._sample = sample
-        self._identity = identity(setup.config, data.fingerprint)
+        self._identity = identity
         self._newest = first if first else None
 
     def save(self, step: int, state: TrainState) -> None:

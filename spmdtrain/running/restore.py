@@ -12,6 +12,8 @@ from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.identity import code_of
+from spmdtrain.running.model_code import check_model_code
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -29,10 +31,13 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
     """The state of `run` after `step` steps (default: the newest), read into the shards of `setup`.
 
     The mesh of `setup` may differ from the run's. Raises CheckpointError where there is no such
-    checkpoint, or it does not fit the model and the optimizer of `setup`.
+    checkpoint, or it does not fit the model and the optimizer of `setup`, or is of another model.
     """
     with _opened(run, setup.model) as checkpoints:
-        return checkpoints.restore(_step(checkpoints, Path(run), step), setup.state)[0]
+        at = _step(checkpoints, Path(run), step)
+        state, meta = checkpoints.restore(at, setup.state)
+    check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
+    return state
 
 
 def weights(run: str | Path, step: int | None = None) -> dict[str, np.ndarray]:

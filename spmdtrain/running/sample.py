@@ -36,6 +36,7 @@ from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.model_code import check_model_code, model_code
 from spmdtrain.running.restore import newest, read_document
 from spmdtrain.train.setup import Setup, parameter_specs
 from spmdtrain.train.state import abstract_params
@@ -91,7 +92,10 @@ def generate(
     with contextlib.closing(Checkpoints(run, model, keep=None)) as checkpoints:
         specs = parameter_specs(model, rules)
         abstract = abstract_params(model, config.precision.params, mesh, specs)
-        params, _ = checkpoints.restore_params(newest(checkpoints, run), abstract)
+        step = newest(checkpoints, run)
+        params, meta = checkpoints.restore_params(step, abstract)
+    now = model_code(make, model.bind({}))
+    check_model_code(meta.get("model_code"), now, f"step {step} of {run}")
     make_ids = make_generate(config, model, mesh, rules, length, choice)
     new = jax.device_get(make_ids(params, ids_bt, jax.random.key(seed)))
     if tokenizer:

@@ -83,7 +83,7 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
             pass
 
     with Reporter(tmp_path, setup.config, 0) as reporter, batches_of(setup) as ahead:
-        saves = loop.Saves(setup, data, NoCheckpoints(), reporter, 0, 0)
+        saves = loop.Saves(setup, loop.identity(setup, data.fingerprint, {}), NoCheckpoints(), reporter, 0, 0)
         outcome = loop.train(setup, state, step, lambda _: 0.0, ahead, saves, reporter, tmp_path)
     assert outcome == loop.Outcome("finished", 8)
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 9))

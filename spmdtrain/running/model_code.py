@@ -1,0 +1,168 @@
+"""Which code a model is made of: its class, and hashes of the sources that are not ours.
+
+A checkpoint keeps this record, because weights alone do not say what they mean: a subclass may have
+the same parameters and compute something else.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from spmdtrain.config.errors import CheckpointError
+
+Record = dict[str, Any]  # "class": a name; "sources": name -> hash; "make": as in model.make
+OURS = "spmdtrain"
+# Their versions are not ours to judge, and their sources are no part of the person's model.
+LIBRARIES = {OURS, "pallas_kernels", "flax", "jax", "optax", "builtins", "functools"}
+
+
+def model_code(make: Callable[..., Any], model: nnx.Module, spec: str | None = None) -> Record:
+    """The record of the code that `make` has made `model` with; `spec` is `model.make`.
+
+    "sources" has a hash of each class and function that is not a library's: those of the model,
+    of its parts, and `make` itself. For ours it has the version of the package. A class without
+    source (typed into a console) has the hash None, which equals every other.
+    """
+    parts = {}
+    for part in (*_parts_of_make(make), *_parts(model)):
+        if _root(part) not in LIBRARIES:
+            parts[qualified_name(part)] = _source_hash(part)
+    name = qualified_name(type(model))
+    if _root(type(model)) in LIBRARIES and parts:
+        name += f" with {', '.join(sorted(parts))}"
+    sources = dict(sorted(parts.items())) | {OURS: _our_version()}
+    return {"class": name, "sources": sources, "make": spec}
+
+
+def check_model_code(then: Record | None, now: Record, where: str) -> list[str]:
+    """What to say where the code has changed since `then`; nothing if an older version wrote it.
+
+    `where` names the checkpoint. CheckpointError where it is of another class. A class that has
+    moved to another module, and is the same but for that, is no other.
+    """
+    if not then:
+        return []
+    if then["class"] != now["class"]:
+        if not _has_moved(then, now):
+            raise CheckpointError(
+                f"{where} is of another model",
+                asked=now["class"],
+                found=then["class"],
+                fix=_way_back(then),
+            )
+        return [
+            f"the model {then['class']} of {where} is {now['class']} now; its source is the same"
+        ]
+    names = dict.fromkeys([*then["sources"], *now["sources"]])
+    changed = [name for name in names if _differ(name, then, now)]
+    if not changed:
+        return []
+    return [f"the source of {', '.join(changed)} is not that of {where} any more"]
+
+
+def qualified_name(thing: Any) -> str:
+    """`module.name` of a class or a function; of what a script defines, its file is the module.
+
+    A closure has the name of the function that made it. Another object has the name of its class.
+    """
+    if isinstance(thing, functools.partial):
+        return qualified_name(thing.func)
+    update = getattr(thing, "update", None)
+    if isinstance(thing, tuple) and callable(update):  # a transformation of optax
+        return qualified_name(update)
+    if not hasattr(thing, "__qualname__"):
+        thing = type(thing)
+    name = thing.__qualname__.partition(".<locals>.<lambda>")[0]
+    if not inspect.isclass(thing):
+        name = name.partition(".<locals>")[0]
+    return f"{_module(thing)}.{name}"
+
+
+def _module(thing: Any) -> str:
+    module = getattr(thing, "__module__", None) or "builtins"
+    root = module.partition(".")[0]
+    if root == OURS:  # our files may move
+        return root
+    if module in sys.modules and module != "__main__":
+        return module
+    file = _file(thing)
+    return Path(file).stem if file and Path(file).exists() else module
+
+
+def _file(thing: Any) -> str | None:
+    """The file that a function, or a method of a class, was compiled from."""
+    if not inspect.isclass(thing):
+        return getattr(getattr(thing, "__code__", None), "co_filename", None)
+    methods = (each for each in vars(thing).values() if inspect.isfunction(each))
+    return next((method.__code__.co_filename for method in methods), None)
+
+
+def _root(thing: Any) -> str:
+    return (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
+
+
+def _parts_of_make(make: Callable[..., Any]) -> Iterator[Any]:
+    """`make`, or what a partial is made of."""
+    if not isinstance(make, functools.partial):
+        yield make
+        return
+    given = (make.func, *make.args, *make.keywords.values())
+    yield from (each for each in given if inspect.isclass(each) or inspect.isroutine(each))
+
+
+def _parts(model: nnx.Module) -> Iterator[Any]:
+    """The classes of the model and its modules, with their bases, and the functions they hold."""
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module):
+            yield from inspect.getmro(type(node))
+        elif inspect.isfunction(node):
+            yield node
+
+
+def _source_hash(thing: Any) -> str | None:
+    """A hash of the code alone: comments and the width of lines change nothing."""
+    try:
+        text = textwrap.dedent(inspect.getsource(thing))
+    except (OSError, TypeError):
+        return None
+    with contextlib.suppress(SyntaxError):  # a lambda in the middle of a line is no statement
+        text = ast.unparse(ast.parse(text))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _our_version() -> str | None:
+    try:
+        return version(OURS)
+    except PackageNotFoundError:  # the sources, not installed
+        return None
+
+
+def _differ(name: str, then: Record, now: Record) -> bool:
+    if name not in then["sources"] or name not in now["sources"]:
+        return True
+    before = then["sources"][name]
+    after = now["sources"][name]
+    return None not in (before, after) and before != after
+
+
+def _has_moved(then: Record, now: Record) -> bool:
+    before = then["sources"].get(then["class"])
+    return before is not None and before == now["sources"].get(now["class"])
+
+
+def _way_back(then: Record) -> str:
+    if then["make"]:
+        return f"--set model.make={then['make']}"
+    if then["class"] == f"{OURS}.Transformer":
+        return "the shipped model: no model.make and no make="
+    return f"make={then['class'].rpartition('.')[2]} in Python, or model.make"
