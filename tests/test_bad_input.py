@@ -280,7 +280,7 @@ TABLE = {
     "not a tokenizer.json": (DATA, "is not a Hugging Face tokenizer.json", train("data.tokenizer=tokenizer.json")),
     "vocabulary too small": (DATA, "asked model.vocab=4|found 16|try --set model.vocab=16", train("model.vocab=4")),
     "token file missing": (DATA, "no file matches none.bin", tokens("none")),
-    "token file cut": (DATA, "cut.bin is truncated|asked 1720 bytes|found 100 bytes", tokens("cut")),
+    "token file cut": (DATA, "cut.bin is truncated|asked 1722 bytes|found 100 bytes", tokens("cut")),
     "token file without sidecar": (DATA, "no sidecar no_sidecar.json|data prepare", tokens("no_sidecar")),
     "token file with a broken sidecar": (DATA, "bad_sidecar.json is not JSON", tokens("bad_sidecar")),
     "token file without index": (DATA, "no_index.idx is missing", tokens("no_index")),

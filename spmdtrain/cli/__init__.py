@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno == errno.EPIPE:  # `| head`: nobody reads on, and nobody made a mistake
             peers.leave(CLOSED_PIPE, "failed nobody reads its output")
             return CLOSED_PIPE
-        return _end_with(StorageError(f"cannot write: {error.strerror}"))
+        return _end_with(StorageError(f"cannot write to standard output: {error.strerror}"))
     except KeyboardInterrupt:  # before the loop took over the signal: nothing to save yet
         peers.leave(INTERRUPTED, "failed interrupted")
         return INTERRUPTED

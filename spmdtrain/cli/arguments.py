@@ -3,7 +3,7 @@
 import argparse
 
 from pallas_kernels.gpus import GPUS
-from spmdtrain.cli import planning, running
+from spmdtrain.cli import data, planning, running
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import SEEDS
 
@@ -26,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_sample(commands)
     _add_data(commands)
+    _add_tokenizer(commands)
     _add_schedule(commands)
     _add_estimate(commands)
     _add_plan(commands)
@@ -105,12 +106,10 @@ def _add_sample(commands) -> None:
 
 
 def _add_data(commands) -> None:
-    data = commands.add_parser("data", help="token files")
-    commands = data.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    prepare = commands.add_parser("prepare", help="text files to one token file")
-    prepare.add_argument(
-        "paths", nargs="+", metavar="PATH", help="text files or globs, a document each"
-    )
+    group = commands.add_parser("data", help="token files")
+    commands = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    prepare = commands.add_parser("prepare", help="documents to token files")
+    _add_documents(prepare)
     prepare.add_argument(
         "--out", required=True, metavar="NAME", help="writes NAME.bin and its sidecars"
     )
@@ -119,7 +118,57 @@ def _add_data(commands) -> None:
         default="bytes",
         help="bytes | characters | a tokenizer.json (default: bytes)",
     )
-    prepare.set_defaults(command=running.prepare)
+    prepare.add_argument(
+        "--end-of-text",
+        default="auto",
+        metavar="TOKEN",
+        help="stands behind each document: a token, auto (the tokenizer's own) or none "
+        "(default: auto)",
+    )
+    prepare.add_argument(
+        "--chat",
+        action="store_true",
+        help="documents are lists of messages with role and content; the loss is on the answers",
+    )
+    prepare.add_argument(
+        "--template",
+        type=_escaped,
+        help="what a message is written as, with {role} and {content} (default: ChatML)",
+    )
+    prepare.add_argument(
+        "--workers",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes that make tokens (default: 1)",
+    )
+    prepare.add_argument(
+        "--shard-tokens",
+        type=_positive,
+        metavar="N",
+        help="writes NAME-00000.bin and so on, of N tokens each, "
+        "and goes on behind the last one when it was killed",
+    )
+    prepare.set_defaults(command=data.prepare)
+
+
+def _add_tokenizer(commands) -> None:
+    group = commands.add_parser("tokenizer", help="a tokenizer of one's own")
+    commands = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="documents to the tokenizer.json of a byte-level BPE")
+    _add_documents(train)
+    train.add_argument("--out", required=True, metavar="FILE", help="a tokenizer.json")
+    train.add_argument(
+        "--vocab", type=_positive, required=True, metavar="N", help="tokens, 32000 say"
+    )
+    train.add_argument(
+        "--special",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="one more token that is never cut, beside <|endoftext|>; may be repeated",
+    )
+    train.set_defaults(command=data.train_tokenizer)
 
 
 def _add_schedule(commands) -> None:
@@ -254,6 +303,27 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     _add_set(parser, "overrides one setting; may be repeated")
 
 
+def _add_documents(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="files or globs: text (a document each), .jsonl, .parquet, .arrow, "
+        "text and .jsonl also as .gz and .zst; or the folder of a saved dataset",
+    )
+    parser.add_argument(
+        "--field",
+        metavar="NAME",
+        help="that holds the document, of .jsonl and tables (default: text; of chats: messages)",
+    )
+    parser.add_argument(
+        "--split-on",
+        type=_escaped,
+        metavar="TEXT",
+        help=r"what separates the documents of a text file: '<|endoftext|>' or '\n\n\n', say",
+    )
+
+
 def _add_set(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
 
@@ -303,6 +373,13 @@ def _time(text: str) -> float:
     if not 0 <= time <= 1e12:  # nan neither; the bound keeps sums finite
         raise argparse.ArgumentTypeError(f"{text} is not a time: a number from 0 to 1e12")
     return time
+
+
+def _escaped(text: str) -> str:
+    r"""Return the text with \n and \t in it read as a line break and a tab."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _prompt_and_new(text: str) -> tuple[int, int]:

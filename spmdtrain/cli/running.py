@@ -1,4 +1,4 @@
-"""Run the commands around training: `train`, `show`, `sample`, `data prepare`."""
+"""Run the commands around training: `train`, `show`, `sample`."""
 
 import argparse
 import json
@@ -93,12 +93,4 @@ def sample(parsed: argparse.Namespace) -> int:
         overrides=parsed.set,
     )
     print(text)
-    return DONE
-
-
-def prepare(parsed: argparse.Namespace) -> int:
-    """Write text files as one token file."""
-    from spmdtrain.data import prepare as data
-
-    data.prepare(parsed.paths, parsed.out, parsed.tokenizer)
     return DONE

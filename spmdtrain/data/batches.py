@@ -131,7 +131,8 @@ class TrainStream:
         starts = self.starts(indices)
         windows = [self._corpus.read(start, start + self._length + 1) for start in starts.tolist()]
         rows = np.stack(windows)
-        mask = np.ones((len(rows), self._length), np.float32)
+        counts = [self._corpus.counts(at + 1, at + self._length + 1) for at in starts.tolist()]
+        mask = np.stack(counts)
         return _make_batch(self._corpus, rows, starts, mask, indices, self._packing)
 
 
@@ -166,7 +167,7 @@ class EvalWindows:
             stop = min(start + self._length + 1, self._span.stop)
             if stop - start >= 2:  # at least one input and its target
                 rows[row, : stop - start] = self._corpus.read(start, stop)
-                mask[row, : stop - start - 1] = 1
+                mask[row, : stop - start - 1] = self._corpus.counts(start + 1, stop)
         return _make_batch(self._corpus, rows, starts, mask, indices, self._packing)
 
     def num_batches(self, batch_size: int, limit: int | None = None) -> int:

@@ -4,8 +4,6 @@ A *corpus* is one long row of token ids, document after document. *Offsets* coun
 start.
 """
 
-import difflib
-import glob
 import hashlib
 import math
 import os
@@ -20,6 +18,8 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
+from spmdtrain.data.documents import COMPRESSIONS, format_of
+from spmdtrain.data.files import find_files, read_text
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.tokenizer import Tokenizer, from_spec, open_tokenizer, tokenizer_fingerprint
 from spmdtrain.data.tokens import DTYPES, TokenSource, Unmapped, open_tokens, storage_dtype
@@ -63,6 +63,8 @@ class Corpus:
     fingerprint: str  # hex; changes with content and tokenizer
     entropy: float | None = None  # nats per token that no model can beat, where it is known
     files: tuple[tuple[int, str], ...] = ()  # (first offset, path) of mapped files, for messages
+    loss: "np.ndarray | Concatenated | None" = None  # [tokens] uint8, 1: counts; None: all count
+    end_of_text: int | None = None  # the id that ends each document, where one does
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids at the offsets start to stop - 1, int32.
@@ -75,6 +77,12 @@ class Corpus:
             first = int(outside.argmax())
             self._refuse(start + first, int(ids[first]))
         return ids.astype(np.int32)
+
+    def counts(self, start: int, stop: int) -> np.ndarray:
+        """Return which tokens at the offsets start to stop - 1 count as targets, float32 0 or 1."""
+        if self.loss is None:
+            return np.ones(stop - start, np.float32)
+        return self.loss[start:stop].astype(np.float32)
 
     def _refuse(self, offset: int, token: int):
         assert self.files, f"id {token} at {offset} of a corpus we made is beyond its vocabulary"
@@ -237,9 +245,14 @@ def synthetic_corpus(vocab: int | None, seed: int) -> Corpus:
 def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
     """Read text files, a document each, into memory.
 
-    A large text is better prepared as a token file.
+    A large text is better prepared as a token file. Raises DataError for files that hold no plain
+    text: they must be prepared.
     """
-    return _encode_texts([read_text(path) for path in find_files(patterns)], tokenizer)
+    files = find_files(patterns)
+    for file in files:
+        if format_of(file) != "text" or file.endswith(COMPRESSIONS):
+            raise DataError(f"{file} is not plain text", fix=f"spmdtrain data prepare {file}")
+    return _encode_texts([read_text(path) for path in files], tokenizer)
 
 
 def token_corpus(patterns: Iterable[str], tokenizer: str = "bytes") -> Corpus:
@@ -263,6 +276,11 @@ def token_corpus(patterns: Iterable[str], tokenizer: str = "bytes") -> Corpus:
 
     mapped = len(sources) <= MOST_MAPPED
     tokens = Concatenated([source.tokens if mapped else source.unmapped for source in sources])
+    loss = None
+    if any(source.has_loss for source in sources):
+        parts = [source.loss if mapped else source.unmapped_loss for source in sources]
+        loss = Concatenated(parts)
+    ends = {source.end_of_text for source in sources}
     offsets = tokens.bounds[:-1]  # at which each file starts
     documents = []
     files = []
@@ -277,6 +295,8 @@ def token_corpus(patterns: Iterable[str], tokenizer: str = "bytes") -> Corpus:
         tokenizer=from_spec(spec) if spec else None,
         fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
         files=tuple(files),
+        loss=loss,
+        end_of_text=ends.pop() if len(ends) == 1 else None,
     )
 
 
@@ -299,48 +319,6 @@ def _check_tokenizer(asked: str, spec: dict, path: str):
         found=f"{made_with!r}",
         fix="leaving data.tokenizer out: a token file brings its own",
     )
-
-
-def find_files(patterns: Iterable[str]) -> list[str]:
-    """Return the files that paths and globs (`**` too) name, none twice.
-
-    Patterns keep their order; the files of one glob are sorted. Raises DataError for a pattern that
-    matches nothing, or is a folder.
-    """
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        expanded = os.path.expanduser(pattern)
-        if os.path.isdir(expanded):
-            fix = os.path.join(pattern, "**", "*.txt")
-            raise DataError(f"{pattern} is a folder", fix=fix)
-        if os.path.isfile(expanded):  # also one whose name looks like a glob
-            matches = [expanded]
-        else:
-            matches = sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
-        if not matches:
-            raise DataError(f"no file matches {pattern}", fix=_nearest_file(expanded))
-        found.update(dict.fromkeys(matches))
-    return list(found)
-
-
-def _nearest_file(path: str) -> str:
-    """Return a file in the same folder with a similar name, or ""."""
-    folder, name = os.path.split(path)
-    if not os.path.isdir(folder or "."):
-        return ""
-    near = difflib.get_close_matches(name, os.listdir(folder or "."), 1)
-    return os.path.join(folder, near[0]) if near else ""
-
-
-def read_text(path: str) -> str:
-    """Return a whole UTF-8 file, line ends untouched. Raises DataError where it cannot be read."""
-    try:
-        return Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        wrong = f"byte {error.object[error.start]:#04x} at offset {error.start}"
-        raise DataError(f"{path} is not UTF-8 text: {wrong}") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _encode_texts(texts: list[str], tokenizer_name: str) -> Corpus:

@@ -1,53 +1,160 @@
-"""Turn text files into a token file: `spmdtrain data prepare`."""
+"""Turn documents into token files: `spmdtrain data prepare`."""
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
-from spmdtrain.data.corpus import find_files, read_text
-from spmdtrain.data.tokenizer import open_tokenizer
-from spmdtrain.data.tokens import write_tokens
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.chat import CHATML, Template
+from spmdtrain.data.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
+from spmdtrain.data.encode import Recipe, encode_all
+from spmdtrain.data.shards import Output, Position
+from spmdtrain.data.token_writer import Summary, TokenWriter
+from spmdtrain.data.tokenizer import (
+    Tokenizer,
+    end_of_text,
+    open_tokenizer,
+    tokenizer_fingerprint,
+)
+from spmdtrain.data.tokens import open_tokens
 
 LINES = 10  # progress lines when nobody watches a terminal
+SHOWN = 40  # tokens of the first document that are printed
 
 
-def prepare(paths: list[str], out: str, tokenizer: str) -> None:
-    """Write files or globs, a document per file, as `out`.bin, .idx and .json.
+@dataclass(frozen=True)
+class Job:
+    """What is to be prepared, and how."""
 
-    Progress goes to standard error, and what was written to standard output. One file's text and
-    ids are in memory at a time. (The tokenizer `characters` reads all files twice: first for its
-    alphabet.)
+    paths: Sequence[str]  # files, globs, folders of datasets
+    out: str  # OUT.bin, or OUT-00000.bin and so on
+    tokenizer: str = "bytes"
+    end_of_text: str = "auto"  # or "none", or a token
+    field: str | None = None  # of tables and JSON lines; default: text, or messages
+    split_on: str | None = None  # what separates the documents of a text file
+    chat: bool = False  # documents are conversations: the loss is on the answers
+    template: str = CHATML  # what a message of a conversation is written as
+    workers: int = 1
+    shard_tokens: int | None = None  # a shard ends with the document that reaches it
 
-    Raises DataError where a file cannot be read, or `out` is there already, and StorageError where
-    it cannot be written.
+    @property
+    def field_name(self) -> str:
+        return self.field or ("messages" if self.chat else "text")
+
+
+def prepare(job: Job) -> None:
+    """Write the documents that `job` names as token files.
+
+    Progress goes to standard error, and what was written to standard output. (The tokenizer
+    `characters` reads all files twice: first for its alphabet.)
+
+    Raises DataError where a file cannot be read, or the output is there already and not that of
+    this job, and StorageError where it cannot be written.
     """
-    files = find_files(paths)
-    encoder = open_tokenizer(tokenizer, (read_text(file) for file in files))
-    sizes = [os.path.getsize(file) for file in files]
-    with _progress(sum(sizes)) as advance:
-        left = iter(sizes)
+    files = find_inputs(job.paths)
+    if job.chat and any(format_of(file) == "text" for file in files):
+        raise DataError("--chat reads JSON lines and tables; a text file holds no messages")
+    template = Template.parse(job.template) if job.chat else None
+    texts = texts_in(files, job.field_name, job.split_on)
+    if job.chat:
+        texts = chain(texts, [job.template])
+    tokenizer = open_tokenizer(job.tokenizer, texts)
+    tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
+    recipe = Recipe(tokenizer.spec(), end, job.field_name, template)
 
-        def document_written(_, tokens: int):
-            # It is called once for each document, in the order of the files.
-            advance(next(left), tokens)
+    def make_writer(path: str) -> TokenWriter:
+        return TokenWriter(path, tokenizer, end, with_loss=job.chat)
 
-        done = write_tokens(out, (read_text(file) for file in files), encoder, document_written)
-    documents = "1 document" if done.documents == 1 else f"{done.documents:,} documents"
-    print(
-        f"{done.path}: {done.tokens:,} tokens ({done.dtype}) in {documents}, "
-        f"vocabulary {done.vocab:,}, tokenizer {tokenizer}"
+    identity = _identity(job, recipe, files)
+    with Output(job.out, job.shard_tokens, identity, make_writer) as output:
+        if not output.is_finished:
+            _write(output, files, job, recipe)
+    print(_report(job, output.summaries, tokenizer, end))
+
+
+def _write(output: Output, files: list[str], job: Job, recipe: Recipe) -> None:
+    """Write what the output does not hold yet."""
+    number_of = {file: number for number, file in enumerate(files)}
+    with _progress([os.path.getsize(file) for file in files]) as advance:
+        chunks = _chunks(files, job, output.position)
+        for chunk, encoded in encode_all(recipe, chunks, job.workers):
+            file = number_of[chunk.path]
+            output.write(encoded, (file, chunk.first))
+            advance(file, chunk.read, output.tokens)
+        output.finish()
+
+
+def _chunks(files: list[str], job: Job, position: Position) -> Iterator[Chunk]:
+    first, row = position
+    for number in range(first, len(files)):
+        skip = row if number == first else 0
+        yield from read_chunks(files[number], job.field_name, job.split_on, skip)
+
+
+def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
+    """Return what a job must have in common with the one that it goes on from."""
+    stats = [os.stat(file) for file in files]
+    described = asdict(replace(job, workers=1))
+    for name in ("workers", "out", "paths", "tokenizer", "template"):
+        del described[name]
+    return described | {
+        "files": [
+            [file, stat.st_size, int(stat.st_mtime)]
+            for file, stat in zip(files, stats, strict=True)
+        ],
+        "tokenizer": tokenizer_fingerprint(recipe.tokenizer),
+        "end_of_text": recipe.end_of_text,
+        "template": recipe.template and asdict(recipe.template),
+    }
+
+
+# --- what is said -------------------------------------------------------------------------------
+
+
+def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int | None) -> str:
+    """Return the lines that say what was written."""
+    first = summaries[0]
+    name = first.path
+    if len(summaries) > 1:
+        name = f"{first.path} to {Path(summaries[-1].path).name}"
+    tokens = sum(summary.tokens for summary in summaries)
+    count = sum(summary.documents for summary in summaries)
+    size = sum(summary.text_bytes for summary in summaries)
+    documents = "1 document" if count == 1 else f"{count:,} documents"
+    ending = "nothing ends a document" if end is None else f"token {end} ends each document"
+    source = open_tokens(first.path)
+    starts = source.document_starts
+    stop = min(SHOWN, starts[1] if len(starts) > 1 else len(source.tokens))
+    sample = tokenizer.decode(source.tokens[:stop])
+    return "\n".join(
+        [
+            f"{name}: {tokens:,} tokens ({first.dtype}) in {documents}, "
+            f"vocabulary {first.vocab:,}, tokenizer {job.tokenizer}",
+            f"{tokens / max(size, 1):.3f} tokens per byte of text; {ending}",
+            f"the first {stop} tokens: {sample!r}",
+        ]
     )
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """Yield `advance(bytes just read, tokens so far)`.
+def _progress(sizes: list[int]) -> Iterator[Callable[[int, int, int], None]]:
+    """Yield `advance(number of the file, bytes of it that were read, tokens so far)`.
 
-    It moves a bar on a terminal, and else prints about ten plain lines.
+    `sizes` are those of the files in bytes. It moves a bar on a terminal, and else prints about ten
+    plain lines.
     """
+    total = sum(sizes)
+    before = np.cumsum([0, *sizes]).tolist()
     if not sys.stderr.isatty():
-        yield _plain_lines(total)
+        say = _plain_lines(total)
+        yield lambda file, read, tokens: say(before[file] + read, tokens)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -60,19 +167,19 @@ def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("prepare", total=total, tokens=0)
-        yield lambda size, tokens: bar.update(task, advance=size, tokens=tokens)
+        yield lambda file, read, tokens: bar.update(
+            task, completed=before[file] + read, tokens=tokens
+        )
 
 
 def _plain_lines(total: int) -> Callable[[int, int], None]:
-    read = 0  # bytes
     printed = 0  # tenths
 
-    def advance(size: int, tokens: int):
-        nonlocal read, printed
-        read += size
+    def say(read: int, tokens: int):
+        nonlocal printed
         if read * LINES // max(total, 1) > printed:
             printed = read * LINES // total
             line = f"{100 * read // total}% of {total:,} bytes, {tokens:,} tokens"
             print(line, file=sys.stderr, flush=True)
 
-    return advance
+    return say

@@ -2,11 +2,13 @@
 
 A tokenizer's *spec* is a JSON value from which it can be made again anywhere. It lies beside token
 files and in a run's config, so that ids can be decoded after the tokenizer's own file has moved.
+
+The *end of text* is the token that stands behind each document.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +17,12 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 
 UNDECODABLE = "\ufffd"
+# Ids that no text has, so that they can end one. 0xFF is no byte of UTF-8, and U+10FFFF never a
+# character; as the last code point it takes no other character's id.
+END_BYTE = 0xFF
+END_CHARACTER = "\U0010ffff"
+# The names under which tokenizers have one, as Hugging Face's are published.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>")
 
 
 class Tokenizer(Protocol):
@@ -24,6 +32,12 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids, int32 [tokens]. Raises DataError for a text that it has no ids for."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return `encode(text)` for each text."""
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token that is written like this; None where there is none."""
 
     def decode(self, ids) -> str:
         """Return the text. Never fails: an id that means nothing becomes U+FFFD, or is left out."""
@@ -46,6 +60,13 @@ class ByteTokenizer:
                 f"the text holds half a surrogate pair at position {error.start}"
             ) from None
         return np.frombuffer(encoded, np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def id_of(self, token: str) -> int | None:
+        encoded = token.encode("utf-8", errors="surrogateescape")
+        return encoded[0] if len(encoded) == 1 else None
 
     def decode(self, ids) -> str:
         ids = np.asarray(ids, np.int64)
@@ -77,6 +98,13 @@ class CharacterTokenizer:
                 f"{self.size} characters of the tokenizer"
             )
         return ids.astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def id_of(self, token: str) -> int | None:
+        found = self.alphabet.find(token) if len(token) == 1 else -1
+        return None if found < 0 else found
 
     def decode(self, ids) -> str:
         ids = np.asarray(ids).tolist()
@@ -115,6 +143,19 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # The fast one tracks no offsets in the text, which nobody asks for.
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def special_tokens(self) -> dict[str, int]:
+        """Return the special tokens and their ids."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
 
     def decode(self, ids) -> str:
         known = [i for i in np.asarray(ids).tolist() if 0 <= i < self.size]
@@ -155,6 +196,49 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
         raise DataError(f"{name} is not a Hugging Face tokenizer.json: not UTF-8 text") from None
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {name}: {error.strerror}") from None
+
+
+def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer, int | None]:
+    """Return the tokenizer with an end of text, and its id, which is None if `asked` is "none".
+
+    `asked` may be a token of the tokenizer, or "auto". Then it is the byte 0xFF, the character
+    U+10FFFF, which is added to the alphabet, or of a `tokenizer.json` the `eos_token` that
+    `tokenizer_config.json` beside it names, or else the special token with a known name.
+
+    `name` is that of the tokenizer, as `open_tokenizer` takes it. Raises DataError where there is
+    no such token.
+    """
+    if asked == "none":
+        return tokenizer, None
+    if asked != "auto":
+        found = tokenizer.id_of(asked)
+        if found is None:
+            raise DataError(f"the tokenizer {name} has no token {asked!r} to end a text with")
+        return tokenizer, found
+    if isinstance(tokenizer, ByteTokenizer):
+        return tokenizer, END_BYTE
+    if isinstance(tokenizer, CharacterTokenizer):
+        extended = CharacterTokenizer(tokenizer.alphabet + END_CHARACTER)
+        return extended, extended.id_of(END_CHARACTER)
+    special = tokenizer.special_tokens()
+    for token in (_eos_token(Path(name).expanduser()), *END_NAMES):
+        if token in special:
+            return tokenizer, special[token]
+    raise DataError(
+        f"no token of {name} is known to end a text",
+        found=", ".join(list(special)[:5]) or "no special tokens",
+        fix="--end-of-text TOKEN, or --end-of-text none",
+    )
+
+
+def _eos_token(path: Path) -> str | None:
+    """Return the end of text that `tokenizer_config.json` beside a `tokenizer.json` names."""
+    try:
+        content = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+        token = content.get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def from_spec(spec: dict) -> Tokenizer:

@@ -1,10 +1,12 @@
-"""Read and write token files: `NAME.bin`, `NAME.idx` and the sidecar `NAME.json`.
+"""Token files and how to read them: `NAME.bin`, `NAME.idx` and the sidecar `NAME.json`.
 
     NAME.bin   token ids, document after document, little endian: uint16 if the vocabulary fits,
                else uint32
     NAME.idx   the offset in tokens of each document's first token, little endian int64, strictly
                increasing
-    NAME.json  version, dtype, counts, vocabulary, tokenizer spec, sha256 of the other two
+    NAME.json  version, dtype, counts, vocabulary, tokenizer spec, the id that ends a document or
+               null, bytes of UTF-8 that the tokens stand for, sha256 of the other files
+    NAME.loss  of conversations alone: a byte for each token, 1 where it counts in the loss, else 0
 
 Offsets are in a raw file, not in the sidecar or in a .npy: tens of millions of documents do not fit
 in readable JSON, their number is not known before they are written, and a raw file can be appended
@@ -15,15 +17,14 @@ are not a token file.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from spmdtrain.config.errors import DataError, StorageError
-from spmdtrain.data.tokenizer import Tokenizer, tokenizer_fingerprint
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizer import tokenizer_fingerprint
 
 VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -37,17 +38,6 @@ SIDECAR_TYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What `write_tokens` has written."""
-
-    path: str  # of the .bin
-    documents: int
-    tokens: int
-    vocab: int
-    dtype: str
-
-
 def storage_dtype(vocab: int) -> str:
     """Return the key of DTYPES in which ids of this vocabulary are stored."""
     return "uint16" if vocab <= 65536 else "uint32"
@@ -59,90 +49,9 @@ def token_paths(path: str | Path) -> tuple[Path, Path, Path]:
     return Path(stem + ".bin"), Path(stem + ".idx"), Path(stem + ".json")
 
 
-def write_tokens(
-    path: str | Path,
-    documents: Iterable[str],
-    tokenizer: Tokenizer,
-    progress: Callable[[int, int], None] | None = None,
-) -> Summary:
-    """Encode documents one by one into a token file.
-
-    `progress(documents, tokens)` is called after each, with the totals so far.
-
-    Everything goes to temporary names first, so that an interruption leaves nothing under the
-    final ones. Existing files are refused, never replaced: somebody may be training on them.
-
-    Raises DataError where they exist or there are no tokens, StorageError where writing fails.
-    """
-    finals = token_paths(path)
-    for final in finals:
-        if os.path.exists(final):  # unlike Path.exists, it does not raise at a name too long
-            raise DataError(f"{final} exists already", fix="another --out, or remove it first")
-    partials = [final.with_name(f".{final.name}.{os.getpid()}.partial") for final in finals]
-    try:
-        finals[0].parent.mkdir(parents=True, exist_ok=True)
-        sidecar = _write_content(partials[0], partials[1], documents, tokenizer, progress)
-        partials[2].write_text(json.dumps(sidecar, indent=1) + "\n", encoding="utf-8")
-        for partial, final in zip(partials, finals, strict=True):
-            os.replace(partial, final)
-    except OSError as error:  # of writing alone: what cannot be read is a DataError by now
-        raise StorageError(f"cannot write {finals[0]}: {error.strerror or error}") from None
-    finally:
-        for partial in filter(os.path.exists, partials):
-            partial.unlink()
-    return Summary(
-        path=str(finals[0]),
-        documents=sidecar["documents"],
-        tokens=sidecar["tokens"],
-        vocab=sidecar["vocab"],
-        dtype=sidecar["dtype"],
-    )
-
-
-def _write_content(
-    bin_path: Path,
-    idx_path: Path,
-    documents: Iterable[str],
-    tokenizer: Tokenizer,
-    progress: Callable[[int, int], None] | None,
-) -> dict:
-    """Write the .bin and the .idx; return the content of the sidecar."""
-    dtype = storage_dtype(tokenizer.size)
-    num_documents = 0
-    num_tokens = 0
-    bin_hash = hashlib.sha256()
-    idx_hash = hashlib.sha256()
-    with bin_path.open("wb") as bin_file, idx_path.open("wb") as idx_file:
-        for document in documents:
-            ids = tokenizer.encode(document)
-            if len(ids):
-                in_range = ids.min() >= 0 and ids.max() < tokenizer.size
-                assert in_range, "a tokenizer gave an id beyond its size"
-                content = ids.astype(DTYPES[dtype]).tobytes()
-                bin_file.write(content)
-                bin_hash.update(content)
-                start = np.array(num_tokens, "<i8").tobytes()
-                idx_file.write(start)
-                idx_hash.update(start)
-                num_tokens += len(ids)
-                num_documents += 1
-            if progress:
-                progress(num_documents, num_tokens)
-        for file in (bin_file, idx_file):
-            file.flush()
-            os.fsync(file.fileno())
-    if not num_tokens:
-        raise DataError("the corpus is empty: no tokens to write")
-    return {
-        "version": VERSION,
-        "dtype": dtype,
-        "tokens": num_tokens,
-        "documents": num_documents,
-        "vocab": tokenizer.size,
-        "sha256": bin_hash.hexdigest(),
-        "index_sha256": idx_hash.hexdigest(),
-        "tokenizer": tokenizer.spec(),
-    }
+def loss_path(path: str | Path) -> Path:
+    """Return the .loss of a token file, which only conversations have."""
+    return token_paths(path)[0].with_suffix(".loss")
 
 
 @dataclass(frozen=True)
@@ -162,9 +71,16 @@ class TokenSource:
         return self.sidecar["tokenizer"]
 
     @property
+    def end_of_text(self) -> int | None:
+        """The id that ends each document; None where none does, or an older version wrote it."""
+        return self.sidecar.get("end_of_text")
+
+    @property
     def fingerprint(self) -> str:
         """A hex hash of content and tokenizer, from the sidecar alone."""
         parts = [str(self.sidecar[key]) for key in ("dtype", "vocab", "sha256", "index_sha256")]
+        if self.has_loss:
+            parts.append(self.sidecar["loss_sha256"])
         parts.append(tokenizer_fingerprint(self.tokenizer_spec))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
@@ -174,10 +90,29 @@ class TokenSource:
         # asarray: a plain view, because slicing a np.memmap itself costs several times as much.
         return np.asarray(np.memmap(self.path, DTYPES[self.sidecar["dtype"]], mode="r"))
 
+    @cached_property
+    def loss(self) -> np.ndarray:
+        """Which tokens count in the loss, uint8 [tokens], mapped; all of them without a .loss."""
+        if not self.has_loss:
+            return np.broadcast_to(np.uint8(1), self.sidecar["tokens"])
+        return np.asarray(np.memmap(loss_path(self.path), np.uint8, mode="r"))
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a .loss says which tokens count in the loss."""
+        return "loss_sha256" in self.sidecar
+
     @property
     def unmapped(self) -> "Unmapped":
         """The same as `tokens`, but with no file held open between two slices."""
         return Unmapped(self.path, DTYPES[self.sidecar["dtype"]], self.sidecar["tokens"])
+
+    @property
+    def unmapped_loss(self) -> "np.ndarray | Unmapped":
+        """The same as `loss`, but with no file held open between two slices."""
+        if not self.has_loss:
+            return self.loss
+        return Unmapped(str(loss_path(self.path)), np.dtype(np.uint8), self.sidecar["tokens"])
 
     @property
     def document_starts(self) -> np.ndarray:
@@ -238,10 +173,13 @@ def open_tokens(path: str | Path) -> TokenSource:
             f"the token file {bin_path} has no sidecar {json_path}", fix="spmdtrain data prepare"
         )
     sidecar = _read_sidecar(json_path)
-    for file, count, itemsize in (
+    expectations = [
         (bin_path, sidecar["tokens"], DTYPES[sidecar["dtype"]].itemsize),
         (idx_path, sidecar["documents"], 8),
-    ):
+    ]
+    if "loss_sha256" in sidecar:
+        expectations.append((loss_path(bin_path), sidecar["tokens"], 1))
+    for file, count, itemsize in expectations:
         if not file.is_file():
             raise DataError(f"{file} is missing, which belongs to {bin_path}")
         size = file.stat().st_size
@@ -275,6 +213,9 @@ def _read_sidecar(path: Path) -> dict:
         raise DataError(
             f"the sidecar {path} is damaged: tokens, documents and vocab are at least 1"
         )
+    end = sidecar.get("end_of_text")
+    if end is not None and not (type(end) is int and 0 <= end < sidecar["vocab"]):
+        raise DataError(f"the sidecar {path} is damaged: end_of_text={end!r}")
     if not isinstance(sidecar.get("tokenizer"), dict | None):
         raise DataError(f"the sidecar {path} is damaged: tokenizer={sidecar['tokenizer']!r}")
     return sidecar

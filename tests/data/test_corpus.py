@@ -7,7 +7,8 @@ import pytest
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
-from spmdtrain.data.corpus import STDLIB_BYTES, find_files, open_corpus, stdlib_corpus, synthetic_corpus, text_corpus
+from spmdtrain.data.corpus import STDLIB_BYTES, open_corpus, stdlib_corpus, synthetic_corpus, text_corpus
+from spmdtrain.data.files import find_files
 
 
 @pytest.fixture
@@ -96,11 +97,44 @@ def test_text_files_are_documents_in_the_order_asked_and_sorted_within_a_glob(tm
     for name, text in {"b.txt": "bé\r\n", "a.txt": "a", "deep/c.txt": "c", "empty.txt": ""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text.encode())
-    corpus = text_corpus([str(tmp_path / "deep/c.txt"), str(tmp_path / "**" / "*.txt")], "characters")
+    corpus = text_corpus([str(tmp_path / "deep/c.txt"), str(tmp_path / "*.txt")], "characters")
     assert corpus.tokenizer.decode(corpus.tokens) == "cabé\r\n"
     assert corpus.document_starts.tolist() == [0, 1, 2]
     config = DataConfig(corpus="text", path=(str(tmp_path / "deep/c.txt"), str(tmp_path / "*.txt")))
     assert open_corpus(config, 256, 0).vocab == 256
+
+
+@pytest.mark.parametrize("again", ["a.txt", "*.txt", "../*/a.txt", "link.txt"])
+def test_a_file_that_is_named_twice_is_refused(again, tmp_path):
+    """Its second copy would put text that is trained on into the tail that validates."""
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"\.txt is named twice; try naming it once; \[\[data.mix\]\]"):
+        find_files([str(tmp_path / "a.txt"), str(tmp_path / again)])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bokks.bin", r"no file matches bokks\.bin; try books\.bin"),
+        ("tokens.bin", r"no file matches tokens\.bin; found books\.bin$"),
+        ("tokens.idx", r"no file matches tokens\.idx$"),
+        ("none/tokens.bin", r"no file matches none/tokens\.bin; found no folder none$"),
+    ],
+)
+def test_a_name_that_is_not_there_is_answered_by_a_near_one_or_by_what_is_there(name, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for there in ("books.bin", "books.txt", ".hidden.bin"):
+        (tmp_path / there).write_text("x")
+    with pytest.raises(DataError, match=said):
+        find_files([name])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.txt.gz"])
+def test_what_is_no_plain_text_is_not_trained_as_text(name, tmp_path):
+    (tmp_path / name).write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match=f"{name} is not plain text; try spmdtrain data prepare"):
+        text_corpus([str(tmp_path / name)], "bytes")
 
 
 def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path):

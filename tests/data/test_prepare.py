@@ -6,7 +6,11 @@ import pytest
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.data.prepare import prepare
+from spmdtrain.data.prepare import Job, prepare
+
+
+def job(*paths, out, **options):
+    return Job([str(path) for path in paths], str(out), **options)
 
 
 @pytest.fixture
@@ -17,7 +21,7 @@ def texts(tmp_path):
 
 
 def test_prepared_text_trains_like_the_text_itself(texts, capsys):
-    prepare([str(texts / "*.txt")], str(texts / "all"), "characters")
+    prepare(job(texts / "*.txt", out=texts / "all", tokenizer="characters", end_of_text="none"))
     from_text = open_corpus(DataConfig(corpus="text", path=str(texts / "*.txt"), tokenizer="characters"), None, 0)
     from_file = open_corpus(DataConfig(corpus="tokens", path=str(texts / "all.bin")), None, 0)
     assert from_file.read(0, 10**6).tolist() == from_text.read(0, 10**6).tolist()
@@ -29,8 +33,8 @@ def test_prepared_text_trains_like_the_text_itself(texts, capsys):
 
 
 def test_one_file_is_one_document(texts, capsys):
-    prepare([str(texts / "00.txt")], str(texts / "one"), "bytes")
-    assert "14 tokens (uint16) in 1 document, " in capsys.readouterr().out
+    prepare(job(texts / "00.txt", out=texts / "one"))
+    assert "15 tokens (uint16) in 1 document, " in capsys.readouterr().out
 
 
 def test_on_a_terminal_there_is_a_bar(texts, monkeypatch):
@@ -40,14 +44,14 @@ def test_on_a_terminal_there_is_a_bar(texts, monkeypatch):
 
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    prepare([str(texts / "*.txt")], str(texts / "all"), "bytes")
-    assert "440 tokens" in terminal.getvalue() and "440/440 bytes" in terminal.getvalue()
+    prepare(job(texts / "*.txt", out=texts / "all"))
+    assert "470 tokens" in terminal.getvalue() and "440/440 bytes" in terminal.getvalue()
 
 
 def test_a_wrong_file_leaves_no_token_file(texts):
     (texts / "zz.txt").write_bytes(b"ok\xff")
     with pytest.raises(DataError, match=r"zz\.txt is not UTF-8 text: byte 0xff at offset 2"):
-        prepare([str(texts / "*.txt")], str(texts / "all"), "bytes")
+        prepare(job(texts / "*.txt", out=texts / "all"))
     assert not [path for path in texts.iterdir() if path.suffix != ".txt"]
     with pytest.raises(DataError, match="no file matches"):
-        prepare([str(texts / "*.md")], str(texts / "all"), "bytes")
+        prepare(job(texts / "*.md", out=texts / "all"))

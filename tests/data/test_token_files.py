@@ -13,8 +13,9 @@ from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.batches import Range, TrainStream
 from spmdtrain.data.corpus import MOST_MAPPED, Concatenated, Corpus, open_corpus, token_corpus
+from spmdtrain.data.token_writer import write_tokens
 from spmdtrain.data.tokenizer import open_tokenizer
-from spmdtrain.data.tokens import open_tokens, storage_dtype, write_tokens
+from spmdtrain.data.tokens import open_tokens, storage_dtype
 
 DOCUMENTS = ["to be", "", "or not to be", "that is the question"]
 

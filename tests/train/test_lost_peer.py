@@ -15,8 +15,8 @@ import pytest
 from helpers import tiny
 
 from spmdtrain.config import to_toml
+from spmdtrain.data.token_writer import write_tokens
 from spmdtrain.data.tokenizer import open_tokenizer
-from spmdtrain.data.tokens import write_tokens
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import newest_step
 

@@ -1,0 +1,43 @@
+"""Run the commands around data: `data prepare`, `tokenizer train`."""
+
+import argparse
+
+from spmdtrain.config import DONE
+
+
+def prepare(parsed: argparse.Namespace) -> int:
+    """Write documents as token files."""
+    from spmdtrain.data.chat import CHATML
+    from spmdtrain.data.prepare import Job
+    from spmdtrain.data.prepare import prepare as write
+
+    write(
+        Job(
+            paths=parsed.paths,
+            out=parsed.out,
+            tokenizer=parsed.tokenizer,
+            end_of_text=parsed.end_of_text,
+            field=parsed.field,
+            split_on=parsed.split_on,
+            chat=parsed.chat,
+            template=parsed.template or CHATML,
+            workers=parsed.workers,
+            shard_tokens=parsed.shard_tokens,
+        )
+    )
+    return DONE
+
+
+def train_tokenizer(parsed: argparse.Namespace) -> int:
+    """Make a tokenizer of documents."""
+    from spmdtrain.data.train_tokenizer import train_tokenizer as train
+
+    train(
+        parsed.paths,
+        parsed.out,
+        parsed.vocab,
+        field=parsed.field or "text",
+        split_on=parsed.split_on,
+        special=parsed.special,
+    )
+    return DONE

@@ -1,0 +1,88 @@
+"""Find the files that paths and globs name."""
+
+import difflib
+import glob
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from spmdtrain.config.errors import DataError
+
+# How many files of a folder a message lists.
+LISTED = 5
+
+
+def find_files(patterns: Iterable[str]) -> list[str]:
+    """Return the files that paths and globs (`**` too) name.
+
+    Patterns keep their order; the files of one glob are sorted.
+
+    Raises DataError for a pattern that matches nothing, or is a folder, and for a file that is
+    named twice. Twice the tokens would put a text that is trained on into the tail that validates,
+    and who wants more of one text has `[[data.mix]]` for it.
+    """
+    found: dict[str, str] = {}  # real path -> the path that names it
+    for pattern in patterns:
+        for path in _matches(pattern):
+            real = os.path.realpath(path)
+            if real in found:
+                raise DataError(
+                    f"{path} is named twice",
+                    fix="naming it once; [[data.mix]] takes more of one source than of another",
+                )
+            found[real] = path
+    return list(found.values())
+
+
+def _matches(pattern: str) -> list[str]:
+    expanded = os.path.expanduser(pattern)
+    if os.path.isdir(expanded):
+        fix = os.path.join(pattern, "**", "*.txt")
+        raise DataError(f"{pattern} is a folder", fix=fix)
+    if os.path.isfile(expanded):  # also one whose name looks like a glob
+        return [expanded]
+    matches = sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
+    if not matches:
+        raise _no_match(pattern, expanded)
+    return matches
+
+
+def _no_match(pattern: str, path: str) -> DataError:
+    """Return the error for a pattern without files: a near name, or what its folder holds."""
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder or "."):
+        return DataError(f"no file matches {pattern}", found=f"no folder {folder}")
+    stem, ending = os.path.splitext(name)
+    alike = {}  # stem -> name of a file with the same ending
+    for other in sorted(os.listdir(folder or ".")):
+        other_stem, other_ending = os.path.splitext(other)
+        if other_ending == ending and not other.startswith("."):
+            alike[other_stem] = other
+    near = difflib.get_close_matches(stem, alike, 1)
+    if near:
+        return DataError(f"no file matches {pattern}", fix=os.path.join(folder, alike[near[0]]))
+    names = list(alike.values())
+    found = ", ".join(names[:LISTED])
+    if len(names) > LISTED:
+        found += f" and {len(names) - LISTED} more"
+    return DataError(f"no file matches {pattern}", found=found)
+
+
+def read_text(path: str) -> str:
+    """Return a whole UTF-8 file, line ends untouched. Raises DataError where it cannot be read."""
+    try:
+        return decode(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def decode(content: bytes, path: str, offset: int = 0) -> str:
+    """Return the UTF-8 text of bytes that stand at `offset` in the file `path`.
+
+    Raises DataError, which names both, where they are none.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        wrong = f"byte {content[error.start]:#04x} at offset {offset + error.start}"
+        raise DataError(f"{path} is not UTF-8 text: {wrong}") from None

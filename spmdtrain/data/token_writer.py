@@ -1,0 +1,174 @@
+"""Write token files, which tokens.py describes."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError, StorageError
+from spmdtrain.data.encode import Encoded
+from spmdtrain.data.tokenizer import Tokenizer
+from spmdtrain.data.tokens import DTYPES, VERSION, loss_path, storage_dtype, token_paths
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a token file holds."""
+
+    path: str  # of the .bin
+    documents: int
+    tokens: int
+    text_bytes: int
+    vocab: int
+    dtype: str
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+class TokenWriter:
+    """One token file in the making. Call `finish()` at its end, and `close()` in any case.
+
+    Everything goes to temporary names first, so that an interruption leaves nothing under the
+    final ones.
+    """
+
+    def __init__(
+        self, path: str | Path, tokenizer: Tokenizer, end_of_text: int | None, with_loss: bool
+    ):
+        """Raises StorageError where the file cannot be written."""
+        self._tokenizer = tokenizer
+        self._end_of_text = end_of_text
+        self._finals = [*token_paths(path)]
+        if with_loss:
+            self._finals.insert(0, loss_path(path))  # the sidecar, which is last, comes last
+        self._partials = [
+            final.with_name(f".{final.name}.{os.getpid()}.partial") for final in self._finals
+        ]
+        self.documents = 0
+        self.tokens = 0
+        self._text_bytes = 0
+        self._files = {}
+        self._hashes = {}
+        with writing(self.path):
+            self._finals[0].parent.mkdir(parents=True, exist_ok=True)
+            for final, partial in zip(self._finals[:-1], self._partials, strict=False):
+                self._files[final.suffix] = partial.open("wb")
+                self._hashes[final.suffix] = hashlib.sha256()
+
+    @property
+    def path(self) -> Path:
+        """The .bin that this will be."""
+        return self._finals[-3]
+
+    def write(self, encoded: Encoded) -> None:
+        """Append documents. Raises StorageError where they cannot be written."""
+        kept = encoded.lengths[encoded.lengths > 0]
+        starts = self.tokens + np.cumsum(kept) - kept
+        with writing(self.path):
+            self._append(".bin", encoded.ids.tobytes())
+            self._append(".idx", starts.astype("<i8").tobytes())
+            if ".loss" in self._files:
+                self._append(".loss", encoded.loss.tobytes())
+        self.documents += len(kept)
+        self.tokens += len(encoded.ids)
+        self._text_bytes += int(encoded.text_bytes.sum())
+
+    def _append(self, suffix: str, content: bytes) -> None:
+        self._files[suffix].write(content)
+        self._hashes[suffix].update(content)
+
+    def finish(self) -> Summary:
+        """Put the file in place, whole, and return what it holds.
+
+        Raises StorageError where it cannot be written.
+        """
+        vocab = self._tokenizer.size
+        dtype = storage_dtype(vocab)
+        sidecar = {
+            "version": VERSION,
+            "dtype": dtype,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "vocab": vocab,
+            "end_of_text": self._end_of_text,
+            "text_bytes": self._text_bytes,
+            "sha256": self._hashes[".bin"].hexdigest(),
+            "index_sha256": self._hashes[".idx"].hexdigest(),
+            "tokenizer": self._tokenizer.spec(),
+        }
+        if ".loss" in self._hashes:
+            sidecar["loss_sha256"] = self._hashes[".loss"].hexdigest()
+        with writing(self.path):
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+            content = json.dumps(sidecar, indent=1) + "\n"
+            self._partials[-1].write_text(content, encoding="utf-8")
+            for partial, final in zip(self._partials, self._finals, strict=True):
+                os.replace(partial, final)
+        return Summary(str(self.path), self.documents, self.tokens, self._text_bytes, vocab, dtype)
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Throw away what `finish` has not put in place."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # what it could not write is thrown away
+                file.close()
+        for partial in filter(os.path.exists, self._partials):
+            partial.unlink()
+
+
+def refuse_existing(path: str | Path) -> None:
+    """Raise DataError where a token file exists: somebody may be training on it."""
+    for final in token_paths(path):
+        if os.path.exists(final):  # unlike Path.exists, it does not raise at a name too long
+            raise DataError(f"{final} exists already", fix="another --out, or remove it first")
+
+
+def write_tokens(
+    path: str | Path,
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    progress: Callable[[int, int], None] | None = None,
+    end_of_text: int | None = None,
+) -> Summary:
+    """Encode documents one by one into a token file.
+
+    `progress(documents, tokens)` is called after each, with the totals so far. `end_of_text` is the
+    id that is put behind each; None: nothing is.
+
+    Raises DataError where the file exists or there are no tokens, StorageError where writing fails.
+    """
+    refuse_existing(path)
+    dtype = DTYPES[storage_dtype(tokenizer.size)]
+    with TokenWriter(path, tokenizer, end_of_text, with_loss=False) as writer:
+        for document in documents:
+            ids = tokenizer.encode(document)
+            if len(ids) and end_of_text is not None:
+                ids = np.append(ids, end_of_text)
+            lengths = np.array([len(ids)])
+            size = np.array([len(document.encode(errors="surrogatepass"))])
+            writer.write(Encoded(ids.astype(dtype), lengths, size, None))
+            if progress:
+                progress(writer.documents, writer.tokens)
+        if not writer.tokens:
+            raise DataError("the corpus is empty: no tokens to write")
+        return writer.finish()

@@ -1,0 +1,73 @@
+"""Make a tokenizer of one's own documents: `spmdtrain tokenizer train`."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.documents import find_inputs, texts_in
+from spmdtrain.data.token_writer import writing
+from spmdtrain.data.tokenizer import END_NAMES
+
+BYTES = 256  # every byte is a token, so that every text has tokens
+FEWEST = 2  # times that a pair must occur to become a token
+
+
+def train_tokenizer(
+    paths: Iterable[str],
+    out: str,
+    vocab: int,
+    *,
+    field: str = "text",
+    split_on: str | None = None,
+    special: Iterable[str] = (),
+) -> None:
+    """Write the `tokenizer.json` of a byte-level BPE that is made of documents.
+
+    It cuts text into words as GPT-2 does, and merges bytes within words alone (Sennrich, Haddow and
+    Birch, 2016, arXiv:1508.07909). The end of text and the `special` tokens come first, then the
+    bytes, then the merges, up to `vocab` tokens in all, or fewer, where the documents have no more
+    pairs that occur twice.
+
+    Raises DataError where the documents cannot be read, `out` exists, or `vocab` is too small.
+    """
+    tokenizers = _import_tokenizers()
+    named = list(dict.fromkeys([END_NAMES[0], *special]))
+    if vocab < BYTES + len(named):
+        raise DataError(
+            f"a vocabulary of {vocab} has no room for {BYTES} bytes and {', '.join(named)}",
+            fix=f"--vocab {BYTES + len(named)} or more",
+        )
+    path = Path(out).expanduser()
+    if path.exists():
+        raise DataError(f"{out} exists already", fix="another --out, or remove it first")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab,
+        min_frequency=FEWEST,
+        special_tokens=named,
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts_in(find_inputs(paths), field, split_on), trainer)
+    with writing(out):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        spare.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        spare.replace(path)
+    size = tokenizer.get_vocab_size()
+    print(f"{out}: {size:,} tokens, of which {len(named)} special: {', '.join(named)}")
+
+
+def _import_tokenizers():
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise DataError(
+            "a tokenizer is made by the package `tokenizers`, which is not installed",
+            fix="pip install 'spmdtrain[hf]'",
+        ) from None
+    return tokenizers
