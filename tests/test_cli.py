@@ -47,7 +47,10 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "fox.toml").write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert main(["data", "prepare", "fox.txt", "--out", "fox", "--tokenizer", "characters"]) == 0
+        assert (
+            main(["data", "prepare", "fox.txt", "--out", "fox", "--tokenizer", "characters", "--end-of-text", "none"])
+            == 0
+        )
         assert main(["train", "fox.toml"]) == 0
     return folder
 
