@@ -14,6 +14,7 @@ class UserError(ValueError):
     exit_code = 1
 
     def __init__(self, what: str, *, asked: str = "", found: str = "", fix: str = ""):
+        self.what = what
         parts = [what]
         if asked:
             parts.append(f"asked {asked}")
@@ -40,6 +41,10 @@ class CheckpointError(UserError):
     """The run directory holds no checkpoint that this run can go on from."""
 
     exit_code = 6
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not as it was saved: bits have changed, or files are missing."""
 
 
 class PeerLostError(UserError):

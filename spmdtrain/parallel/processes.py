@@ -79,6 +79,17 @@ def start(
     peers.join(**arguments)
 
 
+def any_process(flag: bool) -> bool:
+    """Whether `flag` is set in any process of this run. All of them call it, and wait for all."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
 def _from_arguments(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> dict | None:

@@ -7,9 +7,15 @@ and renames, so that a step that is listed is complete. Restoring reads straight
 that the abstract state asks for, whatever mesh or number of processes wrote them. Stacked layers
 are saved in the pipeline layout in which they rest; where another is asked for, they are read and
 laid out anew, one parameter at a time.
+
+`meta` also holds the fingerprint of every leaf (fingerprint.py) and a digest of itself. Whatever is
+read otherwise than it was written is a DamagedError, in all processes alike, wherever one of them
+finds it.
 """
 
 import contextlib
+import hashlib
+import json
 import logging
 import sys
 import warnings
@@ -24,13 +30,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import type_handlers
 
-from spmdtrain.config.errors import CheckpointError, StorageError, UserError
+from spmdtrain.config.errors import CheckpointError, DamagedError, StorageError, UserError
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.pipeline.layout import Layout, lay_out
+from spmdtrain.parallel.processes import any_process
+from spmdtrain.running.fingerprint import Fingerprint, fingerprint, fingerprints
 from spmdtrain.train.state import TrainState
 
-FORMAT = 1
-OPTIMIZER = "optimizer."  # before the names of its leaves, in meta
+FORMAT = 2
+WITHOUT_FINGERPRINTS = 1  # the format before
+PREFIX = {"params": "", "state": "optimizer."}  # of the names of an item's leaves, in meta
+QUARANTINE = "quarantine"  # the folder of damaged steps, beside the good ones
+MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
 # Orbax logs several lines for every save, and a traceback per thread for a failure, which comes
 # back as one exception anyway.
@@ -74,12 +85,14 @@ class Checkpoints:
 
         Waits for the save before it, if one is under way. `completed` says when it is on disk.
         """
-        layout = self._model.layout.describe()
+        arrays = _named({"params": state.params, "state": state.opt_state})
         meta = {
             "format": FORMAT,
-            "leaves": leaves(state.params, state.opt_state),
-            "layout": layout,
+            "leaves": _described(arrays),
+            "layout": self._model.layout.describe(),
+            "fingerprints": fingerprints(arrays),
         } | meta
+        meta["digest"] = _digest(meta)
         items = ocp.args.Composite(
             params=ocp.args.PyTreeSave(state.params),
             state=ocp.args.PyTreeSave(state.opt_state),
@@ -104,36 +117,38 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
         """The state saved at `step`, each leaf read into the sharding that `abstract` gives it."""
-        meta, saved = self._checked_meta(step, abstract.params, abstract.opt_state)
-        params = self._restored(step, "params", abstract.params, saved)
-        opt_state = self._restored(step, "state", abstract.opt_state, saved)
+        asked = {"params": abstract.params, "state": abstract.opt_state}
+        found, meta = self._restored(step, asked)
         counter = jax.make_array_from_callback(
             (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
         )
-        return TrainState(counter, params, opt_state), meta
+        return TrainState(counter, found["params"], found["state"]), meta
 
     def restore_params(
         self, step: int, params: dict[str, jax.ShapeDtypeStruct]
     ) -> tuple[dict[str, jax.Array], Meta]:
         """The weights alone."""
-        meta, saved = self._checked_meta(step, params)
-        return self._restored(step, "params", params, saved), meta
+        found, meta = self._restored(step, {"params": params})
+        return found["params"], meta
 
     def read_weights(self, step: int) -> dict[str, np.ndarray]:
         """The weights alone as plain arrays, layers in order; needs neither model nor mesh."""
+        meta, saved = self._meta(step)
+        folder = self._folder(step) / "params"
+        found = self._read(step, lambda: _read_plain(folder))
+        found = {path: found[path] for path in meta["leaves"] if path in found}
+        self._verify(step, meta, {path: fingerprint(x) for path, x in found.items()})
+        return {path: _in_order(path, x, saved) for path, x in found.items()}
 
-        def read() -> dict[str, np.ndarray]:
-            meta, saved = self._meta(step)
-            directory = self._manager.directory / str(step) / "params"
-            with contextlib.closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as reader:
-                found = _read_plain(reader, directory)
-            return {
-                path: _in_order(path, found[path], saved)
-                for path in meta["leaves"]
-                if path in found
-            }
+    def quarantine(self, steps: Iterable[int]) -> None:
+        """Moves damaged steps into `quarantine`, where nobody takes them for good ones.
 
-        return self._read(step, read)
+        Nothing is deleted. All processes call it.
+        """
+        if jax.process_index() == 0:
+            self._guarded(lambda: [_set_aside(self._folder(step)) for step in steps])
+        any_process(False)  # the others look at the directory when all is moved
+        self._manager.reload()
 
     def steps(self) -> list[int]:
         """All complete steps, oldest first."""
@@ -147,28 +162,33 @@ class Checkpoints:
         self._manager.close()
 
     def _restored(
-        self, step: int, item: str, asked: dict[str, Any], saved: Layout
-    ) -> dict[str, Any]:
-        """The item's leaves by parameter, each in the shape and sharding of `asked`."""
-        directory = self._manager.directory / str(step) / item
-        with contextlib.closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as reader:
-            tree = self._read(step, lambda: _saved_tree(reader, directory))
+        self, step: int, asked: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], Meta]:
+        """Each item's leaves by parameter, in the shapes and shardings of `asked`; and the meta."""
+        meta, saved = self._checked_meta(step, asked)
+        folder = self._folder(step)
+        trees = self._read(step, lambda: {item: _saved_tree(folder / item) for item in asked})
+        self._check_trees(step, trees, meta)
 
-            def read(paths: Iterable[str], shapes: Mapping[str, Any]) -> dict[str, Any]:
-                return self._read(
-                    step,
-                    lambda: _read_leaves(
-                        reader, directory, {path: tree[path] for path in paths}, shapes
-                    ),
-                )
+        def read(item: str, shapes: Mapping[str, Any]) -> dict[str, Any]:
+            tree = {path: trees[item][path] for path in shapes}
+            return self._read(step, lambda: _read_leaves(folder / item, tree, shapes))
 
-            if saved == self._model.layout:
-                return read(asked, asked)
-            return {path: self._relaid(read, path, asked[path], saved) for path in asked}
+        if saved == self._model.layout:
+            found = {item: read(item, shapes) for item, shapes in asked.items()}
+            self._verify(step, meta, fingerprints(_named(found)))
+            return found, meta
 
-    def _relaid(self, read: Callable[..., dict[str, Any]], path: str, asked, saved: Layout):
-        """One parameter's leaves, read as they were saved and laid out as asked."""
-        found = read([path], {path: self._as_saved(path, asked, saved)})[path]
+        def relaid(item: str, path: str) -> Any:
+            shapes = self._as_saved(path, asked[item][path], saved)
+            found = read(item, {path: shapes})
+            self._verify(step, meta, fingerprints(_named({item: found})))
+            return self._relaid(path, found[path], asked[item][path], saved)
+
+        return {item: {path: relaid(item, path) for path in asked[item]} for item in asked}, meta
+
+    def _relaid(self, path: str, found: Any, asked: Any, saved: Layout) -> Any:
+        """One parameter's leaves, read as they were saved, laid out as asked."""
         if not self._model.in_stack(path):
             return found
         shardings = jax.tree.map(lambda x: x.sharding, asked)
@@ -206,13 +226,15 @@ class Checkpoints:
 
         return jax.tree.map(leaf, tree)
 
-    def _checked_meta(self, step: int, *trees: Mapping[str, Any]) -> tuple[Meta, Layout]:
-        """The checkpoint's meta and layout, after a check that its leaves fit those of `trees`.
+    def _checked_meta(
+        self, step: int, asked: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[Meta, Layout]:
+        """The checkpoint's meta and layout, after a check that its leaves are those of `asked`.
 
-        The trees are the abstract parameters and, if it is restored too, the optimizer state.
+        Nothing is cast, left out or made up: names, shapes and dtypes are equal.
         """
-        meta, layout_saved = self._read(step, lambda: self._meta(step))
-        layout, saved = self._model.layout, meta["leaves"]
+        meta, layout_saved = self._meta(step)
+        layout = self._model.layout
         if layout_saved.layers != layout.layers:
             raise CheckpointError(
                 f"{self._at(step)} does not fit",
@@ -220,54 +242,92 @@ class Checkpoints:
                 found=f"{layout_saved.layers} layers",
                 fix="the configuration that it was saved with, or another --run",
             )
-        asked = leaves(
-            *(
-                {path: self._as_saved(path, x, layout_saved) for path, x in tree.items()}
-                for tree in trees
+        wanted = _described(
+            _named(
+                {
+                    item: {path: self._as_saved(path, x, layout_saved) for path, x in tree.items()}
+                    for item, tree in asked.items()
+                }
             )
         )
-        if len(trees) == 1:  # weights alone
-            saved = {path: leaf for path, leaf in saved.items() if not path.startswith(OPTIMIZER)}
-        surplus = sorted(saved.keys() - asked.keys())
-        for path in [*sorted(asked), *surplus]:
-            if asked.get(path) != saved.get(path):
-                raise CheckpointError(
-                    f"{self._at(step)} does not fit: {path}",
-                    asked=_described(asked.get(path)),
-                    found=_described(saved.get(path)),
-                    fix="the configuration that it was saved with, or another --run",
-                )
+        there = _of_items(meta["leaves"], asked)
+        if different := _different(wanted, there):
+            first = different[0]
+            raise CheckpointError(
+                f"{self._at(step)} does not fit: {first}",
+                asked=_leaf_text(wanted.get(first)),
+                found=f"{_leaf_text(there.get(first))}{_others_text(different)}",
+                fix="the configuration that it was saved with, or another --run",
+            )
         return meta, layout_saved
 
-    def _meta(self, step: int) -> tuple[Meta, Layout]:
-        """The meta of a step, and the layout in which its stacked layers were saved."""
-        meta = self._manager.restore(
-            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        ).meta
-        if meta["format"] != FORMAT:
-            raise CheckpointError(
-                f"{self._at(step)} has format {meta['format']}",
-                found=f"this version reads {FORMAT}",
+    def _check_trees(self, step: int, trees: Mapping[str, Any], meta: Meta) -> None:
+        """DamagedError where the files hold other leaves than the meta says."""
+        there = _described(_named(trees))
+        said = _of_items(meta["leaves"], trees)
+        if different := _different(said, there):
+            first = different[0]
+            raise self._damaged(
+                step,
+                f"{first} is {_leaf_text(there.get(first))}, "
+                f"saved was {_leaf_text(said.get(first))}{_others_text(different)}",
             )
-        if "leaves" not in meta:
-            raise KeyError("its meta names no leaves")
-        if "layout" in meta:
-            return meta, Layout(**meta["layout"])
-        return meta, lay_out(self._model.layout.layers, 1, 1) if self._model else None
 
-    def _read(self, step: int, read: Callable[[], Any]):
+    def _verify(self, step: int, meta: Meta, found: Mapping[str, Fingerprint]) -> None:
+        """DamagedError where a leaf that was read has not the fingerprint that was saved."""
+        if "fingerprints" not in meta:  # a checkpoint of before
+            return
+        saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}
+        if different := _different(saved, found):
+            raise self._damaged(
+                step, f"{different[0]} is not as it was saved{_others_text(different)}"
+            )
+
+    def _meta(self, step: int) -> tuple[Meta, Layout | None]:
+        """The meta of a step, and the layout in which its stacked layers were saved.
+
+        None stands for a layout that only the model can tell, where there is none.
+        """
+
+        def read() -> tuple[Meta, Layout | None]:
+            meta = ocp.JsonCheckpointHandler().restore(self._folder(step) / "meta")
+            if meta["format"] not in (FORMAT, WITHOUT_FINGERPRINTS):
+                raise CheckpointError(
+                    f"{self._at(step)} has format {meta['format']}",
+                    found=f"this version reads {FORMAT} and {WITHOUT_FINGERPRINTS}",
+                )
+            if meta["format"] == FORMAT and meta.pop("digest") != _digest(meta):
+                raise ValueError("its meta is not as it was saved")
+            if "leaves" not in meta:
+                raise KeyError("its meta names no leaves")
+            if "layout" in meta:
+                return meta, Layout(**meta["layout"])
+            return meta, lay_out(self._model.layout.layers, 1, 1) if self._model else None
+
+        return self._read(step, read)
+
+    def _read(self, step: int, read: Callable[[], Any]) -> Any:
+        """What this process reads. DamagedError in all of them where one cannot."""
+        wrong = None
         try:
             with _without_stray_errors():
-                return read()
+                found = read()
         except (UserError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # Orbax raises nothing narrower where a data file is damaged
-            cause = " ".join(str(error.__cause__ or error).split())[:200]
-            before = max(
-                (other for other in self._manager.all_steps() if other < step), default=None
-            )
-            fix = "another run" if before is None else f"removing it: step {before} is there too"
-            raise CheckpointError(f"{self._at(step)} cannot be read: {cause}", fix=fix) from error
+            wrong = error
+        if wrong is not None:
+            any_process(True)
+            cause = " ".join(str(wrong.__cause__ or wrong).split())[:200]
+            raise self._damaged(step, f"it cannot be read: {cause}") from wrong
+        if any_process(False):
+            raise self._damaged(step, "another process cannot read it")
+        return found
+
+    def _damaged(self, step: int, what: str) -> DamagedError:
+        before = [other for other in self.steps() if other < step]
+        fix = f"resuming the run, which goes on from step {before[-1]}" if before else "another run"
+        return DamagedError(f"{self._at(step)} is damaged: {what}", fix=fix)
 
     def _guarded(self, action):
         """Runs an action that writes. tensorstore reports a full disk as a ValueError."""
@@ -279,8 +339,11 @@ class Checkpoints:
                 f"cannot save a checkpoint: {' '.join(str(error).split())[:200]}"
             ) from error
 
+    def _folder(self, step: int) -> Path:  # of the kind that Orbax asks for
+        return self._manager.directory / str(step)
+
     def _at(self, step: int) -> str:
-        return f"checkpoint {self._manager.directory / str(step)}"
+        return f"checkpoint {self._folder(step)}"
 
 
 @contextlib.contextmanager
@@ -307,16 +370,63 @@ def newest_step(run: Path) -> int | None:
     return max((int(path.name) for path in folders if path.name.isdigit()), default=None)
 
 
-def leaves(
-    params: Mapping[str, Any], opt_state: Mapping[str, Any] | None = None
-) -> dict[str, list]:
-    """Path -> [shape, dtype] of every leaf. A state restores another only if they are equal."""
-    named = {
-        prefix + _name(path): leaf
-        for prefix, tree in (("", params), (OPTIMIZER, opt_state))
+def has_fingerprints(meta: Meta) -> bool:
+    """Whether the checkpoint of this meta could be verified when it was read."""
+    return "fingerprints" in meta
+
+
+def _named(items: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of items by the names that meta gives them."""
+    return {
+        PREFIX[item] + _name(path): leaf
+        for item, tree in items.items()
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-    return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in named.items()}
+
+
+def _described(arrays: Mapping[str, Any]) -> dict[str, list]:
+    """Name -> [shape, dtype]."""
+    return {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()}
+
+
+def _of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list]:
+    """Those of all leaves that are in these items."""
+
+    def item_of(name: str) -> str:
+        return "state" if name.startswith(PREFIX["state"]) else "params"
+
+    return {name: leaf for name, leaf in leaves.items() if item_of(name) in items}
+
+
+def _different(asked: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """The names at which the two differ: first those of `asked`, then those it has not."""
+    names = [*sorted(asked), *sorted(found.keys() - asked.keys())]
+    return [name for name in names if asked.get(name) != found.get(name)]
+
+
+def _others_text(different: list[str]) -> str:
+    """Text that names the leaves after the first."""
+    others = different[1:]
+    if not others:
+        return ""
+    more = ", ..." if len(others) > MOST_NAMED else ""
+    return f", and so with {len(others)} more: {', '.join(others[:MOST_NAMED])}{more}"
+
+
+def _leaf_text(leaf: list | None) -> str:
+    return f"{leaf[1]}{leaf[0]}" if leaf else "nothing"
+
+
+def _digest(meta: Meta) -> str:
+    """SHA-256 of everything that a meta says."""
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def _set_aside(folder: Path) -> None:
+    quarantine = folder.parent / QUARANTINE
+    quarantine.mkdir(exist_ok=True)
+    taken = len(list(quarantine.glob(f"{folder.name}*")))
+    folder.rename(quarantine / (f"{folder.name}.{taken}" if taken else folder.name))
 
 
 def _array_handler() -> ocp.PyTreeCheckpointHandler:
@@ -330,11 +440,12 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-def _read_plain(reader: ocp.Checkpointer, directory) -> dict[str, np.ndarray]:
+def _read_plain(folder: Path) -> dict[str, np.ndarray]:
     """Every leaf of an item that is a flat dict, whole, as a numpy array."""
-    tree = _saved_tree(reader, directory)
+    tree = _saved_tree(folder)
     how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return reader.restore(directory, args=ocp.args.PyTreeRestore(tree, restore_args=how))
+    asked = ocp.args.PyTreeRestore(tree, restore_args=how)
+    return ocp.PyTreeCheckpointHandler().restore(folder, args=asked)
 
 
 def _in_order(path: str, x: np.ndarray, saved: Layout | None) -> np.ndarray:
@@ -348,20 +459,19 @@ def _in_order(path: str, x: np.ndarray, saved: Layout | None) -> np.ndarray:
     return saved.unstaged(x)
 
 
-def _saved_tree(reader: ocp.Checkpointer, directory) -> Any:
+def _saved_tree(folder: Path) -> Any:
     """The structure of an item, with descriptions of its leaves."""
-    if not directory.exists():
-        raise FileNotFoundError(f"{directory.name} is missing")
-    return reader.metadata(directory).item_metadata.tree
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder.name} is missing")
+    return ocp.PyTreeCheckpointHandler().metadata(folder).tree
 
 
-def _read_leaves(
-    reader: ocp.Checkpointer, directory, saved: Mapping[str, Any], asked: Mapping[str, Any]
-) -> Any:
-    """The leaves of the tree `saved` in `directory`, with the structure and shardings of `asked`.
+def _read_leaves(folder: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
+    """The leaves of the tree `saved` in `folder`, with the structure and shardings of `asked`.
 
     Leaves are found by name. The structures around them may differ: a node without leaves, such as
-    the state of a rule that keeps nothing, has no part in it.
+    the state of a rule that keeps nothing, has no part in it. The handler is called without a
+    Checkpointer around it, in which a process that reads would wait for one that cannot.
     """
     wanted = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(asked)}
     item = jax.tree_util.tree_map_with_path(lambda path, _: wanted[_name(path)], saved)
@@ -369,8 +479,9 @@ def _read_leaves(
         lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype),
         item,
     )
-    found = reader.restore(
-        directory, args=ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
+    found = ocp.PyTreeCheckpointHandler().restore(
+        folder,
+        args=ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True),
     )
     values = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
     return jax.tree_util.tree_map_with_path(lambda path, _: values[_name(path)], asked)
@@ -378,7 +489,3 @@ def _read_leaves(
 
 def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _described(leaf: list | None) -> str:
-    return f"{leaf[1]}{leaf[0]}" if leaf else "nothing"

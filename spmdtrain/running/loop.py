@@ -23,7 +23,7 @@ from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel import hlo
 from spmdtrain.running import summary
-from spmdtrain.running.checkpoint import Checkpoints, newest_step
+from spmdtrain.running.checkpoint import Checkpoints, has_fingerprints, newest_step
 from spmdtrain.running.directory import check_source, open_directory
 from spmdtrain.running.identity import (
     Meta,
@@ -42,6 +42,7 @@ from spmdtrain.running.model_code import check_model_code
 from spmdtrain.running.profile import profiled
 from spmdtrain.running.progress import Progress, quantity
 from spmdtrain.running.reporter import Hook, Reporter, check
+from spmdtrain.running.resume import Found, newest_good, set_aside_damaged
 from spmdtrain.running.sinks import MakeSink
 from spmdtrain.running.summary import Prediction
 from spmdtrain.train.batch import to_devices
@@ -112,11 +113,19 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         held.enter_context(open_directory(directory, fresh))
         checkpoints = Checkpoints(directory, setup.model, config.checkpoint.keep)
         held.enter_context(contextlib.closing(checkpoints))
-        newest = checkpoints.newest()
-        reporter = Reporter(directory, config, newest or 0, sinks, hooks)
+        found = newest_good(checkpoints, setup.state)
+        if found is not None:
+            where = f"step {found.step} of {directory}"
+            remarks = check_identity(found.meta, setup, opened.fingerprint, where)
+        reporter = Reporter(directory, config, found.step if found else 0, sinks, hooks)
         held.enter_context(reporter)
 
-        state, sample = restore_or_init(setup, opened, seams, directory, checkpoints, reporter)
+        if found is not None:
+            state, sample = go_on(setup, seams, directory, checkpoints, found, reporter)
+            for line in remarks:
+                reporter.say(line)
+        else:
+            state, sample = begin(setup, reporter), 0
         done = int(state.step)
         if done >= config.train.steps:
             more = f"--set train.steps={2 * done}"
@@ -149,40 +158,38 @@ def write(directory: Path, name: str, value: Any) -> None:
         write_document(directory / name, value)
 
 
-def restore_or_init(
+def go_on(
     setup: Setup,
-    data: Data,
     seams: Mapping[str, Any],
     directory: Path,
     checkpoints: Checkpoints,
+    found: Found,
     reporter: Reporter,
 ) -> tuple[TrainState, int]:
-    """The state and the global sample index to go on from.
+    """The state and the global sample index at which the run goes on, and word of it.
 
-    The state is that of the newest checkpoint of this run; without one it has the weights of
-    `train.init_from`, or fresh ones. `seams`: what the caller exchanged.
+    `seams`: what the caller exchanged.
     """
-    newest = checkpoints.newest()
-    mesh = dict(setup.mesh.shape)
-    if newest is not None:
-        state, meta = checkpoints.restore(newest, setup.state)
-        said = check_identity(meta, setup, data.fingerprint, f"step {newest} of {directory}")
-        found = changes(meta, setup.config, seams)
-        changed = {"changed": found} if found else {}
-        reporter.event("resumed", newest, from_step=newest, mesh=mesh, **changed)
-        reporter.say(f"resumed {directory} at step {newest}")
-        if found:
-            reporter.say(f"changed since step {newest}: {describe_changes(found)}")
-        for line in said:
-            reporter.say(line)
-        return state, meta["sample"]
+    set_aside_damaged(checkpoints, found, reporter)
+    step = found.step
+    differs = changes(found.meta, setup.config, seams)
+    changed = {"changed": differs} if differs else {}
+    reporter.event("resumed", step, from_step=step, mesh=dict(setup.mesh.shape), **changed)
+    reporter.say(f"resumed {directory} at step {step}")
+    if differs:
+        reporter.say(f"changed since step {step}: {describe_changes(differs)}")
+    return found.state, found.meta["sample"]
+
+
+def begin(setup: Setup, reporter: Reporter) -> TrainState:
+    """The state of a new run: with the weights of `train.init_from`, or fresh ones."""
     source = setup.config.train.init_from
     params = _weights_of(Path(source), setup, reporter) if source else None
     state = init_state(setup)
     if params is not None:
         state = replace(state, params=params)
-    reporter.event("started", 0, mesh=mesh, init_from=source)
-    return state, 0
+    reporter.event("started", 0, mesh=dict(setup.mesh.shape), init_from=source)
+    return state
 
 
 def _weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
@@ -193,6 +200,8 @@ def _weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Ar
         meta.get("model_code"), code_of(setup), f"train.init_from='{run}'"
     ):
         reporter.say(line)
+    if not has_fingerprints(meta):
+        reporter.say(f"the weights of {run} have no fingerprints yet: they could not be verified")
     for name, then, now in model_changes(meta, setup.config):
         reporter.say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
     return params

@@ -36,6 +36,7 @@ OPTIMIZER = "tests/train/test_optimizer.py"
 PRECISION = "tests/train/test_precision.py"
 RESUME = "tests/running/test_resume.py"
 NOISE = "tests/train/test_noise.py"
+DAMAGED = "tests/running/test_damaged.py"
 
 BREAKAGES = [
     # How gradients cross
@@ -408,8 +409,8 @@ BREAKAGES = [
     Breakage(
         "a surplus of weights is dropped",
         "running/checkpoint.py",
-        "for path in [*sorted(asked), *surplus]:",
-        "for path in sorted(asked):",
+        "names = [*sorted(asked), *sorted(found.keys() - asked.keys())]",
+        "names = sorted(asked)",
         f"{RESUME} -k more_or_fewer",
     ),
     Breakage(
@@ -425,5 +426,27 @@ BREAKAGES = [
         "positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)",
         "positions = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)",
         "tests/test_cli.py -k sample",
+    ),
+    # What is read from disk
+    Breakage(
+        "no fingerprint is compared",
+        "running/checkpoint.py",
+        'saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}',
+        "saved = found",
+        DAMAGED,
+    ),
+    Breakage(
+        "no digest is compared",
+        "running/checkpoint.py",
+        'meta.pop("digest") != _digest(meta)',
+        'not meta.pop("digest")',
+        f"{DAMAGED} -k alter_position",
+    ),
+    Breakage(
+        "an element is mixed with the sum of its indices",
+        "running/fingerprint.py",
+        "index += along * jnp.uint32(stride % 2**32)",
+        "index += along",
+        "tests/running/test_fingerprint.py",
     ),
 ]

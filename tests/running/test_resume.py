@@ -19,7 +19,7 @@ import pytest
 from helpers import assert_same_bits, mesh_of, tiny
 
 from spmdtrain.config import CheckpointError, ConfigError, to_toml
-from spmdtrain.config.errors import DivergedError, StorageError
+from spmdtrain.config.errors import DamagedError, DivergedError, StorageError
 from spmdtrain.data import batches, source
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
@@ -350,17 +350,17 @@ def test_a_damaged_file_of_a_checkpoint_is_one_line(uninterrupted, tmp_path, ite
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
     data = max((tmp_path / "checkpoints" / "40" / item).rglob("d/*"), key=lambda path: path.stat().st_size)
     data.unlink() if size is None else os.truncate(data, size)
-    said = "checkpoints/40 cannot be read: [A-Z_]+: .*; try removing it: step 30 is there"
-    with pytest.raises(CheckpointError, match=said):
-        run(tmp_path, *SETTINGS, *MESH)
+    said = "checkpoints/40 is damaged: it cannot be read: [A-Z_]+: .*; try resuming the run, .* from step 30$"
+    with pytest.raises(DamagedError, match=said):
+        saved_state(tmp_path, *SETTINGS, *MESH)
 
 
 @pytest.mark.parametrize("meta", [[], {"format": 1}, {"format": 1, "leaves": {}, "layout": 3}])
 def test_a_checkpoint_that_says_nothing_of_itself_is_one_line(uninterrupted, tmp_path, meta):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoints" / "40" / "meta" / "metadata").write_text(json.dumps(meta))
-    with pytest.raises(CheckpointError, match="checkpoints/40 cannot be read"):
-        run(tmp_path, *SETTINGS, *MESH)
+    with pytest.raises(DamagedError, match="checkpoints/40 is damaged: it cannot be read"):
+        saved_state(tmp_path, *SETTINGS, *MESH)
 
 
 def assert_the_newest_checkpoint_is_finite(directory: Path, error: DivergedError, *overrides: str) -> None:

@@ -1,0 +1,56 @@
+"""Where a run goes on: the newest checkpoint that is as it was saved.
+
+A newer one that is damaged is set aside, not deleted, and the run takes its steps again.
+"""
+
+from dataclasses import dataclass, field
+
+from spmdtrain.config.errors import CheckpointError, DamagedError
+from spmdtrain.running.checkpoint import QUARANTINE, Checkpoints, Meta, has_fingerprints
+from spmdtrain.running.reporter import Reporter
+from spmdtrain.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read. `damaged`: why each newer step could not be, newest first."""
+
+    step: int
+    state: TrainState
+    meta: Meta
+    damaged: dict[int, DamagedError] = field(default_factory=dict)
+
+
+def newest_good(checkpoints: Checkpoints, abstract: TrainState) -> Found | None:
+    """Reads the newest checkpoint, or the newest before those that are damaged; None if there is
+    none at all. Changes nothing.
+
+    Raises CheckpointError where one does not fit `abstract`, or all that there are are damaged: a
+    run does not begin anew by itself.
+    """
+    damaged: dict[int, DamagedError] = {}
+    for step in reversed(checkpoints.steps()):
+        try:
+            state, meta = checkpoints.restore(step, abstract)
+        except DamagedError as error:
+            damaged[step] = error
+            continue
+        return Found(step, state, meta, damaged)
+    if not damaged:
+        return None
+    _, newest = next(iter(damaged.items()))
+    if len(damaged) == 1:
+        raise newest
+    raise CheckpointError(
+        f"all {len(damaged)} checkpoints of the run are damaged; the newest: {newest}"
+    )
+
+
+def set_aside_damaged(checkpoints: Checkpoints, found: Found, reporter: Reporter) -> None:
+    """Moves the damaged checkpoints out of the way, and says what is wrong with each."""
+    checkpoints.quarantine(found.damaged)
+    for step, error in found.damaged.items():
+        reporter.event("quarantined", step, why=str(error))
+        reporter.say(f"{error.what}; it is now in checkpoints/{QUARANTINE}")
+    if not has_fingerprints(found.meta):
+        reporter.say(f"checkpoint {found.step} has no fingerprints yet: it could not be verified")

@@ -1,0 +1,40 @@
+"""Ways to damage the files of a checkpoint."""
+
+import random
+import shutil
+from pathlib import Path
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Its files that are not empty, in order."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def flip_bit(folder: Path, draw: random.Random) -> str:
+    """Flips one bit of one file: half of the time of one that holds arrays. Returns which."""
+    files = files_of(folder)
+    arrays = [path for path in files if path.parent.name == "d"]
+    path = draw.choice(arrays if arrays and draw.random() < 0.5 else files)
+    content = bytearray(path.read_bytes())
+    bit = draw.randrange(8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    return f"bit {bit} of {path.relative_to(folder)}"
+
+
+def cut(folder: Path, draw: random.Random) -> str:
+    """Truncates or deletes one file, or deletes a whole item. Returns what it did."""
+    kind = draw.choice(["truncate", "delete", "delete", "item"])
+    if kind == "item":
+        item = draw.choice(sorted(path for path in folder.iterdir() if path.is_dir()))
+        shutil.rmtree(item)
+        return f"deleted {item.name}/"
+    path = draw.choice(files_of(folder))
+    name = path.relative_to(folder)
+    if kind == "delete":
+        path.unlink()
+        return f"deleted {name}"
+    size = draw.randrange(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.truncate(size)
+    return f"truncated {name} to {size} bytes"
