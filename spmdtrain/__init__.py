@@ -17,7 +17,7 @@ same losses. In Python, `import spmdtrain as st`:
     st.estimate(config, 8, "h200")         # time and memory of a step, without the devices
 
 `run` takes what a caller exchanges as keywords: `make` (the model), `optimizer`, `schedule`,
-`data`, `sinks` and `hooks`.
+`loss`, `data`, `sinks` and `hooks`.
 
 The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `running` and
 `planner`, `cli`; imports only go down. The names below are imported when they are asked for, so that

@@ -6,6 +6,8 @@ JAX_PLATFORMS is respected where it is set: `JAX_PLATFORMS=cuda make test PYTEST
 import os
 import tempfile
 
+import hypothesis
+
 # Before anything imports jax: it reads all of this once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = {"--xla_force_host_platform_device_count": 8}
@@ -21,6 +23,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="spmdtrain-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+# How long an example takes says nothing on a busy machine.
+hypothesis.settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("unhurried")
 
 
 def gpu_is_there() -> bool:

@@ -140,6 +140,15 @@ def test_what_is_no_sink_and_no_hook_costs_one_line(given, said):
         st.run(tiny("train.steps=3"), "run", **given, **ONE)
 
 
+def test_a_loss_of_ones_own_is_trained_on_and_shows_its_figures():
+    run_as_typed("loss")
+    figures = [line for line in lines("runs/focal/metrics.jsonl") if "loss" in line]
+    assert len(figures) == 20
+    assert figures[-1]["accuracy"] > figures[0]["accuracy"]
+    # At the beginning all 64 ids are as likely: (1 - 1/64)^2 x ln 64.
+    assert figures[0]["loss"] == pytest.approx((1 - 1 / 64) ** 2 * np.log(64), rel=0.02)
+
+
 def test_an_optimizer_of_ones_own_is_used_by_groups_and_frozen_weights_keep_nothing():
     run_as_typed("optimizer")
     seam = names_of("optimizer")

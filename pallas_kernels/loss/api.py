@@ -5,7 +5,6 @@ There is no kernel here: XLA's matmuls do the work, and a scan over chunks saves
 Letters: b tokens before the time dim, t time, e embed, v rows of the weight on this device.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -13,9 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, join, pad_time
 from pallas_kernels.partition import refuse_checked_vma
-
-CHUNK_LOGITS = 2**26  # of a chunk at most: 256 MiB in float32
 
 
 def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
@@ -30,7 +28,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     axis_name: str | tuple[str, ...] = (),
     vocab: int | None = None,
     chunk_logits: int = CHUNK_LOGITS,
-) -> jax.Array:
+    with_z_loss: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Sum over tokens of mask x (-log softmax(x weight^T)[target] + z_loss x lse^2).
 
     lse is the logarithm of the softmax's denominator; the result is a float32 scalar. Under
@@ -55,6 +54,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
       chunk_logits: at most so many logits exist at once, though never less than those of one time
         step. Of n chunks, chunk i takes the times i, i + n, i + 2n, ..., so that a time dim that
         is split over devices stays split.
+      with_z_loss: also give the part of the sum that is z-loss, to be reported. It is a constant
+        to differentiation: its gradient is in that of the sum.
 
     Raises:
       ValueError: the arguments do not fit together.
@@ -65,18 +66,16 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     if ignore_index is not None:
         mask = jnp.where(targets == ignore_index, 0, mask)
     time, width = x.shape[-2:]
-    chunks = _chunk_count(math.prod(x.shape[:-2]), time, weight.shape[0], chunk_logits)
     x_bte = x.reshape(-1, time, width)
     targets_bt = targets.reshape(-1, time)
     mask_bt = mask.reshape(-1, time)
-    padding = -time % chunks
-    if padding:  # its mask is 0
-        x_bte = jnp.pad(x_bte, [(0, 0), (0, padding), (0, 0)])
-        targets_bt = jnp.pad(targets_bt, [(0, 0), (0, padding)])
-        mask_bt = jnp.pad(mask_bt, [(0, 0), (0, padding)])
+    chunks = chunk_count(x_bte.shape[0], time, weight.shape[0], chunk_logits)
+    # The mask of what is padded is 0.
+    x_bte, targets_bt, mask_bt = pad_time(chunks, x_bte, targets_bt, mask_bt)
     axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     options = _Options(chunks, float(label_smoothing), float(z_loss), axis_name, vocab)
-    return _loss_compiled(options, x_bte, weight, targets_bt, mask_bt)
+    total, z_total = _loss_compiled(options, x_bte, weight, targets_bt, mask_bt)
+    return (total, z_total) if with_z_loss else total
 
 
 def _check(x, weight, targets, mask, label_smoothing, z_loss) -> None:
@@ -97,19 +96,6 @@ def _check(x, weight, targets, mask, label_smoothing, z_loss) -> None:
         raise ValueError(f"{op}: x {x.shape} has no elements")
 
 
-def _chunk_count(batch: int, time: int, vocab: int, limit: int) -> int:
-    """The fewest chunks of `time`, equal ones if possible, of at most `limit` logits each.
-
-    A chunk has at least one time step. Where no number from the fewest to twice that divides
-    `time`, it is the fewest, and `time` is padded.
-    """
-    least = min(-(-batch * time * vocab // limit), time)
-    for count in range(least, 2 * least + 1):
-        if time % count == 0:
-            return count
-    return least
-
-
 class _Options(NamedTuple):
     chunks: int
     label_smoothing: float
@@ -120,42 +106,48 @@ class _Options(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(options: _Options, x_bte, weight_ve, targets_bt, mask_bt):
-    def step(total, chunk):
-        return total + _chunk_loss(options, weight_ve, *chunk).total, None
+    """The loss, and the part of it that is z-loss."""
 
-    chunks = _cut(options.chunks, x_bte, targets_bt, mask_bt)
-    total, _ = jax.lax.scan(step, jnp.float32(0), chunks)
-    return total
+    def step(carry, chunk):
+        total, z_total = carry
+        loss = _chunk_loss(options, weight_ve, *chunk)
+        return (total + loss.total, z_total + loss.z_total), None
+
+    chunks = cut(options.chunks, x_bte, targets_bt, mask_bt)
+    totals, _ = jax.lax.scan(step, (jnp.float32(0), jnp.float32(0)), chunks)
+    return totals
 
 
 def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt):
-    """The loss, and what is left of its gradients once the cotangent is known: a product."""
+    """As `_loss`, and what is left of its gradients once the cotangent is known: a product."""
 
     def step(carry, chunk):
-        total, dweight_ve = carry
+        total, z_total, dweight_ve = carry
         x_bte, _, mask_bt = chunk
         loss = _chunk_loss(options, weight_ve, *chunk)
         counts = mask_bt[..., None] != 0  # what does not count may be NaN
         dlogits = loss.logits_gradient() * mask_bt[..., None]
         dlogits = jnp.where(counts, dlogits, 0).astype(x_bte.dtype)
         x_bte = jnp.where(counts, x_bte, 0)
-        dx_bte = _dot("btv,ve->bte", dlogits, weight_ve).astype(x_bte.dtype)
+        dx_bte = einsum_in_float32("btv,ve->bte", dlogits, weight_ve).astype(x_bte.dtype)
         total = total + loss.total
-        dweight_ve = dweight_ve + _dot("btv,bte->ve", dlogits, x_bte)
-        return (total, dweight_ve), (dx_bte, loss.of_tokens_bt)
+        z_total = z_total + loss.z_total
+        dweight_ve = dweight_ve + einsum_in_float32("btv,bte->ve", dlogits, x_bte)
+        return (total, z_total, dweight_ve), (dx_bte, loss.of_tokens_bt)
 
-    start = (jnp.float32(0), jnp.zeros(weight_ve.shape, jnp.float32))
-    chunks = _cut(options.chunks, x_bte, targets_bt, mask_bt)
-    (total, dweight), (dx, dmask) = jax.lax.scan(step, start, chunks)
-    dx = _join(dx, mask_bt.shape)
-    dmask = _join(dmask, mask_bt.shape)
+    start = (jnp.float32(0), jnp.float32(0), jnp.zeros(weight_ve.shape, jnp.float32))
+    chunks = cut(options.chunks, x_bte, targets_bt, mask_bt)
+    (total, z_total, dweight), (dx, dmask) = jax.lax.scan(step, start, chunks)
+    dx = join(dx, mask_bt.shape)
+    dmask = join(dmask, mask_bt.shape)
     if weight_ve.dtype != jnp.float16:  # float16 overflows at a sum over many tokens
         dweight = dweight.astype(weight_ve.dtype)
     like_weight = jnp.zeros((0,), weight_ve.dtype)  # its dtype, for the backward pass
-    return total, (dx, dweight, dmask, like_weight)
+    return (total, z_total), (dx, dweight, dmask, like_weight)
 
 
-def _backward(options: _Options, kept, dloss):
+def _backward(options: _Options, kept, cotangents):
+    dloss, _ = cotangents  # the z-loss is in the total
     dx, dweight, dmask, like_weight = kept
     summed = jax.lax.psum(dloss, options.axis_name) if options.axis_name else dloss
     dx = (summed * dx.astype(jnp.float32)).astype(dx.dtype)
@@ -169,29 +161,16 @@ _loss.defvjp(_forward, _backward)
 _loss_compiled = jax.jit(_loss, static_argnums=(0,), inline=True)
 
 
-def _cut(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[b, t, ...] -> [chunks, b, t / chunks, ...]"""
-
-    def cut(x):
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunks, *x.shape[2:]), 2, 0)
-
-    return tuple(cut(x) for x in arrays)
-
-
-def _join(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """[chunks, b, t / chunks, ...] -> [b, t, ...], the opposite of `_cut`; `shape` is (b, t)."""
-    return jnp.moveaxis(x, 0, 2).reshape(*shape, *x.shape[3:])
-
-
 class _ChunkLoss(NamedTuple):
     total: jax.Array  # of the chunk
+    z_total: jax.Array  # the part of it that is z-loss
     of_tokens_bt: jax.Array  # before the mask
     logits_gradient: Callable[[], jax.Array]  # of `of_tokens_bt`, [b, t, v]
 
 
 def _chunk_loss(options: _Options, weight_ve, x_bte, targets_bt, mask_bt) -> _ChunkLoss:
     _, smoothing, z_loss, axis_name, vocab = options
-    logits_btv = _dot("bte,ve->btv", x_bte, weight_ve)
+    logits_btv = einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
     rows = logits_btv.shape[-1]
     all_rows = rows
     row = jnp.arange(rows)
@@ -217,7 +196,8 @@ def _chunk_loss(options: _Options, weight_ve, x_bte, targets_bt, mask_bt) -> _Ch
     if axis_name:
         denominator, expected = jax.lax.psum((denominator, expected), axis_name)
     lse = largest + jnp.log(denominator)
-    of_tokens = lse - expected + z_loss * lse * lse
+    z_of_tokens = z_loss * lse * lse
+    of_tokens = lse - expected + z_of_tokens
 
     def logits_gradient():
         probability = jnp.exp(logits_btv - lse[..., None])
@@ -225,12 +205,16 @@ def _chunk_loss(options: _Options, weight_ve, x_bte, targets_bt, mask_bt) -> _Ch
         gradient = probability - jnp.where(is_target, 1 - smoothing, 0) - smoothing / vocab
         return jnp.where(row < vocab, gradient, 0) if padded else gradient
 
-    total = jnp.sum(jnp.where(mask_bt != 0, of_tokens * mask_bt, 0))
-    return _ChunkLoss(total, of_tokens, logits_gradient)
+    def masked_sum(loss_bt):
+        return jnp.sum(jnp.where(mask_bt != 0, loss_bt * mask_bt, 0))
+
+    total = masked_sum(of_tokens)
+    z_total = masked_sum(z_of_tokens) if z_loss else jnp.float32(0)
+    return _ChunkLoss(total, z_total, of_tokens, logits_gradient)
 
 
-def _dot(letters: str, *arrays: jax.Array) -> jax.Array:
-    """einsum in float32; float32 operands are not rounded to TF32."""
+def einsum_in_float32(letters: str, *arrays: jax.Array) -> jax.Array:
+    """einsum with a float32 result; float32 operands are not rounded to TF32."""
     exact = arrays[0].dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if exact else None
     return jnp.einsum(letters, *arrays, preferred_element_type=jnp.float32, precision=precision)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.loss.api import CHUNK_LOGITS
+from pallas_kernels.loss.chunks import CHUNK_LOGITS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -240,6 +240,12 @@ class TrainConfig(Settings):
     zero: Literal[0, 1] = Field(
         0, description="1: gradients and optimizer state split over data (ZeRO-1)"
     )
+    label_smoothing: Fraction = Field(
+        0.0, description="share of the target probability that lies evenly on the whole vocabulary"
+    )
+    z_loss: NonNegative = Field(
+        0.0, description="weight of the squared log of the softmax's denominator in the loss (PaLM)"
+    )
     clip: Positive | None = Field(
         1.0, description="largest global gradient norm; none: no clipping"
     )

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pallas_kernels.attention.xla import BLOCK
-from pallas_kernels.loss.api import CHUNK_LOGITS
+from pallas_kernels.loss.chunks import CHUNK_LOGITS
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.planner.hardware import Hardware

@@ -51,6 +51,7 @@ from spmdtrain.train.optimizers import Optimizer, Schedule
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.state import TrainState, is_finite
 from spmdtrain.train.step import make_eval_step, make_step
+from spmdtrain.train.token_loss import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     prediction: Prediction | None = None,
     optimizer: Optimizer | None = None,
     schedule: Schedule | None = None,
+    loss: TokenLoss | None = None,
     data: Source | Tokens | None = None,
     sinks: Sequence[MakeSink] = (),
     hooks: Sequence[Hook] = (),
@@ -92,6 +94,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
       prediction: what the summary puts beside what was measured.
       optimizer: an optax transformation, or a function of path and parameter; see `shard`.
       schedule: `schedule(step)`, the learning rate of the 0-based step; see `shard`.
+      loss: `loss(logits, targets)`, the losses of tokens; see `shard`.
       data: `tokens(seed, sample index)`, the ids [sequence_length + 1] of a sample, or a `Source`
         with validation beside; takes the place of `[data]`. It must always give the same.
       sinks: where figures and events go beside the files of the run and `log.sinks`; each is
@@ -104,7 +107,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     check(sinks, hooks)
     seams = {"optimizer": optimizer, "schedule": schedule, "data": data}
     config, opened = open_data(config, data)
-    setup = shard(config, make, devices, optimizer=optimizer, schedule=schedule)
+    setup = shard(config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
     lowered = None
     if fresh or newest_step(directory) is None:  # what cannot begin touches no directory
         check_source(config.train.init_from, directory, fresh)

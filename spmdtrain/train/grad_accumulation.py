@@ -20,31 +20,33 @@ from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.loss import (
-    head_loss,
+    join_losses,
     make_context,
+    make_head_losses,
     make_layer_gather,
     mean_gradients,
     sum_over_shards,
     zero_gradients,
 )
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.token_loss import Losses
 
-Sums = dict[str, jax.Array]
 BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...]
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
     """`(params, step, batch) -> (gradients of the mean objective, sums)`.
 
-    Over all microbatches and shards. sums: loss, tokens (unmasked) and, where blocks have one,
-    side_loss; float32 scalars.
+    Over all microbatches and shards. sums: tokens (unmasked), loss, and whatever other losses the
+    head and the blocks have; float32 scalars. The objective is the sum of all losses.
     """
     accumulate = setup.config.precision.accumulate
     context = make_context(setup)
+    forward = _make_forward(setup, training=True)
 
     def objective(params, microbatch: Batch, step):
-        sums = _forward(setup, params, microbatch, context(microbatch, step))
-        return sums["loss"] + sums.get("side_loss", 0), sums
+        losses = forward(params, microbatch, context(microbatch, step))
+        return sum(losses.values()), losses | _tokens(microbatch)
 
     def of_microbatch(params, microbatch: Batch, step):
         (_, sums), gradients = jax.value_and_grad(objective, has_aux=True)(params, microbatch, step)
@@ -65,7 +67,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
     def local(params, step, batch: Batch):
         gradients, sums = accumulated(_over_data(setup, params), step, batch)
-        sums = _over_shards(setup, sums)
+        sums = sum_over_shards(sums, setup.rules)
         return mean_gradients(setup, gradients, sums["tokens"]), sums
 
     specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
@@ -76,15 +78,16 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 def make_losses(setup: Setup) -> Callable[..., Any]:
     """`(params, batch) -> sums`, as `make_gradients` has them, without dropout."""
     context = make_context(setup)
+    forward = _make_forward(setup, training=False)
 
     def local(params, batch: Batch):
         params = _over_data(setup, params)
 
         def one(_, microbatch):
-            return None, _forward(setup, params, microbatch, context(microbatch))
+            return None, forward(params, microbatch, context(microbatch)) | _tokens(microbatch)
 
         _, sums = jax.lax.scan(one, None, batch)
-        return _over_shards(setup, jax.tree.map(jnp.sum, sums))
+        return sum_over_shards(jax.tree.map(jnp.sum, sums), setup.rules)
 
     return manual_region(local, setup.mesh, MANUAL_AXES, (_resting(setup), BATCH), P())
 
@@ -111,18 +114,20 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
     return {path: whole(path, x) for path, x in params.items()}
 
 
-def _forward(setup: Setup, params, microbatch: Batch, ctx: ForwardContext) -> Sums:
-    """One microbatch through the model, in compute precision."""
-    here = {path: x for path, x in params.items() if not gathered_axes(setup.specs[path])}
-    values = params | cast(here, setup.config.precision.compute)  # a gather casts by itself
-    module = setup.model.bind(values, make_layer_gather(setup))
-    x_bte, side_loss = module.blocks(module.embed(microbatch["tokens"], ctx), ctx)
-    loss = head_loss(module, x_bte, ctx, microbatch, setup.rules)
-    sums = {"loss": loss, "tokens": microbatch["mask"].astype(jnp.float32).sum()}
-    if side_loss is not None:
-        sums["side_loss"] = side_loss
-    return sums
+def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
+    """`forward(params, microbatch, ctx) -> losses`: through the model, in compute precision."""
+    head_losses = make_head_losses(setup, training=training)
+    gather = make_layer_gather(setup)
+
+    def forward(params, microbatch: Batch, ctx: ForwardContext) -> Losses:
+        here = {path: x for path, x in params.items() if not gathered_axes(setup.specs[path])}
+        values = params | cast(here, setup.config.precision.compute)  # a gather casts by itself
+        module = setup.model.bind(values, gather)
+        x_bte, side_losses = module.blocks(module.embed(microbatch["tokens"], ctx), ctx)
+        return join_losses(head_losses(module, x_bte, ctx, microbatch), side_losses)
+
+    return forward
 
 
-def _over_shards(setup: Setup, sums: Sums) -> Sums:
-    return sum_over_shards(sums["loss"], sums.get("side_loss"), sums["tokens"], setup.rules)
+def _tokens(microbatch: Batch) -> dict[str, jax.Array]:
+    return {"tokens": microbatch["mask"].astype(jnp.float32).sum()}

@@ -26,13 +26,15 @@ from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes, keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.loss import (
-    head_loss,
+    join_losses,
     make_context,
+    make_head_losses,
     mean_gradients,
     sum_over_shards,
     zero_gradients,
 )
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.token_loss import Losses
 
 
 def describe(table: Table, layout: Layout) -> str:
@@ -50,11 +52,11 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     table_axes = _table_axes(setup)
 
     def local(params, step, batch: Batch):
-        program = _program(setup, table_axes, batch, step)
+        program = _program(setup, table_axes, batch, step, training=True)
         totals = _split(setup.model, zero_gradients(setup, params))
         weights = _split(setup.model, params)
-        loss, side_loss, shared, stack = gradients(program, setup.schedule, setup.model.layout, *weights, totals, keep)
-        sums = _sums(setup, loss, side_loss, batch)
+        *found, shared, stack = gradients(program, setup.schedule, setup.model.layout, *weights, totals, keep)
+        sums = _sums(setup, *found, batch)
         return mean_gradients(setup, shared | stack, sums["tokens"]), sums
 
     specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
@@ -66,7 +68,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     table_axes = _table_axes(setup)
 
     def local(params, step, batch: Batch):
-        program = _program(setup, table_axes, batch, step)
+        program = _program(setup, table_axes, batch, step, training=False)
         weights = _split(setup.model, params)
         found = losses(program, setup.schedule, setup.model.layout, *weights)
         return _sums(setup, *found, batch)
@@ -127,10 +129,18 @@ def _table_axes(setup: Setup) -> tuple[str, ...]:
     return ("pipeline",) if in_table else ()
 
 
-def _program(setup: Setup, table_axes: tuple[str, ...], batch: Batch, step: jax.Array | None) -> Program:
+def _program(
+    setup: Setup,
+    table_axes: tuple[str, ...],
+    batch: Batch,
+    step: jax.Array | None,
+    *,
+    training: bool,
+) -> Program:
     """What stages run on this batch. `table_axes`: as `_table_axes` says; no step: no dropout."""
     model = setup.model
     forward_context = make_context(setup)
+    head_losses = make_head_losses(setup, training=training, table_axes=table_axes)
 
     def context_of(microbatch: jax.Array):
         take = jax.lax.dynamic_index_in_dim
@@ -147,7 +157,7 @@ def _program(setup: Setup, table_axes: tuple[str, ...], batch: Batch, step: jax.
 
     def head(shared, x, context):
         part, ctx = context
-        return head_loss(model.bind(shared), x, ctx, part, setup.rules, table_axes)
+        return head_losses(model.bind(shared), x, ctx, part)
 
     # Under "full" the executor runs whole chunks again by itself.
     remat = "dots" if setup.config.train.remat == "dots" else "none"
@@ -161,7 +171,8 @@ def _split(model: AbstractModel, values: dict[str, jax.Array]) -> tuple[dict[str
     return shared, stack
 
 
-def _sums(setup: Setup, loss: jax.Array, side_loss: jax.Array | None, batch: Batch):
-    """Over all shards of the batch; every stage has the same."""
+def _sums(setup: Setup, of_head: Losses, of_layers: Losses, batch: Batch) -> dict[str, jax.Array]:
+    """Losses and tokens over all shards of the batch; every stage has the same."""
     tokens = batch["mask"].astype(jnp.float32).sum()
-    return sum_over_shards(loss, side_loss, tokens, setup.rules)
+    sums = join_losses(of_head, of_layers) | {"tokens": tokens}
+    return sum_over_shards(sums, setup.rules)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.loss import linear_cross_entropy
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import make_manual_gather
 from spmdtrain.models.context import ForwardContext, sample_noise
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
@@ -20,6 +20,7 @@ from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.token_loss import OF_THE_STEP, Losses, make_sum_losses
 
 
 def make_context(setup: Setup) -> Callable[..., ForwardContext]:
@@ -70,47 +71,52 @@ def make_layer_gather(setup: Setup) -> Callable[[nnx.State], nnx.State]:
     return make_manual_gather(setup.rules, setup.config.precision)
 
 
-def head_loss(
-    module: nnx.Module,
-    x_bte: jax.Array,
-    ctx: ForwardContext,
-    microbatch: Batch,
-    rules: Rules,
-    table_axes: tuple[str, ...] = (),
-) -> jax.Array:
-    """Sum of the losses of the unmasked tokens, a float32 scalar.
+def make_head_losses(setup: Setup, *, training: bool, table_axes: tuple[str, ...] = ()) -> Callable[..., Losses]:
+    """`head_losses(module, x_bte, ctx, microbatch)`: sums over the unmasked tokens, by name.
 
-    `table_axes`: the manual mesh axes that the rows of the head's table are split over.
+    They are float32 scalars. `table_axes`: the manual mesh axes that the rows of the head's table
+    are split over.
     """
-    hidden_bte, table_ve = module.head(x_bte, ctx)
+    rules = setup.rules
+    sum_losses = make_sum_losses(setup.config.train, setup.loss, training=training)
     token = ("batch", "time")
-    # The logits never exist; their spec refuses a mesh axis that would split tokens and vocabulary.
-    logits_shape = (*microbatch["targets"].shape, table_ve.shape[0])
-    rules.activation_spec((*token, "vocab"), logits_shape, drop=MANUAL_AXES)
 
     def automatic_axes(*names: str) -> tuple[str, ...]:
         axes = [axis for name in names for axis in rules.activations[name]]
         return tuple(axis for axis in axes if rules.sizes[axis] > 1 and axis not in MANUAL_AXES)
 
+    axis_name = (*table_axes, *automatic_axes("vocab"))
+    token_axes = automatic_axes(*token)
+
     def local(hidden_bte, table_ve, targets_bt, mask_bt):
-        axis_name = (*table_axes, *automatic_axes("vocab"))
-        loss = linear_cross_entropy(hidden_bte, table_ve, targets_bt, mask=mask_bt, axis_name=axis_name)
-        token_axes = automatic_axes(*token)
-        return jax.lax.psum(loss, token_axes) if token_axes else loss
+        losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name)
+        return jax.lax.psum(losses, token_axes) if token_axes else losses
 
-    mask_bt = microbatch["mask"].astype(jnp.float32)
-    arrays = (hidden_bte, table_ve, microbatch["targets"], mask_bt)
-    names = ((*token, None), ("vocab", None), token, token)
-    return ctx.local_map(local, arrays, names, ())
+    def head_losses(module: nnx.Module, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch) -> Losses:
+        hidden_bte, table_ve = module.head(x_bte, ctx)
+        # All logits never exist; their spec refuses a mesh axis that would split tokens and
+        # vocabulary.
+        logits_shape = (*microbatch["targets"].shape, table_ve.shape[0])
+        rules.activation_spec((*token, "vocab"), logits_shape, drop=MANUAL_AXES)
+        mask_bt = microbatch["mask"].astype(jnp.float32)
+        arrays = (hidden_bte, table_ve, microbatch["targets"], mask_bt)
+        names = ((*token, None), ("vocab", None), token, token)
+        return ctx.local_map(local, arrays, names, ())
+
+    return head_losses
 
 
-def sum_over_shards(
-    loss: jax.Array, side_loss: jax.Array | None, tokens: jax.Array, rules: Rules
-) -> dict[str, jax.Array]:
-    """loss, tokens and, where blocks have one, side_loss, summed over the shards of the batch."""
-    sums = {"loss": loss, "tokens": tokens}
-    if side_loss is not None:
-        sums["side_loss"] = side_loss
+def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
+    """The losses of the head and the side losses of the layers. ConfigError for a name of both."""
+    for name in sorted(of_layers):
+        if name in of_head or name in OF_THE_STEP:
+            what = f"a side loss of a block is called {name!r}, as another figure of a step is"
+            raise ConfigError(what, fix="another name")
+    return of_head | of_layers
+
+
+def sum_over_shards(sums: dict[str, jax.Array], rules: Rules) -> dict[str, jax.Array]:
+    """Losses and numbers of tokens, summed over the shards of the batch."""
     axes = [axis for axis in BATCH_AXES if rules.sizes[axis] > 1]
     return psum_tree(sums, axes)
 

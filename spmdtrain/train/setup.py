@@ -24,9 +24,10 @@ from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.train import optimizers
+from spmdtrain.train import optimizers, token_loss
 from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
 from spmdtrain.train.state import Specs, TrainState, abstract_state, fresh_state
+from spmdtrain.train.token_loss import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Setup:
     batch_shape: BatchShape
     optimizer: optimizers.Rules  # of each parameter that is not frozen
     learning_rate: optimizers.Schedule  # of a 0-based step, a float32 scalar
+    loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
     schedule: Table | None  # of the pipeline; None where the mesh has one stage
     specs: Specs  # where parameters rest, and with them their reduced gradients, moments and updates
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
@@ -70,6 +72,7 @@ def shard(
     *,
     optimizer: optimizers.Optimizer | None = None,
     schedule: optimizers.Schedule | None = None,
+    loss: TokenLoss | None = None,
 ) -> Setup:
     """The setup of `config` on these devices (default: all). Allocates nothing.
 
@@ -83,9 +86,13 @@ def shard(
         learning rate out, as `optax.scale_by_adam()` does. Default: `config.optimizer`.
       schedule: `schedule(step)`, the learning rate of the 0-based step, in jax.numpy; takes the
         place of `optimizer.learning_rate`, `schedule`, `warmup` and `final_learning_rate`.
+      loss: `loss(logits, targets)`, float32 [b, t, v] and int32 [b, t], gives the losses [b, t] of
+        the tokens, or several by name, `loss` among them; training minimises the mean of their sum.
+        It is called with a part of the tokens at once. Evaluation has `loss` alone. What is only
+        to be reported goes through `jax.lax.stop_gradient`. Default: cross-entropy.
     """
     mesh = build_mesh(config.mesh, devices, config.origin)
-    return shard_on(config, mesh, make, optimizer=optimizer, schedule=schedule)
+    return shard_on(config, mesh, make, optimizer=optimizer, schedule=schedule, loss=loss)
 
 
 def shard_on(
@@ -95,6 +102,7 @@ def shard_on(
     *,
     optimizer: optimizers.Optimizer | None = None,
     schedule: optimizers.Schedule | None = None,
+    loss: TokenLoss | None = None,
 ) -> Setup:
     """`shard` on a mesh that is there already, an abstract one say."""
     rules = make_rules(config.rules, mesh.shape)
@@ -103,6 +111,8 @@ def shard_on(
     table = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
     model = build_model(config, make, stages, config.pipeline.chunks)
     update_rules = optimizers.choose_rules(config, optimizer, model.parameters)
+    if loss is not None:
+        token_loss.check(config.train, loss, config.model.vocab)
     specs = resting_specs(model, rules, zero=config.train.zero)
     reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
 
@@ -120,6 +130,7 @@ def shard_on(
         batch_shape=batch_shape,
         optimizer=update_rules,
         learning_rate=optimizers.make_schedule(config, schedule),
+        loss=loss,
         schedule=table,
         specs=specs,
         reductions={path: reduction_of(spec) for path, spec in specs.items()},

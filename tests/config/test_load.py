@@ -439,7 +439,8 @@ def test_no_number_is_taken_that_devices_cannot_count_or_hold(key, kind):
     """Beyond int32 and float32: refused by name, unless it is a size that is compared with the devices there are."""
     beyond = ["3000000000", "-3000000000"] if kind == "integer" else ["1e300", "1e-300", "-1e300"]
     fits = {"train.seed": ["3000000000"], "data.validation_fraction": ["1e-300"], "model.dropout": ["1e-300"]}
-    fits |= dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.momentum"), ["1e-300"])  # as good as 0
+    as_good_as_0 = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "train.label_smoothing")
+    fits |= dict.fromkeys(as_good_as_0, ["1e-300"])
     for value in beyond:
         if value in fits.get(key, []) or (key.startswith("mesh.") and not value.startswith("-")):
             continue

@@ -9,7 +9,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, batch_ids, split
 from spmdtrain.data.corpus import Corpus
 
-FAST = settings(deadline=None, max_examples=60)
+FAST = settings(max_examples=60)
 
 
 def counting(tokens, starts=(0,)):

@@ -1,17 +1,15 @@
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.data.shuffle import permute, random_bits
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
 def test_permute_is_a_bijection_of_every_size(count, key):
     assert np.array_equal(np.sort(permute(np.arange(count), count, key)), np.arange(count))
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 2**40), key=st.integers(0, 2**64 - 1), data=st.data())
 def test_permute_of_one_index_equals_its_place_in_any_batch(count, key, data):
     indices = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=20)))

@@ -3,7 +3,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import DataError
@@ -26,7 +26,6 @@ def test_every_tokenizer_round_trips_text_also_after_its_spec_went_through_json(
         assert isinstance(each.decode([0, each.size, 10**6, -1]), str)  # a padded vocabulary may be sampled
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_bytes_round_trip_every_text(text):
     tokenizer = open_tokenizer("bytes")

@@ -41,6 +41,8 @@ VALUES: dict[str, Sequence[Any]] = {
     "train.sequence_length": (4, 5, 6, 8, 8, 12, 16),
     "train.seed": (0, 1, 7, 2**31, 2**32 - 1),
     "train.clip": (None, 0.01, 0.5, 1.0, 100.0),
+    "train.label_smoothing": (0.0, 0.0, 0.1, 0.9),
+    "train.z_loss": (0.0, 0.0, 1e-4, 0.1),
     "optimizer.learning_rate": (1e-4, 1e-3, 1e-2, 1e-2, 0.1, 1.0),
     "optimizer.warmup": (0, 1, 2, 3),
     "optimizer.final_learning_rate": (0.0, 1e-5, 1e-3),

@@ -7,7 +7,8 @@ import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.loss import api, cases, linear_cross_entropy, reference
+from pallas_kernels.loss import cases, linear_cross_entropy, linear_token_loss, reference
+from pallas_kernels.loss.chunks import chunk_count
 
 pytestmark = pytest.mark.long
 
@@ -45,6 +46,88 @@ def test_value_and_gradients(case):
     np.testing.assert_allclose(got[1][2], want[1][2], rtol=1e-5)
 
 
+def test_the_part_that_is_z_loss_is_told_and_has_its_gradient_in_the_sum():
+    case = cases.Case(z_loss=1e-2, chunk_logits=600, masked=True)
+    x, weight, targets, mask = case.draw()
+
+    def loss(x, **more):
+        return linear_cross_entropy(x, weight, targets, mask=mask, chunk_logits=600, **more)
+
+    total, z_total = loss(x, z_loss=case.z_loss, with_z_loss=True)
+    np.testing.assert_allclose(total - z_total, loss(x), rtol=1e-6)
+    np.testing.assert_allclose(total, loss(x, z_loss=case.z_loss), rtol=1e-6)
+    of_both = jax.grad(lambda x: sum(loss(x, z_loss=case.z_loss, with_z_loss=True)))(x)
+    np.testing.assert_array_equal(of_both, jax.grad(loss)(x, z_loss=case.z_loss))
+
+
+def z_and_cross_entropy(z_loss):
+    """The loss of `reference`, token by token, written as a person would."""
+
+    def losses(logits, targets):
+        lse = jax.nn.logsumexp(logits, -1)
+        at_target = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        return {"loss": lse - at_target, "z": z_loss * lse**2}
+
+    return losses
+
+
+@pytest.mark.parametrize("limit", [600, 2**26])
+def test_a_loss_of_ones_own_has_the_value_and_gradients_of_its_definition(limit):
+    case = cases.Case(masked=True, z_loss=1e-2, t=23)
+    x, weight, targets, mask = case.draw()
+    want = oracle.in_float64(definition(case, targets), x, weight, mask)
+    plain = jax.jit(definition(case, targets))(x, weight, mask)
+    x = jnp.where(mask[..., None] == 0, jnp.nan, x)  # what does not count may be NaN
+
+    def loss(x, weight, mask):
+        own = z_and_cross_entropy(case.z_loss)
+        sums = linear_token_loss(x, weight, targets, own, mask_bt=mask, chunk_logits=limit)
+        return sum(sums.values()), sums
+
+    (total, sums), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
+        x, weight, mask
+    )
+    assert sums.keys() == {"loss", "z"} and sums["z"] > 0
+    np.testing.assert_allclose(total, want[0], rtol=1e-5)
+    for name, *three in zip(("dx", "dweight"), gradients, plain[1], want[1], strict=False):
+        oracle.check(name, *three, case.dtype, oracle.GRADIENT)
+
+
+def test_a_loss_of_ones_own_over_a_split_vocabulary():
+    """Rows on four devices, of which the last three do not count."""
+    case = cases.Case(masked=True, z_loss=1e-2)
+    x, weight, targets, mask = case.draw()
+    vocab = case.vocab - 3
+    targets = jnp.minimum(targets, vocab - 1)
+    own = z_and_cross_entropy(case.z_loss)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def part(x, weight, targets, mask):
+        sums = linear_token_loss(
+            x,
+            weight,
+            targets,
+            own,
+            mask_bt=mask,
+            axis_name=("tensor",),
+            vocab=vocab,
+            chunk_logits=400,
+        )
+        return jax.lax.psum(sum(sums.values()), "data")
+
+    specs = P("data"), P("tensor"), P("data"), P("data")
+    run = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+    def whole(x, weight):
+        rows = weight[:vocab]
+        sums = linear_token_loss(x, rows, targets, own, mask_bt=mask)
+        return sum(sums.values())
+
+    got = jax.jit(jax.value_and_grad(lambda x, w: run(x, w, targets, mask), (0, 1)))(x, weight)
+    want = jax.value_and_grad(whole, (0, 1))(x, weight)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
 def test_ignored_targets_count_nothing():
     x, weight, targets, mask = cases.Case(masked=True).draw()
     ignored = jnp.where(mask == 0, -100, targets)
@@ -66,7 +149,7 @@ def test_what_counts_nothing_may_be_nan():
     ("time", "chunks"), [(8192, 16), (8191, 16), (4099, 8), (2039, 4), (12, 1)]
 )
 def test_chunks_are_few_whatever_divides_the_time(time, chunks):
-    assert api._chunk_count(1, time, 128256, 2**26) == chunks
+    assert chunk_count(1, time, 128256, 2**26) == chunks
 
 
 def test_a_time_that_no_number_of_chunks_divides():
@@ -78,7 +161,7 @@ def test_a_time_that_no_number_of_chunks_divides():
     run = jax.value_and_grad(loss, (1, 2, 3))
     rows = x.shape[0] * weight.shape[0]
     got, want = run(3 * rows, x, weight, mask), run(13 * rows, x, weight, mask)
-    assert api._chunk_count(x.shape[0], 13, weight.shape[0], 3 * rows) == 5
+    assert chunk_count(x.shape[0], 13, weight.shape[0], 3 * rows) == 5
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), got, want
     )

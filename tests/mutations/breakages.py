@@ -86,7 +86,7 @@ BREAKAGES = [
     Breakage(
         "loss and tokens are those of one data shard",
         "train/grad_accumulation.py",
-        "        sums = _over_shards(setup, sums)\n",
+        "        sums = sum_over_shards(sums, setup.rules)\n",
         "        sums = dict(sums)\n",
         DATA,
     ),
@@ -114,22 +114,22 @@ BREAKAGES = [
     Breakage(
         "evaluation counts the loss and the tokens of one shard",
         "train/grad_accumulation.py",
-        "return _over_shards(setup, jax.tree.map(jnp.sum, sums))",
+        "return sum_over_shards(jax.tree.map(jnp.sum, sums), setup.rules)",
         "return jax.tree.map(jnp.sum, sums)",
         f"{PIPELINE_RUN} -k evaluation",
     ),
     Breakage(
         "a side loss has no gradient",
         "train/grad_accumulation.py",
-        'return sums["loss"] + sums.get("side_loss", 0), sums',
-        'return sums["loss"], sums',
+        "return sum(losses.values()), losses | _tokens(microbatch)",
+        'return losses["loss"], losses | _tokens(microbatch)',
         f"{PIPELINE_RUN} -k side_losses",
     ),
     Breakage(
         "evaluation drops out",
         "train/grad_accumulation.py",
-        "_forward(setup, params, microbatch, context(microbatch))",
-        "_forward(setup, params, microbatch, context(microbatch, jnp.int32(0)))",
+        "forward(params, microbatch, context(microbatch)) |",
+        "forward(params, microbatch, context(microbatch, jnp.int32(0))) |",
         f"{PIPELINE_RUN} -k evaluation",
     ),
     # Pipelines
@@ -171,8 +171,8 @@ BREAKAGES = [
     Breakage(
         "each stage counts the whole loss",
         "parallel/pipeline/executor.py",
-        "return jnp.where(leaves, loss, 0) / self.table.stages, leaves",
-        "return jnp.where(leaves, loss, 0), leaves",
+        "share = jax.tree.map(lambda loss: loss / self.table.stages, _mask(leaves, found))",
+        "share = _mask(leaves, found)",
         ONE_F_ONE_B,
     ),
     Breakage(
@@ -185,8 +185,8 @@ BREAKAGES = [
     Breakage(
         "a cell without work adds its side loss",
         "parallel/pipeline/executor.py",
-        'carry["side"] += jnp.where(cell["forward_microbatch"] >= 0, side, 0)',
-        'carry["side"] += side',
+        'side_losses = _mask(cell["forward_microbatch"] >= 0, side_losses)',
+        "side_losses = _mask(True, side_losses)",
         f"{PIPELINE_RUN} -k side_losses",
     ),
     Breakage(
@@ -220,16 +220,16 @@ BREAKAGES = [
     Breakage(
         "padding computes",
         "parallel/pipeline/executor.py",
-        "return jnp.where(real, y, x), jnp.where(real, side_loss, 0)",
-        "return y, jnp.where(real, side_loss, 0)",
+        "return jnp.where(real, y, x), _mask(real, side_losses)",
+        "return y, _mask(real, side_losses)",
         PADDED,
     ),
     # One microbatch
     Breakage(
         "the loss of a split sequence is that of one part",
         "train/loss.py",
-        "return jax.lax.psum(loss, token_axes) if token_axes else loss",
-        "return loss",
+        "return jax.lax.psum(losses, token_axes) if token_axes else losses",
+        "return losses",
         CONTEXT,
     ),
     Breakage(

@@ -234,7 +234,8 @@ class Sided(Block):
 
     def __call__(self, x_bte, ctx):
         y = super().__call__(x_bte, ctx)
-        return y, self.share * jnp.square(y).mean(-1).sum()
+        squared = self.share * jnp.square(y).mean(-1).sum()
+        return y, {"squared": squared, "absolute": self.share * jnp.abs(y).mean(-1).sum()}
 
 
 class Careless(Sided):
@@ -262,20 +263,44 @@ def test_side_losses_of_layers_are_trained_on_alike_with_and_without_a_pipeline(
             sums = []
             for _ in range(3):
                 state, metrics = step(state, next(ahead))
-                sums.append([float(metrics[key]) for key in ("loss", "side_loss", "grad_norm")])
+                names = ("loss", "squared", "grad_norm", "absolute")
+                sums.append([float(metrics[name]) for name in names])
         found.append(sums)
     plain, piped, careless = found
     assert plain[0][1] > 0
     assert piped == pytest.approx(np.array(plain), rel=1e-5)
     assert careless[0][0] == pytest.approx(plain[0][0], rel=1e-6), "the same weights"
     assert careless[0][2] != pytest.approx(plain[0][2], rel=1e-5), "but other gradients"
-    assert "side_loss" not in trained()[2][0]
 
 
-def test_a_pipeline_of_layers_without_side_losses_reports_none():
-    setup = prepared(*ONE_F_ONE_B, batch(8))
+def test_layers_without_side_losses_report_none_with_and_without_a_pipeline():
+    for settings in ((), (*ONE_F_ONE_B, batch(8))):
+        _, metrics = loop.lower_step(prepared(*settings)).out_info
+        assert metrics.keys() == {"loss", "grad_norm", "learning_rate", "tokens"}
+
+
+def test_a_side_loss_of_one_scalar_is_called_so():
+    class Lone(Block):
+        def __call__(self, x_bte, ctx):
+            return super().__call__(x_bte, ctx), jnp.float32(1)
+
+    setup = shard(tiny(), transformer_of(Lone), jax.devices()[:1])
     _, metrics = loop.lower_step(setup).out_info
-    assert "side_loss" not in metrics
+    assert "side_loss" in metrics
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"loss": 1.0}, "'loss', as another figure of a step"), ({"own": jnp.ones(3)}, r"shape \[3\]")],
+    ids=["name of the loss", "an array"],
+)
+def test_what_is_no_side_loss_costs_one_line(given, said):
+    class Wrong(Block):
+        def __call__(self, x_bte, ctx):
+            return super().__call__(x_bte, ctx), given
+
+    with pytest.raises(ConfigError, match=said):
+        loop.lower_step(shard(tiny(), transformer_of(Wrong), jax.devices()[:1]))
 
 
 # Refusals

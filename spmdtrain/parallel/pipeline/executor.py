@@ -30,6 +30,7 @@ from spmdtrain.parallel.reduce import psum_tree
 
 AXIS = "pipeline"
 Tree = Any
+Losses = dict[str, jax.Array]  # by name, float32 scalars
 Carry = dict[str, Tree]  # what is carried from tick to tick: buffers, losses, gradients
 Cell = Mapping[str, jax.Array]  # one tick's row of the table at this stage's column: scalars
 Tick = Callable[[Phase, Carry, Cell], Carry]
@@ -58,21 +59,22 @@ SHARED_COLUMNS = ("embed_microbatch", "head_microbatch", "embed_backward_microba
 
 @dataclass(frozen=True)
 class Program:
-    """The functions that a pipeline runs. All losses are float32 scalars.
+    """The functions that a pipeline runs.
 
+    Losses are float32 scalars by name; training minimises the sum of them all.
     `shared` are the weights outside the layers, `context` is what a microbatch brings along
     (tokens, positions, noise), and `x` is an activation, of one shape throughout.
 
     - `embed(shared, context) -> x`
-    - `layer(weights, x, (number, context)) -> (y, side loss or None)`: `weights` of one layer and
-      its number in the model, an int32 scalar
-    - `head(shared, x, context) -> sum of the token losses`, the same value on every stage
+    - `layer(weights, x, (number, context)) -> (y, side losses)`: `weights` of one layer and its
+      number in the model, an int32 scalar; {} where layers have no side losses
+    - `head(shared, x, context) -> losses`, the same values on every stage
     - `context_of(microbatch) -> context`: `microbatch` is a traced index
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
-    layer: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array | None]]
-    head: Callable[[Tree, jax.Array, Tree], jax.Array]
+    layer: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Losses]]
+    head: Callable[[Tree, jax.Array, Tree], Losses]
     context_of: Callable[[jax.Array], Tree]
 
 
@@ -82,8 +84,8 @@ def losses(
     layout: Layout,
     shared: Tree,
     stack: Tree,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Run the forwards of a table; return (loss, side loss), the latter None if no layer has one.
+) -> tuple[Losses, Losses]:
+    """Run the forwards of a table; return (losses of the head, side losses of the layers).
 
     Both are sums over all microbatches of this batch shard, the same on every stage. Call it in a
     region that is manual over `pipeline`. Leaves of `stack` are this stage's [v, 1, Lc, ...]: v
@@ -102,8 +104,8 @@ def gradients(
     stack: Tree,
     totals: tuple[Tree, Tree],
     keep: bool,
-) -> tuple[jax.Array, jax.Array | None, Tree, Tree]:
-    """Run a table; return (loss, side loss or None, gradients of `shared`, gradients of `stack`).
+) -> tuple[Losses, Losses, Tree, Tree]:
+    """Run a table; return (losses, side losses, gradients of `shared`, gradients of `stack`).
 
     Losses and `stack` are as in `losses`. `totals` are zeros shaped as (`shared`, `stack`), in the
     dtype in which gradients are to be accumulated.
@@ -118,8 +120,7 @@ def gradients(
     carry = executor.scan_table(carry, executor.training_tick)
     # Back from [v, Lc, ...] to the [v, 1, Lc, ...] of a stage's part of the stack.
     stack_gradients = jax.tree.map(lambda total: total[:, None], carry["stack"])
-    loss, side_loss = executor.total_losses(carry)
-    return loss, side_loss, carry["shared"], stack_gradients
+    return *executor.total_losses(carry), carry["shared"], stack_gradients
 
 
 class _Executor:
@@ -149,24 +150,22 @@ class _Executor:
         weights = jax.eval_shape(_first_layer, self.stack)
         number = jax.ShapeDtypeStruct((), jnp.int32)
         self.layer_arguments = (weights, self.x, (number, context))
-        _, side_loss = jax.eval_shape(program.layer, *self.layer_arguments)
-        self.has_side_loss = side_loss is not None
+        _, self.side_losses = jax.eval_shape(program.layer, *self.layer_arguments)
+        self.head_losses = jax.eval_shape(program.head, shared, self.x, context)
 
     @cached_property
     def gradient(self) -> LayerGradient:
         """The layer's gradient, taken apart. Evaluation never asks for it, so never traces it."""
         return LayerGradient(self.masked_layer, *self.layer_arguments, split=self.table.split)
 
-    def masked_layer(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, jax.Array]:
-        """Run the program's layer. A layer that is padding passes x on; no side loss is 0."""
-        y, side_loss = self.program.layer(weights, x, rest)
-        if side_loss is None:
-            side_loss = jnp.float32(0)
+    def masked_layer(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, Losses]:
+        """Run the program's layer. A layer that is padding passes x on; its side losses are 0."""
+        y, side_losses = self.program.layer(weights, x, rest)
         if not self.layout.padding:
-            return y, side_loss
+            return y, side_losses
         number, _ = rest
         real = number < self.layout.layers
-        return jnp.where(real, y, x), jnp.where(real, side_loss, 0)
+        return jnp.where(real, y, x), _mask(real, side_losses)
 
     # The carry
 
@@ -181,12 +180,12 @@ class _Executor:
 
         - activation: x, received from the previous stage at the end of the last tick
         - inputs: [n + 1, x], activations that wait for their forward; where any wait
-        - loss, side: float32 scalars, this stage's part of the sums
+        - losses, side_losses: by name, this stage's part of the sums
         """
         carry = {
             "activation": self.zeros(self.x),
-            "loss": jnp.float32(0),
-            "side": jnp.float32(0),
+            "losses": jax.tree.map(self.zeros, self.head_losses),
+            "side_losses": jax.tree.map(self.zeros, self.side_losses),
         }
         if self.table.activations_wait:
             carry["inputs"] = self.zeros(self.x, self.table.slots + 1)
@@ -220,10 +219,9 @@ class _Executor:
             carry["deferred"] = [self.zeros(leaf, slots, layers) for leaf in self.gradient.deferred]
         return carry
 
-    def total_losses(self, carry: Carry) -> tuple[jax.Array, jax.Array | None]:
-        """Return (loss, side loss or None), summed over the stages."""
-        loss, side_loss = jax.lax.psum((carry["loss"], carry["side"]), AXIS)
-        return loss, side_loss if self.has_side_loss else None
+    def total_losses(self, carry: Carry) -> tuple[Losses, Losses]:
+        """Return (losses of the head, side losses of the layers), summed over the stages."""
+        return jax.lax.psum((carry["losses"], carry["side_losses"]), AXIS)
 
     # The ticks
 
@@ -275,8 +273,8 @@ class _Executor:
         if phase.forward:
             y = self.run_forward(phase, carry, cell)
             if phase.head:
-                loss, _ = self.head_loss(self.shared, y, cell)
-                carry["loss"] += loss
+                found, _ = self.head_losses_of(self.shared, y, cell)
+                carry["losses"] = _accumulate(carry["losses"], found)
         return carry
 
     def training_tick(self, phase: Phase, carry: Carry, cell: Cell) -> Carry:
@@ -333,35 +331,37 @@ class _Executor:
             embedded = self.program.embed(self.shared, self.context(cell["embed_microbatch"]))
             enters = (self.stage == 0) & (cell["forward_chunk"] == 0)
             x = jnp.where(enters, embedded, x)
-        y, side, kept = self.run_layers("forward", x, cell, self.keep)
+        y, side_losses, kept = self.run_layers("forward", x, cell, self.keep)
         if "stash" in carry:
             stashed = kept if self.keep else x
             carry["stash"] = _write(carry["stash"], cell["forward_slot"], stashed)
-        carry["side"] += jnp.where(cell["forward_microbatch"] >= 0, side, 0)
+        side_losses = _mask(cell["forward_microbatch"] >= 0, side_losses)
+        carry["side_losses"] = _accumulate(carry["side_losses"], side_losses)
         # Sent now, so that it can travel while this tick's backward computes.
         carry["activation"] = self.send_to_next(y)
         return y
 
-    def head_loss(self, shared: Tree, y: jax.Array, cell: Cell) -> tuple[jax.Array, jax.Array]:
-        """Return (this stage's 1/p of the loss, whether a microbatch leaves the last stage).
+    def head_losses_of(self, shared: Tree, y: jax.Array, cell: Cell) -> tuple[Losses, jax.Array]:
+        """Return (this stage's 1/p of the losses, whether a microbatch leaves the last stage).
 
         The sum over stages brings the last stage's y to all of them; the others add zeros.
         """
         leaves = cell["head_microbatch"] >= 0
         # A select: y of the other stages is that of other microbatches, or stale and perhaps NaN.
         x = psum_tree(jnp.where(self.last & leaves, y, 0), (AXIS,))
-        loss = self.program.head(shared, x, self.context(cell["head_microbatch"]))
-        return jnp.where(leaves, loss, 0) / self.table.stages, leaves
+        found = self.program.head(shared, x, self.context(cell["head_microbatch"]))
+        share = jax.tree.map(lambda loss: loss / self.table.stages, _mask(leaves, found))
+        return share, leaves
 
     def run_head(self, carry: Carry, y: jax.Array, cell: Cell) -> jax.Array:
-        """Add the head's loss and the gradients of its weights; return the cotangent of y."""
+        """Add the head's losses and the gradients of its weights; return the cotangent of y."""
 
-        def loss_of(shared, y):
-            return self.head_loss(shared, y, cell)
+        def losses_of(shared, y):
+            return self.head_losses_of(shared, y, cell)
 
-        loss, pull, leaves = jax.vjp(loss_of, self.shared, y, has_aux=True)
-        dshared, dy = pull(jnp.float32(1))
-        carry["loss"] += loss
+        found, pull, leaves = jax.vjp(losses_of, self.shared, y, has_aux=True)
+        dshared, dy = pull(jax.tree.map(jnp.ones_like, found))
+        carry["losses"] = _accumulate(carry["losses"], found)
         carry["shared"] = _accumulate(carry["shared"], _mask(leaves, dshared))
         return dy
 
@@ -372,7 +372,8 @@ class _Executor:
         instead what the weight gradient will need.
         """
         has_work = cell["backward_microbatch"] >= 0
-        dside = has_work.astype(jnp.float32)  # side losses are added as they are: cotangent 1
+        # Side losses are added as they are: the cotangent of each is 1.
+        dsides = jax.tree.map(lambda loss: has_work.astype(loss.dtype), self.side_losses)
         kept = _read(carry["stash"], cell["backward_slot"])
         if not self.keep:
             _, _, kept = self.run_layers("backward", kept, cell, keep=True)
@@ -384,8 +385,8 @@ class _Executor:
             weights, number, kept = layer
             rest = (number, context)
             if self.table.split:
-                return self.gradient.input_gradient(weights, rest, kept, dy, dside)
-            dweights, dx = self.gradient.backward(weights, rest, kept, dy, dside)
+                return self.gradient.input_gradient(weights, rest, kept, dy, dsides)
+            dweights, dx = self.gradient.backward(weights, rest, kept, dy, dsides)
             return dx, dweights
 
         layers = (weights, self.layer_numbers(cell["backward_chunk"]), kept)
@@ -427,7 +428,7 @@ class _Executor:
 
     def run_layers(
         self, kind: str, x: jax.Array, cell: Cell, keep: bool
-    ) -> tuple[jax.Array, jax.Array, Tree]:
+    ) -> tuple[jax.Array, Losses, Tree]:
         """Run the layers of the chunk that work of this kind is at, in a scan.
 
         Returns (y, sum of their side losses, residuals [Lc, ...] if `keep`, else None).
@@ -438,14 +439,14 @@ class _Executor:
             weights, number = layer
             rest = (number, context)
             if keep:
-                y, side, kept = self.gradient.forward(weights, x, rest)
-                return y, (side, kept)
-            y, side = self.masked_layer(weights, x, rest)
-            return y, (side, None)
+                y, side_losses, kept = self.gradient.forward(weights, x, rest)
+                return y, (side_losses, kept)
+            y, side_losses = self.masked_layer(weights, x, rest)
+            return y, (side_losses, None)
 
         layers = (weights, self.layer_numbers(cell[f"{kind}_chunk"]))
-        y, (sides, kept) = jax.lax.scan(run_layer, x, layers)
-        return y, sides.sum(), kept
+        y, (side_losses, kept) = jax.lax.scan(run_layer, x, layers)
+        return y, jax.tree.map(jnp.sum, side_losses), kept
 
     def chunk_inputs(self, kind: str, cell: Cell) -> tuple[Tree, Tree]:
         """Return (weights [Lc, ...] of the chunk, context of the microbatch) of a kind of work."""

@@ -20,38 +20,41 @@ import jax
 import jax.extend.core as jex
 
 Tree = Any
-Layer = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
+Layer = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
 Arrays = list[jax.Array]
 Values = dict[jex.Var, Any]  # what variables of a jaxpr are bound to
 
 
 class LayerGradient:
-    """The gradient of `layer(weights, x, rest) -> (y, side loss)` by its weights and by x.
+    """The gradient of `layer(weights, x, rest) -> (y, side losses)` by its weights and by x.
+
+    Side losses are a tree of scalars, perhaps an empty one.
 
     The layer is traced once, with the given arguments for their shapes only.
 
     `kept` and, with `split`, `deferred` are the shapes of what waits: from forward to backward,
     and from backward to the weight gradient.
 
-    Two jaxprs are cut up: `_forward`, (weights, x, rest) -> (y, side loss, residuals), and with
-    `split` `_backward`, (residuals, dy, dside) -> (dx, dweights). The attributes that end in `_in`
+    Two jaxprs are cut up: `_forward`, (weights, x, rest) -> (y, side losses, residuals), and with
+    `split` `_backward`, (residuals, dy, dsides) -> (dx, dweights). The attributes that end in `_in`
     hold input variables.
     """
 
     def __init__(
         self, layer: Layer, weights: Tree, x: jax.Array, rest: Tree, *, split: bool = False
     ):
-        pulls = []
+        structures = []
 
         def with_residuals(weights, x, rest):
-            out, pull = jax.vjp(lambda weights, x: layer(weights, x, rest), weights, x)
+            (y, sides), pull = jax.vjp(lambda weights, x: layer(weights, x, rest), weights, x)
+            sides, sides_structure = jax.tree.flatten(sides)
             # The function that jax.vjp returns is a tree whose leaves are the residuals.
-            residuals, structure = jax.tree.flatten(pull)
-            pulls.append(structure)
-            return *out, *residuals
+            residuals, pull_structure = jax.tree.flatten(pull)
+            structures.append((sides_structure, pull_structure))
+            return y, *sides, *residuals
 
         self._forward = jax.make_jaxpr(with_residuals)(weights, x, rest)
-        self._pull_structure = pulls[-1]
+        self._sides_structure, self._pull_structure = structures[-1]
         self._weights_structure = jax.tree.structure(weights)
 
         jaxpr = self._forward.jaxpr
@@ -59,7 +62,10 @@ class LayerGradient:
         self._weights_in = jaxpr.invars[:count]
         self._x_in = jaxpr.invars[count]
         self._rest_in = jaxpr.invars[count + 1 :]
-        self._y, self._side, *self._residuals = jaxpr.outvars
+        sides = self._sides_structure.num_leaves
+        self._y = jaxpr.outvars[0]
+        self._sides = jaxpr.outvars[1 : 1 + sides]
+        self._residuals = jaxpr.outvars[1 + sides :]
 
         # One residual may be several leaves of the pull function: keep it once.
         depends_on_x = _followers(jaxpr, self._x_in)
@@ -69,30 +75,31 @@ class LayerGradient:
             self._split_backward()
             self.deferred = tuple(_shape(var) for var in self._deferred)
 
-    def forward(
-        self, weights: Tree, x: jax.Array, rest: Tree
-    ) -> tuple[jax.Array, jax.Array, Arrays]:
-        """Return (y, side loss, what to keep for `backward`)."""
+    def forward(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, Tree, Arrays]:
+        """Return (y, side losses, what to keep for `backward`)."""
         known = self._bind_inputs(weights, rest)
         known[self._x_in] = x
-        wanted = [self._y, self._side, *self._kept]
-        y, side, *kept = _evaluate(self._forward.jaxpr, known, wanted)
-        return y, side, kept
+        wanted = [self._y, *self._sides, *self._kept]
+        y, *found = _evaluate(self._forward.jaxpr, known, wanted)
+        count = len(self._sides)
+        sides = jax.tree.unflatten(self._sides_structure, found[:count])
+        return y, sides, found[count:]
 
     def backward(
-        self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dside: jax.Array
+        self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dsides: Tree
     ) -> tuple[Tree, jax.Array]:
         """Return (gradient by the weights, gradient by x)."""
         residuals = self._recompute_residuals(weights, rest, kept)
         pull = jax.tree.unflatten(self._pull_structure, residuals)
-        return pull((dy, dside))
+        return pull((dy, dsides))
 
     def input_gradient(
-        self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dside: jax.Array
+        self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dsides: Tree
     ) -> tuple[jax.Array, Arrays]:
         """Return (gradient by x, what to defer for `weight_gradient`). Needs `split`."""
         known = self._bind_residuals(weights, rest, kept)
-        known |= dict(zip(self._cotangents_in, (dy, dside), strict=True))
+        cotangents = (dy, *jax.tree.leaves(dsides))
+        known |= dict(zip(self._cotangents_in, cotangents, strict=True))
         dx, *deferred = _evaluate(self._backward.jaxpr, known, [self._dx, *self._deferred])
         return dx, deferred
 
@@ -106,19 +113,21 @@ class LayerGradient:
     def _split_backward(self) -> None:
         """Trace the backward as one program, and find where its two parts meet."""
 
-        def run_backward(residuals, dy, dside):
+        def run_backward(residuals, dy, dsides):
             pull = jax.tree.unflatten(self._pull_structure, residuals)
-            dweights, dx = pull((dy, dside))
+            dweights, dx = pull((dy, jax.tree.unflatten(self._sides_structure, dsides)))
             return dx, *jax.tree.leaves(dweights)
 
         residuals = [_shape(var) for var in self._residuals]
-        traced = jax.make_jaxpr(run_backward)(residuals, _shape(self._y), _shape(self._side))
+        sides = [_shape(var) for var in self._sides]
+        traced = jax.make_jaxpr(run_backward)(residuals, _shape(self._y), sides)
         inputs = [_shape(var) for var in traced.jaxpr.invars]
         self._backward = jax.make_jaxpr(_inline_calls(traced))(*inputs)
 
         jaxpr = self._backward.jaxpr
-        self._residuals_in = jaxpr.invars[:-2]
-        self._cotangents_in = jaxpr.invars[-2:]
+        count = len(self._residuals)
+        self._residuals_in = jaxpr.invars[:count]
+        self._cotangents_in = jaxpr.invars[count:]
         self._dx, *self._dweights = jaxpr.outvars
 
         # The early part leads to dx. The late part is what is left to do for the weights, and

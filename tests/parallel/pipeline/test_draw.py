@@ -3,14 +3,14 @@
 import re
 from xml.etree import ElementTree
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.parallel.pipeline.draw import draw, svg
 from spmdtrain.parallel.pipeline.schedule import SCHEDULE_KINDS, build, interleaved, one_f_one_b, zero_bubble
 from spmdtrain.parallel.pipeline.timing import Times
 
-RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on busy machines
+FEWER = settings(max_examples=60)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -32,7 +32,7 @@ def test_weight_gradients_have_their_row_only_where_there_are_some():
     assert "        W" not in draw(one_f_one_b(2, 4))
 
 
-@RELAXED
+@FEWER
 @given(kind=st.sampled_from(SCHEDULE_KINDS), stages=st.integers(1, 4), width=st.integers(40, 120))
 def test_lines_stay_within_the_width_and_lose_nothing(kind, stages, width):
     table = build(kind, stages, 4 * stages, 2 if kind == "interleaved" else 1)
@@ -52,7 +52,7 @@ def test_colours_only_if_asked():
     assert re.sub(r"\x1b\[\d+m", "", draw(table, colour=True)) == draw(table)
 
 
-@RELAXED
+@FEWER
 @given(kind=st.sampled_from(SCHEDULE_KINDS), stages=st.integers(1, 4), hop=st.floats(0, 1))
 def test_the_picture_has_a_box_per_unit_and_boxes_of_a_stage_do_not_overlap(kind, stages, hop):
     table = build(kind, stages, 2 * stages, 2 if kind == "interleaved" else 1)

@@ -68,7 +68,15 @@ def reference(layer, shared, stack, batch, head=head):
 def piped(table: Table, layout, shared, stack, batch, layer=layer, keep=True, head=head):
     """The same by the executor, on as many devices as the table has stages."""
     mesh = Mesh(np.array(jax.devices()[: table.stages]), ("pipeline",))
-    program = Program(embed, layer, head, lambda microbatch: batch[microbatch])
+
+    def by_name(weights, x, rest):
+        y, side = layer(weights, x, rest)
+        return y, {"side": side}
+
+    def head_by_name(shared, x, context):
+        return {"loss": head(shared, x, context)}
+
+    program = Program(embed, by_name, head_by_name, lambda microbatch: batch[microbatch])
     staged = jax.tree.map(layout.staged, stack)
     split = P(None, "pipeline")
 
@@ -76,12 +84,14 @@ def piped(table: Table, layout, shared, stack, batch, layer=layer, keep=True, he
         zeros = jax.tree.map(jnp.zeros_like, (shared, staged))
         loss, side, dshared, dstack = gradients(program, table, layout, shared, staged, zeros, keep)
         forward = losses(program, table, layout, shared, staged)
-        return (loss, side), forward, jax.lax.psum(dshared, "pipeline"), dstack
+        return loss | side, forward[0] | forward[1], jax.lax.psum(dshared, "pipeline"), dstack
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(P(), split), out_specs=(P(), P(), P(), split), check_vma=False)
     sums, forward, dshared, dstack = jax.jit(run)(shared, staged)
-    np.testing.assert_allclose(forward, sums, rtol=1e-6)
-    return sums, (dshared, jax.tree.map(layout.unstaged, dstack))
+    assert forward.keys() == sums.keys() == {"loss", "side"}
+    for name, total in sums.items():
+        np.testing.assert_allclose(forward[name], total, rtol=1e-6)
+    return (sums["loss"], sums["side"]), (dshared, jax.tree.map(layout.unstaged, dstack))
 
 
 def assert_close(got, want):

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
@@ -12,7 +12,7 @@ from spmdtrain.parallel.pipeline.file import read, to_json
 from spmdtrain.parallel.pipeline.schedule import SCHEDULE_KINDS, build, gpipe, interleaved, one_f_one_b, units_of
 from spmdtrain.parallel.pipeline.timing import Times
 
-RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on busy machines
+FEWER = settings(max_examples=60)
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
 
@@ -32,7 +32,7 @@ def csv_of(table) -> str:
     )
 
 
-@RELAXED
+@FEWER
 @given(data=st.data())
 def test_what_is_written_is_read_back(data, tmp_path_factory):
     kind, stages = data.draw(st.sampled_from(SCHEDULE_KINDS)), data.draw(st.integers(1, 4))

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import waiting_table
 
@@ -22,7 +22,7 @@ from spmdtrain.parallel.pipeline.schedule import (
     zero_bubble,
 )
 
-RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on busy machines
+FEWER = settings(max_examples=60)
 
 stages_ = st.integers(1, 8)
 chunks_ = st.integers(1, 4)
@@ -83,7 +83,7 @@ def run(table: Table, weights: np.ndarray, entering: np.ndarray, leaving: np.nda
     return gradients
 
 
-@RELAXED
+@FEWER
 @given(table=st.one_of(tables(), waiting_tables()))
 def test_what_the_arrays_say_computes_the_exact_gradients(table):
     random = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def test_what_the_arrays_say_computes_the_exact_gradients(table):
     np.testing.assert_allclose(run(table, weights, entering, leaving), expected, rtol=1e-9)
 
 
-@RELAXED
+@FEWER
 @given(table=st.one_of(tables(), waiting_tables()))
 def test_every_schedule_obeys_the_rules(table):
     check(table)
@@ -104,7 +104,7 @@ def test_every_schedule_obeys_the_rules(table):
             assert sorted(units) == list(product(range(table.microbatches), range(table.chunks)))
 
 
-@RELAXED
+@FEWER
 @given(table=tables())
 def test_in_schedules_built_here_hops_are_used_as_they_arrive(table):
     assert not table.activations_wait
@@ -114,7 +114,7 @@ def test_in_schedules_built_here_hops_are_used_as_they_arrive(table):
         assert table.cotangent_slots == 0
 
 
-@RELAXED
+@FEWER
 @given(stages=stages_, chunks=chunks_, groups=st.integers(1, 4))
 def test_interleaved_takes_the_ticks_and_the_stash_it_promises(stages, chunks, groups):
     microbatches = groups * stages
@@ -128,7 +128,7 @@ def test_interleaved_takes_the_ticks_and_the_stash_it_promises(stages, chunks, g
     assert table.slots == expected[0]
 
 
-@RELAXED
+@FEWER
 @given(stages=stages_, microbatches=st.integers(1, 40))
 def test_with_one_chunk_any_number_of_microbatches_goes(stages, microbatches):
     table = one_f_one_b(stages, microbatches)
@@ -139,7 +139,7 @@ def test_with_one_chunk_any_number_of_microbatches_goes(stages, microbatches):
     assert np.array_equal(alike.backward_slot, table.backward_slot)
 
 
-@RELAXED
+@FEWER
 @given(stages=stages_, microbatches=st.integers(1, 40))
 def test_gpipe_stashes_all_microbatches_and_ends_forwards_before_backwards(stages, microbatches):
     table = gpipe(stages, microbatches)
@@ -150,7 +150,7 @@ def test_gpipe_stashes_all_microbatches_and_ends_forwards_before_backwards(stage
     ]
 
 
-@RELAXED
+@FEWER
 @given(stages=st.integers(2, 8), chunks=chunks_, groups=st.integers(1, 4))
 def test_interleaved_has_fill_steady_and_drain(stages, chunks, groups):
     total, turn = groups * stages * chunks, chunks * stages - 1
@@ -164,7 +164,7 @@ def test_interleaved_has_fill_steady_and_drain(stages, chunks, groups):
     assert (drain.embed, drain.head, drain.arrive_forward, drain.arrive_backward) == (False, False, False, True)
 
 
-@RELAXED
+@FEWER
 @given(table=waiting_tables())
 def test_phases_part_the_ticks_where_the_kinds_of_work_change(table):
     found = phases(table)
@@ -180,7 +180,7 @@ def test_phases_part_the_ticks_where_the_kinds_of_work_change(table):
     assert all(one != other for one, other in zip(kinds, kinds[1:], strict=False))
 
 
-@RELAXED
+@FEWER
 @given(stages=stages_, chunks=chunks_, groups=st.integers(1, 4))
 def test_zero_bubble_holds_no_more_than_interleaved_and_ends_with_the_last_backward(stages, chunks, groups):
     plain = interleaved(stages, groups * stages, chunks)
@@ -191,7 +191,7 @@ def test_zero_bubble_holds_no_more_than_interleaved_and_ends_with_the_last_backw
     assert split.deferred_slots == (0 if stages == 1 else min(stages, groups * stages * chunks))
 
 
-@RELAXED
+@FEWER
 @given(table=waiting_tables())
 def test_slots_are_as_few_as_live_units(table):
     assert table.slots == max(table.peak_stash)
@@ -231,7 +231,7 @@ def test_tables_cannot_be_written_to_and_compare_by_value():
         table.forward_slot[0, 0] = 1
 
 
-@RELAXED
+@FEWER
 @given(st.one_of(tables(), waiting_tables()))
 def test_rounds_go_through_every_tick_once_with_all_work_that_a_tick_has(table):
     work = {kind: (units_of(table, kind)[..., 0] >= 0).any(1) for kind in ("forward", "backward", "weight")}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
@@ -23,7 +23,7 @@ from spmdtrain.parallel.pipeline.timing import (
     zb_h1_orders,
 )
 
-RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # on busy machines
+FEWER = settings(max_examples=60)
 
 # Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (version with ZB-V): p, m, v of 1F1B-I (one
 # layer per chunk), profiled ms (F, B, W, hop) of table 9, and the rates of table 5 for 1F1B, 1F1B-I and ZB-H1.
@@ -66,7 +66,7 @@ def test_interleaved_gives_the_published_bubble_rates_within_four_thousandths(ru
     assert 1 - work / time == pytest.approx(published, abs=1.5e-4)
 
 
-@RELAXED
+@FEWER
 @given(stages=st.integers(1, 8), chunks=st.integers(1, 4), groups=st.integers(1, 5), forward=costs, backward=costs)
 def test_interleaved_wastes_the_ideal_share_of_narayanan(stages, chunks, groups, forward, backward):
     table, microbatches = interleaved(stages, groups * stages, chunks), groups * stages
@@ -76,7 +76,7 @@ def test_interleaved_wastes_the_ideal_share_of_narayanan(stages, chunks, groups,
     assert bubble_fraction(table, times) == pytest.approx(expected / (1 + expected), abs=1e-12)
 
 
-@RELAXED
+@FEWER
 @given(stages=st.integers(1, 8), microbatches=st.integers(1, 30), forward=costs, backward=costs, weight=costs)
 def test_the_bubbles_of_gpipe_1f1b_and_zero_bubble(stages, microbatches, forward, backward, weight):
     times = Times(forward, backward, weight)
@@ -112,7 +112,7 @@ def test_a_hop_sticks_out_only_where_there_is_no_work_beside_it():
     assert (lockstep_ticks(table, slow) - lockstep_ticks(table, Times())).tolist()[3] == 0.5 + 1.5
 
 
-@RELAXED
+@FEWER
 @given(
     kind=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]),
     stages=st.integers(1, 5),

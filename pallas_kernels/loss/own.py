@@ -1,0 +1,68 @@
+"""`linear_token_loss`: the unembedding matmul and any loss of its logits, chunk by chunk.
+
+Slower and larger than `linear_cross_entropy`, whose gradient is known beforehand: here each device
+has the logits of all rows, and the backward pass computes them again.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.loss.api import einsum_in_float32
+from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, pad_time
+
+Losses = dict[str, jax.Array]
+TokenLoss = Callable[[jax.Array, jax.Array], Losses]
+
+
+def linear_token_loss(
+    x_bte: jax.Array,
+    weight_ve: jax.Array,
+    targets_bt: jax.Array,
+    loss: TokenLoss,
+    *,
+    mask_bt: jax.Array,
+    axis_name: tuple[str, ...] = (),
+    vocab: int | None = None,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> Losses:
+    """Sums over tokens of mask x loss, float32 scalars by name.
+
+    Args:
+      x_bte, weight_ve, targets_bt, mask_bt: as in `linear_cross_entropy`; no integers but targets.
+      loss: `loss(logits, targets) -> {name: losses}`, float32 logits [b, t, vocab], the others
+        [b, t]. It is called with a part of the times at once, and traced.
+      axis_name: mesh axes that split the rows of the weight, inside a shard_map that is manual
+        over them. The sums are whole on every device; the gradient of x is partial: psum it.
+      vocab: rows of the weight that count, from the first on, over all devices.
+      chunk_logits: at most so many logits exist at once, though never less than those of one time
+        step.
+    """
+    devices = jax.lax.psum(1, axis_name) if axis_name else 1
+    rows = weight_ve.shape[0] * devices
+    chunks = chunk_count(x_bte.shape[0], x_bte.shape[1], rows, chunk_logits)
+    arrays = pad_time(chunks, x_bte, targets_bt, mask_bt)  # the mask of what is padded is 0
+
+    @jax.checkpoint
+    def chunk_losses(weight_ve, x_bte, targets_bt, mask_bt):
+        counts = mask_bt != 0
+        x_bte = jnp.where(counts[..., None], x_bte, 0)  # what does not count may be NaN
+        logits_btv = einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
+        if axis_name:
+            logits_btv = jax.lax.all_gather(logits_btv, axis_name, axis=2, tiled=True)
+        losses = loss(logits_btv[..., :vocab], targets_bt)
+        return {
+            name: jnp.sum(jnp.where(counts, loss_bt * mask_bt, 0))
+            for name, loss_bt in losses.items()
+        }
+
+    def step(totals, chunk):
+        return jax.tree.map(jnp.add, totals, chunk_losses(weight_ve, *chunk)), None
+
+    chunked = cut(chunks, *arrays)
+    first = [x[0] for x in chunked]
+    shapes = jax.eval_shape(chunk_losses, weight_ve, *first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    totals, _ = jax.lax.scan(step, zeros, chunked)
+    return totals

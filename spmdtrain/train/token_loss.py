@@ -1,0 +1,94 @@
+"""The loss of a token: cross-entropy as the settings shape it, or a function of one's own.
+
+Both become a function of the head's hidden states and table, which gives sums by name. Training
+minimises the sum of all of them; evaluation has `loss` alone.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import TrainConfig
+
+Losses = dict[str, jax.Array]  # by name, float32
+# What a person may give: (logits [b, t, v], targets [b, t]) -> losses [b, t], one array of them or
+# several by name.
+TokenLoss = Callable[[jax.Array, jax.Array], jax.Array | Mapping[str, jax.Array]]
+# (hidden_bte, table_ve, targets_bt, mask_bt, axis_name) -> sums over the unmasked tokens
+SumLosses = Callable[..., Losses]
+
+OF_THE_STEP = ("tokens", "grad_norm", "learning_rate")  # names of other figures of a step
+TAKES = "a function (logits [b, t, v], targets [b, t]) -> losses [b, t], or a dict of them with 'loss'"
+
+
+def make_sum_losses(config: TrainConfig, own: TokenLoss | None, *, training: bool) -> SumLosses:
+    """The losses of the head: those of `own`, or of the settings where it is None.
+
+    Label smoothing and z-loss shape training alone, so that evaluations stay comparable.
+    """
+    if own is not None:
+        return partial(_sum_own, own, training)
+    if not training:
+        return partial(_sum_cross_entropy, 0.0, 0.0)
+    return partial(_sum_cross_entropy, config.label_smoothing, config.z_loss)
+
+
+def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
+    """Raises ConfigError where `own` is no loss of tokens, or the settings shape another one."""
+    for name in ("label_smoothing", "z_loss"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"train.{name}={getattr(config, name):g} shapes the shipped loss, not loss=",
+                fix=f"--set train.{name}=0",
+            )
+    if not callable(own):
+        raise ConfigError(f"loss={own!r:.80} is no loss", fix=TAKES)
+    logits = jax.ShapeDtypeStruct((2, 3, vocab), jnp.float32)
+    targets = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    jax.eval_shape(partial(_by_name, own), logits, targets)
+
+
+def _sum_cross_entropy(
+    label_smoothing: float, z_loss: float, hidden_bte, table_ve, targets_bt, mask_bt, axis_name
+) -> Losses:
+    total, z_total = linear_cross_entropy(
+        hidden_bte,
+        table_ve,
+        targets_bt,
+        mask=mask_bt,
+        axis_name=axis_name,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        with_z_loss=True,
+    )
+    if not z_loss:
+        return {"loss": total}
+    # Shown apart, so that `loss` can be compared; the gradient of both is in the first.
+    return {"loss": total - z_total, "z_loss": z_total}
+
+
+def _sum_own(own: TokenLoss, training: bool, hidden_bte, table_ve, targets_bt, mask_bt, axis_name) -> Losses:
+    def losses(logits_btv, targets_bt):
+        found = _by_name(own, logits_btv, targets_bt)
+        return found if training else {"loss": found["loss"]}
+
+    return linear_token_loss(hidden_bte, table_ve, targets_bt, losses, mask_bt=mask_bt, axis_name=axis_name)
+
+
+def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Losses:
+    """What `own` gives, in float32 and by name. ConfigError where it gives something else."""
+    given = own(logits_btv, targets_bt)
+    losses = dict(given) if isinstance(given, Mapping) else {"loss": given}
+    if "loss" not in losses:
+        raise ConfigError(f"loss= gives {sorted(losses)} and no 'loss'", fix=TAKES)
+    for name, loss_bt in losses.items():
+        if name in OF_THE_STEP:
+            raise ConfigError(f"loss= gives {name!r}, another figure of a step", fix="another name")
+        shape = jnp.shape(loss_bt)
+        if shape != targets_bt.shape:
+            raise ConfigError(f"loss= gives {name!r} of shape {shape} for targets {targets_bt.shape}", fix=TAKES)
+    return {name: jnp.asarray(loss_bt, jnp.float32) for name, loss_bt in losses.items()}
