@@ -20,9 +20,17 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.documents import COMPRESSIONS, format_of
 from spmdtrain.data.files import find_files, read_text
+from spmdtrain.data.foreign_tokens import ForeignTokens, is_foreign, open_foreign
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.tokenizer import Tokenizer, from_spec, open_tokenizer, tokenizer_fingerprint
-from spmdtrain.data.tokens import DTYPES, TokenSource, Unmapped, open_tokens, storage_dtype
+from spmdtrain.data.tokens import (
+    DTYPES,
+    TokenSource,
+    Unmapped,
+    open_tokens,
+    storage_dtype,
+    token_paths,
+)
 
 STDLIB_BYTES = 4_000_000  # enough for a quick start to fall visibly, read in a fraction of a second
 STDLIB_LEFT_OUT = {
@@ -65,6 +73,7 @@ class Corpus:
     files: tuple[tuple[int, str], ...] = ()  # (first offset, path) of mapped files, for messages
     loss: "np.ndarray | Concatenated | None" = None  # [tokens] uint8, 1: counts; None: all count
     end_of_text: int | None = None  # the id that ends each document, where one does
+    has_documents: bool = True  # whether `document_starts` are known
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids at the offsets start to stop - 1, int32.
@@ -140,7 +149,7 @@ def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
     elif config.corpus == "text":
         corpus = text_corpus(patterns, config.tokenizer)
     else:
-        corpus = token_corpus(patterns, config.tokenizer)
+        corpus = token_corpus(patterns, config.tokenizer, vocab)
     if vocab is not None and corpus.vocab > vocab:
         raise DataError(
             "the corpus has token ids that the model has no row for",
@@ -255,24 +264,29 @@ def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
     return _encode_texts([read_text(path) for path in files], tokenizer)
 
 
-def token_corpus(patterns: Iterable[str], tokenizer: str = "bytes") -> Corpus:
+def token_corpus(
+    patterns: Iterable[str], tokenizer: str = "bytes", vocab: int | None = None
+) -> Corpus:
     """Open token files, one behind the other.
 
     Token files bring their own tokenizer. `tokenizer` only checks that it is the one expected; as
-    "bytes" is the default, which nobody need have written, it is taken to expect nothing.
+    "bytes" is the default, which nobody need have written, it is taken to expect nothing. Files of
+    other programs bring none: theirs is `tokenizer`, or unknown, with `vocab` ids.
     """
     named = []
     for pattern in patterns:
         is_stem = os.path.isfile(os.path.expanduser(pattern + ".bin"))
         named.append(pattern + ".bin" if is_stem else pattern)
-    sources = [open_tokens(path) for path in find_files(named)]
-    first = sources[0]
-    for source in sources[1:]:
-        if _identify_tokenizer(source) != _identify_tokenizer(first):
-            raise DataError(f"{first.path} and {source.path} were made with different tokenizers")
-    spec = first.tokenizer_spec
+    sources = [_open_source(path) for path in find_files(named)]
+    kinds = [_tokenizer_of(source, tokenizer, vocab) for source in sources]
+    first_vocab, spec = kinds[0]
+    for source, (other_vocab, other_spec) in zip(sources, kinds, strict=True):
+        same = tokenizer_fingerprint(other_spec) == tokenizer_fingerprint(spec)
+        if other_vocab != first_vocab or not same:
+            paths = f"{sources[0].path} and {source.path}"
+            raise DataError(f"{paths} were made with different tokenizers")
     if tokenizer != "bytes" and spec:
-        _check_tokenizer(tokenizer, spec, first.path)
+        _check_tokenizer(tokenizer, spec, sources[0].path)
 
     mapped = len(sources) <= MOST_MAPPED
     tokens = Concatenated([source.tokens if mapped else source.unmapped for source in sources])
@@ -291,17 +305,41 @@ def token_corpus(patterns: Iterable[str], tokenizer: str = "bytes") -> Corpus:
     return Corpus(
         tokens=tokens.parts[0] if len(sources) == 1 else tokens,
         document_starts=np.concatenate(documents),
-        vocab=first.vocab,
+        vocab=first_vocab,
         tokenizer=from_spec(spec) if spec else None,
         fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
         files=tuple(files),
         loss=loss,
         end_of_text=ends.pop() if len(ends) == 1 else None,
+        has_documents=all(source.has_documents for source in sources),
     )
 
 
-def _identify_tokenizer(source: TokenSource) -> tuple[int, str]:
-    return source.vocab, tokenizer_fingerprint(source.tokenizer_spec)
+def _open_source(path: str) -> TokenSource | ForeignTokens:
+    bin_path, idx_path, json_path = token_paths(path)
+    if is_foreign(bin_path, idx_path, json_path):
+        return open_foreign(bin_path, idx_path)
+    return open_tokens(path)
+
+
+def _tokenizer_of(
+    source: TokenSource | ForeignTokens, asked: str, vocab: int | None
+) -> tuple[int, dict | None]:
+    """Return (vocabulary, specification of the tokenizer) of a token file.
+
+    One of another program has those that `data.tokenizer` and the model say.
+    """
+    if source.vocab is not None:
+        return source.vocab, source.tokenizer_spec
+    if asked not in ("bytes", "characters"):
+        tokenizer = open_tokenizer(asked)
+        return tokenizer.size, tokenizer.spec()
+    if vocab is None:
+        raise DataError(
+            f"{source.path} does not say how many ids there are",
+            fix="--set data.tokenizer=FILE, or --set model.vocab=50304",
+        )
+    return vocab, None
 
 
 def _check_tokenizer(asked: str, spec: dict, path: str):

@@ -123,6 +123,10 @@ def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple
     if source is not None:
         return config, _open_source(config, source)
     corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
+    if config.data.packing != "stream" and not corpus.has_documents:
+        packing = f"data.packing={config.data.packing!r}"
+        what = f"{packing}: the token file does not say where documents start"
+        raise ConfigError(what, fix="--set data.packing=stream")
     config = config.with_vocab(config.model.vocab or corpus.vocab)
     fraction = config.data.validation_fraction
     train, validation = split(corpus, fraction, config.train.sequence_length)

@@ -61,6 +61,8 @@ class TokenSource:
     path: str  # of the .bin, for messages
     sidecar: dict
 
+    has_documents = True  # the .idx says where they start
+
     @property
     def vocab(self) -> int:
         return self.sidecar["vocab"]
