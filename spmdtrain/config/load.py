@@ -384,24 +384,38 @@ def _in_our_words(error: ValidationError, values: TomlTable, origin: Origin) -> 
         if named:
             return ConfigError(f"{text} ({', '.join(named)})")
         return ConfigError(f"{text} (from {', '.join(dict.fromkeys(origin.values()))})")
-    key, value = _locate(first["loc"], values)
+    key, inside, value = _locate(first["loc"], values)
+    if inside and first["type"] == "extra_forbidden":
+        return ConfigError(f"unknown key {key}{inside} (from {origin[key]})")
+    if inside and first["type"] == "missing":
+        return ConfigError(f"{key}{inside} is missing (from {origin[key]})")
     # A union complains once for each of its members.
     complaints = [first, *(other for other in others if _locate(other["loc"], values)[0] == key)]
-    return _refused(key, value, origin[key], *dict.fromkeys(map(_expectation, complaints)))
+    expected = dict.fromkeys(map(_expectation, complaints))
+    return _refused(key, value, origin[key], *expected, inside=inside)
 
 
-def _locate(loc: tuple[int | str, ...], values: TomlTable) -> tuple[str, Any]:
-    """Return (dotted key, value) at a pydantic location.
+def _locate(loc: tuple[int | str, ...], values: TomlTable) -> tuple[str, str, Any]:
+    """Return (dotted key, place inside its list of tables or "", value) at a pydantic location.
 
-    A location holds tags of unions and indices of lists as well, which are passed over.
+    A location holds tags of unions and indices of other lists as well, which are passed over.
     """
     path: list[str] = []
+    inside = ""
     value: Any = values
     for part in loc:
         if isinstance(value, dict) and part in value:
-            path.append(str(part))
+            if inside:
+                inside += f".{part}"
+            else:
+                path.append(str(part))
             value = value[part]
-    return ".".join(path), value
+        elif isinstance(value, list) and isinstance(part, int) and isinstance(value[part], dict):
+            inside = f"[{part}]"
+            value = value[part]
+        elif inside and isinstance(value, dict):  # a key that is missing
+            inside += f".{part}"
+    return ".".join(path), inside, value
 
 
 def _expectation(error: Any) -> str:
@@ -417,7 +431,7 @@ def _expectation(error: Any) -> str:
     return words.get(kind) or error["msg"].removeprefix("Input should be ")
 
 
-def _refused(key: str, value: Any, where: str, *expected: str) -> ConfigError:
+def _refused(key: str, value: Any, where: str, *expected: str, inside: str = "") -> ConfigError:
     shown = repr(value)
     if len(shown) > 80:
         shown = f"{shown[:77]}..."
@@ -427,7 +441,8 @@ def _refused(key: str, value: Any, where: str, *expected: str) -> ConfigError:
         close = difflib.get_close_matches(value, choices, 1)
         if close:
             hint = f", did you mean {close[0]!r}?"
-    return ConfigError(f"{key}={shown} (from {where}) must be {' or '.join(expected)}{hint}")
+    must = f"must be {' or '.join(expected)}"
+    return ConfigError(f"{key}{inside}={shown} (from {where}) {must}{hint}")
 
 
 def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
@@ -479,6 +494,9 @@ def _toml_value(value: Any) -> str:
         return _toml_value(NONE)
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{_toml_key(name)} = {_toml_value(inner)}" for name, inner in value.items())
+        return f"{{{', '.join(pairs)}}}"
     # JSON and TOML write numbers, booleans and strings alike, but for the one control character
     # that JSON leaves alone.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -309,6 +309,19 @@ class PrecisionConfig(Settings):
     )
 
 
+class MixSource(Settings):
+    """One source of a mixture: token files, which must have one tokenizer with the others."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] = Field(
+        description="letters, digits, _ and -; its loss is eval_loss/NAME"
+    )
+    path: str | Strings = Field(description="files or globs, .bin")
+    weight: Positive = Field(1.0, description="share of the samples, beside the others' weights")
+
+
+Mix = Annotated[tuple[MixSource, ...], Field(strict=False)]
+
+
 class DataConfig(Settings):
     """What a run trains on, and how it is cut into sequences."""
 
@@ -318,6 +331,12 @@ class DataConfig(Settings):
         "text files | token files",
     )
     path: str | Strings | None = Field(None, description="files or globs (text), .bin (tokens)")
+    validation_path: str | Strings | None = Field(
+        None, description="token files to validate on, in place of validation_fraction"
+    )
+    mix: Mix = Field(
+        (), description="sources of token files with weights, in place of corpus and path"
+    )
     tokenizer: str = Field(
         "bytes", description="bytes | characters | a Hugging Face tokenizer.json"
     )
@@ -331,16 +350,39 @@ class DataConfig(Settings):
         "documents: segments, positions reset, no loss across",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _mix_is_of_tokens(cls, values):
+        if isinstance(values, dict) and values.get("mix") and "corpus" not in values:
+            return values | {"corpus": "tokens"}
+        return values
+
     @model_validator(mode="after")
     def _check(self):
-        if self.corpus in ("text", "tokens") and not self.path:
+        if self.mix:
+            self._check_mix()
+        elif self.corpus in ("text", "tokens") and not self.path:
             raise ValueError(f"data.path is needed for data.corpus={self.corpus!r}")
         if self.corpus in ("stdlib", "synthetic") and self.path:
             raise ValueError(
                 f"data.path={self.path!r} is not read by data.corpus={self.corpus!r}; "
                 "set data.corpus='text'"
             )
+        if self.validation_path and (self.corpus != "tokens" or self.mix):
+            raise ValueError(
+                f"data.validation_path={self.validation_path!r} is read beside data.path alone, "
+                "with data.corpus='tokens'"
+            )
         return self
+
+    def _check_mix(self):
+        if self.corpus != "tokens":
+            raise ValueError(f"data.corpus={self.corpus!r}: data.mix has sources of token files")
+        if self.path:
+            raise ValueError(f"data.path={self.path!r} is not read beside data.mix; add a source")
+        names = [source.name for source in self.mix]
+        if len(set(names)) < len(names):
+            raise ValueError(f"data.mix has two sources of one name: {', '.join(names)}")
 
 
 class EvalConfig(Settings):

@@ -47,27 +47,39 @@ class Range(NamedTuple):
         return self.stop - self.start
 
 
-def split(corpus: Corpus, validation_fraction: float, sequence_length: int) -> tuple[Range, Range]:
+def split(
+    corpus: Corpus, validation_fraction: float, sequence_length: int, source: str = ""
+) -> tuple[Range, Range]:
     """Return the ranges (training, validation): the first tokens train, the tail validates.
 
-    The tail is empty if the fraction is 0. Raises DataError where a part is too short for a single
-    sequence.
+    The tail is that of files of its own, where the corpus has them. It is empty if the fraction is
+    0. `source` is the name of the corpus in a mixture. Raises DataError where a part is too short
+    for a single sequence.
     """
     total = len(corpus.tokens)
-    cut = int(total * (1 - validation_fraction))
+    fraction = f"data.validation_fraction={validation_fraction}"
+    cut = corpus.validation_start
+    if cut is None:
+        cut = int(total * (1 - validation_fraction))
+    else:
+        fraction = "data.validation_path"
     train = Range(0, cut)
     validation = Range(cut, total)
     parts = {"training": train}
-    if validation_fraction:
+    if validation.size or validation_fraction:
         parts["validation"] = validation
+    fixes = {
+        "training": "a longer corpus or a smaller train.sequence_length",
+        "validation": "a larger data.validation_fraction or a smaller train.sequence_length",
+    }
+    of_source = f" of {source}" if source else ""
     for name, part in parts.items():
         if part.size <= sequence_length:
-            fraction = f"data.validation_fraction={validation_fraction}"
             raise DataError(
-                f"the {name} split is too short for a single sequence",
+                f"the {name} split{of_source} is too short for a single sequence",
                 asked=f"train.sequence_length={sequence_length} and the token after it",
                 found=f"{part.size} of {total} tokens ({fraction})",
-                fix="a longer corpus or a smaller train.sequence_length",
+                fix=fixes[name],
             )
     return train, validation
 

@@ -74,6 +74,7 @@ class Corpus:
     loss: "np.ndarray | Concatenated | None" = None  # [tokens] uint8, 1: counts; None: all count
     end_of_text: int | None = None  # the id that ends each document, where one does
     has_documents: bool = True  # whether `document_starts` are known
+    validation_start: int | None = None  # where the tokens begin that validate, if files do
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids at the offsets start to stop - 1, int32.
@@ -92,6 +93,12 @@ class Corpus:
         if self.loss is None:
             return np.ones(stop - start, np.float32)
         return self.loss[start:stop].astype(np.float32)
+
+    def has_tokenizer_of(self, other: "Corpus") -> bool:
+        """Return whether the ids of both mean the same."""
+        specs = [corpus.tokenizer and corpus.tokenizer.spec() for corpus in (self, other)]
+        prints = set(map(tokenizer_fingerprint, specs))
+        return self.vocab == other.vocab and len(prints) == 1
 
     def _refuse(self, offset: int, token: int):
         assert self.files, f"id {token} at {offset} of a corpus we made is beyond its vocabulary"
@@ -131,17 +138,24 @@ class Concatenated:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
+def find_vocab(config: DataConfig, seed: int) -> int:
+    """Return how many ids the data has that `config` names: as many as any source of a mixture.
+
+    Raises DataError as `open_corpus` does.
+    """
+    if config.mix:
+        return token_corpus(_patterns(config.mix[0].path), config.tokenizer).vocab
+    return open_corpus(config, None, seed).vocab
+
+
 def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
-    """Open the corpus that `config` names.
+    """Open the corpus that `config` names, which is not a mixture.
 
     `vocab` is the model's, or None, if the model will take that of the corpus. `seed` is that of
     synthetic noise. Raises DataError where something is missing or damaged, or the corpus has ids
     that the model has no row for.
     """
-    if isinstance(config.path, str):
-        patterns = (config.path,)
-    else:
-        patterns = config.path or ()
+    patterns = _patterns(config.path)
     if config.corpus == "stdlib":
         corpus = stdlib_corpus(config.tokenizer)
     elif config.corpus == "synthetic":
@@ -149,15 +163,20 @@ def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
     elif config.corpus == "text":
         corpus = text_corpus(patterns, config.tokenizer)
     else:
-        corpus = token_corpus(patterns, config.tokenizer, vocab)
+        validation = _patterns(config.validation_path)
+        corpus = token_corpus(patterns, config.tokenizer, vocab, validation)
     if vocab is not None and corpus.vocab > vocab:
         raise DataError(
             "the corpus has token ids that the model has no row for",
             asked=f"model.vocab={vocab}",
-            found=f"{corpus.vocab} ids in data.corpus={config.corpus!r}",
+            found=f"{corpus.vocab} ids in the corpus",
             fix=f"--set model.vocab={corpus.vocab}",
         )
     return corpus
+
+
+def _patterns(path: str | Sequence[str] | None) -> Sequence[str]:
+    return (path,) if isinstance(path, str) else path or ()
 
 
 def stdlib_corpus(tokenizer: str, root: Path | None = None, limit: int = STDLIB_BYTES) -> Corpus:
@@ -265,19 +284,22 @@ def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
 
 
 def token_corpus(
-    patterns: Iterable[str], tokenizer: str = "bytes", vocab: int | None = None
+    patterns: Iterable[str],
+    tokenizer: str = "bytes",
+    vocab: int | None = None,
+    validation: Iterable[str] = (),
 ) -> Corpus:
     """Open token files, one behind the other.
 
     Token files bring their own tokenizer. `tokenizer` only checks that it is the one expected; as
     "bytes" is the default, which nobody need have written, it is taken to expect nothing. Files of
-    other programs bring none: theirs is `tokenizer`, or unknown, with `vocab` ids.
+    other programs bring none: theirs is `tokenizer`, or unknown, with `vocab` ids. The files that
+    `validation` names come last, and validate.
     """
-    named = []
-    for pattern in patterns:
-        is_stem = os.path.isfile(os.path.expanduser(pattern + ".bin"))
-        named.append(pattern + ".bin" if is_stem else pattern)
-    sources = [_open_source(path) for path in find_files(named)]
+    training = [_with_ending(pattern) for pattern in patterns]
+    validating = [_with_ending(pattern) for pattern in validation]
+    sources = [_open_source(path) for path in find_files([*training, *validating])]
+    num_training = len(find_files(training))
     kinds = [_tokenizer_of(source, tokenizer, vocab) for source in sources]
     first_vocab, spec = kinds[0]
     for source, (other_vocab, other_spec) in zip(sources, kinds, strict=True):
@@ -302,6 +324,8 @@ def token_corpus(
         documents.append(offset + source.document_starts)
         files.append((offset, source.path))
     fingerprints = " ".join(source.fingerprint for source in sources)
+    if validating:
+        fingerprints += f" {num_training}"
     return Corpus(
         tokens=tokens.parts[0] if len(sources) == 1 else tokens,
         document_starts=np.concatenate(documents),
@@ -312,7 +336,14 @@ def token_corpus(
         loss=loss,
         end_of_text=ends.pop() if len(ends) == 1 else None,
         has_documents=all(source.has_documents for source in sources),
+        validation_start=tokens.bounds[num_training] if validating else None,
     )
+
+
+def _with_ending(pattern: str) -> str:
+    """Return the name of a token file that was named with or without its .bin."""
+    is_stem = os.path.isfile(os.path.expanduser(pattern + ".bin"))
+    return pattern + ".bin" if is_stem else pattern
 
 
 def _open_source(path: str) -> TokenSource | ForeignTokens:

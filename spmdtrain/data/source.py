@@ -1,13 +1,13 @@
-"""Where the samples of a run come from: a corpus, or a function of the caller.
+"""Where the samples of a run come from: a corpus, a mixture, or a function of the caller.
 
-Both kinds of data answer the same questions: which arrays a global sample index means, what there
+All kinds of data answer the same questions: which arrays a global sample index means, what there
 is to evaluate on, and by what a resumed run knows that it is the same data.
 """
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,11 +15,16 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.corpus import Corpus, open_corpus
+from spmdtrain.data.mixture import Mixture, mix
+from spmdtrain.data.shuffle import random_bits
 
 # tokens(seed, index): the ids of sample `index`, integers [sequence_length + 1]. The same for the
 # same arguments, always: that is what makes a resumed run go on bit by bit.
 Tokens = Callable[[int, int], Any]
 Samples = Callable[[np.ndarray], dict[str, np.ndarray]]
+# The stream of random bits that gives each source of a mixture its seed; corpus.py and batches.py
+# use 0 to 3.
+SOURCE = 4
 FINGERPRINTED = 4  # samples of a source that a resumed run is compared by
 
 
@@ -42,6 +47,14 @@ class Windows(Protocol):
     def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]: ...
 
     def num_batches(self, batch_size: int, limit: int | None = None) -> int: ...
+
+
+class EvalSet(NamedTuple):
+    """Windows that are evaluated for themselves; the loss of all is the mean by `weight`."""
+
+    name: str  # of the source in a mixture, else ""
+    weight: float  # all weights add up to 1
+    windows: Windows
 
 
 @dataclass(frozen=True)
@@ -72,9 +85,79 @@ class CorpusData:
         )
         return stream.samples
 
-    def eval_windows(self, config: RunConfig) -> Windows:
+    def eval_sets(self, config: RunConfig) -> list[EvalSet]:
         length = config.train.sequence_length
-        return EvalWindows(self.corpus, self.validation, length, packing=config.data.packing)
+        windows = EvalWindows(self.corpus, self.validation, length, packing=config.data.packing)
+        return [EvalSet("", 1.0, windows)]
+
+    def describe(self, config: RunConfig) -> str:
+        """Return what a run says of its data."""
+        return f"{config.data.corpus}, {self.train.size:,} tokens to train"
+
+
+@dataclass(frozen=True)
+class MixtureData:
+    """Several corpora with one tokenizer, and in which shares samples are drawn from them."""
+
+    names: tuple[str, ...]
+    sources: tuple[CorpusData, ...]
+    mixture: Mixture
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of shares and contents. Names may change."""
+        parts = [f"{count}" for count in self.mixture.counts]
+        parts += [source.fingerprint for source in self.sources]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    @property
+    def tokenizer(self) -> dict | None:
+        return self.sources[0].tokenizer
+
+    def train_samples(self, config: RunConfig) -> Samples:
+        """Each source is read in an order of its own, endlessly, whatever the others' sizes."""
+        seeds = random_bits(config.train.seed, SOURCE, np.arange(len(self.sources)))
+        readers = [
+            source.train_samples(_with_seed(config, int(seed)))
+            for source, seed in zip(self.sources, seeds, strict=True)
+        ]
+
+        def samples(indices: np.ndarray) -> dict[str, np.ndarray]:
+            drawn, own = self.mixture.locate(indices)
+            batch: dict[str, np.ndarray] = {}
+            for source in np.unique(drawn).tolist():
+                rows = drawn == source
+                for name, values in readers[source](own[rows]).items():
+                    if name not in batch:
+                        batch[name] = np.empty((len(drawn), *values.shape[1:]), values.dtype)
+                    batch[name][rows] = values
+            return batch | {"sample": np.asarray(indices).astype(np.uint32)}
+
+        return samples
+
+    def eval_sets(self, config: RunConfig) -> list[EvalSet]:
+        """Return the validation split of each source, by its share."""
+        sets = []
+        parts = zip(self.names, self.mixture.shares, self.sources, strict=True)
+        for name, share, source in parts:
+            (only,) = source.eval_sets(config)
+            sets.append(EvalSet(name, share, only.windows))
+        return sets
+
+    def describe(self, config: RunConfig) -> str:
+        """Return what a run says of its data: shares, and how often a source will be read."""
+        drawn = config.train.steps * config.train.global_batch * config.train.sequence_length
+        parts = zip(self.names, self.mixture.shares, self.sources, strict=True)
+        described = [
+            f"{name} {100 * share:.3g} % ({share * drawn / source.train.size:.2g} epochs)"
+            for name, share, source in parts
+        ]
+        return f"{', '.join(described)} of the samples"
+
+
+def _with_seed(config: RunConfig, seed: int) -> RunConfig:
+    """Return the same run with another seed, which may have 64 bits."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
 
 
 @dataclass(frozen=True)
@@ -88,8 +171,11 @@ class SourceData:
     def train_samples(self, config: RunConfig) -> Samples:
         return lambda indices: _read(self.source.tokens, config, indices)
 
-    def eval_windows(self, config: RunConfig) -> Windows:
-        return SourceWindows(self.source, config)
+    def eval_sets(self, config: RunConfig) -> list[EvalSet]:
+        return [EvalSet("", 1.0, SourceWindows(self.source, config))]
+
+    def describe(self, config: RunConfig) -> str:  # noqa: ARG002 - as the other kinds have it
+        return "own samples"
 
 
 class SourceWindows:
@@ -111,7 +197,7 @@ class SourceWindows:
         return count if limit is None else min(limit, count)
 
 
-Data = CorpusData | SourceData
+Data = CorpusData | MixtureData | SourceData
 
 
 def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple[RunConfig, Data]:
@@ -122,18 +208,46 @@ def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple
     """
     if source is not None:
         return config, _open_source(config, source)
-    corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
+    if config.data.mix:
+        data = _open_mixture(config)
+        vocab = data.sources[0].corpus.vocab
+        sources = data.sources
+    else:
+        corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
+        data = _cut(corpus, config)
+        vocab = corpus.vocab
+        sources = (data,)
+    if config.eval.every and not all(source.validation.size for source in sources):
+        kept = "data.validation_fraction=0 keeps no validation data"
+        raise ConfigError(f"eval.every asks for evaluation, but {kept}")
+    return config.with_vocab(config.model.vocab or vocab), data
+
+
+def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
+    """Return a corpus with its split; `source` is its name in a mixture."""
     if config.data.packing != "stream" and not corpus.has_documents:
         packing = f"data.packing={config.data.packing!r}"
         what = f"{packing}: the token file does not say where documents start"
         raise ConfigError(what, fix="--set data.packing=stream")
-    config = config.with_vocab(config.model.vocab or corpus.vocab)
     fraction = config.data.validation_fraction
-    train, validation = split(corpus, fraction, config.train.sequence_length)
-    if config.eval.every and not validation.size:
-        kept = "data.validation_fraction=0 keeps no validation data"
-        raise ConfigError(f"eval.every asks for evaluation, but {kept}")
-    return config, CorpusData(corpus, train, validation)
+    train, validation = split(corpus, fraction, config.train.sequence_length, source)
+    return CorpusData(corpus, train, validation)
+
+
+def _open_mixture(config: RunConfig) -> MixtureData:
+    """Open the sources of `data.mix`. Raises DataError where their tokenizers are not one."""
+    settings = config.data
+    mixture = mix([source.weight for source in settings.mix])
+    opened = []
+    for source in settings.mix:
+        one = settings.model_copy(update={"mix": (), "path": source.path})
+        corpus = open_corpus(one, config.model.vocab, config.train.seed)
+        if opened and not corpus.has_tokenizer_of(opened[0].corpus):
+            names = f"{settings.mix[0].name} and {source.name}"
+            raise DataError(f"data.mix: {names} were made with different tokenizers")
+        opened.append(_cut(corpus, config, source.name))
+    names = tuple(source.name for source in settings.mix)
+    return MixtureData(names, tuple(opened), mixture)
 
 
 def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:

@@ -125,9 +125,9 @@ def with_vocab(config: RunConfig) -> RunConfig:
     """The config with its vocabulary: read from the corpus where the config does not say it."""
     if config.model.vocab:
         return config
-    from spmdtrain.data.corpus import open_corpus
+    from spmdtrain.data.corpus import find_vocab
 
-    return config.with_vocab(open_corpus(config.data, None, config.train.seed).vocab)
+    return config.with_vocab(find_vocab(config.data, config.train.seed))
 
 
 def mesh_sizes(config: RunConfig, devices: int | None, hardware: Hardware) -> dict[str, int]:

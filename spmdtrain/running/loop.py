@@ -17,7 +17,7 @@ import numpy as np
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import ReadAhead, batch_ids
-from spmdtrain.data.source import CorpusData, Data, Source, Tokens, open_data
+from spmdtrain.data.source import Data, Source, Tokens, Windows, open_data
 from spmdtrain.models.abstract import MakeModel
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
@@ -142,7 +142,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         reporter.say(_compiled(report))
 
         ahead = held.enter_context(batches(setup, opened, done, sample))
-        evaluate = make_evaluate(setup, opened)
+        evaluate = make_eval_figures(setup, opened)
         made = identity(setup, opened.fingerprint, seams)
         saves = Saves(setup, made, checkpoints, reporter, done, sample)
         outcome = train(setup, state, step, evaluate, ahead, saves, reporter, directory)
@@ -238,13 +238,24 @@ def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> tuple[Callable, d
 
 
 def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
-    """`evaluate(state) -> mean loss` over the validation split, or its first `eval.batches`."""
+    """`evaluate(state) -> mean loss` over the validation split, or its first `eval.batches`.
+
+    Of a mixture it is the mean of its sources' losses by their shares.
+    """
+    figures = make_eval_figures(setup, data)
+    return lambda state: figures(state)["eval_loss"]
+
+
+def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
+    """`figures(state)`: {"eval_loss": mean loss}, and of a mixture "eval_loss/NAME" of each source.
+
+    See `make_evaluate`; `eval.batches` limits each source for itself.
+    """
     config = setup.config
     step = make_eval_step(setup)
     size = config.train.global_batch
 
-    def evaluate(state: TrainState) -> float:
-        windows = data.eval_windows(config)
+    def mean_loss(state: TrainState, windows: Windows) -> float:
         total = np.zeros(2)
         for index in range(windows.num_batches(size, config.eval.batches)):
             ids = batch_ids(index, size)
@@ -252,7 +263,18 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
             total += jax.device_get(step(state.params, batch))
         return float(total[0] / total[1])
 
-    return evaluate
+    def figures(state: TrainState) -> dict[str, float]:
+        sets = data.eval_sets(config)
+        losses = [mean_loss(state, each.windows) for each in sets]
+        weighted = [each.weight * loss for each, loss in zip(sets, losses, strict=True)]
+        by_name = {
+            f"eval_loss/{each.name}": loss
+            for each, loss in zip(sets, losses, strict=True)
+            if each.name
+        }
+        return {"eval_loss": sum(weighted)} | by_name
+
+    return figures
 
 
 class Saves:
@@ -312,7 +334,7 @@ def train(
     setup: Setup,
     state: TrainState,
     step: Callable,
-    evaluate: Callable[[TrainState], float],
+    evaluate: Callable[[TrainState], dict[str, float]],
     ahead: Iterator,
     saves: Saves,
     reporter: Reporter,
@@ -341,9 +363,10 @@ def train(
         progress.update(at, figures, due=at in (first + 1, total))
 
     def evaluate_and_report(at: int, state: TrainState) -> None:
-        loss = evaluate(state)
-        reporter.evaluated(at, eval_loss=loss)
-        reporter.say(f"step {at}/{total}  eval loss {loss:.4f}")
+        figures = evaluate(state)
+        reporter.evaluated(at, **figures)
+        parts = [f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in figures.items()]
+        reporter.say(f"step {at}/{total}  {'  '.join(parts)}")
 
     done = first
     late = OneLate(report)
@@ -401,10 +424,7 @@ def _introduction(setup: Setup, data: Data) -> str:
     lines = [f"{name}: {size} parameters on {mesh.size} x {kind} ({axes or 'no split'})"]
     if setup.schedule:
         lines.append(f"pipeline: {describe(setup.schedule, setup.model.layout)}")
-    what = "own samples"
-    if isinstance(data, CorpusData):
-        what = f"{config.data.corpus}, {quantity(data.train.size)} tokens to train"
-    lines.append(f"data: {what}, vocabulary {config.model.vocab}")
+    lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")
     return "\n".join(lines)
 
 

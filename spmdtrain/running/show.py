@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from spmdtrain.config.load import resolved, to_toml
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.corpus import open_corpus
+from spmdtrain.data.corpus import find_vocab
 from spmdtrain.models.abstract import MakeModel
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.mesh import describe_mesh
@@ -21,7 +21,7 @@ from spmdtrain.train.state import bytes_per_device
 
 def setup_of(config: RunConfig, make: MakeModel = Transformer) -> Setup:
     """The setup of a run of `config` on the devices at hand, its vocabulary resolved."""
-    vocab = config.model.vocab or open_corpus(config.data, None, config.train.seed).vocab
+    vocab = config.model.vocab or find_vocab(config.data, config.train.seed)
     return shard(config.with_vocab(vocab), make)
 
 

@@ -85,6 +85,24 @@ def test_their_tokenizer_is_the_one_that_the_run_names(tmp_path, tokenizer_json)
         open_corpus(DataConfig(corpus="tokens", path=[str(tmp_path / n) for n in ("a.bin", "ours.bin")]), 61, 0)
 
 
+def test_files_of_their_own_validate(tmp_path):
+    write_nanogpt(tmp_path / "train.bin")
+    (IDS[:30] + 1).astype(np.uint16).tofile(tmp_path / "val.bin")
+    data = {"corpus": "tokens", "path": str(tmp_path / "train.bin"), "validation_path": str(tmp_path / "val.bin")}
+    settings = {"model": {"name": "gpt", "vocab": 99}, "train": {"sequence_length": 8}, "data": data}
+    _, opened_data = open_data(RunConfig.model_validate(settings))
+    assert (opened_data.train.size, opened_data.validation.size) == (100, 30)
+    validation = opened_data.corpus.read(opened_data.validation.start, opened_data.validation.stop)
+    assert validation.tolist() == (IDS[:30] + 1).tolist()
+    settings["train"] = {"sequence_length": 30}
+    with pytest.raises(
+        DataError, match=r"validation split is too short.*found 30 of 130 tokens \(data.validation_path\)"
+    ):
+        open_data(RunConfig.model_validate(settings))
+    with pytest.raises(ValueError, match="data.validation_path='x' is read beside data.path alone"):
+        DataConfig(validation_path="x")
+
+
 def test_their_fingerprint_follows_the_content_at_both_ends_and_between(tmp_path):
     seen = set()
     for changed in (None, 0, 50_000, 99_999):
