@@ -76,6 +76,8 @@ def kind_of(schema: dict[str, Any]) -> str:
         return " or ".join(kind_of(choice) for choice in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
     match schema.get("type"):
         case "null":
             return "`none`"

@@ -397,8 +397,10 @@ class EvalConfig(Settings):
 class CheckpointConfig(Settings):
     """When checkpoints are written, and how many stay."""
 
-    every: CountOrZero = Field(
-        100, description="steps between checkpoints; the last step is always saved; 0: only that"
+    every: CountOrZero | Literal["auto"] = Field(
+        100,
+        description="steps between checkpoints; the last step is always saved; 0: only that; "
+        "auto: as often as loses least time, by what a save and a step were measured to take",
     )
     keep: Count = Field(2, description="newest checkpoints kept")
 

@@ -90,6 +90,17 @@ def any_process(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
+def of_process_0(number: int) -> int:
+    """What process 0 says. All processes call it, and wait for all."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
 def _from_arguments(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> dict | None:

@@ -22,7 +22,6 @@ Parts of the formulas:
     schedules.py        closed forms of the pipeline schedules, looked up by name
     flops.py            FLOPs as papers count them
     megatron_memory.py  bytes that published runs of other frameworks held
-    checkpoint_interval.py  how often to save
 
 One file per other question:
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.checkpoint_interval import CheckpointPlan, plan_checkpoints
 from spmdtrain.planner.hardware import Hardware, described, swept
 from spmdtrain.planner.memory import Memory, exact_state, step_memory
 from spmdtrain.planner.software import Software, software
 from spmdtrain.planner.step_time import StepTime, step_time
 from spmdtrain.planner.workload import Workload, workload_of
+from spmdtrain.train.checkpoint_interval import CheckpointPlan, plan_checkpoints
 
 if TYPE_CHECKING:
     from spmdtrain.train.optimizers import Optimizer

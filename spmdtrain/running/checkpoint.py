@@ -13,13 +13,15 @@ read otherwise than it was written is a DamagedError, in all processes alike, wh
 finds it.
 """
 
-import contextlib
+import functools
 import hashlib
 import json
 import logging
+import shutil
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,10 @@ from spmdtrain.train.state import TrainState
 FORMAT = 2
 WITHOUT_FINGERPRINTS = 1  # the format before
 PREFIX = {"params": "", "state": "optimizer."}  # of the names of an item's leaves, in meta
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that is being saved
 QUARANTINE = "quarantine"  # the folder of damaged steps, beside the good ones
+SETTLE_SECONDS = 1.0  # in which files that were being written are, after a failure
+STRAY = "Event loop is closed"  # the error of a thread that ends after the one that failed
 MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
 # Orbax logs several lines for every save, and a traceback per thread for a failure, which comes
@@ -58,6 +63,7 @@ class Checkpoints:
     """
 
     def __init__(self, run: Path, model: AbstractModel | None, keep: int | None):
+        _hide_stray_errors()
         self._model = model
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=keep is not None, read_only=keep is None
@@ -68,6 +74,7 @@ class Checkpoints:
             "meta": ocp.JsonCheckpointHandler(),
         }
         self._saving: list[int] = []
+        self._failed = False
         try:
             directory = (run / "checkpoints").absolute()
             self._manager = ocp.CheckpointManager(
@@ -159,7 +166,11 @@ class Checkpoints:
         self._guarded(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        self._manager.close()
+        """Ends the save that is under way, however the run ends."""
+        self._guarded(self._manager.close)
+        if self._failed:  # once more: tensorstore ends the writes that it has begun, with folders
+            time.sleep(SETTLE_SECONDS)
+            self._remove_unfinished()
 
     def _restored(
         self, step: int, asked: Mapping[str, Mapping[str, Any]]
@@ -310,8 +321,7 @@ class Checkpoints:
         """What this process reads. DamagedError in all of them where one cannot."""
         wrong = None
         try:
-            with _without_stray_errors():
-                found = read()
+            found = read()
         except (UserError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # Orbax raises nothing narrower where a data file is damaged
@@ -330,14 +340,25 @@ class Checkpoints:
         return DamagedError(f"{self._at(step)} is damaged: {what}", fix=fix)
 
     def _guarded(self, action):
-        """Runs an action that writes. tensorstore reports a full disk as a ValueError."""
+        """Runs an action that writes. tensorstore reports a full disk as a ValueError.
+
+        What it leaves unfinished is removed: on a full disk it holds the room that is needed.
+        """
         try:
-            with _without_stray_errors():
-                return action()
+            return action()
         except (OSError, ValueError) as error:
+            self._remove_unfinished()
             raise StorageError(
                 f"cannot save a checkpoint: {' '.join(str(error).split())[:200]}"
             ) from error
+
+    def _remove_unfinished(self) -> None:
+        """Deletes what saves of this run have begun and cannot end."""
+        self._saving = []
+        self._failed = True
+        if jax.process_index() == 0:
+            for path in self._manager.directory.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _folder(self, step: int) -> Path:  # of the kind that Orbax asks for
         return self._manager.directory / str(step)
@@ -346,22 +367,27 @@ class Checkpoints:
         return f"checkpoint {self._folder(step)}"
 
 
-@contextlib.contextmanager
-def _without_stray_errors() -> Iterator[None]:
-    """Hides tracebacks of other threads when a read or a write fails.
+@functools.cache
+def _hide_stray_errors() -> None:
+    """Hides tracebacks of other threads when a read or a write has failed.
 
-    Other reads are still under way then. Each ends in a thread that finds its event loop closed and
-    would print a traceback around our one line (orbax-checkpoint 0.12 on tensorstore 0.1.86).
+    Other reads and writes are still under way then, and a save is in the background anyway. Each
+    ends in a thread that finds its event loop closed and would print a traceback around our one
+    line (orbax-checkpoint 0.12 on tensorstore 0.1.86).
     """
-    hook = sys.unraisablehook
+    unraisable_hook = sys.unraisablehook
+    hook = sys.excepthook
 
-    def quiet(unraisable) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            hook(unraisable)
+    def quiet_unraisable(unraisable) -> None:
+        if str(unraisable.exc_value) != STRAY:
+            unraisable_hook(unraisable)
 
-    sys.unraisablehook = quiet
-    yield
-    sys.unraisablehook = hook  # not after a failure: that is when they end
+    def quiet(kind, error, trace) -> None:
+        if str(error) != STRAY:
+            hook(kind, error, trace)
+
+    sys.unraisablehook = quiet_unraisable
+    sys.excepthook = quiet
 
 
 def newest_step(run: Path) -> int | None:

@@ -2,6 +2,9 @@
 
 import contextlib
 import fcntl
+import json
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,19 +46,69 @@ def _set_aside(directory: Path) -> None:
 
 @contextlib.contextmanager
 def only_run(directory: Path) -> Iterator[None]:
-    """Holds RUN/lock; a StorageError where another process does.
+    """Holds RUN/lock, which says who does; a StorageError where another process does.
 
-    The lock goes with its process, however that ends. A file system without locks has none.
+    The lock goes with its process, however that ends. Where the file system has no locks, the
+    holder that the file names counts, unless it is known to be gone.
     """
-    with (directory / "lock").open("w") as file:
+    with (directory / "lock").open("a+") as file:
+        file.seek(0)
+        holder = _holder(file.read())
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = False
         except BlockingIOError:
-            what = f"another run is writing {directory}"
-            raise StorageError(what, fix="another --run, or wait for it") from None
-        except OSError:
-            pass
+            taken = True
+        except OSError:  # no locks here
+            taken = holder is not None and not _is_gone(holder)
+        if taken:
+            raise StorageError(
+                f"another run is writing {directory}",
+                found=_describe_holder(holder),
+                fix="another --run, or wait for it",
+            )
+        file.truncate(0)
+        file.write(json.dumps(_this_process()))
+        file.flush()
         yield
+        file.truncate(0)
+
+
+def _this_process() -> dict[str, str | int]:
+    """Who holds a lock: `start` tells a process from a later one of the same number."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "start": _start_of(pid)}
+
+
+def _start_of(pid: int) -> int:
+    """When a process of this host started, in clock ticks since it booted; 0 where nobody says."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])  # field 22; the name may hold spaces
+
+
+def _holder(text: str) -> dict[str, str | int] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    match found:
+        case {"host": str(), "pid": int(), "start": int()}:
+            return found
+        case _:
+            return None
+
+
+def _is_gone(holder: dict[str, str | int]) -> bool:
+    """Whether the holder has ended; only that of a process of this host is known."""
+    this_host = holder["host"] == socket.gethostname()
+    return this_host and _start_of(int(holder["pid"])) != holder["start"]
+
+
+def _describe_holder(holder: dict[str, str | int] | None) -> str:
+    return f"process {holder['pid']} on {holder['host']}" if holder else ""
 
 
 def check_source(source: str | None, directory: Path, fresh: bool) -> None:

@@ -43,6 +43,7 @@ from spmdtrain.running.profile import profiled
 from spmdtrain.running.progress import Progress, quantity
 from spmdtrain.running.reporter import Hook, Reporter, check
 from spmdtrain.running.resume import Found, newest_good, set_aside_damaged
+from spmdtrain.running.save_interval import SaveInterval
 from spmdtrain.running.sinks import MakeSink
 from spmdtrain.running.summary import Prediction
 from spmdtrain.train.batch import to_devices
@@ -368,8 +369,17 @@ def train(
         parts = [f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in figures.items()]
         reporter.say(f"step {at}/{total}  {'  '.join(parts)}")
 
+    def save(at: int, state: TrainState) -> None:
+        start = time.perf_counter()
+        saves.save(at, state)
+        stopped = time.perf_counter() - start
+        if interval.saved(at, stopped, taken):
+            more = f"the next one follows after {quantity(interval.every)} steps"
+            reporter.say(f"step {at}/{total}  a save stops the run for {stopped:.2g} s: {more}")
+
     done = first
     late = OneLate(report)
+    interval = SaveInterval(config.checkpoint.every, first, setup.mesh.size)
     quiet = jax.process_index() > 0
     with (
         Progress(total, first, config.log.every, quiet=quiet) as progress,
@@ -388,9 +398,9 @@ def train(
                 late.flush()
                 clock.paused(lambda: evaluate_and_report(done, state))  # noqa: B023  runs at once
             ending = "finished" if done == total else interrupt.agreed(reporter.stop_asked)
-            if ending or is_due(config.checkpoint.every, done, False):
+            if ending or interval.is_due(done):
                 late.flush()
-                clock.paused(lambda: saves.save(done, state))  # noqa: B023
+                clock.paused(lambda: save(done, state))  # noqa: B023
             if ending:
                 break
         saves.finish()
