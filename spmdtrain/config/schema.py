@@ -344,10 +344,11 @@ class DataConfig(Settings):
         0.1, description="tail of the token stream kept for evaluation"
     )
     shuffle: bool = True
-    packing: Literal["stream", "documents"] = Field(
+    packing: Literal["stream", "documents", "best_fit"] = Field(
         "stream",
         description="stream: attend across document ends | "
-        "documents: segments, positions reset, no loss across",
+        "documents: segments, positions reset, no loss across | "
+        "best_fit: the same, and no document is cut that fits into a sequence; the rest is padding",
     )
 
     @model_validator(mode="before")

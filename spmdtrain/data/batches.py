@@ -12,7 +12,7 @@ A batch of n samples is a dict of arrays with n rows, where T is `sequence_lengt
     mask        [n, T] float32  1: counts in the loss; 0: does not
     sample      [n]    uint32   the global sample index (modulo 2**32)
 
-and with packing="documents" as well:
+and with packing="documents" or "best_fit" (packing.py) as well:
 
     segment_ids [n, T] int32    which document of the window a token belongs to, from 0
     positions   [n, T] int32    from 0 at the window's start, and again at each document's start

@@ -16,6 +16,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.corpus import Corpus, open_corpus
 from spmdtrain.data.mixture import Mixture, mix
+from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.shuffle import random_bits
 
 # tokens(seed, index): the ids of sample `index`, integers [sequence_length + 1]. The same for the
@@ -75,19 +76,20 @@ class CorpusData:
         return self.corpus.tokenizer and self.corpus.tokenizer.spec()
 
     def train_samples(self, config: RunConfig) -> Samples:
-        stream = TrainStream(
-            self.corpus,
-            self.train,
-            config.train.sequence_length,
-            seed=config.train.seed,
-            shuffle=config.data.shuffle,
-            packing=config.data.packing,
-        )
-        return stream.samples
+        length = config.train.sequence_length
+        order = {"seed": config.train.seed, "shuffle": config.data.shuffle}
+        if config.data.packing == "best_fit":
+            return PackedStream(self.corpus, self.train, length, **order).samples
+        packing = config.data.packing
+        return TrainStream(self.corpus, self.train, length, packing=packing, **order).samples
 
     def eval_sets(self, config: RunConfig) -> list[EvalSet]:
         length = config.train.sequence_length
-        windows = EvalWindows(self.corpus, self.validation, length, packing=config.data.packing)
+        packing = config.data.packing
+        if packing == "best_fit":
+            windows = PackedWindows(self.corpus, self.validation, length)
+        else:
+            windows = EvalWindows(self.corpus, self.validation, length, packing=packing)
         return [EvalSet("", 1.0, windows)]
 
     def describe(self, config: RunConfig) -> str:

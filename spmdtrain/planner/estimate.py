@@ -167,7 +167,7 @@ def our_software(config: RunConfig, hardware: Hardware) -> Software:
     scores to memory.
     """
     bfloat16 = config.precision.compute == "bfloat16"
-    segments = config.data.packing == "documents"
+    segments = config.data.packing != "stream"
     amd = hardware.name.startswith("mi")
     fused = config.model.attention != "xla" and bfloat16 and not segments and not amd
     return software("spmdtrain" if fused else "spmdtrain-xla", hardware.name)

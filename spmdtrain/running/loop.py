@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -255,6 +256,8 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
     config = setup.config
     step = make_eval_step(setup)
     size = config.train.global_batch
+    # Made once, when first asked for: packing the documents of a large corpus takes seconds.
+    eval_sets = functools.cache(lambda: data.eval_sets(config))
 
     def mean_loss(state: TrainState, windows: Windows) -> float:
         total = np.zeros(2)
@@ -265,7 +268,7 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
         return float(total[0] / total[1])
 
     def figures(state: TrainState) -> dict[str, float]:
-        sets = data.eval_sets(config)
+        sets = eval_sets()
         losses = [mean_loss(state, each.windows) for each in sets]
         weighted = [each.weight * loss for each, loss in zip(sets, losses, strict=True)]
         by_name = {

@@ -77,7 +77,7 @@ def abstract_batch(
     `length`: tokens of a sequence; `packing`: as `data.packing`.
     """
     dtypes = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
-    if packing == "documents":
+    if packing != "stream":
         dtypes |= {"segment_ids": "int32", "positions": "int32"}
 
     def one(name: str, dtype: str) -> jax.ShapeDtypeStruct:

@@ -190,6 +190,7 @@ def losses(run) -> list[float]:
 @pytest.mark.long
 def test_a_run_of_a_mix_goes_on_on_another_mesh_and_validates_each_source(here, capsys):
     def train(run: str, *settings: str) -> None:
+        settings = ("data.packing=best_fit", *settings)
         words = [word for setting in settings for word in ("--set", setting)]
         assert main(["train", "mix.toml", "--run", run, "--simulate-devices", "8", *words]) == 0
 

@@ -1,0 +1,194 @@
+"""Documents packed whole into windows, so that none is cut that fits.
+
+A *piece* is a document, or a part of one that is too long for a window. A piece of n + 1 tokens
+takes n *positions*: each of its tokens is an input but the last, and a target but the first. The
+parts of a long document overlap by one token, so that every token but a document's first is a
+target exactly once.
+
+Windows are filled by best-fit decreasing (Ding et al., 2024, arXiv:2404.10830): the longest piece
+first, each into the fullest window that has room for it. It packs at least as well as first-fit
+does. All pieces of one length are placed together: but for sorting them, the work grows with the
+number of lengths, not of documents.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.batches import ORDER, Batch, Range
+from spmdtrain.data.corpus import Corpus
+from spmdtrain.data.shuffle import permute, random_bits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which pieces stand in which window."""
+
+    starts: np.ndarray  # [pieces] int64, the offset of each piece's first token
+    sizes: np.ndarray  # [pieces] int64, positions of each
+    bounds: (
+        np.ndarray
+    )  # [windows + 1] int64: window w has the pieces bounds[w] to bounds[w + 1] - 1
+
+    @property
+    def windows(self) -> int:
+        return len(self.bounds) - 1
+
+
+def make_plan(document_starts: np.ndarray, span: Range, length: int) -> Plan:
+    """Pack the documents of a range of tokens into windows of `length` positions.
+
+    Windows are in the order of their first documents. Raises DataError where no document has two
+    tokens.
+    """
+    starts, sizes = _pieces(document_starts, span, length)
+    if not len(starts):
+        raise DataError("no document has two tokens", fix="--set data.packing=stream")
+    window = _best_fit(sizes, length)
+    by_window = np.lexsort((starts, window))  # by window, and in it by place
+    starts = starts[by_window]
+    sizes = sizes[by_window]
+    counts = np.bincount(window)
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    # Now the windows by their first pieces.
+    order = np.argsort(starts[bounds[:-1]], kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    by_rank = np.argsort(np.repeat(rank, counts), kind="stable")
+    new_bounds = np.concatenate([[0], np.cumsum(counts[order])])
+    return Plan(starts[by_rank], sizes[by_rank], new_bounds)
+
+
+def _pieces(document_starts: np.ndarray, span: Range, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first tokens and the positions of the pieces of a range of tokens."""
+    first = np.searchsorted(document_starts, span.start, side="right") - 1
+    last = np.searchsorted(document_starts, span.stop)
+    begins = np.maximum(document_starts[first:last], span.start)
+    ends = np.append(begins[1:], span.stop)
+    positions = ends - begins - 1
+    begins = begins[positions > 0]
+    positions = positions[positions > 0]
+    parts = -(-positions // length)
+    part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    starts = np.repeat(begins, parts) + part * length
+    sizes = np.minimum(np.repeat(positions, parts) - part * length, length)
+    return starts, sizes
+
+
+def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
+    """Return the number of the window that each piece goes to."""
+    window = np.empty(len(sizes), np.int64)
+    by_size = np.argsort(-sizes, kind="stable")
+    bounds = np.flatnonzero(np.diff(sizes[by_size], prepend=0, append=0))
+    room: dict[int, np.ndarray] = {}  # free positions -> windows with so many
+    rooms: list[int] = []  # the keys of `room`, rising
+    opened = 0
+
+    def put_back(free: int, windows: np.ndarray) -> None:
+        if free == 0 or not len(windows):
+            return
+        if free in room:
+            room[free] = np.concatenate([room[free], windows])
+        else:
+            room[free] = windows
+            insort(rooms, free)
+
+    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        pieces = by_size[begin:end]
+        size = int(sizes[pieces[0]])
+        while len(pieces):
+            at = bisect_left(rooms, size)
+            if at == len(rooms):  # no window has room: all that are left go to new ones
+                each = length // size
+                count = -(-len(pieces) // each)
+                window[pieces] = opened + np.arange(len(pieces)) // each
+                in_last = len(pieces) - (count - 1) * each
+                new = np.arange(opened, opened + count)
+                put_back(length - each * size, new[:-1])
+                put_back(length - in_last * size, new[-1:])
+                opened += count
+                break
+            free = rooms.pop(at)
+            windows = room.pop(free)
+            count = min(len(windows), len(pieces))
+            window[pieces[:count]] = windows[:count]
+            put_back(free, windows[count:])
+            put_back(free - size, windows[:count])
+            pieces = pieces[count:]
+    return window
+
+
+class PackedWindows:
+    """The documents of a range of tokens once, in packed windows.
+
+    What is left of a window is padded with id 0 and mask 0, a segment of its own.
+    """
+
+    def __init__(self, corpus: Corpus, span: Range, length: int):
+        self._corpus = corpus
+        self._length = length
+        self._plan = make_plan(corpus.document_starts, span, length)
+        self.windows = self._plan.windows
+
+    def num_batches(self, batch_size: int, limit: int | None = None) -> int:
+        """Return how many batches hold all windows, at most `limit`."""
+        count = -(-self.windows // batch_size)
+        return count if limit is None else min(limit, count)
+
+    def samples(self, indices: np.ndarray) -> Batch:
+        """Return the batch of these windows; one behind the last is nothing but padding."""
+        shape = (len(indices), self._length)
+        batch = {
+            "tokens": np.zeros(shape, np.int32),
+            "targets": np.zeros(shape, np.int32),
+            "mask": np.zeros(shape, np.float32),
+            "sample": np.asarray(indices).astype(np.uint32),
+            "segment_ids": np.zeros(shape, np.int32),
+            "positions": np.zeros(shape, np.int32),
+        }
+        for row, window in enumerate(np.asarray(indices).tolist()):
+            self._fill(batch, row, window)
+        return batch
+
+    def _fill(self, batch: Batch, row: int, window: int) -> None:
+        plan = self._plan
+        pieces = range(0)
+        if window < plan.windows:
+            pieces = range(int(plan.bounds[window]), int(plan.bounds[window + 1]))
+        at = 0
+        for segment, piece in enumerate(pieces):
+            start = int(plan.starts[piece])
+            size = int(plan.sizes[piece])
+            ids = self._corpus.read(start, start + size + 1)
+            place = slice(at, at + size)
+            batch["tokens"][row, place] = ids[:-1]
+            batch["targets"][row, place] = ids[1:]
+            batch["mask"][row, place] = self._corpus.counts(start + 1, start + size + 1)
+            batch["segment_ids"][row, place] = segment
+            batch["positions"][row, place] = np.arange(size)
+            at += size
+        batch["segment_ids"][row, at:] = len(pieces)
+        batch["positions"][row, at:] = np.arange(self._length - at)
+
+
+class PackedStream:
+    """Endless training samples of packed windows: one epoch after the other.
+
+    The windows are the same in each epoch. With `shuffle`, each visits them in an order of its own.
+    """
+
+    def __init__(self, corpus: Corpus, span: Range, length: int, *, seed: int, shuffle: bool):
+        self._windows = PackedWindows(corpus, span, length)
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def samples(self, indices: np.ndarray) -> Batch:
+        """Return the batch of these global sample indices, whatever was asked before."""
+        indices = np.asarray(indices, np.int64)
+        epoch, window = np.divmod(indices, self._windows.windows)
+        if self._shuffle:
+            count = self._windows.windows
+            window = permute(window, count, random_bits(self._seed, ORDER, epoch))
+        return self._windows.samples(window) | {"sample": indices.astype(np.uint32)}
