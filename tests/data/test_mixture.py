@@ -2,18 +2,19 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdtrain.cli import main
 from spmdtrain.config import from_resolved, load, resolved, to_toml
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.data.mixture import LONGEST_PERIOD, Mixture, mix
 from spmdtrain.data.source import open_data
 from spmdtrain.data.token_writer import write_tokens
 from spmdtrain.data.tokenizer import open_tokenizer
+from spmdtrain.running import loop
 
 COUNTS = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
@@ -190,14 +191,13 @@ def losses(run) -> list[float]:
 @pytest.mark.long
 def test_a_run_of_a_mix_goes_on_on_another_mesh_and_validates_each_source(here, capsys):
     def train(run: str, *settings: str) -> None:
-        settings = ("data.packing=best_fit", *settings)
-        words = [word for setting in settings for word in ("--set", setting)]
-        assert main(["train", "mix.toml", "--run", run, "--simulate-devices", "8", *words]) == 0
+        config = load("mix.toml", ["data.packing=best_fit", *settings])
+        loop.run(config, run, devices=jax.devices()[:2])
 
-    train("whole", "mesh.data=8")
-    train("parts", "mesh.data=8", "train.steps=3", "eval.every=0")
+    train("whole", "mesh.data=2")
+    train("parts", "mesh.data=2", "train.steps=3", "eval.every=0")
     capsys.readouterr()
-    train("parts", "mesh.data=4", "mesh.fsdp=2", "eval.every=0")
+    train("parts", "mesh.fsdp=2", "eval.every=0")
     assert losses(here / "parts") == pytest.approx(losses(here / "whole"), rel=1e-6)
     assert "a 75 % (" in capsys.readouterr().out
     events = [json.loads(line) for line in (here / "whole" / "events.jsonl").read_text().splitlines()]
