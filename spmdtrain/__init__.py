@@ -14,6 +14,7 @@ same losses. In Python, `import spmdtrain as st`:
 
     st.weights("runs/mine")                # plain arrays by path
     st.generate("runs/mine", "def main(")  # text, or ids for ids
+    st.evaluate("runs/mine")               # loss, perplexity, bits per byte
     st.estimate(config, 8, "h200")         # time and memory of a step, without the devices
 
 `run` takes what a caller exchanges as keywords: `make` (the model), `optimizer`, `schedule`,
@@ -53,6 +54,9 @@ _HOMES = {
     "generate": "running.sample",
     "generate_ids": "running.sample",
     "make_logits": "running.sample",
+    "open_run": "running.opened",
+    "OpenedRun": "running.opened",
+    "evaluate": "running.evaluate",
     "Choice": "running.sample",
     "estimate": "planner.estimate",
     "plan": "planner.plan",

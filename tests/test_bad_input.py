@@ -334,7 +334,7 @@ TABLE = {
     "sample a config of nothing": (CHECKPOINT, "no_object/config.json", sample(run="no_object")),
     "sample without checkpoint": (CHECKPOINT, "no_checkpoint holds no checkpoint", sample(run="no_checkpoint")),
     "sample a cut step": (CHECKPOINT, "checkpoints/2 cannot be read", sample(run="cut_step")),
-    "sample too long": (CONFIG, "8 positions|--length 500|try --length 6", sample("--length", "500")),
+    "no file of prompts": (CONFIG, "--prompts none.txt|No such file", ["sample", "run", "--prompts", "none.txt"]),
     "sample too many devices": (
         CONFIG,
         "asked mesh.tensor=16 (--set): 16 devices|found 8",
@@ -348,7 +348,7 @@ TABLE = {
     "sampling seed below zero": (CONFIG, "--seed: -1|0 to 4294967295", sample("--seed=-1")),
     "sample other settings": (
         CONFIG,
-        "asked --set model.layers=2|mesh.*, rules.* or model.attention",
+        "asked --set model.layers=2|mesh.*, rules.*, model.attention",
         sample("--set", "model.layers=2"),
     ),
     "sample without origins": (CHECKPOINT, "no_origin/config.json holds no resolved", sample(run="no_origin")),

@@ -25,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_show(commands)
     _add_sample(commands)
+    _add_eval(commands)
     _add_data(commands)
     _add_tokenizer(commands)
     _add_schedule(commands)
@@ -78,11 +79,26 @@ def _add_show(commands) -> None:
 def _add_sample(commands) -> None:
     sample = commands.add_parser("sample", help="text from a trained run")
     sample.add_argument("run", metavar="RUN", help="run directory")
-    sample.add_argument("--prompt", default="\n", help="text to go on from (default: a line break)")
+    _add_make(sample)
+    sample.add_argument("--prompt", help="text to go on from (default: a line break)")
+    sample.add_argument(
+        "--prompts", metavar="FILE", help="a prompt on each line, all made as one batch"
+    )
     sample.add_argument(
         "--length",
         type=_positive,
-        help="tokens to add (default: what the model has positions for)",
+        help="tokens to add (default: what the model has positions for, at most 200)",
+    )
+    sample.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends before this text; end-of-text: before the token that ends a document; "
+        "may be repeated",
+    )
+    sample.add_argument(
+        "--json", action="store_true", help='for programs: {"prompt", "text"} on each line'
     )
     sample.add_argument(
         "--temperature",
@@ -103,6 +119,30 @@ def _add_sample(commands) -> None:
     )
     _add_devices(sample)
     sample.set_defaults(command=running.sample)
+
+
+def _add_eval(commands) -> None:
+    evaluate = commands.add_parser(
+        "eval", help="loss, perplexity and bits per byte of a trained run, on any text"
+    )
+    evaluate.add_argument("run", metavar="RUN", help="run directory")
+    evaluate.add_argument(
+        "paths",
+        nargs="*",
+        metavar="FILE",
+        help="texts or token files (default: the validation data of the run)",
+    )
+    evaluate.add_argument(
+        "--step", type=_positive, metavar="N", help="of the checkpoint (default: the newest)"
+    )
+    evaluate.add_argument(
+        "--field", default="text", metavar="NAME", help="of the text in JSON lines and tables"
+    )
+    _add_make(evaluate)
+    _add_set(evaluate, "mesh.data=8, say (the default is one device); eval.batches and the like")
+    evaluate.add_argument("--json", action="store_true", help="for programs")
+    _add_devices(evaluate)
+    evaluate.set_defaults(command=running.evaluate)
 
 
 def _add_data(commands) -> None:
@@ -326,6 +366,14 @@ def _add_documents(parser: argparse.ArgumentParser) -> None:
 
 def _add_set(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+
+
+def _add_make(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--make",
+        metavar="FILE.py:CLASS",
+        help="the model of a run that was trained with model.make; its code runs",
+    )
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Run the commands around training: `train`, `show`, `sample`."""
+"""Run the commands around training: `train`, `show`, `sample`, `eval`."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from spmdtrain.cli.devices import start_jax
-from spmdtrain.config import DONE, PREEMPTED, StorageError, UserError, load, to_toml
+from spmdtrain.config import DONE, PREEMPTED, ConfigError, StorageError, UserError, load, to_toml
 
 
 def train(parsed: argparse.Namespace) -> int:
@@ -80,17 +80,66 @@ def show(parsed: argparse.Namespace) -> int:
 
 def sample(parsed: argparse.Namespace) -> int:
     """Print text that a trained run generates."""
+    prompts = _prompts(parsed)
     start_jax(parsed)
     from spmdtrain.running import sample
 
     choice = sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p)
-    text = sample.generate(
+    texts = sample.generate(
         parsed.run,
-        parsed.prompt,
+        prompts,
         parsed.length,
         choice=choice,
         seed=parsed.seed,
+        stop=parsed.stop,
         overrides=parsed.set,
+        make=parsed.make,
     )
-    print(text)
+    if parsed.json:
+        for prompt, text in zip(prompts, texts, strict=True):
+            print(json.dumps({"prompt": prompt, "text": text}))
+    else:
+        print("\n\n".join(texts))
     return DONE
+
+
+def evaluate(parsed: argparse.Namespace) -> int:
+    """Print how well a trained run predicts its validation data, or files."""
+    start_jax(parsed)
+    from spmdtrain.running.evaluate import evaluate
+
+    found = evaluate(
+        parsed.run,
+        parsed.paths,
+        step=parsed.step,
+        field=parsed.field,
+        overrides=parsed.set,
+        make=parsed.make,
+    )
+    if parsed.json:
+        print(json.dumps(found))
+        return DONE
+    parts = [f"loss {found['loss']:.4f}", f"perplexity {found['perplexity']:.4g}"]
+    if found["bits_per_byte"] is not None:
+        parts.append(f"{found['bits_per_byte']:.4f} bits per byte")
+    print(f"{'  '.join(parts)}  ({found['tokens']:,} tokens, step {found['step']})")
+    return DONE
+
+
+def _prompts(parsed: argparse.Namespace) -> list[str]:
+    """The prompt that was typed, or those of a file: a line each, empty lines left out."""
+    if parsed.prompts is None:
+        return ["\n" if parsed.prompt is None else parsed.prompt]
+    if parsed.prompt is not None:
+        raise ConfigError("--prompt and --prompts cannot go together", fix="one of them")
+    path = Path(parsed.prompts)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--prompts {path} is not UTF-8 text") from None
+    found = [line for line in lines if line.strip()]
+    if not found:
+        raise ConfigError(f"--prompts {path} holds no prompt", fix="a prompt on each line")
+    return found

@@ -79,6 +79,35 @@ def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunC
     return _with_origin(_build(table, named), origin)
 
 
+def typed_extra(config: RunConfig, kind: type) -> tuple[Any, dict[str, Any]]:
+    """Return the settings of [model.extra] as an object of `kind`, and all of its values as JSON.
+
+    `kind` is a dataclass or a pydantic model. Raises ConfigError for what is not one of its
+    settings.
+    """
+    table = config.model.extra
+    adapter = TypeAdapter(kind)
+    fields = getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", {})
+    for name in table:
+        if fields and name not in fields:
+            where = config.origin.get(f"model.extra.{name}", DEFAULT)
+            close = difflib.get_close_matches(name, fields, 1)
+            hint = f", did you mean model.extra.{close[0]}?" if close else ""
+            found = f"[model.extra]: {', '.join(fields)}"
+            what = f"unknown key model.extra.{name} (from {where}){hint}"
+            raise ConfigError(what, found=found)
+    try:
+        settings = adapter.validate_python(table)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, ("model", "extra", *first["loc"])))
+        if first["type"] == "missing":
+            raise ConfigError(f"{key} is missing, {kind.__name__} has no default for it") from None
+        where = config.origin.get(key, DEFAULT)
+        raise _refused(key, first["input"], where, _expectation(first)) from None
+    return settings, adapter.dump_python(settings, mode="json", exclude_none=True)
+
+
 def to_toml(config: RunConfig) -> str:
     """Return the resolved config as a TOML file that loads back to equal settings.
 
@@ -241,6 +270,8 @@ def _parse(annotation: Any, text: str) -> Any:
 
     `none`, one of the choices, a list `3,4` or `[3,4]`, or else what pydantic makes of strings.
     """
+    if annotation is Any:
+        return _parse_free(text)
     choices = _alternatives(annotation)
     if text.lower() == NONE and NoneType in choices:
         return None
@@ -255,6 +286,14 @@ def _parse(annotation: Any, text: str) -> Any:
         items = [item.strip().strip("\"'") for item in inside.split(",")]
         return [_parse(item_type, item) for item in items if item]
     return TypeAdapter(annotation).validate_strings(text)
+
+
+def _parse_free(text: str) -> Any:
+    """Parse a value of which no type is known here: as TOML has it, or else a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 # --- what the schema knows --------------------------------------------------------------------
@@ -301,7 +340,7 @@ def _find_type(path: KeyPath, table: TomlTable, origin: Origin) -> Any:
     below = inner[1:]
     if get_origin(annotation) is dict and below:  # any name is one of its keys
         annotation = get_args(annotation)[1]
-        below = below[1:]
+        below = [] if annotation is Any else below[1:]
     if below:
         value = ".".join(path[: -len(below)])
         key = ".".join(path)
@@ -343,6 +382,7 @@ def _leaves(table: TomlTable, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, A
 
 
 def _build(table: TomlTable, origin: Origin) -> RunConfig:
+    note = _shorten_warmup(table, origin)
     values: TomlTable = {}
     for path, value in _leaves(table):
         key = ".".join(path)
@@ -363,9 +403,30 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
         if name:
             inner.setdefault("name", name)  # pydantic wants it in order to choose the class
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise _in_our_words(error, values, origin) from None
+    if note:
+        config.notes.append(note)
+    return config
+
+
+def _shorten_warmup(table: TomlTable, origin: Origin) -> str:
+    """Cut a file's warm-up to the steps that were typed, as in a trial of a few steps; say so."""
+    train = table.get("train")
+    optimizer = table.get("optimizer")
+    if origin.get("train.steps") != COMMAND_LINE or not isinstance(optimizer, dict):
+        return ""
+    steps = train["steps"]
+    warmup = optimizer.get("warmup")
+    if not isinstance(steps, int) or not isinstance(warmup, int) or not 0 < steps < warmup:
+        return ""
+    if origin["optimizer.warmup"] == COMMAND_LINE:
+        return ""
+    table["optimizer"]["warmup"] = steps
+    where = origin["optimizer.warmup"]
+    origin["optimizer.warmup"] = f"{where}, cut to train.steps"
+    return f"optimizer.warmup={warmup} ({where}) is cut to {steps}, the train.steps that were typed"
 
 
 def _with_origin(config: RunConfig, origin: Origin) -> RunConfig:
@@ -492,6 +553,9 @@ def _toml_key(name: str) -> str:
 def _toml_value(value: Any) -> str:
     if value is None:
         return _toml_value(NONE)
+    if isinstance(value, dict):
+        pairs = [f"{_toml_key(key)} = {_toml_value(each)}" for key, each in value.items()]
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, dict):

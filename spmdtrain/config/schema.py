@@ -7,7 +7,7 @@ it. Nothing here imports jax, so that `--help` and a typo cost milliseconds.
 Descriptions are read by people: they stand in the JSON schema and in the list of settings.
 """
 
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -84,6 +84,12 @@ class TransformerConfig(Settings):
     )
     rope_theta: Positive = 10_000.0
     norm_epsilon: Positive = 1e-5
+    make: str | None = Field(
+        None,
+        description="a model of one's own in the place of the shipped one: "
+        "FILE.py:CLASS or package.module:CLASS",
+    )
+    extra: dict[str, Any] = Field({}, description="settings of that model, which its class types")
 
     @model_validator(mode="after")
     def _check(self):
@@ -442,6 +448,7 @@ class RunConfig(Settings):
     rules: RulesConfig = RulesConfig()
 
     _origin: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def origin(self) -> dict[str, str]:
@@ -450,6 +457,11 @@ class RunConfig(Settings):
         A key that is absent has its default.
         """
         return self._origin
+
+    @property
+    def notes(self) -> list[str]:
+        """What was changed on loading; a run says it."""
+        return self._notes
 
     def with_vocab(self, vocab: int) -> "RunConfig":
         """Return the same run with `model.vocab` set, as the tokenizer says."""

@@ -17,6 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
+from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
@@ -26,7 +27,6 @@ from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 from spmdtrain.parallel.specs import drop_axes
 
 Axes = tuple[str | None, ...]
-MakeModel = Callable[[RunConfig, nnx.Rngs], nnx.Module]
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class AbstractModel:
 
 
 def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 1, chunks: int = 1) -> AbstractModel:
-    """Traces `make(config, rngs)` without allocating anything. Every parameter must name its logical axes, the model
-    have `embed`, `blocks` and `head`, and every rule of the config for weights a parameter.
+    """Traces `make(config, rngs)` without allocating anything. The model must have `embed`, `blocks` and `head`, and
+    every rule of the config for weights a parameter. A parameter that names no logical axes is whole on every device.
 
     With several `stages`, parameters of the stack `blocks` lie on them in pipeline layout, `chunks` to a stage.
     """
@@ -106,23 +106,21 @@ def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 
         build = lambda key: make(config, nnx.Rngs(params=key))  # noqa: E731
         model = nnx.eval_shape(build, jax.random.key(0))
     _check_parts(config, model)
+    _name_axes(model)
     graphdef, state = nnx.split(model)
-    parameters, lay = {}, lay_out(config.model.layers, stages, chunks)
+    parameters, lay = {}, lay_out(model.blocks.rounds, stages, chunks)
     for path, variable in nnx.to_flat_state(state):
         at = _dotted(path)
         if not isinstance(variable, nnx.Param):
             raise ConfigError(
                 f"{at}: a {type(variable).__name__} in the model", fix="nnx.Param only; dropout through ctx.dropout"
             )
-        if variable.out_sharding is None:
-            raise ConfigError(
-                f"{at}: shape {variable.shape} names no logical axes", fix="nnx.Param(..., out_sharding=(...))"
-            )
         shape, axes = tuple(variable.shape), tuple(variable.out_sharding)
         if path[0] == "blocks" and axes[:1] == ("layer",):
             shape, axes = lay.shape + shape[1:], lay.axes + axes[1:]
         parameters[at] = Parameter(shape, axes)
-    check_names(config.rules, {name for p in parameters.values() for name in p.axes if name})
+    names = {name for p in parameters.values() for name in p.axes if name}
+    check_names(config.rules, names, lambda: _activation_axes(config, graphdef, state))
     rows = _table_rows(config, graphdef, state)
     return AbstractModel(parameters, graphdef, tuple(nnx.to_flat_state(state)), build, lay, rows)
 
@@ -141,6 +139,20 @@ def _check_parts(config: RunConfig, model: nnx.Module) -> None:
             raise ConfigError(f"{own} has no {part}", fix=f"def {part}(self, {takes}, ctx)")
 
 
+def _name_axes(model: nnx.Module) -> None:
+    """Gives a parameter that was made without logical axes those that keep it whole.
+
+    `nnx.Param(x)` is one, and so is what `nnx.Linear` makes. In a stack its first dim counts layers all the same.
+    """
+    stacks = [path for path, node in nnx.iter_graph(model) if isinstance(node, Stack)]
+    for path, variable in nnx.iter_graph(model):
+        if not isinstance(variable, nnx.Variable) or variable.has_metadata("out_sharding"):
+            continue
+        around = sum(path[: len(stack) + 1] == (*stack, "layer") for stack in stacks)
+        axes = ("layer",) * around + (None,) * (len(variable.shape) - around)
+        variable.set_metadata(out_sharding=axes)
+
+
 def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> int:
     """Rows of the table [vocab, embed] that `head` gives where nothing is split."""
 
@@ -154,6 +166,29 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
         found = f"model.vocab={vocab}"
         raise ConfigError(f"head gives a table of {rows} rows", found=found, fix="config.model.vocab rows")
     return rows
+
+
+def _activation_axes(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> set[str]:
+    """The logical axes that the model names in `ctx.constrain` and `ctx.local_map`."""
+    seen = set()
+
+    def constrain(x, *names):
+        seen.update(name for name in names if isinstance(name, str))
+        return x
+
+    def local_map(function, arrays, names, *_):
+        for each in names:
+            constrain(None, *(each or ()))
+        return function(*arrays)
+
+    def forward(state, tokens_bt):
+        model = nnx.merge(graphdef, state)
+        ctx = ForwardContext(tokens_bt, constrain=constrain, local_map=local_map)
+        x_bte, _ = model.blocks(model.embed(tokens_bt, ctx), ctx)
+        return model.head(x_bte, ctx)
+
+    jax.eval_shape(forward, state, jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32))
+    return seen
 
 
 def make_gather(rules: Rules) -> Callable[[nnx.State], nnx.State]:

@@ -1,6 +1,7 @@
 """Layers of one shape, stacked along a leading dim and run by one scan: compile time does not grow with depth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.extend.core
@@ -31,18 +32,32 @@ POLICIES = {
 }
 
 
+MakeBlock = Callable[[nnx.Rngs], nnx.Module]
+
+
 class Stack(nnx.Module):
     """`count` blocks made by `make_block(rngs)`, each called as `block(x, ctx)`.
+
+    With several `make_block` the blocks are of several kinds, in that order again and again; `count`
+    is a multiple of their number. What is stacked, and what a stage of a pipeline has a whole number
+    of, is then a round of them.
 
     A block gives x, or (x, its side losses): a dict of scalars by name, or one scalar, whose name
     is then `side_loss`. A side loss is weighted already, and summed over the tokens of x as their
     losses are: training minimises the sum of all losses over the number of tokens.
     """
 
-    def __init__(self, make_block: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs):
+    def __init__(self, make_block: MakeBlock | Sequence[MakeBlock], count: int, rngs: nnx.Rngs):
         self.count = count
+        kinds = 1
+        if not callable(make_block):
+            kinds = len(make_block)
+            make_block = partial(Round, make_block)
+        if not kinds or count % kinds:
+            raise ConfigError(f"{count} layers are no whole number of rounds of {kinds} kinds", fix="model.layers")
+        self.rounds = count // kinds
         stacked = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layer"})
-        self.layer = stacked(rngs.split(count))
+        self.layer = stacked(rngs.split(self.rounds))
 
     def __call__(self, x: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, SideLosses]:
         """x behind the last block, and the side losses summed over the blocks."""
@@ -52,12 +67,29 @@ class Stack(nnx.Module):
             number, parameters = layer
             return run_block(nnx.merge(graphdef, ctx.gather(parameters)), x, ctx, number)
 
-        layers = (jnp.arange(self.count), parameters)
+        layers = (jnp.arange(self.rounds), parameters)
         x, side_losses = jax.lax.scan(rematerialised(body, ctx.remat), x, layers)
         return x, jax.tree.map(jnp.sum, side_losses)
 
 
-def run_block(block: nnx.Module, x: jax.Array, ctx: ForwardContext, number: jax.Array) -> tuple[jax.Array, SideLosses]:
+class Round(nnx.Module):
+    """One block of each kind, one after another."""
+
+    def __init__(self, kinds: Sequence[MakeBlock], rngs: nnx.Rngs):
+        self.block = nnx.List([make_block(rngs) for make_block in kinds])
+
+    def __call__(self, x: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, SideLosses]:
+        total = {}
+        for number, block in enumerate(self.block):
+            x, side_losses = run_block(block, x, ctx, number)
+            for name, loss in side_losses.items():
+                total[name] = total.get(name, 0) + loss
+        return x, total
+
+
+def run_block(
+    block: nnx.Module, x: jax.Array, ctx: ForwardContext, number: jax.Array | int
+) -> tuple[jax.Array, SideLosses]:
     """Layer `number` of a stack, which `block` holds the weights of: (x, its side losses)."""
     out = block(x, ctx.at_layer(number))
     y, given = out if isinstance(out, tuple) else (out, {})

@@ -8,7 +8,7 @@ a tensor, and a dim that does not divide are errors: nothing is silently replica
 
 import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec as P
@@ -107,16 +107,16 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     """Return the default rules with the config's `[rules]` on top. `sizes`: of all mesh axes.
 
     Raises ConfigError for a mesh axis that there is not, for one that the training step splits by
-    itself (pipeline, data; for activations all axes of the batch), and for a logical axis that
-    looks like a misspelt one.
+    itself (pipeline, data; for activations all axes of the batch). `check_names` refuses misspelt
+    logical axes, once the model is known.
     """
     if "batch" in overrides.activations:
         split = " x ".join(BATCH_AXES)
         raise ConfigError(f"rules.activations.batch: the batch is always split over {split}")
     if "stage" in overrides.parameters:
         raise ConfigError("rules.parameters.stage: stages are always split over pipeline")
-    _check_overrides("parameters", overrides.parameters, PARAMETER_RULES)
-    _check_overrides("activations", overrides.activations, ACTIVATION_RULES)
+    _check_overrides("parameters", overrides.parameters)
+    _check_overrides("activations", overrides.activations)
     return Rules(
         parameters={**PARAMETER_RULES, **overrides.parameters},
         activations={**ACTIVATION_RULES, **overrides.activations},
@@ -124,7 +124,7 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     )
 
 
-def _check_overrides(kind: str, overrides: AxisRules, defaults: AxisRules) -> None:
+def _check_overrides(kind: str, overrides: AxisRules) -> None:
     for name, mesh_axes in overrides.items():
         setting = f"rules.{kind}.{name}"
         for axis in mesh_axes:
@@ -137,18 +137,16 @@ def _check_overrides(kind: str, overrides: AxisRules, defaults: AxisRules) -> No
             if kind == "activations" and axis in BATCH_AXES:
                 what = f"{setting}: logical axes 'batch' and {name!r} both want mesh axis {axis!r}"
                 raise ConfigError(what, fix=f"--set {setting}=")
-        if name not in defaults:
-            # A model may have axes of its own: refuse only what is nearly a known one.
-            near = difflib.get_close_matches(name, defaults, 1, 0.8)
-            if near:
-                raise ConfigError(f"{setting}: no logical axis {name!r}; did you mean {near[0]!r}?")
 
 
-def check_names(overrides: RulesConfig, names: Collection[str]) -> None:
-    """Refuse a rule for weights that would rule nothing.
+def check_names(
+    overrides: RulesConfig, names: Collection[str], flowing: Callable[[], Collection[str]]
+) -> None:
+    """Refuse a rule that would rule nothing.
 
-    `names` are the logical axes of a model's parameters. Raises ConfigError for a name that is
-    neither one of them nor in the default rules.
+    `names` are the logical axes of a model's parameters, `flowing()` finds those of its
+    activations. Raises ConfigError for a rule whose name is neither one of them nor in the default
+    rules; one for activations must nearly be a known name, too.
     """
     for name in overrides.parameters:
         if name not in names and name not in PARAMETER_RULES:
@@ -157,6 +155,13 @@ def check_names(overrides: RulesConfig, names: Collection[str]) -> None:
                 f"rules.parameters.{name}: no parameter has a logical axis {name!r}{near}",
                 found=", ".join(sorted(names)),
             )
+    for name in overrides.activations:
+        if name in names or name in ACTIVATION_RULES:
+            continue
+        near = _did_you_mean(name, ACTIVATION_RULES, 0.8)
+        if near and name not in flowing():
+            what = f"no activation has a logical axis {name!r}{near}"
+            raise ConfigError(f"rules.activations.{name}: {what}")
 
 
 def partition_spec(
@@ -222,6 +227,6 @@ def _indivisible(
     )
 
 
-def _did_you_mean(word: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), 1)
+def _did_you_mean(word: str, known: Collection[str], alike: float = 0.6) -> str:
+    near = difflib.get_close_matches(word, list(known), 1, alike)
     return f"; did you mean {near[0]!r}?" if near else ""

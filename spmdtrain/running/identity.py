@@ -31,7 +31,7 @@ def config_document(setup: Setup, data: Data) -> dict[str, Any]:
 
 def code_of(setup: Setup) -> Record:
     """The record of the code of the model; see model_code.py."""
-    return model_code(setup.make, setup.model.bind({}))
+    return model_code(setup.make, setup.model.bind({}), setup.config.model.make)
 
 
 def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
@@ -131,7 +131,8 @@ def _model_function(config: RunConfig) -> dict[str, Any]:
     names = ["positions", "norm", "mlp", "norm_epsilon"]
     if model.positions == "rope":
         names.append("rope_theta")
-    return {f"model.{name}": getattr(model, name) for name in names}
+    shipped = {f"model.{name}": getattr(model, name) for name in names}
+    return shipped | {f"model.extra.{name}": value for name, value in model.extra.items()}
 
 
 def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from spmdtrain.config.errors import DivergedError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import ReadAhead, batch_ids
 from spmdtrain.data.source import Data, Source, Tokens, Windows, open_data
-from spmdtrain.models.abstract import MakeModel
+from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel import hlo
@@ -74,7 +74,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     directory: str | Path,
     *,
     fresh: bool = False,
-    make: MakeModel = Transformer,
+    make: MakeModel | str | None = None,
     devices: Sequence[jax.Device] | None = None,
     prediction: Prediction | None = None,
     optimizer: Optimizer | None = None,
@@ -91,7 +91,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
 
     Args:
       fresh: set an older run in `directory` aside and begin anew.
-      make: `make(config, rngs)` builds the model.
+      make: `make(config, rngs)` builds the model; default: `model.make`, see `shard`.
       devices: where to train; all unless given.
       prediction: what the summary puts beside what was measured.
       optimizer: an optax transformation, or a function of path and parameter; see `shard`.
@@ -107,9 +107,10 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     """
     directory = Path(directory)
     check(sinks, hooks)
-    seams = {"optimizer": optimizer, "schedule": schedule, "data": data}
+    seams = {"optimizer": optimizer, "schedule": schedule, "loss": loss, "data": data}
     config, opened = open_data(config, data)
     setup = shard(config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
+    config = setup.config
     lowered = None
     if fresh or newest_step(directory) is None:  # what cannot begin touches no directory
         check_source(config.train.init_from, directory, fresh)
@@ -432,9 +433,10 @@ def _introduction(setup: Setup, data: Data) -> str:
     kind = mesh.devices.flat[0].device_kind
     name = config.model.name
     if setup.make is not Transformer:
-        name = getattr(setup.make, "__name__", "own model")
+        name = type(setup.model.bind({})).__name__
     size = quantity(setup.model.size)
-    lines = [f"{name}: {size} parameters on {mesh.size} x {kind} ({axes or 'no split'})"]
+    lines = [*config.notes]
+    lines += [f"{name}: {size} parameters on {mesh.size} x {kind} ({axes or 'no split'})"]
     if setup.schedule:
         lines.append(f"pipeline: {describe(setup.schedule, setup.model.layout)}")
     lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")

@@ -22,6 +22,7 @@ from spmdtrain.config.errors import CheckpointError
 
 Record = dict[str, Any]  # "class": a name; "sources": name -> hash; "make": as in model.make
 OURS = "spmdtrain"
+SHIPPED = f"{OURS}.Transformer"
 # Their versions are not ours to judge, and their sources are no part of the person's model.
 LIBRARIES = {OURS, "pallas_kernels", "flax", "jax", "optax", "builtins", "functools"}
 
@@ -163,6 +164,6 @@ def _has_moved(then: Record, now: Record) -> bool:
 def _way_back(then: Record) -> str:
     if then["make"]:
         return f"--set model.make={then['make']}"
-    if then["class"] == f"{OURS}.Transformer":
+    if then["class"] == SHIPPED:
         return "the shipped model: no model.make and no make="
     return f"make={then['class'].rpartition('.')[2]} in Python, or model.make"

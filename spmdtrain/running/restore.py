@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.running.identity import code_of
-from spmdtrain.running.model_code import check_model_code
+from spmdtrain.running.model_code import SHIPPED, check_model_code
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -21,10 +21,12 @@ from spmdtrain.train.state import TrainState
 def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of a run, its vocabulary resolved, with `a.b=c` strings on top.
 
-    The mesh is that of the run: override `mesh.*` to have it on other devices. Raises
-    CheckpointError where `run` is no run directory, ConfigError where an override cannot be obeyed.
+    The mesh is that of the run: override `mesh.*` to have it on other devices. Its `model.make` is
+    left out, because a directory may come from somebody else, and that setting names code to run:
+    `shard(config, make=...)` takes yours. Raises CheckpointError where `run` is no run directory,
+    ConfigError where an override cannot be obeyed.
     """
-    return from_resolved(read_document(Path(run)), overrides)
+    return from_resolved(read_document(Path(run))[0], overrides)
 
 
 def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainState:
@@ -34,7 +36,7 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
     checkpoint, or it does not fit the model and the optimizer of `setup`, or is of another model.
     """
     with _opened(run, setup.model) as checkpoints:
-        at = _step(checkpoints, Path(run), step)
+        at = chosen_step(checkpoints, Path(run), step)
         state, meta = checkpoints.restore(at, setup.state)
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
     return state
@@ -48,11 +50,14 @@ def weights(run: str | Path, step: int | None = None) -> dict[str, np.ndarray]:
     Raises CheckpointError where there is no such checkpoint.
     """
     with _opened(run, None) as checkpoints:
-        return checkpoints.read_weights(_step(checkpoints, Path(run), step))
+        return checkpoints.read_weights(chosen_step(checkpoints, Path(run), step))
 
 
-def read_document(run: Path) -> dict[str, Any]:
-    """RUN/config.json, as `config_document` wrote it. CheckpointError where it is none."""
+def read_document(run: Path) -> tuple[dict[str, Any], str | None]:
+    """RUN/config.json, as `config_document` wrote it, without its `model.make`; and that.
+
+    CheckpointError where it is none.
+    """
     path = run / "config.json"
     try:
         saved = json.loads(path.read_text())
@@ -63,10 +68,23 @@ def read_document(run: Path) -> dict[str, Any]:
         ) from None
     match saved:
         case {"config": {"model": {"vocab": int()}}, "origin": dict()}:
-            return saved
+            return saved, saved["config"]["model"].pop("make", None)
         case _:
             what = f"{run} is not a run directory: {path} holds no resolved config"
             raise CheckpointError(what)
+
+
+def refuse_own_code(run: Path, saved: dict[str, Any], named: str | None) -> None:
+    """ConfigError where a run's model is not the shipped one, and nobody has said which it is.
+
+    `saved` and `named` are what `read_document` gives.
+    """
+    own = saved.get("model_code", {}).get("class", SHIPPED)
+    if named or own != SHIPPED:
+        raise ConfigError(
+            f"{run} is of {named or own}, code that runs only if you say so",
+            fix=f"--make {named or 'FILE.py:CLASS'}",
+        )
 
 
 def newest(checkpoints: Checkpoints, run: Path) -> int:
@@ -82,7 +100,8 @@ def _opened(run: str | Path, model: Any) -> contextlib.closing[Checkpoints]:
     return contextlib.closing(Checkpoints(Path(run), model, keep=None))
 
 
-def _step(checkpoints: Checkpoints, run: Path, asked: int | None) -> int:
+def chosen_step(checkpoints: Checkpoints, run: Path, asked: int | None) -> int:
+    """The step that was asked for, or the newest; CheckpointError where there is none."""
     if asked is None:
         return newest(checkpoints, run)
     there = checkpoints.steps()

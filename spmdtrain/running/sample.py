@@ -3,8 +3,6 @@
 Text is made with a key-value cache in one compiled loop.
 """
 
-import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,33 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain.config.errors import CheckpointError, ConfigError
-from spmdtrain.config.load import from_resolved
-from spmdtrain.config.schema import MeshConfig, RunConfig
-from spmdtrain.data.tokenizer import Tokenizer, from_spec
-from spmdtrain.models.abstract import (
-    AbstractModel,
-    MakeModel,
-    build_model,
-    cast,
-    make_gather,
-    matmuls,
-)
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.tokenizer import Tokenizer, end_of_text
+from spmdtrain.models.abstract import cast, make_gather, matmuls
+from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Cache
 from spmdtrain.models.sampling import choose
-from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel.axes import Rules, make_rules
-from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.vocabulary import make_lookup
-from spmdtrain.running.checkpoint import Checkpoints
-from spmdtrain.running.model_code import check_model_code, model_code
-from spmdtrain.running.restore import newest, read_document
-from spmdtrain.train.setup import Setup, parameter_specs
-from spmdtrain.train.state import abstract_params
+from spmdtrain.running.opened import open_run
+from spmdtrain.train.setup import Setup
 
 LONGEST = 200  # tokens, where nobody asked for a number
+END_OF_TEXT = "end-of-text"  # among what stops a text: the token that ends a document
 
 
 @dataclass(frozen=True)
@@ -63,44 +50,45 @@ class Choice:
 
 def generate(
     run: str | Path,
-    prompt: str | Sequence[int] | np.ndarray,
+    prompt: str | Sequence[Any] | np.ndarray,
     length: int | None = None,
     *,
     choice: Choice = Choice(),  # noqa: B008 - it is frozen
     seed: int = 0,
+    stop: Sequence[str] = (),
     overrides: Sequence[str] = (),
-    make: MakeModel = Transformer,
-) -> str | np.ndarray:
-    """`prompt` and `length` tokens after it, by the newest weights of `run`.
+    make: MakeModel | str | None = None,
+) -> str | list[str] | np.ndarray:
+    """`prompt` and at most `length` tokens after it, by the newest weights of `run`.
 
-    A prompt of text gives text, one of token ids [time] or [batch, time] gives ids. `length`
-    defaults to as many tokens as the model has positions for, at most LONGEST. `overrides` may set
-    mesh.* (default: one device), rules.* and model.attention; `make` is what the run was trained
-    with. Raises UserError.
+    A prompt of text gives text, and a list of them a list, made as one batch; one of token ids
+    [time] or [batch, time] gives ids. `length` defaults to as many tokens as the model was made
+    for, at most LONGEST; more go on with the last tokens in sight (rotary positions: with all).
+    Text ends before the first of the texts in `stop`; END_OF_TEXT among them means the token that
+    ends a document. `overrides` may set mesh.* (default: one device), rules.* and model.attention;
+    `make` is what the run was trained with, a class or its name as in `model.make`. Raises
+    UserError.
     """
-    run = Path(run)
-    config, spec = _read_run(run, overrides)
-    mesh = _mesh_of(config)
-    rules = make_rules(config.rules, mesh.shape)
-    model = build_model(config, make)
-    tokenizer = None
-    if isinstance(prompt, str):
-        tokenizer = _tokenizer(run, spec)
-        prompt = tokenizer.encode(prompt)
-    ids_bt = _as_batch(prompt)
-    length = _length(config, ids_bt.shape[1], length)
-    with contextlib.closing(Checkpoints(run, model, keep=None)) as checkpoints:
-        specs = parameter_specs(model, rules)
-        abstract = abstract_params(model, config.precision.params, mesh, specs)
-        step = newest(checkpoints, run)
-        params, meta = checkpoints.restore_params(step, abstract)
-    now = model_code(make, model.bind({}))
-    check_model_code(meta.get("model_code"), now, f"step {step} of {run}")
-    make_ids = make_generate(config, model, mesh, rules, length, choice)
-    new = jax.device_get(make_ids(params, ids_bt, jax.random.key(seed)))
-    if tokenizer:
-        return tokenizer.decode(np.concatenate([ids_bt[0], new[0]]))
-    return np.concatenate([ids_bt, new], 1).reshape(*np.shape(prompt)[:-1], -1)
+    opened = open_run(run, make=make, overrides=overrides)
+    setup = opened.setup
+    _refuse_pipeline(setup.mesh)
+    texts = _texts(prompt)
+    tokenizer = opened.tokenizer if texts or stop else None
+    prompts = [tokenizer.encode(text) for text in texts] if texts else _as_batch(prompt)
+    length = _length(setup.config, prompts, length)
+    end = None
+    if END_OF_TEXT in stop:
+        end = _end_of_text(tokenizer, opened.tokenizer_spec, setup.config.model.vocab)
+    make_ids = make_generate(setup, length, choice, end)
+    made = make_ids(opened.params, prompts, jax.random.key(seed))
+    if not texts:
+        return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
+    strings = [text for text in stop if text != END_OF_TEXT]
+    found = [
+        _ended(tokenizer, ids, len(before), strings, end)
+        for ids, before in zip(made, prompts, strict=True)
+    ]
+    return found[0] if isinstance(prompt, str) else found
 
 
 def generate_ids(
@@ -115,11 +103,10 @@ def generate_ids(
     """`generate` for token ids, with the parameters of a training state at hand."""
     _refuse_pipeline(setup.mesh)
     ids_bt = _as_batch(prompt)
-    length = _length(setup.config, ids_bt.shape[1], length)
-    of_setup = (setup.config, setup.model, setup.mesh, setup.rules)
-    make_ids = make_generate(*of_setup, length, choice)
-    new = jax.device_get(make_ids(params, ids_bt, jax.random.key(seed)))
-    return np.concatenate([ids_bt, new], 1).reshape(*np.shape(prompt)[:-1], -1)
+    length = _length(setup.config, ids_bt, length)
+    make_ids = make_generate(setup, length, choice)
+    made = make_ids(params, ids_bt, jax.random.key(seed))
+    return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
 
 
 def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array]:
@@ -137,9 +124,7 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
         positions = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
         ctx = _context(rules, jnp.broadcast_to(positions, tokens_bt.shape))
         module = setup.model.bind(cast(params, compute), make_gather(rules))
-        x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
-        hidden_bte, table_ve = module.head(x_bte, ctx)
-        return jnp.einsum("bte,ve->btv", hidden_bte, table_ve, preferred_element_type=jnp.float32)
+        return _logits(module, tokens_bt, ctx)
 
     def under_mesh(params, tokens):
         with jax.set_mesh(setup.mesh), matmuls(compute):
@@ -149,54 +134,121 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
 
 
 def make_generate(
-    config: RunConfig, model: AbstractModel, mesh: Mesh, rules: Rules, length: int, choice: Choice
-) -> Callable[[dict[str, jax.Array], np.ndarray, jax.Array], jax.Array]:
-    """`generate(params, prompt [b, t], key) -> ids [b, length]`, jitted.
+    setup: Setup, length: int, choice: Choice, end: int | None = None
+) -> Callable[[dict[str, jax.Array], Sequence[np.ndarray], jax.Array], list[np.ndarray]]:
+    """`generate(params, prompts, key) -> ids`, each prompt with `length` tokens behind it.
 
-    The prompt is read at once, then token by token. Weights stay split as the rules say; the few
-    sequences are whole on every device.
+    What all prompts have in common in length is read at once, the rest token by token. The loop
+    ends once every text has come to the token `end`; the ids behind it mean nothing. Weights stay
+    split as the rules say; the few sequences are whole on every device.
     """
-    rules = _whole_batch(rules)
-    model_config = config.model
-    dtype = config.precision.compute
+    config = setup.config
+    rules = _whole_batch(setup.rules)
+    compute = config.precision.compute
 
-    def generate(params, prompt_bt, key):
-        module = model.bind(cast(params, dtype), make_gather(rules))
-        if not hasattr(module, "extend"):
-            raise ConfigError(
-                f"{type(module).__name__} has no extend, so no text can be made with it",
-                fix="def extend(self, tokens_bt, ctx, cache), as in models/transformer.py",
-            )
-        batch, start = prompt_bt.shape
-        shape = (
-            model_config.layers,
-            batch,
-            start + length,
-            model_config.key_value_heads,
-            model_config.width_per_head,
-        )
-        zeros = jnp.zeros(shape, jnp.dtype(dtype))
-        empty = make_constrain(rules)(zeros, None, "batch", None, "kv_heads", "head_dim")
+    def filled(params, prompts_bt, lengths_b, key, start):
+        """`prompts_bt` has room for what is made; each row holds `lengths_b` tokens so far."""
+        module = setup.model.bind(cast(params, compute), make_gather(rules))
+        predict = _cached if _has_cache(config, module, prompts_bt.shape[1]) else _windowed
+        first, following = predict(config, module, rules, prompts_bt, start)
 
-        def extend(tokens_bt, cache):
-            positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
-            ctx = _context(rules, jnp.broadcast_to(positions, tokens_bt.shape))
-            return module.extend(tokens_bt, ctx, cache)
+        def unfinished(carry):
+            at, _, _, ended_b = carry
+            return (at < prompts_bt.shape[1]) & ~ended_b.all()
 
-        def next_token(carry, key):
-            logits, cache = carry
-            token_b = choose(logits, key, choice.temperature, choice.top_k, choice.top_p)
-            return extend(token_b[:, None], cache), token_b
+        def next_token(carry):
+            at, tokens_bt, (logits_bv, cache), ended_b = carry
+            own_key = jax.random.fold_in(key, at)
+            chosen_b = choose(logits_bv, own_key, choice.temperature, choice.top_k, choice.top_p)
+            is_given_b = at < lengths_b
+            token_b = jnp.where(is_given_b, tokens_bt[:, at], chosen_b)
+            tokens_bt = tokens_bt.at[:, at].set(token_b)
+            if end is not None:
+                ended_b |= ~is_given_b & (token_b == end)
+            return at + 1, tokens_bt, following(tokens_bt, at, cache), ended_b
 
-        first = extend(prompt_bt, Cache(empty, empty, jnp.int32(0)))
-        _, tokens = jax.lax.scan(next_token, first, jax.random.split(key, length))
-        return tokens.T
+        nobody = jnp.zeros(prompts_bt.shape[0], bool)
+        carry = (jnp.int32(start), prompts_bt, first, nobody)
+        return jax.lax.while_loop(unfinished, next_token, carry)[1]
 
-    def under_mesh(*arguments):
-        with jax.set_mesh(mesh), matmuls(config.precision.compute):
-            return jax.jit(generate)(*arguments)
+    def under_mesh(params, prompts, key) -> list[np.ndarray]:
+        lengths_b = np.array([len(prompt) for prompt in prompts], np.int32)
+        prompts_bt = np.zeros((len(prompts), lengths_b.max() + length), np.int32)
+        for row, prompt in zip(prompts_bt, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        start = int(lengths_b.min())
+        with jax.set_mesh(setup.mesh), matmuls(compute):
+            made = jax.jit(filled, static_argnums=4)(params, prompts_bt, lengths_b, key, start)
+        made = jax.device_get(made)
+        return [row[: size + length] for row, size in zip(made, lengths_b, strict=True)]
 
     return under_mesh
+
+
+# The two ways to predict the next token. Each gives the (logits [b, v], cache) behind the first
+# `start` tokens, and a function of (tokens [b, t], place, cache) that gives those behind a place.
+
+
+def _cached(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
+    """With the keys and values of earlier tokens at hand."""
+    model = config.model
+    shape = (model.layers, *tokens_bt.shape, model.key_value_heads, model.width_per_head)
+    zeros = jnp.zeros(shape, jnp.dtype(config.precision.compute))
+    empty = make_constrain(rules)(zeros, None, "batch", None, "kv_heads", "head_dim")
+
+    def extend(tokens_bt, cache):
+        positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
+        ctx = _context(rules, jnp.broadcast_to(positions, tokens_bt.shape))
+        return module.extend(tokens_bt, ctx, cache)
+
+    def following(tokens_bt, at, cache):
+        return extend(jax.lax.dynamic_slice_in_dim(tokens_bt, at, 1, 1), cache)
+
+    first = extend(tokens_bt[:, :start], Cache(empty, empty, jnp.int32(0)))
+    return first, following
+
+
+def _windowed(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
+    """From the last tokens anew, at most as many as the model has positions for.
+
+    Any model can do it, if a token sees none of those behind it.
+    """
+    window = min(config.max_length, tokens_bt.shape[1])
+
+    def following(tokens_bt, at, _):
+        first = jnp.maximum(at + 1 - window, 0)
+        seen_bt = jax.lax.dynamic_slice_in_dim(tokens_bt, first, window, 1)
+        positions = jnp.arange(window, dtype=jnp.int32)
+        ctx = _context(rules, jnp.broadcast_to(positions, seen_bt.shape))
+        return _logits(module, seen_bt, ctx, at - first), None
+
+    return following(tokens_bt, jnp.int32(start - 1), None), following
+
+
+def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
+    """Whether the model can go on from keys and values, up to `length` tokens.
+
+    A block whose `__call__` is a subclass's own, and whose `extend` is not, would compute something
+    else there.
+    """
+    if length > config.max_length and config.model.positions == "learned":
+        return False
+    block = type(module.blocks.layer)
+    if not hasattr(module, "extend") or not hasattr(block, "extend"):
+        return False
+    call = next(kind for kind in block.__mro__ if "__call__" in vars(kind))
+    extend = next(kind for kind in block.__mro__ if "extend" in vars(kind))
+    return issubclass(extend, call)
+
+
+def _logits(module: Any, tokens_bt: jax.Array, ctx: ForwardContext, at=None) -> jax.Array:
+    """float32 logits [b, t, v], or [b, v] of the place `at`."""
+    x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
+    hidden_bte, table_ve = module.head(x_bte, ctx)
+    if at is not None:
+        hidden_bte = jax.lax.dynamic_slice_in_dim(hidden_bte, at, 1, 1)
+    logits = jnp.einsum("bte,ve->btv", hidden_bte, table_ve, preferred_element_type=jnp.float32)
+    return logits if at is None else logits[:, 0]
 
 
 def _whole_batch(rules: Rules) -> Rules:
@@ -228,28 +280,43 @@ def _as_batch(ids: Sequence[int] | np.ndarray) -> np.ndarray:
     return ids.reshape(-1, ids.shape[-1]).astype(np.int32)
 
 
-def _length(config: RunConfig, prompt: int, asked: int | None) -> int:
-    """How many tokens to make after a prompt of so many."""
-    room = config.max_length - prompt
-    length = asked or min(max(room, 1), LONGEST)
-    if length > room:
-        raise ConfigError(
-            f"the model has {config.max_length} positions",
-            asked=f"{prompt} tokens of prompt and --length {length}",
-            fix=f"--length {room}" if room > 0 else "a shorter --prompt",
-        )
-    return length
+def _texts(prompt: Any) -> list[str]:
+    """The prompts, if they are texts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str):
+        return list(prompt)
+    return []
 
 
-def _mesh_of(config: RunConfig) -> Mesh:
-    """The mesh to sample on: the first devices, as many as it asks for."""
-    sizes = config.mesh.sizes.values()
-    devices = None
-    if -1 not in sizes:
-        devices = jax.devices()[: math.prod(sizes)]
-    mesh = build_mesh(config.mesh, devices=devices, where=config.origin)
-    _refuse_pipeline(mesh)
-    return mesh
+def _length(config: RunConfig, prompts: Sequence[np.ndarray], asked: int | None) -> int:
+    """How many tokens to make after each prompt."""
+    if not all(len(prompt) for prompt in prompts):
+        raise ConfigError("--prompt is empty: there is nothing to go on from")
+    room = config.max_length - max(len(prompt) for prompt in prompts)
+    return asked or min(room if room > 0 else LONGEST, LONGEST)
+
+
+def _ended(
+    tokenizer: Tokenizer, ids: np.ndarray, prompt: int, stop: Sequence[str], end: int | None
+) -> str:
+    """The text of ids, cut behind the prompt (so many ids) before what is to end it."""
+    made = ids[prompt:]
+    if end is not None and end in made:
+        ids = ids[: prompt + int(np.argmax(made == end))]
+    text = tokenizer.decode(ids)
+    behind = len(tokenizer.decode(ids[:prompt]))
+    places = [at for at in (text.find(each, behind) for each in stop) if at >= 0]
+    return text[: min(places, default=len(text))]
+
+
+def _end_of_text(tokenizer: Tokenizer, spec: dict, vocab: int) -> int:
+    """The id of the token that ends a document."""
+    _, found = end_of_text(tokenizer, "auto", spec.get("path", ""))
+    if found is None or found >= vocab:
+        what = "the run was trained without a token that ends a text"
+        raise ConfigError(what, fix="--stop with a text")
+    return found
 
 
 def _refuse_pipeline(mesh: Mesh) -> None:
@@ -258,34 +325,3 @@ def _refuse_pipeline(mesh: Mesh) -> None:
             f"mesh.pipeline={mesh.shape['pipeline']}: sampling has no pipeline",
             fix="--set mesh.tensor or mesh.fsdp",
         )
-
-
-def _read_run(run: Path, overrides: Sequence[str]) -> tuple[RunConfig, dict | None]:
-    """The run's configuration, and the specification of its tokenizer if it has one.
-
-    Mesh and attention are not the run's: they belong to the devices that it was trained on.
-    """
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key != "model.attention" and not key.startswith(("mesh.", "rules.")):
-            raise ConfigError(
-                "a run is sampled with the settings it was trained with",
-                asked=f"--set {override}",
-                fix="--set of mesh.*, rules.* or model.attention",
-            )
-    saved = read_document(run)
-    saved["config"]["mesh"] = MeshConfig().model_dump()
-    saved["config"]["model"]["attention"] = "auto"
-    dropped = ("mesh.", "model.attention")
-    saved["origin"] = {
-        key: str(where) for key, where in saved["origin"].items() if not key.startswith(dropped)
-    }
-    return from_resolved(saved, overrides), saved.get("tokenizer")
-
-
-def _tokenizer(run: Path, spec: dict | None) -> Tokenizer:
-    if spec is None:
-        raise CheckpointError(
-            f"{run} was trained on tokens without a tokenizer: there is no text to sample"
-        )
-    return from_spec(spec)

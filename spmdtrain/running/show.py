@@ -5,13 +5,10 @@ Every parameter is listed with where it rests and the bytes that it costs per de
 
 from typing import Any
 
-from jax.sharding import Mesh
-
 from spmdtrain.config.load import resolved, to_toml
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.corpus import find_vocab
-from spmdtrain.models.abstract import MakeModel
-from spmdtrain.models.transformer import Transformer
+from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.train.grad_pipeline import describe as describe_pipeline
@@ -19,14 +16,16 @@ from spmdtrain.train.setup import Setup, shard
 from spmdtrain.train.state import bytes_per_device
 
 
-def setup_of(config: RunConfig, make: MakeModel = Transformer) -> Setup:
+def setup_of(config: RunConfig, make: MakeModel | str | None = None) -> Setup:
     """The setup of a run of `config` on the devices at hand, its vocabulary resolved."""
     vocab = config.model.vocab or find_vocab(config.data, config.train.seed)
     return shard(config.with_vocab(vocab), make)
 
 
-def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str, Any], Mesh]:
-    """The plain values of `show --json`, and the mesh.
+def describe(
+    config: RunConfig, make: MakeModel | str | None = None
+) -> tuple[dict[str, Any], Setup]:
+    """The plain values of `show --json`, and the setup.
 
     They are config, origin, mesh, pipeline (a line, or null), parameters (a row each) and totals.
     """
@@ -59,12 +58,12 @@ def describe(config: RunConfig, make: MakeModel = Transformer) -> tuple[dict[str
         "parameters": rows,
         "totals": totals,
     }
-    return resolved(setup.config) | found, setup.mesh
+    return resolved(setup.config) | found, setup
 
 
 def show(config: RunConfig) -> str:
     """What `describe` gives, as text for a person."""
-    values, mesh = describe(config)
+    values, setup = describe(config)
     rows = [("parameter", "shape", "logical axes", "mesh axes", "bytes/device", "optimizer")]
     for row in values["parameters"]:
         mesh_axes = ", ".join("x".join(part) or "-" for part in row["mesh_axes"])
@@ -84,9 +83,9 @@ def show(config: RunConfig) -> str:
         f"batch: {accumulation} x {sequences} sequences of {config.train.sequence_length} tokens"
     )
     pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
-    return "\n\n".join(
-        [to_toml(config).strip(), describe_mesh(mesh), *pipeline, batch, "\n".join(lines)]
-    )
+    settings = to_toml(setup.config).strip()
+    mesh = describe_mesh(setup.mesh)
+    return "\n\n".join([settings, mesh, *pipeline, batch, "\n".join(lines)])
 
 
 def _sizes(row: dict[str, Any]) -> tuple[str, str]:

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.abstract import AbstractModel, MakeModel, build_model
+from spmdtrain.models.abstract import AbstractModel, build_model
+from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.models.context import random_key
-from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import Rules, make_rules
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
@@ -67,7 +67,7 @@ class Setup:
 
 def shard(
     config: RunConfig,
-    make: MakeModel = Transformer,
+    make: MakeModel | str | None = None,
     devices: Sequence[jax.Device] | None = None,
     *,
     optimizer: optimizers.Optimizer | None = None,
@@ -80,7 +80,8 @@ def shard(
     the model and the devices do not fit.
 
     Args:
-      make: `make(config, rngs)` builds the model.
+      make: `make(config, rngs)` builds the model; or the name of a class, as `model.make`, which
+        is the default. With an argument `extra` it takes the settings of [model.extra].
       optimizer: an optax transformation for all parameters, or `optimizer(path, parameter)` that
         gives one, a `Rule` (with its own rate), or None to freeze the parameter. It must leave the
         learning rate out, as `optax.scale_by_adam()` does. Default: `config.optimizer`.
@@ -98,13 +99,14 @@ def shard(
 def shard_on(
     config: RunConfig,
     mesh: Mesh,
-    make: MakeModel = Transformer,
+    make: MakeModel | str | None = None,
     *,
     optimizer: optimizers.Optimizer | None = None,
     schedule: optimizers.Schedule | None = None,
     loss: TokenLoss | None = None,
 ) -> Setup:
     """`shard` on a mesh that is there already, an abstract one say."""
+    config, make = choose_model(config, make)
     rules = make_rules(config.rules, mesh.shape)
     batch_shape = cut_batch(config.train, rules)
     stages = mesh.shape["pipeline"]

@@ -32,6 +32,15 @@ def write(tmp_path, monkeypatch):
 # --- what is obeyed ---
 
 
+def test_a_files_warm_up_is_cut_to_the_steps_that_were_typed(write):
+    write(x=BASE + "warmup = 20\n")
+    config = load("x.toml", ["train.steps=3"])
+    assert config.optimizer.warmup == 3
+    assert config.origin["optimizer.warmup"] == "x.toml, cut to train.steps"
+    assert config.notes == ["optimizer.warmup=20 (x.toml) is cut to 3, the train.steps that were typed"]
+    assert load("x.toml").notes == [] and load("x.toml").optimizer.warmup == 20
+
+
 def test_every_committed_config_loads_and_names_the_schema():
     files = sorted(CONFIGS.glob("*.toml"))
     assert len(files) >= 4

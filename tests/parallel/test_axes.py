@@ -6,7 +6,7 @@ from helpers import prepared
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config import ConfigError, RulesConfig
-from spmdtrain.parallel.axes import AXES, make_rules
+from spmdtrain.parallel.axes import AXES, check_names, make_rules
 
 SIZES = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4, "tensor": 2}
 
@@ -50,7 +50,6 @@ def test_what_cannot_be_resolved_is_refused_by_parameter_path_with_a_fix(names, 
     ("overrides", "words"),
     [
         ({"parameters": {"vocab": ("tensr",)}}, ["rules.parameters.vocab", "did you mean 'tensor'?"]),
-        ({"parameters": {"vocb": ("tensor",)}}, ["rules.parameters.vocb", "did you mean 'vocab'?"]),
         ({"activations": {"batch": ()}}, ["rules.activations.batch", "always"]),
     ],
 )
@@ -58,6 +57,17 @@ def test_a_wrong_rule_is_refused(overrides, words):
     with pytest.raises(ConfigError) as error:
         rules(**overrides)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_rule_that_rules_nothing_is_refused_and_names_of_an_own_model_are_not():
+    used = {"embed", "vocab", "head", "q_heads"}
+    for name in ("vocb", "state"):
+        with pytest.raises(ConfigError, match=f"rules.parameters.{name}: no parameter has"):
+            check_names(RulesConfig(parameters={name: ("tensor",)}), used, set)
+    with pytest.raises(ConfigError, match="rules.activations.ffn2: no activation has.*did you mean 'ffn'"):
+        check_names(RulesConfig(activations={"ffn2": ()}), used, set)
+    own = RulesConfig(parameters={"head": (), "q_heads": ()}, activations={"head": (), "ffn2": (), "state": ()})
+    check_names(own, used, lambda: {"ffn2"})
 
 
 def test_an_override_from_the_config_reaches_the_parameters():

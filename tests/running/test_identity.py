@@ -10,7 +10,7 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
-from spmdtrain.config import CheckpointError
+from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.models.layers import Mlp
 from spmdtrain.running import model_code
 
@@ -62,8 +62,10 @@ def test_another_class_is_refused_wherever_weights_are_read(doubled, tmp_path):
         st.run(settings("train.steps=3"), doubled, **ONE)
     with pytest.raises(CheckpointError, match=said):
         st.run(settings(f"train.init_from={doubled}"), tmp_path / "new", **ONE)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(ConfigError, match="is of test_identity.Doubled, code that runs only if you say so"):
         st.generate(doubled, [1, 2], 2)
+    with pytest.raises(CheckpointError, match="asked spmdtrain.Transformer; found test_identity.Doubled"):
+        st.generate(doubled, [1, 2], 2, make=st.Transformer)
     with pytest.raises(CheckpointError, match=said):
         st.restore(doubled, st.shard(settings(), **ONE))
     assert st.generate(doubled, [1, 2], 2, make=Doubled).shape == (4,)

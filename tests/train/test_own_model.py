@@ -171,3 +171,58 @@ def test_what_does_not_divide_can_be_typed_as_it_is_said(settings):
     with pytest.raises(ConfigError, match="is not divisible by") as refused:
         prepared(*SMALLEST, *settings)
     prepared(*SMALLEST, *settings, *re.findall(r"--set ((?:model|train)\.\w+=\d+)", str(refused.value))[:1])
+
+
+class PlainMlp(nnx.Module):
+    """Plain Flax: nothing names an axis."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        self.up = nnx.Linear(config.embed, 24, rngs=rngs)
+        self.down_fe = nnx.Param(jax.random.normal(rngs.params(), (24, config.embed)) / 24)
+
+    def __call__(self, x_bte, ctx):
+        return ctx.constrain(jax.nn.relu(self.up(x_bte)) @ self.down_fe[...], "batch", "time", "embed")
+
+
+class TwoKinds(Transformer):
+    """Blocks with the shipped mlp and with a plain one, in turns."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        kinds = [lambda rngs: Block(config.model, rngs), lambda rngs: Block(config.model, rngs, mlp=PlainMlp)]
+        self.blocks = Stack(kinds, config.model.layers, rngs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), (*STAGES, "mesh.tensor=2", "pipeline.schedule=zero_bubble")],
+    ids=["split", "stages"],
+)
+def test_blocks_of_two_kinds_and_plain_parameters_have_the_gradients_of_one_device(settings):
+    four = ("model.layers=4",)
+    want_loss, want_eval, want = first_batch(TwoKinds, *four)
+    loss, evaluation, found = first_batch(TwoKinds, *four, *settings)
+    assert (loss, evaluation) == pytest.approx((want_loss, want_eval), rel=1e-5)
+    assert {path for path in found if ".mlp.up." in path} == {
+        "blocks.layer.block.1.mlp.up.kernel",
+        "blocks.layer.block.1.mlp.up.bias",
+    }
+    assert found["blocks.layer.block.1.mlp.up.kernel"].shape == (2, 16, 24)
+    for path in want:
+        assert np.abs(want[path]).max() > 0, f"{path} is not trained"
+        assert np.max(np.abs(found[path] - want[path])) <= 1e-5 * np.max(np.abs(want[path])), path
+
+
+def test_a_number_of_layers_that_is_no_whole_round_is_refused():
+    with pytest.raises(ConfigError, match="3 layers are no whole number of rounds of 2 kinds"):
+        build_model(tiny(*SMALLEST, "model.layers=3"), TwoKinds)
+
+
+def test_names_of_activations_that_only_the_model_knows_are_taken():
+    class Named(Transformer):
+        def embed(self, tokens_bt, ctx):
+            return ctx.constrain(super().embed(tokens_bt, ctx), "batch", "hands", "embed")
+
+    shard(tiny(*SMALLEST, "rules.activations.hands="), Named, jax.devices()[:1])
+    with pytest.raises(ConfigError, match="rules.activations.headz: no activation has a logical axis 'headz'; did you"):
+        shard(tiny(*SMALLEST, "rules.activations.headz="), Named, jax.devices()[:1])
