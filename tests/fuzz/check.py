@@ -207,12 +207,13 @@ def _changed(report: Report, cut: Run, room: Path) -> None:
             "on one device",
             f"{alone.said or alone.end}; the other: {there.said or there.end}",
         )
+    where = "changed and resumed in another layout"
     if alone.end == "finished" and _sound(
-        report, there, numbers, onto, "changed and resumed in another layout"
+        report, there, numbers, onto, where, newest or 0, draw.numbers
     ):
         _obeyed(report, there, numbers, draw.change)
         reference = Oracle(alone, floor_of(numbers, draw.numbers), once)
-        _compare(report, there, reference, numbers, "changed and resumed in another layout")
+        _compare(report, there, reference, numbers, where)
     elif alone.end == "refused":
         report.refused.append(f"changed: {alone.kind}")
 
@@ -259,8 +260,19 @@ def _advised(
     return ran, layout
 
 
-def _sound(report: Report, ran: Run, numbers: Values, layout: Values, where: str) -> bool:
-    """Whether there is a run to look at; its files are looked at here."""
+def _sound(  # noqa: PLR0913 - what was asked, before and after a change
+    report: Report,
+    ran: Run,
+    numbers: Values,
+    layout: Values,
+    where: str,
+    changed_at: int = 0,
+    numbers_before: Values | None = None,
+) -> bool:
+    """Whether there is a run to look at; its files are looked at here.
+
+    Up to the step `changed_at` it ran with `numbers_before`, where they are given.
+    """
     if ran.end == "refused":
         report.outcome = "refused"
         report.refused.append(ran.kind)
@@ -269,7 +281,10 @@ def _sound(report: Report, ran: Run, numbers: Values, layout: Values, where: str
         report.find(f"traceback: {ran.kind}", where, ran.said)
         return False
     config = load(BASE_FILE, overrides(settings_of(numbers, layout)[0]))
-    for fault in files.faults(ran, config):
+    before = None
+    if numbers_before is not None:
+        before = load(BASE_FILE, overrides(settings_of(numbers_before, layout)[0]))
+    for fault in files.faults(ran, config, changed_at, before):
         report.find(f"files: {without_numbers(fault)}", where, fault)
     for fault in _rates(ran, config):
         report.find("learning rate is not the schedule's", where, fault)

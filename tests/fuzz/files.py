@@ -10,14 +10,19 @@ from spmdtrain.config import RunConfig
 from fuzz.runs import Run, lines_of
 
 
-def faults(run: Run, config: RunConfig) -> Iterator[str]:
-    """What is wrong with the run directory of a run that ended as its `end` says."""
-    yield from _metrics(run, config)
+def faults(
+    run: Run, config: RunConfig, changed_at: int = 0, before: RunConfig | None = None
+) -> Iterator[str]:
+    """What is wrong with the run directory of a run that ended as its `end` says.
+
+    Up to the step `changed_at` it ran with the config `before`, where there is one.
+    """
+    yield from _metrics(run, config, changed_at, before or config)
     yield from _events(run, config)
     yield from _checkpoints(run, config)
 
 
-def _metrics(run: Run, config: RunConfig) -> Iterator[str]:
+def _metrics(run: Run, config: RunConfig, changed_at: int, before: RunConfig) -> Iterator[str]:
     lines = lines_of(run.directory / "metrics.jsonl")
     steps = [line["step"] for line in lines if "loss" in line]
     evaluated = [line["step"] for line in lines if "eval_loss" in line]
@@ -25,8 +30,7 @@ def _metrics(run: Run, config: RunConfig) -> Iterator[str]:
         yield f"metrics.jsonl has the steps {steps}"
     if run.end == "finished" and len(steps) != config.train.steps:
         yield f"metrics.jsonl ends at step {len(steps)} of {config.train.steps}"
-    every = config.eval.every
-    due = [step for step in steps if every and (step % every == 0 or step == config.train.steps)]
+    due = [step for step in steps if _is_due(step, before if step <= changed_at else config)]
     if run.end == "finished" and evaluated != due:
         yield f"evaluated at steps {evaluated}, asked {due}"
     finite = all(
@@ -36,6 +40,12 @@ def _metrics(run: Run, config: RunConfig) -> Iterator[str]:
         finite and all(np.isfinite(loss) for loss in run.evals.values())
     ):
         yield "not finite without DivergedError"
+
+
+def _is_due(step: int, config: RunConfig) -> bool:
+    """Whether the validation split is evaluated after this step."""
+    every = config.eval.every
+    return every > 0 and (step % every == 0 or step == config.train.steps)
 
 
 def _events(run: Run, config: RunConfig) -> Iterator[str]:
