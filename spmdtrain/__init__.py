@@ -45,7 +45,7 @@ _HOMES = {
     "init_state": "train.setup",
     "TrainState": "train.state",
     "Rule": "train.optimizers",
-    "make_optimizer": "train.optimizers",
+    "make_optimizer": "train.shipped_optimizers",
     "make_step": "train.step",
     "make_eval_step": "train.step",
     "run_config": "running.restore",

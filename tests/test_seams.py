@@ -19,7 +19,7 @@ from helpers import assert_same_bits, batches_of, mesh_of, tiny
 import spmdtrain as st
 from spmdtrain.config import CheckpointError, ConfigError, UserError
 from spmdtrain.running.checkpoint import Checkpoints
-from spmdtrain.train import optimizers
+from spmdtrain.train.learning_rates import learning_rate
 from spmdtrain.train.state import bytes_per_device
 
 SEAMS = Path(__file__).parent.parent / "examples" / "seams"
@@ -221,7 +221,7 @@ def test_an_own_rate_of_one_and_the_shipped_rules_are_the_shipped_optimizer_bit_
     config = tiny("train.steps=3")
     same = {
         "optimizer": st.make_optimizer(config.optimizer),
-        "schedule": partial(optimizers.learning_rate, config.optimizer, 3),
+        "schedule": partial(learning_rate, config.optimizer, 3),
     }
     st.run(config, "shipped", **ONE)
     st.run(config, "own", **same, **ONE)

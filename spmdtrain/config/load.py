@@ -518,13 +518,11 @@ def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
         for choice in _alternatives(field.annotation):
             if name in choice.model_fields:
                 owners.append((other, choice.model_fields.get("name")))
-    classes = [
-        f"{other}.name={field.default!r}" for other, field in owners if field and [other] == section
-    ]
+    classes = [repr(field.default) for other, field in owners if field and [other] == section]
     close = difflib.get_close_matches(name, names, 1)
     hint = ""
     if classes:
-        hint = f", which {' or '.join(classes)} has"
+        hint = f", which belongs to {section[0]}.name={' or '.join(classes)}"
     elif close:
         hint = f", did you mean {'.'.join((*section, close[0]))}?"
     elif owners:

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def _in_float32(value: float) -> float:
@@ -263,18 +264,38 @@ class TrainConfig(Settings):
 class OptimizerConfig(Settings):
     """What every optimizer has: weight decay and the learning rate over steps.
 
-    The rate warms up linearly, then stays, or falls to `final_learning_rate` (cosine, linear).
+    The rate warms up linearly, then stays (constant), falls to `final_learning_rate` (cosine,
+    linear), or stays and falls linearly at the end (wsd: warmup, stable, decay; arXiv:2404.06395).
     """
 
     moments: ClassVar[int]  # elements of optimizer state per element of a parameter
 
     learning_rate: Positive = 1e-3
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup: CountOrZero = Field(0, description="steps from 0 to learning_rate")
-    final_learning_rate: NonNegative = Field(0.0, description="at the last step (cosine, linear)")
+    final_learning_rate: NonNegative = Field(
+        0.0, description="at the last step (cosine, linear, wsd)"
+    )
+    decay_share: Share | None = Field(
+        None, description="share of the steps in which wsd falls; default: 0.2"
+    )
     weight_decay: NonNegative = Field(
         0.0, description="on tensors of two and more dims (one layer's), not on norms and biases"
     )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.decay_share is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"optimizer.decay_share is of schedule 'wsd', not of {self.schedule!r}; "
+                "set optimizer.schedule='wsd'"
+            )
+        return self
+
+    @property
+    def falling_share(self) -> float:
+        """The share of the steps in which the schedule wsd falls."""
+        return 0.2 if self.decay_share is None else self.decay_share
 
 
 class AdamW(OptimizerConfig):
@@ -294,6 +315,47 @@ class Lion(OptimizerConfig):
     name: Literal["lion"] = "lion"
     beta1: Fraction = 0.9
     beta2: Fraction = 0.99
+
+
+class Adafactor(OptimizerConfig):
+    """arXiv:1804.04235: squares of large matrices by row and column, and no momentum.
+
+    An update is scaled by the root mean square of its parameter: try a learning rate of 1e-2.
+    """
+
+    moments: ClassVar[int] = 0
+
+    name: Literal["adafactor"] = "adafactor"
+    decay_rate: Fraction = Field(
+        0.8, description="after n steps an older square counts 1 - n^-decay_rate"
+    )
+    clip_update: Positive = Field(1.0, description="largest root mean square of an update")
+
+
+class Lamb(OptimizerConfig):
+    """arXiv:1904.00962, for large batches: AdamW, whose update of a matrix is as long as it."""
+
+    moments: ClassVar[int] = 2
+
+    name: Literal["lamb"] = "lamb"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: Positive = 1e-6
+
+
+class Muon(OptimizerConfig):
+    """Orthogonalised momentum for the matrices of layers, AdamW for tables, norms and biases.
+
+    Updates of both are of one size (arXiv:2502.16982), so AdamW's learning rate is right for both.
+    """
+
+    moments: ClassVar[int] = 1  # of the matrices
+
+    name: Literal["muon"] = "muon"
+    momentum: Fraction = Field(0.95, description="of the matrices")
+    beta1: Fraction = Field(0.9, description="of AdamW")
+    beta2: Fraction = Field(0.95, description="of AdamW")
+    epsilon: Positive = Field(1e-8, description="of AdamW")
 
 
 class Sgd(OptimizerConfig):
@@ -439,7 +501,9 @@ class RunConfig(Settings):
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     train: TrainConfig = TrainConfig()
-    optimizer: Annotated[AdamW | Lion | Sgd, Field(discriminator="name")] = AdamW()
+    optimizer: Annotated[
+        Adafactor | AdamW | Lamb | Lion | Muon | Sgd, Field(discriminator="name")
+    ] = AdamW()
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()

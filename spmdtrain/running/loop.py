@@ -49,7 +49,8 @@ from spmdtrain.running.sinks import MakeSink
 from spmdtrain.running.summary import Prediction
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.grad_pipeline import describe
-from spmdtrain.train.optimizers import Optimizer, Schedule
+from spmdtrain.train.learning_rates import Schedule
+from spmdtrain.train.optimizers import Optimizer
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.state import TrainState, is_finite
 from spmdtrain.train.step import make_eval_step, make_step

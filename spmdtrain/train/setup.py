@@ -26,6 +26,8 @@ from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scatter
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.train import optimizers, token_loss
 from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
+from spmdtrain.train.learning_rates import Schedule, make_schedule
+from spmdtrain.train.shipped_optimizers import shipped_rules
 from spmdtrain.train.state import Specs, TrainState, abstract_state, fresh_state
 from spmdtrain.train.token_loss import TokenLoss
 
@@ -41,7 +43,7 @@ class Setup:
     model: AbstractModel
     batch_shape: BatchShape
     optimizer: optimizers.Rules  # of each parameter that is not frozen
-    learning_rate: optimizers.Schedule  # of a 0-based step, a float32 scalar
+    learning_rate: Schedule  # of a 0-based step, a float32 scalar
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
     schedule: Table | None  # of the pipeline; None where the mesh has one stage
     specs: Specs  # where parameters rest, and with them their reduced gradients, moments and updates
@@ -71,7 +73,7 @@ def shard(
     devices: Sequence[jax.Device] | None = None,
     *,
     optimizer: optimizers.Optimizer | None = None,
-    schedule: optimizers.Schedule | None = None,
+    schedule: Schedule | None = None,
     loss: TokenLoss | None = None,
 ) -> Setup:
     """The setup of `config` on these devices (default: all). Allocates nothing.
@@ -102,7 +104,7 @@ def shard_on(
     make: MakeModel | str | None = None,
     *,
     optimizer: optimizers.Optimizer | None = None,
-    schedule: optimizers.Schedule | None = None,
+    schedule: Schedule | None = None,
     loss: TokenLoss | None = None,
 ) -> Setup:
     """`shard` on a mesh that is there already, an abstract one say."""
@@ -112,7 +114,10 @@ def shard_on(
     stages = mesh.shape["pipeline"]
     table = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
     model = build_model(config, make, stages, config.pipeline.chunks)
-    update_rules = optimizers.choose_rules(config, optimizer, model.parameters)
+    if optimizer is None:
+        update_rules = shipped_rules(config.optimizer, model.parameters)
+    else:
+        update_rules = optimizers.choose_rules(optimizer, model.parameters)
     if loss is not None:
         token_loss.check(config.train, loss, config.model.vocab)
     specs = resting_specs(model, rules, zero=config.train.zero)
@@ -131,7 +136,7 @@ def shard_on(
         model=model,
         batch_shape=batch_shape,
         optimizer=update_rules,
-        learning_rate=optimizers.make_schedule(config, schedule),
+        learning_rate=make_schedule(config, schedule),
         loss=loss,
         schedule=table,
         specs=specs,

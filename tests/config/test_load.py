@@ -168,12 +168,12 @@ BAD = {
     "key of another class": (
         "",
         ["optimizer.momentum=0.5"],
-        [UNKNOWN, "optimizer.momentum", "optimizer.name='sgd' has", "beta1"],
+        [UNKNOWN, "optimizer.momentum", "belongs to optimizer.name='muon' or 'sgd'", "beta1"],
     ),
     "key of the class before": (
         BASE,
         ["optimizer.name=sgd", "optimizer.beta1=0.5"],
-        [UNKNOWN, "optimizer.beta1", "'adamw' or optimizer.name='lion' has"],
+        [UNKNOWN, "optimizer.beta1", "which belongs to optimizer.name='adamw' or 'lamb' or 'lion' or 'muon'"],
     ),
     "key below a value": ("[train.steps]\nx = 1", [], [UNKNOWN, "train.steps.x", "x.toml", "train.steps is a value"]),
     "key below a value in --set": (

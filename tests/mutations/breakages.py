@@ -344,7 +344,7 @@ BREAKAGES = [
     # The optimizer and the step
     Breakage(
         "stacked vectors decay as matrices",
-        "train/optimizers.py",
+        "train/shipped_optimizers.py",
         "return len(parameter.shape) - parameter.stacked >= 2",
         "return len(parameter.shape) >= 2",
         OPTIMIZER,
@@ -365,7 +365,7 @@ BREAKAGES = [
     ),
     Breakage(
         "the warm-up begins with a rate of 0",
-        "train/optimizers.py",
+        "train/learning_rates.py",
         "peak * (step + 1) / (warmup + 1)",
         "peak * step / (warmup + 1)",
         OPTIMIZER,

@@ -7,7 +7,7 @@ from helpers import compiled_step, partitioned_text, prepared, trained
 
 from spmdtrain.parallel import hlo
 from spmdtrain.parallel.axes import BATCH_AXES
-from spmdtrain.train import optimizers
+from spmdtrain.train.learning_rates import learning_rate
 from spmdtrain.train.setup import init_state
 from spmdtrain.train.step import make_losses
 
@@ -185,7 +185,7 @@ def test_fsdp_parameters_rest_split_and_are_born_split():
 def test_each_step_has_its_own_learning_rate():
     _, state, metrics = trained(steps=STEPS)
     config = prepared().config
-    rates = [optimizers.learning_rate(config.optimizer, config.train.steps, step) for step in range(STEPS)]
+    rates = [learning_rate(config.optimizer, config.train.steps, step) for step in range(STEPS)]
     assert [float(out["learning_rate"]) for out in metrics] == [float(rate) for rate in rates]
     assert int(state.step) == STEPS
 

@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import prepared
+from helpers import prepared, trained
 
 from spmdtrain.config import AdamW, Sgd
-from spmdtrain.config.schema import Lion
+from spmdtrain.config.schema import Adafactor, Lamb, Lion, Muon
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train import optimizers
+from spmdtrain.train.learning_rates import learning_rate
+from spmdtrain.train.shipped_optimizers import BUILDERS, is_matrix, make_optimizer, shipped_rules
 from spmdtrain.train.step import make_step
 
 SHAPES = {
@@ -38,11 +40,6 @@ RULES = [
 ]
 
 
-def rules_of(config) -> optimizers.Rules:
-    choose = optimizers.make_optimizer(config)
-    return {path: choose(path, parameter) for path, parameter in SHAPES.items()}
-
-
 @pytest.mark.parametrize("config", RULES, ids=repr)
 def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
     params, mask = draw(0), {path: path in DECAYED for path in SHAPES}
@@ -52,13 +49,89 @@ def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
         "lion": lambda: optax.chain(optax.scale_by_lion(config.beta1, config.beta2), decay),
         "sgd": lambda: optax.chain(decay, optax.trace(config.momentum)),
     }[config.name]()
-    rules = rules_of(config)
+    rules = shipped_rules(config, SHAPES)
     state, want_state = optimizers.init(rules, SHAPES, params), reference.init(params)
     for step in range(3):
         got, state = optimizers.updates(rules, SHAPES, draw(step + 1), state, params)
         want, want_state = reference.update(draw(step + 1), want_state, params)
         for path in SHAPES:
             np.testing.assert_allclose(got[path], want[path], rtol=1e-6, atol=1e-6)
+
+
+def by_layer(reference, path: str, steps: int = 3) -> list[np.ndarray]:
+    """The updates that `reference(shape)` gives each layer of a stacked tensor on its own."""
+    found = []
+    for layer in range(SHAPES[path].shape[0]):
+        weights = draw(0)[path][layer]
+        rule = reference(weights.shape)
+        state = rule.init(weights)
+        for step in range(steps):
+            update, state = rule.update(draw(step + 1)[path][layer], state, weights)
+        found.append(np.asarray(update))
+    return found
+
+
+def updates_of(config, steps: int = 3) -> dict[str, jax.Array]:
+    rules = shipped_rules(config, SHAPES)
+    state = optimizers.init(rules, SHAPES, draw(0))
+    for step in range(steps):
+        found, state = optimizers.updates(rules, SHAPES, draw(step + 1), state, draw(0))
+    return found
+
+
+def test_adafactor_is_that_of_optax_layer_by_layer():
+    """With the learning rate and the sign left out, and no factors: its tensors are small."""
+    reference = lambda _: optax.adafactor(1.0, weight_decay_rate=0.3)  # noqa: E731
+    got = updates_of(Adafactor(weight_decay=0.3))["blocks.layer.up"]
+    for ours, theirs in zip(got, by_layer(reference, "blocks.layer.up"), strict=True):
+        np.testing.assert_allclose(ours, -theirs, rtol=1e-5)
+
+
+def test_adafactor_keeps_a_row_and_a_column_of_a_large_matrix():
+    shapes = {"w": Parameter((2, 256, 384), ("layer", "embed", "ffn"))}
+    rules = shipped_rules(Adafactor(), shapes)
+    state = jax.eval_shape(lambda w: optimizers.init(rules, shapes, {"w": w}), jnp.zeros((2, 256, 384)))
+    sizes = sorted(leaf.size for leaf in jax.tree.leaves(state))
+    assert sizes[-2:] == [2 * 256, 2 * 384] and sum(sizes[:-2]) <= 8
+
+
+def test_lamb_is_that_of_optax_for_matrices_layer_by_layer_and_adamw_for_the_rest():
+    config = Lamb(weight_decay=0.3)
+    got = updates_of(config)
+    reference = lambda _: optax.lamb(1.0, config.beta1, config.beta2, config.epsilon, weight_decay=0.3)  # noqa: E731
+    for ours, theirs in zip(got["blocks.layer.up"], by_layer(reference, "blocks.layer.up"), strict=True):
+        np.testing.assert_allclose(ours, -theirs, rtol=1e-5)
+    adamw = updates_of(AdamW(beta2=config.beta2, epsilon=config.epsilon))
+    for path in ("blocks.layer.up_bias", "blocks.layer.scale"):
+        np.testing.assert_allclose(got[path], adamw[path], rtol=1e-6)
+
+
+def test_muon_orthogonalises_matrices_of_layers_and_is_adamw_for_the_rest():
+    got = updates_of(Muon(weight_decay=0.3))
+    adamw = updates_of(AdamW(weight_decay=0.3))
+    for path in ("blocks.layer.up_bias", "blocks.layer.scale", "tokens.table"):
+        np.testing.assert_allclose(got[path], adamw[path], rtol=1e-6)
+    plain = updates_of(Muon())["blocks.layer.up"]
+    for layer in range(3):
+        decayed = plain[layer] + 0.3 * draw(0)["blocks.layer.up"][layer]
+        np.testing.assert_allclose(got["blocks.layer.up"][layer], decayed, rtol=1e-5, atol=1e-6)
+        singular = np.linalg.svd(plain[layer], compute_uv=False) / (0.2 * 5**0.5)
+        assert (singular > 0.5).all() and (singular < 1.5).all(), singular
+
+
+def test_muon_takes_a_tensor_of_more_dims_as_the_matrix_from_the_stream_to_the_rest():
+    axes = ("layer", "kv_heads", None, "embed")
+    tensor = {"out": Parameter((2, 2, 3, 4), axes)}
+    matrix = {"out": Parameter((2, 6, 4), ("layer", "ffn", "embed"))}
+    gradient = jax.random.normal(jax.random.key(0), (2, 6, 4))
+
+    def update(shapes):
+        rules = shipped_rules(Muon(), shapes)
+        given = {"out": gradient.reshape(shapes["out"].shape)}
+        found, _ = optimizers.updates(rules, shapes, given, optimizers.init(rules, shapes, given), given)
+        return found["out"].reshape(2, 6, 4)
+
+    np.testing.assert_allclose(update(tensor), update(matrix), rtol=1e-5, atol=1e-6)
 
 
 def test_a_layerwise_rule_sees_one_layers_tensor():
@@ -86,9 +159,9 @@ def test_a_layerwise_rule_sees_one_layers_tensor():
 
 
 def test_only_matrices_decay():
-    assert {path for path, p in SHAPES.items() if optimizers.decays(path, p)} == DECAYED
+    assert {path for path, p in SHAPES.items() if is_matrix(path, p)} == DECAYED
     real = prepared().model.parameters
-    kept = {path for path, p in real.items() if not optimizers.decays(path, p)}
+    kept = {path for path, p in real.items() if not is_matrix(path, p)}
     assert kept == {path for path in real if "norm" in path or "bias" in path}
 
 
@@ -97,10 +170,25 @@ def test_only_matrices_decay():
 )
 def test_the_learning_rate_rises_over_the_warmup_and_ends_at_the_final_rate(schedule, middle, last):
     config = AdamW(learning_rate=1.0, final_learning_rate=0.2, schedule=schedule, warmup=10)
-    rate = lambda step: float(optimizers.learning_rate(config, 111, jnp.int32(step)))  # noqa: E731
+    rate = lambda step: float(learning_rate(config, 111, jnp.int32(step)))  # noqa: E731
     assert 0 < rate(0) < rate(5) < rate(9) < rate(10) == 1.0
     assert rate(60) == pytest.approx(middle, abs=1e-6)
     assert rate(110) == pytest.approx(last, abs=1e-6)
+
+
+def test_wsd_stays_and_falls_in_the_last_steps():
+    config = AdamW(learning_rate=1.0, final_learning_rate=0.2, schedule="wsd", warmup=10, decay_share=0.3)
+    rate = lambda step: float(learning_rate(config, 101, jnp.int32(step)))  # noqa: E731
+    assert rate(0) == pytest.approx(1 / 11)
+    assert rate(10) == rate(40) == rate(70) == 1.0
+    assert rate(71) < 1.0
+    assert rate(85) == pytest.approx(0.6, abs=1e-6)
+    assert rate(100) == pytest.approx(0.2, abs=1e-6)
+
+
+def test_a_share_that_no_schedule_reads_is_refused():
+    with pytest.raises(ValueError, match="decay_share is of schedule 'wsd', not of 'cosine'"):
+        AdamW(decay_share=0.3)
 
 
 def test_clipping_scales_all_gradients_by_one_factor_to_the_global_norm():
@@ -120,19 +208,21 @@ def leaves_of(tree) -> list[tuple[str, tuple, str]]:
     return [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in named]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
-def test_the_state_has_the_same_leaves_whatever_the_values(name):
+@pytest.mark.parametrize("kind", BUILDERS, ids=lambda kind: kind.__name__)
+def test_the_state_has_the_same_leaves_whatever_the_values(kind):
     """A run goes on with another decay, momentum or epsilon: what it kept is found again by name."""
-    rules = [config for config in RULES if config.name == name]
-    states = [leaves_of(optimizers.init(rules_of(config), SHAPES, draw(0))) for config in rules]
+    configs = [kind(), kind(weight_decay=0.3)]
+    if "momentum" in kind.model_fields:
+        configs.append(kind(momentum=0.0))
+    states = [leaves_of(optimizers.init(shipped_rules(config, SHAPES), SHAPES, draw(0))) for config in configs]
     assert states[0] and all(state == states[0] for state in states)
 
 
-@pytest.mark.parametrize("config", [AdamW(), Lion(), Sgd()], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [kind() for kind in BUILDERS], ids=lambda config: config.name)
 def test_the_settings_say_how_many_moments_there_are(config):
     """The planner counts by them: elements of the state for an element of a large parameter."""
     shapes = {"w": Parameter((1000, 1000), ("embed", "ffn"))}
-    choose = optimizers.make_optimizer(config)
+    choose = make_optimizer(config)
     rules = {"w": choose("w", shapes["w"])}
     state = jax.eval_shape(lambda w: optimizers.init(rules, shapes, {"w": w}), jnp.zeros((1000, 1000)))
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) // 1000**2 == config.moments
@@ -164,3 +254,15 @@ def test_the_norm_of_narrow_gradients_is_as_exact_as_of_wide_ones():
     assert float(norm) == pytest.approx(exact, rel=1e-6)
     after = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in clipped.values()))
     assert after == pytest.approx(1.0, rel=1e-3), "but for the rounding of each gradient"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
+def test_a_layerwise_optimizer_is_the_same_on_one_device_and_split_in_every_way(name):
+    """Their updates depend on whole tensors of one layer: on stacks, and on parts, they would be others."""
+    numbers = (f"optimizer.name={name}", "optimizer.weight_decay=0.1", "model.layers=2")
+    split = ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=2", "pipeline.chunks=1")
+    want = trained(*numbers, steps=4)[0]
+    got = trained(*numbers, *split, steps=4)[0]
+    assert want[-1] < want[0]
+    np.testing.assert_allclose(got, want, rtol=1e-6)

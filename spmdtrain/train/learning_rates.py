@@ -1,0 +1,62 @@
+"""The learning rate of each step: a schedule of one's own, or what the settings say."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import OptimizerConfig, RunConfig
+
+Schedule = Callable[[jax.Array], Any]  # 0-based step -> learning rate
+
+
+def make_schedule(config: RunConfig, schedule: Schedule | None) -> Schedule:
+    """Learning rate of a 0-based step, a float32 scalar: `schedule`, or what the settings say."""
+    if schedule is None:
+        return partial(learning_rate, config.optimizer, config.train.steps)
+    takes = "a function of the step in jax.numpy, such as optax.warmup_constant_schedule(0, 1e-3, 100)"
+    if not callable(schedule):
+        raise ConfigError(f"schedule={schedule!r:.80} is no schedule", fix=takes)
+
+    def rate(step: jax.Array) -> jax.Array:
+        return jnp.asarray(schedule(step), jnp.float32)
+
+    try:
+        shape = jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32)).shape
+    except jax.errors.ConcretizationTypeError:
+        what = "schedule= asks for the value of the step while the step is compiled"
+        raise ConfigError(what, fix=f"jnp.where instead of if: {takes}") from None
+    if shape:
+        raise ConfigError(f"schedule= gives an array of shape {shape}, not one rate", fix=takes)
+    return rate
+
+
+def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.Array:
+    """Learning rate of the 0-based `step` of `steps`, a float32 scalar.
+
+    While warming up it is (step + 1) / (warmup + 1) of the peak; at the last step it is the final
+    one (unless it is constant).
+    """
+    peak = config.learning_rate
+    final = config.final_learning_rate
+    warmup = config.warmup
+    if config.schedule == "constant":
+        falling = peak
+    else:
+        begin = warmup
+        if config.schedule == "wsd":
+            begin = max(warmup, steps - math.ceil(config.falling_share * steps))
+        share = jnp.clip((step - begin) / max(steps - 1 - begin, 1), 0, 1)
+        falling = final + (peak - final) * _height(config.schedule, share)
+    return jnp.where(step < warmup, peak * (step + 1) / (warmup + 1), falling).astype(jnp.float32)
+
+
+def _height(schedule: str, share: jax.Array) -> jax.Array:
+    """How far above the final rate, from 1 to 0, when `share` of the way has gone."""
+    if schedule == "cosine":
+        return 0.5 * (1 + jnp.cos(jnp.pi * share))
+    return 1 - share
