@@ -72,3 +72,12 @@ def test_the_step_that_is_compared_with_torch_runs_without_it(tmp_path):
     assert result[0]["ours"]["losses"][0] > 3 and result[0]["ours"]["mfu"] is None
     there = importlib.util.find_spec("torch") is not None
     assert ("theirs" in result[0]) == there == ("torch is not installed" not in shown)
+
+
+def test_the_contenders_of_the_tokenizing_benchmark_make_the_same_tokens(tmp_path):
+    out = tmp_path / "tokenizing.json"
+    size = ("--rounds", "1", "--megabytes", "0.3", "--vocab", "400")
+    result, shown = ran(["benchmarks/tokenizing.py", *size, "--json", str(out)], out)
+    assert result["ratio"]["encode_batch"] == 1
+    assert set(result["ratio"]) == {"encode_batch", "encode_batch_fast", "prepare, 1 worker", "prepare, 2 workers"}
+    assert "MB/s and core" in shown

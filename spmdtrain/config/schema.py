@@ -418,6 +418,9 @@ class DataConfig(Settings):
         "documents: segments, positions reset, no loss across | "
         "best_fit: the same, and no document is cut that fits into a sequence; the rest is padding",
     )
+    read_ahead: Count = Field(
+        4, description="batches made ahead of the step, which a disk may then keep waiting"
+    )
 
     @model_validator(mode="before")
     @classmethod

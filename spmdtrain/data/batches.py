@@ -141,6 +141,8 @@ class TrainStream:
         indices = np.asarray(indices, np.int64)
         assert len(indices) and indices.min() >= 0
         starts = self.starts(indices)
+        for start in starts.tolist():
+            self._corpus.will_need(start, start + self._length + 1)
         windows = [self._corpus.read(start, start + self._length + 1) for start in starts.tolist()]
         rows = np.stack(windows)
         counts = [self._corpus.counts(at + 1, at + self._length + 1) for at in starts.tolist()]
@@ -175,6 +177,9 @@ class EvalWindows:
         starts = self._span.start + indices * self._length
         rows = np.zeros((len(indices), self._length + 1), np.int32)
         mask = np.zeros((len(indices), self._length), np.float32)
+        for start in starts.tolist():
+            stop = min(start + self._length + 1, self._span.stop)
+            self._corpus.will_need(start, stop)
         for row, start in enumerate(starts.tolist()):
             stop = min(start + self._length + 1, self._span.stop)
             if stop - start >= 2:  # at least one input and its target

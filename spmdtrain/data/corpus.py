@@ -6,6 +6,7 @@ start.
 
 import hashlib
 import math
+import mmap
 import os
 import sysconfig
 from bisect import bisect_right
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,7 +72,8 @@ class Corpus:
     tokenizer: Tokenizer | None  # None: the ids mean no text
     fingerprint: str  # hex; changes with content and tokenizer
     entropy: float | None = None  # nats per token that no model can beat, where it is known
-    files: tuple[tuple[int, str], ...] = ()  # (first offset, path) of mapped files, for messages
+    files: tuple[tuple[int, str], ...] = ()  # (first offset, path) of the files, for messages
+    mappings: tuple["Mapping", ...] = ()  # of the files, in their order, where they are mapped
     loss: "np.ndarray | Concatenated | None" = None  # [tokens] uint8, 1: counts; None: all count
     end_of_text: int | None = None  # the id that ends each document, where one does
     has_documents: bool = True  # whether `document_starts` are known
@@ -87,6 +90,17 @@ class Corpus:
             first = int(outside.argmax())
             self._refuse(start + first, int(ids[first]))
         return ids.astype(np.int32)
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Have the kernel read the tokens at the offsets start to stop - 1, and do not wait.
+
+        Who is about to read many windows says so of all of them first. A disk then reads them side
+        by side, and not each when the one before has come.
+        """
+        index = bisect_right(self.mappings, start, key=lambda mapping: mapping.first) - 1
+        while 0 <= index < len(self.mappings) and self.mappings[index].first < stop:
+            self.mappings[index].will_need(start, stop)
+            index += 1
 
     def counts(self, start: int, stop: int) -> np.ndarray:
         """Return which tokens at the offsets start to stop - 1 count as targets, float32 0 or 1."""
@@ -108,6 +122,21 @@ class Corpus:
             f"{path}: id {token} at token offset {offset - first} "
             f"is beyond its vocabulary of {self.vocab}"
         )
+
+
+class Mapping(NamedTuple):
+    """A file of tokens that is mapped, the first of which stands at the offset `first`."""
+
+    first: int
+    itemsize: int  # bytes of a token
+    content: mmap.mmap
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Have the kernel read what lies here of the tokens start to stop - 1 of the corpus."""
+        begin = max(start - self.first, 0) * self.itemsize
+        end = min((stop - self.first) * self.itemsize, len(self.content))
+        begin -= begin % mmap.PAGESIZE
+        self.content.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
 
 class Concatenated:
@@ -320,9 +349,12 @@ def token_corpus(
     offsets = tokens.bounds[:-1]  # at which each file starts
     documents = []
     files = []
+    mappings = []
     for offset, source in zip(offsets, sources, strict=True):
         documents.append(offset + source.document_starts)
         files.append((offset, source.path))
+        if mapped:
+            mappings.append(Mapping(offset, source.dtype.itemsize, source.mapping))
     fingerprints = " ".join(source.fingerprint for source in sources)
     if validating:
         fingerprints += f" {num_training}"
@@ -333,6 +365,7 @@ def token_corpus(
         tokenizer=from_spec(spec) if spec else None,
         fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
         files=tuple(files),
+        mappings=tuple(mappings),
         loss=loss,
         end_of_text=ends.pop() if len(ends) == 1 else None,
         has_documents=all(source.has_documents for source in sources),

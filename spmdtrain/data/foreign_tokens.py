@@ -12,6 +12,7 @@ Neither says how many ids there are, nor what they mean, so a run has to: by `mo
 """
 
 import hashlib
+import mmap
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.tokens import Unmapped
+from spmdtrain.data.tokens import Unmapped, map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -55,8 +56,12 @@ class ForeignTokens:
         return np.zeros(1, np.int64) if self.starts is None else self.starts
 
     @cached_property
+    def mapping(self) -> mmap.mmap:
+        return map_file(self.path)
+
+    @cached_property
     def tokens(self) -> np.ndarray:
-        return np.asarray(np.memmap(self.path, self.dtype, mode="r"))
+        return np.frombuffer(self.mapping, self.dtype)
 
     @property
     def unmapped(self) -> Unmapped:

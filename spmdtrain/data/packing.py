@@ -148,19 +148,26 @@ class PackedWindows:
             "segment_ids": np.zeros(shape, np.int32),
             "positions": np.zeros(shape, np.int32),
         }
-        for row, window in enumerate(np.asarray(indices).tolist()):
-            self._fill(batch, row, window)
+        windows = [self._pieces(window) for window in np.asarray(indices).tolist()]
+        for pieces in windows:
+            for start, size in pieces:
+                self._corpus.will_need(start, start + size + 1)
+        for row, pieces in enumerate(windows):
+            self._fill(batch, row, pieces)
         return batch
 
-    def _fill(self, batch: Batch, row: int, window: int) -> None:
-        plan = self._plan
-        pieces = range(0)
-        if window < plan.windows:
-            pieces = range(int(plan.bounds[window]), int(plan.bounds[window + 1]))
+    def _pieces(self, window: int) -> list[tuple[int, int]]:
+        """Return (offset of the first token, positions) of each piece in a window."""
+        if window >= self._plan.windows:
+            return []
+        inside = slice(*self._plan.bounds[window : window + 2].tolist())
+        starts = self._plan.starts[inside].tolist()
+        sizes = self._plan.sizes[inside].tolist()
+        return list(zip(starts, sizes, strict=True))
+
+    def _fill(self, batch: Batch, row: int, pieces: list[tuple[int, int]]) -> None:
         at = 0
-        for segment, piece in enumerate(pieces):
-            start = int(plan.starts[piece])
-            size = int(plan.sizes[piece])
+        for segment, (start, size) in enumerate(pieces):
             ids = self._corpus.read(start, start + size + 1)
             place = slice(at, at + size)
             batch["tokens"][row, place] = ids[:-1]

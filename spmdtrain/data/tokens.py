@@ -16,6 +16,7 @@ are not a token file.
 
 import hashlib
 import json
+import mmap
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,12 @@ def loss_path(path: str | Path) -> Path:
     return token_paths(path)[0].with_suffix(".loss")
 
 
+def map_file(path: str | Path) -> mmap.mmap:
+    """Map a file to be read."""
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 @dataclass(frozen=True)
 class TokenSource:
     """A token file whose sizes fit its sidecar. Its content is read only when asked for."""
@@ -86,11 +93,19 @@ class TokenSource:
         parts.append(tokenizer_fingerprint(self.tokenizer_spec))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.sidecar["dtype"]]
+
+    @cached_property
+    def mapping(self) -> mmap.mmap:
+        """The .bin, mapped."""
+        return map_file(self.path)
+
     @cached_property
     def tokens(self) -> np.ndarray:
         """The ids [tokens], mapped from the file."""
-        # asarray: a plain view, because slicing a np.memmap itself costs several times as much.
-        return np.asarray(np.memmap(self.path, DTYPES[self.sidecar["dtype"]], mode="r"))
+        return np.frombuffer(self.mapping, self.dtype)
 
     @cached_property
     def loss(self) -> np.ndarray:
@@ -107,7 +122,7 @@ class TokenSource:
     @property
     def unmapped(self) -> "Unmapped":
         """The same as `tokens`, but with no file held open between two slices."""
-        return Unmapped(self.path, DTYPES[self.sidecar["dtype"]], self.sidecar["tokens"])
+        return Unmapped(self.path, self.dtype, self.sidecar["tokens"])
 
     @property
     def unmapped_loss(self) -> "np.ndarray | Unmapped":

@@ -226,7 +226,7 @@ def batches(setup: Setup, data: Data, step: int, sample: int) -> ReadAhead:
         ids = sample + batch_ids(at - step, config.train.global_batch)
         return to_devices(samples, ids, setup.batch_shape, setup.mesh, setup.rules)
 
-    return ReadAhead(make, step)
+    return ReadAhead(make, step, config.data.read_ahead)
 
 
 def lower_step(setup: Setup) -> jax.stages.Lowered:

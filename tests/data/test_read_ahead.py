@@ -33,6 +33,30 @@ def test_it_reads_ahead_by_its_depth_and_no_further():
         assert made == [0, 1, 2]
 
 
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_disk_that_hangs_stalls_no_step_before_what_was_read_ahead_is_used_up(depth):
+    """It hangs once, after 5 batches, and comes back when the steps have taken all that there is."""
+    hangs, comes_back, made = threading.Event(), threading.Event(), []
+
+    def make(step):
+        if step == 5 + depth:
+            hangs.set()
+            assert comes_back.wait(SECONDS)
+        made.append(step)
+        return step
+
+    with ReadAhead(make, step=0, depth=depth) as batches:
+        assert [next(batches) for _ in range(5)] == list(range(5))
+        while len(made) < 5 + depth:
+            assert not threading.Event().wait(0.001)
+        next_ones = [next(batches)]
+        assert hangs.wait(SECONDS)
+        next_ones += [next(batches) for _ in range(depth - 1)]  # while it hangs
+        assert next_ones == list(range(5, 5 + depth)) and not comes_back.is_set()
+        comes_back.set()
+        assert next(batches) == 5 + depth
+
+
 def test_an_error_is_raised_at_its_step_with_the_traceback_of_the_thread():
     def read_the_disk(step):
         if step == 3:

@@ -1,6 +1,8 @@
 import contextlib
+import dataclasses
 import hashlib
 import json
+import mmap
 import os
 import resource
 import shutil
@@ -11,8 +13,9 @@ import pytest
 
 from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.schema import DataConfig
-from spmdtrain.data.batches import Range, TrainStream
-from spmdtrain.data.corpus import MOST_MAPPED, Concatenated, Corpus, open_corpus, token_corpus
+from spmdtrain.data.batches import EvalWindows, Range, TrainStream
+from spmdtrain.data.corpus import MOST_MAPPED, Concatenated, Corpus, Mapping, open_corpus, token_corpus
+from spmdtrain.data.packing import PackedWindows
 from spmdtrain.data.token_writer import write_tokens
 from spmdtrain.data.tokenizer import open_tokenizer
 from spmdtrain.data.tokens import open_tokens, storage_dtype
@@ -197,6 +200,67 @@ def test_one_of_many_files_that_goes_while_it_is_in_use_is_named(damage, said, m
     assert corpus.read(0, 3 * 37).tolist() == [0] * 37 + [1] * 37 + [2] * 37
     with pytest.raises(DataError, match=rf"many0003\.bin.*{said}|{said}.*many0003\.bin"):
         corpus.read(4 * 37 - 5, 4 * 37)
+
+
+@pytest.mark.parametrize("kind", ["train", "eval", "packed"])
+def test_the_disk_is_told_of_all_windows_of_a_batch_before_the_first_is_read(kind, tmp_path, monkeypatch):
+    for name in "ab":
+        write_tokens(tmp_path / name, [name * 5000] * 4, open_tokenizer("bytes"))
+    corpus = token_corpus([str(tmp_path / "*.bin")])
+    span = Range(0, len(corpus.tokens))
+    told = np.zeros(span.size, bool)
+    reading = []
+    will_need, read = Corpus.will_need, Corpus.read
+
+    def note_told(self, start, stop):
+        assert not reading, "a window is told of after another was read"
+        told[start:stop] = True
+        will_need(self, start, stop)
+
+    def note_read(self, start, stop):
+        assert told[start:stop].all()
+        reading.append(start)
+        return read(self, start, stop)
+
+    monkeypatch.setattr(Corpus, "will_need", note_told)
+    monkeypatch.setattr(Corpus, "read", note_read)
+    windows = {
+        "train": TrainStream(corpus, span, 900, seed=0, shuffle=True),
+        "eval": EvalWindows(corpus, span, 900),
+        "packed": PackedWindows(corpus, span, 900),
+    }[kind]
+    windows.samples(np.arange(43))
+    assert len(reading) >= 43
+
+
+def test_the_kernel_is_told_of_whole_pages_of_the_files_that_tokens_lie_in(tmp_path):
+    for name in "ab":
+        write_tokens(tmp_path / name, [name * 5000], open_tokenizer("bytes"))
+    corpus = token_corpus([str(tmp_path / "*.bin")])
+    told = []
+
+    class Content:
+        def __init__(self, name):
+            self.name = name
+
+        def __len__(self):
+            return 10_000
+
+        def madvise(self, _, begin, size):
+            told.append((self.name, begin, size))
+
+    mappings = tuple(
+        Mapping(each.first, each.itemsize, Content(n)) for each, n in zip(corpus.mappings, "ab", strict=True)
+    )
+    corpus = dataclasses.replace(corpus, mappings=mappings)
+    page = mmap.PAGESIZE
+    corpus.will_need(0, 10)
+    corpus.will_need(page, page + 1)
+    corpus.will_need(4990, 5010)
+    corpus.will_need(9990, 9999)
+    begin = 9980 - 9980 % page
+    assert told[:2] == [("a", 0, 20), ("a", 2 * page, 2)] if 2 * page < 10_000 else told[:1] == [("a", 0, 20)]
+    assert told[-3:] == [("a", begin, 10_000 - begin), ("b", 0, 20), ("b", begin, 9998 - begin)]
 
 
 class Watched(list):
