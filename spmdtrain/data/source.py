@@ -75,6 +75,11 @@ class CorpusData:
         """The specification of the tokenizer; None where ids mean no text."""
         return self.corpus.tokenizer and self.corpus.tokenizer.spec()
 
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that ends each document; None where none does."""
+        return self.corpus.end_of_text
+
     def train_samples(self, config: RunConfig) -> Samples:
         length = config.train.sequence_length
         order = {"seed": config.train.seed, "shuffle": config.data.shuffle}
@@ -115,6 +120,12 @@ class MixtureData:
     @property
     def tokenizer(self) -> dict | None:
         return self.sources[0].tokenizer
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that ends each document of every source."""
+        ends = {source.end_of_text for source in self.sources}
+        return ends.pop() if len(ends) == 1 else None
 
     def train_samples(self, config: RunConfig) -> Samples:
         """Each source is read in an order of its own, endlessly, whatever the others' sizes."""
@@ -169,6 +180,7 @@ class SourceData:
     source: Source
     fingerprint: str
     tokenizer: None = None
+    end_of_text: None = None
 
     def train_samples(self, config: RunConfig) -> Samples:
         return lambda indices: _read(self.source.tokens, config, indices)

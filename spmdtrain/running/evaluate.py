@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.data.batches import EvalWindows, Range, batch_ids
+from spmdtrain.data.batches import Range, batch_ids
 from spmdtrain.data.corpus import Corpus, token_corpus
 from spmdtrain.data.documents import find_inputs, texts_in
-from spmdtrain.data.source import EvalSet, Windows, open_data
+from spmdtrain.data.source import CorpusData, EvalSet, Windows, open_data
 from spmdtrain.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_fingerprint
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.opened import OF_DEVICES, OpenedRun, open_run
@@ -81,8 +81,7 @@ def _eval_sets(opened: OpenedRun, paths: Sequence[str], field: str) -> list[Eval
         return data.eval_sets(config)
     corpus = _corpus_of(opened, paths, field)
     every = Range(0, len(corpus.tokens))
-    length = config.train.sequence_length
-    return [EvalSet("", 1.0, EvalWindows(corpus, every, length, packing=config.data.packing))]
+    return CorpusData(corpus, train=Range(0, 0), validation=every).eval_sets(config)
 
 
 def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
@@ -101,13 +100,18 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
     if len(are_tokens) > 1:
         raise ConfigError("token files and texts cannot be evaluated together", fix="one kind")
     encoded = [opened.tokenizer.encode(text) for text in texts_in(files, field)]
-    documents = [ids for ids in encoded if len(ids)]
+    documents = [_ended(ids, opened.end_of_text) for ids in encoded if len(ids)]
     if not documents:
         raise DataError("the files hold no text", found=", ".join(files[:5]))
     tokens = np.concatenate(documents)
     starts = np.cumsum([0, *map(len, documents[:-1])])
     vocab = opened.config.model.vocab
     return Corpus(tokens, starts.astype(np.int64), vocab, opened.tokenizer, fingerprint="")
+
+
+def _ended(ids: np.ndarray, end: int | None) -> np.ndarray:
+    """A document as the run was trained on it: with the token behind it that ends it."""
+    return ids if end is None else np.append(ids, end)
 
 
 def _predicted(opened: OpenedRun, windows: Windows) -> tuple[float, float, int]:
@@ -128,7 +132,8 @@ def _predicted(opened: OpenedRun, windows: Windows) -> tuple[float, float, int]:
         tokens += float(count)
         if tokenizer is not None:
             rows = windows.samples(ids)
-            size += _bytes(tokenizer, rows["targets"], rows["mask"])
+            is_text = rows["targets"] != opened.end_of_text
+            size += _bytes(tokenizer, rows["targets"], rows["mask"] * is_text)
     return nats, tokens, size
 
 

@@ -20,11 +20,12 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def config_document(setup: Setup, data: Data) -> dict[str, Any]:
-    """RUN/config.json: every setting with its origin, the data's fingerprint, the tokenizer, and
-    which code the model is made of."""
+    """RUN/config.json: every setting with its origin, the data's fingerprint, the tokenizer, the
+    id that ends its documents, and which code the model is made of."""
     return resolved(setup.config) | {
         "corpus": data.fingerprint,
         "tokenizer": data.tokenizer,
+        "end_of_text": data.end_of_text,
         "model_code": code_of(setup),
     }
 

@@ -33,6 +33,7 @@ class OpenedRun:
     setup: Setup
     params: dict[str, jax.Array]
     tokenizer_spec: dict | None
+    end_of_text: int | None = None  # the id that ends each document of its data
 
     @property
     def config(self) -> RunConfig:
@@ -81,7 +82,8 @@ def open_run(
         at = chosen_step(checkpoints, run, step)
         params, meta = checkpoints.restore_params(at, setup.state.params)
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
-    return OpenedRun(run, at, setup, params, saved.get("tokenizer"))
+    end = saved.get("end_of_text")
+    return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end)
 
 
 def _check_overrides(overrides: Sequence[str], settable: Sequence[str]) -> None:

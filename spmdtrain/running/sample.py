@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.tokenizer import Tokenizer, end_of_text
+from spmdtrain.data.tokenizer import Tokenizer
 from spmdtrain.models.abstract import cast, make_gather, matmuls
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
@@ -24,7 +24,7 @@ from spmdtrain.models.sampling import choose
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.vocabulary import make_lookup
-from spmdtrain.running.opened import open_run
+from spmdtrain.running.opened import OpenedRun, open_run
 from spmdtrain.train.setup import Setup
 
 LONGEST = 200  # tokens, where nobody asked for a number
@@ -78,7 +78,7 @@ def generate(
     length = _length(setup.config, prompts, length)
     end = None
     if END_OF_TEXT in stop:
-        end = _end_of_text(tokenizer, opened.tokenizer_spec, setup.config.model.vocab)
+        end = _end_of_text(opened)
     make_ids = make_generate(setup, length, choice, end)
     made = make_ids(opened.params, prompts, jax.random.key(seed))
     if not texts:
@@ -310,13 +310,12 @@ def _ended(
     return text[: min(places, default=len(text))]
 
 
-def _end_of_text(tokenizer: Tokenizer, spec: dict, vocab: int) -> int:
-    """The id of the token that ends a document."""
-    _, found = end_of_text(tokenizer, "auto", spec.get("path", ""))
-    if found is None or found >= vocab:
+def _end_of_text(opened: OpenedRun) -> int:
+    """The id of the token that ended the documents that a run was trained on."""
+    if opened.end_of_text is None:
         what = "the run was trained without a token that ends a text"
         raise ConfigError(what, fix="--stop with a text")
-    return found
+    return opened.end_of_text
 
 
 def _refuse_pipeline(mesh: Mesh) -> None:

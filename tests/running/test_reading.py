@@ -116,6 +116,22 @@ def test_the_token_that_ends_a_document_ends_a_text(here, monkeypatch, capsys):
     del here
 
 
+def test_a_run_knows_what_ends_its_documents_and_is_evaluated_on_texts_that_end_so(tmp_path, monkeypatch):
+    """Of texts and of the token file that is made of them alike; the token that ends a text has no bytes."""
+    from spmdtrain.running import sample
+
+    monkeypatch.chdir(tmp_path)
+    Path("ab.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["ab" * 20, "é" * 9] * 4))
+    assert main(["data", "prepare", "ab.jsonl", "--out", "ab", "--end-of-text", "\n"]) == 0
+    data = ("data.corpus=tokens", "data.path=ab.bin", "model.vocab=none", "data.validation_fraction=0")
+    st.run(tiny(*SMALL, *data, "train.steps=1", "optimizer.warmup=0"), "run", devices=jax.devices()[:1])
+    opened = st.open_run("run")
+    assert opened.end_of_text == sample._end_of_text(opened) == ord("\n")
+    found = st.evaluate("run", ["ab.jsonl"])
+    assert found == st.evaluate("run", ["ab.bin"])
+    assert (found["tokens"], found["bytes"]) == (4 * (41 + 19) - 1, 4 * (40 + 18) - 1)
+
+
 def test_token_files_of_another_tokenizer_are_refused(here):
     del here
     assert main(["data", "prepare", "times.txt", "--out", "bytes"]) == 0
