@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.attention import cudnn, hopper, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, prepare
 from pallas_kernels.choose import INTERPRET, choose
+from pallas_kernels.counting import is_counted, marked, seen_pairs
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "mosaic": hopper, "triton": triton, "cudnn": cudnn}
@@ -67,6 +68,8 @@ def attention(  # noqa: PLR0913 - the question has as many parts
       ValueError: the arguments do not fit together.
       Refused: the named implementation cannot run this call, or none can.
     """
+    if is_counted():
+        return _mark(q, k, v, causal, window, return_lse)
     refuse_checked_vma("attention", q, k, v, bias)
     problem, inputs = prepare(
         q,
@@ -90,6 +93,17 @@ def attention(  # noqa: PLR0913 - the question has as many parts
         return cudnn.attend(problem, inputs)
     out, lse = _attend_compiled(problem, name, inputs)
     return (out, lse) if return_lse else out
+
+
+def _mark(q, k, v, causal, window, return_lse):
+    """The mark of a call: two matmuls over the pairs of a query and a key that it sees."""
+    batch, queries, heads, dim = q.shape
+    pairs = seen_pairs(queries, k.shape[1], causal, window)
+    flops = 2.0 * batch * heads * pairs * (dim + v.shape[-1])
+    out = marked((batch, queries, heads, v.shape[-1]), q.dtype, flops)
+    if not return_lse:
+        return out
+    return out, jnp.zeros((batch, queries, heads), jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -87,9 +87,13 @@ class AbstractModel:
         state = nnx.from_flat_state([(path, held(path, variable)) for path, variable in self.variables])
         return nnx.merge(self.graphdef, gather(state) if gather else state)
 
+    def named_variables(self) -> list[tuple[str, nnx.Variable]]:
+        """The variables by dotted path, abstract, as the module has them: layers in order."""
+        return [(_dotted(path), variable) for path, variable in self.variables]
+
     def read_by(self, part: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> set[str]:
         """The parameters that `part(module, *arguments)` depends on. Traces it, with all parameters whole."""
-        values = {_dotted(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in self.variables}
+        values = {path: jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in self.named_variables()}
         run = lambda values, *arguments: part(self.bind(values), *arguments)  # noqa: E731
         jaxpr = jax.make_jaxpr(run)(values, *arguments).jaxpr
         _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

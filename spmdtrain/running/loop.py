@@ -20,6 +20,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import ReadAhead, batch_ids
 from spmdtrain.data.source import Data, Source, Tokens, Windows, open_data
 from spmdtrain.models.choose import MakeModel
+from spmdtrain.models.flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel import hlo
@@ -420,11 +421,20 @@ def is_due(every: int, step: int, last: bool) -> bool:
 
 def make_figures(setup: Setup) -> Callable[[dict[str, Any], float], dict[str, Any]]:
     """`figures(metrics, seconds)`: a step's line of metrics.jsonl."""
+    config = setup.config
     peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
     flops = None
-    if setup.make is Transformer:  # others' are not known
-        flops = train_flops_per_token(setup.config.model, setup.config.train.sequence_length)
-    return lambda metrics, seconds: step_figures(metrics, seconds, flops, setup.mesh.size, peak)
+    if setup.make is Transformer:
+        flops = train_flops_per_token(config.model, config.train.sequence_length)
+    elif peak:
+        flops = counted_flops_per_token(config, setup.model)
+
+    def figures(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+        held = summary.peak_bytes(setup.mesh)
+        found = step_figures(metrics, seconds, flops, setup.mesh.size, peak)
+        return found | {"memory_bytes": held}
+
+    return figures
 
 
 def _introduction(setup: Setup, data: Data) -> str:

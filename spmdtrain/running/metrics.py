@@ -1,9 +1,10 @@
 """The figures of a step, and when they are read.
 
 MFU (model FLOPs utilisation) is model FLOPs per token x tokens per second / (devices x peak). The
-model FLOPs are those of `models.size.train_flops_per_token`, which counts causal attention half and
-recomputation not at all. The peak is that of dense bfloat16 in pallas_kernels/gpus.py; on hardware
-that is not listed there MFU is null, never guessed.
+model FLOPs are those of `models.size.train_flops_per_token`, and of another model than the shipped
+one those that `models.flops` counts: causal attention half, recomputation not at all. The peak is
+that of dense bfloat16 in pallas_kernels/gpus.py; on hardware that is not listed there MFU is null,
+never guessed.
 """
 
 import time

@@ -2,7 +2,10 @@
 
 import os
 import sys
+from shutil import get_terminal_size
 from typing import Any
+
+WIDE = 120  # columns of a terminal that has room for a bar beside the figures
 
 
 class Progress:
@@ -43,13 +46,26 @@ class Progress:
         else:
             self._seconds = 0.9 * self._seconds + 0.1 * seconds
         left = duration(self._seconds * (self._total - step))
-        text = f"loss {figures['loss']:.4f}  {quantity(figures['tokens_per_second'])} tokens/s"
-        if figures["mfu"] is not None:
-            text += f"  mfu {figures['mfu']:.1%}"
+        text = _line(figures)
         if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=step, figures=f"{text}  eta {left}")
+            self._bar.update(self._bar.task_ids[0], completed=step, figures=f"eta {left}  {text}")
         elif due or step % self._every == 0:
             self.say(f"step {step}/{self._total}  {text}  {seconds:.3g} s/step  eta {left}")
+
+
+def _line(figures: dict[str, Any]) -> str:
+    """The figures of a step that a person follows; those that are not known are left out."""
+    parts = [
+        f"loss {figures['loss']:.4f}",
+        f"lr {figures['learning_rate']:.2e}",
+        f"norm {figures['grad_norm']:.3g}",
+        f"{quantity(figures['tokens_per_second'])} tokens/s",
+    ]
+    if figures["mfu"] is not None:
+        parts.append(f"mfu {figures['mfu']:.1%}")
+    if figures.get("memory_bytes") is not None:
+        parts.append(f"{figures['memory_bytes'] / 1e9:.1f} GB")
+    return "  ".join(parts)
 
 
 def tell(text: str) -> None:
@@ -79,11 +95,9 @@ def _bar(total: int, done: int):
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as RichProgress
 
-    bar = RichProgress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=30),
-        TextColumn("{task.fields[figures]}"),
-    )
+    columns = [TextColumn("step"), MofNCompleteColumn(), TextColumn("{task.fields[figures]}")]
+    if get_terminal_size().columns >= WIDE:
+        columns.insert(2, BarColumn(bar_width=20))
+    bar = RichProgress(*columns)
     bar.add_task("train", total=total, completed=done, figures="compiling")
     return bar

@@ -1,0 +1,60 @@
+"""FLOPs of our kernels for whoever counts those of a program that calls them.
+
+What a kernel computes cannot be read off its own program: an implementation may skip tiles, or
+compute some twice. Inside `counted()` a kernel is traced as a mark with its FLOPs instead, which
+counts like any other operation of the program, inside scans too. The values are zeros.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+MARK = "flops="
+_is_counted: ContextVar[bool] = ContextVar("counted", default=False)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """Inside, kernels are traced as marks."""
+    before = _is_counted.set(True)
+    try:
+        yield
+    finally:
+        _is_counted.reset(before)
+
+
+def is_counted() -> bool:
+    """Whether kernels are to be traced as marks."""
+    return _is_counted.get()
+
+
+def marked(shape: tuple[int, ...], dtype: jnp.dtype, flops: float) -> jax.Array:
+    """Zeros in the place of what a kernel of so many FLOPs would give."""
+    return checkpoint_name(jnp.zeros(shape, dtype), f"{MARK}{flops!r}")
+
+
+def flops_of_mark(name: str) -> float:
+    """FLOPs of an operation `name` with this name; 0 where it is no mark."""
+    return float(name.removeprefix(MARK)) if name.startswith(MARK) else 0.0
+
+
+def seen_pairs(
+    queries: int, keys: int, causal: bool, window: tuple[int | None, int | None] | None
+) -> float:
+    """Pairs of a query and a key that it sees, in one sequence without segments.
+
+    Causal attention without a window counts half of its square, as papers do.
+    """
+    left, right = window or (None, None)
+    if left is None and right is None:
+        return queries * (keys - queries / 2) if causal else float(queries * keys)
+    place = np.arange(queries) + keys - queries
+    last = place if causal else place + (keys if right is None else right)
+    first = np.zeros_like(place) if left is None else np.maximum(place - left, 0)
+    seen = np.minimum(last, keys - 1) - first + 1
+    return float(np.maximum(seen, 0).sum())

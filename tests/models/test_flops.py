@@ -1,0 +1,91 @@
+"""FLOPs counted in a model's program: the formula's on the shipped models, and right inside loops and kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import tiny
+
+from pallas_kernels.attention import attention
+from pallas_kernels.counting import counted, seen_pairs
+from spmdtrain.models.abstract import build_model
+from spmdtrain.models.flops import UncountableError, counted_flops_per_token, flops_of
+from spmdtrain.models.size import train_flops_per_token
+from spmdtrain.models.transformer import Transformer
+from spmdtrain.running import loop
+from spmdtrain.train.setup import shard
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("model.name=llama", "model.kv_heads=2"), ("model.layers=3", "model.tied=false", "model.head_dim=16")],
+)
+def test_the_shipped_models_have_the_flops_of_the_formula(settings):
+    config = tiny("model.vocab=64", *settings, "train.sequence_length=64")
+    want = train_flops_per_token(config.model, 64)
+    assert counted_flops_per_token(config, build_model(config)) == pytest.approx(want, rel=1e-6)
+
+
+class OwnAttention(nnx.Module):
+    """Plain attention: its square counts whole, as it is written."""
+
+    def __init__(self, config, rngs):
+        del config, rngs
+
+    def __call__(self, x_bte, ctx, cache):
+        del ctx
+        scores = jax.nn.softmax(jnp.einsum("bte,bse->bts", x_bte, x_bte))
+        return jnp.einsum("bts,bse->bte", scores, x_bte), cache
+
+
+def test_a_model_of_ones_own_counts_what_it_multiplies(monkeypatch):
+    def make(config, rngs):
+        return Transformer(config, rngs, attention=OwnAttention)
+
+    config = tiny("model.layers=2", "model.embed=32", "model.ffn=48", "train.sequence_length=16")
+    mlp = 2 * 32 * 48
+    squares = 2 * 16 * 32  # two matmuls of a token with all others
+    want = 3 * 2 * (2 * (mlp + squares) + 64 * 32)
+    setup = shard(config, make, jax.devices()[:1])
+    assert counted_flops_per_token(config, setup.model) == want
+    monkeypatch.setattr(loop, "peak_flops", lambda _: 1e12)
+    metrics = {"tokens": np.float32(1000), "loss": np.float32(1)}
+    assert loop.make_figures(setup)(metrics, 0.5)["mfu"] == pytest.approx(want * 2000 / 1e12)
+
+
+def test_a_convolution_a_branch_and_a_loop_of_unknown_length():
+    x = jnp.zeros((1, 8, 4))
+    w = jnp.zeros((3, 4, 6))
+    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))  # noqa: E731
+    assert flops_of(jax.make_jaxpr(conv)(x, w).jaxpr) == 2 * 8 * 6 * 3 * 4
+    m = jnp.zeros((4, 4))
+    branch = lambda m: jax.lax.cond(m[0, 0] > 0, lambda m: m @ m, lambda m: m @ m @ m, m)  # noqa: E731
+    assert flops_of(jax.make_jaxpr(branch)(m).jaxpr) == 2 * 2 * 64
+    loop = lambda m: jax.lax.while_loop(lambda m: m[0, 0] < 9, lambda m: m @ m, m)  # noqa: E731
+    with pytest.raises(UncountableError):
+        flops_of(jax.make_jaxpr(loop)(m).jaxpr)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(2, 0), (None, 1), (3, 2), (1, None)])
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (3, 7)])
+def test_pairs_of_a_window_are_those_that_a_mask_shows(queries, keys, causal, window):
+    place = np.arange(queries)[:, None] + keys - queries
+    key = np.arange(keys)
+    seen = np.ones((queries, keys), bool)
+    if causal:
+        seen &= key <= place
+    left, right = window
+    if left is not None:
+        seen &= key >= place - left
+    if right is not None:
+        seen &= key <= place + right
+    assert seen_pairs(queries, keys, causal, window) == seen.sum()
+
+
+def test_only_inside_is_a_kernel_a_mark():
+    q = jnp.ones((1, 4, 2, 8))
+    with counted():
+        assert not attention(q, q, q).any()
+    assert attention(q, q, q).any()
