@@ -3,6 +3,7 @@
 import argparse
 import gc
 import importlib
+import logging
 import os
 from pathlib import Path
 
@@ -18,6 +19,10 @@ def start_jax(parsed: argparse.Namespace) -> None:
     if parsed.simulate_devices is not None:
         processes.simulate_devices(parsed.simulate_devices)
     xla_flags.set_xla_flags()
+    if not has_nvidia_driver():
+        # jax's CUDA plugin may be there for `make cuda-compiler`. On a machine without GPU it logs
+        # a traceback over the libraries that it lacks.
+        logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_plugin_error)
     processes.start(parsed.coordinator, parsed.processes, parsed.process)
     _import_libraries()
     import jax
@@ -25,6 +30,15 @@ def start_jax(parsed: argparse.Namespace) -> None:
     if not jax.config.jax_compilation_cache_dir:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "spmdtrain" / "compiled"))
+
+
+def has_nvidia_driver() -> bool:
+    """Whether the kernel's side of NVIDIA's driver is there."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def _is_no_plugin_error(record: logging.LogRecord) -> bool:
+    return "plugin configuration error" not in str(record.msg)
 
 
 def _import_libraries() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spmdtrain.cli.devices import start_jax
 from spmdtrain.config import DONE, PREEMPTED, ConfigError, StorageError, UserError, load, to_toml
+from spmdtrain.parallel import peers
 
 
 def train(parsed: argparse.Namespace) -> int:
@@ -23,10 +24,12 @@ def train(parsed: argparse.Namespace) -> int:
 
         hardware(parsed.hardware)  # a typo is refused before devices are looked for
     start_jax(parsed)
+    from spmdtrain.running.interrupt import ended_by_sigint
     from spmdtrain.running.loop import run
 
-    prediction = _prediction(config, parsed.hardware)
-    outcome = run(config, directory, fresh=parsed.fresh, prediction=prediction)
+    with ended_by_sigint(lambda code: peers.leave(code, "failed interrupted")):
+        prediction = _prediction(config, parsed.hardware)
+        outcome = run(config, directory, fresh=parsed.fresh, prediction=prediction)
     return PREEMPTED if outcome.status == "preempted" else DONE
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from pallas_kernels import gpus
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.hardware import Hardware
+from spmdtrain.planner.hardware import Hardware, devices_per_host
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
@@ -49,15 +49,15 @@ def described_devices(device: Hardware, count: int) -> list[Any]:
     """`count` devices of that kind, host by host, that can be compiled for and not run."""
     from jax.experimental import topologies
 
-    per_host = min(count, device.per_host)
+    per_host = devices_per_host(count, device)
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=target(device), topology=f"1x{-(-count // per_host)}x{per_host}"
+            platform="cuda", target_config=target(device), topology=f"1x{count // per_host}x{per_host}"
         )
     except Exception as error:  # which one depends on what is missing
         raise ConfigError(
             f"cannot compile for {device.name} here: {str(error).splitlines()[0]}",
-            fix="pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm, "
+            fix="make cuda-compiler, or pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm, "
             "of the versions of the jax in use",
         ) from None
     return list(topology.devices)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.hardware import Hardware, described, swept
+from spmdtrain.planner.hardware import Hardware, described, devices_per_host, swept
 from spmdtrain.planner.memory import Memory, exact_state, step_memory
 from spmdtrain.planner.software import Software, software
 from spmdtrain.planner.step_time import StepTime, step_time
@@ -145,8 +145,7 @@ def mesh_sizes(config: RunConfig, devices: int | None, hardware: Hardware) -> di
             f"mesh.{open_axis}=-1 fills the mesh", fix=f"--devices N, a multiple of {fixed}"
         )
     count = devices or fixed
-    most_per_host = min(count, hardware.per_host)
-    per_host = max(size for size in range(1, most_per_host + 1) if count % size == 0)
+    per_host = devices_per_host(count, hardware)
     stand_ins = [
         SimpleNamespace(
             id=number,

@@ -104,11 +104,18 @@ DEVICES: Mapping[str, Hardware] = {name: _in_its_box(gpu) for name, gpu in GPUS.
 NAME_OF_DEVICE_KIND: Mapping[str, str] = {kind: name for name, gpu in GPUS.items() for kind in gpu.device_kinds}
 
 
+def devices_per_host(count: int, device: Hardware) -> int:
+    """Devices on each of the hosts that `count` devices fill, all with as many."""
+    most = min(count, device.per_host)
+    return max(size for size in range(1, most + 1) if count % size == 0)
+
+
 def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
     """By name, or from a .toml file: the fields of `Hardware`, those of `extends = "h100"` where not given. `above`:
     the files whose `extends` led here."""
     if name.endswith(".toml"):
         return _read(Path(name), above)
+    name = name.lower()
     if name not in DEVICES:
         raise ConfigError("unknown hardware", asked=name, fix=f"{', '.join(DEVICES)}, or a .toml file")
     return DEVICES[name]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.estimate import Estimate, our_software, with_vocab
-from spmdtrain.planner.hardware import Hardware, described
+from spmdtrain.planner.hardware import Hardware, described, devices_per_host
 from spmdtrain.planner.megatron_memory import megatron_memory
 from spmdtrain.planner.memory import SAFE_SHARE, Memory, step_memory
 from spmdtrain.planner.schedules import SCHEDULES
@@ -228,8 +228,9 @@ def _lean_layouts(workload: Workload, zero: int) -> list[Workload]:
 def mesh_shapes(
     model: ModelShape, sequence_length: int, devices: int, hardware: Hardware
 ) -> Iterator[MeshShape]:
-    """Meshes that divide the model: tensor inside a host, no more stages than layers."""
-    for tensor in _divisors(min(devices, hardware.per_host)):
+    """Meshes of all devices that divide the model: tensor inside a host, as many stages as layers
+    at most."""
+    for tensor in _divisors(devices_per_host(devices, hardware)):
         if model.kv_heads % tensor or model.ffn % tensor or model.vocab % tensor:
             continue
         for pipeline in _divisors(devices // tensor):

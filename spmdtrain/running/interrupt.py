@@ -1,12 +1,14 @@
 """What ends a run early: a signal, or a hook that asks for it.
 
 The first SIGINT or SIGTERM asks the loop to stop after the step in flight, the second ends the
-process at once.
+process at once. Before the loop there is nothing to save, and `ended_by_sigint` ends it at once.
 """
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -15,7 +17,39 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+INTERRUPTED = 128 + signal.SIGINT  # as a shell says it
 Ending = Literal["preempted", "stopped"]  # by a signal, by a hook
+
+
+@contextlib.contextmanager
+def ended_by_sigint(leave: Callable[[int], None]) -> Iterator[None]:
+    """Inside, SIGINT calls `leave(130)` and ends the process within a moment, with that exit code.
+
+    Python itself would wait until a compilation is over, and jax may swallow what it raises then. A
+    thread hears of the signal at once. It does nothing where somebody else has taken the signal
+    over, as the loop does.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while number := os.read(heard, 1):
+            is_free = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if number[0] == signal.SIGINT and is_free:
+                leave(INTERRUPTED)
+                os._exit(INTERRUPTED)
+        os.close(heard)
+
+    threading.Thread(target=listen, name="sigint", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(told)  # which ends the thread
 
 
 class Interrupt:

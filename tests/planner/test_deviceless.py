@@ -87,7 +87,7 @@ def test_without_the_compiler_there_is_one_line(monkeypatch):
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     with pytest.raises(
-        ConfigError, match="cannot compile for h100 here: no such plugin; try pip install"
+        ConfigError, match="cannot compile for h100 here: no such plugin; try make cuda-compiler"
     ):
         deviceless.described_devices(DEVICES["h100"], 8)
     with pytest.raises(ConfigError, match="mi300x is not described"):

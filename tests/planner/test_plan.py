@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.config import ConfigError
+from spmdtrain.config import ConfigError, load
+from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.hardware import DEVICES
 from spmdtrain.planner.memory import SAFE_SHARE
+from spmdtrain.planner.plan import plan as plan_config
 from spmdtrain.planner.plan import search
 from spmdtrain.planner.software import software
 from spmdtrain.planner.workload import MeshShape, ModelShape, Workload
@@ -121,3 +123,18 @@ def test_estimate_and_plan_agree_and_the_line_to_paste_works(config, capsys):
     assert found["step_seconds"] == pytest.approx(sum(found["breakdown_seconds"].values()))
     keys = "tokens_per_second_per_device model_tflops_per_device mfu bubble_fraction fits"
     assert set(keys.split()) <= set(found)
+
+
+@pytest.mark.parametrize("devices", [100, 96, 7])
+def test_a_plan_uses_all_devices_and_the_estimate_takes_it(config, devices):
+    """100 devices stand on 20 hosts of 5: tensor=8, which would leave 4 of them, is no plan."""
+    settings = [
+        f"train.global_batch={48 * devices}",
+        "model.heads=40",
+        "model.kv_heads=40",
+        "model.embed=640",
+    ]
+    best, *others = plan_config(load(config, settings), devices, "h100")
+    assert {each.workload.mesh.devices for each in (best, *others)} == {devices}
+    pasted = load(config, [*settings, *best.settings])
+    assert estimate(pasted, devices, "H100").time.seconds == pytest.approx(best.seconds, rel=0.02)

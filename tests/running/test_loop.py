@@ -16,7 +16,7 @@ from spmdtrain.data.batches import EvalWindows
 from spmdtrain.running import loop
 from spmdtrain.running.json_lines import forget_after
 from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figures
-from spmdtrain.running.progress import duration, quantity, tell
+from spmdtrain.running.progress import Progress, duration, quantity, tell
 from spmdtrain.running.reporter import Reporter
 from spmdtrain.train.setup import init_state, shard
 
@@ -282,3 +282,14 @@ def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path):
 def test_numbers_for_people():
     assert [quantity(n) for n in (0.5, 999, 1234, 5.6e6, 8e9, 1.5e13)] == ["0.5", "999", "1.23k", "5.6M", "8B", "15T"]
     assert [duration(s) for s in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
+
+
+def test_the_line_of_a_step_has_what_a_person_follows(capsys):
+    figures = {"loss": 2.5, "learning_rate": 3e-4, "grad_norm": 0.512, "tokens_per_second": 12_345.0, "mfu": 0.412}
+    figures |= {"memory_bytes": 31_400_000_000, "step_seconds": 0.25}
+    Progress(10, 0, 1).update(4, figures)
+    Progress(10, 0, 1).update(4, figures | {"mfu": None, "memory_bytes": None})
+    gpu, cpu = capsys.readouterr().out.splitlines()
+    common = "step 4/10  loss 2.5000  lr 3.00e-04  norm 0.512  12.3k tokens/s"
+    assert gpu == f"{common}  mfu 41.2%  31.4 GB  0.25 s/step  eta 0:02"
+    assert cpu == f"{common}  0.25 s/step  eta 0:02"
