@@ -106,6 +106,7 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
     steps = [line for line in metrics if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     expected = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"}
+    expected |= {"memory_bytes"}
     assert set(steps[0]) == expected
     assert steps[0]["tokens"] == 4 * 16 and steps[0]["mfu"] is None
     assert [(line["step"], "eval_loss" in line) for line in metrics if "loss" not in line] == [(3, True), (6, True)]
