@@ -530,6 +530,13 @@ class RunConfig(Settings):
         """What was changed on loading; a run says it."""
         return self._notes
 
+    @property
+    def vocab(self) -> int:
+        """`model.vocab`, which must be set: by the config, or by `with_vocab`."""
+        if self.model.vocab is None:
+            raise ValueError("model.vocab is not set yet; config.with_vocab(...)")
+        return self.model.vocab
+
     def with_vocab(self, vocab: int) -> "RunConfig":
         """Return the same run with `model.vocab` set, as the tokenizer says."""
         return self.model_copy(update={"model": self.model.model_copy(update={"vocab": vocab})})

@@ -19,6 +19,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.model import LanguageModel
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names
@@ -50,7 +51,7 @@ class AbstractModel:
     parameters: Mapping[str, Parameter]
     graphdef: nnx.GraphDef
     variables: tuple[tuple[tuple, nnx.Variable], ...]
-    make: Callable[[jax.Array], nnx.Module]
+    make: Callable[[jax.Array], LanguageModel]
     layout: Layout  # of the parameters in the stack `blocks`
     rows: int  # of the whole table that `head` gives
 
@@ -74,7 +75,7 @@ class AbstractModel:
 
     def bind(
         self, values: Mapping[str, jax.Array], gather: Callable[[nnx.State], nnx.State] | None = None
-    ) -> nnx.Module:
+    ) -> LanguageModel:
         """The module holding `values`; `gather` brings what is not stacked together for use (see `make_gather`).
 
         Parameters without a value stay abstract: a part of the model that does not use them runs all the same.
@@ -108,9 +109,9 @@ def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 
     """
     with nnx.use_eager_sharding(False):
         build = lambda key: make(config, nnx.Rngs(params=key))  # noqa: E731
-        model = nnx.eval_shape(build, jax.random.key(0))
-    _check_parts(config, model)
-    _name_axes(model)
+        made = nnx.eval_shape(build, jax.random.key(0))
+    _name_axes(made)
+    model = _check_parts(config, made)
     graphdef, state = nnx.split(model)
     parameters, lay = {}, lay_out(model.blocks.rounds, stages, chunks)
     for path, variable in nnx.to_flat_state(state):
@@ -129,7 +130,8 @@ def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 
     return AbstractModel(parameters, graphdef, tuple(nnx.to_flat_state(state)), build, lay, rows)
 
 
-def _check_parts(config: RunConfig, model: nnx.Module) -> None:
+def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
+    """The model, which has all parts. ConfigError where it has not."""
     own = type(model).__name__
     blocks, layers = getattr(model, "blocks", None), config.model.layers
     if not isinstance(blocks, Stack):
@@ -141,6 +143,7 @@ def _check_parts(config: RunConfig, model: nnx.Module) -> None:
     for part, takes in (("embed", "tokens_bt"), ("head", "x_bte")):
         if not hasattr(model, part):
             raise ConfigError(f"{own} has no {part}", fix=f"def {part}(self, {takes}, ctx)")
+    return model
 
 
 def _name_axes(model: nnx.Module) -> None:

@@ -15,14 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from flax import nnx
-
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import typed_extra
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.transformer import Transformer
 
-MakeModel = Callable[..., nnx.Module]  # of a RunConfig and nnx.Rngs, and `extra` if it wants that
+MakeModel = Callable[..., Any]  # a LanguageModel, of a RunConfig and nnx.Rngs, and `extra` if it wants that
 EXTRA = "extra"  # the argument that takes the settings of [model.extra]
 
 # What has been loaded from files: path -> (its bytes, the module).
@@ -106,10 +104,12 @@ def _from_file(name: str, path: Path) -> ModuleType:
         )
     _make_importable(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # a file that ends in .py has both
+    run = spec.loader.exec_module
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
-        _run(name, lambda: spec.loader.exec_module(module))
+        _run(name, lambda: run(module))
     except ConfigError:
         del sys.modules[path.stem]
         raise

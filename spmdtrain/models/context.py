@@ -9,7 +9,7 @@ b: sequences, t: tokens of a sequence.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class ForwardContext:
     # constrain(x, *logical axes): a sharding constraint, as the activation table says.
     constrain: Callable[..., jax.Array] = lambda x, *_: x
     # A kernel on each device's own part; see parallel.regions.make_local_map.
-    local_map: Callable[..., jax.Array] = lambda function, arrays, *_: function(*arrays)
+    local_map: Callable[..., Any] = lambda function, arrays, *_: function(*arrays)
     # Rows of a table whose vocabulary may be split.
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, ids: table[ids]
     # A layer's weights, whole over fsdp.
@@ -45,7 +45,7 @@ class ForwardContext:
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None
 
-    def at_layer(self, layer: jax.Array) -> "ForwardContext":
+    def at_layer(self, layer: jax.Array | int) -> "ForwardContext":
         """The same context, with noise of its own for layer number `layer`."""
         if self.noise_b is None:
             return self

@@ -7,6 +7,7 @@ f ffn, v vocab.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,8 +147,10 @@ class Attention(nnx.Module):
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
         qkv = ctx.constrain(qkv, "batch", "time", "kv_heads", None, "head_dim")
-        if self.position or self.theta:
-            position = self.position or partial(rotate, theta=self.theta)
+        position = self.position
+        if position is None and self.theta:
+            position = partial(rotate, theta=self.theta)
+        if position is not None:
             turned = position(qkv[..., :-1, :], ctx.positions_bt)
             q = turned[..., :-1, :]
             k = turned[..., -1, :]
@@ -183,11 +186,12 @@ class Attention(nnx.Module):
                 "implementation": self.implementation,
             }
             try:
-                return attention(q_bthd, k, v, **options).reshape(q.shape)
+                y_bthd: Any = attention(q_bthd, k, v, **options)
             except Refused as refused:
                 asked = f"model.attention={self.implementation!r}"
                 what = f"{asked} cannot run: {refused.reason}"
                 raise ConfigError(what, fix="--set model.attention=auto") from None
+            return y_bthd.reshape(q.shape)
 
         # Keys rest split over time as queries do, and come whole. A cache rests whole.
         key_time = Whole("time") if cache is None else None

@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,13 +77,16 @@ class Transformer(nnx.Module):
             if not callable(part):
                 raise ConfigError(f"{name}={part!r:.80} makes no part of a block", fix="a class")
         model = config.model
-        self.tokens = Embedding(model.vocab, model.embed, rngs)
+        self.tokens = Embedding(config.vocab, model.embed, rngs)
         learned = model.positions == "learned"
         shape = (config.max_length, model.embed)
         self.positions_te = weight(rngs, shape, ("position", "embed")) if learned else None
         self.blocks = Stack(lambda rngs: Block(model, rngs, **parts), model.layers, rngs)
         self.norm = norm(model)
-        self.unembed_ve = None if model.tied else weight(rngs, (model.vocab, model.embed), ("vocab", "embed"))
+        if model.tied:
+            self.unembed_ve = None
+        else:
+            self.unembed_ve = weight(rngs, (config.vocab, model.embed), ("vocab", "embed"))
 
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self.tokens(tokens_bt, ctx)
@@ -102,7 +106,7 @@ class Transformer(nnx.Module):
 
         def body(x_bte, layer):
             parameters, k_bskd, v_bskd = layer
-            block = nnx.merge(graphdef, ctx.gather(parameters))
+            block: Any = nnx.merge(graphdef, ctx.gather(parameters))
             x_bte, grown = block.extend(x_bte, ctx, Cache(k_bskd, v_bskd, cache.length))
             return x_bte, (grown.k_bskd, grown.v_bskd)
 

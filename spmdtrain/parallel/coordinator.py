@@ -50,6 +50,8 @@ class NewsServer(socketserver.ThreadingTCPServer):
 class NewsHandler(socketserver.StreamRequestHandler):
     """The connection of one process."""
 
+    server: "NewsServer"
+
     def handle(self):
         token, _, process = self.rfile.readline(200).decode().strip().partition(" ")
         if token != self.server.token:
@@ -98,7 +100,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     arguments, named, token = json.loads(sys.argv[1])
-    from jaxlib import _jax
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  it is compiled
 
     try:
         service = _jax.get_distributed_runtime_service(*arguments, **named)

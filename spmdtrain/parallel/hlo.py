@@ -61,7 +61,7 @@ def report(
     Where the text cannot be read, a run loses its list of collectives and nothing else:
     `collectives` is None then, and `unread` says which line it was.
     """
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     found = {"memory": memory(compiled), "calls": calls(text), "compile_seconds": seconds}
     try:
         return found | {"collectives": collectives(text, dict(mesh.shape))}
@@ -391,11 +391,12 @@ def _groups(kind: str, instruction: _Instruction, partitions: int) -> Groups:
     is_permute = kind == "collective-permute"
     attribute = "source_target_pairs" if is_permute else "replica_groups"
     found = re.search(rf"\b{attribute}=(.*)", instruction.attributes)
-    groups = replica_groups(found[1], partitions) if found else None
+    text = found[1] if found else ""
+    groups = replica_groups(text, partitions) if found else None
     if groups is None or not all(0 <= each < partitions for group in groups for each in group):
         line = instruction.line
         raise AssertionError(f"cannot read {attribute} over {partitions} devices: {line}")
-    if is_permute and found[1].startswith("{}"):
+    if is_permute and text.startswith("{}"):
         return []  # of a permute, no pairs; of all others `{}` means all devices
     return groups
 

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from typing import Any
 
 from spmdtrain.config.errors import ConfigError, PeerLostError, UserError
 from spmdtrain.parallel import coordinator
@@ -44,20 +45,21 @@ def join(**arguments) -> None:
     import jax
     from jax._src import distributed  # its service and client have no public way, 0.10 to 0.12
 
+    jaxlib: Any = vars(distributed)["_jax"]
     started: list[_Coordinator] = []
 
     def start(*given, **named):
         started.append(_Coordinator(*given, **named))
         return started[0]
 
-    start_service = distributed._jax.get_distributed_runtime_service
-    distributed._jax.get_distributed_runtime_service = start
+    start_service = jaxlib.get_distributed_runtime_service
+    jaxlib.get_distributed_runtime_service = start
     try:
         jax.distributed.initialize(**arguments)
     finally:
-        distributed._jax.get_distributed_runtime_service = start_service
+        jaxlib.get_distributed_runtime_service = start_service
 
-    state = distributed.global_state
+    state: Any = distributed.global_state
     if started:  # this is process 0
         state.client.key_value_set(KEY, f"{started[0].port} {started[0].token}")
     port, token = state.client.blocking_key_value_get(KEY, 1000 * CONNECT_SECONDS).split()
@@ -98,12 +100,15 @@ class _Coordinator:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        answer = self._process.stdout.readline() or '[null, "it did not start"]'
+        said_back = self._process.stdout
+        assert said_back is not None  # it is a pipe
+        answer = said_back.readline() or '[null, "it did not start"]'
         self.port, wrong = json.loads(answer)
         if self.port is None:
             raise RuntimeError(f"the coordinator of {arguments[0]}: {wrong}")
 
     def shutdown(self) -> None:
+        assert self._process.stdin is not None  # it is a pipe
         self._process.stdin.close()
         self._process.wait()
 

@@ -108,7 +108,7 @@ def _from_arguments(
     given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     asked = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
     missing = [flag for flag, value in given.items() if value is None]
-    if missing:
+    if coordinator is None or processes is None or process is None:
         raise ConfigError(
             f"{' and '.join(missing)} missing: all three are needed together",
             asked=asked,

@@ -7,6 +7,7 @@ collective itself. Axes that are not manual stay automatic: XLA partitions over 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
     ):
         specs = []
         gathers = []
-        parts = {None: None}
+        parts: dict[str | None, Any] = {None: None}
         for x, names_of_x in zip(arrays, names, strict=True):
             if x is None:
                 specs.append(P())

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels.gpus import GPUS, Gpu
 from spmdtrain.config.errors import ConfigError
@@ -94,7 +95,7 @@ def _in_its_box(gpu: Gpu) -> Hardware:
         per_host=box.per_host,
         power=gpu.power,
         matmul=box.matmul,
-        sources=dict.fromkeys(figures, gpu.sheet) | gpu.sources | box.sources,
+        sources={**dict.fromkeys(figures, gpu.sheet), **gpu.sources, **box.sources},
     )
 
 
@@ -133,13 +134,17 @@ def swept(device: Hardware, key: str, value: float) -> Hardware:
 
 def _figure(key: str, value: object, where: str) -> float:
     """`value` as the type of the field `key`."""
-    known = {each.name: each for each in fields(Hardware) if each.name not in ("name", "sources")}
+    known: dict[str, Any] = {
+        each.name: each for each in fields(Hardware) if each.name not in ("name", "sources")
+    }
     if key not in known:
         raise ConfigError(f"{where}: no such figure of a device", fix=", ".join(known))
     whole = known[key].type is int
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    in_range = number and (SMALLEST <= value <= LARGEST or value == known[key].default == 0.0)
-    if not in_range or (whole and value % 1):
+    in_range = False
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        in_range = SMALLEST <= value <= LARGEST or value == known[key].default == 0.0
+        in_range = in_range and not (whole and value % 1)
+    if not in_range:
         kind = "a whole number of at least 1" if whole else "a positive number"
         raise ConfigError(f"{where} must be {kind}", found=f"{value!r:.80}")
     return known[key].type(value)
@@ -165,7 +170,9 @@ def _read(path: Path, above: tuple[Path, ...]) -> Hardware:
     if "extends" in given:
         below = given.pop("extends")  # a file is looked for beside this one
         start = hardware(str(path.parent / below) if below.endswith(".toml") else below, (*above, path))
-    given = {key: _figure(key, value, f"{path}: {key}") for key, value in given.items()}
+    given: dict[str, Any] = {
+        key: _figure(key, value, f"{path}: {key}") for key, value in given.items()
+    }
     needed = [each.name for each in fields(Hardware)[1:] if each.default is MISSING and each.name != "sources"]
     if start is None and (missing := [key for key in needed if key not in given]):
         raise ConfigError(f"hardware file {path} lacks {', '.join(missing)}", fix='extends = "h100"')

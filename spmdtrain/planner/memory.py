@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.attention.xla import BLOCK
 from pallas_kernels.loss.chunks import CHUNK_LOGITS
@@ -82,11 +82,12 @@ def exact_state(
     from spmdtrain.train.setup import shard_on
     from spmdtrain.train.state import bytes_per_device
 
-    mesh = jax.sharding.AbstractMesh(tuple(mesh_sizes[axis] for axis in AXES), AXES)
+    # It has what is asked of a mesh here: sizes by axis.
+    mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_sizes[axis] for axis in AXES), AXES)
     abstract = shard_on(config, mesh, optimizer=optimizer).state
     parameters = bytes_per_device(abstract.params)
-    optimizer = bytes_per_device((abstract.opt_state, abstract.step))
-    return parameters, optimizer
+    of_optimizer = bytes_per_device((abstract.opt_state, abstract.step))
+    return parameters, of_optimizer
 
 
 def closed_form_state(workload: Workload) -> tuple[int, int]:

@@ -141,7 +141,7 @@ def why_not(plan: Plan, best: Plan) -> str:
     time = plan.estimate.time
     best_terms = best.estimate.time.terms
     more = {term: seconds - best_terms[term] for term, seconds in time.terms.items()}
-    term = max(more, key=more.get)
+    term = max(more, key=lambda term: more[term])
     return f"{term.replace('_', ' ')} +{more[term]:.3g} s ({time.bound_by(term)})"
 
 

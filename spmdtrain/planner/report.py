@@ -293,7 +293,7 @@ def compiled_plans_values(compiled: Sequence[CompiledPlan]) -> list[dict[str, An
 
 def compiled_plans_text(compiled: Sequence[CompiledPlan]) -> str:
     """A table, best first, with XLA's memory beside the formula's, and the line to paste."""
-    rows = [("XLA", *PLAN_COLUMNS)]
+    rows: list[tuple[str, ...]] = [("XLA", *PLAN_COLUMNS)]
     for each in compiled:
         held = "-" if each.held is None else f"{each.held / 1e9:.1f} GB"
         rows.append((held, *_plan_cells(each.plan)))

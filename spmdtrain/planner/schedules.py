@@ -14,7 +14,7 @@ m microbatches, v chunks per stage. There are two ways to run a schedule:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,10 @@ class RingSlots(NamedTuple):
     deferred: int
 
 
+def _not_in_lockstep(pipeline: Pipeline) -> Any:
+    raise ValueError(f"no closed form of this schedule in lockstep, asked for {pipeline}")
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The closed forms of one schedule.
@@ -46,9 +50,9 @@ class Schedule:
     order_bubble: Callable[[Pipeline, Times], float]
     held_microbatches: Callable[[Pipeline, int], float]
     splits_backward: bool = False  # weight gradients are operations of their own
-    first_backward: Callable[[Pipeline], int] | None = None
-    first_weight: Callable[[Pipeline], int] | None = None
-    ring_slots: Callable[[Pipeline], RingSlots] | None = None
+    first_backward: Callable[[Pipeline], int] = _not_in_lockstep
+    first_weight: Callable[[Pipeline], int] = _not_in_lockstep
+    ring_slots: Callable[[Pipeline], RingSlots] = _not_in_lockstep
     searched_chunks: tuple[int, ...] = ()  # chunks per stage that a search of layouts tries
 
 

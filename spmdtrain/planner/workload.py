@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from spmdtrain.config.schema import RunConfig, TransformerConfig
+from spmdtrain.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,9 @@ def bytes_of(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def model_shape(model: TransformerConfig, max_length: int) -> ModelShape:
-    """`max_length`: rows of the position table, if positions are learned."""
+def model_shape(config: RunConfig) -> ModelShape:
+    """The shape of the config's model, whose vocabulary is set."""
+    model = config.model
     return ModelShape(
         layers=model.layers,
         embed=model.embed,
@@ -194,12 +195,12 @@ def model_shape(model: TransformerConfig, max_length: int) -> ModelShape:
         kv_heads=model.key_value_heads,
         head_dim=model.width_per_head,
         ffn=model.hidden,
-        vocab=model.vocab,
+        vocab=config.vocab,
         gated=model.mlp == "swiglu",
         tied=model.tied,
         bias=model.bias,
         layernorm=model.norm == "layernorm",
-        position_rows=max_length if model.positions == "learned" else 0,
+        position_rows=config.max_length if model.positions == "learned" else 0,
         dropout=model.dropout > 0,
     )
 
@@ -211,7 +212,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
     pipelined = mesh.pipeline > 1
     stream_axes = config.rules.activations.get("stream_time", ())
     return Workload(
-        model=model_shape(config.model, config.max_length),
+        model=model_shape(config),
         sequence_length=train.sequence_length,
         global_batch=train.global_batch,
         microbatch=train.microbatch or train.global_batch // mesh.batch_shards,

@@ -5,6 +5,7 @@ One microbatch of it, [sequences, time], is what a model sees at once.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -104,15 +105,19 @@ def to_devices(samples: Samples, ids: np.ndarray, shape: BatchShape, mesh: Mesh,
             made[start, stop] = {name: x.reshape(*mine.shape, *x.shape[1:]) for name, x in found.items()}
         return made[start, stop]
 
+    def part(name: str, index: tuple[slice, ...] | None) -> np.ndarray:
+        """What a device of this process holds of an array [accumulation, sequences, ...]."""
+        assert index is not None
+        _, columns, *rest = index
+        return rows(columns)[name][(slice(None), slice(None), *rest)]
+
     here = batch_sharding(mesh, rules, "sample").addressable_devices_indices_map(tuple(shape))
-    first = rows(next(iter(here.values()))[1])
+    _, columns = next(index for index in here.values() if index is not None)
+    first = rows(columns)
 
     def assemble(name: str) -> jax.Array:
         whole = (*shape, *first[name].shape[2:])
-        return jax.make_array_from_callback(
-            whole,
-            batch_sharding(mesh, rules, name),
-            lambda index: rows(index[1])[name][(slice(None), slice(None), *index[2:])],
-        )
+        sharding = batch_sharding(mesh, rules, name)
+        return jax.make_array_from_callback(whole, sharding, partial(part, name))
 
     return {name: assemble(name) for name in first}

@@ -55,9 +55,9 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         program = _program(setup, table_axes, batch, step, training=True)
         totals = _split(setup.model, zero_gradients(setup, params))
         weights = _split(setup.model, params)
-        *found, shared, stack = gradients(program, setup.schedule, setup.model.layout, *weights, totals, keep)
-        sums = _sums(setup, *found, batch)
-        return mean_gradients(setup, shared | stack, sums["tokens"]), sums
+        of_head, of_layers, shared, stack = gradients(program, setup.table, setup.model.layout, *weights, totals, keep)
+        sums = _sums(setup, of_head, of_layers, batch)
+        return mean_gradients(setup, {**shared, **stack}, sums["tokens"]), sums
 
     specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     return _gathered(setup, local, (specs, P()))
@@ -70,8 +70,8 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     def local(params, step, batch: Batch):
         program = _program(setup, table_axes, batch, step, training=False)
         weights = _split(setup.model, params)
-        found = losses(program, setup.schedule, setup.model.layout, *weights)
-        return _sums(setup, *found, batch)
+        of_head, of_layers = losses(program, setup.table, setup.model.layout, *weights)
+        return _sums(setup, of_head, of_layers, batch)
 
     run = _gathered(setup, local, P())
     return lambda params, batch: run(params, None, batch)

@@ -13,6 +13,7 @@ from flax import nnx
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import make_manual_gather
 from spmdtrain.models.context import ForwardContext, sample_noise
+from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
 from spmdtrain.parallel.regions import MANUAL_AXES, make_constrain, make_local_map
@@ -92,7 +93,7 @@ def make_head_losses(setup: Setup, *, training: bool, table_axes: tuple[str, ...
         losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name)
         return jax.lax.psum(losses, token_axes) if token_axes else losses
 
-    def head_losses(module: nnx.Module, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch) -> Losses:
+    def head_losses(module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch) -> Losses:
         hidden_bte, table_ve = module.head(x_bte, ctx)
         # All logits never exist; their spec refuses a mesh axis that would split tokens and
         # vocabulary.

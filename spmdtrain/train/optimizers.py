@@ -78,7 +78,7 @@ def _check_direction(path: str, parameter: Parameter, rule: Rule) -> None:
     gradient = jnp.ones(small)
     state = rule.transformation.init(values)
     update, _ = rule.transformation.update(gradient, state, values)
-    if float(jnp.sum(update * gradient)) < 0:
+    if float(jnp.vdot(jnp.asarray(update), gradient)) < 0:
         raise ConfigError(
             f"optimizer= holds a learning rate: its update of {path} points against the gradient",
             found="an optax optimizer such as optax.lion(1e-3)",

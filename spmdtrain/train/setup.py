@@ -60,6 +60,12 @@ class Setup:
         return split and self.schedule is None
 
     @property
+    def table(self) -> Table:
+        """The pipeline's schedule. Only where the mesh has stages."""
+        assert self.schedule is not None
+        return self.schedule
+
+    @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """A training batch, abstract."""
         length = self.config.train.sequence_length
@@ -119,7 +125,7 @@ def shard_on(
     else:
         update_rules = optimizers.choose_rules(optimizer, model.parameters)
     if loss is not None:
-        token_loss.check(config.train, loss, config.model.vocab)
+        token_loss.check(config.train, loss, config.vocab)
     specs = resting_specs(model, rules, zero=config.train.zero)
     reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
 

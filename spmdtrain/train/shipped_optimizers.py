@@ -47,7 +47,7 @@ def is_matrix(path: str, parameter: Parameter) -> bool:
     return len(parameter.shape) - parameter.stacked >= 2 and not is_bias
 
 
-def _adamw(config: AdamW | Muon, path: str, parameter: Parameter) -> Transformation:
+def _adamw(config: AdamW | Lamb | Muon, path: str, parameter: Parameter) -> Transformation:
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
     rule = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
     return optax.chain(rule, *_decay(config, path, parameter))

@@ -57,7 +57,8 @@ def abstract_params(model: AbstractModel, dtype: str, mesh: Mesh, specs: Specs) 
     return {path: _leaf(x, mesh, specs[path]) for path, x in shapes.items()}
 
 
-def _leaf(x: jax.ShapeDtypeStruct, mesh: Mesh, spec: P) -> jax.ShapeDtypeStruct:
+def _leaf(x: Any, mesh: Mesh, spec: P) -> Any:
+    """A ShapeDtypeStruct with its sharding, which stands for an array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 

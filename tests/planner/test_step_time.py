@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from spmdtrain.config.schema import Llama
+from spmdtrain.config.schema import Llama, RunConfig
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.parallel.pipeline import schedule, timing
 from spmdtrain.planner.collective_time import all_gather_seconds, ring_latency, send_seconds
@@ -44,7 +44,7 @@ def test_a_pipeline_takes_the_time_of_the_table_that_runs():
 
 def test_flops_agree_with_the_metrics_of_a_run():
     config = Llama(layers=4, embed=256, heads=8, kv_heads=2, vocab=1000)
-    flops = model_flops_per_token(model_shape(config, 512), 512)
+    flops = model_flops_per_token(model_shape(RunConfig(model=config)), 512)
     assert flops == train_flops_per_token(config, 512)
 
 

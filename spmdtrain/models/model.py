@@ -1,0 +1,25 @@
+"""What a model is to the rest of the framework: three parts, whatever they are made of."""
+
+from typing import Protocol
+
+import jax
+
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.stack import Stack
+
+
+class LanguageModel(Protocol):
+    """A Flax NNX module with the parts that training, evaluation and sampling run.
+
+    Shapes: tokens [b, t], activations [b, t, e], the head's table [v, e].
+    """
+
+    blocks: Stack
+
+    def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
+        """Activations [b, t, e] of the tokens."""
+        ...
+
+    def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
+        """Hidden states [b, t, e], and the table [v, e] whose product with them are the logits."""
+        ...
