@@ -3,7 +3,7 @@
 import argparse
 
 from pallas_kernels.gpus import GPUS
-from spmdtrain.cli import data, planning, running
+from spmdtrain.cli import data, doctor, planning, running
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import SEEDS
 
@@ -32,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_estimate(commands)
     _add_plan(commands)
     _add_calibrate(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -333,6 +334,15 @@ def _add_calibrate(commands) -> None:
     )
     _add_devices(calibrate)
     calibrate.set_defaults(command=planning.calibrate)
+
+
+def _add_doctor(commands) -> None:
+    examine = commands.add_parser(
+        "doctor", help="devices, versions, libraries and flags; what is wrong and how to mend it"
+    )
+    examine.add_argument("--json", action="store_true", help="for programs")
+    _add_devices(examine)
+    examine.set_defaults(command=doctor.doctor)
 
 
 # Arguments that several commands have.

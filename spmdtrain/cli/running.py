@@ -4,10 +4,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spmdtrain.cli.devices import start_jax
 from spmdtrain.config import DONE, PREEMPTED, ConfigError, StorageError, UserError, load, to_toml
 from spmdtrain.parallel import peers
+
+if TYPE_CHECKING:
+    from spmdtrain.running.memory import OutOfMemoryError
 
 
 def train(parsed: argparse.Namespace) -> int:
@@ -26,11 +30,29 @@ def train(parsed: argparse.Namespace) -> int:
     start_jax(parsed)
     from spmdtrain.running.interrupt import ended_by_sigint
     from spmdtrain.running.loop import run
+    from spmdtrain.running.memory import OutOfMemoryError
 
     with ended_by_sigint(lambda code: peers.leave(code, "failed interrupted")):
         prediction = _prediction(config, parsed.hardware)
-        outcome = run(config, directory, fresh=parsed.fresh, prediction=prediction)
+        try:
+            outcome = run(config, directory, fresh=parsed.fresh, prediction=prediction)
+        except OutOfMemoryError as error:
+            raise _with_remedy(error) from None
     return PREEMPTED if outcome.status == "preempted" else DONE
+
+
+def _with_remedy(error: "OutOfMemoryError") -> "OutOfMemoryError":
+    """The error with the cheapest change that fits, where the planner knows one."""
+    from spmdtrain.planner.remedy import cheapest_change
+
+    if not error.needed or not error.available:
+        return error
+    setup = error.setup
+    sizes = dict(setup.mesh.shape)
+    found = cheapest_change(setup.config, sizes, error.available / error.needed)
+    if not found:
+        return error
+    return error.with_fix(" ".join(f"--set {setting}" for setting in found))
 
 
 def _prediction(config, name: str | None):

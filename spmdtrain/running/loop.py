@@ -39,6 +39,7 @@ from spmdtrain.running.identity import (
 )
 from spmdtrain.running.interrupt import Interrupt
 from spmdtrain.running.json_lines import write_document
+from spmdtrain.running.memory import MemoryGuard
 from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figures
 from spmdtrain.running.model_code import check_model_code
 from spmdtrain.running.profile import profiled
@@ -118,6 +119,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         check_source(config.train.init_from, directory, fresh)
         lowered = lower_step(setup)
     with contextlib.ExitStack() as held:
+        memory = held.enter_context(MemoryGuard(setup))
         held.enter_context(open_directory(directory, fresh))
         checkpoints = Checkpoints(directory, setup.model, config.checkpoint.keep)
         held.enter_context(contextlib.closing(checkpoints))
@@ -142,6 +144,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
 
         reporter.say(_introduction(setup, opened))
         step, report = compile_step(setup, lowered or lower_step(setup))
+        memory.compiled(report)
         write(directory, "config.json", config_document(setup, opened))
         write(directory, "compiled.json", report)
         reporter.say(_compiled(report))

@@ -27,13 +27,18 @@ def figures(
     `peak_bytes` were measured, or are None. `error` is predicted / measured - 1, or that of the
     compiled figure where nothing was measured.
     """
-    xla = compiled["memory"]
-    held = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
+    held = held_bytes(compiled)
     return {
         "hardware": prediction and prediction.hardware,
         "step_seconds": _beside(prediction and prediction.step_seconds, None, step_seconds),
         "memory_bytes": _beside(prediction and prediction.memory_bytes, held, peak_bytes),
     }
+
+
+def held_bytes(compiled: dict[str, Any]) -> int:
+    """Bytes of a device while the step runs, by XLA's account; `compiled` as in compiled.json."""
+    xla = compiled["memory"]
+    return xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
 
 
 def _beside(

@@ -1,0 +1,102 @@
+"""What a step needs of a device's memory and what is there, in one line, where it is too little."""
+
+import os
+from typing import Any
+
+import jax
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.running.summary import held_bytes
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import bytes_per_device
+
+# Of a GPU's memory jax takes this share when it starts, unless a person says another.
+SHARE_SETTING = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+DEFAULT_SHARE = 0.75
+LARGEST_SHARE = 0.92  # leaves room for what CUDA and NCCL hold beside the tensors
+EXHAUSTED = "RESOURCE_EXHAUSTED"
+
+
+class OutOfMemoryError(ConfigError):
+    """A device has less memory than the run needs.
+
+    `needed` and `available` are bytes of a device; either may be unknown. `setup` is that of the
+    run, for whoever can say what to change.
+    """
+
+    def __init__(
+        self, setup: Setup, needed: int | None, available: int | None, categories: str, fix: str
+    ):
+        self.setup = setup
+        self.needed = needed
+        self.available = available
+        self.categories = categories
+        if needed:
+            what = f"out of memory: the step needs {_size(needed)} of a device"
+        else:
+            what = "out of memory: the step needs more than a device has"
+        there = f"{_size(available)} there" if available else ""
+        super().__init__(what, found=", ".join(filter(None, (there, categories))), fix=fix)
+
+    def with_fix(self, fix: str) -> "OutOfMemoryError":
+        """The same with other advice."""
+        return OutOfMemoryError(self.setup, self.needed, self.available, self.categories, fix)
+
+
+class MemoryGuard:
+    """Use it as a context around a run: what jax raises for lack of memory becomes one line."""
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self._report: dict[str, Any] | None = None
+
+    def __enter__(self) -> "MemoryGuard":
+        return self
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED in str(error):
+            raise self._too_little() from None
+
+    def compiled(self, report: dict[str, Any]) -> None:
+        """Takes the report of the compiled step; OutOfMemoryError where it does not fit."""
+        self._report = report
+        available = available_bytes(self._setup.mesh)
+        if available is not None and held_bytes(report) > available:
+            raise self._too_little()
+
+    def _too_little(self) -> OutOfMemoryError:
+        available = available_bytes(self._setup.mesh)
+        state = self._setup.state
+        parts = {
+            "parameters": bytes_per_device(state.params),
+            "optimizer": bytes_per_device(state.opt_state),
+        }
+        needed = None
+        if self._report is not None:
+            needed = held_bytes(self._report)
+            parts["activations and the rest of the step"] = needed - sum(parts.values())
+        said = [f"{name} {_size(count)}" for name, count in parts.items()]
+        fix = _larger_share(needed, available) or (
+            "--set train.microbatch=1, --set train.remat=full, or more of mesh.fsdp"
+        )
+        return OutOfMemoryError(self._setup, needed, available, ", ".join(said), fix)
+
+
+def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
+    """The memory that jax may use of a device of this process; None where it does not say."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.local_devices]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def _larger_share(needed: int | None, available: int | None) -> str:
+    """The setting by which jax takes enough of the memory, if that is all that is wrong."""
+    if not needed or not available or SHARE_SETTING in os.environ:
+        return ""
+    whole = available / DEFAULT_SHARE
+    if needed > LARGEST_SHARE * whole:
+        return ""
+    return f"{SHARE_SETTING}={LARGEST_SHARE} before the command: jax takes {DEFAULT_SHARE} of it"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

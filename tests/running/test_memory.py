@@ -1,0 +1,76 @@
+"""A run that does not fit ends in one line: what it needs, what is there, and the cheapest change."""
+
+import re
+
+import jax
+import pytest
+from helpers import tiny
+
+import spmdtrain as st
+from spmdtrain.cli import main
+from spmdtrain.config import ConfigError, to_toml
+from spmdtrain.planner.remedy import cheapest_change
+from spmdtrain.running import loop, memory
+from spmdtrain.running.memory import OutOfMemoryError
+
+SETTINGS = ("train.steps=2", "mesh.data=8", "train.global_batch=64", "train.sequence_length=64")
+ONE = {"devices": jax.devices()[:1]}
+
+
+def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(to_toml(tiny(*SETTINGS)))
+    needs = []
+    limit = 600_000
+
+    def held(report):
+        needs.append(memory_of(report))
+        return needs[-1]
+
+    memory_of = memory.held_bytes
+    monkeypatch.setattr(memory, "held_bytes", held)
+    monkeypatch.setattr(memory, "available_bytes", lambda _: limit)
+    monkeypatch.setenv(memory.SHARE_SETTING, "0.9")
+    assert main(["train", "tiny.toml"]) == ConfigError.exit_code
+    said = capsys.readouterr().err
+    pattern = r"out of memory: the step needs \d\.\d MB of a device; found 0.6 MB there, parameters 0.\d MB, "
+    pattern += r"optimizer 0.\d MB, activations and the rest of the step \d\.\d MB; try (--set train\.\S+.*)$"
+    match = re.search(pattern, said.strip())
+    assert match, said
+    assert needs[0] > limit
+    needs.clear()
+    assert main(["train", "tiny.toml", *match[1].split()]) == 0
+    assert needs[0] <= limit
+
+
+def test_what_jax_raises_at_run_time_is_the_same_line(tmp_path, monkeypatch):
+    def exhausted(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
+
+    monkeypatch.setattr(loop, "compile_step", exhausted)
+    with pytest.raises(OutOfMemoryError, match="the step needs more than a device has; found parameters 0.. MB"):
+        st.run(tiny("train.steps=2"), tmp_path, **ONE)
+
+    def other(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(loop, "compile_step", other)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        st.run(tiny("train.steps=2"), tmp_path, **ONE)
+
+
+def test_the_share_that_jax_takes_is_named_where_it_is_all_that_is_wrong(monkeypatch):
+    monkeypatch.delenv(memory.SHARE_SETTING, raising=False)
+    assert memory._larger_share(70, 60).startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.92")
+    assert memory._larger_share(80, 60) == "", "80 of 80 does not fit at all"
+    monkeypatch.setenv(memory.SHARE_SETTING, "0.9")
+    assert memory._larger_share(70, 60) == ""
+
+
+def test_the_cheapest_change_comes_first_and_the_impossible_has_none():
+    config = tiny(*SETTINGS)
+    sizes = dict.fromkeys(("pipeline", "fsdp", "expert", "context", "tensor"), 1) | {"data": 8}
+    assert cheapest_change(config, sizes, 0.9) == ["train.microbatch=4"]
+    assert cheapest_change(config, sizes, 0.01) == []
+    hard = cheapest_change(config, sizes, 0.12)
+    assert any(setting.startswith("train.zero=1") or "fsdp" in setting for setting in hard)
