@@ -261,6 +261,28 @@ class TrainConfig(Settings):
     )
 
 
+class ParameterGroup(Settings):
+    """Parameters that are trained otherwise than the rest."""
+
+    match: str = Field(
+        description="pattern of their paths, as `show` prints them: tokens.*, *_bias"
+    )
+    rate: Positive = Field(1.0, description="times the learning rate")
+    weight_decay: NonNegative | None = Field(
+        None, description="of their matrices; default: optimizer.weight_decay"
+    )
+    frozen: bool = Field(False, description="not trained at all: no update, no optimizer state")
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.frozen and (self.rate != 1 or self.weight_decay is not None):
+            raise ValueError(f"optimizer.groups: {self.match!r} is frozen; its rate does nothing")
+        return self
+
+
+Groups = Annotated[tuple[ParameterGroup, ...], Field(strict=False)]
+
+
 class OptimizerConfig(Settings):
     """What every optimizer has: weight decay and the learning rate over steps.
 
@@ -281,6 +303,9 @@ class OptimizerConfig(Settings):
     )
     weight_decay: NonNegative = Field(
         0.0, description="on tensors of two and more dims (one layer's), not on norms and biases"
+    )
+    groups: Groups = Field(
+        (), description="parameters that are trained otherwise; the first that matches counts"
     )
 
     @model_validator(mode="after")

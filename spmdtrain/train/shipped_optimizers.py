@@ -8,13 +8,16 @@ so that a run goes on with another decay or momentum.
 them alone, and so do rules that ask for a matrix.
 """
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 import optax
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import Adafactor, AdamW, Lamb, Lion, Muon, OptimizerConfig, Sgd
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.optimizers import Rule, Rules
@@ -25,20 +28,46 @@ TABLE_AXES = ("vocab", "position")
 RMS_OF_ADAM = 0.2  # of an AdamW update, which Muon's are scaled to (arXiv:2502.16982)
 
 
-def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule]:
-    """The optimizer that these settings ask for, as a function of path and parameter."""
+def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule | None]:
+    """The optimizer that these settings ask for, as a function of path and parameter.
+
+    It gives None for a parameter that a group freezes.
+    """
     build = BUILDERS[type(config)]
 
-    def choose(path: str, parameter: Parameter) -> Rule:
-        return Rule(build(config, path, parameter))
+    def choose(path: str, parameter: Parameter) -> Rule | None:
+        group = next((each for each in config.groups if fnmatchcase(path, each.match)), None)
+        if group is None:
+            return Rule(build(config, path, parameter))
+        if group.frozen:
+            return None
+        own = config
+        if group.weight_decay is not None:
+            own = config.model_copy(update={"weight_decay": group.weight_decay})
+        return Rule(build(own, path, parameter), group.rate)
 
     return choose
 
 
 def shipped_rules(config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> Rules:
-    """The rule of every parameter by these settings."""
+    """The rule of each parameter that is not frozen, by these settings.
+
+    ConfigError where a group has no parameter, or all parameters are frozen.
+    """
+    for group in config.groups:
+        if not any(fnmatchcase(path, group.match) for path in parameters):
+            near = difflib.get_close_matches(group.match, parameters, 1) or sorted(parameters)[:1]
+            raise ConfigError(
+                f"optimizer.groups: no parameter matches {group.match!r}",
+                fix=f"a pattern of paths such as {near[0]}",
+            )
     choose = make_optimizer(config)
-    return {path: choose(path, parameter) for path, parameter in parameters.items()}
+    chosen = {path: choose(path, parameter) for path, parameter in parameters.items()}
+    rules = {path: rule for path, rule in chosen.items() if rule is not None}
+    if not rules:
+        what = f"optimizer.groups freezes all {len(parameters)} parameters"
+        raise ConfigError(what, fix="a group that matches less")
+    return rules
 
 
 def is_matrix(path: str, parameter: Parameter) -> bool:

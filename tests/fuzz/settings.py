@@ -77,6 +77,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "rules.activations": (),
 }
 NOT_DRAWN = {
+    "optimizer.groups": "names paths of parameters; tests/train/test_optimizer.py has it",
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
     "log.sinks": "decides no number, and tests/test_seams.py has it",
 }

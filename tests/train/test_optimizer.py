@@ -1,17 +1,20 @@
 """Optimizers see one layer's tensor, decay acts on matrices, the schedule hits its corners, clipping is global."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import prepared, trained
+from helpers import batches_of, prepared, tiny, trained
 
-from spmdtrain.config import AdamW, Sgd
-from spmdtrain.config.schema import Adafactor, Lamb, Lion, Muon
+from spmdtrain.config import AdamW, ConfigError, Sgd
+from spmdtrain.config.schema import Adafactor, Lamb, Lion, Muon, ParameterGroup
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train import optimizers
 from spmdtrain.train.learning_rates import learning_rate
+from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.shipped_optimizers import BUILDERS, is_matrix, make_optimizer, shipped_rules
 from spmdtrain.train.step import make_step
 
@@ -132,6 +135,57 @@ def test_muon_takes_a_tensor_of_more_dims_as_the_matrix_from_the_stream_to_the_r
         return found["out"].reshape(2, 6, 4)
 
     np.testing.assert_allclose(update(tensor), update(matrix), rtol=1e-5, atol=1e-6)
+
+
+def test_groups_have_rates_and_decays_of_their_own_and_frozen_ones_have_no_state():
+    groups = [
+        {"match": "tokens.*", "frozen": True},
+        {"match": "*.up", "rate": 0.1, "weight_decay": 0.5},
+        {"match": "blocks.*", "rate": 3.0},
+    ]
+    config = AdamW(weight_decay=0.3, groups=groups)
+    rules = shipped_rules(config, SHAPES)
+    assert {path: rule.rate for path, rule in rules.items()} == {
+        "blocks.layer.up": 0.1,
+        "blocks.layer.up_bias": 3.0,
+        "blocks.layer.scale": 3.0,
+    }
+    plain = updates_of(AdamW())
+    got = updates_of(config)
+    decayed = plain["blocks.layer.up"] + 0.5 * draw(0)["blocks.layer.up"]
+    np.testing.assert_allclose(got["blocks.layer.up"], decayed, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got["blocks.layer.scale"], plain["blocks.layer.scale"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([{"match": "token.*"}], "no parameter matches 'token.*'; try a pattern of paths such as tokens.table"),
+        ([{"match": "*", "frozen": True}], "freezes all 4 parameters"),
+    ],
+)
+def test_a_group_that_cannot_be_meant_is_one_line(groups, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        shipped_rules(AdamW(groups=groups), SHAPES)
+
+
+def test_a_frozen_group_has_no_rate():
+    with pytest.raises(ValueError, match="is frozen; its rate does nothing"):
+        AdamW(groups=[{"match": "*", "frozen": True, "rate": 2.0}])
+
+
+def test_a_run_of_groups_leaves_frozen_weights_alone():
+    group = {"match": "tokens.*", "frozen": True}
+    config = tiny("train.steps=2")
+    optimizer = config.optimizer.model_copy(update={"groups": (ParameterGroup(**group),)})
+    setup = shard(config.model_copy(update={"optimizer": optimizer}).with_vocab(64), devices=jax.devices()[:1])
+    state = init_state(setup)
+    before = jax.device_get(state.params)
+    with batches_of(setup) as ahead:
+        state, _ = make_step(setup)(state, next(ahead))
+    after = jax.device_get(state.params)
+    unchanged = {path for path in before if np.array_equal(before[path], after[path])}
+    assert unchanged == {"tokens.table_ve"} == before.keys() - state.opt_state.keys()
 
 
 def test_a_layerwise_rule_sees_one_layers_tensor():
