@@ -14,7 +14,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,16 +144,18 @@ def _value_of_line(line: bytes, where: str, field: str) -> Any:
     if not isinstance(row, dict):
         raise DataError(f"{where} is not a JSON object", found=f"{line[:40]!r}")
     if field not in row:
-        raise _no_field(where, field, row)
+        texts = {name: value for name, value in row.items() if isinstance(value, str)}
+        by_length = sorted(texts, key=lambda name: -len(texts[name]))
+        raise _no_field(where, field, row, by_length)
     return row[field]
 
 
-def _no_field(where: str, field: str, columns: Iterable[str]) -> DataError:
-    names = list(columns)
+def _no_field(where: str, field: str, columns: Iterable[str], texts: Sequence[str]) -> DataError:
+    """Return the error; `texts` are the columns that may have been meant, the likeliest first."""
     return DataError(
         f"{where} has no field {field!r}",
-        found=", ".join(names) or "none",
-        fix=f"--field {names[0]}" if names else "",
+        found=", ".join(columns) or "none",
+        fix=f"--field {texts[0]}" if texts else "",
     )
 
 
@@ -239,7 +241,7 @@ def _parquet_chunks(path: str, field: str, skip: int) -> Iterator[Chunk]:
     size = os.path.getsize(path)
     with _reading_table(path, arrow), parquet.ParquetFile(path) as table:
         if field not in table.schema_arrow.names:
-            raise _no_field(path, field, table.schema_arrow.names)
+            raise _no_column(path, field, table.schema_arrow)
         batches = table.iter_batches(CHUNK_ROWS, columns=[field])
         yield from _table_chunks(path, batches, skip, size, table.metadata.num_rows)
 
@@ -255,7 +257,7 @@ def _arrow_chunks(path: str, field: str, skip: int) -> Iterator[Chunk]:
             stream = arrow.ipc.open_file(mapped)
             batches = [stream.get_batch(index) for index in range(stream.num_record_batches)]
         if field not in stream.schema.names:
-            raise _no_field(path, field, stream.schema.names)
+            raise _no_column(path, field, stream.schema)
         columns = (batch.select([field]) for batch in batches)
         total = sum(batch.num_rows for batch in batches)
         yield from _table_chunks(path, columns, skip, size, total)
@@ -277,6 +279,11 @@ def _table_chunks(
                 part = batch.slice(begin + unread, rows - unread).column(0).to_pylist()
                 yield Chunk(path, first + unread, part, size * (first + rows) // total)
             first += rows
+
+
+def _no_column(path: str, field: str, schema) -> DataError:
+    texts = [column.name for column in schema if "string" in str(column.type)]
+    return _no_field(path, field, schema.names, texts)
 
 
 @contextmanager

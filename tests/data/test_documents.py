@@ -120,7 +120,7 @@ def test_a_reader_goes_on_behind_any_row(name, tmp_path, monkeypatch):
     [
         ("no JSON", r"a\.jsonl:2 is not a line of JSON"),
         ("[1]", r"a\.jsonl:2 is not a JSON object"),
-        ('{"body": "x", "id": 1}', r"a\.jsonl:2 has no field 'text'; found body, id; try --field body"),
+        ('{"id": 1, "t": "x", "body": "xy"}', r"a\.jsonl:2 has no field 'text'; found id, t, body; try --field body"),
         ('{"text": 3}', r"a\.jsonl: 'text' of row 2 is not a text; found 3"),
         ('{"text": "\\ud800"}', r"'text' of row 2 is not a text: half a surrogate pair at position 0"),
     ],
@@ -142,7 +142,7 @@ def test_a_damaged_file_is_named(name, tmp_path):
 
 def test_a_column_and_a_split_that_are_not_there_are_answered_by_those_that_are(tmp_path):
     write_parquet(tmp_path / "a.parquet") if table() else None
-    with pytest.raises(DataError, match=r"a\.parquet has no field 'body'; found id, text; try --field id"):
+    with pytest.raises(DataError, match=r"a\.parquet has no field 'body'; found id, text; try --field text"):
         prepare(Job([str(tmp_path / "a.parquet")], str(tmp_path / "out"), field="body"))
     for split in ("train", "test"):
         (tmp_path / "all").mkdir(exist_ok=True)
