@@ -130,6 +130,25 @@ def test_samples_come_from_their_source_whoever_asks_for_how_many():
 
 
 @pytest.mark.usefixtures("here")
+def test_each_source_has_an_order_of_its_own_which_follows_the_seed():
+    for name in "de":
+        write_tokens(name, [bytes(range(128)).decode() * 3], open_tokenizer("bytes"))
+    with open("mix.toml", "w") as file:
+        file.write(CONFIG.replace("a.bin", "d.bin").replace('["b.bin", "c.bin"]', '"e.bin"'))
+
+    def firsts(seed: int) -> list[list[int]]:
+        """The first token of each of the first samples of both sources."""
+        config, data = open_data(load("mix.toml", [f"train.seed={seed}"]))
+        tokens = data.train_samples(config)(np.arange(80))["tokens"][:, 0]
+        drawn, _ = data.mixture.locate(np.arange(80))
+        return [tokens[drawn == source][:20].tolist() for source in (0, 1)]
+
+    found = [*firsts(0), *firsts(1)]
+    assert len(set(map(tuple, found))) == 4
+    assert found[:2] == firsts(0)
+
+
+@pytest.mark.usefixtures("here")
 def test_the_fingerprint_follows_weights_and_contents_but_not_names():
     def fingerprint(text: str) -> str:
         with open("other.toml", "w") as file:

@@ -37,6 +37,7 @@ PRECISION = "tests/train/test_precision.py"
 RESUME = "tests/running/test_resume.py"
 NOISE = "tests/train/test_noise.py"
 DAMAGED = "tests/running/test_damaged.py"
+DATA_ROOM = "tests/data"
 
 BREAKAGES = [
     # How gradients cross
@@ -448,5 +449,62 @@ BREAKAGES = [
         "index += along * jnp.uint32(stride % 2**32)",
         "index += along",
         "tests/running/test_fingerprint.py",
+    ),
+    # Which tokens are trained on
+    Breakage(
+        "a document ends one token too early",
+        "data/encode.py",
+        "ids = np.insert(ids, ends, recipe.end_of_text)",
+        "ids = np.insert(ids, ends - 1, recipe.end_of_text)",
+        f"{DATA_ROOM}/test_documents.py -k end_of_text",
+    ),
+    Breakage(
+        "the loss of a conversation is on its questions too",
+        "data/chat.py",
+        "is_answer = index % 2 == 1 and messages",
+        "is_answer = index % 2 == 1 or messages",
+        f"{DATA_ROOM}/test_documents.py -k conversations",
+    ),
+    Breakage(
+        "the loss is on the token before the one that counts",
+        "data/corpus.py",
+        "return self.loss[start:stop].astype(np.float32)",
+        "return self.loss[start - 1 : stop - 1].astype(np.float32)",
+        f"{DATA_ROOM}/test_documents.py -k batches_of_conversations",
+    ),
+    Breakage(
+        "a prepare that was killed goes on at the start of a chunk",
+        "data/shards.py",
+        "self._end_shard((file, row))",
+        "self._end_shard(position)",
+        f"{DATA_ROOM}/test_documents.py -k interrupted",
+    ),
+    Breakage(
+        "a source of a mixture begins anew in each period",
+        "data/mixture.py",
+        "turn * np.array(self.counts)[source] + self._ranks[slot]",
+        "turn + self._ranks[slot]",
+        f"{DATA_ROOM}/test_mixture.py -k in_order",
+    ),
+    Breakage(
+        "a source of a mixture is ahead of its share",
+        "data/mixture.py",
+        "if done == count or slot < done * length // count:",
+        "if done == count:",
+        f"{DATA_ROOM}/test_mixture.py -k never_off",
+    ),
+    Breakage(
+        "a window that has no room is taken to have some",
+        "data/packing.py",
+        "put_back(length - in_last * size, new[-1:])",
+        "put_back(length - each * size + size, new[-1:])",
+        f"{DATA_ROOM}/test_packing.py",
+    ),
+    Breakage(
+        "the parts of a long document do not overlap",
+        "data/packing.py",
+        "starts = np.repeat(begins, parts) + part * length",
+        "starts = np.repeat(begins, parts) + part * (length + 1)",
+        f"{DATA_ROOM}/test_packing.py",
     ),
 ]
