@@ -3,9 +3,10 @@
 import argparse
 
 from pallas_kernels.gpus import GPUS
-from spmdtrain.cli import data, doctor, planning, running
+from spmdtrain.cli import data, doctor, launching, planning, running
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import SEEDS
+from spmdtrain.launch.patience import STEP_SECONDS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,6 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_launch(commands)
     _add_show(commands)
     _add_sample(commands)
     _add_eval(commands)
@@ -62,6 +64,35 @@ def _add_train(commands) -> None:
     )
     _add_devices(train)
     train.set_defaults(command=running.train)
+
+
+def _add_launch(commands) -> None:
+    launch = commands.add_parser(
+        "launch", help="train in processes that are watched, and started again when they fail"
+    )
+    launch.add_argument(
+        "--local-processes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes on this host (default: %(default)s)",
+    )
+    launch.add_argument(
+        "--step-seconds",
+        type=_seconds,
+        default=STEP_SECONDS,
+        metavar="S",
+        help="a step may take so long, or 5 times the longest so far, before it counts as a hang "
+        "(default: %(default)s)",
+    )
+    launch.add_argument("--report", metavar="FILE", help="writes what the time was spent on, JSON")
+    launch.add_argument(
+        "command_line",
+        nargs=argparse.REMAINDER,
+        metavar="train ...",
+        help="the run, as without launch",
+    )
+    launch.set_defaults(command=launching.launch)
 
 
 def _add_show(commands) -> None:
@@ -421,6 +452,13 @@ def _seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= SEEDS:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to {SEEDS - 1}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = _time(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError("0 seconds are no limit")
+    return seconds
 
 
 def _time(text: str) -> float:

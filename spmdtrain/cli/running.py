@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from spmdtrain.cli.devices import start_jax
 from spmdtrain.config import DONE, PREEMPTED, ConfigError, StorageError, UserError, load, to_toml
-from spmdtrain.parallel import peers
+from spmdtrain.parallel import peers, pulse
 
 if TYPE_CHECKING:
     from spmdtrain.running.memory import OutOfMemoryError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 def train(parsed: argparse.Namespace) -> int:
     """Train, or resume. Returns PREEMPTED where the run was asked to stop, and has saved."""
+    pulse.begin()
     config = load(parsed.config, parsed.set)
     if parsed.print_config:
         from spmdtrain.parallel import xla_flags
@@ -38,6 +39,7 @@ def train(parsed: argparse.Namespace) -> int:
             outcome = run(config, directory, fresh=parsed.fresh, prediction=prediction)
         except OutOfMemoryError as error:
             raise _with_remedy(error) from None
+    pulse.tell(pulse.DONE, outcome.step)
     return PREEMPTED if outcome.status == "preempted" else DONE
 
 

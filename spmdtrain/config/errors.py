@@ -47,6 +47,12 @@ class DamagedError(CheckpointError):
     """A checkpoint is not as it was saved: bits have changed, or files are missing."""
 
 
+class HangError(UserError):
+    """A process of the run was silent for longer than its phase may take."""
+
+    exit_code = 7
+
+
 class PeerLostError(UserError):
     """Another process of this run has failed or is gone."""
 

@@ -23,7 +23,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel import hlo
+from spmdtrain.parallel import hlo, pulse
 from spmdtrain.running import summary
 from spmdtrain.running.checkpoint import Checkpoints, has_fingerprints, newest_step
 from spmdtrain.running.directory import check_source, open_directory
@@ -123,6 +123,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         held.enter_context(open_directory(directory, fresh))
         checkpoints = Checkpoints(directory, setup.model, config.checkpoint.keep)
         held.enter_context(contextlib.closing(checkpoints))
+        pulse.tell(pulse.RESTORE)
         found = newest_good(checkpoints, setup.state)
         if found is not None:
             where = f"step {found.step} of {directory}"
@@ -143,6 +144,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
             return Outcome("nothing to do", done)
 
         reporter.say(_introduction(setup, opened))
+        pulse.tell(pulse.COMPILE)
         step, report = compile_step(setup, lowered or lower_step(setup))
         memory.compiled(report)
         write(directory, "config.json", config_document(setup, opened))
@@ -323,6 +325,7 @@ class Saves:
         """Reports the saves that have become complete on disk."""
         for step in self._checkpoints.completed():
             self._reporter.event("saved", step)
+            pulse.tell(pulse.SAVED, step)
             self._newest = step
 
     def finish(self) -> None:
@@ -373,12 +376,14 @@ def train(
         progress.update(at, figures, due=at in (first + 1, total))
 
     def evaluate_and_report(at: int, state: TrainState) -> None:
+        pulse.tell(pulse.EVALUATE, at)
         figures = evaluate(state)
         reporter.evaluated(at, **figures)
         parts = [f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in figures.items()]
         reporter.say(f"step {at}/{total}  {'  '.join(parts)}")
 
     def save(at: int, state: TrainState) -> None:
+        pulse.tell(pulse.SAVE, at)
         start = time.perf_counter()
         saves.save(at, state)
         stopped = time.perf_counter() - start
@@ -396,6 +401,8 @@ def train(
     ):
         reporter.progress = progress
         while True:
+            # The first step is over when its metrics are read, after the second was dispatched.
+            pulse.tell(pulse.STEP if done > first + 1 else pulse.FIRST_STEP, done + 1)
             batch = next(ahead)
             late.before_dispatch()
             with profiled(directory, done + 1, config.log.profile) as traced:
@@ -412,6 +419,7 @@ def train(
                 clock.paused(lambda: save(done, state))  # noqa: B023
             if ending:
                 break
+        pulse.tell(pulse.END, done)
         saves.finish()
     reporter.event(ending, done)
     return Outcome(ending, done, statistics.median(taken[1:]) if taken[1:] else None)

@@ -1,0 +1,34 @@
+"""Run `launch`: the processes of a run, watched and started again."""
+
+import argparse
+import os
+from pathlib import Path
+
+from spmdtrain.config import ConfigError
+from spmdtrain.running.json_lines import write_document
+
+
+def launch(parsed: argparse.Namespace) -> int:
+    """Launch a command. Returns the code with which its last attempt ended."""
+    from spmdtrain.launch.launch import Launcher, say
+    from spmdtrain.launch.place import find_place
+
+    command = [*parsed.command_line]
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if command[:1] != ["train"]:
+        raise ConfigError(
+            "launch starts a training run",
+            asked=f"launch {' '.join(command)}".rstrip(),
+            fix="spmdtrain launch train CONFIG, with the arguments of train behind",
+        )
+    place = find_place(os.environ, parsed.local_processes)
+    launcher = Launcher(command, place, parsed.local_processes, parsed.step_seconds)
+    code = launcher.run()
+    report = launcher.goodput.report() | {"attempts": launcher.attempts, "exit_code": code}
+    spent = {what: seconds for what, seconds in report["seconds"].items() if seconds >= 0.5}
+    parts = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in spent.items())
+    say(f"{report['wall_seconds']:.0f} s, {report['goodput']:.0%} of them training: {parts}")
+    if parsed.report is not None:
+        write_document(Path(parsed.report), report)
+    return code

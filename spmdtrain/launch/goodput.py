@@ -1,0 +1,64 @@
+"""What the time of a run was spent on, over all its attempts.
+
+Every moment belongs to one class, so the classes sum to the wall time. `step` alone is training
+that counts. Steps that a failure has undone are `repeated`: they are known when it is known from
+which checkpoint the run goes on.
+"""
+
+import time
+from collections.abc import Callable
+
+from spmdtrain.parallel import pulse
+
+DOWN = "down"  # from the end of an attempt to the begin of the next
+HANG = "hang"  # from the last word of a process that hangs to its end
+REPEATED = "repeated"
+CLASSES = (*pulse.PHASES, REPEATED, HANG, DOWN)
+
+
+class Goodput:
+    """Seconds by class. `enter` ends one stretch of time and begins the next."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self._begin = now()
+        self._since = self._begin
+        self._class = DOWN
+        self._step = 0
+        self._unsaved: list[tuple[int, float]] = []  # (step, its seconds), not yet on disk
+        self.seconds = dict.fromkeys(CLASSES, 0.0)
+
+    def enter(self, what: str, step: int = 0) -> None:
+        """From now on the time belongs to the class `what`."""
+        self._close(self._now())
+        self._class = what
+        self._step = step
+
+    def saved(self, step: int) -> None:
+        """All steps up to this one are on disk: no failure undoes them."""
+        self._unsaved = [each for each in self._unsaved if each[0] > step]
+
+    def failed(self, hung: bool = False) -> None:
+        """An attempt has ended in a failure: what it had not saved is done again."""
+        if hung:
+            self._class = HANG
+        self.enter(DOWN)
+        undone = sum(seconds for _, seconds in self._unsaved)
+        self.seconds[pulse.STEP] -= undone
+        self.seconds[REPEATED] += undone
+        self._unsaved = []
+
+    def report(self) -> dict[str, float | dict[str, float]]:
+        """`wall_seconds`; `goodput`, the share of it that counts; and `seconds` by class."""
+        now = self._now()
+        self._close(now)
+        wall = now - self._begin
+        share = self.seconds[pulse.STEP] / wall if wall else 0.0
+        return {"wall_seconds": wall, "goodput": share, "seconds": dict(self.seconds)}
+
+    def _close(self, now: float) -> None:
+        seconds = now - self._since
+        self._since = now
+        self.seconds[self._class] += seconds
+        if self._class == pulse.STEP:
+            self._unsaved.append((self._step, seconds))

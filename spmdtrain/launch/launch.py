@@ -1,0 +1,223 @@
+"""A run under a launcher: attempt after attempt, until one ends as it should.
+
+An attempt ends when one of its processes does. The others then have EXIT_SECONDS to end by
+themselves, which they do because the coordinator tells them (parallel/peers.py), before they are
+ended. Where all are silent for longer than their phases may take, the run hangs: all print their
+stacks, and all are ended.
+
+A failure that may pass (a process was killed or hung, a bug) is followed by another attempt, after
+a pause that doubles. One that would only come again (the settings, the data, numbers that diverged,
+a full disk) is not, and neither are CYCLES failures in a row without a new checkpoint.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmdtrain.config.errors import (
+    DONE,
+    PREEMPTED,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    HangError,
+    PeerLostError,
+    StorageError,
+)
+from spmdtrain.launch.goodput import DOWN, Goodput
+from spmdtrain.launch.patience import Patience
+from spmdtrain.launch.place import Place
+from spmdtrain.launch.ranks import Rank, Ranks
+from spmdtrain.parallel import pulse
+
+POLL_SECONDS = 0.1
+EXIT_SECONDS = 15.0  # for the others to end after one has failed
+ORDERLY_SECONDS = 60.0  # for the others to end after one has as it should
+CYCLES = 3
+NAMED = 4  # processes in the line of a hang
+PAUSE_SECONDS = 1.0  # before the second attempt
+LONGEST_PAUSE = 60.0
+FINAL = {kind.exit_code for kind in (ConfigError, DataError, CheckpointError, DivergedError, StorageError)} | {
+    DONE,
+    PREEMPTED,
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt has ended: the exit code, and a line where something went wrong."""
+
+    code: int
+    line: str = ""
+
+
+class Launcher:
+    """`command`: the arguments of `spmdtrain`, those of `train` as a rule."""
+
+    def __init__(self, command: Sequence[str], place: Place, processes: int, step_seconds: float):
+        self._command = list(command)
+        self._place = place
+        self._processes = processes
+        self._patience = Patience(step_seconds)
+        self._asked_to_end = 0  # signals that came
+        self._saved = -1  # the newest step on disk
+        self.goodput = Goodput()
+        self.attempts = 0
+
+    def run(self) -> int:
+        """The exit code of the last attempt."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return self._attempts()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _attempts(self) -> int:
+        without_progress = 0
+        while True:
+            saved_before = self._saved
+            self.attempts += 1
+            ending = self._attempt()
+            if ending.line:
+                say(ending.line)
+            if ending.code in FINAL or self._asked_to_end:
+                return ending.code
+            progressed = self._saved > saved_before
+            without_progress = 1 if progressed else without_progress + 1
+            if without_progress >= CYCLES:
+                say(f"{CYCLES} attempts without a new checkpoint: no further one")
+                return ending.code
+            pause = min(PAUSE_SECONDS * 2 ** (without_progress - 1), LONGEST_PAUSE)
+            say(f"attempt {self.attempts + 1} begins in {pause:.0f} s")
+            self._sleep(pause)
+            if self._asked_to_end:
+                return ending.code
+
+    def _attempt(self) -> Ending:
+        flags = self._place.flags(self._processes)
+        self.goodput.enter(pulse.BEGIN)
+        commands = {number: [*self._command, *more] for number, more in flags.items()}
+        with Ranks(commands) as ranks:
+            ending = self._watch(ranks)
+        if ending.code not in (DONE, PREEMPTED):
+            self.goodput.failed(hung=ending.code == HangError.exit_code)
+        else:
+            self.goodput.enter(DOWN)
+        return ending
+
+    def _watch(self, ranks: Ranks) -> Ending:
+        handed_on = 0
+        while True:
+            for rank, what, step in ranks.listen(POLL_SECONDS):
+                self._note(rank, what, step, leads=rank is ranks.ranks[0])
+            if self._asked_to_end > handed_on:
+                handed_on = self._asked_to_end
+                ranks.signal(signal.SIGTERM)
+            if len(ranks.running()) < len(ranks.ranks):
+                return self._ended(ranks)
+            if ending := self._hang(ranks):
+                return ending
+
+    def _note(self, rank: Rank, what: str, step: int, leads: bool) -> None:
+        """Takes in what a process said. The first one of this host keeps the account of time."""
+        now = time.monotonic()
+        if what == pulse.DONE:
+            rank.done = True
+        elif what == pulse.SAVED:
+            self._saved = max(self._saved, step)
+            if leads:
+                self.goodput.saved(step)
+        else:
+            self._patience.learn(rank.phase, now - rank.since)
+            rank.phase = what
+            rank.step = step
+            rank.since = now
+            if what != pulse.BEGIN and "--fresh" in self._command:
+                self._command.remove("--fresh")  # the next attempt goes on
+            if leads:
+                self.goodput.enter(what, step)
+
+    def _hang(self, ranks: Ranks) -> Ending | None:
+        """Ends all where all have been silent for longer than they may.
+
+        While one is in a phase that may take longer, as in compiling, the others wait for it.
+        """
+        now = time.monotonic()
+        if any(now - rank.since <= self._patience.limit(rank.phase) for rank in ranks.ranks):
+            return None
+        last = max(ranks.ranks, key=lambda rank: rank.since)
+        # The one that is behind is the likeliest to hang; the others wait for it.
+        order = sorted(ranks.ranks, key=lambda rank: (rank.step, rank.since))
+        where = ", ".join(f"process {rank.number} {_describe(rank)}" for rank in order[:NAMED])
+        line = (
+            f"the run hangs: {where}; silent for {now - last.since:.0f} s, "
+            f"and {self._patience.limit(last.phase):.0f} s is the limit"
+        )
+        say(f"{line}; the stacks of all follow")
+        ranks.print_stacks()
+        ranks.end()
+        return Ending(HangError.exit_code, line)
+
+    def _ended(self, ranks: Ranks) -> Ending:
+        """Why the attempt has ended, once all have."""
+        early = [rank for rank in ranks.ranks if rank.code is not None]
+        orderly = early[0].done or early[0].code == PREEMPTED
+        ranks.wait(ORDERLY_SECONDS if orderly else EXIT_SECONDS)
+        by_themselves = [rank for rank in ranks.ranks if rank.code is not None]
+        ranks.end()
+        for rank, what, step in ranks.listen(0.0):
+            self._note(rank, what, step, leads=rank is ranks.ranks[0])
+
+        codes = {rank.code for rank in ranks.ranks}
+        if codes == {DONE} and all(rank.done for rank in ranks.ranks):
+            return Ending(DONE)
+        if codes == {PREEMPTED}:
+            return Ending(PREEMPTED)
+        # The first that failed of itself; those that only lost it (8) say so.
+        by_age = [*early, *(rank for rank in by_themselves if rank not in early)]
+        cause = next((rank for rank in by_age if _failed(rank)), early[0])
+        ending = _failure(cause)
+        if self._asked_to_end and cause.code < 0:  # before it could save
+            return Ending(128 - cause.code, ending.line)
+        return ending
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._asked_to_end:
+            time.sleep(min(0.1, seconds))
+
+    def _on_signal(self, *_) -> None:
+        self._asked_to_end += 1
+
+
+def _failed(rank: Rank) -> bool:
+    """Whether this process failed, and not just because another did."""
+    if rank.code == DONE:
+        return not rank.done
+    return rank.code not in (PREEMPTED, PeerLostError.exit_code)
+
+
+def _failure(rank: Rank) -> Ending:
+    code = rank.code
+    where = f"process {rank.number} {{}}, {_describe(rank)}"
+    if code < 0:
+        name = signal.Signals(-code).name
+        return Ending(PeerLostError.exit_code, where.format(f"was ended by {name}"))
+    if code == DONE:
+        what = "ended with code 0 before the run was over"
+        return Ending(PeerLostError.exit_code, where.format(what))
+    return Ending(code, where.format(f"ended with code {code}"))
+
+
+def _describe(rank: Rank) -> str:
+    words = rank.phase.replace("_", " ")
+    return f"in {words} {rank.step}" if rank.step else f"in {words}"
+
+
+def say(text: str) -> None:
+    """A line for the person at the terminal, beside what the processes print."""
+    print(f"spmdtrain launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,36 @@
+"""How long a phase may take before it counts as a hang.
+
+Each phase has a floor. Above it a phase may take FACTOR times the longest that was seen: the rule
+of NVIDIA's nvidia-resiliency-ext for its heartbeats.
+"""
+
+from spmdtrain.parallel import pulse
+
+FACTOR = 5
+STEP_SECONDS = 60.0
+# Of the other phases, in which a cold file system or a large program takes its time.
+FLOORS = {
+    pulse.BEGIN: 600.0,
+    pulse.RESTORE: 1200.0,
+    pulse.COMPILE: 3600.0,
+    pulse.FIRST_STEP: 600.0,
+    pulse.SAVE: 600.0,
+    pulse.EVALUATE: 1200.0,
+    pulse.END: 600.0,
+}
+
+
+class Patience:
+    """The limits of the phases. `step_seconds` is the floor of a step."""
+
+    def __init__(self, step_seconds: float = STEP_SECONDS):
+        self._floors = FLOORS | {pulse.STEP: step_seconds}
+        self._longest: dict[str, float] = {}
+
+    def learn(self, phase: str, seconds: float) -> None:
+        """A phase has ended after so long."""
+        self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))
+
+    def limit(self, phase: str) -> float:
+        """The seconds after which the phase counts as a hang."""
+        return max(self._floors[phase], FACTOR * self._longest.get(phase, 0.0))

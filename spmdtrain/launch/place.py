@@ -1,0 +1,83 @@
+"""Where this host stands among the hosts of a run, and what its processes are told of each other.
+
+Slurm and Open MPI start a launcher for each process, and `spmdtrain train` reads their environment
+itself. Elsewhere, as under Kubernetes, one launcher is started on each host, with this in its
+environment:
+
+    SPMDTRAIN_HOSTS        how many hosts there are
+    SPMDTRAIN_HOST         which one this is, from 0
+    SPMDTRAIN_COORDINATOR  HOST:PORT of the first one
+"""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spmdtrain.config.errors import ConfigError
+
+HOSTS = "SPMDTRAIN_HOSTS"
+HOST = "SPMDTRAIN_HOST"
+COORDINATOR = "SPMDTRAIN_COORDINATOR"
+
+
+@dataclass(frozen=True)
+class Place:
+    """`coordinator`: None on a single host, which takes a port that is free, or where a scheduler
+    tells the processes who they are (`told`)."""
+
+    hosts: int = 1
+    host: int = 0
+    coordinator: str | None = None
+    told: bool = False
+
+    def flags(self, processes: int) -> dict[int, list[str]]:
+        """Number of each process of this host -> what it is told about the others."""
+        total = self.hosts * processes
+        if self.told or total == 1:
+            return {0: []}
+        address = self.coordinator or f"localhost:{_free_port()}"
+        first = self.host * processes
+        return {
+            number: [
+                *("--coordinator", address),
+                *("--processes", str(total)),
+                *("--process", str(number)),
+            ]
+            for number in range(first, first + processes)
+        }
+
+
+def find_place(environment: Mapping[str, str], processes: int) -> Place:
+    """The place of this launcher, which is to start so many processes. Raises ConfigError."""
+    if _by_scheduler(environment):
+        if processes > 1:
+            raise ConfigError(
+                "Slurm and Open MPI start a launcher for each process",
+                asked=f"--local-processes {processes}",
+                fix="srun --ntasks-per-node=N spmdtrain launch ..., without --local-processes",
+            )
+        return Place(told=True)
+    given = [environment.get(name) for name in (HOSTS, HOST, COORDINATOR)]
+    if not any(given):
+        return Place()
+    hosts, host, coordinator = given
+    numbers = hosts and hosts.isdecimal() and host and host.isdecimal()
+    if not numbers or not coordinator or int(host) >= int(hosts):
+        said = " ".join(f"{name}={environment.get(name)}" for name in (HOSTS, HOST, COORDINATOR))
+        raise ConfigError(
+            "the environment does not say which host this is",
+            found=said,
+            fix=f"{HOSTS}=2 {HOST}=0 {COORDINATOR}=NAME:12345, all three",
+        )
+    return Place(int(hosts), int(host), coordinator)
+
+
+def _by_scheduler(environment: Mapping[str, str]) -> bool:
+    in_slurm = "SLURM_PROCID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    return in_slurm or environment.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]

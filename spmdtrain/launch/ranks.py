@@ -1,0 +1,124 @@
+"""The processes of one attempt, as the launcher sees them."""
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spmdtrain.parallel import pulse
+
+STACKS_SECONDS = 2.0  # for the stacks of all processes to be printed
+TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
+PROGRAM = [sys.executable, "-m", "spmdtrain.cli"]
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass
+class Rank:
+    """One process: its number in the run, and what it said last."""
+
+    number: int
+    process: subprocess.Popen
+    pipe: int
+    phase: str = pulse.BEGIN
+    step: int = 0
+    since: float = field(default_factory=time.monotonic)
+    done: bool = False
+    heard: bytes = b""  # the begin of a line
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self.process.poll()
+
+
+class Ranks:
+    """The processes of this host. Use it as a context: at its end none is left."""
+
+    def __init__(self, commands: Mapping[int, Sequence[str]]):
+        """`commands`: the arguments of `spmdtrain` for each process, by its number."""
+        self._selector = selectors.DefaultSelector()
+        self.ranks = [self._started(number, command) for number, command in commands.items()]
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.end()
+        self._selector.close()
+        for rank in self.ranks:
+            os.close(rank.pipe)
+
+    def _started(self, number: int, command: Sequence[str]) -> Rank:
+        read, write = os.pipe()
+        process = subprocess.Popen(
+            [*PROGRAM, *command],
+            env=os.environ | {pulse.PIPE: str(write)},
+            pass_fds=[write],
+            start_new_session=True,  # Ctrl-C reaches the launcher, which hands it on
+            preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 - the launcher has one thread
+        )
+        os.close(write)
+        os.set_blocking(read, False)
+        rank = Rank(number, process, read)
+        self._selector.register(read, selectors.EVENT_READ, rank)
+        return rank
+
+    def listen(self, seconds: float) -> Iterator[tuple[Rank, str, int]]:
+        """What the processes say within so many seconds: (who, what, step)."""
+        for key, _ in self._selector.select(seconds):
+            rank = key.data
+            try:
+                said = os.read(rank.pipe, 1 << 16)
+            except BlockingIOError:
+                continue
+            if not said:  # it has closed its end
+                self._selector.unregister(rank.pipe)
+                continue
+            *lines, rank.heard = (rank.heard + said).split(b"\n")
+            for line in lines:
+                if news := pulse.parse(line.decode(errors="replace")):
+                    yield rank, *news
+
+    def running(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.code is None]
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to all that run."""
+        for rank in self.running():
+            rank.process.send_signal(number)
+
+    def print_stacks(self) -> None:
+        """Has every process print the stacks of its threads, and gives them the time."""
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGUSR1)
+        time.sleep(STACKS_SECONDS)
+
+    def end(self) -> None:
+        """SIGTERM; SIGKILL for those that are still there TERM_SECONDS later."""
+        if not self.running():
+            return
+        self.signal(signal.SIGCONT)  # one that was stopped hears nothing else
+        self.signal(signal.SIGTERM)
+        self.wait(TERM_SECONDS)
+        self.signal(signal.SIGKILL)
+        for rank in self.ranks:
+            rank.process.wait()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until all have ended, at most so long. Returns whether they have."""
+        deadline = time.monotonic() + seconds
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.running()
+
+
+def _end_with_the_launcher() -> None:
+    """In the child: the kernel ends it when the launcher is gone (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

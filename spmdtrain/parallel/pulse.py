@@ -1,0 +1,57 @@
+"""What a process says to the launcher that watches it: which phase it is in, and at which step.
+
+`spmdtrain launch` starts a process with the write end of a pipe, whose number stands in the
+environment. Each message is a line "PHASE STEP". A process that nobody watches says nothing.
+Writing never waits: where the pipe is full, the message is dropped.
+"""
+
+import faulthandler
+import os
+import signal
+from contextlib import suppress
+
+PIPE = "SPMDTRAIN_PULSE"  # in the environment: the number of the file descriptor
+
+# The phases of a process, in their order. `begin` is entered by being started.
+BEGIN = "begin"  # imports, the devices, the other processes
+RESTORE = "restore"  # the state is read, or made
+COMPILE = "compile"
+FIRST_STEP = "first_step"
+STEP = "step"
+SAVE = "save"
+EVALUATE = "evaluate"
+END = "end"  # the last save is written
+PHASES = (BEGIN, RESTORE, COMPILE, FIRST_STEP, STEP, SAVE, EVALUATE, END)
+
+# No phases, but news:
+SAVED = "saved"  # the checkpoint of the step is complete on disk
+DONE = "done"  # the run has ended as it should
+
+_pipe: int | None = None
+
+
+def begin() -> None:
+    """Takes the launcher's pipe, if there is one, and prints all stacks on SIGUSR1 from now on."""
+    global _pipe
+    said = os.environ.pop(PIPE, "")
+    if not said:
+        return
+    _pipe = int(said)
+    os.set_blocking(_pipe, False)
+    os.set_inheritable(_pipe, False)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # written in C: needs no free GIL
+
+
+def tell(what: str, step: int = 0) -> None:
+    """Says that this process enters a phase at `step`, or what it has done."""
+    if _pipe is not None:
+        with suppress(OSError):  # full, or the launcher is gone
+            os.write(_pipe, f"{what} {step}\n".encode())
+
+
+def parse(line: str) -> tuple[str, int] | None:
+    """(what, step) of a line; None where it is none, as the end of one that was killed."""
+    what, _, step = line.partition(" ")
+    if what not in (*PHASES, SAVED, DONE) or not step.isdecimal():
+        return None
+    return what, int(step)
