@@ -309,9 +309,8 @@ TABLE = {
         "the corpus is not the one|the same data and seed",
         resume("run", "data.path=same_letters.txt"),
     ),
-    "resume an empty step": (CHECKPOINT, "checkpoints/7 cannot be read|step 2 is there too", resume("empty_step")),
-    "resume a cut step": (CHECKPOINT, "checkpoints/2 cannot be read", resume("cut_step")),
-    "resume half a step": (CHECKPOINT, "checkpoints/2 cannot be read|params", resume("no_item")),
+    "resume a cut step": (CHECKPOINT, "checkpoints/2 is damaged: it cannot be read", resume("cut_step")),
+    "resume half a step": (CHECKPOINT, "checkpoints/2 is damaged|params", resume("no_item")),
     "start from no run": (
         CHECKPOINT,
         "train.init_from='nowhere' holds no checkpoint",
@@ -333,7 +332,8 @@ TABLE = {
     "sample a broken config": (CHECKPOINT, "not_json/config.json", sample(run="not_json")),
     "sample a config of nothing": (CHECKPOINT, "no_object/config.json", sample(run="no_object")),
     "sample without checkpoint": (CHECKPOINT, "no_checkpoint holds no checkpoint", sample(run="no_checkpoint")),
-    "sample a cut step": (CHECKPOINT, "checkpoints/2 cannot be read", sample(run="cut_step")),
+    "sample a cut step": (CHECKPOINT, "checkpoints/2 is damaged: it cannot be read", sample(run="cut_step")),
+    "sample an empty step": (CHECKPOINT, "checkpoints/7 is damaged|goes on from step 2", sample(run="empty_step")),
     "no file of prompts": (CONFIG, "--prompts none.txt|No such file", ["sample", "run", "--prompts", "none.txt"]),
     "sample too many devices": (
         CONFIG,
