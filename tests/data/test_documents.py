@@ -171,8 +171,13 @@ def test_the_end_of_text_is_the_tokenizers_own_or_the_one_asked_for(tmp_path, to
     assert hello[0] is None and hello[1] != end
     a = prepared(2, tokenizer=str(tokenizer_json), end_of_text="a")
     assert a[0] == a[1] != end
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end|>"}}')
-    assert prepared(3, tokenizer=str(tokenizer_json)) == (end, end)
+    tokenizer = json.loads(tokenizer_json.read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 999, "content": "<stop>"})
+    tokenizer_json.write_text(json.dumps(tokenizer))
+    for number, eos in enumerate(('"<stop>"', '{"content": "<stop>"}'), 30):  # as old and new versions write it
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {eos}}}')
+        stop, last = prepared(number, tokenizer=str(tokenizer_json))
+        assert stop == last != end
     assert prepared(4, end_of_text="\n") == (10, 10)
     assert prepared(5, tokenizer="characters") == (4, 4)  # behind the ids of e, h, l and o
     with pytest.raises(DataError, match="has no token '<end>' to end a text with"):

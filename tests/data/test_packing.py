@@ -62,6 +62,14 @@ def test_it_packs_as_well_as_first_fit_decreasing(lengths, length):
     assert plan.sizes.sum() > (plan.windows - 1) * length / 2  # no two windows could be one
 
 
+def test_a_window_that_is_not_full_takes_what_fits():
+    """Two fives in one window of twelve, the third with the four and the three in another."""
+    corpus = corpus_of([6, 6, 6, 5, 4])
+    plan = make_plan(corpus.document_starts, Range(0, 27), 12)
+    found = [plan.sizes[begin:end].tolist() for begin, end in zip(plan.bounds[:-1], plan.bounds[1:], strict=True)]
+    assert found == [[5, 5], [5, 4, 3]]
+
+
 def test_a_million_documents_are_packed_with_little_padding():
     """Lengths as of web pages, windows as of a small model: less than 1 % is padding."""
     lengths = np.random.default_rng(0).lognormal(6, 1, 1_000_000).astype(np.int64) + 2
