@@ -37,6 +37,7 @@ _HOMES = {
     "UserError": "config",
     "simulate_devices": "parallel.processes",
     "set_xla_flags": "parallel.xla_flags",
+    "Buffer": "models.buffer",
     "ForwardContext": "models.context",
     "Stack": "models.stack",
     "Transformer": "models.transformer",

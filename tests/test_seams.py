@@ -367,3 +367,41 @@ def test_what_is_no_part_costs_one_line():
 
     with pytest.raises(ConfigError, match=r"a Wide turns float32\[16, 16, 32\] into float32\[16, 16, 64\]"):
         st.run(tiny(), "run", make=Model, **ONE)
+
+
+def records_of_wandb(file: Path) -> list:
+    """The records of a run written offline: blocks of 32 KiB behind 7 bytes, as LevelDB's log has them."""
+    from wandb.proto import wandb_internal_pb2
+
+    data = file.read_bytes()
+    found, parts, at = [], [], 7
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:  # no header fits
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(wandb_internal_pb2.Record.FromString(b"".join(parts)))
+            parts = []
+    return found
+
+
+def test_weights_and_biases_has_every_figure_offline_and_a_resumed_run_is_the_same_one(monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for steps in (2, 4):
+        st.run(tiny(f"train.steps={steps}", "log.sinks=wandb"), "run", **ONE)
+    points = {}
+    ids = set()
+    files = sorted(Path("run/wandb").glob("offline-run-*/run-*.wandb"))
+    for record in (each for file in files for each in records_of_wandb(file)):
+        if record.WhichOneof("record_type") == "run":
+            ids.add(record.run.run_id)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            points[int(items["_step"])] = float(items["loss"])
+    assert [points[step] for step in (1, 2, 3, 4)] == losses("run")
+    assert ids == {Path("run/wandb/id").read_text()}

@@ -170,6 +170,14 @@ def _add_eval(commands) -> None:
     evaluate.add_argument(
         "--field", default="text", metavar="NAME", help="of the text in JSON lines and tables"
     )
+    evaluate.add_argument(
+        "--tasks",
+        metavar="A,B",
+        help="tasks of lm-evaluation-harness in the place of a loss; needs the package lm-eval",
+    )
+    evaluate.add_argument(
+        "--limit", type=_positive, metavar="N", help="examples of each task (default: all)"
+    )
     _add_make(evaluate)
     _add_set(evaluate, "mesh.data=8, say (the default is one device); eval.batches and the like")
     evaluate.add_argument("--json", action="store_true", help="for programs")

@@ -131,8 +131,12 @@ def sample(parsed: argparse.Namespace) -> int:
 
 
 def evaluate(parsed: argparse.Namespace) -> int:
-    """Print how well a trained run predicts its validation data, or files."""
+    """Print how well a trained run predicts its validation data, or files, or does at tasks."""
+    if parsed.tasks and parsed.paths:
+        raise ConfigError("--tasks and files cannot go together", fix="one of them at a time")
     start_jax(parsed)
+    if parsed.tasks:
+        return _evaluate_tasks(parsed)
     from spmdtrain.running.evaluate import evaluate
 
     found = evaluate(
@@ -150,6 +154,27 @@ def evaluate(parsed: argparse.Namespace) -> int:
     if found["bits_per_byte"] is not None:
         parts.append(f"{found['bits_per_byte']:.4f} bits per byte")
     print(f"{'  '.join(parts)}  ({found['tokens']:,} tokens, step {found['step']})")
+    return DONE
+
+
+def _evaluate_tasks(parsed: argparse.Namespace) -> int:
+    from spmdtrain.running.harness import evaluate_tasks
+
+    found = evaluate_tasks(
+        parsed.run,
+        parsed.tasks.split(","),
+        limit=parsed.limit,
+        step=parsed.step,
+        overrides=parsed.set,
+        make=parsed.make,
+    )
+    if parsed.json:
+        print(json.dumps(found, default=str))
+        return DONE
+    for task, figures in found.items():
+        for name, value in figures.items():
+            if isinstance(value, float):
+                print(f"{task}  {name}  {value:.4f}")
     return DONE
 
 

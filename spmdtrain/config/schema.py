@@ -43,7 +43,7 @@ SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would be another one's
 # TOML has lists only, hence not strict about the container; what is in it stays strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Steps = Annotated[tuple[Count, ...], Field(strict=False)]
-Sinks = Annotated[tuple[Literal["tensorboard"], ...], Field(strict=False)]
+Sinks = Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)]
 
 
 class Settings(BaseModel):
@@ -508,7 +508,9 @@ class LogConfig(Settings):
     every: Count = Field(10, description="steps between plain lines when not a terminal")
     profile: Steps = Field((), description="steps traced by the profiler into RUN/profile")
     sinks: Sinks = Field(
-        (), description="where figures go beside metrics.jsonl: tensorboard (RUN/tensorboard)"
+        (),
+        description="where figures go beside metrics.jsonl: "
+        "tensorboard (RUN/tensorboard), wandb (RUN/wandb)",
     )
 
 

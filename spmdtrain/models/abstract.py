@@ -17,6 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
+from spmdtrain.models.buffer import Buffer
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.model import LanguageModel
@@ -32,10 +33,11 @@ Axes = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Parameter:
-    """Shape and logical axes of one parameter; the first `stacked` dims count layers."""
+    """Shape and logical axes of one parameter, or buffer; the first `stacked` dims count layers."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    is_trained: bool = True
 
     @property
     def stacked(self) -> int:
@@ -116,14 +118,13 @@ def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 
     parameters, lay = {}, lay_out(model.blocks.rounds, stages, chunks)
     for path, variable in nnx.to_flat_state(state):
         at = _dotted(path)
-        if not isinstance(variable, nnx.Param):
-            raise ConfigError(
-                f"{at}: a {type(variable).__name__} in the model", fix="nnx.Param only; dropout through ctx.dropout"
-            )
+        if not isinstance(variable, nnx.Param | Buffer) or not jnp.issubdtype(variable.dtype, jnp.floating):
+            what = f"{at}: a {type(variable).__name__} of {variable.dtype} in the model"
+            raise ConfigError(what, fix="floating nnx.Param or spmdtrain.Buffer; dropout through ctx.dropout")
         shape, axes = tuple(variable.shape), tuple(variable.out_sharding)
         if path[0] == "blocks" and axes[:1] == ("layer",):
             shape, axes = lay.shape + shape[1:], lay.axes + axes[1:]
-        parameters[at] = Parameter(shape, axes)
+        parameters[at] = Parameter(shape, axes, isinstance(variable, nnx.Param))
     names = {name for p in parameters.values() for name in p.axes if name}
     check_names(config.rules, names, lambda: _activation_axes(config, graphdef, state))
     rows = _table_rows(config, graphdef, state)

@@ -4,12 +4,15 @@ RUN/metrics.jsonl and RUN/events.jsonl are always written; `log.sinks` names mor
 `run(..., sinks=[...])` takes those of the caller.
 """
 
+import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.load import resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.json_lines import JsonLines, forget_after
 
@@ -93,4 +96,60 @@ class TensorBoardSink:
         self._writer.close()
 
 
-SHIPPED: Mapping[str, MakeSink] = {"tensorboard": TensorBoardSink}
+class WandbSink:
+    """A run of Weights & Biases, its files in RUN/wandb. Needs wandb, the extra `wandb`.
+
+    The run has the name of its directory and keeps its id there, so that a resumed run goes on in
+    it; the project is that of WANDB_PROJECT, or `spmdtrain`. Without a key, or with
+    WANDB_MODE=offline, it is written for `wandb sync` to upload later: nothing is ever asked.
+    """
+
+    def __init__(self, directory: Path, config: RunConfig, step: int):  # noqa: ARG002
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "log.sinks names 'wandb', but wandb is not installed",
+                fix="pip install 'spmdtrain[wandb]'",
+            ) from None
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "spmdtrain"),
+            name=directory.resolve().name,
+            id=_wandb_id(directory / "wandb" / "id"),
+            resume="allow",
+            dir=directory,
+            config=resolved(config)["config"],
+            mode=os.environ.get("WANDB_MODE") or (None if _has_wandb_key() else "offline"),
+            settings=wandb.Settings(silent=True),
+        )
+
+    def metrics(self, step: int, figures: Figures) -> None:
+        known = {name: value for name, value in figures.items() if value is not None}
+        self._run.log(known, step=step)
+
+    def event(self, event: str, step: int, values: Figures) -> None:
+        """Keeps the step of the newest event of each kind in the run's summary."""
+        del values
+        self._run.summary[f"event/{event}"] = step
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_id(path: Path) -> str:
+    """The id of the run, kept in a file from its first start on."""
+    if path.exists():
+        return path.read_text().strip()
+    path.parent.mkdir(exist_ok=True)
+    found = secrets.token_hex(4)
+    path.write_text(found)
+    return found
+
+
+def _has_wandb_key() -> bool:
+    netrc = Path.home() / ".netrc"
+    in_netrc = netrc.exists() and "api.wandb.ai" in netrc.read_text(errors="replace")
+    return in_netrc or "WANDB_API_KEY" in os.environ
+
+
+SHIPPED: Mapping[str, MakeSink] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}

@@ -120,10 +120,11 @@ def shard_on(
     stages = mesh.shape["pipeline"]
     table = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
     model = build_model(config, make, stages, config.pipeline.chunks)
+    trained = {path: each for path, each in model.parameters.items() if each.is_trained}
     if optimizer is None:
-        update_rules = shipped_rules(config.optimizer, model.parameters)
+        update_rules = shipped_rules(config.optimizer, trained)
     else:
-        update_rules = optimizers.choose_rules(optimizer, model.parameters)
+        update_rules = optimizers.choose_rules(optimizer, trained)
     if loss is not None:
         token_loss.check(config.train, loss, config.vocab)
     specs = resting_specs(model, rules, zero=config.train.zero)

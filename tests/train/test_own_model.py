@@ -1,19 +1,24 @@
 """Models of one's own: whatever their dims are called, a mesh changes no loss, and what cannot be is one line."""
 
 import re
-from functools import cache
+from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from helpers import assert_gradients_of_one_device, batches_of, mesh_of, prepared, tiny
+from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
+from spmdtrain.models.buffer import Buffer
 from spmdtrain.models.layers import weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
+from spmdtrain.running.loop import run
+from spmdtrain.running.restore import weights
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients, make_losses
 
@@ -226,3 +231,43 @@ def test_names_of_activations_that_only_the_model_knows_are_taken():
     shard(tiny(*SMALLEST, "rules.activations.hands="), Named, jax.devices()[:1])
     with pytest.raises(ConfigError, match="rules.activations.headz: no activation has a logical axis 'headz'; did you"):
         shard(tiny(*SMALLEST, "rules.activations.headz="), Named, jax.devices()[:1])
+
+
+class RandomFeatures(nnx.Module):
+    """An mlp whose first matrix is random and stays so."""
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        random = jax.random.normal(rngs.params(), (config.embed, 32))
+        self.up_ef = Buffer(random, out_sharding=("embed", "ffn"))
+        self.down_fe = weight(rngs, (32, config.embed), ("ffn", "embed"))
+
+    def __call__(self, x_bte, ctx):
+        h_btf = jax.nn.relu(x_bte @ self.up_ef[...])
+        return ctx.constrain(h_btf @ self.down_fe[...], "batch", "time", "embed")
+
+
+def test_a_buffer_rests_by_its_rules_and_is_saved_but_not_trained(tmp_path):
+    make = partial(Transformer, mlp=RandomFeatures)
+    settings = (*SMALLEST, "mesh.tensor=2", "train.steps=2", "optimizer.weight_decay=0.5")
+    setup = shard(tiny(*settings), make, jax.devices()[:2])
+    path = "blocks.layer.mlp.up_ef"
+    assert setup.specs[path] == P(None, None, "tensor")
+    assert path not in setup.optimizer and path not in setup.state.opt_state
+    fresh = jax.device_get(init_state(setup).params)
+    run(tiny(*settings), tmp_path, make=make, devices=jax.devices()[:2])
+    trained = weights(tmp_path)
+    assert np.array_equal(trained[path], fresh[path])
+    assert not np.array_equal(trained["blocks.layer.mlp.down_fe"], fresh["blocks.layer.mlp.down_fe"])
+
+
+@pytest.mark.parametrize(("kind", "values"), [(nnx.BatchStat, jnp.ones(3)), (Buffer, jnp.arange(3))])
+def test_a_variable_that_nobody_would_update_is_refused(kind, values):
+    class Model(Transformer):
+        def __init__(self, config, rngs: nnx.Rngs):
+            super().__init__(config, rngs)
+            self.extra = kind(values)
+
+    with pytest.raises(
+        ConfigError, match=f"extra: a {kind.__name__} of .*; try floating nnx.Param or spmdtrain.Buffer"
+    ):
+        build_model(tiny(*SMALLEST), Model)

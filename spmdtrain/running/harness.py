@@ -1,0 +1,156 @@
+"""lm-evaluation-harness's tasks on a trained run: the likelihood of continuations, and texts.
+
+`likelihoods` needs nothing but the run. `evaluate_tasks` needs the package `lm_eval`.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.running.opened import OpenedRun, open_run
+from spmdtrain.running.sample import Choice, make_generate, make_logits
+
+BATCH = 8  # sequences at once
+SHORTEST = 16  # places of a batch; lengths are rounded up to powers of two, to compile few programs
+NEW_TOKENS = 256  # of a text, where a task does not say
+
+Ids = np.ndarray
+
+
+def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
+    """Of each (context, continuation) in token ids: (log-likelihood in nats, is it the likeliest?).
+
+    The continuation is judged behind its context, of which as much is seen as the model was trained
+    for: the last `max_length` tokens. It has at least one token, and its context too.
+    """
+    limit = opened.config.max_length
+    score = _make_score(opened)
+    order = sorted(range(len(pairs)), key=lambda at: len(pairs[at][0]) + len(pairs[at][1]))
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    for first in range(0, len(order), BATCH):
+        chosen = order[first : first + BATCH]
+        rows = [np.concatenate(pairs[at])[-(limit + 1) :] for at in chosen]
+        counted = [
+            min(len(pairs[at][1]), len(row) - 1) for at, row in zip(chosen, rows, strict=True)
+        ]
+        length = _rounded(max(len(row) for row in rows) - 1, limit)
+        tokens = np.zeros((BATCH, length), np.int32)
+        targets = np.zeros((BATCH, length), np.int32)
+        mask = np.zeros((BATCH, length), bool)
+        for line, (row, count) in enumerate(zip(rows, counted, strict=True)):
+            last = len(row) - 1
+            tokens[line, :last] = row[:-1]
+            targets[line, :last] = row[1:]
+            mask[line, last - count : last] = True
+        sums, are_likeliest = jax.device_get(score(opened.params, tokens, targets, mask))
+        for line, at in enumerate(chosen):
+            found[at] = (float(sums[line]), bool(are_likeliest[line]))
+    return found
+
+
+def _make_score(opened: OpenedRun) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`(params, tokens, targets, mask [batch, time]) -> (sums, all likeliest) [batch]`."""
+    logits_of = make_logits(opened.setup)
+
+    @jax.jit
+    def judged(logits, targets, mask):
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        likeliest = (logits.argmax(-1) == targets) | ~mask
+        return jnp.where(mask, chosen, 0).sum(-1), likeliest.all(-1)
+
+    return lambda params, tokens, targets, mask: judged(logits_of(params, tokens), targets, mask)
+
+
+def _rounded(length: int, limit: int) -> int:
+    """A power of two that has room for `length`, at most `limit`."""
+    size = SHORTEST
+    while size < length:
+        size *= 2
+    return min(size, limit)
+
+
+def evaluate_tasks(
+    run: str | Path,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    step: int | None = None,
+    overrides: Sequence[str] = (),
+    make: MakeModel | str | None = None,
+) -> dict[str, Any]:
+    """The results of lm-evaluation-harness's `tasks` on `run`, by task, as the harness gives them.
+
+    `limit` is how many examples of each task count. The harness fetches its data by itself. Raises
+    ConfigError where it is not installed, or knows no such task.
+    """
+    try:
+        import lm_eval
+    except ImportError:
+        raise ConfigError("lm_eval is not installed", fix="pip install lm-eval") from None
+    opened = open_run(run, step=step, make=make, overrides=overrides)
+    try:
+        found = lm_eval.simple_evaluate(harness_model(opened), tasks=list(tasks), limit=limit)
+    except KeyError as error:
+        raise ConfigError(f"lm_eval knows no task {error}", fix="lm-eval ls tasks") from None
+    return found["results"]
+
+
+def harness_model(opened: OpenedRun) -> Any:
+    """The run as a `lm_eval.api.model.LM`."""
+    from lm_eval.api.model import LM
+
+    tokenizer = opened.tokenizer
+
+    def encode(text: str) -> Ids:
+        return tokenizer.encode(text)
+
+    def pair(context: str, continuation: str) -> tuple[Ids, Ids]:
+        """Ids of both, cut where the context ends; an empty context is a line break."""
+        before = encode(context) if context else encode("\n")
+        whole = encode(context + continuation) if context else None
+        if whole is not None and np.array_equal(whole[: len(before)], before):
+            return before, whole[len(before) :]
+        return before, encode(continuation)
+
+    class TrainedRun(LM):
+        """Requests in texts, answers in the order in which they were asked."""
+
+        def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
+            return likelihoods(opened, [pair(*request.args) for request in requests])
+
+        def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
+            limit = opened.config.max_length
+            found = []
+            for request in requests:
+                ids = np.concatenate([encode("\n"), encode(request.args[0])])
+                windows = [
+                    (ids[at : at + 1], ids[at + 1 : at + 1 + limit])
+                    for at in range(0, len(ids) - 1, limit)
+                ]
+                found.append(sum(score for score, _ in likelihoods(opened, windows)))
+            return found
+
+        def generate_until(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
+            return [_text_until(opened, *request.args) for request in requests]
+
+    return TrainedRun()
+
+
+def _text_until(opened: OpenedRun, context: str, options: dict[str, Any]) -> str:
+    """The likeliest text behind `context`, before the first of `options["until"]`."""
+    tokenizer = opened.tokenizer
+    length = int(options.get("max_gen_toks", NEW_TOKENS))
+    ids = tokenizer.encode(context or "\n")
+    made = make_generate(opened.setup, length, Choice(temperature=0))(
+        opened.params, [ids], jax.random.key(0)
+    )
+    text = tokenizer.decode(made[0][len(ids) :])
+    until = options.get("until", [])
+    places = [text.find(each) for each in ([until] if isinstance(until, str) else until) if each]
+    return text[: min((at for at in places if at >= 0), default=len(text))]
