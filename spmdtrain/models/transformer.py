@@ -91,7 +91,10 @@ class Transformer(nnx.Module):
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self.tokens(tokens_bt, ctx)
         if self.positions_te is not None:
-            x_bte = x_bte + self.positions_te[...][ctx.positions_bt]
+            # Whole, whatever its own rules: XLA (jax 0.12) aborts at rows read from a table that is
+            # split in some ways.
+            positions_te = ctx.constrain(self.positions_te[...], None, None)
+            x_bte = x_bte + positions_te[ctx.positions_bt]
         above = ctx.at_layer(self.blocks.count)  # noise of its own: no block has this number
         return above.dropout(ctx.constrain(x_bte, *STREAM), EMBED_SITE)
 

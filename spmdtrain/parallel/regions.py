@@ -44,13 +44,18 @@ def manual_region(function: Callable, mesh: Mesh, manual: Collection[str], in_sp
 def make_constrain(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., jax.Array]:
     """`constrain(x, *logical_axes)`: a sharding constraint as the activation table says.
 
+    With no name but None, x is brought together on every device.
     `manual`: the manual axes of the region around it, which a constraint may not name.
     """
 
+    several = any(size > 1 for size in rules.sizes.values())
+
     def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         spec = rules.activation_spec(names, x.shape, drop=manual)
-        if all(part is None for part in spec):
-            return x
+        is_split = any(part is not None for part in spec)
+        asked_whole = several and all(name is None for name in names)
+        if not is_split and not asked_whole:
+            return x  # no rule splits it: XLA decides
         return jax.lax.with_sharding_constraint(x, spec)
 
     return constrain

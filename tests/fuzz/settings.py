@@ -48,7 +48,8 @@ VALUES: dict[str, Sequence[Any]] = {
     "optimizer.final_learning_rate": (0.0, 1e-5, 1e-3),
     "optimizer.weight_decay": (0.0, 0.01, 0.1, 1.0),
     "optimizer.beta1": (0.0, 0.5, 0.9),
-    "optimizer.beta2": (0.0, 0.9, 0.95, 0.999),
+    # At 0 an update is the quotient of two gradients: noise, where the second is noise.
+    "optimizer.beta2": (0.5, 0.9, 0.95, 0.999),
     "optimizer.epsilon": (1e-8, 1e-6, 1e-3, 1.0),
     "optimizer.momentum": (0.0, 0.5, 0.9),
     "optimizer.decay_share": (None, 0.1, 0.5, 1.0),

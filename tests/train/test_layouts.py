@@ -39,6 +39,7 @@ LAYOUTS = [
     (UNEVEN, ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.data=2", "train.microbatch=1", *INTERLEAVED)),
     (LLAMA + UNEVEN, ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.context=2", "train.microbatch=2", "train.remat=full")),
     (NOISY, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", *SEQUENCE_PARALLEL)),
+    ((), ("mesh.data=2", "mesh.context=2", "mesh.tensor=2", "rules.parameters.position=tensor")),
     (LLAMA, ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4", *SEQUENCE_PARALLEL)),
 ]
 
