@@ -502,6 +502,25 @@ class CheckpointConfig(Settings):
     keep: Count = Field(2, description="newest checkpoints kept")
 
 
+class GuardConfig(Settings):
+    """What a run does with a step whose loss or gradient is not finite, or whose gradient is too
+    large."""
+
+    policy: Literal["abort", "skip"] = Field(
+        "abort",
+        description="abort: the run ends with exit code 9, before it saves | "
+        "skip: weights and optimizer state stay as they are, and the next batch follows",
+    )
+    grad_norm: Positive | None = Field(
+        None,
+        description="a larger gradient norm, before clipping, is too large; none: any finite one "
+        "will do",
+    )
+    most_skipped: Count = Field(
+        10, description="steps skipped one after the other; at one more the run aborts (skip)"
+    )
+
+
 class LogConfig(Settings):
     """What a run says of itself on the way."""
 
@@ -538,6 +557,7 @@ class RunConfig(Settings):
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     log: LogConfig = LogConfig()
     rules: RulesConfig = RulesConfig()
 

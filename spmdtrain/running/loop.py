@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from spmdtrain.config.errors import DivergedError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import GuardConfig, RunConfig
 from spmdtrain.data.batches import ReadAhead, batch_ids
 from spmdtrain.data.source import Data, Source, Tokens, Windows, open_data
 from spmdtrain.models.choose import MakeModel
@@ -55,7 +55,7 @@ from spmdtrain.train.learning_rates import Schedule
 from spmdtrain.train.optimizers import Optimizer
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.state import TrainState, is_finite
-from spmdtrain.train.step import make_eval_step, make_step
+from spmdtrain.train.step import is_good, make_eval_step, make_step
 from spmdtrain.train.token_loss import TokenLoss
 
 
@@ -333,14 +333,54 @@ class Saves:
         self._checkpoints.wait()
         self.announce()
 
+    def samples(self, step: int) -> list[int]:
+        """The global indices of the first and the last sample of the batch of `step`."""
+        size = self._setup.config.train.global_batch
+        end = self._sample + (step - self._first) * size
+        return [end - size, end - 1]
+
     def diverged(self, step: int, what: str) -> DivergedError:
-        """The error for `step`, whose numbers are not finite; it names the last good checkpoint."""
+        """The error for `step`, whose numbers are wrong; it names the last good checkpoint."""
         self.finish()
-        self._reporter.event("diverged", step)
+        self._reporter.event("diverged", step, samples=self.samples(step))
         last = "nothing was saved"
         if self._newest is not None:
             last = f"step {self._newest} is the newest checkpoint"
         return DivergedError(f"{what}; {last}", fix="a lower optimizer.learning_rate")
+
+
+class Guard:
+    """Looks at the figures of each step, and does as `[guard]` says where they are wrong."""
+
+    def __init__(self, config: GuardConfig, saves: Saves, reporter: Reporter):
+        self._config = config
+        self._saves = saves
+        self._reporter = reporter
+        self._in_a_row = 0  # steps skipped
+
+    def check(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Raises DivergedError where the run is to abort; says which samples were skipped."""
+        if is_good(self._config, figures["loss"], figures["grad_norm"], np):
+            self._in_a_row = 0
+            return
+        what = self._describe(step, figures)
+        self._in_a_row += 1
+        if self._config.policy == "abort":
+            raise self._saves.diverged(step, what)
+        if self._in_a_row > self._config.most_skipped:
+            raise self._saves.diverged(
+                step, f"{what}, and {self._in_a_row - 1} were skipped before"
+            )
+        samples = self._saves.samples(step)
+        self._reporter.event("skipped", step, why=what, samples=samples)
+        self._reporter.say(f"{what}: skipped, with the samples {samples[0]} to {samples[1]}")
+
+    def _describe(self, step: int, figures: Mapping[str, Any]) -> str:
+        for what, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
+            if not np.isfinite(figures[name]):
+                return f"the {what} of step {step} is {figures[name]}"
+        limit = self._config.grad_norm
+        return f"the gradient norm of step {step} is {figures['grad_norm']:.4g}, above {limit:.4g}"
 
 
 def train(
@@ -370,9 +410,7 @@ def train(
         figures = figures_of(metrics, clock.tick(ended))
         taken.append(figures["step_seconds"])
         reporter.step(at, **figures)
-        for what, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
-            if not np.isfinite(figures[name]):
-                raise saves.diverged(at, f"the {what} of step {at} is {figures[name]}")
+        guard.check(at, figures)
         progress.update(at, figures, due=at in (first + 1, total))
 
     def evaluate_and_report(at: int, state: TrainState) -> None:
@@ -392,6 +430,7 @@ def train(
             reporter.say(f"step {at}/{total}  a save stops the run for {stopped:.2g} s: {more}")
 
     done = first
+    guard = Guard(config.guard, saves, reporter)
     late = OneLate(report)
     interval = SaveInterval(config.checkpoint.every, first, setup.mesh.size)
     quiet = jax.process_index() > 0

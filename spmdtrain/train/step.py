@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.config.schema import GuardConfig
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers
 from spmdtrain.train.batch import Batch
@@ -25,7 +26,8 @@ def make_step(setup: Setup) -> Callable[..., Any]:
     """`step(state, batch) -> (state, metrics)`, jitted, state donated.
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
-    (before clipping), learning_rate, tokens (unmasked); side_loss where blocks have one.
+    (before clipping), learning_rate, tokens (unmasked); side_loss where blocks have one; skipped
+    (0 or 1) where `guard.policy` is to skip.
     """
     config = setup.config
     find_gradients = make_gradients(setup)
@@ -43,10 +45,32 @@ def make_step(setup: Setup) -> Callable[..., Any]:
         tokens = sums.pop("tokens")
         means = {name: total / jnp.maximum(tokens, 1) for name, total in sums.items()}
         metrics = means | {"grad_norm": norm, "learning_rate": rate, "tokens": tokens}
-        return TrainState(state.step + 1, params, opt_state), metrics
+        after = TrainState(state.step + 1, params, opt_state)
+        if config.guard.policy == "skip":
+            good = is_good(config.guard, means["loss"], norm)
+            after = _unless_skipped(good, after, state)
+            metrics["skipped"] = 1.0 - good.astype(jnp.float32)
+        return after, metrics
 
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def is_good(guard: GuardConfig, loss: Any, norm: Any, xp: Any = jnp) -> Any:
+    """Whether a step with this loss and gradient norm counts: on devices, or with `xp` numpy."""
+    good = xp.isfinite(loss) & xp.isfinite(norm)
+    return good if guard.grad_norm is None else good & (norm <= guard.grad_norm)
+
+
+def _unless_skipped(good: jax.Array, after: TrainState, before: TrainState) -> TrainState:
+    """The state after a step that is good; after another that of before, bit for bit. Either way
+    its batch is used up: the counter goes on."""
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(good, new, old),
+        (after.params, after.opt_state),
+        (before.params, before.opt_state),
+    )
+    return TrainState(after.step, params, opt_state)
 
 
 def make_eval_step(setup: Setup) -> Callable[..., Any]:
