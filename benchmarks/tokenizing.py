@@ -30,12 +30,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before anything imports tokeni
 import numpy as np
 import tokenizers
 
+from spmdtrain.data.documents import CHUNK_BYTES
 from spmdtrain.data.prepare import Job, prepare
 from spmdtrain.data.tokens import open_tokens
 from spmdtrain.data.train_tokenizer import train_tokenizer
 
 ALONE = "encode_batch"
-BATCH_BYTES = 2**20  # of text that `tokenizers` gets at once, as `data prepare` gives it
 
 
 def sources(limit: int) -> list[str]:
@@ -62,7 +62,7 @@ def encode_alone(encode_batch: Callable, texts: list[str]) -> np.ndarray:
     for text in texts:
         batch.append(text)
         size += len(text)
-        if size >= BATCH_BYTES or text is texts[-1]:
+        if size >= CHUNK_BYTES or text is texts[-1]:
             encodings = encode_batch(batch, add_special_tokens=False)
             ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
             batch = []

@@ -23,7 +23,7 @@ from typing import IO, Any
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.files import decode, find_files
 
-CHUNK_BYTES = 2**20  # of text in a chunk, about
+CHUNK_BYTES = 2**18  # of text in a chunk, about: a fraction of a second's work
 CHUNK_ROWS = 1000  # of a table in a chunk
 FORMATS = {
     ".jsonl": "jsonl",
