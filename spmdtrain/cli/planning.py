@@ -151,6 +151,11 @@ def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Har
 
     values = report.estimate_values(found)
     texts = [report.estimate_text(found)]
+    if config.model.make:
+        texts.append(
+            f"{config.model.make}: its parameters, and its FLOPs as its program has them; "
+            "the rest is that of a transformer with as many"
+        )
     if parsed.anchor is not None:
         values["anchor"] = scale
         texts.append(report.anchor_text(parsed.anchor, scale))

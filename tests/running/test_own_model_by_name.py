@@ -12,6 +12,7 @@ import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, to_toml
 from spmdtrain.models.choose import choose_model, import_model
+from spmdtrain.planner.flops import model_flops_per_token
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
@@ -98,6 +99,15 @@ def test_show_and_estimate_take_it_too(here, capsys):
     printed = capsys.readouterr().out
     assert "remember = 2.0  # default" in printed
     assert "blocks.layer.block.0.attention.in_e3s" in printed
+    assert main(["estimate", "hybrid.toml", "--hardware", "h100", *settings]) == 0
+    assert "hybrid.py:Hybrid: its parameters, and its FLOPs as its program has them" in capsys.readouterr().out
+    flops = {}
+    for state in (8, 64):
+        config = st.load("hybrid.toml", [*SMALL, *SPLIT, f"model.extra.state={state}"]).with_vocab(256)
+        found = st.estimate(config, 8, "h100")
+        flops[state] = model_flops_per_token(found.workload.model, 8)
+    wider = 6 * 2 * 4 * 16 * (64 - 8)  # two recurrences, each with four matrices of embed x state
+    assert flops[64] - flops[8] == pytest.approx(wider, rel=0.02)
 
 
 @pytest.mark.parametrize(
