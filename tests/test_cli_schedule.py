@@ -135,4 +135,4 @@ def test_a_reader_that_leaves_ends_it_quietly_and_a_full_disk_in_one_line(microb
     assert run(pipe) == (141, "")
     os.close(pipe)
     with open("/dev/full", "w") as full:
-        assert run(full) == (10, "spmdtrain: cannot write: No space left on device\n")
+        assert run(full) == (10, "spmdtrain: cannot write to standard output: No space left on device\n")
