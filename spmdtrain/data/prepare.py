@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from spmdtrain.data.chat import CHATML, Template
 from spmdtrain.data.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
 from spmdtrain.data.encode import Recipe, encode_all
 from spmdtrain.data.shards import Output, Position
-from spmdtrain.data.token_writer import Summary, TokenWriter
+from spmdtrain.data.token_writer import Summary, TokenWriter, share_tokenizer
 from spmdtrain.data.tokenizer import (
     Tokenizer,
     end_of_text,
@@ -69,8 +70,14 @@ def prepare(job: Job) -> None:
     tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
     recipe = Recipe(tokenizer.spec(), end, job.field_name, template)
 
-    def make_writer(path: str) -> TokenWriter:
-        return TokenWriter(path, tokenizer, end, with_loss=job.chat)
+    @cache
+    def shared_spec() -> dict | None:
+        if not job.shard_tokens:
+            return None
+        return share_tokenizer(job.out.removesuffix(".bin"), tokenizer)
+
+    def make_writer(path: str) -> TokenWriter:  # called when nothing else is known to lie there
+        return TokenWriter(path, tokenizer, end, job.chat, shared_spec())
 
     identity = _identity(job, recipe, files)
     with Output(job.out, job.shard_tokens, identity, make_writer) as output:

@@ -45,10 +45,19 @@ class TokenWriter:
     """
 
     def __init__(
-        self, path: str | Path, tokenizer: Tokenizer, end_of_text: int | None, with_loss: bool
+        self,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        end_of_text: int | None,
+        with_loss: bool,
+        spec: dict | None = None,
     ):
-        """Raises StorageError where the file cannot be written."""
+        """`spec` takes the place of the tokenizer's own, where several files share its content.
+
+        Raises StorageError where the file cannot be written.
+        """
         self._tokenizer = tokenizer
+        self._spec = tokenizer.spec() if spec is None else spec
         self._end_of_text = end_of_text
         self._finals = [*token_paths(path)]
         if with_loss:
@@ -106,7 +115,7 @@ class TokenWriter:
             "text_bytes": self._text_bytes,
             "sha256": self._hashes[".bin"].hexdigest(),
             "index_sha256": self._hashes[".idx"].hexdigest(),
-            "tokenizer": self._tokenizer.spec(),
+            "tokenizer": self._spec,
         }
         if ".loss" in self._hashes:
             sidecar["loss_sha256"] = self._hashes[".loss"].hexdigest()
@@ -134,6 +143,24 @@ class TokenWriter:
                 file.close()
         for partial in filter(os.path.exists, self._partials):
             partial.unlink()
+
+
+def share_tokenizer(out: str, tokenizer: Tokenizer) -> dict:
+    """Write the content of a tokenizer beside the files `out`, and return the spec that names it.
+
+    A tokenizer without a file of its own keeps its spec. Raises StorageError.
+    """
+    spec = tokenizer.spec()
+    if "json" not in spec:
+        return spec
+    path = Path(out).expanduser()
+    path = path.with_name(f"{path.name}.tokenizer.json")
+    spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        spare.write_text(spec.pop("json"), encoding="utf-8")
+        spare.replace(path)
+    return spec | {"file": path.name}
 
 
 def refuse_existing(path: str | Path) -> None:

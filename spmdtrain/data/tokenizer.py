@@ -9,6 +9,7 @@ The *end of text* is the token that stands behind each document.
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -264,8 +265,17 @@ def from_spec(spec: dict) -> Tokenizer:
 
 def tokenizer_fingerprint(spec: dict | None) -> str:
     """Return a hex hash of what a tokenizer does, whatever path it was read from."""
+    if spec and "json" in spec:
+        return _fingerprint_of_json(spec.get("kind"), spec.get("sha256"), spec["json"])
     content = {key: value for key, value in (spec or {}).items() if key != "path"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _fingerprint_of_json(kind: str | None, sha256: str | None, content: str) -> str:
+    """Return it for a `tokenizer.json`, which has megabytes and is that of many files."""
+    whole = {"kind": kind, "sha256": sha256, "json": content}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -8,6 +8,9 @@
                null, bytes of UTF-8 that the tokens stand for, sha256 of the other files
     NAME.loss  of conversations alone: a byte for each token, 1 where it counts in the loss, else 0
 
+The files of one prepare share the content of a `tokenizer.json`, which may have ten megabytes: it
+lies in a file beside them, whose name stands in the spec as "file".
+
 Offsets are in a raw file, not in the sidecar or in a .npy: tens of millions of documents do not fit
 in readable JSON, their number is not known before they are written, and a raw file can be appended
 to and mapped. Empty documents are left out. The sidecar is put in place last, and without it files
@@ -19,7 +22,7 @@ import json
 import mmap
 import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -235,4 +238,23 @@ def _read_sidecar(path: Path) -> dict:
         raise DataError(f"the sidecar {path} is damaged: end_of_text={end!r}")
     if not isinstance(sidecar.get("tokenizer"), dict | None):
         raise DataError(f"the sidecar {path} is damaged: tokenizer={sidecar['tokenizer']!r}")
+    spec = sidecar["tokenizer"]
+    if spec and isinstance(spec.get("file"), str):
+        sidecar["tokenizer"] = _with_content(spec, path)
     return sidecar
+
+
+def _with_content(spec: dict, sidecar: Path) -> dict:
+    """Return the spec of a tokenizer with the content of the file that it names."""
+    file = sidecar.with_name(spec["file"])
+    try:
+        content = _read_shared(file)
+    except (OSError, UnicodeDecodeError):
+        raise DataError(f"{file} cannot be read, the tokenizer of {sidecar}") from None
+    return {name: value for name, value in spec.items() if name != "file"} | {"json": content}
+
+
+@lru_cache(maxsize=4)
+def _read_shared(file: Path) -> str:
+    """Return the text of a file that many sidecars name; from_spec checks its sha256."""
+    return file.read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.documents import find_inputs, read_chunks, values_of
 from spmdtrain.data.prepare import Job, prepare
-from spmdtrain.data.tokens import open_tokens
+from spmdtrain.data.tokens import _read_shared, open_tokens
 
 DOCUMENTS = ["to be", "", "or not\nto be", "dass ist die Fräge", "x" * 50]
 END = 255  # of bytes
@@ -232,6 +232,27 @@ def test_processes_and_shards_change_nothing(lines, uninterrupted, tmp_path, mon
     assert (tmp_path / "whole.bin").read_bytes() == b"".join(parts)
     sizes = [len(part) // 2 for part in parts]
     assert min(sizes[:-1]) >= 3000 and max(sizes) < 3000 + 13 * 8 + 1
+
+
+def test_shards_share_the_content_of_their_tokenizer(lines, tmp_path, tokenizer_json):
+    """The corpus is that of a single file: its ids, its tokenizer and what the tokenizer is known by."""
+    options = {"tokenizer": str(tokenizer_json)}
+    prepare(sharded(lines, tmp_path, **options))
+    sidecars = list(tmp_path.glob("out-*.json"))
+    assert len(sidecars) > 3 and max(path.stat().st_size for path in sidecars) < 1000
+    prepare(Job([str(lines / "*.jsonl")], str(tmp_path / "whole"), **options))
+    parts, whole = token_corpus([str(tmp_path / "out-*.bin")]), token_corpus([str(tmp_path / "whole.bin")])
+    assert parts.tokenizer.spec() == whole.tokenizer.spec() and parts.has_tokenizer_of(whole)
+    assert np.array_equal(parts.read(0, 10**6), whole.read(0, 10**6))
+    shared = tmp_path / "out.tokenizer.json"
+    shared.write_text(shared.read_text() + " ")
+    _read_shared.cache_clear()
+    with pytest.raises(DataError, match="does not have its recorded sha256"):
+        token_corpus([str(tmp_path / "out-00000.bin")])
+    shared.unlink()
+    _read_shared.cache_clear()
+    with pytest.raises(DataError, match=r"out\.tokenizer\.json cannot be read, the tokenizer of .*out-00000\.json"):
+        open_tokens(tmp_path / "out-00000.bin")
 
 
 def test_an_interrupted_prepare_goes_on_behind_its_last_shard(lines, uninterrupted, tmp_path, monkeypatch, capsys):
