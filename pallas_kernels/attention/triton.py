@@ -263,7 +263,7 @@ def _dkv_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref,
 def forward(
     problem: Problem, inputs: Inputs, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """As `xla.forward`."""
+    """Does what `xla.forward` does."""
     b, t, h, _ = inputs.q_bthd.shape
     e = inputs.v_bske.shape[3]
     plan, q, k, v, masks = _pad_operands(problem, inputs, tiling.FORWARD, OVER_KEYS)
@@ -301,7 +301,7 @@ def forward(
 
 
 def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpret: bool = False):
-    """As `xla.backward`; no bias, so no gradient of it."""
+    """Does what `xla.backward` does; there is no bias, so no gradient of one."""
     t, s = inputs.lengths
     d = inputs.k_bskd.shape[3]
     e = inputs.v_bske.shape[3]

@@ -119,7 +119,7 @@ def _loss(options: _Options, x_bte, weight_ve, targets_bt, mask_bt):
 
 
 def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt):
-    """As `_loss`, and what is left of its gradients once the cotangent is known: a product."""
+    """`_loss`, and its gradients up to the factor that the cotangent will be."""
 
     def step(carry, chunk):
         total, z_total, dweight_ve = carry

@@ -61,5 +61,5 @@ CI = (
 
 
 def timed() -> list[Case]:
-    """As Liger measured them, on an A100 with 4096 x 128256."""
+    """Cases that Liger was measured with, on an A100 with 4096 x 128256."""
     return [Case(b=1, t=t, width=4096, vocab=128256, dtype="bfloat16") for t in (4096, 8192, 32768)]

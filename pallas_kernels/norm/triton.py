@@ -33,7 +33,7 @@ def refusal(rows: tuple[int, int], interpreted: bool) -> str:
 
 
 def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
-    """As `xla.forward`."""
+    """Does what `xla.forward` does."""
     n, d = x.shape
     block = _block(n, d)
     block_rows, block_width = block
@@ -100,7 +100,7 @@ def _forward_kernel(shape, epsilon, centred, *refs):
 
 
 def backward(total, scale, mean, rstd, dy, dtotal, name: str):
-    """As `xla.backward`; dsum is in the wider dtype of the sum and of dy."""
+    """Does what `xla.backward` does; dsum is in the wider dtype of the sum and of dy."""
     n, d = total.shape
     block = _block(n, d)
     block_rows, block_width = block

@@ -1,4 +1,4 @@
-"""What a person did wrong, in one line: what was asked, what is there, what to type next.
+"""Errors that a person can mend, in one line: what was asked, what is there, what to type next.
 
 Every error that is the user's carries the exit code under which the command line ends
 (docs/exit_codes.md). Errors that are ours stay ordinary exceptions with a traceback.

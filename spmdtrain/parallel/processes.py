@@ -91,7 +91,7 @@ def any_process(flag: bool) -> bool:
 
 
 def of_process_0(number: int) -> int:
-    """What process 0 says. All processes call it, and wait for all."""
+    """Gives every process what process 0 says. All processes call it, and wait for all."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils

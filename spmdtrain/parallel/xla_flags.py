@@ -97,7 +97,7 @@ def runs_on_gpus() -> bool:
 
 
 def as_comment() -> str:
-    """What `--print-config` says of them: lines that TOML takes for comments."""
+    """The flags as `--print-config` shows them: lines that TOML takes for comments."""
     lines = ["# XLA_FLAGS of a run on GPUs, unless you set them:"]
     for flag in FLAGS:
         yours = "" if flag in wanted() else "   (left to you)"

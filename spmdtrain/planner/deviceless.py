@@ -18,7 +18,7 @@ from spmdtrain.planner.hardware import Hardware, devices_per_host
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
-    """What RUN/compiled.json holds (hlo.report), "overlap" (hlo.overlaps) and "traffic" (hlo.traffic).
+    """Compiles the step and gives what RUN/compiled.json holds (hlo.report), "overlap" (hlo.overlaps) and "traffic" (hlo.traffic).
 
     `model.vocab` must be set.
     """

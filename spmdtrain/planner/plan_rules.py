@@ -165,7 +165,7 @@ def _rules_can_say(way: str, stream: str, first: str) -> bool:
 
 
 def undominated(found: Sequence[Assignment]) -> list[Assignment]:
-    """Those that no other one beats in both seconds and bytes, fastest first.
+    """The layouts that no other one beats in both seconds and bytes, fastest first.
 
     Of those whose seconds agree to nine digits the leanest counts as faster, then the default
     stream.

@@ -64,7 +64,7 @@ def _does_not_divide(config: TrainConfig, sizes: Mapping[str, int], at_once: int
 
 
 def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
-    """Where the entry `name` of a batch lies: sequences over the axes of the batch, time as the
+    """The sharding of the entry `name` of a batch: sequences over the axes of the batch, time as the
     activation table says."""
     time = rules.activation_spec(("time",), (0,)) if name != "sample" else ()
     return NamedSharding(mesh, P(None, BATCH_AXES, *time))
@@ -73,7 +73,7 @@ def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
 def abstract_batch(
     shape: BatchShape, length: int, packing: str, mesh: Mesh, rules: Rules
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `to_devices` makes of a training batch, as shapes with their shardings.
+    """The arrays that `to_devices` makes of a training batch, as shapes with their shardings.
 
     `length`: tokens of a sequence; `packing`: as `data.packing`.
     """
@@ -106,7 +106,7 @@ def to_devices(samples: Samples, ids: np.ndarray, shape: BatchShape, mesh: Mesh,
         return made[start, stop]
 
     def part(name: str, index: tuple[slice, ...] | None) -> np.ndarray:
-        """What a device of this process holds of an array [accumulation, sequences, ...]."""
+        """The part that a device of this process holds of an array [accumulation, sequences, ...]."""
         assert index is not None
         _, columns, *rest = index
         return rows(columns)[name][(slice(None), slice(None), *rest)]

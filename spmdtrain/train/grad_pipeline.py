@@ -47,7 +47,7 @@ def describe(table: Table, layout: Layout) -> str:
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """As `grad_accumulation.make_gradients`; the microbatches are those of the schedule."""
+    """Does what `grad_accumulation.make_gradients` does; the microbatches are those of the schedule."""
     keep = setup.config.train.remat != "full"
     table_axes = _table_axes(setup)
 
@@ -64,7 +64,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
-    """As `grad_accumulation.make_losses`."""
+    """Does what `grad_accumulation.make_losses` does."""
     table_axes = _table_axes(setup)
 
     def local(params, step, batch: Batch):
@@ -137,7 +137,7 @@ def _program(
     *,
     training: bool,
 ) -> Program:
-    """What stages run on this batch. `table_axes`: as `_table_axes` says; no step: no dropout."""
+    """The program that stages run on this batch. `table_axes`: as `_table_axes` says; no step: no dropout."""
     model = setup.model
     forward_context = make_context(setup)
     head_losses = make_head_losses(setup, training=training, table_axes=table_axes)

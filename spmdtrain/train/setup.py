@@ -34,7 +34,7 @@ from spmdtrain.train.token_loss import TokenLoss
 
 @dataclass(frozen=True)
 class Setup:
-    """What a training step is made of. Specs and reductions are by dotted parameter path."""
+    """Everything that a training step is made of. Specs and reductions are by dotted parameter path."""
 
     config: RunConfig  # with its vocabulary resolved
     make: MakeModel
@@ -163,7 +163,7 @@ def init_state(setup: Setup) -> TrainState:
 
 
 def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
-    """Where the rules put each parameter."""
+    """The spec that the rules give each parameter."""
     return {
         path: rules.parameter_spec(parameter.axes, parameter.shape, path)
         for path, parameter in model.parameters.items()
@@ -171,7 +171,7 @@ def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
 
 
 def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> dict[str, P]:
-    """Where each parameter rests between steps: as the rules say, and with ZeRO-1 split over `data` too.
+    """The spec of each parameter between steps: as the rules say, and with ZeRO-1 split over `data` too.
 
     Parameters and moments are split alike, so an update needs no communication. A step starts by
     gathering the parameters over `data` in compute precision (Megatron-LM's distributed optimizer).

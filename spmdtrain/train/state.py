@@ -63,7 +63,7 @@ def _leaf(x: Any, mesh: Mesh, spec: P) -> Any:
 
 
 def _spec_beside(x: jax.ShapeDtypeStruct, parameter: Parameter, spec: P) -> P:
-    """Where an optimizer leaf rests: as the moments, if it has the parameter's shape; otherwise
+    """The spec of an optimizer leaf: that of the moments, if it has the parameter's shape; otherwise
     its layers lie as theirs do, and the rest is whole."""
     if x.shape == parameter.shape:
         return spec

@@ -20,7 +20,7 @@ from pallas_kernels.attention.problem import Inputs, Problem
 
 
 def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpret: bool = False):
-    """As `xla.backward`; no bias, so no gradient of it."""
+    """Does what `xla.backward` does; there is no bias, so no gradient of one."""
     t, s = inputs.lengths
     d = inputs.k_bskd.shape[3]
     e = inputs.v_bske.shape[3]

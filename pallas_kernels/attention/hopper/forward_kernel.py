@@ -299,7 +299,7 @@ def _take_turns(turn) -> None:
 def forward(
     problem: Problem, inputs: Inputs, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """As `xla.forward`."""
+    """Does what `xla.forward` does."""
     b, t, h, d = inputs.q_bthd.shape
     _, s, kv_heads, e = inputs.v_bske.shape
     dtype = inputs.q_bthd.dtype
@@ -345,7 +345,7 @@ def forward(
 
 
 def _scratch(plan: _Plan, d: int, e: int, dtype) -> list:
-    """As `_forward_kernel` takes it apart; head dims padded."""
+    """The scratch memory in the order in which `_forward_kernel` takes it; head dims padded."""
     tile = plan.tile
     scratch = [
         gpu.shared_memory((COMPUTING, tile.q, d), dtype),  # q

@@ -24,7 +24,7 @@ Unit = tuple[Index, Index]  # (microbatch, chunk)
 
 
 class _Cell(BaseModel):
-    """What one stage does at one tick of a JSON file.
+    """The work of one stage at one tick, as a JSON file has it.
 
     `stash_slot` is where the forward leaves what its backward needs. A file may leave out all of
     them: then slots are assigned.
