@@ -59,18 +59,20 @@ class TransformerConfig(Settings):
     """
 
     layers: Count = 4
-    embed: Count = Field(128, description="width of the residual stream")
-    heads: Count = Field(4, description="query heads")
-    kv_heads: Count | None = Field(None, description="key and value heads (GQA); default: heads")
-    head_dim: Count | None = Field(None, description="default: embed / heads")
+    embed: Count = Field(default=128, description="width of the residual stream")
+    heads: Count = Field(default=4, description="query heads")
+    kv_heads: Count | None = Field(
+        default=None, description="key and value heads (GQA); default: heads"
+    )
+    head_dim: Count | None = Field(default=None, description="default: embed / heads")
     ffn: Count | None = Field(
-        None, description="hidden width of the mlp; default: 4 embed, swiglu 8/3 embed"
+        default=None, description="hidden width of the mlp; default: 4 embed, swiglu 8/3 embed"
     )
     vocab: Count | None = Field(
-        None, description="rows of the embedding; default: what the tokenizer has"
+        default=None, description="rows of the embedding; default: what the tokenizer has"
     )
     max_length: Count | None = Field(
-        None, description="longest sequence; default: train.sequence_length"
+        default=None, description="longest sequence; default: train.sequence_length"
     )
     positions: Literal["learned", "rope"]
     norm: Literal["layernorm", "rmsnorm"]
@@ -79,18 +81,20 @@ class TransformerConfig(Settings):
     tied: bool = Field(description="one matrix for embedding and head")
     dropout: Fraction = 0.0
     attention: Attention = Field(
-        "auto",
+        default="auto",
         description="its implementation; auto: the fastest measured that can; "
         "a named one never falls back",
     )
     rope_theta: Positive = 10_000.0
     norm_epsilon: Positive = 1e-5
     make: str | None = Field(
-        None,
+        default=None,
         description="a model of one's own in the place of the shipped one: "
         "FILE.py:CLASS or package.module:CLASS",
     )
-    extra: dict[str, Any] = Field({}, description="settings of that model, which its class types")
+    extra: dict[str, Any] = Field(
+        default={}, description="settings of that model, which its class types"
+    )
 
     @model_validator(mode="after")
     def _check(self):
@@ -160,13 +164,13 @@ class MeshConfig(Settings):
     1 switches an axis off. One axis may be -1: it takes all devices that are left.
     """
 
-    pipeline: int = Field(1, description="layers are split into stages")
-    data: int = Field(1, description="batch is split, parameters are copied")
-    fsdp: int = Field(1, description="batch is split, parameters are split too (ZeRO-3)")
-    expert: int = Field(1, description="batch is split; experts of a mixture are spread")
-    context: int = Field(1, description="sequence is split")
+    pipeline: int = Field(default=1, description="layers are split into stages")
+    data: int = Field(default=1, description="batch is split, parameters are copied")
+    fsdp: int = Field(default=1, description="batch is split, parameters are split too (ZeRO-3)")
+    expert: int = Field(default=1, description="batch is split; experts of a mixture are spread")
+    context: int = Field(default=1, description="sequence is split")
     tensor: int = Field(
-        1, description="heads, ffn and vocabulary are split; wants the fastest links"
+        default=1, description="heads, ffn and vocabulary are split; wants the fastest links"
     )
 
     @model_validator(mode="after")
@@ -195,12 +199,12 @@ class PipelineConfig(Settings):
     """How the stages of mesh.pipeline take turns. Read only where there are several stages."""
 
     schedule: str = Field(
-        "1f1b",
+        default="1f1b",
         description="gpipe | 1f1b | interleaved | zero_bubble | "
         "a .json or .csv file, as `spmdtrain schedule` writes",
     )
     chunks: Count = Field(
-        1,
+        default=1,
         description="runs of layers per stage, each a 1 / chunks of its layers "
         "(interleaved, zero_bubble)",
     )
@@ -230,34 +234,38 @@ class TrainConfig(Settings):
     """How long and on how much a run trains, and how a step spends memory."""
 
     steps: Count = Field(
-        1000, description="optimizer steps in all; raising it and resuming goes on"
+        default=1000, description="optimizer steps in all; raising it and resuming goes on"
     )
-    global_batch: Count = Field(16, description="sequences per step over all devices")
+    global_batch: Count = Field(default=16, description="sequences per step over all devices")
     microbatch: Count | None = Field(
-        None,
+        default=None,
         description="sequences per batch shard at once; default: all of them, i.e. no accumulation",
     )
-    sequence_length: Count = Field(128, description="tokens per sequence")
-    seed: int = Field(0, ge=0, lt=SEEDS, description="of initialisation, data order and dropout")
+    sequence_length: Count = Field(default=128, description="tokens per sequence")
+    seed: int = Field(
+        default=0, ge=0, lt=SEEDS, description="of initialisation, data order and dropout"
+    )
     remat: Literal["none", "dots", "full"] = Field(
-        "none",
+        default="none",
         description="what backward recomputes: "
         "nothing | all but matmuls and attention | whole layers",
     )
     zero: Literal[0, 1] = Field(
-        0, description="1: gradients and optimizer state split over data (ZeRO-1)"
+        default=0, description="1: gradients and optimizer state split over data (ZeRO-1)"
     )
     label_smoothing: Fraction = Field(
-        0.0, description="share of the target probability that lies evenly on the whole vocabulary"
+        default=0.0,
+        description="share of the target probability that lies evenly on the whole vocabulary",
     )
     z_loss: NonNegative = Field(
-        0.0, description="weight of the squared log of the softmax's denominator in the loss (PaLM)"
+        default=0.0,
+        description="weight of the squared log of the softmax's denominator in the loss (PaLM)",
     )
     clip: Positive | None = Field(
-        1.0, description="largest global gradient norm; none: no clipping"
+        default=1.0, description="largest global gradient norm; none: no clipping"
     )
     init_from: str | None = Field(
-        None, description="run directory whose newest weights start this run"
+        default=None, description="run directory whose newest weights start this run"
     )
 
 
@@ -267,11 +275,13 @@ class ParameterGroup(Settings):
     match: str = Field(
         description="pattern of their paths, as `show` prints them: tokens.*, *_bias"
     )
-    rate: Positive = Field(1.0, description="times the learning rate")
+    rate: Positive = Field(default=1.0, description="times the learning rate")
     weight_decay: NonNegative | None = Field(
-        None, description="of their matrices; default: optimizer.weight_decay"
+        default=None, description="of their matrices; default: optimizer.weight_decay"
     )
-    frozen: bool = Field(False, description="not trained at all: no update, no optimizer state")
+    frozen: bool = Field(
+        default=False, description="not trained at all: no update, no optimizer state"
+    )
 
     @model_validator(mode="after")
     def _check(self):
@@ -294,18 +304,20 @@ class OptimizerConfig(Settings):
 
     learning_rate: Positive = 1e-3
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup: CountOrZero = Field(0, description="steps from 0 to learning_rate")
+    warmup: CountOrZero = Field(default=0, description="steps from 0 to learning_rate")
     final_learning_rate: NonNegative = Field(
-        0.0, description="at the last step (cosine, linear, wsd)"
+        default=0.0, description="at the last step (cosine, linear, wsd)"
     )
     decay_share: Share | None = Field(
-        None, description="share of the steps in which wsd falls; default: 0.2"
+        default=None, description="share of the steps in which wsd falls; default: 0.2"
     )
     weight_decay: NonNegative = Field(
-        0.0, description="on tensors of two and more dims (one layer's), not on norms and biases"
+        default=0.0,
+        description="on tensors of two and more dims (one layer's), not on norms and biases",
     )
     groups: Groups = Field(
-        (), description="parameters that are trained otherwise; the first that matches counts"
+        default=(),
+        description="parameters that are trained otherwise; the first that matches counts",
     )
 
     @model_validator(mode="after")
@@ -352,9 +364,9 @@ class Adafactor(OptimizerConfig):
 
     name: Literal["adafactor"] = "adafactor"
     decay_rate: Fraction = Field(
-        0.8, description="after n steps an older square counts 1 - n^-decay_rate"
+        default=0.8, description="after n steps an older square counts 1 - n^-decay_rate"
     )
-    clip_update: Positive = Field(1.0, description="largest root mean square of an update")
+    clip_update: Positive = Field(default=1.0, description="largest root mean square of an update")
 
 
 class Lamb(OptimizerConfig):
@@ -377,10 +389,10 @@ class Muon(OptimizerConfig):
     moments: ClassVar[int] = 1  # of the matrices
 
     name: Literal["muon"] = "muon"
-    momentum: Fraction = Field(0.95, description="of the matrices")
-    beta1: Fraction = Field(0.9, description="of AdamW")
-    beta2: Fraction = Field(0.95, description="of AdamW")
-    epsilon: Positive = Field(1e-8, description="of AdamW")
+    momentum: Fraction = Field(default=0.95, description="of the matrices")
+    beta1: Fraction = Field(default=0.9, description="of AdamW")
+    beta2: Fraction = Field(default=0.95, description="of AdamW")
+    epsilon: Positive = Field(default=1e-8, description="of AdamW")
 
 
 class Sgd(OptimizerConfig):
@@ -394,11 +406,11 @@ class PrecisionConfig(Settings):
     """The dtypes of a step."""
 
     compute: Float = Field(
-        "float32", description="matmuls and activations; float32 is exact: no TF32"
+        default="float32", description="matmuls and activations; float32 is exact: no TF32"
     )
-    params: Float = Field("float32", description="master weights and optimizer state")
+    params: Float = Field(default="float32", description="master weights and optimizer state")
     accumulate: Float = Field(
-        "float32", description="gradients over microbatches and across devices"
+        default="float32", description="gradients over microbatches and across devices"
     )
 
 
@@ -409,7 +421,9 @@ class MixSource(Settings):
         description="letters, digits, _ and -; its loss is eval_loss/NAME"
     )
     path: str | Strings = Field(description="files or globs, .bin")
-    weight: Positive = Field(1.0, description="share of the samples, beside the others' weights")
+    weight: Positive = Field(
+        default=1.0, description="share of the samples, beside the others' weights"
+    )
 
 
 Mix = Annotated[tuple[MixSource, ...], Field(strict=False)]
@@ -419,32 +433,34 @@ class DataConfig(Settings):
     """What a run trains on, and how it is cut into sequences."""
 
     corpus: Literal["stdlib", "synthetic", "text", "tokens"] = Field(
-        "stdlib",
+        default="stdlib",
         description="Python's own library source | seeded noise with structure | "
         "text files | token files",
     )
-    path: str | Strings | None = Field(None, description="files or globs (text), .bin (tokens)")
+    path: str | Strings | None = Field(
+        default=None, description="files or globs (text), .bin (tokens)"
+    )
     validation_path: str | Strings | None = Field(
-        None, description="token files to validate on, in place of validation_fraction"
+        default=None, description="token files to validate on, in place of validation_fraction"
     )
     mix: Mix = Field(
-        (), description="sources of token files with weights, in place of corpus and path"
+        default=(), description="sources of token files with weights, in place of corpus and path"
     )
     tokenizer: str = Field(
-        "bytes", description="bytes | characters | a Hugging Face tokenizer.json"
+        default="bytes", description="bytes | characters | a Hugging Face tokenizer.json"
     )
     validation_fraction: Fraction = Field(
-        0.1, description="tail of the token stream kept for evaluation"
+        default=0.1, description="tail of the token stream kept for evaluation"
     )
     shuffle: bool = True
     packing: Literal["stream", "documents", "best_fit"] = Field(
-        "stream",
+        default="stream",
         description="stream: attend across document ends | "
         "documents: segments, positions reset, no loss across | "
         "best_fit: the same, and no document is cut that fits into a sequence; the rest is padding",
     )
     read_ahead: Count = Field(
-        4, description="batches made ahead of the step, which a disk may then keep waiting"
+        default=4, description="batches made ahead of the step, which a disk may then keep waiting"
     )
 
     @model_validator(mode="before")
@@ -486,20 +502,22 @@ class EvalConfig(Settings):
     """When the validation split is evaluated, and how much of it."""
 
     every: CountOrZero = Field(
-        0, description="steps between evaluations, and once at the end; 0: never"
+        default=0, description="steps between evaluations, and once at the end; 0: never"
     )
-    batches: Count | None = Field(None, description="validation batches; default: the whole split")
+    batches: Count | None = Field(
+        default=None, description="validation batches; default: the whole split"
+    )
 
 
 class CheckpointConfig(Settings):
     """When checkpoints are written, and how many stay."""
 
     every: CountOrZero | Literal["auto"] = Field(
-        100,
+        default=100,
         description="steps between checkpoints; the last step is always saved; 0: only that; "
         "auto: as often as loses least time, by what a save and a step were measured to take",
     )
-    keep: Count = Field(2, description="newest checkpoints kept")
+    keep: Count = Field(default=2, description="newest checkpoints kept")
 
 
 class GuardConfig(Settings):
@@ -507,27 +525,28 @@ class GuardConfig(Settings):
     large."""
 
     policy: Literal["abort", "skip"] = Field(
-        "abort",
+        default="abort",
         description="abort: the run ends with exit code 9, before it saves | "
         "skip: weights and optimizer state stay as they are, and the next batch follows",
     )
     grad_norm: Positive | None = Field(
-        None,
+        default=None,
         description="a larger gradient norm, before clipping, is too large; none: any finite one "
         "will do",
     )
     most_skipped: Count = Field(
-        10, description="steps skipped one after the other; at one more the run aborts (skip)"
+        default=10,
+        description="steps skipped one after the other; at one more the run aborts (skip)",
     )
 
 
 class LogConfig(Settings):
     """What a run says of itself on the way."""
 
-    every: Count = Field(10, description="steps between plain lines when not a terminal")
-    profile: Steps = Field((), description="steps traced by the profiler into RUN/profile")
+    every: Count = Field(default=10, description="steps between plain lines when not a terminal")
+    profile: Steps = Field(default=(), description="steps traced by the profiler into RUN/profile")
     sinks: Sinks = Field(
-        (),
+        default=(),
         description="where figures go beside metrics.jsonl: "
         "tensorboard (RUN/tensorboard), wandb (RUN/wandb)",
     )
