@@ -1,6 +1,5 @@
 """The learning rate of each step: a schedule of one's own, or what the settings say."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,7 +48,8 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
     else:
         begin = warmup
         if config.schedule == "wsd":
-            begin = max(warmup, steps - math.ceil(config.falling_share * steps))
+            falls = max(1, round(config.falling_share * steps))
+            begin = max(warmup, steps - 1 - falls)
         share = jnp.clip((step - begin) / max(steps - 1 - begin, 1), 0, 1)
         falling = final + (peak - final) * _height(config.schedule, share)
     return jnp.where(step < warmup, peak * (step + 1) / (warmup + 1), falling).astype(jnp.float32)

@@ -240,6 +240,13 @@ def test_wsd_stays_and_falls_in_the_last_steps():
     assert rate(100) == pytest.approx(0.2, abs=1e-6)
 
 
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+def test_wsd_ends_at_the_final_rate_however_few_steps_there_are(steps):
+    config = AdamW(learning_rate=1.0, final_learning_rate=0.2, schedule="wsd")
+    rates = [float(learning_rate(config, steps, jnp.int32(step))) for step in range(steps)]
+    assert rates[0] == 1.0 and rates[-1] == pytest.approx(0.2, abs=1e-6)
+
+
 def test_a_share_that_no_schedule_reads_is_refused():
     with pytest.raises(ValueError, match="decay_share is of schedule 'wsd', not of 'cosine'"):
         AdamW(decay_share=0.3)
