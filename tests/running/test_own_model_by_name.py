@@ -26,7 +26,9 @@ SMALL = (
     "train.steps=3",
     "data.corpus=stdlib",
 )
-SPLIT = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+# tests/train/test_own_model.py has blocks of two kinds on every mesh.
+ONE = ("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1")
+DEVICES = jax.devices()
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +41,15 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "hybrid.toml").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert train("run", *SPLIT) == 0
+        patch.setattr(jax, "devices", lambda: DEVICES[:1])
+        assert train("run", *ONE) == 0
     return folder
 
 
 @pytest.fixture
 def here(workplace, monkeypatch) -> Path:
     monkeypatch.chdir(workplace)
+    monkeypatch.setattr(jax, "devices", lambda: DEVICES[:1])
     return workplace
 
 
@@ -62,9 +66,9 @@ def test_it_trains_resumes_and_is_recorded_with_all_of_its_settings(here, capsys
     assert saved["origin"]["model.extra.state"] == "--set"
     assert saved["model_code"]["class"] == "hybrid.Hybrid"
     assert {"hybrid.Hybrid", "hybrid.Recurrence"} <= set(saved["model_code"]["sources"])
-    assert train("run", *SPLIT, "train.steps=4") == 0
+    assert train("run", *ONE, "train.steps=4") == 0
     assert "Hybrid: " in capsys.readouterr().out
-    assert train("run", *SPLIT, "train.steps=5", "model.extra.remember=1.5") == 6
+    assert train("run", *ONE, "train.steps=5", "model.extra.remember=1.5") == 6
     assert "model.extra.remember has changed; asked 1.5; found 2.0" in capsys.readouterr().err
 
 
@@ -83,8 +87,7 @@ def test_text_made_anew_from_the_window_is_what_the_logits_say(here):
     """More tokens than the model has positions for: the last ones are in sight."""
     del here
     ids = st.generate("run", [5, 6, 7], 12, choice=st.Choice(0), make="hybrid.py:Hybrid")
-    config = st.run_config("run", [f"mesh.{axis}=1" for axis in ("data", "fsdp", "tensor")])
-    setup = st.shard(config, "hybrid.py:Hybrid", jax.devices()[:1])
+    setup = st.shard(st.run_config("run"), "hybrid.py:Hybrid")
     logits = st.make_logits(setup)
     params = st.restore("run", setup).params
     for at in (3, 7, 8, 14):
@@ -94,7 +97,7 @@ def test_text_made_anew_from_the_window_is_what_the_logits_say(here):
 
 def test_show_and_estimate_take_it_too(here, capsys):
     del here
-    settings = [word for text in (*SMALL, *SPLIT) for word in ("--set", text)]
+    settings = [word for text in (*SMALL, *ONE) for word in ("--set", text)]
     assert main(["show", "hybrid.toml", *settings]) == 0
     printed = capsys.readouterr().out
     assert "remember = 2.0  # default" in printed
@@ -103,8 +106,8 @@ def test_show_and_estimate_take_it_too(here, capsys):
     assert "hybrid.py:Hybrid: its parameters, and its FLOPs as its program has them" in capsys.readouterr().out
     flops = {}
     for state in (8, 64):
-        config = st.load("hybrid.toml", [*SMALL, *SPLIT, f"model.extra.state={state}"]).with_vocab(256)
-        found = st.estimate(config, 8, "h100")
+        config = st.load("hybrid.toml", [*SMALL, *ONE, f"model.extra.state={state}"]).with_vocab(256)
+        found = st.estimate(config, 1, "h100")
         flops[state] = model_flops_per_token(found.workload.model, 8)
     wider = 6 * 2 * 4 * 16 * (64 - 8)  # two recurrences, each with four matrices of embed x state
     assert flops[64] - flops[8] == pytest.approx(wider, rel=0.02)
