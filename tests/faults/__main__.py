@@ -1,0 +1,70 @@
+"""`make faults`: every case in full. A JSON line for each, and docs/faults.md from such lines.
+
+python -m faults [--times N] [NAMES ...] >> FILE
+python -m faults --write FILE
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from faults.cases import CASES, Case, Figures  # noqa: E402
+
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+HEAD = """# Faults
+
+What breaks a run, and how it was seen to survive. This page is written by `make faults`, which runs every case of
+`tests/faults/cases.py` and prints its figures. `control` is what happens where the guard is switched off, or nothing is
+broken.
+
+| case | promise | times | measured | control | kept |
+|---|---|---|---|---|---|
+"""
+OWN_COLUMNS = ("case", "times", "control", "passed", "seconds")
+
+
+def row(case: Case, figures: Figures) -> str:
+    measured = [f"{name.replace('_', ' ')} {value}" for name, value in figures.items() if name not in OWN_COLUMNS]
+    kept = "yes" if figures["passed"] else "no"
+    cells = [case.name, case.promise, figures["times"], "; ".join(measured), figures["control"], kept]
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+def write_page(lines: list[str]) -> None:
+    """The page of these results; of a case that ran twice, the last."""
+    results = {found["case"]: found for found in map(json.loads, lines)}
+    rows = [row(case, results[case.name]) for case in CASES if case.name in results]
+    PAGE.write_text(HEAD + "".join(rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="faults")
+    parser.add_argument("names", nargs="*", help="of cases; all unless given")
+    parser.add_argument("--times", type=int, help="how often, in place of each case's own number")
+    parser.add_argument("--write", metavar="FILE", help="runs nothing; writes the page of its lines")
+    parsed = parser.parse_args()
+    if parsed.write:
+        write_page(Path(parsed.write).read_text().splitlines())
+        return 0
+    kept = True
+    for case in CASES:
+        if parsed.names and case.name not in parsed.names:
+            continue
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.redirect_stdout(sys.stderr):
+            figures = case.run(Path(folder), parsed.times or case.full)
+        seconds = round(time.monotonic() - start)
+        print(json.dumps({"case": case.name, **figures, "seconds": seconds}), flush=True)
+        kept = kept and figures["passed"]
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

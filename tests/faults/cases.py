@@ -1,0 +1,238 @@
+"""The cases of the battery. Each breaks something so often, and returns what was measured.
+
+A case takes a folder and a number of times, and returns figures, of which `passed` says whether all was as promised
+and `control` what the detector says where it is switched off, or nothing is broken.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from helpers import tiny
+
+from faults.damage import cut, flip_bit
+from spmdtrain.config import to_toml
+from spmdtrain.running import loop, restore
+from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.resume import newest_good
+from spmdtrain.train.setup import shard
+
+Figures = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+SMALLEST = ("model.layers=1", "train.global_batch=2", "optimizer.schedule=constant")
+SAVED = ("train.steps=3", "checkpoint.every=1", "checkpoint.keep=3", *SMALLEST)
+NEWEST = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """`quick` and `full`: how many times."""
+
+    name: str
+    promise: str
+    run: Callable[[Path, int], Figures]
+    quick: int
+    full: int
+
+
+# Damaged files
+
+
+def damaged(break_it: Callable[[Path, random.Random], str]) -> Callable[[Path, int], Figures]:
+    """The newest checkpoint is broken; what is read must be a state that was saved, to the last bit."""
+
+    def run(folder: Path, times: int) -> Figures:
+        config = tiny(*SAVED)
+        devices = jax.devices()[:1]
+        saved = folder / "saved"
+        loop.run(config, saved, devices=devices)
+        setup = shard(config, devices=devices)
+        truth = {step: restore.restore(saved, setup, step) for step in range(1, NEWEST + 1)}
+
+        def read(run: Path) -> tuple[int, bool]:
+            with contextlib.closing(Checkpoints(run, setup.model, keep=3)) as checkpoints:
+                found = newest_good(checkpoints, setup.state)
+            return found.step, same_bits(found.state, truth[found.step])
+
+        alarms = sum(read(saved)[0] != NEWEST for _ in range(times))
+        draw = random.Random(0)
+        counts = {"fell_back": 0, "wrong": 0, "silent_without_fingerprints": 0}
+        for number in range(times):
+            broken = folder / f"broken{number}"
+            shutil.copytree(saved, broken)
+            break_it(broken / "checkpoints" / str(NEWEST), draw)
+            step, same = read(broken)
+            counts["fell_back"] += step != NEWEST
+            counts["wrong"] += not same
+            with mock.patch.object(Checkpoints, "_verify", lambda *_: None):
+                counts["silent_without_fingerprints"] += not read(broken)[1]
+            shutil.rmtree(broken)
+        return {
+            "times": times,
+            **counts,
+            "false_alarms": alarms,
+            "control": f"{counts['silent_without_fingerprints']} silent without fingerprints",
+            "passed": counts["wrong"] == alarms == 0 and counts["fell_back"] > 0,
+        }
+
+    return run
+
+
+def same_bits(got: Any, want: Any) -> bool:
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+# Processes that are killed and stopped
+
+
+def command(folder: Path, run: str, *more: str, launch: tuple[str, ...] = ()) -> subprocess.Popen:
+    """`spmdtrain train`, or `launch`, in `folder`; what it prints is in RUN.log."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    train = ("train", "run.toml", "--run", run, "--simulate-devices", "1", *more)
+    with (folder / f"{run}.log").open("a") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "spmdtrain.cli", *launch, *train],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def lines(path: Path) -> list[dict]:
+    """The whole lines of a file that may be written just now."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines(run / "metrics.jsonl") if "loss" in line}
+
+
+def acknowledged(run: Path) -> int:
+    return max((line["step"] for line in lines(run / "events.jsonl") if line["event"] == "saved"), default=0)
+
+
+def resumed(run: Path) -> int:
+    return sum(line["event"] == "resumed" for line in lines(run / "events.jsonl"))
+
+
+def sigkills(folder: Path, times: int) -> Figures:
+    """SIGKILL at random instants of a run that saves after each step; it goes on each time, to the same losses."""
+    settings = (f"train.steps={30 * (times + 1)}", "checkpoint.every=1", *SMALLEST)
+    (folder / "run.toml").write_text(to_toml(tiny(*settings)))
+    draw = random.Random(0)
+    run = folder / "killed"
+    lost = unrestorable = 0
+    for _ in range(times):
+        before = acknowledged(run)
+        process = command(folder, "killed")
+        while acknowledged(run) <= before and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.5))
+        said = acknowledged(run)
+        process.kill()
+        unrestorable += process.wait() not in (-signal.SIGKILL, 0)
+        config = tiny(*settings)
+        setup = shard(config, devices=jax.devices()[:1])
+        with contextlib.closing(Checkpoints(run, setup.model, keep=None)) as checkpoints:
+            found = newest_good(checkpoints, setup.state)
+        lost += found is None or found.step < said
+    ended = command(folder, "killed").wait()
+    control = command(folder, "undisturbed").wait()
+    same = losses(run) == losses(folder / "undisturbed")
+    return {
+        "times": times,
+        "acknowledged_and_lost": lost,
+        "unrestorable": unrestorable,
+        "losses_are_those_of_the_undisturbed_run": same,
+        "control": f"the undisturbed run ends with {control}",
+        "passed": lost == unrestorable == ended == control == 0 and same,
+    }
+
+
+def soak(folder: Path, times: int) -> Figures:
+    """Two processes under `launch`: one of them is killed, stopped, or asked to end early, at random."""
+    settings = ("train.steps=100000", "checkpoint.every=20", "mesh.data=2", *SMALLEST)
+    (folder / "run.toml").write_text(to_toml(tiny(*settings)))
+    draw = random.Random(0)
+    run = folder / "soaked"
+    watch = ("launch", "--local-processes", "2", "--step-seconds", "15", "--report", "report.json")
+    launcher = command(folder, "soaked", launch=watch)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    wait_until(children.read_text, launcher, 60)
+    start = time.monotonic()  # the account begins when the launcher has been imported
+    recoveries = []
+    for number in range(times):
+        before = acknowledged(run)
+        if not wait_until(lambda before=before: acknowledged(run) > before, launcher, 180):
+            break
+        time.sleep(draw.uniform(0, 2))
+        wait_until(children.read_text, launcher, 60)
+        victim = int(draw.choice(children.read_text().split()))
+        os.kill(victim, (signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT)[number % 3])
+        hit = time.monotonic()
+        if wait_until(lambda number=number: resumed(run) > number, launcher, 180):
+            recoveries.append(round(time.monotonic() - hit, 1))
+    there = acknowledged(run)
+    wait_until(lambda: acknowledged(run) > there, launcher, 180)
+    launcher.send_signal(signal.SIGTERM)
+    code = launcher.wait()
+    wall = time.monotonic() - start
+    report = json.loads((folder / "report.json").read_text())
+    reached = acknowledged(run)
+    steps = f"--set=train.steps={reached}"
+    control = command(folder, "undisturbed", steps, launch=watch[:3]).wait()
+    got, want = losses(run), losses(folder / "undisturbed")
+    same = all(got[step] == want[step] for step in range(1, reached + 1))
+    residual = abs(sum(report["seconds"].values()) - wall) / wall
+    return {
+        "times": times,
+        "attempts": report["attempts"],
+        "seconds_to_recover": recoveries,
+        "steps": reached,
+        "exit_code": code,
+        "losses_are_those_of_the_undisturbed_run": same,
+        "goodput": round(report["goodput"], 3),
+        "residual": round(residual, 4),
+        "control": f"the undisturbed run ends with {control}",
+        "passed": len(recoveries) == times and code == 3 and control == 0 and same and residual < 0.01,
+    }
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
+
+
+CASES = [
+    Case("bit flips", "What is read is what was saved, or the step before.", damaged(flip_bit), 12, 200),
+    Case("cuts", "The same, where files are cut or missing.", damaged(cut), 6, 50),
+    Case("SIGKILL", "No step that was acknowledged is lost; the losses stay the same.", sigkills, 1, 200),
+    Case("soak", "Killed, stopped and aborted processes: the run goes on under `launch`.", soak, 1, 40),
+]
