@@ -21,8 +21,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 HEAD = """# Faults
 
 What breaks a run, and how it was seen to survive. This page is written by `make faults`, which runs every case of
-`tests/faults/cases.py` and prints its figures. `control` is what happens where the guard is switched off, or nothing is
-broken.
+`tests/faults/cases.py` and prints its figures. "6 of 200" says that the case has run just 6 times so far, and 200 times
+are asked for. `control` is what happens where the guard is switched off, or nothing is broken.
 
 | case | promise | times | measured | control | kept |
 |---|---|---|---|---|---|
@@ -33,7 +33,9 @@ OWN_COLUMNS = ("case", "times", "control", "passed", "seconds")
 def row(case: Case, figures: Figures) -> str:
     measured = [f"{name.replace('_', ' ')} {value}" for name, value in figures.items() if name not in OWN_COLUMNS]
     kept = "yes" if figures["passed"] else "no"
-    cells = [case.name, case.promise, figures["times"], "; ".join(measured), figures["control"], kept]
+    times = figures["times"]
+    count = times if times >= case.full else f"{times} of {case.full}"
+    cells = [case.name, case.promise, count, "; ".join(measured), figures["control"], kept]
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
