@@ -4,13 +4,9 @@ benchmarks/planner/memory.py compares more layouts.
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from compiled_estimates import compiled_estimate
 from jax.experimental import topologies
 
 from spmdtrain.config import ConfigError
@@ -19,7 +15,6 @@ from spmdtrain.planner.hardware import DEVICES
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 SMALL = """
 [model]
 layers = 4
@@ -56,25 +51,7 @@ plugin = pytest.mark.skipif(
 def test_total_memory(settings, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
-    pasted = [part for setting in settings for part in ("--set", setting)]
-    command = [
-        "-m",
-        "spmdtrain.cli",
-        "estimate",
-        str(path),
-        "--hardware",
-        "h100",
-        "--compile",
-        "--json",
-        *pasted,
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = compiled_estimate([str(path), "--hardware", "h100"], settings)
     xla = found["compiled"]["memory"]
     held = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
     assert found["memory_bytes_per_device"]["total"] == pytest.approx(held, rel=0.2)

@@ -5,15 +5,11 @@ stops scaling somewhere, and no test on eight devices would see it.
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from compiled_estimates import compiled_estimate
 
-ROOT = Path(__file__).parents[2]
 CONFIG = """
 [model]
 name = "llama"
@@ -49,19 +45,9 @@ pytestmark = pytest.mark.skipif(
 def carried(path: Path, devices: int, settings: tuple[str, ...]) -> dict[tuple, int]:
     """Bytes of the collectives on this many H100s, by (kind, mesh axes, whether in a loop)."""
     sizes = {"all": devices, "half": devices // 2, "twice": 2 * devices}
-    pasted = [part for setting in settings for part in ("--set", setting.format(**sizes))]
-    command = ["-m", "spmdtrain.cli", "estimate", str(path), "--hardware", "h100", "--json"]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *command, "--devices", str(devices), "--compile", *pasted],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])["compiled"]["collectives"]
+    arguments = [str(path), "--hardware", "h100", "--devices", str(devices)]
+    estimate = compiled_estimate(arguments, [setting.format(**sizes) for setting in settings])
+    found = estimate["compiled"]["collectives"]
     return {(each["kind"], each["axis"], each["inside_loop"]): each["bytes"] for each in found}
 
 
