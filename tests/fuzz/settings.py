@@ -58,6 +58,8 @@ VALUES: dict[str, Sequence[Any]] = {
     "data.path": ("README.md", "LICENSE", ("README.md", "CONTRIBUTING.md")),
     "data.tokenizer": ("bytes", "characters"),
     "data.validation_fraction": (0.0, 0.05, 0.1, 0.5),
+    "data.read_ahead": (1, 2, 4),
+    "guard.most_skipped": (1, 10),
     "eval.every": (0, 0, 1, 2, 3),
     "eval.batches": (1, 2, 3),
     "mesh.pipeline": (1, 2, 4, 8),
@@ -78,6 +80,11 @@ VALUES: dict[str, Sequence[Any]] = {
     "rules.activations": (),
 }
 NOT_DRAWN = {
+    "model.make": "names a file of the person's; tests/running/test_make.py has it",
+    "model.extra": "is typed by such a model",
+    "data.mix": "a table of sources; tests/data has it",
+    "data.validation_path": "of token files that others made; tests/data has it",
+    "guard.grad_norm": "a limit that rounding alone may cross",
     "optimizer.groups": "names paths of parameters; tests/train/test_optimizer.py has it",
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
     "log.sinks": "decides no number, and tests/test_seams.py has it",
