@@ -195,7 +195,7 @@ class Turns:
         self.rounds: list[Spent] = []
         self.start = Spent.so_far()
 
-    def __call__(self, state: Any) -> float:
+    def __call__(self, state: Any) -> dict[str, float]:
         jax.block_until_ready(state)
         self.rounds.append(self.start.per_step(self._steps))
         shift = len(self.rounds) % len(self._contenders)  # nobody always follows the same one
@@ -203,7 +203,7 @@ class Turns:
         for name in names[shift:] + names[:shift]:
             self._contenders[name].round(self._steps)
         self.start = Spent.so_far()
-        return 0.0
+        return {"eval_loss": 0.0}
 
 
 def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import drop_axes, keep_axes
-from spmdtrain.train.loss import head_loss, make_context
+from spmdtrain.train.loss import make_context, make_head_losses
 from spmdtrain.train.setup import Setup, parameter_specs
 
 AXIS = "pipeline"
@@ -44,6 +44,7 @@ def make_gradients(setup: Setup, rules: Rules, groups: bool) -> Callable[..., An
     microbatches."""
     config, model = setup.config, setup.model
     context = make_context(replace(setup, rules=rules))
+    head_losses = make_head_losses(replace(setup, rules=rules), training=True)
     specs = parameter_specs(model, rules)
     rest = {path: drop_axes(MANUAL_AXES, spec) for path, spec in specs.items()}
 
@@ -60,7 +61,7 @@ def make_gradients(setup: Setup, rules: Rules, groups: bool) -> Callable[..., An
             x, part = given
 
             def loss_of(shared, x):
-                return head_loss(model.bind(shared), x, context(part), part, rules)
+                return head_losses(model.bind(shared), x, context(part), part)["loss"]
 
             loss, (dshared, dx) = jax.value_and_grad(loss_of, argnums=(0, 1))(shared, x)
             return jax.tree.map(jnp.add, sums, (loss, dshared)), dx

@@ -70,8 +70,10 @@ def only_run(directory: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(json.dumps(_this_process()))
         file.flush()
-        yield
-        file.truncate(0)
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 def _this_process() -> dict[str, str | int]:

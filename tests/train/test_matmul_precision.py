@@ -3,7 +3,7 @@
 import re
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import prepared
 
@@ -42,13 +42,15 @@ def test_every_matmul_of_a_step_says_what_compute_means(mesh, compute, wanted):
 @pytest.mark.parametrize(("compute", "wanted"), MEANINGS)
 def test_every_matmul_of_sampling_too(compute, wanted, monkeypatch):
     setup, texts, jit = prepared(f"precision.compute={compute}"), [], jax.jit
-    generate = sample.make_generate(
-        setup.config, setup.model, setup.mesh, setup.rules, 2, sample.Choice(1.0, None, None)
-    )
+    generate = sample.make_generate(setup, 2, sample.Choice(1.0, None, None))
 
-    def lowered(function):
-        return lambda *arguments: texts.append(jit(function).lower(*arguments).as_text())
+    def lowered(function, **options):
+        def run(params, prompts_bt, *rest):
+            texts.append(jit(function, **options).lower(params, prompts_bt, *rest).as_text())
+            return prompts_bt
+
+        return run
 
     monkeypatch.setattr(sample.jax, "jit", lowered)
-    generate(setup.state.params, jnp.zeros((1, 4), jnp.int32), jax.random.key(0))
+    generate(setup.state.params, [np.zeros(4, np.int32)], jax.random.key(0))
     assert precisions(texts[-1]) == {wanted}
