@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,10 @@ data = -1
 def test_sigint_while_a_step_is_compiled_ends_the_program_at_once(tmp_path):
     (tmp_path / "tiny.toml").write_text(TINY)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-    program = subprocess.Popen([sys.executable, "-c", BUSY], cwd=tmp_path, env=environment)
+    # Where the tests run in the background of a shell, their children would ignore SIGINT.
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "-c", BUSY]
+    program = subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=heed)
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "busy").exists():
