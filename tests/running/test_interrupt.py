@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,12 @@ from spmdtrain.running.interrupt import ended_by_sigint
 ROOT = Path(__file__).parents[2]
 # XLA compiles without the interpreter's lock and without looking at signals, as numpy does this.
 BUSY = """
-import pathlib, sys
+import pathlib, signal, sys
 import numpy as np
+
+# Where the tests run in the background of a shell, their children begin deaf to SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 from spmdtrain.cli import main
 from spmdtrain.running import loop
 
@@ -49,10 +52,7 @@ data = -1
 def test_sigint_while_a_step_is_compiled_ends_the_program_at_once(tmp_path):
     (tmp_path / "tiny.toml").write_text(TINY)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-    # Where the tests run in the background of a shell, their children would ignore SIGINT.
-    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    command = [sys.executable, "-c", BUSY]
-    program = subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=heed)
+    program = subprocess.Popen([sys.executable, "-c", BUSY], cwd=tmp_path, env=environment)
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "busy").exists():
