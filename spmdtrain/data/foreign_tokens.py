@@ -12,7 +12,6 @@ Neither says how many ids there are, nor what they mean, so a run has to: by `mo
 """
 
 import hashlib
-import mmap
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.tokens import Unmapped, map_file
+from spmdtrain.data.tokens import MappedTokens, Unmapped
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -34,7 +33,7 @@ FINGERPRINT_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class ForeignTokens:
+class ForeignTokens(MappedTokens):
     """A token file that another program has written. It has the properties of a TokenSource."""
 
     path: str  # of the .bin
@@ -54,14 +53,6 @@ class ForeignTokens:
     @property
     def document_starts(self) -> np.ndarray:
         return np.zeros(1, np.int64) if self.starts is None else self.starts
-
-    @cached_property
-    def mapping(self) -> mmap.mmap:
-        return map_file(self.path)
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        return np.frombuffer(self.mapping, self.dtype)
 
     @property
     def unmapped(self) -> Unmapped:

@@ -24,6 +24,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,8 +65,25 @@ def map_file(path: str | Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
+class MappedTokens:
+    """The content of a token file, mapped when it is first read; it has a `path` and a `dtype`."""
+
+    path: str
+    dtype: Any
+
+    @cached_property
+    def mapping(self) -> mmap.mmap:
+        """The .bin, mapped."""
+        return map_file(self.path)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """The ids [tokens], mapped from the file."""
+        return np.frombuffer(self.mapping, self.dtype)
+
+
 @dataclass(frozen=True)
-class TokenSource:
+class TokenSource(MappedTokens):
     """A token file whose sizes fit its sidecar. Its content is read only when asked for."""
 
     path: str  # of the .bin, for messages
@@ -99,16 +117,6 @@ class TokenSource:
     @property
     def dtype(self) -> np.dtype:
         return DTYPES[self.sidecar["dtype"]]
-
-    @cached_property
-    def mapping(self) -> mmap.mmap:
-        """The .bin, mapped."""
-        return map_file(self.path)
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """The ids [tokens], mapped from the file."""
-        return np.frombuffer(self.mapping, self.dtype)
 
     @cached_property
     def loss(self) -> np.ndarray:
