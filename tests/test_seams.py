@@ -282,6 +282,16 @@ def test_evaluation_on_data_of_ones_own_is_the_mean_over_its_samples():
     assert evaluated(16) != pytest.approx(float(want), rel=1e-5)
 
 
+def test_samples_that_validate_need_a_function_that_gives_them():
+    seam = names_of("data")
+    config = seam["CONFIG"]
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
+    _, data = st.open_data(config, st.Source(seam["sums"], validation_samples=10))
+    (only,) = data.eval_sets(config)
+    with pytest.raises(ConfigError, match="data= has validation_samples, but no validation; try Source"):
+        only.windows.samples(np.arange(4))
+
+
 def test_data_of_ones_own_go_on_bit_by_bit_and_others_are_refused():
     def count(seed, index):
         return (np.arange(17) * (index + 1) + seed) % 64

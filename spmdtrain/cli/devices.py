@@ -27,7 +27,7 @@ def start_jax(parsed: argparse.Namespace) -> None:
     _import_libraries()
     import jax
 
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "spmdtrain" / "compiled"))
 

@@ -25,10 +25,11 @@ def launch(parsed: argparse.Namespace) -> int:
     place = find_place(os.environ, parsed.local_processes)
     launcher = Launcher(command, place, parsed.local_processes, parsed.step_seconds)
     code = launcher.run()
-    report = launcher.goodput.report() | {"attempts": launcher.attempts, "exit_code": code}
-    spent = {what: seconds for what, seconds in report["seconds"].items() if seconds >= 0.5}
+    time = launcher.goodput.report()
+    spent = {what: seconds for what, seconds in time["seconds"].items() if seconds >= 0.5}
     parts = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in spent.items())
-    say(f"{report['wall_seconds']:.0f} s, {report['goodput']:.0%} of them training: {parts}")
+    say(f"{time['wall_seconds']:.0f} s, {time['goodput']:.0%} of them training: {parts}")
     if parsed.report is not None:
+        report = {**time, "attempts": launcher.attempts, "exit_code": code}
         write_document(Path(parsed.report), report)
     return code

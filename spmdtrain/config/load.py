@@ -413,11 +413,10 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
 
 def _shorten_warmup(table: TomlTable, origin: Origin) -> str:
     """Cut a file's warm-up to the steps that were typed, as in a trial of a few steps; say so."""
-    train = table.get("train")
     optimizer = table.get("optimizer")
     if origin.get("train.steps") != COMMAND_LINE or not isinstance(optimizer, dict):
         return ""
-    steps = train["steps"]
+    steps = table["train"]["steps"]
     warmup = optimizer.get("warmup")
     if not isinstance(steps, int) or not isinstance(warmup, int) or not 0 < steps < warmup:
         return ""
@@ -438,7 +437,9 @@ def _with_origin(config: RunConfig, origin: Origin) -> RunConfig:
 def _in_our_words(error: ValidationError, values: TomlTable, origin: Origin) -> ConfigError:
     """Turn pydantic's first complaint into one line that names key, value and origin."""
     first, *others = error.errors(include_url=False)
-    if first["type"] == "value_error":  # raised by the schema's own checks, whose text names keys
+    if (
+        first["type"] == "value_error" and "ctx" in first
+    ):  # raised by the schema's own checks, whose text names keys
         text = str(first["ctx"]["error"])
         keys = re.findall(r"\b[a-z]+\.[a-z_0-9]+\b", text)
         named = [f"{key} from {origin[key]}" for key in dict.fromkeys(keys) if key in origin]

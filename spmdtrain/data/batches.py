@@ -258,7 +258,7 @@ class ReadAhead:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error or self._closed)
             assert not self._closed, "asked for a batch after close()"
-            if not self._ready:
+            if not self._ready and self._error is not None:
                 raise self._error
             self._changed.notify_all()
             return self._ready.popleft()

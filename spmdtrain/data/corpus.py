@@ -66,7 +66,8 @@ SYNTHETIC_LENGTH = 512  # of each document
 class Corpus:
     """Token ids, where documents start in them, and a fingerprint."""
 
-    tokens: "np.ndarray | Concatenated"  # [tokens] uint16 or uint32; supports len() and slices
+    # [tokens] uint16 or uint32; supports len() and slices
+    tokens: "np.ndarray | Unmapped | Concatenated"
     document_starts: np.ndarray  # int64 offsets, strictly increasing, the first is 0
     vocab: int  # ids are < vocab
     tokenizer: Tokenizer | None  # None: the ids mean no text
@@ -110,8 +111,8 @@ class Corpus:
 
     def has_tokenizer_of(self, other: "Corpus") -> bool:
         """Return whether the ids of both mean the same."""
-        specs = [corpus.tokenizer and corpus.tokenizer.spec() for corpus in (self, other)]
-        prints = set(map(tokenizer_fingerprint, specs))
+        tokenizers = (self.tokenizer, other.tokenizer)
+        prints = {tokenizer_fingerprint(each.spec() if each else None) for each in tokenizers}
         return self.vocab == other.vocab and len(prints) == 1
 
     def _refuse(self, offset: int, token: int):
@@ -446,6 +447,6 @@ def _encode_texts(texts: list[str], tokenizer_name: str) -> Corpus:
 
 def _fingerprint(tokens: np.ndarray, starts: np.ndarray, vocab: int, spec: dict | None) -> str:
     digest = hashlib.sha256(f"{vocab} {len(tokens)} {tokenizer_fingerprint(spec)}".encode())
-    digest.update(np.ascontiguousarray(tokens))
-    digest.update(np.ascontiguousarray(starts))
+    digest.update(np.ascontiguousarray(tokens).data)
+    digest.update(np.ascontiguousarray(starts).data)
     return digest.hexdigest()

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.files import decode, find_files
@@ -169,7 +169,7 @@ def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
             if skip == 0:
                 yield Chunk(path, 0, [decode(content, path)], raw.tell())
             return
-        rows: list[str] = []
+        rows: list[str | None] = []
         number = 0  # of the next row
         size = 0
         for offset, content in _pieces(file, split_on.encode()):
@@ -186,7 +186,7 @@ def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
             yield Chunk(path, number - len(rows), rows, raw.tell())
 
 
-def _pieces(file: IO[bytes], separator: bytes) -> Iterator[tuple[int, bytes]]:
+def _pieces(file: io.BufferedIOBase, separator: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, content) of what stands between the separators of a file."""
     offset = 0
     rest = b""
@@ -210,7 +210,7 @@ def _line_chunks(path: str, skip: int) -> Iterator[Chunk]:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def _opened(path: str) -> Iterator[tuple[io.BufferedIOBase, io.BufferedReader]]:
     """Open a file that may be compressed; yield it and the file as it lies on disk.
 
     Turns what goes wrong while it is read into a DataError.

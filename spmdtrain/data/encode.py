@@ -61,9 +61,10 @@ class Encoded(NamedTuple):
 def make_encoder(recipe: Recipe) -> Callable[[Chunk], Encoded]:
     """Return the function that encodes a chunk in this process."""
     tokenizer = from_spec(recipe.tokenizer)
-    if recipe.template is None:
+    template = recipe.template
+    if template is None:
         return lambda chunk: _encode_texts(chunk, recipe, tokenizer)
-    return lambda chunk: _encode_conversations(chunk, recipe, tokenizer)
+    return lambda chunk: _encode_conversations(chunk, recipe, template, tokenizer)
 
 
 def _encode_texts(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
@@ -88,7 +89,9 @@ def _size(text, chunk: Chunk, number: int, field: str) -> int:
         raise DataError(f"{where} is not a text: {wrong}") from None
 
 
-def _encode_conversations(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
+def _encode_conversations(
+    chunk: Chunk, recipe: Recipe, template: Template, tokenizer: Tokenizer
+) -> Encoded:
     encoded = []
     losses = []
     sizes = []
@@ -97,7 +100,7 @@ def _encode_conversations(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) ->
         where = f"{chunk.path}: {recipe.field!r} of row {number + 1}"
         found = nothing
         if value is not None:
-            found = encode_conversation(value, recipe.template, tokenizer, where)
+            found = encode_conversation(value, template, tokenizer, where)
         ids, loss, size = found
         encoded.append(ids)
         losses.append(loss)
@@ -182,7 +185,9 @@ def _start(recipe: Recipe) -> None:
 
 
 def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker is started by a process"
+    parent.join()
     os._exit(1)
 
 

@@ -68,7 +68,7 @@ class ForeignTokens(MappedTokens):
     def fingerprint(self) -> str:
         """A hex hash of sizes, documents and some of the content: see FINGERPRINT_BLOCKS."""
         digest = hashlib.sha256(f"{self.dtype.str} {self.size}".encode())
-        digest.update(self.document_starts)
+        digest.update(self.document_starts.data)
         total = self.size * self.dtype.itemsize
         last = max(total - FINGERPRINT_BYTES, 0)
         with open(self.path, "rb") as file:

@@ -107,6 +107,7 @@ class Output:
         return self._out + ".bin"
 
     def _end_shard(self, position: Position) -> None:
+        assert self._writer is not None, "a shard that ends was begun"
         self.summaries.append(self._writer.finish())
         self.position = position
         self._leave_writer()
@@ -135,6 +136,7 @@ class Output:
 
     def _go_on(self) -> None:
         """Take over what the journal says is finished."""
+        job: dict[str, Any] = {}
         try:
             content = json.loads(self._journal.read_text(encoding="utf-8"))
             is_ours = content["version"] == VERSION

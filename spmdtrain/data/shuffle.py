@@ -55,11 +55,11 @@ def permute(index, count: int, key) -> np.ndarray:
 
 
 def _feistel(index, width: int, height: int, keys) -> np.ndarray:
-    width = np.uint64(width)
-    height = np.uint64(height)
-    left = index // height
-    right = index % height
+    lefts = np.uint64(width)
+    rights = np.uint64(height)
+    left = index // rights
+    right = index % rights
     for even, odd in zip(keys[::2], keys[1::2], strict=True):
-        left = (left + scramble(right ^ even) % width) % width
-        right = (right + scramble(left ^ odd) % height) % height
-    return left * height + right
+        left = (left + scramble(right ^ even) % lefts) % lefts
+        right = (right + scramble(left ^ odd) % rights) % rights
+    return left * rights + right

@@ -73,7 +73,8 @@ class CorpusData:
     @property
     def tokenizer(self) -> dict | None:
         """The specification of the tokenizer; None where ids mean no text."""
-        return self.corpus.tokenizer and self.corpus.tokenizer.spec()
+        tokenizer = self.corpus.tokenizer
+        return tokenizer.spec() if tokenizer else None
 
     @property
     def end_of_text(self) -> int | None:
@@ -201,8 +202,12 @@ class SourceWindows:
 
     def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The batch of these samples; those beyond the last are masked."""
+        validation = self._source.validation
+        if validation is None:
+            fix = "Source(tokens, validation, validation_samples)"
+            raise ConfigError("data= has validation_samples, but no validation", fix=fix)
         last = self._source.validation_samples - 1
-        batch = _read(self._source.validation, self._config, np.minimum(indices, last))
+        batch = _read(validation, self._config, np.minimum(indices, last))
         batch["mask"] *= (indices <= last)[:, None]
         return batch
 
@@ -280,7 +285,7 @@ def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
         fix = "Source(tokens, validation, validation_samples)"
         raise ConfigError("eval.every asks for evaluation, but data= has no validation", fix=fix)
     digest = hashlib.sha256(str(config.model.vocab).encode())
-    digest.update(_read(source.tokens, config, np.arange(FINGERPRINTED))["tokens"])
+    digest.update(_read(source.tokens, config, np.arange(FINGERPRINTED))["tokens"].data)
     return SourceData(source, digest.hexdigest())
 
 
@@ -299,7 +304,7 @@ def _row(tokens: Tokens, config: RunConfig, index: int) -> np.ndarray:
     """One sample, int32 [sequence_length + 1]; DataError where it is none."""
     row = np.asarray(tokens(config.train.seed, index))
     length = config.train.sequence_length + 1
-    vocab = config.model.vocab
+    vocab = config.vocab
     if row.shape != (length,) or not np.issubdtype(row.dtype, np.integer):
         raise DataError(
             f"data= gives {row.dtype}{list(row.shape)} for sample {index}",

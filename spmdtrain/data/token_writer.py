@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -68,7 +69,7 @@ class TokenWriter:
         self.documents = 0
         self.tokens = 0
         self._text_bytes = 0
-        self._files = {}
+        self._files: dict[str, io.BufferedWriter] = {}
         self._hashes = {}
         with writing(self.path):
             self._finals[0].parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +90,7 @@ class TokenWriter:
             self._append(".bin", encoded.ids.tobytes())
             self._append(".idx", starts.astype("<i8").tobytes())
             if ".loss" in self._files:
+                assert encoded.loss is not None, "conversations say which tokens count"
                 self._append(".loss", encoded.loss.tobytes())
         self.documents += len(kept)
         self.tokens += len(encoded.ids)

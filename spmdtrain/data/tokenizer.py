@@ -33,18 +33,23 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids, int32 [tokens]. Raises DataError for a text that it has no ids for."""
+        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return `encode(text)` for each text."""
+        ...
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token that is written like this; None where there is none."""
+        ...
 
     def decode(self, ids) -> str:
         """Return the text. Never fails: an id that means nothing becomes U+FFFD, or is left out."""
+        ...
 
     def spec(self) -> dict:
         """Return the value from which `from_spec` makes it again."""
+        ...
 
 
 class ByteTokenizer:
@@ -221,7 +226,7 @@ def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer,
     if isinstance(tokenizer, CharacterTokenizer):
         extended = CharacterTokenizer(tokenizer.alphabet + END_CHARACTER)
         return extended, extended.id_of(END_CHARACTER)
-    special = tokenizer.special_tokens()
+    special = tokenizer.special_tokens() if isinstance(tokenizer, HuggingFaceTokenizer) else {}
     for token in (_eos_token(Path(name).expanduser()), *END_NAMES):
         if token in special:
             return tokenizer, special[token]

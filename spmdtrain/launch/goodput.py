@@ -7,6 +7,7 @@ which checkpoint the run goes on.
 
 import time
 from collections.abc import Callable
+from typing import TypedDict
 
 from spmdtrain.parallel import pulse
 
@@ -14,6 +15,14 @@ DOWN = "down"  # from the end of an attempt to the begin of the next
 HANG = "hang"  # from the last word of a process that hangs to its end
 REPEATED = "repeated"
 CLASSES = (*pulse.PHASES, REPEATED, HANG, DOWN)
+
+
+class Report(TypedDict):
+    """What the time was spent on."""
+
+    wall_seconds: float
+    goodput: float  # the share of the wall time that counts
+    seconds: dict[str, float]  # by class
 
 
 class Goodput:
@@ -26,7 +35,7 @@ class Goodput:
         self._class = DOWN
         self._step = 0
         self._unsaved: list[tuple[int, float]] = []  # (step, its seconds), not yet on disk
-        self.seconds = dict.fromkeys(CLASSES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
 
     def enter(self, what: str, step: int = 0) -> None:
         """From now on the time belongs to the class `what`."""
@@ -48,8 +57,8 @@ class Goodput:
         self.seconds[REPEATED] += undone
         self._unsaved = []
 
-    def report(self) -> dict[str, float | dict[str, float]]:
-        """`wall_seconds`; `goodput`, the share of it that counts; and `seconds` by class."""
+    def report(self) -> Report:
+        """What the time until now was spent on."""
         now = self._now()
         self._close(now)
         wall = now - self._begin

@@ -180,9 +180,10 @@ class Launcher:
         # The first that failed of itself; those that only lost it (8) say so.
         by_age = [*early, *(rank for rank in by_themselves if rank not in early)]
         cause = next((rank for rank in by_age if _failed(rank)), early[0])
-        ending = _failure(cause)
-        if self._asked_to_end and cause.code < 0:  # before it could save
-            return Ending(128 - cause.code, ending.line)
+        code = cause.process.wait()  # it has ended, as all have
+        ending = _failure(cause, code)
+        if self._asked_to_end and code < 0:  # before it could save
+            return Ending(128 - code, ending.line)
         return ending
 
     def _sleep(self, seconds: float) -> None:
@@ -201,8 +202,7 @@ def _failed(rank: Rank) -> bool:
     return rank.code not in (PREEMPTED, PeerLostError.exit_code)
 
 
-def _failure(rank: Rank) -> Ending:
-    code = rank.code
+def _failure(rank: Rank, code: int) -> Ending:
     where = f"process {rank.number} {{}}, {_describe(rank)}"
     if code < 0:
         name = signal.Signals(-code).name

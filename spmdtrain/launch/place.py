@@ -57,11 +57,11 @@ def find_place(environment: Mapping[str, str], processes: int) -> Place:
                 fix="srun --ntasks-per-node=N spmdtrain launch ..., without --local-processes",
             )
         return Place(told=True)
-    given = [environment.get(name) for name in (HOSTS, HOST, COORDINATOR)]
+    given = [environment.get(name, "") for name in (HOSTS, HOST, COORDINATOR)]
     if not any(given):
         return Place()
     hosts, host, coordinator = given
-    numbers = hosts and hosts.isdecimal() and host and host.isdecimal()
+    numbers = hosts.isdecimal() and host.isdecimal()
     if not numbers or not coordinator or int(host) >= int(hosts):
         said = " ".join(f"{name}={environment.get(name)}" for name in (HOSTS, HOST, COORDINATOR))
         raise ConfigError(
