@@ -41,6 +41,7 @@ from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, AdamW, CheckpointConfig, EvalConfig, RunConfig, TrainConfig
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.interrupt import Interrupt
 from spmdtrain.running.reporter import Reporter
 from spmdtrain.train.setup import init_state, shard
 
@@ -231,10 +232,11 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
         loop.batches(setup, data, 0, 0) as ahead,
         (directory / "log").open("w") as log,
         contextlib.redirect_stdout(log),
+        Interrupt(setup.mesh) as interrupt,
     ):
         turns = Turns(contenders, steps)
         saves = loop.Saves(setup, loop.identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0)
-        loop.train(setup, state, step, turns, ahead, saves, reporter, directory)
+        loop.train(setup, state, step, turns, ahead, saves, reporter, interrupt)
 
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     seen = {name: contender.rounds[1:] for name, contender in contenders.items()} | {LOOP: turns.rounds[1:]}

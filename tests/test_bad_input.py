@@ -175,6 +175,12 @@ TABLE = {
     "seed of too many bits": (CONFIG, "train.seed=4294967296|less than 4294967296", train("train.seed=4294967296")),
     "warm-up past the end": (CONFIG, "optimizer.warmup=9|train.steps=2", train("optimizer.warmup=9")),
     "sequence too long": (CONFIG, "sequence_length=8|max_length=4", train("model.max_length=4")),
+    "nothing to go back to": (
+        CONFIG,
+        "guard.policy='rollback'|checkpoint.every=0|set checkpoint.every='auto'",
+        train("guard.policy=rollback", "checkpoint.every=0"),
+    ),
+    "a window nobody looks at": (CONFIG, "guard.window=8|set guard.sigmas=6", train("guard.window=8")),
     "heads do not divide": (CONFIG, "model.embed=16|model.heads=3|model.head_dim", train("model.heads=3")),
     "text without a path": (CONFIG, "data.path is needed for data.corpus='text'", train("data.path=none")),
     "a path nobody reads": (CONFIG, "data.path='text.txt'|data.corpus='text'", train("data.corpus=stdlib")),

@@ -521,23 +521,67 @@ class CheckpointConfig(Settings):
 
 
 class GuardConfig(Settings):
-    """What a run does with a step whose loss or gradient is not finite, or whose gradient is too
-    large."""
+    """What a run does with a bad step: one whose loss or gradient is not finite, or too large."""
 
-    policy: Literal["abort", "skip"] = Field(
+    policy: Literal["abort", "skip", "rollback"] = Field(
         default="abort",
         description="abort: the run ends with exit code 9, before it saves | "
-        "skip: weights and optimizer state stay as they are, and the next batch follows",
+        "skip: weights and optimizer state stay as they are, and the next batch follows | "
+        "rollback: skip, and after most_skipped go back to the last good checkpoint, and leave out "
+        "the samples since then",
     )
     grad_norm: Positive | None = Field(
         default=None,
         description="a larger gradient norm, before clipping, is too large; none: any finite one "
         "will do",
     )
+    sigmas: NonNegative | None = Field(
+        default=None,
+        description="a loss or gradient norm so many standard deviations above the mean of the "
+        "last good steps is too large; 0: none is; default: 6 (skip, rollback), 0 (abort)",
+    )
+    window: Annotated[int, Field(ge=2, lt=2**20)] | None = Field(
+        default=None,
+        description="the last good steps that sigmas counts from; half of them must be there; "
+        "default: 128",
+    )
     most_skipped: Count = Field(
         default=10,
-        description="steps skipped one after the other; at one more the run aborts (skip)",
+        description="steps skipped one after the other; at one more the run aborts (skip) or goes "
+        "back (rollback)",
     )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.window is not None and not self.judges_spikes:
+            raise ValueError(
+                f"guard.window={self.window} is of guard.sigmas, which is 0; set guard.sigmas=6"
+            )
+        return self
+
+    # Fields of None take their default from the policy: use these, not the fields.
+
+    @property
+    def deviations(self) -> float:
+        """Standard deviations above the mean at which a step is a spike; 0: none is."""
+        if self.sigmas is None:
+            return 0.0 if self.policy == "abort" else 6.0
+        return self.sigmas
+
+    @property
+    def judges_spikes(self) -> bool:
+        """Whether a step is judged by the steps before it."""
+        return self.deviations > 0
+
+    @property
+    def steps_judged(self) -> int:
+        """Good steps that a spike is judged by."""
+        return self.window or 128
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the step itself decides on the devices, and leaves the state of a bad one."""
+        return self.policy != "abort" or self.judges_spikes
 
 
 class LogConfig(Settings):
@@ -624,6 +668,11 @@ class RunConfig(Settings):
             raise ValueError(
                 f"train.remat={self.train.remat!r}: zero_bubble takes a layer's backward apart, "
                 "which needs remat 'none'; or set pipeline.schedule='interleaved'"
+            )
+        if self.guard.policy == "rollback" and self.checkpoint.every == 0:
+            raise ValueError(
+                "guard.policy='rollback' goes back to a checkpoint, and checkpoint.every=0 saves "
+                "none on the way; set checkpoint.every='auto'"
             )
         warmup = self.optimizer.warmup
         if warmup > self.train.steps:

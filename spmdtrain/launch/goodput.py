@@ -52,10 +52,14 @@ class Goodput:
         if hung:
             self._class = HANG
         self.enter(DOWN)
-        undone = sum(seconds for _, seconds in self._unsaved)
+        self.undone(0)
+
+    def undone(self, after: int) -> None:
+        """The steps after this one are done again, those that are on disk left out."""
+        undone = sum(seconds for step, seconds in self._unsaved if step > after)
+        self._unsaved = [each for each in self._unsaved if each[0] <= after]
         self.seconds[pulse.STEP] -= undone
         self.seconds[REPEATED] += undone
-        self._unsaved = []
 
     def report(self) -> Report:
         """What the time until now was spent on."""

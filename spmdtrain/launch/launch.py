@@ -127,6 +127,9 @@ class Launcher:
         now = time.monotonic()
         if what == pulse.DONE:
             rank.done = True
+        elif what == pulse.UNDONE:
+            if leads:
+                self.goodput.undone(step)
         elif what == pulse.SAVED:
             self._saved = max(self._saved, step)
             if leads:

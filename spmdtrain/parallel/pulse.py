@@ -26,6 +26,7 @@ PHASES = (BEGIN, RESTORE, COMPILE, FIRST_STEP, STEP, SAVE, EVALUATE, END)
 # No phases, but news:
 SAVED = "saved"  # the checkpoint of the step is complete on disk
 DONE = "done"  # the run has ended as it should
+UNDONE = "undone"  # the steps after this one are taken again
 
 _pipe: int | None = None
 
@@ -52,6 +53,6 @@ def tell(what: str, step: int = 0) -> None:
 def parse(line: str) -> tuple[str, int] | None:
     """(what, step) of a line; None where it is none, as the end of one that was killed."""
     what, _, step = line.partition(" ")
-    if what not in (*PHASES, SAVED, DONE) or not step.isdecimal():
+    if what not in (*PHASES, SAVED, DONE, UNDONE) or not step.isdecimal():
         return None
     return what, int(step)

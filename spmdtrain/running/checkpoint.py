@@ -98,6 +98,7 @@ class Checkpoints:
             "leaves": _described(arrays),
             "layout": self._model.layout.describe(),
             "fingerprints": fingerprints(arrays),
+            "recent": _rows_of(state.recent),
         } | meta
         meta["digest"] = _digest(meta)
         items = ocp.args.Composite(
@@ -129,7 +130,8 @@ class Checkpoints:
         counter = jax.make_array_from_callback(
             (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
         )
-        return TrainState(counter, found["params"], found["state"]), meta
+        recent = _recent(meta.get("recent", []), abstract.recent)
+        return TrainState(counter, found["params"], found["state"], recent), meta
 
     def restore_params(
         self, step: int, params: dict[str, jax.ShapeDtypeStruct]
@@ -388,6 +390,28 @@ def _hide_stray_errors() -> None:
 
     sys.unraisablehook = quiet_unraisable
     sys.excepthook = quiet
+
+
+def _rows_of(recent: jax.Array | None) -> list[list[float]]:
+    """The rows of `TrainState.recent` that are there, oldest first; float32 is exact in JSON."""
+    if recent is None:
+        return []
+    rows = np.asarray(recent)
+    return rows[np.isfinite(rows[:, 0])].tolist()
+
+
+def _recent(rows: list[list[float]], asked: jax.ShapeDtypeStruct | None) -> jax.Array | None:
+    """`TrainState.recent` of these rows, or of the newest that have room.
+
+    A checkpoint of before, or of another `guard.policy`, has none.
+    """
+    if asked is None:
+        return None
+    whole = np.full(asked.shape, np.inf, asked.dtype)
+    newest = rows[-len(whole) :]
+    if newest:
+        whole[-len(newest) :] = newest
+    return jax.make_array_from_callback(whole.shape, asked.sharding, lambda index: whole[index])
 
 
 def newest_step(run: Path) -> int | None:

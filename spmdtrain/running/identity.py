@@ -146,6 +146,7 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
         "precision": config.precision.model_dump(mode="json"),
         "train": {name: getattr(config.train, name) for name in ("steps", "global_batch", "clip")},
         "model": {"dropout": config.model.dropout},
+        "guard": config.guard.model_dump(mode="json") if config.guard.in_step else {},
     }
     settings = {
         f"{section}.{name}": value

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from spmdtrain.config.errors import DivergedError
-from spmdtrain.config.schema import GuardConfig, RunConfig
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import ReadAhead, batch_ids
 from spmdtrain.data.source import Data, Source, Tokens, Windows, open_data
 from spmdtrain.models.choose import MakeModel
@@ -27,8 +26,8 @@ from spmdtrain.parallel import hlo, pulse
 from spmdtrain.running import summary
 from spmdtrain.running.checkpoint import Checkpoints, has_fingerprints, newest_step
 from spmdtrain.running.directory import check_source, open_directory
+from spmdtrain.running.guard import GoBack, Guard, Record
 from spmdtrain.running.identity import (
-    Meta,
     changes,
     check_identity,
     code_of,
@@ -46,7 +45,9 @@ from spmdtrain.running.profile import profiled
 from spmdtrain.running.progress import Progress, quantity
 from spmdtrain.running.reporter import Hook, Reporter, check
 from spmdtrain.running.resume import Found, newest_good, set_aside_damaged
+from spmdtrain.running.rollback import go_back
 from spmdtrain.running.save_interval import SaveInterval
+from spmdtrain.running.saves import Saves
 from spmdtrain.running.sinks import MakeSink
 from spmdtrain.running.summary import Prediction
 from spmdtrain.train.batch import to_devices
@@ -54,8 +55,8 @@ from spmdtrain.train.grad_pipeline import describe
 from spmdtrain.train.learning_rates import Schedule
 from spmdtrain.train.optimizers import Optimizer
 from spmdtrain.train.setup import Setup, init_state, shard
-from spmdtrain.train.state import TrainState, is_finite
-from spmdtrain.train.step import is_good, make_eval_step, make_step
+from spmdtrain.train.state import TrainState
+from spmdtrain.train.step import make_eval_step, make_step
 from spmdtrain.train.token_loss import TokenLoss
 
 
@@ -151,11 +152,22 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         write(directory, "compiled.json", report)
         reporter.say(_compiled(report))
 
-        ahead = held.enter_context(batches(setup, opened, done, sample))
         evaluate = make_eval_figures(setup, opened)
         made = identity(setup, opened.fingerprint, seams)
-        saves = Saves(setup, made, checkpoints, reporter, done, sample)
-        outcome = train(setup, state, step, evaluate, ahead, saves, reporter, directory)
+        record = Record.of(found.meta if found else {})
+        with Interrupt(setup.mesh) as interrupt:
+            outcome = None
+            while outcome is None:
+                saves = Saves(setup, made, checkpoints, reporter, done, sample, record)
+                try:
+                    with batches(setup, opened, done, sample) as ahead:
+                        outcome = train(
+                            setup, state, step, evaluate, ahead, saves, reporter, interrupt
+                        )
+                except GoBack as error:
+                    bad = error.with_traceback(None)  # whose frames hold a state
+                if outcome is None:
+                    state, done, sample = go_back(bad, setup, saves, reporter)
 
         reporter.say(_ending(outcome, directory))
         peak = summary.peak_bytes(setup.mesh)
@@ -289,100 +301,6 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
     return figures
 
 
-class Saves:
-    """What the loop saves, and which checkpoints it has said are there.
-
-    The run goes on from step `first`, at the global sample index `sample`. `identity` is what each
-    checkpoint keeps of the run.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        identity: Meta,
-        checkpoints: Checkpoints,
-        reporter: Reporter,
-        first: int,
-        sample: int,
-    ):
-        self._setup = setup
-        self._checkpoints = checkpoints
-        self._reporter = reporter
-        self._first = first
-        self._sample = sample
-        self._identity = identity
-        self._newest = first if first else None
-
-    def save(self, step: int, state: TrainState) -> None:
-        """Starts saving. Raises DivergedError where the state is not finite, and keeps nothing."""
-        if not is_finite(state):  # the loss of the next step would tell, too late
-            what = f"the weights or the optimizer state after step {step} are not finite"
-            raise self.diverged(step, what)
-        seen = (step - self._first) * self._setup.config.train.global_batch
-        self._checkpoints.save(step, state, {"sample": self._sample + seen} | self._identity)
-
-    def announce(self) -> None:
-        """Reports the saves that have become complete on disk."""
-        for step in self._checkpoints.completed():
-            self._reporter.event("saved", step)
-            pulse.tell(pulse.SAVED, step)
-            self._newest = step
-
-    def finish(self) -> None:
-        """Waits for the last save and reports it."""
-        self._checkpoints.wait()
-        self.announce()
-
-    def samples(self, step: int) -> list[int]:
-        """The global indices of the first and the last sample of the batch of `step`."""
-        size = self._setup.config.train.global_batch
-        end = self._sample + (step - self._first) * size
-        return [end - size, end - 1]
-
-    def diverged(self, step: int, what: str) -> DivergedError:
-        """The error for `step`, whose numbers are wrong; it names the last good checkpoint."""
-        self.finish()
-        self._reporter.event("diverged", step, samples=self.samples(step))
-        last = "nothing was saved"
-        if self._newest is not None:
-            last = f"step {self._newest} is the newest checkpoint"
-        return DivergedError(f"{what}; {last}", fix="a lower optimizer.learning_rate")
-
-
-class Guard:
-    """Looks at the figures of each step, and does as `[guard]` says where they are wrong."""
-
-    def __init__(self, config: GuardConfig, saves: Saves, reporter: Reporter):
-        self._config = config
-        self._saves = saves
-        self._reporter = reporter
-        self._in_a_row = 0  # steps skipped
-
-    def check(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Raises DivergedError where the run is to abort; says which samples were skipped."""
-        if is_good(self._config, figures["loss"], figures["grad_norm"], np):
-            self._in_a_row = 0
-            return
-        what = self._describe(step, figures)
-        self._in_a_row += 1
-        if self._config.policy == "abort":
-            raise self._saves.diverged(step, what)
-        if self._in_a_row > self._config.most_skipped:
-            raise self._saves.diverged(
-                step, f"{what}, and {self._in_a_row - 1} were skipped before"
-            )
-        samples = self._saves.samples(step)
-        self._reporter.event("skipped", step, why=what, samples=samples)
-        self._reporter.say(f"{what}: skipped, with the samples {samples[0]} to {samples[1]}")
-
-    def _describe(self, step: int, figures: Mapping[str, Any]) -> str:
-        for what, name in (("loss", "loss"), ("gradient norm", "grad_norm")):
-            if not np.isfinite(figures[name]):
-                return f"the {what} of step {step} is {figures[name]}"
-        limit = self._config.grad_norm
-        return f"the gradient norm of step {step} is {figures['grad_norm']:.4g}, above {limit:.4g}"
-
-
 def train(
     setup: Setup,
     state: TrainState,
@@ -391,9 +309,9 @@ def train(
     ahead: Iterator,
     saves: Saves,
     reporter: Reporter,
-    directory: Path,
+    interrupt: Interrupt,
 ) -> Outcome:
-    """The loop, from `state` on.
+    """The loop, from `state` on. Raises GoBack where it is to go on from an earlier checkpoint.
 
     Metrics of a step are read after the next one is dispatched: a hook that stops the run ends it
     with the step in flight.
@@ -423,6 +341,7 @@ def train(
     def save(at: int, state: TrainState) -> None:
         pulse.tell(pulse.SAVE, at)
         start = time.perf_counter()
+        guard.check_state(at, state)
         saves.save(at, state)
         stopped = time.perf_counter() - start
         if interval.saved(at, stopped, taken):
@@ -434,17 +353,14 @@ def train(
     late = OneLate(report)
     interval = SaveInterval(config.checkpoint.every, first, setup.mesh.size)
     quiet = jax.process_index() > 0
-    with (
-        Progress(total, first, config.log.every, quiet=quiet) as progress,
-        Interrupt(setup.mesh) as interrupt,
-    ):
+    with Progress(total, first, config.log.every, quiet=quiet) as progress:
         reporter.progress = progress
         while True:
             # The first step is over when its metrics are read, after the second was dispatched.
             pulse.tell(pulse.STEP if done > first + 1 else pulse.FIRST_STEP, done + 1)
             batch = next(ahead)
             late.before_dispatch()
-            with profiled(directory, done + 1, config.log.profile) as traced:
+            with profiled(reporter.directory, done + 1, config.log.profile) as traced:
                 state, metrics = traced(step(state, batch))
             done += 1
             late.push(done, metrics)
@@ -455,7 +371,8 @@ def train(
             ending = "finished" if done == total else interrupt.agreed(reporter.stop_asked)
             if ending or interval.is_due(done):
                 late.flush()
-                clock.paused(lambda: save(done, state))  # noqa: B023
+                if ending or guard.lets_save:
+                    clock.paused(lambda: save(done, state))  # noqa: B023
             if ending:
                 break
         pulse.tell(pulse.END, done)

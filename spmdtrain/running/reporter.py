@@ -35,17 +35,32 @@ class Reporter:
         self.progress: Progress | None = None
         self.stop_asked = False  # by a hook
         self._hooks = hooks
+        self.directory = directory
+        self._config = config
+        self._makes = (JsonLinesSink, *(SHIPPED[name] for name in config.log.sinks), *sinks)
         self._sinks: list[Sink] = []
-        if jax.process_index() == 0:
-            for make_sink in (JsonLinesSink, *(SHIPPED[name] for name in config.log.sinks), *sinks):
-                self._sinks.append(_opened(make_sink, directory, config, step))
+        self._open(step)
 
     def __enter__(self) -> "Reporter":
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._close()
+
+    def go_back(self, step: int) -> None:
+        """The steps after `step` are taken again: sinks are opened anew, as for a resumed run."""
+        self._close()
+        self._open(step)
+
+    def _open(self, step: int) -> None:
+        if jax.process_index() == 0:
+            for make_sink in self._makes:
+                self._sinks.append(_opened(make_sink, self.directory, self._config, step))
+
+    def _close(self) -> None:
         for sink in self._sinks:
             sink.close()
+        self._sinks = []
 
     def step(self, step: int, **figures: Any) -> None:
         """The figures of one step."""

@@ -21,15 +21,19 @@ class Found:
     damaged: dict[int, DamagedError] = field(default_factory=dict)
 
 
-def newest_good(checkpoints: Checkpoints, abstract: TrainState) -> Found | None:
+def newest_good(
+    checkpoints: Checkpoints, abstract: TrainState, before: int | None = None
+) -> Found | None:
     """Reads the newest checkpoint, or the newest before those that are damaged; None if there is
-    none at all. Changes nothing.
+    none at all. Changes nothing. With `before`, only those of earlier steps are looked at.
 
     Raises CheckpointError where one does not fit `abstract`, or all that there are are damaged: a
     run does not begin anew by itself.
     """
     damaged: dict[int, DamagedError] = {}
     for step in reversed(checkpoints.steps()):
+        if before is not None and step >= before:
+            continue
         try:
             state, meta = checkpoints.restore(step, abstract)
         except DamagedError as error:

@@ -148,7 +148,7 @@ def shard_on(
         schedule=table,
         specs=specs,
         reductions={path: reduction_of(spec) for path, spec in specs.items()},
-        state=abstract_state(model, update_rules, config.precision.params, mesh, specs),
+        state=abstract_state(model, update_rules, config, mesh, specs),
     )
 
 
@@ -157,7 +157,7 @@ def init_state(setup: Setup) -> TrainState:
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
 
     def fresh(key: jax.Array) -> TrainState:
-        return fresh_state(setup.model, setup.optimizer, setup.config.precision.params, key)
+        return fresh_state(setup.model, setup.optimizer, setup.config, key)
 
     return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
 

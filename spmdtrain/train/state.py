@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, Parameter, cast
-from spmdtrain.train import optimizers
+from spmdtrain.train import optimizers, spikes
 
 Specs = Mapping[str, P]  # by dotted parameter path
 
@@ -25,29 +26,34 @@ Specs = Mapping[str, P]  # by dotted parameter path
 class TrainState:
     """`step`: optimizer steps done. `params` and `opt_state`: by dotted parameter path.
 
-    Frozen parameters have no `opt_state`.
+    Frozen parameters have no `opt_state`. `recent`: loss and gradient norm of the last good steps,
+    float32 [window, 2], where steps are judged by them (spikes.py).
     """
 
     step: jax.Array
     params: dict[str, jax.Array]
     opt_state: optimizers.OptimizerState
+    recent: jax.Array | None = None
 
 
-def abstract_state(model: AbstractModel, rules: optimizers.Rules, dtype: str, mesh: Mesh, specs: Specs) -> TrainState:
+def abstract_state(
+    model: AbstractModel, rules: optimizers.Rules, config: RunConfig, mesh: Mesh, specs: Specs
+) -> TrainState:
     """A TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
 
-    `dtype`: of the parameters; `specs`: where each of them rests, and its optimizer state with it.
+    `specs`: where each parameter rests, and its optimizer state with it.
     """
 
     def moments_of(path: str, state):
         parameter = model.parameters[path]
         return jax.tree.map(lambda x: _leaf(x, mesh, _spec_beside(x, parameter, specs[path])), state)
 
-    shapes = jax.eval_shape(lambda key: fresh_state(model, rules, dtype, key), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: fresh_state(model, rules, config, key), jax.random.key(0))
     return TrainState(
         step=_leaf(shapes.step, mesh, P()),
         params={path: _leaf(x, mesh, specs[path]) for path, x in shapes.params.items()},
         opt_state={path: moments_of(path, state) for path, state in shapes.opt_state.items()},
+        recent=None if shapes.recent is None else _leaf(shapes.recent, mesh, P()),
     )
 
 
@@ -73,11 +79,12 @@ def _spec_beside(x: jax.ShapeDtypeStruct, parameter: Parameter, spec: P) -> P:
     return P()
 
 
-def fresh_state(model: AbstractModel, rules: optimizers.Rules, dtype: str, key: jax.Array) -> TrainState:
+def fresh_state(model: AbstractModel, rules: optimizers.Rules, config: RunConfig, key: jax.Array) -> TrainState:
     """The state at step 0, for tracing: under jit with output shardings no leaf is ever whole."""
-    params = cast(model.init(key), dtype)
+    params = cast(model.init(key), config.precision.params)
     opt_state = optimizers.init(rules, model.parameters, params)
-    return TrainState(jnp.int32(0), params, opt_state)
+    recent = spikes.no_figures(config.guard)
+    return TrainState(jnp.int32(0), params, opt_state, None if recent is None else jnp.array(recent))
 
 
 def bytes_per_device(tree: Any) -> int:

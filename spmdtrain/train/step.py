@@ -7,6 +7,7 @@ global arrays: a layer-wise rule on local shards would be silently wrong.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 from spmdtrain.config.schema import GuardConfig
 from spmdtrain.models.abstract import matmuls
-from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers
+from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers, spikes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -27,7 +28,8 @@ def make_step(setup: Setup) -> Callable[..., Any]:
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
     (before clipping), learning_rate, tokens (unmasked); side_loss where blocks have one; skipped
-    (0 or 1) where `guard.policy` is to skip.
+    (0 or 1) where a bad step leaves the state, and loss_limit and grad_norm_limit where it is
+    judged by the steps before (spikes.py).
     """
     config = setup.config
     find_gradients = make_gradients(setup)
@@ -45,21 +47,26 @@ def make_step(setup: Setup) -> Callable[..., Any]:
         tokens = sums.pop("tokens")
         means = {name: total / jnp.maximum(tokens, 1) for name, total in sums.items()}
         metrics = means | {"grad_norm": norm, "learning_rate": rate, "tokens": tokens}
-        after = TrainState(state.step + 1, params, opt_state)
-        if config.guard.policy == "skip":
-            good = is_good(config.guard, means["loss"], norm)
-            after = _unless_skipped(good, after, state)
-            metrics["skipped"] = 1.0 - good.astype(jnp.float32)
+        after = TrainState(state.step + 1, params, opt_state, state.recent)
+        if config.guard.in_step:
+            after, judged = _judge(config.guard, after, state, jnp.stack([means["loss"], norm]))
+            metrics |= judged
         return after, metrics
 
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def is_good(guard: GuardConfig, loss: Any, norm: Any, xp: Any = jnp) -> Any:
-    """Whether a step with this loss and gradient norm counts: on devices, or with `xp` numpy."""
-    good = xp.isfinite(loss) & xp.isfinite(norm)
-    return good if guard.grad_norm is None else good & (norm <= guard.grad_norm)
+def _judge(guard: GuardConfig, after: TrainState, before: TrainState, figures: jax.Array) -> tuple[TrainState, Metrics]:
+    """The state that a step with this loss and gradient norm [2] leaves, and what is said of it."""
+    most = spikes.limits(guard, before.recent)
+    good = spikes.is_good(figures, most)
+    after = _unless_skipped(good, after, before)
+    judged = {"skipped": 1.0 - good.astype(jnp.float32)}
+    if before.recent is None:
+        return after, judged
+    after = replace(after, recent=spikes.remember(before.recent, figures, good))
+    return after, judged | {"loss_limit": most[0], "grad_norm_limit": most[1]}
 
 
 def _unless_skipped(good: jax.Array, after: TrainState, before: TrainState) -> TrainState:
@@ -70,7 +77,7 @@ def _unless_skipped(good: jax.Array, after: TrainState, before: TrainState) -> T
         (after.params, after.opt_state),
         (before.params, before.opt_state),
     )
-    return TrainState(after.step, params, opt_state)
+    return replace(after, params=params, opt_state=opt_state)
 
 
 def make_eval_step(setup: Setup) -> Callable[..., Any]:

@@ -85,6 +85,8 @@ NOT_DRAWN = {
     "data.mix": "a table of sources; tests/data has it",
     "data.validation_path": "of token files that others made; tests/data has it",
     "guard.grad_norm": "a limit that rounding alone may cross",
+    "guard.sigmas": "likewise; tests/running/test_spikes.py has it",
+    "guard.window": "is of guard.sigmas",
     "optimizer.groups": "names paths of parameters; tests/train/test_optimizer.py has it",
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
     "log.sinks": "decides no number, and tests/test_seams.py has it",

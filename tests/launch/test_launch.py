@@ -171,6 +171,17 @@ def test_steps_that_are_done_again_do_not_count():
     assert report["wall_seconds"] == 10 and report["goodput"] == 0.2
 
 
+def test_steps_that_the_run_goes_back_before_do_not_count():
+    now = iter([0, 0, 0, 1, 3, 6, 10])
+    goodput = Goodput(lambda: next(now))
+    for step in (1, 2, 3):
+        goodput.enter(pulse.STEP, step)
+    goodput.enter(pulse.RESTORE, 3)  # at 6
+    goodput.undone(1)
+    seconds = goodput.report()["seconds"]
+    assert (seconds["step"], seconds["repeated"], seconds["restore"]) == (1, 5, 4)
+
+
 KUBERNETES = {"SPMDTRAIN_HOSTS": "2", "SPMDTRAIN_HOST": "1", "SPMDTRAIN_COORDINATOR": "first:1234"}
 
 

@@ -331,7 +331,7 @@ BREAKAGES = [
     Breakage(
         "weights are float32 whatever is asked",
         "train/state.py",
-        "params = cast(model.init(key), dtype)",
+        "params = cast(model.init(key), config.precision.params)",
         "params = model.init(key)",
         OPTIMIZER,
     ),
@@ -395,7 +395,7 @@ BREAKAGES = [
     # The run
     Breakage(
         "the second resume reads other data",
-        "running/loop.py",
+        "running/saves.py",
         "seen = (step - self._first) * self._setup.config.train.global_batch",
         "seen = step * self._setup.config.train.global_batch",
         f"{RESUME} -k twice",
@@ -513,5 +513,40 @@ BREAKAGES = [
         "lambda new, old: jnp.where(good, new, old),",
         "lambda new, old: jnp.where(good | (new.ndim == 0), new, old),",
         "tests/running/test_guard.py",
+    ),
+    Breakage(
+        "a bad step is remembered among the good ones",
+        "train/spikes.py",
+        "return jnp.where(good, jnp.concatenate([recent[1:], figures[None]]), recent)",
+        "return jnp.concatenate([recent[1:], figures[None]])",
+        "tests/running/test_spikes.py",
+    ),
+    Breakage(
+        "the figures of the last good steps do not survive a resume",
+        "running/checkpoint.py",
+        "whole[-len(newest) :] = newest",
+        "whole[: len(newest)] = newest",
+        "tests/running/test_spikes.py -k resumed",
+    ),
+    Breakage(
+        "a run that goes back takes the last bad batch again",
+        "running/rollback.py",
+        "return found.state, found.step, last + 1",
+        "return found.state, found.step, last + 1 - setup.config.train.global_batch",
+        "tests/running/test_rollback.py",
+    ),
+    Breakage(
+        "a run that goes back saves among bad steps",
+        "running/guard.py",
+        'return self._config.policy != "rollback" or self._record.in_a_row == 0',
+        "return True",
+        "tests/running/test_rollback.py -k never",
+    ),
+    Breakage(
+        "a resumed run forgets how many steps were skipped in a row",
+        "running/guard.py",
+        'return cls(kept.get("in_a_row", 0), [',
+        "return cls(0, [",
+        "tests/running/test_rollback.py -k resumed",
     ),
 ]

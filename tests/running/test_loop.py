@@ -14,6 +14,7 @@ from orbax.checkpoint._src.serialization import replica_slices
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
 from spmdtrain.running import loop
+from spmdtrain.running.interrupt import Interrupt
 from spmdtrain.running.json_lines import forget_after
 from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figures
 from spmdtrain.running.progress import Progress, duration, quantity, tell
@@ -84,7 +85,8 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
 
     with Reporter(tmp_path, setup.config, 0) as reporter, batches_of(setup) as ahead:
         saves = loop.Saves(setup, loop.identity(setup, data.fingerprint, {}), NoCheckpoints(), reporter, 0, 0)
-        outcome = loop.train(setup, state, step, lambda _: 0.0, ahead, saves, reporter, tmp_path)
+        with Interrupt(setup.mesh) as interrupt:
+            outcome = loop.train(setup, state, step, lambda _: 0.0, ahead, saves, reporter, interrupt)
     assert outcome == loop.Outcome("finished", 8)
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 9))
 

@@ -1,0 +1,42 @@
+"""How a run goes back to a checkpoint from before its bad steps, and leaves their samples out."""
+
+from spmdtrain.parallel import pulse
+from spmdtrain.running.guard import GoBack
+from spmdtrain.running.reporter import Reporter
+from spmdtrain.running.resume import newest_good, set_aside_damaged
+from spmdtrain.running.saves import Saves
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+MOST_RETURNS = 3  # to one checkpoint; then the cause is not in the samples
+
+
+def go_back(
+    bad: GoBack, setup: Setup, saves: Saves, reporter: Reporter
+) -> tuple[TrainState, int, int]:
+    """The state, the step and the global sample index at which the run goes on.
+
+    Checkpoints of the bad steps are set aside. Raises DivergedError where there is none from
+    before them, or the run has come back to the same one too often.
+    """
+    pulse.tell(pulse.RESTORE, bad.step)
+    saves.finish()
+    record = saves.record
+    found = newest_good(saves.checkpoints, setup.state, before=bad.first)
+    if found is None:
+        raise saves.diverged(bad.step, f"{bad}, and no checkpoint is older")
+    if record.returned_to == found.step and record.returns >= MOST_RETURNS:
+        back = f"the run has gone back to step {found.step} {record.returns} times"
+        raise saves.diverged(bad.step, f"{bad}, and {back}")
+    set_aside_damaged(saves.checkpoints, found, reporter)
+    later = [step for step in saves.checkpoints.steps() if step > found.step]
+    saves.checkpoints.quarantine(later)
+
+    first = found.meta["sample"]
+    last = saves.samples(bad.step)[1]
+    record.go_back(found.step, first, last)
+    pulse.tell(pulse.UNDONE, found.step)
+    reporter.go_back(found.step)
+    reporter.event("rolled_back", bad.step, to_step=found.step, why=str(bad), samples=[first, last])
+    reporter.say(f"{bad}: back to step {found.step}, and on without the samples {first} to {last}")
+    return found.state, found.step, last + 1

@@ -1,0 +1,70 @@
+"""What a run saves on its way, and which checkpoints it has said are there."""
+
+from spmdtrain.config.errors import DivergedError
+from spmdtrain.parallel import pulse
+from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.guard import Record
+from spmdtrain.running.identity import Meta
+from spmdtrain.running.reporter import Reporter
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+
+class Saves:
+    """What the loop saves, and which checkpoints it has said are there.
+
+    The run goes on from step `first`, at the global sample index `sample`. `identity` is what each
+    checkpoint keeps of the run; `record` is what it keeps of the run's bad steps.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        identity: Meta,
+        checkpoints: Checkpoints,
+        reporter: Reporter,
+        first: int,
+        sample: int,
+        record: Record | None = None,
+    ):
+        self.record = record or Record()
+        self.checkpoints = checkpoints
+        self._setup = setup
+        self._reporter = reporter
+        self._first = first
+        self._sample = sample
+        self._identity = identity
+        self._newest = first if first else None
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Starts saving."""
+        seen = (step - self._first) * self._setup.config.train.global_batch
+        where = {"sample": self._sample + seen, "guard": self.record.document()}
+        self.checkpoints.save(step, state, where | self._identity)
+
+    def announce(self) -> None:
+        """Reports the saves that have become complete on disk."""
+        for step in self.checkpoints.completed():
+            self._reporter.event("saved", step)
+            pulse.tell(pulse.SAVED, step)
+            self._newest = step
+
+    def finish(self) -> None:
+        """Waits for the last save and reports it."""
+        self.checkpoints.wait()
+        self.announce()
+
+    def samples(self, step: int) -> list[int]:
+        """The global indices of the first and the last sample of the batch of `step`."""
+        size = self._setup.config.train.global_batch
+        end = self._sample + (step - self._first) * size
+        return [end - size, end - 1]
+
+    def diverged(self, step: int, what: str) -> DivergedError:
+        """The error for `step`, whose numbers are wrong; it names the last good checkpoint."""
+        self.finish()
+        self._reporter.event("diverged", step, samples=self.samples(step))
+        last = "nothing was saved"
+        if self._newest is not None:
+            last = f"step {self._newest} is the newest checkpoint"
+        return DivergedError(f"{what}; {last}", fix="a lower optimizer.learning_rate")

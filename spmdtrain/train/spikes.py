@@ -1,0 +1,49 @@
+"""Which steps count: those whose loss and gradient norm are finite and within their limits.
+
+A limit is `guard.grad_norm`, or `guard.sigmas` standard deviations above the mean of the last
+`guard.window` good steps, whichever is less. The figures of those steps travel in the state, so
+that the step decides on the devices, and a run that is resumed decides as if it had never stopped.
+OLMo, MaxText and Levanter judge spikes alike (`skip_step`).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.config.schema import GuardConfig
+
+
+def no_figures(guard: GuardConfig) -> np.ndarray | None:
+    """The figures of good steps before the first: float32 [window, 2] of infinities.
+
+    A row is a loss and a gradient norm, the newest is the last. None where nothing asks for them.
+    """
+    return np.full((guard.steps_judged, 2), np.inf, np.float32) if guard.judges_spikes else None
+
+
+def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
+    """The largest loss and gradient norm of a good step, float32 [2]; infinite where there is none.
+
+    `recent`: the figures of the good steps before. They give no limit before half of them are there.
+    """
+    largest_norm = jnp.inf if guard.grad_norm is None else guard.grad_norm
+    fixed = jnp.array([jnp.inf, largest_norm], jnp.float32)
+    if recent is None:
+        return fixed
+    is_there = jnp.isfinite(recent)
+    count = is_there[:, 0].sum()
+    mean = jnp.where(is_there, recent, 0).sum(0) / jnp.maximum(count, 1)
+    squares = jnp.where(is_there, (recent - mean[None]) ** 2, 0).sum(0)
+    deviation = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
+    spike = jnp.minimum(fixed, mean + guard.deviations * deviation)
+    return jnp.where(2 * count >= guard.steps_judged, spike, fixed)
+
+
+def is_good(figures: jax.Array, most: jax.Array) -> jax.Array:
+    """Whether a step with this loss and gradient norm [2] counts. `most`: their limits [2]."""
+    return (jnp.isfinite(figures) & (figures <= most)).all()
+
+
+def remember(recent: jax.Array, figures: jax.Array, good: jax.Array) -> jax.Array:
+    """`recent` after a step with these figures [2]: a bad one leaves no trace."""
+    return jnp.where(good, jnp.concatenate([recent[1:], figures[None]]), recent)
