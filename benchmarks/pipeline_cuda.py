@@ -62,7 +62,7 @@ def main() -> None:
     temp = []
     for microbatches in chosen.microbatches:
         config = configuration(chosen, microbatches)
-        step, mesh = deviceless.executable(config, config.mesh.model_dump(), hardware("h200"))
+        step, mesh = deviceless.executable(config, config.mesh.sizes, hardware("h200"))
         temp.append(hlo.memory(step)["temp_bytes"])
         print(f"m={microbatches}: {temp[-1] / 2**20:.1f} MiB temp per device", flush=True)
     print(f"largest / smallest: {max(temp) / min(temp):.4f}")

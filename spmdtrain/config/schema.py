@@ -158,6 +158,10 @@ class Llama(TransformerConfig):
     tied: bool = False
 
 
+# Slowest link first.
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+
 class MeshConfig(Settings):
     """Devices along each mesh axis, slowest link first; their product is the device count.
 
@@ -171,6 +175,11 @@ class MeshConfig(Settings):
     context: int = Field(default=1, description="sequence is split")
     tensor: int = Field(
         default=1, description="heads, ffn and vocabulary are split; wants the fastest links"
+    )
+    elastic: bool = Field(
+        default=True,
+        description="a run that is resumed on another number of devices takes other sizes of data "
+        "and fsdp; global batch and order of the samples stay",
     )
 
     @model_validator(mode="after")
@@ -189,7 +198,7 @@ class MeshConfig(Settings):
     @property
     def sizes(self) -> dict[str, int]:
         """The devices along each axis, in mesh order (slowest link first)."""
-        return {axis: getattr(self, axis) for axis in type(self).model_fields}
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
 
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]

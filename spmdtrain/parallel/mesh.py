@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import MeshConfig
+from spmdtrain.config.schema import MESH_AXES, MeshConfig
 
-AXES = tuple(MeshConfig.model_fields)  # slowest link first
+AXES = MESH_AXES
 MOST_SUGGESTED = 1024  # more simulated devices than this are not worth suggesting
 
 # Of the drawing: rows of the grid; columns of it, and devices named in one place.

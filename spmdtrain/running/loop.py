@@ -26,6 +26,7 @@ from spmdtrain.parallel import hlo, pulse
 from spmdtrain.running import summary
 from spmdtrain.running.checkpoint import Checkpoints, has_fingerprints, newest_step
 from spmdtrain.running.directory import check_source, open_directory
+from spmdtrain.running.elastic import adapt
 from spmdtrain.running.guard import GoBack, Guard, Record
 from spmdtrain.running.identity import (
     changes,
@@ -113,7 +114,8 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     check(sinks, hooks)
     seams = {"optimizer": optimizer, "schedule": schedule, "loss": loss, "data": data}
     config, opened = open_data(config, data)
-    setup = shard(config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
+    adapted = adapt(config, directory, devices, fresh)
+    setup = shard(adapted.config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
     config = setup.config
     lowered = None
     if fresh or newest_step(directory) is None:  # what cannot begin touches no directory
@@ -134,6 +136,9 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
 
         if found is not None:
             state, sample = go_on(setup, seams, directory, checkpoints, found, reporter)
+            if adapted.line:
+                reporter.event("adapted", found.step, why=adapted.line)
+                reporter.say(adapted.line)
             for line in remarks:
                 reporter.say(line)
         else:
@@ -148,7 +153,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         pulse.tell(pulse.COMPILE)
         step, report = compile_step(setup, lowered or lower_step(setup))
         memory.compiled(report)
-        write(directory, "config.json", config_document(setup, opened))
+        write(directory, "config.json", adapted.as_asked(config_document(setup, opened)))
         write(directory, "compiled.json", report)
         reporter.say(_compiled(report))
 

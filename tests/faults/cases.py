@@ -221,6 +221,37 @@ def soak(folder: Path, times: int) -> Figures:
     }
 
 
+def fewer(folder: Path, times: int) -> Figures:
+    """Two processes under `launch` are killed, and started again as one, and as two: the mesh follows."""
+    settings = ("train.steps=100000", "checkpoint.every=5", "mesh.data=2", *SMALLEST)
+    (folder / "run.toml").write_text(to_toml(tiny(*settings)))
+    run = folder / "fewer"
+    recoveries = []
+    for number in range(times + 1):
+        count = 2 - number % 2
+        launcher = command(folder, "fewer", launch=("launch", "--local-processes", str(count)))
+        hit = time.monotonic()
+        there = acknowledged(run)
+        if wait_until(lambda there=there: acknowledged(run) > there + 5, launcher, 180) and number:
+            recoveries.append(round(time.monotonic() - hit, 1))
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait()
+    steps = f"--set=train.steps={acknowledged(run)}"
+    control = command(folder, "undisturbed", steps, "--set=mesh.data=1").wait()
+    got, want = losses(run), losses(folder / "undisturbed")
+    apart = max(abs(got[step] - want[step]) / want[step] for step in want)
+    shapes = [line["mesh"]["data"] for line in lines(run / "events.jsonl") if "mesh" in line]
+    expected = [2 - number % 2 for number in range(times + 1)]
+    return {
+        "times": times,
+        "data_axis": shapes,
+        "seconds_to_go_on": recoveries,
+        "relative_difference_of_losses": float(f"{apart:.1g}"),
+        "control": f"the undisturbed run ends with {control}",
+        "passed": shapes == expected and len(recoveries) == times and apart < 1e-4 and control == 0,
+    }
+
+
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
@@ -234,5 +265,6 @@ CASES = [
     Case("bit flips", "What is read is what was saved, or the step before.", damaged(flip_bit), 12, 200),
     Case("cuts", "The same, where files are cut or missing.", damaged(cut), 6, 50),
     Case("SIGKILL", "No step that was acknowledged is lost; the losses stay the same.", sigkills, 1, 200),
+    Case("fewer", "Started again with fewer processes, the run takes another mesh and the same batches.", fewer, 1, 6),
     Case("soak", "Killed, stopped and aborted processes: the run goes on under `launch`.", soak, 1, 40),
 ]

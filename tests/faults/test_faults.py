@@ -1,4 +1,4 @@
-"""The battery on a small scale: the same cases, a few times each. The soak runs with `-m slow` only."""
+"""The battery on a small scale: the same cases, a few times each. Two processes at once run with `-m slow` only."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from faults.cases import CASES
 pytestmark = pytest.mark.long
 
 
-SLOW = {"soak"}
+SLOW = {"soak", "fewer"}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from fuzz.settings import (
     values_of,
 )
 
-AXES = tuple(MeshConfig.model_fields)
+AXES = tuple(MeshConfig().sizes)
 BATCH = ("data", "fsdp", "expert")
 LAYOUTS_PER_NUMBERS = 8
 CHANGES_PER_NUMBERS = 2

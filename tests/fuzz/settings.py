@@ -87,6 +87,7 @@ NOT_DRAWN = {
     "guard.grad_norm": "a limit that rounding alone may cross",
     "guard.sigmas": "likewise; tests/running/test_spikes.py has it",
     "guard.window": "is of guard.sigmas",
+    "mesh.elastic": "is of a run that finds other devices; tests/running/test_elastic.py has it",
     "optimizer.groups": "names paths of parameters; tests/train/test_optimizer.py has it",
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
     "log.sinks": "decides no number, and tests/test_seams.py has it",

@@ -77,7 +77,7 @@ config = RunConfig(
     precision=PrecisionConfig(compute="bfloat16"),
     data=DataConfig(corpus="synthetic"),
 )
-step, _ = deviceless.executable(config, config.mesh.model_dump(), hardware("h200"))
+step, _ = deviceless.executable(config, config.mesh.sizes, hardware("h200"))
 text = step.as_text()
 own = "__gpu$xla.gpu.triton", "mosaic_gpu"
 calls = sum(count for name, count in hlo.calls(text).items() if name.startswith(own))

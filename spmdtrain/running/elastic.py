@@ -1,0 +1,145 @@
+"""A run that finds other devices than its mesh wants goes on with those that are there.
+
+The axes `data` and then `fsdp` shrink or grow; pipeline, expert, context and tensor stay. Global
+batch and order of the samples stay too: a device takes no more sequences at once than before, and
+accumulation makes up for the rest. So the run computes what it would have computed, but for the
+rounding of other sums.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.parallel.mesh import fill
+from spmdtrain.running.checkpoint import newest_step
+from spmdtrain.running.restore import read_document
+
+ELASTIC = ("data", "fsdp")
+BATCH = (*ELASTIC, "expert")  # axes that split the batch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh axes, and the sequences that a shard of the batch takes at once."""
+
+    sizes: Mapping[str, int]
+    microbatch: int | None
+
+    def accumulation(self, global_batch: int) -> int:
+        """Microbatches of a step."""
+        at_once = math.prod(self.sizes[axis] for axis in BATCH) * (self.microbatch or 1)
+        return global_batch // at_once if self.microbatch else 1
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The config to train with. `asked`: the one that was given; `line`: what was changed, if
+    anything."""
+
+    config: RunConfig
+    asked: RunConfig
+    line: str = ""
+
+    def as_asked(self, document: dict[str, Any]) -> dict[str, Any]:
+        """config.json as it is without the change: where the devices are back, it is undone."""
+        values = document["config"]
+        mesh = self.asked.mesh.model_dump()
+        train = values["train"] | {"microbatch": self.asked.train.microbatch}
+        return document | {"config": values | {"mesh": mesh, "train": train}}
+
+
+def adapt(
+    config: RunConfig, run: Path, devices: Sequence[jax.Device] | None, fresh: bool
+) -> Adapted:
+    """The config with a mesh for these devices (default: all), where `run` is to go on.
+
+    It stays as it is where the mesh fits, where it is not the one that the run had (a person has
+    changed it), and where `mesh.elastic` is false. Raises ConfigError where no such mesh divides
+    the global batch.
+    """
+    as_it_is = Adapted(config, config)
+    count = len(jax.devices() if devices is None else devices)
+    fits = fill(config.mesh.sizes, count) is not None
+    if fits or fresh or not config.mesh.elastic or newest_step(run) is None:
+        return as_it_is
+    if not _is_mesh_of(run, config):
+        return as_it_is
+    layout = choose_layout(config, count)
+    if layout is None:
+        return as_it_is
+    mesh = config.mesh.model_copy(update=dict(layout.sizes))
+    train = config.train.model_copy(update={"microbatch": layout.microbatch})
+    adapted = config.model_copy(update={"mesh": mesh, "train": train})
+    steps = layout.accumulation(config.train.global_batch)
+    line = (
+        f"the mesh {_described(config.mesh.sizes)} does not fit the {count} devices that are "
+        f"there: going on with {_described(layout.sizes)} and {steps} "
+        f"{'microbatch' if steps == 1 else 'microbatches'}, the same batches in the same order"
+    )
+    return Adapted(adapted, config, line)
+
+
+def choose_layout(config: RunConfig, count: int) -> Layout | None:
+    """The layout of `count` devices that is nearest to that of the config.
+
+    `fsdp` stays if it can, else it is the largest divisor that is smaller, so that a device holds
+    as little as it can. None where the axes that stay do not divide the devices. Raises ConfigError
+    where the shards do not divide the global batch.
+    """
+    sizes = config.mesh.sizes
+    stay = math.prod(size for axis, size in sizes.items() if axis not in ELASTIC)
+    if stay < 1 or count % stay:  # below 1: one of them is to be filled
+        return None
+    rest = count // stay
+    shards = rest * sizes["expert"]
+    batch = config.train.global_batch
+    if batch % shards:
+        raise _does_not_divide(config, count, stay)
+    before = math.prod(max(sizes[axis], 1) for axis in BATCH)
+    most = config.train.microbatch or max(batch // before, 1)
+    microbatch = max(each for each in range(1, most + 1) if batch % (shards * each) == 0)
+    fsdp = max(each for each in range(1, max(sizes["fsdp"], 1) + 1) if rest % each == 0)
+    chosen = {**sizes, "data": rest // fsdp, "fsdp": fsdp}
+    return Layout(chosen, microbatch)
+
+
+def _is_mesh_of(run: Path, config: RunConfig) -> bool:
+    """Whether the config asks for the mesh that the run was given."""
+    try:
+        document, _ = read_document(run)
+    except CheckpointError:
+        return False
+    then = document["config"].get("mesh", {})
+    return all(then.get(axis, 1) == size for axis, size in config.mesh.sizes.items())
+
+
+def _does_not_divide(config: RunConfig, count: int, stay: int) -> ConfigError:
+    """For `count` devices, which come in groups of `stay` that take the same sequences."""
+    batch = config.train.global_batch
+    expert = config.mesh.expert
+    shards = count // stay * expert
+    groups = [each for each in range(1, batch // expert + 1) if batch % (each * expert) == 0]
+    here = count // stay
+    near = [max((each for each in groups if each < here), default=0)]
+    near += [min((each for each in groups if each > here), default=0)]
+    counts = " or ".join(str(each * stay) for each in near if each)
+    below = batch // shards * shards
+    batches = " or ".join(str(each) for each in (below, below + shards) if each)
+    return ConfigError(
+        f"the run cannot go on with {count} devices: train.global_batch={batch} is not divisible "
+        f"by {shards} shards",
+        asked=f"mesh {_described(config.mesh.sizes)}",
+        found=f"{count} devices",
+        fix=f"{counts} devices, or --set train.global_batch={batches}",
+    )
+
+
+def _described(sizes: Mapping[str, int]) -> str:
+    parts = [f"{axis} {size}" for axis, size in sizes.items() if size != 1]
+    return " x ".join(parts) or "of one device"
