@@ -68,7 +68,7 @@ _HOMES = {
     "batches": "running.loop",
     "make_evaluate": "running.loop",
 }
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -56,7 +56,7 @@ def flops_of(program: Any) -> float:
 def _flops_of_operation(operation: Any) -> float:
     name = operation.primitive.name
     options = operation.params
-    shapes = [getattr(each.aval, "shape", ()) for each in operation.invars]
+    shapes: list[tuple[int, ...]] = [getattr(each.aval, "shape", ()) for each in operation.invars]
     if name == "dot_general":
         (contracted, _), _ = options["dimension_numbers"]
         inner = math.prod(shapes[0][dim] for dim in contracted)

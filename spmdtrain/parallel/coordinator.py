@@ -43,14 +43,15 @@ class NewsServer(socketserver.ThreadingTCPServer):
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
 
-    def handle_error(self, *_):
+    def handle_error(self, request, client_address) -> None:  # noqa: ARG002
         """Print no traceback: a connection that breaks is news, which the handler has told."""
 
 
 class NewsHandler(socketserver.StreamRequestHandler):
     """The connection of one process."""
 
-    server: "NewsServer"
+    # The library's type knows no server of one's own.
+    server: "NewsServer"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def handle(self):
         token, _, process = self.rfile.readline(200).decode().strip().partition(" ")

@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -39,6 +39,9 @@ from spmdtrain.parallel.processes import any_process
 from spmdtrain.running.fingerprint import Fingerprint, fingerprint, fingerprints
 from spmdtrain.train.state import TrainState
 
+if TYPE_CHECKING:
+    from etils import epath  # whose paths Orbax asks for
+
 FORMAT = 2
 WITHOUT_FINGERPRINTS = 1  # the format before
 PREFIX = {"params": "", "state": "optimizer."}  # of the names of an item's leaves, in meta
@@ -50,8 +53,8 @@ MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
 # Orbax logs several lines for every save, and a traceback per thread for a failure, which comes
 # back as one exception anyway.
-for _name in ("absl", "asyncio"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL)
+for _logger in ("absl", "asyncio"):
+    logging.getLogger(_logger).setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
 
@@ -96,7 +99,7 @@ class Checkpoints:
         meta = {
             "format": FORMAT,
             "leaves": _described(arrays),
-            "layout": self._model.layout.describe(),
+            "layout": self._asked_model().layout.describe(),
             "fingerprints": fingerprints(arrays),
             "recent": _rows_of(state.recent),
         } | meta
@@ -134,7 +137,7 @@ class Checkpoints:
         return TrainState(counter, found["params"], found["state"], recent), meta
 
     def restore_params(
-        self, step: int, params: dict[str, jax.ShapeDtypeStruct]
+        self, step: int, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]
     ) -> tuple[dict[str, jax.Array], Meta]:
         """The weights alone."""
         found, meta = self._restored(step, {"params": params})
@@ -187,7 +190,7 @@ class Checkpoints:
             tree = {path: trees[item][path] for path in shapes}
             return self._read(step, lambda: _read_leaves(folder / item, tree, shapes))
 
-        if saved == self._model.layout:
+        if saved == self._asked_model().layout:
             found = {item: read(item, shapes) for item, shapes in asked.items()}
             self._verify(step, meta, fingerprints(_named(found)))
             return found, meta
@@ -202,10 +205,11 @@ class Checkpoints:
 
     def _relaid(self, path: str, found: Any, asked: Any, saved: Layout) -> Any:
         """One parameter's leaves, read as they were saved, laid out as asked."""
-        if not self._model.in_stack(path):
+        model = self._asked_model()
+        if not model.in_stack(path):
             return found
         shardings = jax.tree.map(lambda x: x.sharding, asked)
-        staged = self._model.layout.staged
+        staged = model.layout.staged
         relay = jax.jit(
             lambda tree: jax.tree.map(lambda x: staged(saved.unstaged(x)), tree),
             out_shardings=shardings,
@@ -217,9 +221,10 @@ class Checkpoints:
 
         They are split over the mesh much as they will be.
         """
-        if not self._model.in_stack(path):
+        model = self._asked_model()
+        if not model.in_stack(path):
             return tree
-        leading = len(self._model.layout.shape)
+        leading = len(model.layout.shape)
 
         def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             shape = saved.shape + x.shape[leading:]
@@ -247,7 +252,8 @@ class Checkpoints:
         Nothing is cast, left out or made up: names, shapes and dtypes are equal.
         """
         meta, layout_saved = self._meta(step)
-        layout = self._model.layout
+        layout = self._asked_model().layout
+        assert layout_saved is not None, "the model tells it where the meta does not"
         if layout_saved.layers != layout.layers:
             raise CheckpointError(
                 f"{self._at(step)} does not fit",
@@ -303,7 +309,8 @@ class Checkpoints:
         """
 
         def read() -> tuple[Meta, Layout | None]:
-            meta = ocp.JsonCheckpointHandler().restore(self._folder(step) / "meta")
+            found = ocp.JsonCheckpointHandler().restore(self._folder(step) / "meta")
+            meta = cast(Meta, found)  # a JSON object as json.loads makes it
             if meta["format"] not in (FORMAT, WITHOUT_FINGERPRINTS):
                 raise CheckpointError(
                     f"{self._at(step)} has format {meta['format']}",
@@ -321,6 +328,7 @@ class Checkpoints:
 
     def _read(self, step: int, read: Callable[[], Any]) -> Any:
         """What this process reads. DamagedError in all of them where one cannot."""
+        found = None
         wrong = None
         try:
             found = read()
@@ -362,7 +370,11 @@ class Checkpoints:
             for path in self._manager.directory.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _folder(self, step: int) -> Path:  # of the kind that Orbax asks for
+    def _asked_model(self) -> AbstractModel:
+        assert self._model is not None, "only read_weights goes without a model"
+        return self._model
+
+    def _folder(self, step: int) -> "epath.Path":
         return self._manager.directory / str(step)
 
     def _at(self, step: int) -> str:
@@ -472,7 +484,7 @@ def _digest(meta: Meta) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
-def _set_aside(folder: Path) -> None:
+def _set_aside(folder: "epath.Path") -> None:
     quarantine = folder.parent / QUARANTINE
     quarantine.mkdir(exist_ok=True)
     taken = len(list(quarantine.glob(f"{folder.name}*")))
@@ -490,7 +502,7 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-def _read_plain(folder: Path) -> dict[str, np.ndarray]:
+def _read_plain(folder: "epath.Path") -> dict[str, np.ndarray]:
     """Every leaf of an item that is a flat dict, whole, as a numpy array."""
     tree = _saved_tree(folder)
     how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
@@ -509,14 +521,14 @@ def _in_order(path: str, x: np.ndarray, saved: Layout | None) -> np.ndarray:
     return saved.unstaged(x)
 
 
-def _saved_tree(folder: Path) -> Any:
+def _saved_tree(folder: "epath.Path") -> Any:
     """The structure of an item, with descriptions of its leaves."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder.name} is missing")
     return ocp.PyTreeCheckpointHandler().metadata(folder).tree
 
 
-def _read_leaves(folder: Path, saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
+def _read_leaves(folder: "epath.Path", saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
     """The leaves of the tree `saved` in `folder`, with the structure and shardings of `asked`.
 
     Leaves are found by name. The structures around them may differ: a node without leaves, such as

@@ -90,7 +90,7 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
     are_tokens = {file.endswith(".bin") for file in files}
     if are_tokens == {True}:
         corpus = token_corpus(files)
-        theirs = corpus.tokenizer and corpus.tokenizer.spec()
+        theirs = corpus.tokenizer.spec() if corpus.tokenizer else None
         if tokenizer_fingerprint(theirs) != tokenizer_fingerprint(opened.tokenizer_spec):
             raise DataError(
                 f"{files[0]} was made with another tokenizer than the run's",
@@ -105,7 +105,7 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
         raise DataError("the files hold no text", found=", ".join(files[:5]))
     tokens = np.concatenate(documents)
     starts = np.cumsum([0, *map(len, documents[:-1])])
-    vocab = opened.config.model.vocab
+    vocab = opened.config.vocab
     return Corpus(tokens, starts.astype(np.int64), vocab, opened.tokenizer, fingerprint="")
 
 

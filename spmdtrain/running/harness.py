@@ -90,7 +90,7 @@ def evaluate_tasks(
     ConfigError where it is not installed, or knows no such task.
     """
     try:
-        import lm_eval
+        import lm_eval  # pyright: ignore[reportMissingImports]  no extra of ours brings it
     except ImportError:
         raise ConfigError("lm_eval is not installed", fix="pip install lm-eval") from None
     opened = open_run(run, step=step, make=make, overrides=overrides)
@@ -103,7 +103,7 @@ def evaluate_tasks(
 
 def harness_model(opened: OpenedRun) -> Any:
     """The run as a `lm_eval.api.model.LM`."""
-    from lm_eval.api.model import LM
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
     tokenizer = opened.tokenizer
 

@@ -45,6 +45,7 @@ from spmdtrain.running.model_code import check_model_code
 from spmdtrain.running.profile import profiled
 from spmdtrain.running.progress import Progress, quantity
 from spmdtrain.running.reporter import Hook, Reporter, check
+from spmdtrain.running.restore import newest
 from spmdtrain.running.resume import Found, newest_good, set_aside_damaged
 from spmdtrain.running.rollback import go_back
 from spmdtrain.running.save_interval import SaveInterval
@@ -128,6 +129,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         held.enter_context(contextlib.closing(checkpoints))
         pulse.tell(pulse.RESTORE)
         found = newest_good(checkpoints, setup.state)
+        remarks: list[str] = []
         if found is not None:
             where = f"step {found.step} of {directory}"
             remarks = check_identity(found.meta, setup, opened.fingerprint, where)
@@ -225,7 +227,8 @@ def begin(setup: Setup, reporter: Reporter) -> TrainState:
 def _weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
     """The newest parameters of another run."""
     with contextlib.closing(Checkpoints(run, setup.model, keep=None)) as checkpoints:
-        params, meta = checkpoints.restore_params(newest_step(run), setup.state.params)
+        step = newest(checkpoints, run)
+        params, meta = checkpoints.restore_params(step, setup.state.params)
     for line in check_model_code(
         meta.get("model_code"), code_of(setup), f"train.init_from='{run}'"
     ):

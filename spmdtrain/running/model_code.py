@@ -19,6 +19,7 @@ from typing import Any
 from flax import nnx
 
 from spmdtrain.config.errors import CheckpointError
+from spmdtrain.models.model import LanguageModel
 
 Record = dict[str, Any]  # "class": a name; "sources": name -> hash; "make": as in model.make
 OURS = "spmdtrain"
@@ -27,7 +28,7 @@ SHIPPED = f"{OURS}.Transformer"
 LIBRARIES = {OURS, "pallas_kernels", "flax", "jax", "optax", "builtins", "functools"}
 
 
-def model_code(make: Callable[..., Any], model: nnx.Module, spec: str | None = None) -> Record:
+def model_code(make: Callable[..., Any], model: LanguageModel, spec: str | None = None) -> Record:
     """The record of the code that `make` has made `model` with; `spec` is `model.make`.
 
     "sources" has a hash of each class and function that is not a library's: those of the model,
@@ -81,12 +82,11 @@ def qualified_name(thing: Any) -> str:
     update = getattr(thing, "update", None)
     if isinstance(thing, tuple) and callable(update):  # a transformation of optax
         return qualified_name(update)
-    if not hasattr(thing, "__qualname__"):
-        thing = type(thing)
-    name = thing.__qualname__.partition(".<locals>.<lambda>")[0]
-    if not inspect.isclass(thing):
+    named: Any = thing if hasattr(thing, "__qualname__") else type(thing)
+    name = named.__qualname__.partition(".<locals>.<lambda>")[0]
+    if not inspect.isclass(named):
         name = name.partition(".<locals>")[0]
-    return f"{_module(thing)}.{name}"
+    return f"{_module(named)}.{name}"
 
 
 def _module(thing: Any) -> str:
@@ -121,7 +121,7 @@ def _parts_of_make(make: Callable[..., Any]) -> Iterator[Any]:
     yield from (each for each in given if inspect.isclass(each) or inspect.isroutine(each))
 
 
-def _parts(model: nnx.Module) -> Iterator[Any]:
+def _parts(model: LanguageModel) -> Iterator[Any]:
     """The classes of the model and its modules, with their bases, and the functions they hold."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module):

@@ -40,7 +40,7 @@ class Progress:
 
     def update(self, step: int, figures: dict[str, Any], due: bool = False) -> None:
         """Shows the figures of `step`. `due` asks for a plain line out of turn."""
-        seconds = figures["step_seconds"]
+        seconds: float = figures["step_seconds"]
         if self._seconds is None:
             self._seconds = seconds
         else:

@@ -74,14 +74,17 @@ def generate(
     _refuse_pipeline(setup.mesh)
     texts = _texts(prompt)
     tokenizer = opened.tokenizer if texts or stop else None
-    prompts = [tokenizer.encode(text) for text in texts] if texts else _as_batch(prompt)
+    if tokenizer and texts:
+        prompts = [tokenizer.encode(text) for text in texts]
+    else:
+        prompts = _as_batch(prompt)
     length = _length(setup.config, prompts, length)
     end = None
     if END_OF_TEXT in stop:
         end = _end_of_text(opened)
     make_ids = make_generate(setup, length, choice, end)
     made = make_ids(opened.params, prompts, jax.random.key(seed))
-    if not texts:
+    if tokenizer is None or not texts:
         return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
     strings = [text for text in stop if text != END_OF_TEXT]
     found = [
@@ -102,10 +105,10 @@ def generate_ids(
 ) -> np.ndarray:
     """`generate` for token ids, with the parameters of a training state at hand."""
     _refuse_pipeline(setup.mesh)
-    ids_bt = _as_batch(prompt)
-    length = _length(setup.config, ids_bt, length)
+    prompts = _as_batch(prompt)
+    length = _length(setup.config, prompts, length)
     make_ids = make_generate(setup, length, choice)
-    made = make_ids(params, ids_bt, jax.random.key(seed))
+    made = make_ids(params, prompts, jax.random.key(seed))
     return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
 
 
@@ -267,8 +270,8 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
     )
 
 
-def _as_batch(ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Token ids as int32 [batch, time]."""
+def _as_batch(ids: Sequence[Any] | np.ndarray) -> list[np.ndarray]:
+    """Token ids [time] or [batch, time] as rows, int32 [time] each."""
     ids = np.asarray(ids)
     if not ids.size:
         raise ConfigError("--prompt is empty: there is nothing to go on from")
@@ -277,7 +280,7 @@ def _as_batch(ids: Sequence[int] | np.ndarray) -> np.ndarray:
             f"a prompt of shape {ids.shape} and dtype {ids.dtype}",
             fix="text, or integer ids [time] or [batch, time]",
         )
-    return ids.reshape(-1, ids.shape[-1]).astype(np.int32)
+    return list(ids.reshape(-1, ids.shape[-1]).astype(np.int32))
 
 
 def _texts(prompt: Any) -> list[str]:

@@ -33,6 +33,8 @@ MESH_FILL = "#e4e4e4"
 BATCH_FILL = "#cfe8d3"
 PARAMETER_FILL = "#cfdff2"
 
+Shaped = jax.Array | jax.ShapeDtypeStruct  # the leaves of a state that is not there yet may be either
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -125,9 +127,8 @@ def _batch_panel(setup: Setup) -> Panel:
 def _parameter_panels(setup: Setup) -> list[Panel]:
     """One for each sequence of mesh axes that some parameter is split over: the largest parameter."""
     alike: dict[tuple, list[str]] = {}
-    for path, parameter in setup.state.params.items():
-        spec = parameter.sharding.spec
-        split = tuple(axes for part in spec if (axes := _split_axes(setup, part)))
+    for path in setup.state.params:
+        split = tuple(axes for part in setup.specs[path] if (axes := _split_axes(setup, part)))
         alike.setdefault(split, []).append(path)
     panels = []
     for paths in alike.values():
@@ -144,13 +145,13 @@ def _split_axes(setup: Setup, part: Any) -> tuple[str, ...]:
     return tuple(axis for axis in axes_of_dim(part) if setup.mesh.shape[axis] > 1)
 
 
-def _array_panel(title: str, names: Sequence[str], array: jax.ShapeDtypeStruct, fill: str) -> Panel:
+def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> Panel:
     """Rows are the parts of the first split dims, columns those of the last one if there are several."""
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True))
         holders.setdefault(bounds, []).append(device)
-    parts_of_dim = [sorted(set(bounds)) for bounds in zip(*holders, strict=True)]
+    parts_of_dim: list[list[tuple[int, int]]] = [sorted(set(bounds)) for bounds in zip(*holders, strict=True)]
     split = [dim for dim, parts in enumerate(parts_of_dim) if len(parts) > 1]
 
     def label(dim: int, bounds: tuple[int, int]) -> str:
@@ -160,7 +161,7 @@ def _array_panel(title: str, names: Sequence[str], array: jax.ShapeDtypeStruct, 
     across = split[-1] if len(split) > 1 else None
     down = [dim for dim in split if dim != across]
     row_places = list(itertools.product(*(parts_of_dim[dim] for dim in down)))
-    column_places = parts_of_dim[across] if across is not None else [None]
+    column_places: Sequence[tuple[int, int] | None] = parts_of_dim[across] if across is not None else [None]
 
     def cell(row: Sequence[tuple[int, int]], column: tuple[int, int] | None) -> str:
         wanted = dict(zip(down, row, strict=True))
@@ -174,7 +175,7 @@ def _array_panel(title: str, names: Sequence[str], array: jax.ShapeDtypeStruct, 
         title=title,
         subtitle=" x ".join(dims) + ("" if split else ", whole on every device"),
         row_labels=[", ".join(map(label, down, row)) for row in row_places],
-        column_labels=["" if place is None else label(across, place) for place in column_places],
+        column_labels=["" if across is None or at is None else label(across, at) for at in column_places],
         cells=[[cell(row, column) for column in column_places] for row in row_places],
         fill=fill,
     )

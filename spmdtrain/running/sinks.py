@@ -119,7 +119,7 @@ class WandbSink:
             resume="allow",
             dir=directory,
             config=resolved(config)["config"],
-            mode=os.environ.get("WANDB_MODE") or (None if _has_wandb_key() else "offline"),
+            mode=_wandb_mode(),
             settings=wandb.Settings(silent=True),
         )
 
@@ -144,6 +144,11 @@ def _wandb_id(path: Path) -> str:
     found = secrets.token_hex(4)
     path.write_text(found)
     return found
+
+
+def _wandb_mode() -> Any:
+    """What the environment says, which wandb checks itself; offline where there is no key."""
+    return os.environ.get("WANDB_MODE") or (None if _has_wandb_key() else "offline")
 
 
 def _has_wandb_key() -> bool:

@@ -23,7 +23,7 @@ from spmdtrain.train.state import TrainState
 Metrics = dict[str, jax.Array]
 
 
-def make_step(setup: Setup) -> Callable[..., Any]:
+def make_step(setup: Setup) -> jax.stages.Wrapped:
     """`step(state, batch) -> (state, metrics)`, jitted, state donated.
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm

@@ -292,14 +292,14 @@ class _Executor:
                 carry["cotangents"] = _write(carry["cotangents"], slot, cotangent)
         if phase.forward:
             y = self.run_forward(phase, carry, cell)
-        if phase.head:
-            dy = self.run_head(carry, y, cell)
-            if table.cotangent_slots:
-                carry["cotangents"] = _write(carry["cotangents"], cell["head_slot"], dy)
-            else:
-                # No cotangent ever waits: the last stage turns round within the tick.
-                turns_round = self.last & (cell["backward_chunk"] == table.chunks - 1)
-                cotangent = jnp.where(turns_round, dy, cotangent)
+            if phase.head:
+                dy = self.run_head(carry, y, cell)
+                if table.cotangent_slots:
+                    carry["cotangents"] = _write(carry["cotangents"], cell["head_slot"], dy)
+                else:
+                    # No cotangent ever waits: the last stage turns round within the tick.
+                    turns_round = self.last & (cell["backward_chunk"] == table.chunks - 1)
+                    cotangent = jnp.where(turns_round, dy, cotangent)
         if phase.backward:
             if table.cotangent_slots:
                 cotangent = _read(carry["cotangents"], cell["cotangent_slot"])

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]  public all the same
 
 Tree = Any
 Layer = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
@@ -167,7 +168,7 @@ def _evaluate(jaxpr: jex.Jaxpr, known: Mapping[jex.Var, Any], wanted: Sequence) 
     read = [*wanted, *(var for eqn in eqns for var in eqn.invars)]
     inputs = [var for var in _distinct(_variables(read)) if var in known]
     part = jex.Jaxpr((), inputs, list(wanted), eqns, debug_info=jaxpr.debug_info)
-    run = jex.jaxpr_as_fun(jex.ClosedJaxpr(part, ()))
+    run = jex.jaxpr_as_fun(ClosedJaxpr(part, ()))
     return run(*(known[var] for var in inputs))
 
 
@@ -195,7 +196,7 @@ def _followers(jaxpr: jex.Jaxpr, start: jex.Var) -> set[jex.Var]:
     return found
 
 
-def _inline_calls(closed: jex.ClosedJaxpr) -> Callable[..., Arrays]:
+def _inline_calls(closed: ClosedJaxpr) -> Callable[..., Arrays]:
     """Return the same function with calls of jitted functions written out.
 
     A call is one equation, and one that yields both gradients could not be cut in two.
@@ -217,7 +218,7 @@ def _inline_calls(closed: jex.ClosedJaxpr) -> Callable[..., Arrays]:
     return run
 
 
-def _bind_constants(closed: jex.ClosedJaxpr) -> Values:
+def _bind_constants(closed: ClosedJaxpr) -> Values:
     return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
 

@@ -9,9 +9,13 @@ layer, which are computed like all others and masked out. One stage keeps its st
 """
 
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+Stack = TypeVar("Stack", jax.Array, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Layout:
             stack = jnp.concatenate([stack, last])
         return stack.reshape(*self.shape, *stack.shape[1:])
 
-    def unstaged(self, stack: jax.Array) -> jax.Array:
+    def unstaged(self, stack: Stack) -> Stack:
         """Reshape [*shape, ...] to [layers, ...], leaving the padding out."""
         flat = stack.reshape(self.places, *stack.shape[len(self.shape) :])
         return flat[: self.layers]
