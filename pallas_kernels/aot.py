@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_kernels import gpus
 
@@ -159,12 +159,13 @@ def compile_cases(work: Work, skip: int) -> None:
     for name, run, shapes in chosen[skip : work.first]:
         print(json.dumps({"case": name}), flush=True)
         arrays = jax.tree.map(place, shapes)
-        found = {"case": name}
+        found: dict[str, Any] = {"case": name}
         start = time.perf_counter()
         try:
             step = jax.jit(lambda arrays, run=run: run(work.implementation, **arrays))
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 text = step.lower(arrays).compile().as_text()
+            assert text is not None, "the compiler shows no text"
             found["calls"] = sum(text.count(f'="{call}') for call in KERNEL_CALLS)
             if faults := mosaic_faults(Path(reports.name)):
                 found["error"] = faults
@@ -189,6 +190,7 @@ def compile_in_child(work: Work) -> Iterator[dict]:
             text=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )
+        assert child.stdout is not None, "it is a pipe"
         started = None
         for line in child.stdout:
             found = json.loads(line)
@@ -213,10 +215,10 @@ def combinations(
     names: list[str], ops: list[str], asked: list[str] | None, first: int, only: str
 ) -> list[Work]:
     """Work for every GPU, op and implementation of `asked`; None: all that are kernels."""
-    from pallas_kernels import norm
-    from pallas_kernels.attention import api
+    from pallas_kernels.attention import api as attention
+    from pallas_kernels.norm import api as norm
 
-    implementations = {"attention": api.IMPLEMENTATIONS, "norm": norm.api.IMPLEMENTATIONS}
+    implementations = {"attention": attention.IMPLEMENTATIONS, "norm": norm.IMPLEMENTATIONS}
     if asked is None:
         every = dict.fromkeys(name for names in implementations.values() for name in names)
         asked = [name for name in every if name != "xla"]
@@ -265,7 +267,7 @@ def report(work: Work) -> Counter:
 def main() -> None:
     described = [name for name, gpu in gpus.GPUS.items() if gpu.xla is not None]
     ops = ("attention", "norm")
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", nargs="+", default=COMPILED_FOR, choices=described)
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--implementations", nargs="+", help="default: all but xla")
@@ -277,8 +279,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
-        *names, first, only, skip = chosen.child
-        return compile_cases(Work(*names, int(first), only), int(skip))
+        gpu, op, implementation, first, only, skip = chosen.child
+        return compile_cases(Work(gpu, op, implementation, int(first), only), int(skip))
     asked = combinations(chosen.gpus, chosen.ops, chosen.implementations, chosen.first, chosen.only)
     with ThreadPoolExecutor(chosen.jobs) as pool:
         counts = dict(zip(asked, pool.map(report, asked), strict=True))

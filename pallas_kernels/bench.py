@@ -134,6 +134,7 @@ def median_seconds(calls: dict[str, Callable], repeats: Repeats) -> dict[str, fl
     for number in range(repeats.rounds):
         names = list(calls) if number % 2 == 0 else list(reversed(calls))
         for name in names:
+            out = None
             start = time.perf_counter()
             for _ in range(repeats.calls):
                 out = calls[name]()
@@ -230,7 +231,7 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", help="where the results go as well")
     parser.add_argument("--ops", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
     parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")

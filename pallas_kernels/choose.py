@@ -64,7 +64,7 @@ def device_kind() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device  # None without a mesh
     if device is None:
-        device = jax.config.jax_default_device  # a device, a platform or None
+        device = jax.config.values["jax_default_device"]  # a device, a platform or None
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
     return device.device_kind
@@ -84,7 +84,7 @@ def no_gpu(interpreted: bool) -> str:
 
 def no_64_bits() -> str:
     """Why a kernel whose counters are int32 cannot run here; "" where it can."""
-    if jax.config.jax_enable_x64:
+    if jax.config.read("jax_enable_x64"):
         return "no 64 bit numbers (jax_enable_x64): its counters have 32"
     return ""
 

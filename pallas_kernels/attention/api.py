@@ -1,5 +1,6 @@
 """`attention`: one function, one derivative rule, several implementations."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -83,7 +84,7 @@ def attention(  # noqa: PLR0913 - the question has as many parts
         bias=bias,
         positions=positions,
     )
-    refusals = {
+    refusals: dict[str, Callable[[bool], str]] = {
         name: partial(module.refusal, problem, inputs) for name, module in IMPLEMENTATIONS.items()
     }
     if return_lse:

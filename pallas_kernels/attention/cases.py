@@ -4,7 +4,7 @@ Letters as in problem.py.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ class Case:
         """The shapes of q, k, v, bias where there is one, and dout."""
         heads, kv_heads = self.heads
         e = self.e or self.d
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "q": (self.b, self.t, heads, self.d),
             "k": (self.b, self.keys, kv_heads, self.d),
             "v": (self.b, self.keys, kv_heads, e),
@@ -79,7 +79,11 @@ class Case:
 
     def options(self) -> dict[str, Any]:
         """The arguments of `attention` besides q, k, v and bias."""
-        options = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        options: dict[str, Any] = {
+            "causal": self.causal,
+            "window": self.window,
+            "softcap": self.softcap,
+        }
         if self.segments:
             options["segment_ids"] = (self._segment_ids(self.t), self._segment_ids(self.keys))
         if self.positions:
@@ -111,38 +115,46 @@ class Case:
         }
 
 
-F32 = {"dtype": "float32"}
+class Mask(TypedDict, total=False):
+    """The fields of a case that say who attends to whom."""
+
+    causal: bool
+    window: tuple[int, int]
+    segments: Segments
+
+
+F32 = "float32"
 CI = (
-    Case(t=128, **F32),
+    Case(t=128, dtype=F32),
     Case(t=128, causal=True),
-    Case(t=127, d=32, heads=(1, 1), causal=True, **F32),
-    Case(t=1, s=200, d=32, causal=True, **F32),
+    Case(t=127, d=32, heads=(1, 1), causal=True, dtype=F32),
+    Case(t=1, s=200, d=32, causal=True, dtype=F32),
     Case(t=1, d=64, heads=(1, 1)),
-    Case(b=2, t=17, d=72, heads=(6, 3), **F32),
-    Case(t=64, s=128, d=32, heads=(4, 1), causal=True, **F32),
-    Case(t=128, s=64, d=32, heads=(4, 2), causal=True, **F32),
+    Case(b=2, t=17, d=72, heads=(6, 3), dtype=F32),
+    Case(t=64, s=128, d=32, heads=(4, 1), causal=True, dtype=F32),
+    Case(t=128, s=64, d=32, heads=(4, 2), causal=True, dtype=F32),
     Case(t=131, s=140, d=80, causal=True),
-    Case(t=128, d=96, window=(20, 0), causal=True, **F32),
-    Case(t=130, d=32, window=(24, 10), **F32),
+    Case(t=128, d=96, window=(20, 0), causal=True, dtype=F32),
+    Case(t=130, d=32, window=(24, 10), dtype=F32),
     Case(t=130, d=64, window=(None, 7)),
-    Case(t=128, d=128, softcap=15.0, causal=True, **F32),
+    Case(t=128, d=128, softcap=15.0, causal=True, dtype=F32),
     Case(t=128, d=64, softcap=50.0),
-    Case(b=2, t=128, d=32, segments="one", **F32),
-    Case(b=2, t=128, d=32, segments="three", causal=True, heads=(4, 2), **F32),
+    Case(b=2, t=128, d=32, segments="one", dtype=F32),
+    Case(b=2, t=128, d=32, segments="three", causal=True, heads=(4, 2), dtype=F32),
     Case(t=64, d=32, segments="short"),
-    Case(t=64, d=32, segments="short", **F32),
+    Case(t=64, d=32, segments="short", dtype=F32),
     Case(b=2, t=96, d=64, segments="padded", causal=True),
-    Case(t=160, d=32, segments="three", window=(16, 0), causal=True, heads=(6, 3), **F32),
+    Case(t=160, d=32, segments="three", window=(16, 0), causal=True, heads=(6, 3), dtype=F32),
     Case(t=100, d=192, e=128, heads=(2, 1), causal=True),
     Case(t=64, d=256, heads=(1, 1), causal=True),
     Case(t=96, d=64, dtype="float16", causal=True),
-    Case(t=40, s=96, d=32, positions=True, causal=True, heads=(4, 2), **F32),
-    Case(t=70, d=32, bias=(False, True, True, True), causal=True, **F32),
+    Case(t=40, s=96, d=32, positions=True, causal=True, heads=(4, 2), dtype=F32),
+    Case(t=70, d=32, bias=(False, True, True, True), causal=True, dtype=F32),
     # long: of few sums the plain definition's may be exact by luck
-    Case(b=2, t=70, s=300, d=32, bias=(True, False, False, True), heads=(4, 2), **F32),
+    Case(b=2, t=70, s=300, d=32, bias=(True, False, False, True), heads=(4, 2), dtype=F32),
 )
 
-_MASKS = (
+_MASKS: tuple[Mask, ...] = (
     {},
     {"causal": True},
     {"window": (128, 0)},

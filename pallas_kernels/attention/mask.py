@@ -4,6 +4,8 @@ A *pair* is a query and a key; it is *visible* where the query may attend to the
 block of queries by a block of keys. Letters as in problem.py.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from pallas_kernels.attention.problem import Inputs, Problem
 
 def positions(inputs: Inputs, xp=jnp):
     """(of queries [b or 1, t], of keys [b or 1, s]): those given, else counted from the ends."""
-    if inputs.has_positions:
+    if inputs.q_positions is not None and inputs.kv_positions is not None:
         return inputs.q_positions, inputs.kv_positions
     t, s = inputs.lengths
     return xp.arange(t)[None] + s - t, xp.arange(s)[None]
@@ -38,7 +40,7 @@ def dense_mask(problem: Problem, inputs: Inputs):
     """bool [b or 1, t, s]: which pairs are visible, the bias aside; None: all."""
     q_positions, kv_positions = positions(inputs)
     q_segment_ids = kv_segment_ids = None
-    if inputs.has_segments:
+    if inputs.q_segment_ids is not None and inputs.kv_segment_ids is not None:
         q_segment_ids = inputs.q_segment_ids[:, :, None]
         kv_segment_ids = inputs.kv_segment_ids[:, None]
     return pair_mask(
@@ -85,7 +87,7 @@ def block_mask(problem: Problem, inputs: Inputs, block_q: int, block_k: int):
     be true of a tile that holds none. `full`: every pair is visible, so the tile needs no mask.
     numpy arrays where the mask is static, so that a scan's length can depend on them.
     """
-    xp = np if inputs.mask_is_static else jnp
+    xp: Any = np if inputs.mask_is_static else jnp
     _, s = inputs.lengths
     q_positions, kv_positions = positions(inputs, xp)
     q_low, q_high = _block_ranges(xp, q_positions, block_q)

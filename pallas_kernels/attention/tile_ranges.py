@@ -10,6 +10,7 @@ middle one are full and need no mask.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def tile_bounds(
     The middle range is the first run of full tiles; a later run is masked for nothing, but right.
     """
     visible, full = block_mask(problem, inputs, block_q, block_k)  # [., query tiles, key tiles]
-    xp = np if isinstance(visible, np.ndarray) else jnp
+    xp: Any = np if isinstance(visible, np.ndarray) else jnp
     visible, full = xp.broadcast_arrays(visible, full)
     visible, full = (xp.moveaxis(x, over, 2) for x in (visible, full))  # [., tiles, walked over]
     count = visible.shape[2]

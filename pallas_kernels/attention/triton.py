@@ -114,7 +114,7 @@ class _Plan:
     def mask(self, queries: _Side, keys: _Side) -> jax.Array:
         """bool [tile.q, tile.k]: visible pairs."""
         q_segment_ids = kv_segment_ids = None
-        if queries.segment_ids is not None:
+        if queries.segment_ids is not None and keys.segment_ids is not None:
             q_segment_ids = queries.segment_ids[:, None]
             kv_segment_ids = keys.segment_ids[None]
         is_real = queries.is_real[:, None] & keys.is_real[None]
@@ -147,11 +147,11 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *rest):
             largest, total, out = carry
             k = load_block(k_ref, j, plan.tile.k, slice(None))
             v = load_block(v_ref, j, plan.tile.k, slice(None))
-            if masked:
-                mask = plan.mask(queries, plan.keys(j, masks))
+            mask = plan.mask(queries, plan.keys(j, masks)) if masked else None
+            if mask is not None:
                 v = _zero_hidden(v, mask, 0)
             scores, _ = plan.scores(dot(q, k.T))  # [tile.q, tile.k]
-            if masked:
+            if mask is not None:
                 scores = jnp.where(mask, scores, -jnp.inf)
             new_largest = jnp.maximum(largest, scores.max(1))
             # A query without a visible key so far: -inf - -inf would be NaN.
@@ -191,8 +191,8 @@ def _dq_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, 
         def step(j, dq):
             k = load_block(k_ref, j, plan.tile.k, slice(None))
             v = load_block(v_ref, j, plan.tile.k, slice(None))
-            if masked:
-                mask = plan.mask(queries, plan.keys(j, masks))
+            mask = plan.mask(queries, plan.keys(j, masks)) if masked else None
+            if mask is not None:
                 k = _zero_hidden(k, mask, 0)
                 v = _zero_hidden(v, mask, 0)
             scores, slope = plan.scores(dot(q, k.T))
@@ -201,7 +201,7 @@ def _dq_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, 
             dscores = weights * (dweights - delta[:, None])  # the softmax's own gradient
             if slope is not None:
                 dscores = dscores * slope
-            if masked:
+            if mask is not None:
                 dscores = jnp.where(mask, dscores, 0.0)
             return dq + dot(dscores.astype(k.dtype), k)
 
@@ -232,20 +232,20 @@ def _dkv_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref,
                 dout = load_block(dout_ref, i, plan.tile.q, g, slice(None))
                 lse = load_block(lse_ref, i, plan.tile.q, g) * plan.base
                 delta = load_block(delta_ref, i, plan.tile.q, g)
-                if masked:
-                    mask = plan.mask(plan.queries(i, masks), keys).T
+                mask = plan.mask(plan.queries(i, masks), keys).T if masked else None
+                if mask is not None:
                     q = _zero_hidden(q, mask, 0)
                     dout = _zero_hidden(dout, mask, 0)
                 scores, slope = plan.scores(dot(k, q.T))  # [tile.k, tile.q]
                 weights = plan.exponential(scores - lse[None])
-                if masked:  # dv takes the weights themselves
+                if mask is not None:  # dv takes the weights themselves
                     weights = jnp.where(mask, weights, 0.0)
                 dv = dv + dot(weights.astype(dout.dtype), dout)
                 dweights = dot(v, dout.T)
                 dscores = weights * (dweights - delta[None])
                 if slope is not None:
                     dscores = dscores * slope
-                if masked:
+                if mask is not None:
                     dscores = jnp.where(mask, dscores, 0.0)
                 dk = dk + dot(dscores.astype(q.dtype), q)
                 return dk, dv

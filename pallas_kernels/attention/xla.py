@@ -67,7 +67,9 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     return out, lse
 
 
-def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> tuple[jax.Array, ...]:
+def backward(
+    problem: Problem, inputs: Inputs, out, lse, dout, dlse
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """(dq, dk, dv, dbias or None), given the gradients of out and of lse."""
     tiled = _TiledInputs(problem, inputs)
     b, t, k, g, _ = tiled.q_btkgd.shape
@@ -202,7 +204,7 @@ class _TiledInputs:
         q = self.q_block(self.q_btkgd, index, 1)
         k = self.k_block(self.k_bskd, index, 1)
         v = self.k_block(self.v_bske, index, 1)
-        bias = None if self.bias is None else self._bias_block(index)
+        bias = None if self.bias is None else self._bias_block(self.bias, index)
         mask = None
         if self.needs_mask:
             mask = self._mask(index, bias)
@@ -283,8 +285,7 @@ class _TiledInputs:
         heads = (k, g) if bias.shape[1] > 1 else (1, 1)
         return bias.reshape(bias.shape[0], *heads, *bias.shape[2:])
 
-    def _bias_block(self, index: jax.Array) -> jax.Array:
-        bias = self.bias
+    def _bias_block(self, bias: jax.Array, index: jax.Array) -> jax.Array:
         if bias.shape[3] > 1:
             bias = self.q_block(bias, index, 3)
         if bias.shape[4] > 1:
@@ -307,6 +308,7 @@ class _TiledInputs:
     def unpad_bias(self, dbias: jax.Array) -> jax.Array:
         """The gradient in the shape and dtype of the bias that was given."""
         bias = self.inputs.bias
+        assert bias is not None, "what has a gradient was given"
         b, _, _, t, s = dbias.shape
         whole = dbias.reshape(b, -1, t, s)
         return whole[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)

@@ -38,7 +38,7 @@ SHARED_MEMORY_ALIGNMENT = 1024  # bytes, of each array
 MISCOMPILING_CUDA = 12080, 12090  # versions, first and last
 
 
-def _plgpu():
+def _plgpu() -> Any:  # its names and types differ between versions of jax
     from jax.experimental.pallas import mosaic_gpu  # not at import: jax 0.10 has another one
 
     return mosaic_gpu
@@ -204,7 +204,7 @@ def full(shape: tuple[int, ...], value: float) -> jax.Array:
     return _plgpu().layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def broadcast(x: jax.Array, shape: tuple[int, int], dim: int) -> jax.Array:
+def broadcast(x: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
     """The vector x [shape[dim]], which belongs to `dim`, repeated along the other one."""
     return jax.lax.broadcast_in_dim(x, shape, [dim])
 

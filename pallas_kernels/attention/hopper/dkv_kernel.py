@@ -245,7 +245,7 @@ def _compute(  # noqa: PLR0913
             if with_dv:
                 left = gpu.left_operand(weights, staging(0), plan.interpret)
                 gpu.wgmma(into.pop(0), left, dout)
-            if with_dk:
+            if dweights is not None:  # with_dk
                 delta = of_columns(scratch.delta.at[dout_slot])
                 dscores = (sloped * (dweights - delta)).astype(q.dtype)
                 left = gpu.left_operand(dscores, staging(1), plan.interpret)

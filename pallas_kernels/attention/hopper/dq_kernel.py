@@ -172,6 +172,7 @@ def _compute(
             use=weigh,
         )
         gpu.barrier_arrive(v_ring.free.at[v_slot])  # v is not needed again, k is
+        assert dweights is not None, "the second matmul was asked for"
         dscores = weights * (dweights - gpu.broadcast(delta, plan.shape, 0))
         dscores = dscores.astype(q.dtype)
         staging = None if scratch.staging is None else scratch.staging.at[warpgroup]

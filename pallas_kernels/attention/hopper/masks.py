@@ -25,13 +25,14 @@ def pair_mask(
 
     Rows are compared with columns. A difference of positions would take a register per score.
     """
+    assert positions is not None or not problem.has_window, "a window compares positions"
     comparisons = []
-    if problem.right is not None:
+    if positions is not None:
         q_positions, kv_positions = positions
-        comparisons.append((jnp.greater_equal, q_positions + problem.right, kv_positions))
-    if problem.left is not None:
-        q_positions, kv_positions = positions
-        comparisons.append((jnp.less_equal, q_positions - problem.left, kv_positions))
+        if problem.right is not None:
+            comparisons.append((jnp.greater_equal, q_positions + problem.right, kv_positions))
+        if problem.left is not None:
+            comparisons.append((jnp.less_equal, q_positions - problem.left, kv_positions))
     if segment_ids is not None:
         comparisons.append((jnp.equal, *segment_ids))
     q_axis, k_axis = axes

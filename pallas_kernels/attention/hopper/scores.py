@@ -128,6 +128,9 @@ def score_matmuls(
         wait()
         return used
 
+    if second is None:
+        return pl.run_scoped(run_first, accumulator), None
+
     def run_both(into, other):
         first(into)
         wait()
@@ -135,8 +138,6 @@ def score_matmuls(
         # The last matmul may still run: it is the second.
         return use(gpu.wgmma_accumulator_load(into, wait_n=1)), other[...]
 
-    if second is None:
-        return pl.run_scoped(run_first, accumulator), None
     if use_takes_more and not plan.tile.overlap:
         used = pl.run_scoped(run_first, accumulator)
         return used, gpu.accumulate_from_zero(second, plan.shape)
