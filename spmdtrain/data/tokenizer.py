@@ -244,7 +244,8 @@ def _eos_token(path: Path) -> str | None:
         token = content.get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
-    return token.get("content") if isinstance(token, dict) else token
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None
 
 
 def from_spec(spec: dict) -> Tokenizer:

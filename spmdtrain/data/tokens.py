@@ -244,9 +244,11 @@ def _read_sidecar(path: Path) -> dict:
     end = sidecar.get("end_of_text")
     if end is not None and not (type(end) is int and 0 <= end < sidecar["vocab"]):
         raise DataError(f"the sidecar {path} is damaged: end_of_text={end!r}")
-    if not isinstance(sidecar.get("tokenizer"), dict | None):
-        raise DataError(f"the sidecar {path} is damaged: tokenizer={sidecar['tokenizer']!r}")
+    if "tokenizer" not in sidecar:
+        raise DataError(f"the sidecar {path} is damaged: it says nothing of a tokenizer")
     spec = sidecar["tokenizer"]
+    if not isinstance(spec, dict | None):
+        raise DataError(f"the sidecar {path} is damaged: tokenizer={spec!r}")
     if spec and isinstance(spec.get("file"), str):
         sidecar["tokenizer"] = _with_content(spec, path)
     return sidecar

@@ -178,6 +178,8 @@ def test_the_end_of_text_is_the_tokenizers_own_or_the_one_asked_for(tmp_path, to
         (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {eos}}}')
         stop, last = prepared(number, tokenizer=str(tokenizer_json))
         assert stop == last != end
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<stop>"]}')  # which names none
+    assert prepared(32, tokenizer=str(tokenizer_json)) == (end, end)
     assert prepared(4, end_of_text="\n") == (10, 10)
     assert prepared(5, tokenizer="characters") == (4, 4)  # behind the ids of e, h, l and o
     with pytest.raises(DataError, match="has no token '<end>' to end a text with"):

@@ -33,6 +33,11 @@ def edit(sidecar, **changes):
     sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | changes))
 
 
+def leave_out(sidecar, key):
+    content = json.loads(sidecar.read_text())
+    sidecar.write_text(json.dumps({name: value for name, value in content.items() if name != key}))
+
+
 @pytest.mark.parametrize("kind", ["bytes", "characters", "huggingface"])
 def test_a_token_file_gives_back_its_documents(kind, tmp_path, tokenizer_json):
     tokenizer = open_tokenizer(str(tokenizer_json) if kind == "huggingface" else kind, DOCUMENTS)
@@ -116,6 +121,7 @@ def test_a_place_that_cannot_be_written_is_refused_by_name(tmp_path, monkeypatch
         (lambda path: edit(path.with_suffix(".json"), tokens=True), r"play\.v1\.json is damaged: tokens=True"),
         (lambda path: edit(path.with_suffix(".json"), tokens=0), r"play\.v1\.json is damaged"),
         (lambda path: edit(path.with_suffix(".json"), tokenizer="bytes"), r"play\.v1\.json is damaged: tokenizer"),
+        (lambda path: leave_out(path.with_suffix(".json"), "tokenizer"), r"damaged: it says nothing of a tokenizer"),
     ],
 )
 def test_a_damaged_token_file_is_refused_by_name(damage, message, written):
