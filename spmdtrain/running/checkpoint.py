@@ -412,7 +412,9 @@ def _rows_of(recent: jax.Array | None) -> list[list[float]]:
     return rows[np.isfinite(rows[:, 0])].tolist()
 
 
-def _recent(rows: list[list[float]], asked: jax.ShapeDtypeStruct | None) -> jax.Array | None:
+def _recent(
+    rows: list[list[float]], asked: jax.Array | jax.ShapeDtypeStruct | None
+) -> jax.Array | None:
     """`TrainState.recent` of these rows, or of the newest that have room.
 
     A checkpoint of before, or of another `guard.policy`, has none.

@@ -165,6 +165,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         with Interrupt(setup.mesh) as interrupt:
             outcome = None
             while outcome is None:
+                bad = None
                 saves = Saves(setup, made, checkpoints, reporter, done, sample, record)
                 try:
                     with batches(setup, opened, done, sample) as ahead:
@@ -173,7 +174,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
                         )
                 except GoBack as error:
                     bad = error.with_traceback(None)  # whose frames hold a state
-                if outcome is None:
+                if bad is not None:
                     state, done, sample = go_back(bad, setup, saves, reporter)
 
         reporter.say(_ending(outcome, directory))
