@@ -42,9 +42,10 @@ faults: $(VENV)/installed-dev  ## breaks checkpoints, kills and stops processes,
 	mkdir -p build && PYTHONPATH=.:tests $(BIN)/python -m faults $(FAULTS_ARGS) > build/faults.jsonl
 	PYTHONPATH=.:tests $(BIN)/python -m faults --write build/faults.jsonl
 
-check: $(VENV)/installed-dev  ## lint and formatting
+check: $(VENV)/installed-dev  ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/installed-docs  ## the documentation as a site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site

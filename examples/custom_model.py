@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.config import GPT, AdamW, MeshConfig, RulesConfig, RunConfig, TrainConfig
+from spmdtrain.config import GPT, AdamW, MeshConfig, RulesConfig, RunConfig, TrainConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Norm, weight
 from spmdtrain.models.stack import Stack
@@ -36,7 +36,7 @@ MESHES = {
 class Block(nnx.Module):
     """x + down(silu(gate) * convolution(value)). Letters: b batch, t time, c channel, i inner, k tap."""
 
-    def __init__(self, config: GPT, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         channel, inner = config.embed, config.hidden
         self.norm = Norm(config)
         self.up_cpi = weight(rngs, (channel, 2, inner), ("channel", None, "inner"))
@@ -57,7 +57,7 @@ class Convolutions(nnx.Module):
 
     def __init__(self, config: RunConfig, rngs: nnx.Rngs):
         model = config.model
-        self.table_vc = weight(rngs, (model.vocab, model.embed), ("vocab", "channel"))
+        self.table_vc = weight(rngs, (config.vocab, model.embed), ("vocab", "channel"))
         self.blocks = Stack(lambda rngs: Block(model, rngs), model.layers, rngs)
         self.norm = Norm(model)
 
@@ -70,7 +70,7 @@ class Convolutions(nnx.Module):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--mesh", default="split", choices=MESHES)
     chosen = parser.parse_args()

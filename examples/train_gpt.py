@@ -38,7 +38,7 @@ def losses(config: RunConfig, devices: list[jax.Device]) -> Iterator[float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
     chosen = parser.parse_args()
     if chosen.steps < 1:
