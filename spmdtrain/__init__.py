@@ -68,6 +68,7 @@ _HOMES = {
     "batches": "running.loop",
     "make_evaluate": "running.loop",
 }
+# A checker reads nothing but literals here.
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 

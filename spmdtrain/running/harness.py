@@ -103,7 +103,7 @@ def evaluate_tasks(
 
 def harness_model(opened: OpenedRun) -> Any:
     """The run as a `lm_eval.api.model.LM`."""
-    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  likewise
 
     tokenizer = opened.tokenizer
 
