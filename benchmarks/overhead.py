@@ -225,7 +225,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
         STEP: Contender(step, alone, batches, lambda metrics: metrics["loss"])
     }
 
-    checkpoints = Checkpoints(directory, setup.model, config.checkpoint.keep)
+    checkpoints = Checkpoints(directory, setup, config.checkpoint.keep)
     with (
         contextlib.closing(checkpoints),
         Reporter(directory, setup.config, 0) as reporter,

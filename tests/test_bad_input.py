@@ -241,10 +241,10 @@ TABLE = {
         "embed=18 is not divisible by fsdp = 4|try embed = 20",
         train("mesh.data=1", "mesh.fsdp=4", "model.embed=18"),
     ),
-    "vocabulary over tensor": (
+    "mlp over tensor": (
         CONFIG,
-        "tokens.table_ve|vocab=33 is not divisible by tensor = 2|try vocab = 34",
-        train("model.vocab=33"),
+        "mlp.up_ef|ffn=33 is not divisible by tensor = 2|try ffn = 34",
+        train("model.ffn=33"),
     ),
     "time over context": (
         CONFIG,

@@ -53,7 +53,7 @@ def losses(directory: str) -> list[float]:
 
 
 def restored(directory: str, setup: st.Setup):
-    with contextlib.closing(Checkpoints(Path(directory), setup.model, keep=None)) as checkpoints:
+    with contextlib.closing(Checkpoints(Path(directory), setup, keep=None)) as checkpoints:
         return jax.device_get(checkpoints.restore(checkpoints.newest(), setup.state)[0])
 
 

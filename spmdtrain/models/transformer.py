@@ -56,6 +56,10 @@ class Block(nnx.Module):
         return ctx.constrain(x_bte + ctx.dropout(y, MLP_SITE), *STREAM), cache
 
 
+def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
+    return table_te[positions_bt]
+
+
 class Transformer(nnx.Module):
     """`config.model` with its vocab resolved; `config.max_length` positions.
 
@@ -91,10 +95,11 @@ class Transformer(nnx.Module):
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self.tokens(tokens_bt, ctx)
         if self.positions_te is not None:
-            # Whole, whatever its own rules: XLA (jax 0.12) aborts at rows read from a table that is
-            # split in some ways.
-            positions_te = ctx.constrain(self.positions_te[...], None, None)
-            x_bte = x_bte + positions_te[ctx.positions_bt]
+            # On each device's own tokens, from the whole table: XLA aborts where it has to partition
+            # the lookup or its gradient in some ways (jax 0.10 and 0.12).
+            tokens = ("batch", "stream_time")
+            arrays = (self.positions_te[...], ctx.positions_bt)
+            x_bte = x_bte + ctx.local_map(_rows, arrays, ((None, None), tokens), (*tokens, None))
         above = ctx.at_layer(self.blocks.count)  # noise of its own: no block has this number
         return above.dropout(ctx.constrain(x_bte, *STREAM), EMBED_SITE)
 

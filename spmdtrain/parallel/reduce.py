@@ -29,18 +29,19 @@ class Reduction:
     scatter: tuple[tuple[str, int], ...] = ()
 
 
-def scatter_dim(shape: Sequence[int], spec: P, data: int) -> int | None:
+def scatter_dim(shape: Sequence[int], spec: P, data: int, stacked: int = 0) -> int | None:
     """Choose the dim of a gradient that ZeRO-1 splits over `data` devices.
 
     It is the largest dim that divides and that no mesh axis splits yet: to scatter one that is
-    split would move more data. None, if there is no such dim: then the gradient stays whole.
+    split would move more data. Where none divides, it is the largest that can be padded without
+    being doubled; the first `stacked` dims, which count layers, cannot. None, if there is no such
+    dim either: then the gradient stays whole.
     """
     parts = [*spec, *[None] * (len(shape) - len(spec))]
-    whole = []
-    for dim, size in enumerate(shape):
-        if parts[dim] is None and size % data == 0 and size:
-            whole.append(dim)
-    return max(whole, key=lambda dim: shape[dim], default=None)
+    whole = [dim for dim, size in enumerate(shape) if parts[dim] is None and size]
+    even = [dim for dim in whole if shape[dim] % data == 0]
+    padded = [dim for dim in whole if shape[dim] > data and dim >= stacked]
+    return max(even or padded, key=lambda dim: shape[dim], default=None)
 
 
 def scattered_spec(spec: P, dim: int | None) -> P:

@@ -1,8 +1,8 @@
 """Look up rows of a table whose vocabulary is split over mesh axes.
 
 Each device looks up the ids that fall into its rows, and the results are summed. XLA can partition
-a plain gather too, but in a region that is manual over some axes its partitioner aborts the
-process (seen with jax 0.10 and 0.12).
+a plain gather and its gradient too, but there are ways to split table and ids at which its
+partitioner aborts the process (seen with jax 0.10 and 0.12).
 """
 
 from collections.abc import Callable, Sequence
@@ -44,17 +44,19 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
         if by_hand:
             ids = ids - jax.lax.axis_index(by_hand) * table.shape[0]
         axes = axes_of_dim(table_spec[0])
-        if not axes:
-            return psum_tree(_rows_or_zero(table, ids), by_hand) if by_hand else table[ids]
+        split = (*by_hand, *axes)
 
         def local(rows, ids):
-            found = _rows_or_zero(rows, ids - jax.lax.axis_index(axes) * rows.shape[0])
-            return psum_tree(found, (*by_hand, *axes))
+            if axes:
+                ids = ids - jax.lax.axis_index(axes) * rows.shape[0]
+            return psum_tree(_rows_or_zero(rows, ids), split) if split else rows[ids]
 
         # Manual over all that is left, axes of one device too. The transpose of the region sums
         # the table's gradient over the batch, and in 16 bit XLA's CPU compiler aborts at such a
         # sum unless the region is manual over every axis.
         left = {axis for axis in rules.sizes if axis not in manual}
+        if all(rules.sizes[axis] == 1 for axis in left):
+            return local(table, ids)
         region = jax.shard_map(
             local,
             axis_names=left,

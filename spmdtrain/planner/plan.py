@@ -228,13 +228,13 @@ def _lean_layouts(workload: Workload, zero: int) -> list[Workload]:
 def mesh_shapes(
     model: ModelShape, sequence_length: int, devices: int, hardware: Hardware
 ) -> Iterator[MeshShape]:
-    """Meshes of all devices that divide the model: tensor inside a host, as many stages as layers
-    at most."""
+    """Meshes of all devices that divide the model, whose vocabulary is padded: tensor inside a
+    host, as many stages as layers at most."""
     for tensor in _divisors(devices_per_host(devices, hardware)):
-        if model.kv_heads % tensor or model.ffn % tensor or model.vocab % tensor:
+        if model.kv_heads % tensor or model.ffn % tensor:
             continue
         for pipeline in _divisors(devices // tensor):
-            if pipeline > model.layers or model.vocab % (pipeline * tensor):
+            if pipeline > model.layers:
                 continue
             batch_and_time = devices // tensor // pipeline
             for context in CONTEXTS:

@@ -4,9 +4,9 @@ This is the only file that knows Orbax. A step has three items: `params`, so tha
 read alone, `state` (of the optimizer), and `meta`, a JSON object that says which leaves there are,
 with which shapes, and where the data stands. Orbax writes in the background under a temporary name
 and renames, so that a step that is listed is complete. Restoring reads straight into the shards
-that the abstract state asks for, whatever mesh or number of processes wrote them. Stacked layers
-are saved in the pipeline layout in which they rest; where another is asked for, they are read and
-laid out anew, one parameter at a time.
+that the abstract state asks for, whatever mesh or number of processes wrote them. Parameters are
+saved as they rest: stacked layers in pipeline layout, and padded where their mesh wanted it. Where
+another layout or padding is asked for, they are read and laid out anew, one parameter at a time.
 
 `meta` also holds the fingerprint of every leaf (fingerprint.py) and a digest of itself. Whatever is
 read otherwise than it was written is a DamagedError, in all processes alike, wherever one of them
@@ -28,15 +28,21 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
 from orbax.checkpoint import type_handlers
 
 from spmdtrain.config.errors import CheckpointError, DamagedError, StorageError, UserError
-from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 from spmdtrain.parallel.processes import any_process
 from spmdtrain.running.fingerprint import Fingerprint, fingerprint, fingerprints
+from spmdtrain.running.relayout import (
+    as_saved,
+    cut_to,
+    in_layout,
+    lay_out_anew,
+    without_padding,
+)
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -61,13 +67,13 @@ warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarni
 class Checkpoints:
     """The checkpoints of one run directory.
 
-    `model` is the one whose state is saved and restored; None if only `read_weights` is asked for.
-    `keep` is how many of the newest stay; with None they are only read, and nothing is changed.
+    `setup` is that of the state that is saved and restored; None if only `read_weights` is asked
+    for. `keep` is how many of the newest stay; with None nothing is changed, they are only read.
     """
 
-    def __init__(self, run: Path, model: AbstractModel | None, keep: int | None):
+    def __init__(self, run: Path, setup: Setup | None, keep: int | None):
         _hide_stray_errors()
-        self._model = model
+        self._setup = setup
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=keep is not None, read_only=keep is None
         )
@@ -95,21 +101,25 @@ class Checkpoints:
 
         Waits for the save before it, if one is under way. `completed` says when it is on disk.
         """
-        arrays = _named({"params": state.params, "state": state.opt_state})
+        items = {"params": state.params, "state": state.opt_state}
+        arrays = _named(items)
+        leaves = _described(arrays)
+        of_model = _described(_named(self._without_padding(items, self._asked_setup().model.layout)))
         meta = {
             "format": FORMAT,
-            "leaves": _described(arrays),
-            "layout": self._asked_model().layout.describe(),
+            "leaves": leaves,
+            "unpadded": {name: leaf[0] for name, leaf in of_model.items() if leaf != leaves[name]},
+            "layout": self._asked_setup().model.layout.describe(),
             "fingerprints": fingerprints(arrays),
             "recent": _rows_of(state.recent),
         } | meta
         meta["digest"] = _digest(meta)
-        items = ocp.args.Composite(
+        saved = ocp.args.Composite(
             params=ocp.args.PyTreeSave(state.params),
             state=ocp.args.PyTreeSave(state.opt_state),
             meta=ocp.args.JsonSave(meta),
         )
-        self._guarded(lambda: self._manager.save(step, args=items))
+        self._guarded(lambda: self._manager.save(step, args=saved))
         self._saving.append(step)
 
     def completed(self) -> list[int]:
@@ -150,6 +160,8 @@ class Checkpoints:
         found = self._read(step, lambda: _read_plain(folder))
         found = {path: found[path] for path in meta["leaves"] if path in found}
         self._verify(step, meta, {path: fingerprint(x) for path, x in found.items()})
+        unpadded = _unpadded_leaves(meta)
+        found = {path: cut_to(x, unpadded[path][0]) for path, x in found.items()}
         return {path: _in_order(path, x, saved) for path, x in found.items()}
 
     def quarantine(self, steps: Iterable[int]) -> None:
@@ -190,69 +202,54 @@ class Checkpoints:
             tree = {path: trees[item][path] for path in shapes}
             return self._read(step, lambda: _read_leaves(folder / item, tree, shapes))
 
-        if saved == self._asked_model().layout:
+        leaves = meta["leaves"]
+        if saved == self._asked_setup().model.layout and _described(_named(asked)) == _of_items(
+            leaves, asked
+        ):
             found = {item: read(item, shapes) for item, shapes in asked.items()}
             self._verify(step, meta, fingerprints(_named(found)))
             return found, meta
 
         def relaid(item: str, path: str) -> Any:
-            shapes = self._as_saved(path, asked[item][path], saved)
+            tree = asked[item][path]
+
+            def shape_of(leaf_path: tuple, leaf: Any) -> Any:
+                shape = tuple(leaves[PREFIX[item] + _name((DictKey(path), *leaf_path))][0])
+                return as_saved(self._asked_setup(), path, leaf, shape, saved)
+
+            shapes = jax.tree_util.tree_map_with_path(shape_of, tree)
             found = read(item, {path: shapes})
             self._verify(step, meta, fingerprints(_named({item: found})))
-            return self._relaid(path, found[path], asked[item][path], saved)
+            return lay_out_anew(self._asked_setup(), path, found[path], tree, saved)
 
         return {item: {path: relaid(item, path) for path in asked[item]} for item in asked}, meta
 
-    def _relaid(self, path: str, found: Any, asked: Any, saved: Layout) -> Any:
-        """One parameter's leaves, read as they were saved, laid out as asked."""
-        model = self._asked_model()
-        if not model.in_stack(path):
-            return found
-        shardings = jax.tree.map(lambda x: x.sharding, asked)
-        staged = model.layout.staged
-        relay = jax.jit(
-            lambda tree: jax.tree.map(lambda x: staged(saved.unstaged(x)), tree),
-            out_shardings=shardings,
-        )
-        return relay(found)
+    def _without_padding(
+        self, items: Mapping[str, Mapping[str, Any]], layout: Layout
+    ) -> dict[str, Any]:
+        """Shapes and dtypes of all leaves, padding left out, with the layers as `layout` says."""
 
-    def _as_saved(self, path: str, tree, saved: Layout):
-        """Shapes of a parameter's leaves in the saved layout.
+        def leaf(path: str, x: Any) -> jax.ShapeDtypeStruct:
+            shape = without_padding(self._asked_setup(), path, x.shape)
+            return jax.ShapeDtypeStruct(in_layout(self._asked_setup(), path, shape, layout), x.dtype)
 
-        They are split over the mesh much as they will be.
-        """
-        model = self._asked_model()
-        if not model.in_stack(path):
-            return tree
-        leading = len(model.layout.shape)
+        def tree(path: str, given: Any) -> Any:
+            return jax.tree.map(lambda x: leaf(path, x), given)
 
-        def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            shape = saved.shape + x.shape[leading:]
-            if not isinstance(x.sharding, NamedSharding):
-                return jax.ShapeDtypeStruct(shape, x.dtype)
-            mesh = x.sharding.mesh
-            unnamed = [None] * (len(x.shape) - len(x.sharding.spec))
-            spec = [*x.sharding.spec, *unnamed]
-            stages = mesh.shape["pipeline"]
-            split = next((at for at, size in enumerate(saved.shape) if size % stages == 0), None)
-            over = [
-                "pipeline" if at == split and stages > 1 else None for at in range(len(saved.shape))
-            ]
-            return jax.ShapeDtypeStruct(
-                shape, x.dtype, sharding=NamedSharding(mesh, P(*over, *spec[leading:]))
-            )
-
-        return jax.tree.map(leaf, tree)
+        return {
+            item: {path: tree(path, x) for path, x in of_item.items()}
+            for item, of_item in items.items()
+        }
 
     def _checked_meta(
         self, step: int, asked: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Meta, Layout]:
         """The checkpoint's meta and layout, after a check that its leaves are those of `asked`.
 
-        Nothing is cast, left out or made up: names, shapes and dtypes are equal.
+        Nothing is cast, left out or made up: names, shapes and dtypes are equal, padding left out.
         """
         meta, layout_saved = self._meta(step)
-        layout = self._asked_model().layout
+        layout = self._asked_setup().model.layout
         assert layout_saved is not None, "the model tells it where the meta does not"
         if layout_saved.layers != layout.layers:
             raise CheckpointError(
@@ -261,15 +258,8 @@ class Checkpoints:
                 found=f"{layout_saved.layers} layers",
                 fix="the configuration that it was saved with, or another --run",
             )
-        wanted = _described(
-            _named(
-                {
-                    item: {path: self._as_saved(path, x, layout_saved) for path, x in tree.items()}
-                    for item, tree in asked.items()
-                }
-            )
-        )
-        there = _of_items(meta["leaves"], asked)
+        wanted = _described(_named(self._without_padding(asked, layout_saved)))
+        there = _of_items(_unpadded_leaves(meta), asked)
         if different := _different(wanted, there):
             first = different[0]
             raise CheckpointError(
@@ -322,7 +312,9 @@ class Checkpoints:
                 raise KeyError("its meta names no leaves")
             if "layout" in meta:
                 return meta, Layout(**meta["layout"])
-            return meta, lay_out(self._model.layout.layers, 1, 1) if self._model else None
+            if not self._setup:
+                return meta, None
+            return meta, lay_out(self._setup.model.layout.layers, 1, 1)
 
         return self._read(step, read)
 
@@ -370,9 +362,9 @@ class Checkpoints:
             for path in self._manager.directory.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _asked_model(self) -> AbstractModel:
-        assert self._model is not None, "only read_weights goes without a model"
-        return self._model
+    def _asked_setup(self) -> Setup:
+        assert self._setup is not None, "only read_weights goes without a setup"
+        return self._setup
 
     def _folder(self, step: int) -> "epath.Path":
         return self._manager.directory / str(step)
@@ -451,6 +443,12 @@ def _named(items: Mapping[str, Any]) -> dict[str, Any]:
 def _described(arrays: Mapping[str, Any]) -> dict[str, list]:
     """Name -> [shape, dtype]."""
     return {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()}
+
+
+def _unpadded_leaves(meta: Meta) -> dict[str, list]:
+    """Name -> [shape, dtype] of the leaves of a checkpoint, padding left out."""
+    unpadded = meta.get("unpadded", {})  # there was no padding before
+    return {name: [unpadded.get(name, leaf[0]), leaf[1]] for name, leaf in meta["leaves"].items()}
 
 
 def _of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list]:

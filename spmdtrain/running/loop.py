@@ -125,7 +125,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     with contextlib.ExitStack() as held:
         memory = held.enter_context(MemoryGuard(setup))
         held.enter_context(open_directory(directory, fresh))
-        checkpoints = Checkpoints(directory, setup.model, config.checkpoint.keep)
+        checkpoints = Checkpoints(directory, setup, config.checkpoint.keep)
         held.enter_context(contextlib.closing(checkpoints))
         pulse.tell(pulse.RESTORE)
         found = newest_good(checkpoints, setup.state)
@@ -227,7 +227,7 @@ def begin(setup: Setup, reporter: Reporter) -> TrainState:
 
 def _weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
     """The newest parameters of another run."""
-    with contextlib.closing(Checkpoints(run, setup.model, keep=None)) as checkpoints:
+    with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
         step = newest(checkpoints, run)
         params, meta = checkpoints.restore_params(step, setup.state.params)
     for line in check_model_code(

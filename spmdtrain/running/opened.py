@@ -78,7 +78,7 @@ def open_run(
     }
     config = from_resolved(saved, overrides)
     setup = shard(_with_batch(config), make, _devices(config))
-    with contextlib.closing(Checkpoints(run, setup.model, keep=None)) as checkpoints:
+    with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
         at = chosen_step(checkpoints, run, step)
         params, meta = checkpoints.restore_params(at, setup.state.params)
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")

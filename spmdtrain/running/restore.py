@@ -35,7 +35,7 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
     The mesh of `setup` may differ from the run's. Raises CheckpointError where there is no such
     checkpoint, or it does not fit the model and the optimizer of `setup`, or is of another model.
     """
-    with _opened(run, setup.model) as checkpoints:
+    with _opened(run, setup) as checkpoints:
         at = chosen_step(checkpoints, Path(run), step)
         state, meta = checkpoints.restore(at, setup.state)
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
@@ -96,8 +96,8 @@ def newest(checkpoints: Checkpoints, run: Path) -> int:
     return found
 
 
-def _opened(run: str | Path, model: Any) -> contextlib.closing[Checkpoints]:
-    return contextlib.closing(Checkpoints(Path(run), model, keep=None))
+def _opened(run: str | Path, setup: Setup | None) -> contextlib.closing[Checkpoints]:
+    return contextlib.closing(Checkpoints(Path(run), setup, keep=None))
 
 
 def chosen_step(checkpoints: Checkpoints, run: Path, asked: int | None) -> int:

@@ -126,8 +126,8 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
     def logits(params, tokens_bt):
         positions = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
         ctx = _context(rules, jnp.broadcast_to(positions, tokens_bt.shape))
-        module = setup.model.bind(cast(params, compute), make_gather(rules))
-        return _logits(module, tokens_bt, ctx)
+        module = _bound(setup, params, rules)
+        return _logits(module, tokens_bt, ctx)[..., : setup.model.rows]
 
     def under_mesh(params, tokens):
         with jax.set_mesh(setup.mesh), matmuls(compute):
@@ -151,7 +151,7 @@ def make_generate(
 
     def filled(params, prompts_bt, lengths_b, key, start):
         """`prompts_bt` has room for what is made; each row holds `lengths_b` tokens so far."""
-        module = setup.model.bind(cast(params, compute), make_gather(rules))
+        module = _bound(setup, params, rules)
         predict = _cached if _has_cache(config, module, prompts_bt.shape[1]) else _windowed
         first, following = predict(config, module, rules, prompts_bt, start)
 
@@ -162,6 +162,7 @@ def make_generate(
         def next_token(carry):
             at, tokens_bt, (logits_bv, cache), ended_b = carry
             own_key = jax.random.fold_in(key, at)
+            logits_bv = logits_bv[:, : setup.model.rows]  # more are padding
             chosen_b = choose(logits_bv, own_key, choice.temperature, choice.top_k, choice.top_p)
             is_given_b = at < lengths_b
             token_b = jnp.where(is_given_b, tokens_bt[:, at], chosen_b)
@@ -252,6 +253,12 @@ def _logits(module: Any, tokens_bt: jax.Array, ctx: ForwardContext, at=None) -> 
         hidden_bte = jax.lax.dynamic_slice_in_dim(hidden_bte, at, 1, 1)
     logits = jnp.einsum("bte,ve->btv", hidden_bte, table_ve, preferred_element_type=jnp.float32)
     return logits if at is None else logits[:, 0]
+
+
+def _bound(setup: Setup, params: dict[str, jax.Array], rules: Rules) -> Any:
+    """The module of `params` in compute precision, whatever they rest split over."""
+    used = {path: setup.padding.rest_to_use(path, x) for path, x in params.items()}
+    return setup.model.bind(cast(used, setup.config.precision.compute), make_gather(rules))
 
 
 def _whole_batch(rules: Rules) -> Rules:

@@ -107,6 +107,7 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
         if "data" not in spec:
             return x
         gathered = gather_over(("data",), spec, x.astype(setup.config.precision.compute))
+        gathered = setup.padding.rest_to_use(path, gathered)
         # A gradient has the dtype of its parameter. One that a layer scatters is a sum over devices,
         # which must not be rounded to compute precision on its way back.
         return gathered.astype(x.dtype) if gathered_axes(spec) else gathered

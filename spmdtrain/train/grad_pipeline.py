@@ -86,7 +86,8 @@ def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
     region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 
     def gather(path: str, x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, whole[path]))
+        gathered = jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, whole[path]))
+        return setup.padding.rest_to_use(path, gathered)
 
     def run(params, step, batch: Batch):
         params = cast(params, setup.config.precision.compute)
@@ -112,7 +113,7 @@ def _table_axes(setup: Setup) -> tuple[str, ...]:
         return module.head(module.embed(tokens_bt, ctx), ctx)
 
     rows = {
-        path: model.parameters[path].shape[dim]
+        path: model.parameters[path].shape[dim]  # without padding
         for path, spec in setup.specs.items()
         for dim, part in enumerate(spec)
         if not model.in_stack(path) and "pipeline" in axes_of_dim(part)

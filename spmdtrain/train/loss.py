@@ -79,7 +79,8 @@ def make_head_losses(setup: Setup, *, training: bool, table_axes: tuple[str, ...
     are split over.
     """
     rules = setup.rules
-    sum_losses = make_sum_losses(setup.config.train, setup.loss, training=training)
+    # A table of more rows is padded.
+    sum_losses = make_sum_losses(setup.config.train, setup.loss, vocab=setup.model.rows, training=training)
     token = ("batch", "time")
 
     def automatic_axes(*names: str) -> tuple[str, ...]:
@@ -126,7 +127,8 @@ def mean_gradients(setup: Setup, gradients: dict[str, jax.Array], tokens: jax.Ar
     """Accumulated gradients reduced over the manual axes, then divided by the number of `tokens`
     (unmasked, of the whole batch)."""
     automatic = {path: drop_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
-    reduced = reduce_gradients(gradients, setup.reductions, automatic)
+    padded = {path: setup.padding.use_to_rest(path, x) for path, x in gradients.items()}
+    reduced = reduce_gradients(padded, setup.reductions, automatic)
     count = jnp.maximum(tokens, 1)
     return {path: (gradient / count).astype(gradient.dtype) for path, gradient in reduced.items()}
 

@@ -20,6 +20,7 @@ from spmdtrain.models.context import random_key
 from spmdtrain.parallel.axes import Rules, make_rules
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.parallel.padding import Padding, pad_vocabulary, round_up
 from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
@@ -47,6 +48,7 @@ class Setup:
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
     schedule: Table | None  # of the pipeline; None where the mesh has one stage
     specs: Specs  # where parameters rest, and with them their reduced gradients, moments and updates
+    padding: Padding  # of the parameters, where the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
     state: TrainState  # abstract: shapes, dtypes and shardings
 
@@ -127,7 +129,7 @@ def shard_on(
         update_rules = optimizers.choose_rules(optimizer, trained)
     if loss is not None:
         token_loss.check(config.train, loss, config.vocab)
-    specs = resting_specs(model, rules, zero=config.train.zero)
+    specs, padding = resting_specs(model, rules, zero=config.train.zero)
     reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
 
     def reduction_of(spec: P) -> Reduction:
@@ -147,8 +149,9 @@ def shard_on(
         loss=loss,
         schedule=table,
         specs=specs,
+        padding=padding,
         reductions={path: reduction_of(spec) for path, spec in specs.items()},
-        state=abstract_state(model, update_rules, config, mesh, specs),
+        state=abstract_state(model, update_rules, config, mesh, specs, padding),
     )
 
 
@@ -157,34 +160,40 @@ def init_state(setup: Setup) -> TrainState:
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
 
     def fresh(key: jax.Array) -> TrainState:
-        return fresh_state(setup.model, setup.optimizer, setup.config, key)
+        return fresh_state(setup.model, setup.optimizer, setup.config, key, setup.padding)
 
     return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
 
 
 def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
     """The spec that the rules give each parameter."""
-    return {
-        path: rules.parameter_spec(parameter.axes, parameter.shape, path)
-        for path, parameter in model.parameters.items()
-    }
+    specs = {}
+    for path, parameter in model.parameters.items():
+        shape = pad_vocabulary(parameter.axes, parameter.shape, rules)
+        specs[path] = rules.parameter_spec(parameter.axes, shape, path)
+    return specs
 
 
-def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> dict[str, P]:
+def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[str, P], Padding]:
     """The spec of each parameter between steps: as the rules say, and with ZeRO-1 split over `data` too.
 
     Parameters and moments are split alike, so an update needs no communication. A step starts by
     gathering the parameters over `data` in compute precision (Megatron-LM's distributed optimizer).
+
+    With them comes the padding that the splits need.
     """
     specs = parameter_specs(model, rules)
+    of_model = {path: each.shape for path, each in model.parameters.items()}
+    in_use = {path: pad_vocabulary(each.axes, each.shape, rules) for path, each in model.parameters.items()}
+    at_rest = dict(in_use)
     data = rules.sizes["data"]
-    if not zero or data == 1:
-        return specs
-
-    def split(path: str, spec: P) -> P:
-        return scattered_spec(spec, scatter_dim(model.parameters[path].shape, spec, data))
-
-    return {path: split(path, spec) for path, spec in specs.items()}
+    if zero and data > 1:
+        for path, shape in in_use.items():
+            dim = scatter_dim(shape, specs[path], data, model.parameters[path].stacked)
+            if dim is not None:
+                specs[path] = scattered_spec(specs[path], dim)
+                at_rest[path] = (*shape[:dim], round_up(shape[dim], data), *shape[dim + 1 :])
+    return specs, Padding(of_model, in_use, at_rest)
 
 
 def pipeline_schedule(config: RunConfig, stages: int, shape: BatchShape) -> Table:

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.abstract import AbstractModel, Parameter, cast
+from spmdtrain.models.abstract import AbstractModel, cast
+from spmdtrain.parallel.padding import Padding, Shape
 from spmdtrain.train import optimizers, spikes
 
 Specs = Mapping[str, P]  # by dotted parameter path
@@ -36,19 +37,21 @@ class TrainState:
     recent: jax.Array | None = None
 
 
-def abstract_state(
-    model: AbstractModel, rules: optimizers.Rules, config: RunConfig, mesh: Mesh, specs: Specs
+def abstract_state(  # noqa: PLR0913 - all that a state hangs on
+    model: AbstractModel, rules: optimizers.Rules, config: RunConfig, mesh: Mesh, specs: Specs, padding: Padding
 ) -> TrainState:
     """A TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
 
-    `specs`: where each parameter rests, and its optimizer state with it.
+    `specs` and `padding`: where and in which shape each parameter rests, and its optimizer state
+    with it.
     """
 
     def moments_of(path: str, state):
-        parameter = model.parameters[path]
-        return jax.tree.map(lambda x: _leaf(x, mesh, _spec_beside(x, parameter, specs[path])), state)
+        shape = padding.at_rest[path]
+        stacked = model.parameters[path].stacked
+        return jax.tree.map(lambda x: _leaf(x, mesh, _spec_beside(x, shape, stacked, specs[path])), state)
 
-    shapes = jax.eval_shape(lambda key: fresh_state(model, rules, config, key), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: fresh_state(model, rules, config, key, padding), jax.random.key(0))
     return TrainState(
         step=_leaf(shapes.step, mesh, P()),
         params={path: _leaf(x, mesh, specs[path]) for path, x in shapes.params.items()},
@@ -57,34 +60,35 @@ def abstract_state(
     )
 
 
-def abstract_params(model: AbstractModel, dtype: str, mesh: Mesh, specs: Specs) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters alone, for whoever does not train."""
-    shapes = jax.eval_shape(lambda key: cast(model.init(key), dtype), jax.random.key(0))
-    return {path: _leaf(x, mesh, specs[path]) for path, x in shapes.items()}
-
-
 def _leaf(x: Any, mesh: Mesh, spec: P) -> Any:
     """A ShapeDtypeStruct with its sharding, which stands for an array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def _spec_beside(x: jax.ShapeDtypeStruct, parameter: Parameter, spec: P) -> P:
+def _spec_beside(x: jax.ShapeDtypeStruct, shape: Shape, stacked: int, spec: P) -> P:
     """The spec of an optimizer leaf: that of the moments, if it has the parameter's shape; otherwise
     its layers lie as theirs do, and the rest is whole."""
-    if x.shape == parameter.shape:
+    if x.shape == shape:
         return spec
-    stack = parameter.shape[: parameter.stacked]
+    stack = shape[:stacked]
     if x.shape[: len(stack)] == stack:
         return P(*spec[: len(stack)])
     return P()
 
 
-def fresh_state(model: AbstractModel, rules: optimizers.Rules, config: RunConfig, key: jax.Array) -> TrainState:
+def fresh_state(
+    model: AbstractModel, rules: optimizers.Rules, config: RunConfig, key: jax.Array, padding: Padding
+) -> TrainState:
     """The state at step 0, for tracing: under jit with output shardings no leaf is ever whole."""
     params = cast(model.init(key), config.precision.params)
     opt_state = optimizers.init(rules, model.parameters, params)
     recent = spikes.no_figures(config.guard)
-    return TrainState(jnp.int32(0), params, opt_state, None if recent is None else jnp.array(recent))
+    return TrainState(
+        step=jnp.int32(0),
+        params={path: padding.to_rest(path, x) for path, x in params.items()},
+        opt_state={path: padding.tree_to_rest(path, x) for path, x in opt_state.items()},
+        recent=None if recent is None else jnp.array(recent),
+    )
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -17,6 +17,7 @@ from spmdtrain.config.schema import GuardConfig
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers, spikes
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.optimizers import OptimizerState
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -39,9 +40,7 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
             gradients, sums = find_gradients(state.params, state.step, batch)
         gradients = {path: g for path, g in gradients.items() if path in setup.optimizer}
         gradients, norm = optimizers.clip(gradients, config.train.clip)
-        updates, opt_state = optimizers.updates(
-            setup.optimizer, setup.model.parameters, gradients, state.opt_state, state.params
-        )
+        updates, opt_state = _update(setup, gradients, state)
         rate = setup.learning_rate(state.step)
         params = _apply(setup.optimizer, state.params, updates, rate)
         tokens = sums.pop("tokens")
@@ -103,6 +102,23 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     """`(params, batch) -> sums`, likewise, without dropout."""
     way = grad_pipeline if setup.schedule else grad_accumulation
     return way.make_losses(setup)
+
+
+def _update(setup: Setup, gradients: dict[str, jax.Array], state: TrainState) -> tuple[dict, OptimizerState]:
+    """(updates, new optimizer state), all as parameters rest. The rules see no padding: a mean over
+    a layer's weights must not count it."""
+    padding = setup.padding
+    updates, opt_state = optimizers.updates(
+        setup.optimizer,
+        setup.model.parameters,
+        {path: padding.from_rest(path, x) for path, x in gradients.items()},
+        {path: padding.tree_from_rest(path, tree) for path, tree in state.opt_state.items()},
+        {path: padding.from_rest(path, x) for path, x in state.params.items()},
+    )
+    return (
+        {path: padding.to_rest(path, x) for path, x in updates.items()},
+        {path: padding.tree_to_rest(path, tree) for path, tree in opt_state.items()},
+    )
 
 
 def _apply(rules: optimizers.Rules, params: dict, updates: dict, rate: jax.Array) -> dict[str, jax.Array]:

@@ -25,16 +25,17 @@ OF_THE_STEP = ("tokens", "grad_norm", "learning_rate")  # names of other figures
 TAKES = "a function (logits [b, t, v], targets [b, t]) -> losses [b, t], or a dict of them with 'loss'"
 
 
-def make_sum_losses(config: TrainConfig, own: TokenLoss | None, *, training: bool) -> SumLosses:
+def make_sum_losses(config: TrainConfig, own: TokenLoss | None, *, vocab: int, training: bool) -> SumLosses:
     """The losses of the head: those of `own`, or of the settings where it is None.
 
-    Label smoothing and z-loss shape training alone, so that evaluations stay comparable.
+    `vocab`: rows of the head's table that count, from the first on. Label smoothing and z-loss
+    shape training alone, so that evaluations stay comparable.
     """
     if own is not None:
-        return partial(_sum_own, own, training)
+        return partial(_sum_own, own, vocab, training)
     if not training:
-        return partial(_sum_cross_entropy, 0.0, 0.0)
-    return partial(_sum_cross_entropy, config.label_smoothing, config.z_loss)
+        return partial(_sum_cross_entropy, vocab, 0.0, 0.0)
+    return partial(_sum_cross_entropy, vocab, config.label_smoothing, config.z_loss)
 
 
 def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
@@ -53,7 +54,7 @@ def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
 
 
 def _sum_cross_entropy(
-    label_smoothing: float, z_loss: float, hidden_bte, table_ve, targets_bt, mask_bt, axis_name
+    vocab: int, label_smoothing: float, z_loss: float, hidden_bte, table_ve, targets_bt, mask_bt, axis_name
 ) -> Losses:
     total, z_total = linear_cross_entropy(
         hidden_bte,
@@ -61,6 +62,7 @@ def _sum_cross_entropy(
         targets_bt,
         mask=mask_bt,
         axis_name=axis_name,
+        vocab=vocab,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         with_z_loss=True,
@@ -71,12 +73,16 @@ def _sum_cross_entropy(
     return {"loss": total - z_total, "z_loss": z_total}
 
 
-def _sum_own(own: TokenLoss, training: bool, hidden_bte, table_ve, targets_bt, mask_bt, axis_name) -> Losses:
+def _sum_own(
+    own: TokenLoss, vocab: int, training: bool, hidden_bte, table_ve, targets_bt, mask_bt, axis_name
+) -> Losses:
     def losses(logits_btv, targets_bt):
         found = _by_name(own, logits_btv, targets_bt)
         return found if training else {"loss": found["loss"]}
 
-    return linear_token_loss(hidden_bte, table_ve, targets_bt, losses, mask_bt=mask_bt, axis_name=axis_name)
+    return linear_token_loss(
+        hidden_bte, table_ve, targets_bt, losses, mask_bt=mask_bt, axis_name=axis_name, vocab=vocab
+    )
 
 
 def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Losses:

@@ -63,7 +63,7 @@ def damaged(break_it: Callable[[Path, random.Random], str]) -> Callable[[Path, i
         truth = {step: restore.restore(saved, setup, step) for step in range(1, NEWEST + 1)}
 
         def read(run: Path) -> tuple[int, bool]:
-            with contextlib.closing(Checkpoints(run, setup.model, keep=3)) as checkpoints:
+            with contextlib.closing(Checkpoints(run, setup, keep=3)) as checkpoints:
                 found = newest_good(checkpoints, setup.state)
             return found.step, same_bits(found.state, truth[found.step])
 
@@ -156,7 +156,7 @@ def sigkills(folder: Path, times: int) -> Figures:
         unrestorable += process.wait() not in (-signal.SIGKILL, 0)
         config = tiny(*settings)
         setup = shard(config, devices=jax.devices()[:1])
-        with contextlib.closing(Checkpoints(run, setup.model, keep=None)) as checkpoints:
+        with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
             found = newest_good(checkpoints, setup.state)
         lost += found is None or found.step < said
     ended = command(folder, "killed").wait()

@@ -50,7 +50,7 @@ def draw_rules(
 
 
 def sizes_of(config: RunConfig) -> dict[str, int]:
-    """Dims by logical axis; 0 where nobody knows yet (the tokenizer's vocabulary)."""
+    """Dims by logical axis; 0 where any mesh will do."""
     model = config.model
     return {
         "batch": config.train.global_batch,
@@ -61,7 +61,7 @@ def sizes_of(config: RunConfig) -> dict[str, int]:
         "heads": model.heads,
         "head_dim": model.width_per_head,
         "ffn": model.hidden,
-        "vocab": model.vocab or 0,
+        "vocab": 0,  # padded
         "position": config.max_length,
         "norm": model.embed,
         "layer": 0,

@@ -22,6 +22,7 @@ import numpy as np
 from spmdtrain.config import UserError, load
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.running import loop
+from spmdtrain.train.setup import Setup
 
 from fuzz import programs, schedule_files
 from fuzz.draw import settings_of
@@ -131,23 +132,23 @@ def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
     def born(setup):
         state = init(setup)
         if not seen.born:  # else it begins with another run's weights
-            seen.born = in_order(setup.model, state.params)
+            seen.born = in_order(setup, state.params)
         return replace(state, params=_nudged(state.params, nudge))
 
     class Watching(checkpoints):
         def restore(self, *asked):
             state, meta = super().restore(*asked)
-            seen.born = in_order(self._model, state.params)
+            seen.born = in_order(self._setup, state.params)
             return replace(state, params=_nudged(state.params, nudge)), meta
 
         def restore_params(self, *asked):
             params, meta = super().restore_params(*asked)
-            seen.born = in_order(self._model, params)
+            seen.born = in_order(self._setup, params)
             return _nudged(params, nudge), meta
 
         def save(self, step, state, *rest):
             super().save(step, state, *rest)
-            seen.params[step] = in_order(self._model, state.params)
+            seen.params[step] = in_order(self._setup, state.params)
             seen.saved[step] = as_it_rests(state)
 
     with (
@@ -165,11 +166,12 @@ def _nudged(params: dict[str, jax.Array], nudge) -> dict[str, jax.Array]:
     return {path: jax.device_put(x, params[path].sharding) for path, x in moved.items()}
 
 
-def in_order(model, params: dict[str, jax.Array]) -> State:
-    """The layers of a stack one after the other, whatever the pipeline; in float32."""
+def in_order(setup: Setup, params: dict[str, jax.Array]) -> State:
+    """Weights whatever the mesh: without padding, layers one after the other; in float32."""
+    model = setup.model
     out = {}
     for path, x in params.items():
-        value = np.asarray(x).astype(np.float32)
+        value = setup.padding.from_rest(path, np.asarray(x).astype(np.float32))
         out[path] = model.layout.unstaged(value) if model.in_stack(path) else value
     return out
 

@@ -93,6 +93,15 @@ def test_zero_splits_a_dim_that_is_whole_and_keeps_every_other_split(data):
         dim = scatter_dim(SHAPE, spec, data)
         split = scattered_spec(spec, dim)
         assert axes_of(split) == axes_of(spec) | ({"data"} if dim is not None else set())
-        assert dim is None or SHAPE[dim] % data == 0
+        whole = [at for at, part in enumerate(spec) if part is None]
+        if dim is not None and any(SHAPE[at] % data == 0 for at in whole):
+            assert SHAPE[dim] % data == 0, "padded where another dim divides"
         found.add(dim)
-    assert found == {3: {None}}.get(data, {None, 0, 1, 2})
+    assert found == {None, 0, 1, 2}
+
+
+def test_zero_pads_the_largest_dim_that_is_whole_and_no_layers():
+    assert scatter_dim((5, 4, 3), P(None, None, None), 3) == 2
+    assert scatter_dim((5, 4, 3), P(None, None, "tensor"), 3) == 0
+    assert scatter_dim((5, 4, 3), P(None, None, "tensor"), 3, stacked=1) == 1
+    assert scatter_dim((5, 4, 3), P(None, None, "tensor"), 7) is None, "it would be doubled"

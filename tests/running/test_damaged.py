@@ -49,7 +49,7 @@ def truth(saved, setup) -> dict:
 
 
 def found_in(run: Path, setup: Setup):
-    with contextlib.closing(Checkpoints(run, setup.model, keep=3)) as checkpoints:
+    with contextlib.closing(Checkpoints(run, setup, keep=3)) as checkpoints:
         return newest_good(checkpoints, setup.state)
 
 

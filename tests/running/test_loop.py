@@ -131,7 +131,7 @@ def test_evaluation_is_the_mean_over_every_validation_token(finished):
     """Against a plain sum over all windows, one by one, of the weights that were saved."""
     setup = shard(tiny(*SETTINGS), **ONE)
     data = loop.open_data(setup.config)[1]
-    with contextlib.closing(loop.Checkpoints(finished, setup.model, keep=None)) as checkpoints:
+    with contextlib.closing(loop.Checkpoints(finished, setup, keep=None)) as checkpoints:
         state, _ = checkpoints.restore(6, setup.state)
     model = setup.model.bind(state.params)
     windows = EvalWindows(data.corpus, data.validation, 16)

@@ -60,7 +60,7 @@ def events(directory: Path) -> list[str]:
 
 def saved_state(directory: Path, *overrides: str):
     setup = shard(tiny(*overrides), devices=jax.devices()[: mesh_of(overrides)])
-    with contextlib.closing(Checkpoints(directory, setup.model, keep=None)) as checkpoints:
+    with contextlib.closing(Checkpoints(directory, setup, keep=None)) as checkpoints:
         return checkpoints.restore(checkpoints.newest(), setup.state)[0]
 
 

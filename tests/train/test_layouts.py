@@ -17,6 +17,18 @@ STEPS, TOLERANCE = 20, 1e-5
 NOISY = ("model.dropout=0.1",)
 UNEVEN = ("data.packing=documents",)  # masks at document ends fall unevenly on shards and microbatches
 LLAMA = ("model.name=llama", "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.vocab=64")
+CROSSWISE = (
+    "rules.parameters.vocab=expert",
+    "rules.parameters.embed=tensor,context",
+    "rules.parameters.kv_heads=expert",
+    "rules.parameters.ffn=expert",
+    "rules.activations.time=tensor",
+    "rules.activations.stream_time=context,tensor",
+    "rules.activations.kv_heads=context",
+    "rules.activations.ffn=",
+    "rules.activations.vocab=context",
+)
+THIRDS = ("model.vocab=67", "train.global_batch=12", *UNEVEN)  # no mesh divides the vocabulary
 
 SEQUENCE_PARALLEL = ("rules.activations.stream_time=context,tensor",)
 INTERLEAVED = ("pipeline.schedule=interleaved", "pipeline.chunks=2")  # of two layers: the second chunk is padding
@@ -41,6 +53,11 @@ LAYOUTS = [
     (NOISY, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", *SEQUENCE_PARALLEL)),
     ((), ("mesh.data=2", "mesh.context=2", "mesh.tensor=2", "rules.parameters.position=tensor")),
     (LLAMA, ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4", *SEQUENCE_PARALLEL)),
+    # XLA aborts where it has to partition lookups split like these, and their gradients.
+    ((), ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", *CROSSWISE)),
+    (THIRDS, ("mesh.data=3", "train.zero=1", "train.microbatch=2")),
+    (THIRDS, ("mesh.data=3", "mesh.fsdp=2", "train.zero=1", "rules.parameters.vocab=fsdp", "rules.parameters.embed=")),
+    (THIRDS, ("mesh.pipeline=3", "mesh.tensor=2", "train.microbatch=2")),
 ]
 
 

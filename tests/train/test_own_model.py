@@ -165,12 +165,11 @@ def test_a_rule_for_a_dim_that_no_parameter_has_is_refused():
 @pytest.mark.parametrize(
     "settings",
     [
-        (*STAGES, "model.vocab=33"),
         ("mesh.fsdp=4", "model.embed=18", "model.heads=2"),
         ("mesh.tensor=2", "model.ffn=31"),
         ("mesh.context=2", "train.sequence_length=7"),
     ],
-    ids=["vocab", "embed", "ffn", "time"],
+    ids=["embed", "ffn", "time"],
 )
 def test_what_does_not_divide_can_be_typed_as_it_is_said(settings):
     with pytest.raises(ConfigError, match="is not divisible by") as refused:

@@ -13,6 +13,7 @@ from flax import nnx
 from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepared, tiny, trained
 from jax.sharding import NamedSharding
 
+import spmdtrain as st
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
@@ -150,7 +151,9 @@ LAYOUTS = {
     "p4 v2, padded": ("mesh.pipeline=4", "pipeline.schedule=interleaved", "pipeline.chunks=2", "mesh.tensor=2"),
     "p8, padded": ("mesh.pipeline=8",),
     "data": ("mesh.data=2", "mesh.fsdp=2", "train.zero=1"),
+    "thirds": ("mesh.data=3", "train.zero=1", "train.global_batch=15"),
 }
+ODD = ("model.layers=6", "model.vocab=67", "train.microbatch=1")  # every mesh pads this vocabulary otherwise
 
 
 @pytest.fixture(scope="module")
@@ -158,22 +161,26 @@ def saved(tmp_path_factory):
     """Layout -> the run directory and state of a checkpoint in it. All hold the same numbers, none of them zero."""
     found = {}
     for name, settings in LAYOUTS.items():
-        setup = prepared("model.layers=6", "train.microbatch=1", *settings)
+        setup = prepared(*ODD, *settings)
         state = init_state(setup)
-        in_stack, layout = setup.model.in_stack, setup.model.layout
 
-        def numbered(path, tree, in_stack=in_stack, layout=layout):
+        def numbered(path, tree, setup=setup):
+            in_stack, layout, padding = setup.model.in_stack(path), setup.model.layout, setup.padding
+
             def leaf(x):
-                real = layout.unstaged(np.asarray(x)) if in_stack(path) else np.asarray(x)
+                x = np.asarray(x)
+                real = layout.unstaged(x) if in_stack else x
                 values = np.sin(1 + np.arange(real.size)).reshape(real.shape).astype(real.dtype)
-                return jax.device_put(layout.staged(values) if in_stack(path) else values, x.sharding)
+                return layout.staged(values) if in_stack else values
 
-            return jax.tree.map(leaf, tree)
+            shardings = jax.tree.map(lambda x: x.sharding, tree)
+            values = jax.tree.map(leaf, padding.tree_from_rest(path, tree))
+            return jax.device_put(padding.tree_to_rest(path, values), shardings)
 
         moments = {path: numbered(path, tree) for path, tree in state.opt_state.items()}
         state = replace(state, opt_state=moments, step=jnp.int32(7))
         directory = tmp_path_factory.mktemp("saved")
-        checkpoints = Checkpoints(directory, setup.model, keep=1)
+        checkpoints = Checkpoints(directory, setup, keep=1)
         checkpoints.save(7, state, {})
         checkpoints.close()
         found[name] = setup, directory, state
@@ -189,7 +196,7 @@ PAIRS = {*(("none", name) for name in LAYOUTS), *((name, "none") for name in LAY
 def test_a_checkpoint_of_any_layout_is_restored_into_any_other(saved, source, target):
     directory = saved[source][1]
     setup, _, want = saved[target]
-    checkpoints = Checkpoints(directory, setup.model, keep=None)
+    checkpoints = Checkpoints(directory, setup, keep=None)
     got, meta = checkpoints.restore(7, setup.state)
     assert meta["layout"] == saved[source][0].model.layout.describe()
     assert_same_bits(got, want)
@@ -199,9 +206,25 @@ def test_a_checkpoint_of_any_layout_is_restored_into_any_other(saved, source, ta
     checkpoints.close()
 
 
+def test_another_vocabulary_is_refused_even_where_the_padded_shapes_agree(saved):
+    setup = prepared(*ODD, "model.vocab=68", *LAYOUTS["thirds"])
+    checkpoints = Checkpoints(saved["thirds"][1], setup, keep=None)
+    assert setup.state.params["tokens.table_ve"].shape == saved["thirds"][2].params["tokens.table_ve"].shape
+    with pytest.raises(CheckpointError, match=r"tokens.table_ve.*; asked float32\[68, 32\]; found float32\[67, 32\]"):
+        checkpoints.restore(7, setup.state)
+    checkpoints.close()
+
+
+def test_weights_alone_are_those_of_the_model(saved):
+    weights = [st.weights(directory) for _, directory, _ in saved.values()]
+    assert weights[0]["tokens.table_ve"].shape == (67, 32)
+    for others in weights[1:]:
+        assert_same_bits(others, weights[0])
+
+
 def test_another_number_of_layers_is_refused_even_where_the_padded_shapes_agree(saved):
-    setup = prepared("model.layers=7", "train.microbatch=1", *LAYOUTS["p8, padded"])
-    checkpoints = Checkpoints(saved["p8, padded"][1], setup.model, keep=None)
+    setup = prepared(*ODD, "model.layers=7", *LAYOUTS["p8, padded"])
+    checkpoints = Checkpoints(saved["p8, padded"][1], setup, keep=None)
     with pytest.raises(CheckpointError, match=r"asked model.layers=7; found 6 layers"):
         checkpoints.restore(7, setup.state)
     checkpoints.close()
@@ -316,7 +339,6 @@ def test_what_is_no_side_loss_costs_one_line(given, said):
         (("mesh.pipeline=2", "pipeline.schedule=1f1b", "pipeline.chunks=2"), "pipeline.chunks=2: 1f1b has one chunk"),
         (("mesh.pipeline=2", "pipeline.schedule=zero_bubble", "train.remat=full"), "zero_bubble takes a layer"),
         (("pipeline.schedule=2f2b",), "'2f2b' is none of gpipe, 1f1b, interleaved, zero_bubble"),
-        (("mesh.pipeline=4", "model.vocab=66"), "vocab=66 is not divisible by pipeline = 4"),
         (("mesh.pipeline=2", "rules.parameters.ffn=pipeline"), "mesh axis 'pipeline' is split by the training step"),
     ],
 )  # fmt: skip
