@@ -104,7 +104,9 @@ class Checkpoints:
         items = {"params": state.params, "state": state.opt_state}
         arrays = _named(items)
         leaves = _described(arrays)
-        of_model = _described(_named(self._without_padding(items, self._asked_setup().model.layout)))
+        of_model = _described(
+            _named(self._without_padding(items, self._asked_setup().model.layout))
+        )
         meta = {
             "format": FORMAT,
             "leaves": leaves,
@@ -231,7 +233,9 @@ class Checkpoints:
 
         def leaf(path: str, x: Any) -> jax.ShapeDtypeStruct:
             shape = without_padding(self._asked_setup(), path, x.shape)
-            return jax.ShapeDtypeStruct(in_layout(self._asked_setup(), path, shape, layout), x.dtype)
+            return jax.ShapeDtypeStruct(
+                in_layout(self._asked_setup(), path, shape, layout), x.dtype
+            )
 
         def tree(path: str, given: Any) -> Any:
             return jax.tree.map(lambda x: leaf(path, x), given)
