@@ -16,6 +16,7 @@ import numpy as np
 from pallas_kernels.attention.mask import block_mask, pair_mask, positions, zero_hidden
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.choose import not_interpretable
+from pallas_kernels.wide import wide_dtype
 
 BLOCK = 512  # queries and keys of a tile
 
@@ -160,7 +161,7 @@ class _TiledInputs:
         _, s, k, _ = inputs.k_bskd.shape
         self.block_q = min(BLOCK, t)
         self.block_k = min(BLOCK, s)
-        self.wide = jnp.promote_types(jnp.float32, inputs.q_bthd.dtype)
+        self.wide = wide_dtype(inputs.q_bthd)
         exact = inputs.q_bthd.dtype == jnp.float32  # not rounded to TF32, nor to bfloat16 on TPU
         self.dot = partial(
             jnp.einsum,

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.wide import wide_dtype
+
 
 def summed_loss(
     x, weight, targets, mask, *, label_smoothing: float = 0.0, z_loss: float = 0.0
@@ -11,7 +13,7 @@ def summed_loss(
 
     x [n, e], weight [v, e], targets [n], mask [n]; in the widest of x's dtype and float32.
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x)
     logits_nv = jnp.einsum("ne,ve->nv", x, weight, preferred_element_type=wide)
     lse = jax.nn.logsumexp(logits_nv, -1)
     target_logit = jnp.take_along_axis(logits_nv, targets[:, None], -1)[:, 0]

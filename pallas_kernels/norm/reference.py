@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.wide import wide_dtype
+
 
 def normalise(
     x, scale, bias, residual, *, epsilon: float, centred: bool
@@ -11,7 +13,7 @@ def normalise(
 
     Computed in the widest of x's dtype and float32. `centred`: LayerNorm, else RMSNorm.
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x)
     total = x.astype(wide)
     if residual is not None:
         total = total + residual.astype(wide)

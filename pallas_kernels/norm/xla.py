@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choose import not_interpretable
+from pallas_kernels.wide import widen
 
 
 def refusal(rows: tuple[int, int], interpreted: bool) -> str:  # noqa: ARG001
@@ -21,8 +22,8 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
     """
     total = x
     if residual is not None:
-        total = (_widen(x) + _widen(residual)).astype(residual.dtype)
-    normal = _widen(total)
+        total = (widen(x) + widen(residual)).astype(residual.dtype)
+    normal = widen(total)
     mean = None
     if centred:
         mean = normal.mean(-1)
@@ -37,9 +38,9 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
     else:
         variance = jnp.square(normal).mean(-1)
     rstd = jax.lax.rsqrt(variance + epsilon)
-    y = normal * rstd[:, None] * _widen(scale)
+    y = normal * rstd[:, None] * widen(scale)
     if bias is not None:
-        y = y + _widen(bias)
+        y = y + widen(bias)
     return y.astype(x.dtype), total, mean, rstd
 
 
@@ -49,12 +50,12 @@ def backward(total, scale, mean, rstd, dy, dtotal, name: str):  # noqa: ARG001
     `dtotal` is the gradient that reaches the returned sum directly, None without one; dsum is that
     of x and of the residual alike.
     """
-    dy = _widen(dy)
-    normal = _widen(total)
+    dy = widen(dy)
+    normal = widen(total)
     if mean is not None:
         normal = normal - mean[:, None]
     normal = normal * rstd[:, None]
-    dnormal = dy * _widen(scale)
+    dnormal = dy * widen(scale)
     # Less its parts along the normalised row and, for LayerNorm, along (1, ..., 1): moving x along
     # them does not change y.
     dsum = dnormal - normal * (dnormal * normal).mean(-1, keepdims=True)
@@ -62,9 +63,5 @@ def backward(total, scale, mean, rstd, dy, dtotal, name: str):  # noqa: ARG001
         dsum = dsum - dnormal.mean(-1, keepdims=True)
     dsum = dsum * rstd[:, None]
     if dtotal is not None:
-        dsum = dsum + _widen(dtotal)
+        dsum = dsum + widen(dtotal)
     return dsum, (dy * normal).sum(0), dy.sum(0)
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -51,3 +51,23 @@ def test_gradients_add_up_in_the_precision_of_accumulation(layout, accumulate, c
     gradients, sums = lowered("make_gradients", *LAYOUTS[layout], *asked).out_info
     assert {leaf.dtype for leaf in gradients.values()} == {jnp.dtype(accumulate)}
     assert {leaf.dtype for leaf in sums.values()} == {jnp.dtype("float32")}
+
+
+SHAPED = ("train.label_smoothing=0.1", "train.z_loss=1e-4")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("data.packing=documents", *SHAPED),
+        ("mesh.data=2", "train.zero=1", "train.remat=dots"),
+        ("mesh.fsdp=2", "mesh.tensor=2", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rope"),
+        ("mesh.pipeline=2", "mesh.context=2", "train.microbatch=2", "model.dropout=0.1"),
+    ],
+    ids=" ".join,
+)
+def test_no_value_is_promoted_to_another_dtype_unasked(settings):
+    """A float32 that meets a bfloat16 would widen all that follows, in silence and at twice the traffic."""
+    with jax.numpy_dtype_promotion("strict"):
+        lowered("make_gradients", *settings, "precision.compute=bfloat16")
+        lowered("make_losses", *settings, "precision.compute=bfloat16")
