@@ -103,7 +103,8 @@ LAYOUTS = (
         "a100-80",
         384,
         "pipeline=12 data=8 tensor=4",
-        "model.layers=70 model.embed=14336 model.heads=112 model.vocab=250880 train.global_batch=2048",
+        "model.layers=70 model.embed=14336 model.heads=112 model.vocab=250880 train.global_batch=2048 "
+        "pipeline.schedule=1f1b pipeline.chunks=1",
     ),
     Layout("gpt_530b", "a100-80", 2520, published=(54.08, "SC21, table 1")),
     Layout("gpt_1t", "a100-80", 3072, published=(102.63, "SC21, table 1")),
