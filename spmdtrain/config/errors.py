@@ -71,6 +71,12 @@ class StorageError(UserError):
     exit_code = 10
 
 
+class CorruptedError(UserError):
+    """A device holds other bits than the devices that hold copies of the same array."""
+
+    exit_code = 11
+
+
 DONE = 0
 # Not an error: the run was asked to stop, saved, and can be resumed.
 PREEMPTED = 3

@@ -554,6 +554,12 @@ class GuardConfig(Settings):
         description="the last good steps that sigmas counts from; half of them must be there; "
         "default: 128",
     )
+    replica_check: CountOrZero = Field(
+        default=0,
+        description="steps between comparisons of the copies of weights and optimizer state that "
+        "several devices hold, and before each save; one whose bits differ is named, and the run "
+        "ends with exit code 11; 0: never",
+    )
     most_skipped: Count = Field(
         default=10,
         description="steps skipped one after the other; at one more the run aborts (skip) or goes "

@@ -15,15 +15,19 @@ the index was spread over the word by an odd factor.
 """
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from spmdtrain.parallel.regions import manual_region
+from spmdtrain.parallel.specs import axes_of_dim
 
 Fingerprint = tuple[int, int]
 
@@ -44,11 +48,12 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
     """
     if not arrays:
         return {}
-    sharding = next(iter(arrays.values())).sharding
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    sums = np.asarray(_program(mesh)(dict(arrays)))
-    # jit sorts the names of a dict
-    return {name: (int(a), int(b)) for name, (a, b) in zip(sorted(arrays), sums, strict=True)}
+    names = sorted(arrays)
+    shardings = [arrays[name].sharding for name in names]
+    mesh = getattr(shardings[0], "mesh", None)
+    specs = tuple(getattr(sharding, "spec", P()) for sharding in shardings)
+    sums = np.asarray(_program(mesh, specs)([arrays[name] for name in names]))
+    return {name: (int(a), int(b)) for name, (a, b) in zip(names, sums, strict=True)}
 
 
 def fingerprint(x: np.ndarray) -> Fingerprint:
@@ -67,25 +72,57 @@ def fingerprint(x: np.ndarray) -> Fingerprint:
 
 
 @functools.cache
-def _program(mesh: Mesh | None):
-    """`arrays -> uint32 [arrays, 2]`, jitted; the result is whole on every device of `mesh`."""
+def _program(mesh: Mesh | None, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], jax.Array]:
+    """`arrays -> uint32 [arrays, 2]`, jitted; the result is whole on every device of `mesh`.
 
-    def sums(arrays: dict[str, jax.Array]) -> jax.Array:
-        return jnp.stack([_sums(arrays[name]) for name in sorted(arrays)])
+    Each device sums what it holds, and one sum over the mesh adds that of all arrays at once.
+    """
+    if mesh is None:
+        return jax.jit(lambda arrays: jnp.stack([local_sums(x) for x in arrays]))
 
-    everywhere = None if mesh is None else NamedSharding(mesh, P())
-    return jax.jit(sums, out_shardings=everywhere)
+    def local(arrays: list[jax.Array]) -> jax.Array:
+        rows = []
+        for x, spec in zip(arrays, specs, strict=True):
+            copies = replica_axes(mesh, spec)
+            is_first = all_zero([lax.axis_index(axis) for axis in copies])
+            rows.append(jnp.where(is_first, local_sums(x, mesh, spec), jnp.uint32(0)))
+        return lax.psum(jnp.stack(rows), mesh.axis_names)
+
+    return jax.jit(manual_region(local, mesh, mesh.axis_names, (list(specs),), P()))
 
 
-def _sums(x: jax.Array) -> jax.Array:
-    """The two sums of one array, uint32 [2]."""
+def all_zero(indices: Sequence[jax.Array]) -> jax.Array:
+    """Whether all of these are 0; true where there are none."""
+    return functools.reduce(jnp.logical_and, [index == 0 for index in indices], jnp.bool_(True))
+
+
+def replica_axes(mesh: Mesh, spec: P) -> tuple[str, ...]:
+    """The mesh axes along which devices hold copies of an array that rests as `spec` says."""
+    named = {axis for part in spec for axis in axes_of_dim(part)}
+    return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in named)
+
+
+def local_sums(x: jax.Array, mesh: Mesh | None = None, spec: P | None = None) -> jax.Array:
+    """The two sums over the elements of one array that this device holds, uint32 [2].
+
+    With `mesh` it is called in a region that is manual over all its axes, and x is the device's
+    part of an array that rests as `spec` says. Elements are mixed with their place in the whole.
+    """
     words = _words(x)
     index = jnp.uint32(0)
     stride = 1
+    split = spec or P()
+    parts = [*split, *[None] * (words.ndim - len(split))]
     for dim in reversed(range(words.ndim)):
         along = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        pieces = 1
+        if mesh is not None:
+            axes = axes_of_dim(parts[dim])
+            pieces = math.prod(mesh.shape[axis] for axis in axes)
+            if pieces > 1:
+                along += lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(words.shape[dim])
         index += along * jnp.uint32(stride % 2**32)
-        stride *= words.shape[dim]
+        stride *= words.shape[dim] * pieces
     mixed = [_mixed(words, index, *map(jnp.uint32, factors)) for factors in FACTORS]
     return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in mixed])
 

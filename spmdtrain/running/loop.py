@@ -44,6 +44,7 @@ from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figur
 from spmdtrain.running.model_code import check_model_code
 from spmdtrain.running.profile import profiled
 from spmdtrain.running.progress import Progress, quantity
+from spmdtrain.running.replicas import ReplicaCheck
 from spmdtrain.running.reporter import Hook, Reporter, check
 from spmdtrain.running.restore import newest
 from spmdtrain.running.resume import Found, newest_good, set_aside_damaged
@@ -51,6 +52,7 @@ from spmdtrain.running.rollback import go_back
 from spmdtrain.running.save_interval import SaveInterval
 from spmdtrain.running.saves import Saves
 from spmdtrain.running.sinks import MakeSink
+from spmdtrain.running.stragglers import Stragglers
 from spmdtrain.running.summary import Prediction
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.grad_pipeline import describe
@@ -333,7 +335,8 @@ def train(
     figures_of = make_figures(setup)
 
     def report(at: int, metrics: Any, ended: float | None) -> None:
-        metrics = jax.device_get(metrics)
+        with stragglers.waiting():
+            metrics = jax.device_get(metrics)
         figures = figures_of(metrics, clock.tick(ended))
         taken.append(figures["step_seconds"])
         reporter.step(at, **figures)
@@ -351,6 +354,7 @@ def train(
         pulse.tell(pulse.SAVE, at)
         start = time.perf_counter()
         guard.check_state(at, state)
+        replicas.before_save(at, state)
         saves.save(at, state)
         stopped = time.perf_counter() - start
         if interval.saved(at, stopped, taken):
@@ -359,6 +363,8 @@ def train(
 
     done = first
     guard = Guard(config.guard, saves, reporter)
+    replicas = ReplicaCheck(setup.mesh, config.guard.replica_check, reporter)
+    stragglers = Stragglers(setup.mesh, config.log.every, reporter)
     late = OneLate(report)
     interval = SaveInterval(config.checkpoint.every, first, setup.mesh.size)
     quiet = jax.process_index() > 0
@@ -369,19 +375,26 @@ def train(
             pulse.tell(pulse.STEP if done > first + 1 else pulse.FIRST_STEP, done + 1)
             batch = next(ahead)
             late.before_dispatch()
-            with profiled(reporter.directory, done + 1, config.log.profile) as traced:
+            profile = profiled(reporter.directory, done + 1, config.log.profile)
+            with stragglers.waiting(), profile as traced:
                 state, metrics = traced(step(state, batch))
             done += 1
             late.push(done, metrics)
+            with stragglers.waiting():
+                replicas.after_step(done, state)
+            stragglers.after_step(done)
             saves.announce()
             if is_due(config.eval.every, done, done == total):
                 late.flush()
-                clock.paused(lambda: evaluate_and_report(done, state))  # noqa: B023  runs at once
-            ending = "finished" if done == total else interrupt.agreed(reporter.stop_asked)
+                with stragglers.waiting():
+                    clock.paused(lambda: evaluate_and_report(done, state))  # noqa: B023  runs at once
+            with stragglers.waiting():
+                ending = "finished" if done == total else interrupt.agreed(reporter.stop_asked)
             if ending or interval.is_due(done):
                 late.flush()
                 if ending or guard.lets_save:
-                    clock.paused(lambda: save(done, state))  # noqa: B023
+                    with stragglers.waiting():
+                        clock.paused(lambda: save(done, state))  # noqa: B023
             if ending:
                 break
         pulse.tell(pulse.END, done)

@@ -10,11 +10,12 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,12 +24,14 @@ import jax
 import numpy as np
 from helpers import tiny
 
-from faults.damage import cut, flip_bit
-from spmdtrain.config import to_toml
+from faults.damage import cut, flip_bit, flip_copy
+from faults.two_processes import STEP
+from spmdtrain.config import CorruptedError, to_toml
 from spmdtrain.running import loop, restore
 from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.replicas import ReplicaCheck
 from spmdtrain.running.resume import newest_good
-from spmdtrain.train.setup import shard
+from spmdtrain.train.setup import init_state, shard
 
 Figures = dict[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -252,6 +255,80 @@ def fewer(folder: Path, times: int) -> Figures:
     }
 
 
+def flipped_copies(folder: Path, times: int) -> Figures:
+    """One bit of what one of 8 devices holds flips; the copies on the others tell which device."""
+    del folder
+    draw = random.Random(0)
+    setup = shard(tiny("mesh.data=4", "mesh.tensor=2", *SMALLEST[:1]), devices=jax.devices()[:8])
+    state = init_state(setup)
+    alarms = named = 0
+    for _ in range(times):
+        device = draw.choice(list(setup.mesh.devices.flat))
+        path = draw.choice(sorted(state.params))
+        broken = replace(state, params=state.params | {path: flip_copy(state.params[path], device, draw)})
+        alarms += told_of(setup.mesh, state) != []
+        named += told_of(setup.mesh, broken) == [device.id]
+    return {
+        "times": times,
+        "named": named,
+        "false_alarms": alarms,
+        "control": f"{alarms} named where nothing has flipped",
+        "passed": named == times and alarms == 0,
+    }
+
+
+def told_of(mesh: Any, state: Any) -> list[int]:
+    """The devices that the copies tell of."""
+    reporter = mock.Mock()
+    try:
+        ReplicaCheck(mesh, 1, reporter).before_save(0, state)
+    except CorruptedError:
+        return reporter.event.call_args.kwargs["devices"]
+    return []
+
+
+def two_processes(folder: Path, kind: str) -> tuple[list[int], list[dict], str]:
+    """Exit codes, events and what was said, of two processes of which one has a fault."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    program = [sys.executable, "-m", "faults.two_processes", kind, str(folder / kind), str(port)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    with (folder / f"{kind}.log").open("w") as log:
+        both = [
+            subprocess.Popen([*program, str(rank)], env=environment, stdout=log, stderr=log, cwd=folder)
+            for rank in range(2)
+        ]
+        codes = [process.wait(300) for process in both]
+    return codes, lines(folder / kind / "events.jsonl"), (folder / f"{kind}.log").read_text()
+
+
+def watched(folder: Path, times: int) -> Figures:
+    """Of two processes one is slow, or has a device whose bits flip: it is named."""
+    steps = []
+    right = 0
+    for number in range(times):
+        here = folder / str(number)
+        here.mkdir()
+        codes, events, _ = two_processes(here, "slow")
+        slow = [(event["process"], event["step"]) for event in events if event["event"] == "straggler"]
+        steps += [step - STEP for _, step in slow[:1]]
+        broken, events, said = two_processes(here, "flip")
+        flips = [event for event in events if event["event"] == "corrupted"]
+        right += codes == [0, 0] and [rank for rank, _ in slow] == [1]
+        right += set(broken) == {11} and len(flips) == 1 and len(flips[0]["devices"]) == 1 and "of process 1" in said
+    codes, events, _ = two_processes(folder, "none")
+    alarms = sum(event["event"] in ("straggler", "corrupted") for event in events)
+    return {
+        "times": times,
+        "named": f"{right} of {2 * times}",
+        "steps_until_the_slow_one_is_named": steps,
+        "false_alarms": alarms,
+        "control": f"{alarms} named where nothing is wrong",
+        "passed": right == 2 * times and alarms == 0 and codes == [0, 0],
+    }
+
+
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
@@ -265,6 +342,8 @@ CASES = [
     Case("bit flips", "What is read is what was saved, or the step before.", damaged(flip_bit), 12, 200),
     Case("cuts", "The same, where files are cut or missing.", damaged(cut), 6, 50),
     Case("SIGKILL", "No step that was acknowledged is lost; the losses stay the same.", sigkills, 1, 200),
+    Case("flipped copies", "A device that holds other bits than its copies is named.", flipped_copies, 12, 200),
+    Case("watched", "Of two processes, the slow one and the one with a broken device are named.", watched, 1, 10),
     Case("fewer", "Started again with fewer processes, the run takes another mesh and the same batches.", fewer, 1, 6),
     Case("soak", "Killed, stopped and aborted processes: the run goes on under `launch`.", soak, 1, 40),
 ]

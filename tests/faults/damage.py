@@ -1,8 +1,11 @@
-"""Ways to damage the files of a checkpoint."""
+"""Ways to damage the files of a checkpoint, and what one device holds."""
 
 import random
 import shutil
 from pathlib import Path
+
+import jax
+import numpy as np
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -38,3 +41,16 @@ def cut(folder: Path, draw: random.Random) -> str:
     with path.open("r+b") as file:
         file.truncate(size)
     return f"truncated {name} to {size} bytes"
+
+
+def flip_copy(x: jax.Array, device: jax.Device, draw: random.Random, low: bool = False) -> jax.Array:
+    """x with one bit changed where `device` holds it, and nowhere else; `low`: one that hardly counts."""
+    parts = []
+    for shard in x.addressable_shards:
+        part = np.array(shard.data)
+        if shard.device == device:
+            raw = part.reshape(-1).view(np.uint8)
+            step = part.dtype.itemsize if low else 1  # the lowest byte comes first
+            raw[draw.randrange(0, raw.size, step)] ^= 1 << draw.randrange(8)
+        parts.append(jax.device_put(part, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)

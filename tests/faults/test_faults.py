@@ -7,7 +7,7 @@ from faults.cases import CASES
 pytestmark = pytest.mark.long
 
 
-SLOW = {"soak", "fewer"}
+SLOW = {"soak", "fewer", "watched"}
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "data.validation_fraction": (0.0, 0.05, 0.1, 0.5),
     "data.read_ahead": (1, 2, 4),
     "guard.most_skipped": (1, 10),
+    "guard.replica_check": (0, 1, 2),
     "eval.every": (0, 0, 1, 2, 3),
     "eval.batches": (1, 2, 3),
     "mesh.pipeline": (1, 2, 4, 8),

@@ -72,3 +72,14 @@ def test_many_random_changes_are_missed_as_rarely_as_by_random_numbers():
         after = fingerprint(changed)
         missed += [before[sum_] % 1024 == after[sum_] % 1024 for sum_ in range(2)]
     assert np.all(missed < 3 * tries / 1024) and np.all(missed > 0)
+
+
+def test_all_arrays_cross_the_devices_in_one_sum():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Auto,) * 2)
+    specs = (P("x", "y"), P(None, ("y", "x")), P("y"), P())
+    arrays = [jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec)) for spec in specs]
+    text = module._program(mesh, specs).lower(arrays).compile().as_text()
+    sums = [line for line in text.splitlines() if "all-reduce(" in line or "all-reduce-start(" in line]
+    others = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    assert len(sums) == 1 and "u32[4,2]" in sums[0]
+    assert not any(kind in text for kind in others)
