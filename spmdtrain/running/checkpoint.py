@@ -42,6 +42,7 @@ from spmdtrain.running.relayout import (
     lay_out_anew,
     without_padding,
 )
+from spmdtrain.running.suspicion import check_chunks, check_files, check_names, check_sizes
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -303,6 +304,7 @@ class Checkpoints:
         """
 
         def read() -> tuple[Meta, Layout | None]:
+            check_files(Path(self._folder(step)))
             found = ocp.JsonCheckpointHandler().restore(self._folder(step) / "meta")
             meta = cast(Meta, found)  # a JSON object as json.loads makes it
             if meta["format"] not in (FORMAT, WITHOUT_FINGERPRINTS):
@@ -314,6 +316,7 @@ class Checkpoints:
                 raise ValueError("its meta is not as it was saved")
             if "leaves" not in meta:
                 raise KeyError("its meta names no leaves")
+            check_names(meta["leaves"])
             if "layout" in meta:
                 return meta, Layout(**meta["layout"])
             if not self._setup:
@@ -509,6 +512,7 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
 def _read_plain(folder: "epath.Path") -> dict[str, np.ndarray]:
     """Every leaf of an item that is a flat dict, whole, as a numpy array."""
     tree = _saved_tree(folder)
+    check_sizes(_leaves_of(tree), Path(folder))
     how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     asked = ocp.args.PyTreeRestore(tree, restore_args=how)
     return ocp.PyTreeCheckpointHandler().restore(folder, args=asked)
@@ -529,7 +533,16 @@ def _saved_tree(folder: "epath.Path") -> Any:
     """The structure of an item, with descriptions of its leaves."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder.name} is missing")
-    return ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    leaves = _leaves_of(tree)
+    check_names(leaves)
+    check_chunks(leaves)
+    return tree
+
+
+def _leaves_of(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by name."""
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _read_leaves(folder: "epath.Path", saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.running.checkpoint import newest_step
+from spmdtrain.running.suspicion import links_in
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
 
@@ -26,6 +27,7 @@ def open_directory(directory: Path, fresh: bool) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if jax.process_index() == 0:
             try:
+                refuse_links(directory)
                 if fresh and directory.exists():
                     _set_aside(directory)
                 directory.mkdir(parents=True, exist_ok=True)
@@ -36,6 +38,16 @@ def open_directory(directory: Path, fresh: bool) -> Iterator[None]:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("run directory")
         yield
+
+
+def refuse_links(directory: Path) -> None:
+    """CheckpointError where what a run writes into its directory would go elsewhere."""
+    for link in links_in(directory):
+        raise CheckpointError(
+            f"{link} is a link: a run writes into its own directory only",
+            found=f"it leads to {link.readlink()}",
+            fix=f"removing it, or another --run than {directory}",
+        )
 
 
 def _set_aside(directory: Path) -> None:

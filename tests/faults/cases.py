@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -25,8 +26,10 @@ import numpy as np
 from helpers import tiny
 
 from faults.damage import cut, flip_bit, flip_copy
+from faults.hostile import ATTACKS
+from faults.hostile import Case as Hostile
 from faults.two_processes import STEP
-from spmdtrain.config import CorruptedError, to_toml
+from spmdtrain.config import CheckpointError, CorruptedError, to_toml
 from spmdtrain.running import loop, restore
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.running.replicas import ReplicaCheck
@@ -329,6 +332,42 @@ def watched(folder: Path, times: int) -> Figures:
     }
 
 
+def attacks(folder: Path, times: int) -> Figures:
+    """A run directory from somebody else, attacked in each way: it is refused, and nothing outside it changes."""
+    settings = (*SMALLEST, "model.embed=16", "train.steps=1")
+    loop.run(tiny(*settings), folder / "saved", devices=jax.devices()[:1])
+    setup = shard(tiny(*settings), devices=jax.devices()[:1])
+    readers = (lambda run: restore.restore(run, setup), restore.weights)
+    refused = changed = 0
+    held = peak_memory()
+    for number in range(times):
+        case = Hostile(folder / str(number))
+        shutil.copytree(folder / "saved", case.run)
+        ATTACKS[number % len(ATTACKS)](case)
+        before = case.files()
+        for read in readers:
+            try:
+                read(case.run)
+            except CheckpointError:
+                refused += 1
+        changed += case.files() != before
+    grown = peak_memory() - held
+    honest = sum(len(jax.tree.leaves(read(folder / "saved"))) > 0 for read in readers)
+    return {
+        "times": times,
+        "refused": f"{refused} of {2 * times}",
+        "changed_outside": changed,
+        "MiB_more": round(grown),
+        "control": f"{honest} of 2 read where nobody has touched it",
+        "passed": refused == 2 * times and changed == 0 and grown < 256 and honest == 2,
+    }
+
+
+def peak_memory() -> float:
+    """MiB, the most that this process has held up to now."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
@@ -342,6 +381,7 @@ CASES = [
     Case("bit flips", "What is read is what was saved, or the step before.", damaged(flip_bit), 12, 200),
     Case("cuts", "The same, where files are cut or missing.", damaged(cut), 6, 50),
     Case("SIGKILL", "No step that was acknowledged is lost; the losses stay the same.", sigkills, 1, 200),
+    Case("hostile", "A run directory from somebody else is refused; nothing outside it is touched.", attacks, 10, 10),
     Case("flipped copies", "A device that holds other bits than its copies is named.", flipped_copies, 12, 200),
     Case("watched", "Of two processes, the slow one and the one with a broken device are named.", watched, 1, 10),
     Case("fewer", "Started again with fewer processes, the run takes another mesh and the same batches.", fewer, 1, 6),
