@@ -381,7 +381,7 @@ CASES = [
     Case("bit flips", "What is read is what was saved, or the step before.", damaged(flip_bit), 12, 200),
     Case("cuts", "The same, where files are cut or missing.", damaged(cut), 6, 50),
     Case("SIGKILL", "No step that was acknowledged is lost; the losses stay the same.", sigkills, 1, 200),
-    Case("hostile", "A run directory from somebody else is refused; nothing outside it is touched.", attacks, 10, 10),
+    Case("hostile", "A run directory from somebody else is refused; nothing outside it is touched.", attacks, 11, 11),
     Case("flipped copies", "A device that holds other bits than its copies is named.", flipped_copies, 12, 200),
     Case("watched", "Of two processes, the slow one and the one with a broken device are named.", watched, 1, 10),
     Case("fewer", "Started again with fewer processes, the run takes another mesh and the same batches.", fewer, 1, 6),

@@ -1,5 +1,6 @@
 """Run directories that somebody has made to lead out of themselves, to run code, or to fill the memory."""
 
+import base64
 import hashlib
 import json
 import pickle
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import tensorstore as ts
+
+from spmdtrain.running.fingerprint import fingerprint
 
 LEAF = "tokens.table_ve"  # [64, 16] in the tests' runs
 
@@ -48,26 +51,40 @@ class Case:
         return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{self.params}/"}).result()
 
 
-def named(case: Case, name: str) -> None:
+def named(case: Case, name: str, in_database: bool = False) -> None:
     """A leaf whose name is a path, which Orbax would join to the folder where no database is used."""
 
     def meta(found):
         found["leaves"][name] = [[64, 16], "float32"]
-        found["fingerprints"].pop(LEAF)
+        own = found["fingerprints"].pop(LEAF)
+        found["fingerprints"][name] = own if in_database else list(fingerprint(case.weights))
         found["leaves"].pop(LEAF)
 
     def tree(found):
         [key] = [key for key in found["tree_metadata"] if LEAF in key]
         leaf = found["tree_metadata"].pop(key)
         found["tree_metadata"] = {f"('{name}',)": leaf | {"key_metadata": [{"key": name, "key_type": 2}]}}
-        found["use_ocdbt"] = False
+        found["use_ocdbt"] = in_database
 
     case.change_meta(meta)
     case.change_tree(tree)
+    shardings = json.loads((case.params / "_sharding").read_text())
+    shardings[base64.b64encode(name.encode()).decode()] = shardings.pop(base64.b64encode(LEAF.encode()).decode())
+    (case.params / "_sharding").write_text(json.dumps(shardings))
 
 
 def parent_name(case: Case) -> None:
     named(case, "../../../../outside/x")
+
+
+def name_in_database(case: Case) -> None:
+    """One that is no path as long as nobody writes a file by it, as an export may."""
+    name = "../../outside/y"
+    database = case.database()
+    for key in database.list().result():
+        if key.startswith(LEAF.encode()):
+            database.write(name.encode() + key[len(LEAF) :], database.read(key).result().value).result()
+    named(case, name, in_database=True)
 
 
 def absolute_name(case: Case) -> None:
@@ -175,6 +192,6 @@ def own_handlers(case: Case) -> None:
     case.change_tree(change)
 
 
-NAMES = [parent_name, absolute_name]
+NAMES = [parent_name, absolute_name, name_in_database]
 LINKS = [linked_file, linked_step]
 ATTACKS = [*NAMES, *LINKS, claimed, claimed_some, claimed_chunks, other_base, pickled, own_handlers]
