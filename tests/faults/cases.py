@@ -22,7 +22,9 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from helpers import tiny
 
 from faults.damage import cut, flip_bit, flip_copy
@@ -258,6 +260,69 @@ def fewer(folder: Path, times: int) -> Figures:
     }
 
 
+def bad_steps(folder: Path, times: int) -> Figures:
+    """Batches at random steps, one or three in a row, make the gradient infinite, or a thousand times too large.
+
+    Under `rollback` a single one is skipped, and three send the run back; either way it ends as if they had never been.
+    """
+    batch, steps, poison = 4, 16, 63
+    settings = (*SMALLEST, f"train.global_batch={batch}", "model.embed=16", "checkpoint.every=2", "checkpoint.keep=3")
+    watch = ("guard.policy=rollback", "guard.most_skipped=2", "guard.window=8", "guard.sigmas=20")
+    draw = random.Random(0)
+    one = jax.devices()[:1]
+
+    def losses_of(factor: float) -> Callable[..., jax.Array]:
+        def spiking(logits: jax.Array, targets: jax.Array) -> jax.Array:
+            found = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+            return jnp.where(targets == poison, factor * found, found)
+
+        return spiking
+
+    def samples(bad: range, left_out: range) -> Callable[[int, int], np.ndarray]:
+        """`bad`: steps with a poisoned sample; `left_out`: samples that are not there at all."""
+
+        def tokens(_: int, index: int) -> np.ndarray:
+            index += len(left_out) if index >= left_out.start else 0
+            ids = np.random.default_rng(index).integers(0, poison, 17, np.int32)
+            if index // batch + 1 in bad and index % batch == 1:
+                ids[3] = poison
+            return ids
+
+        return tokens
+
+    def train(name: str, data: Any, factor: float, count: int, *more: str) -> dict[int, float]:
+        config = tiny(*settings, *more, f"train.steps={count}")
+        loop.run(config, folder / name, devices=one, data=data, loss=losses_of(factor))
+        return losses(folder / name)
+
+    noticed = same = 0
+    for number in range(times):
+        first, length = draw.randrange(7, 12), 1 + 2 * (number % 2)
+        factor = (1e30, 1000.0)[number // 2 % 2]  # the square of the first is infinite
+        bad = range(first, first + length)
+        got = train(f"{number}", samples(bad, range(0)), factor, steps, *watch)
+        found = lines(folder / f"{number}" / "events.jsonl")
+        kinds = [(line["event"], line["step"]) for line in found if line["event"] in ("skipped", "rolled_back")]
+        back = [line for line in found if line["event"] == "rolled_back"]
+        noticed += kinds == [("skipped", step) for step in bad[:2]] + [("rolled_back", bad[-1])] * (length == 3)
+        if back:
+            start, last = back[0]["samples"]
+            want = train(f"{number}.clean", samples(range(0), range(start, last + 1)), factor, steps, *watch)
+            same += got == want
+        else:
+            alone = train(f"{number}.alone", samples(bad, range(0)), factor, steps, *watch, "guard.policy=skip")
+            same += got == alone
+    unguarded = train("unguarded", samples(range(8, 9), range(0)), 1000.0, steps)
+    hidden = unguarded[8] > 10 * unguarded[7]
+    return {
+        "times": times,
+        "noticed": noticed,
+        "as_if_they_had_never_been": same,
+        "control": f"without the guard the loss of a bad step is {unguarded[8]:.0f}, and the run trains on it",
+        "passed": noticed == same == times and hidden,
+    }
+
+
 def flipped_copies(folder: Path, times: int) -> Figures:
     """One bit of what one of 8 devices holds flips; the copies on the others tell which device."""
     del folder
@@ -381,6 +446,7 @@ CASES = [
     Case("bit flips", "What is read is what was saved, or the step before.", damaged(flip_bit), 12, 200),
     Case("cuts", "The same, where files are cut or missing.", damaged(cut), 6, 50),
     Case("SIGKILL", "No step that was acknowledged is lost; the losses stay the same.", sigkills, 1, 200),
+    Case("bad steps", "A spike is skipped, and from several the run goes back, to the last bit.", bad_steps, 2, 24),
     Case("hostile", "A run directory from somebody else is refused; nothing outside it is touched.", attacks, 11, 11),
     Case("flipped copies", "A device that holds other bits than its copies is named.", flipped_copies, 12, 200),
     Case("watched", "Of two processes, the slow one and the one with a broken device are named.", watched, 1, 10),

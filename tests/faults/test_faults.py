@@ -1,4 +1,4 @@
-"""The battery on a small scale: the same cases, a few times each. Two processes at once run with `-m slow` only."""
+"""The battery on a small scale: the same cases, a few times each. What takes long runs with `-m slow` only."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from faults.cases import CASES
 pytestmark = pytest.mark.long
 
 
-SLOW = {"soak", "fewer", "watched"}
+SLOW = {"soak", "fewer", "watched", "bad steps"}
 
 
 @pytest.mark.parametrize(
