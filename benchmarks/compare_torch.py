@@ -1,15 +1,17 @@
-"""Our training step against the same model in plain PyTorch, on one GPU: tokens/s and MFU in bfloat16.
+"""Our training step against the same model in plain PyTorch, on one GPU: tokens/s and MFU in
+bfloat16.
 
-    make bench-torch, or
-    python benchmarks/compare_torch.py [--shapes gpt2_124m llama_1b] [--rounds N] [--steps N] [--json FILE] [--dry]
+    make bench-torch, or python benchmarks/compare_torch.py [--shapes gpt2_124m llama_1b] [--rounds
+    N] [--steps N] [--json FILE] [--dry]
 
-Ours is the framework's own compiled step on its own batches. Theirs (torch_model.py) starts from the same values and
-takes the same batches: torch.compile, flash attention through SDPA, autocast to bfloat16 over float32 weights, fused
-AdamW, the same clipping. Each round is a process of its own, which compiles, warms up and takes `steps` steps; ours and
-theirs take turns. Figures are medians over rounds of the mean step time. The first losses of both must agree.
+Ours is the framework's own compiled step on its own batches. Theirs (torch_model.py) starts from
+the same values and takes the same batches: torch.compile, flash attention through SDPA, autocast to
+bfloat16 over float32 weights, fused AdamW, the same clipping. Each round is a process of its own,
+which compiles, warms up and takes `steps` steps; ours and theirs take turns. Figures are medians
+over rounds of the mean step time. The first losses of both must agree.
 
-Without torch (which is no dependency: install it beside) only ours is timed. `--dry`: tiny shapes on the CPU, in
-float32, without torch.compile, to see that it runs and that the models are the same.
+Without torch (which is no dependency: install it beside) only ours is timed. `--dry`: tiny shapes
+on the CPU, in float32, without torch.compile, to see that it runs and that the models are the same.
 """
 
 import argparse
@@ -43,12 +45,13 @@ GPT2 = Path(__file__).parents[1] / "configs" / "gpt2_124m.toml"
 ALONE = ["data.corpus=synthetic", "data.path=none", "data.validation_fraction=0.0", "eval.every=0",
          "optimizer.schedule=constant", "optimizer.warmup=0", "mesh.data=1"]  # fmt: skip
 DRY = {
-    "gpt2_124m": ["model.layers=2", "model.embed=32", "model.heads=2", "model.vocab=256", "train.sequence_length=32"],
-    "llama_1b": ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.head_dim=8",
-                 "model.ffn=64", "model.vocab=256", "train.sequence_length=32"],
+    "gpt2_124m": ["model.layers=2", "model.embed=32", "model.heads=2", "model.vocab=256",
+                  "train.sequence_length=32"],
+    "llama_1b": ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2",
+                 "model.head_dim=8", "model.ffn=64", "model.vocab=256", "train.sequence_length=32"],
 }  # fmt: skip
-# Relative, by `dry`, of the first loss and of those after it: bfloat16 rounds at other places, and Adam makes a whole
-# step of a gradient that is 0 but for rounding, as a key bias has.
+# Relative, by `dry`, of the first loss and of those after it: bfloat16 rounds at other places, and
+# Adam makes a whole step of a gradient that is 0 but for rounding, as a key bias has.
 LOSS_TOLERANCE = {False: (2e-3, 5e-3), True: (1e-5, 1e-3)}
 DRY_SCALE = 8.0  # of the first values
 FIRST = 3  # of how many steps the losses are compared
@@ -58,8 +61,8 @@ def llama_1b() -> RunConfig:
     """Llama 3.2 1B: 1.24 G parameters."""
     return RunConfig(
         model=Llama(
-            layers=16, embed=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=128256, rope_theta=500_000.0,
-            tied=True,
+            layers=16, embed=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=128256,
+            rope_theta=500_000.0, tied=True,
         ),
         train=TrainConfig(global_batch=8, sequence_length=2048),
         optimizer=AdamW(learning_rate=3e-4, weight_decay=0.1),
@@ -77,7 +80,7 @@ def configuration(shape: str, dry: bool) -> RunConfig:
     return from_resolved(resolved(llama_1b()), [*ALONE, *sizes])
 
 
-# --- one process of one round ---------------------------------------------------------------------------------------
+# --- one process of one round ---------------------------------------------------------------------
 
 
 def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -97,8 +100,12 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
     config, data = loop.open_data(config)
     setup = shard(config, devices=[device])
     state = init_state(setup)
-    if chosen.dry:  # such small matrices do hardly anything: what they compute would not show in the loss
-        state = replace(state, params={name: x * (DRY_SCALE if x.ndim > 1 else 1) for name, x in state.params.items()})
+    # Such small matrices do hardly anything: what they compute would not show in the loss.
+    if chosen.dry:
+        state = replace(
+            state,
+            params={name: x * (DRY_SCALE if x.ndim > 1 else 1) for name, x in state.params.items()},
+        )
     with loop.batches(setup, data, 0, 0) as ahead:
         batches = [next(ahead) for _ in range(FIRST)]
     if not chosen.start.exists():
@@ -139,7 +146,10 @@ def theirs(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
     device = "cpu" if chosen.dry else "cuda"
     given = dict(np.load(chosen.start))
     pairs = [
-        [torch.from_numpy(given.pop(f"batch{i}.{name}")).long().to(device) for name in ("tokens", "targets")]
+        [
+            torch.from_numpy(given.pop(f"batch{i}.{name}")).long().to(device)
+            for name in ("tokens", "targets")
+        ]
         for i in range(FIRST)
     ]
     model = Transformer(config.model, config.train.sequence_length)
@@ -192,7 +202,7 @@ def theirs(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# --- all of them ----------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 def child(who: str, shape: str, start: Path, arguments: list[str]) -> dict[str, Any]:
@@ -204,14 +214,19 @@ def child(who: str, shape: str, start: Path, arguments: list[str]) -> dict[str, 
 
 
 def compare(shape: str, rounds: int, contenders: list[str], arguments: list[str]) -> dict[str, Any]:
-    """Per contender its rounds and their median; ratios of theirs to ours, above 1 where ours is faster."""
+    """Per contender its rounds and their median; ratios of theirs to ours, above 1 where ours is
+    faster.
+    """
     seen: dict[str, list[dict[str, Any]]] = {who: [] for who in contenders}
     with tempfile.TemporaryDirectory() as directory:
         for _ in range(rounds):
             for who in contenders:
                 seen[who].append(child(who, shape, Path(directory) / "start.npz", arguments))
     first = seen["ours"][0]
-    result = {"shape": shape, **{name: first[name] for name in ("device", "parameters", "tokens", "flops_per_token")}}
+    result = {
+        "shape": shape,
+        **{name: first[name] for name in ("device", "parameters", "tokens", "flops_per_token")},
+    }
     for who, found in seen.items():
         seconds = statistics.median(each["seconds"] for each in found)
         rate = first["tokens"] / seconds
@@ -230,7 +245,9 @@ def compare(shape: str, rounds: int, contenders: list[str], arguments: list[str]
 
 
 def assert_same_model(found: dict[str, Any], wanted: dict[str, Any], dry: bool) -> None:
-    assert found["parameters"] == wanted["parameters"], f"{found['parameters']} parameters, not {wanted['parameters']}"
+    assert found["parameters"] == wanted["parameters"], (
+        f"{found['parameters']} parameters, not {wanted['parameters']}"
+    )
     first, later = LOSS_TOLERANCE[dry]
     for i, two in enumerate(zip(found["losses"], wanted["losses"], strict=True)):
         near = math.isclose(*two, rel_tol=later if i else first)
@@ -250,24 +267,38 @@ def line(result: dict[str, Any], who: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=list(DRY), choices=DRY)
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="timed in each (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before that (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="processes of each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="timed in each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=5, help="steps before that (default: %(default)s)"
+    )
     parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU, one round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="writes the figures there as well"
+    )
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.dry:
         chosen.rounds, chosen.steps, chosen.warmup = 1, 2, 1
     if chosen.child:
         who, shape, chosen.start = *chosen.child[:2], Path(chosen.child[2])
-        print(json.dumps({"ours": ours, "theirs": theirs}[who](configuration(shape, chosen.dry), chosen)))
+        print(
+            json.dumps(
+                {"ours": ours, "theirs": theirs}[who](configuration(shape, chosen.dry), chosen)
+            )
+        )
         return
     contenders = ["ours", "theirs"]
     if importlib.util.find_spec("torch") is None:
         print("torch is not installed: ours only")
         contenders = ["ours"]
-    arguments = ["--steps", str(chosen.steps), "--warmup", str(chosen.warmup)] + ["--dry"] * chosen.dry
+    arguments = ["--steps", str(chosen.steps), "--warmup", str(chosen.warmup)] + [
+        "--dry"
+    ] * chosen.dry
     results = []
     for shape in chosen.shapes:
         results.append(compare(shape, chosen.rounds, contenders, arguments))

@@ -3,10 +3,11 @@
     python benchmarks/fleet.py [--only TEXT] [--page FILE]
 
 Each layout is a process of its own (`spmdtrain estimate CONFIG --compile --json`), because XLA ends
-the process where it cannot compile: that is a row of the table then. What a process found is kept in
-runs/fleet/NAME.json; the page is made of all that lie there, so `--only` compiles some again.
+the process where it cannot compile: that is a row of the table then. What a process found is kept
+in runs/fleet/NAME.json; the page is made of all that lie there, so `--only` compiles some again.
 
-Needs what `make cuda-compiler` installs, jax 0.11 or later. One to two minutes a layout on two cores.
+Needs what `make cuda-compiler` installs, jax 0.11 or later. One to two minutes a layout on two
+cores.
 """
 
 import argparse
@@ -29,7 +30,9 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Layout:
-    """One config on one cluster. `mesh`: axes of more than one device; empty: as the config says."""
+    """One config on one cluster. `mesh`: axes of more than one device; empty: as the config
+    says.
+    """
 
     config: str
     hardware: str
@@ -60,7 +63,13 @@ LAYOUTS = (
     Layout("gpt2_124m", "h100", 8),
     Layout("llama3_8b", "h100", 8, "tensor=8"),
     Layout("llama3_8b", "h100", 16, "fsdp=4 context=4"),
-    Layout("llama3_8b", "h100", 16, "pipeline=4 fsdp=4", "pipeline.schedule=interleaved pipeline.chunks=4"),
+    Layout(
+        "llama3_8b",
+        "h100",
+        16,
+        "pipeline=4 fsdp=4",
+        "pipeline.schedule=interleaved pipeline.chunks=4",
+    ),
     Layout(
         "llama3_8b",
         "h100",
@@ -103,8 +112,8 @@ LAYOUTS = (
         "a100-80",
         384,
         "pipeline=12 data=8 tensor=4",
-        "model.layers=70 model.embed=14336 model.heads=112 model.vocab=250880 train.global_batch=2048 "
-        "pipeline.schedule=1f1b pipeline.chunks=1",
+        "model.layers=70 model.embed=14336 model.heads=112 model.vocab=250880 "
+        "train.global_batch=2048 pipeline.schedule=1f1b pipeline.chunks=1",
     ),
     Layout("gpt_530b", "a100-80", 2520, published=(54.08, "SC21, table 1")),
     Layout("gpt_1t", "a100-80", 3072, published=(102.63, "SC21, table 1")),
@@ -137,7 +146,9 @@ def compile_layout(layout: Layout) -> dict[str, Any]:
 def _reason(errors: str) -> str:
     """The line that says most: of an error of XLA's compiler, or of ours, else the last one."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"error: |^spmdtrain: |Check failed|Error: ", line)]
+    telling = [
+        line for line in lines if re.search(r"error: |^spmdtrain: |Check failed|Error: ", line)
+    ]
     return (telling or lines or ["ended without a word"])[0][:200]
 
 
@@ -148,14 +159,29 @@ def kept_file(layout: Layout) -> Path:
 # The page
 
 
+ABOUT = """\
+Each row is the whole training step, compiled by XLA for GPUs that are not there. Nothing
+ran: seconds of a step are predicted. Written by
+"""
+COLUMNS = """\
+*Memory*: of the fullest device. *Hidden*: share of the bytes that a device sends with a
+matmul or a loop of layers between start and end. *Step*: predicted, and as published
+where the same work was.
+"""
+BYTES = """\
+GB of each collective's output on one device in one step, `in loops + outside`. *Sent* is
+what a ring sends for them all, *needed* what theory asks of the layout
+(`spmdtrain/planner/traffic.py`).
+"""
+
+
 def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
     """docs/fleet.md"""
     return "\n".join(
         [
             "# The fleet: flagship layouts at real size",
             "",
-            "Each row is the whole training step, compiled by XLA for GPUs that are not there. Nothing",
-            "ran: seconds of a step are predicted. Written by",
+            *ABOUT.splitlines(),
             "",
             "    make fleet",
             "",
@@ -163,15 +189,11 @@ def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
             "",
             *_overview(found),
             "",
-            "*Memory*: of the fullest device. *Hidden*: share of the bytes that a device sends with a",
-            "matmul or a loop of layers between start and end. *Step*: predicted, and as published",
-            "where the same work was.",
+            *COLUMNS.splitlines(),
             "",
             "## Bytes",
             "",
-            "GB of each collective's output on one device in one step, `in loops + outside`. *Sent* is",
-            "what a ring sends for them all, *needed* what theory asks of the layout",
-            "(`spmdtrain/planner/traffic.py`).",
+            *BYTES.splitlines(),
             "",
             *_traffic(found),
             "",
@@ -184,12 +206,24 @@ def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
 
 
 def _overview(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
-    columns = ("layout", "compiles", "s", "XLA GB", "formula GB", "XLA / formula", "hidden", "step s", "published s")
+    columns = (
+        "layout",
+        "compiles",
+        "s",
+        "XLA GB",
+        "formula GB",
+        "XLA / formula",
+        "hidden",
+        "step s",
+        "published s",
+    )
     lines = _heading(columns)
     for layout, result in found:
         title = _title(layout)
         if "refused" in result:
-            lines.append(f"| {title} | **no**: {result['refused']} | {result['seconds']:.0f} | | | | | | |")
+            lines.append(
+                f"| {title} | **no**: {result['refused']} | {result['seconds']:.0f} | | | | | | |"
+            )
             continue
         xla = _xla_bytes(result) / GIGA
         ours = result["memory_bytes_per_device"]["total"] / GIGA
@@ -237,7 +271,9 @@ def _traffic(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
 def _split(listed: list[dict[str, Any]], kind: str) -> str:
     """`in loops + outside`, in GB."""
     inside = sum(each["bytes"] for each in listed if each["kind"] == kind and each["inside_loop"])
-    outside = sum(each["bytes"] for each in listed if each["kind"] == kind and not each["inside_loop"])
+    outside = sum(
+        each["bytes"] for each in listed if each["kind"] == kind and not each["inside_loop"]
+    )
     if inside + outside < 1e-3 * GIGA:
         return ""
     return f"{inside / GIGA:.4g} + {outside / GIGA:.4g}"
@@ -245,7 +281,9 @@ def _split(listed: list[dict[str, Any]], kind: str) -> str:
 
 def _sources(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
     return [
-        f"- {_title(layout)}: {layout.published[0]} s. {layout.published[1]}" for layout, _ in found if layout.published
+        f"- {_title(layout)}: {layout.published[0]} s. {layout.published[1]}"
+        for layout, _ in found
+        if layout.published
     ]
 
 
@@ -266,8 +304,12 @@ def _xla_bytes(result: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="compiles the layouts whose name holds this")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="compiles the layouts whose name holds this"
+    )
     parser.add_argument("--page", default=str(ROOT / "docs" / "fleet.md"), metavar="FILE")
     chosen = parser.parse_args()
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -275,8 +317,15 @@ def main() -> None:
         if chosen.only in layout.name:
             result = compile_layout(layout)
             kept_file(layout).write_text(json.dumps(result, indent=1))
-            print(f"{layout.name}: {result.get('refused', 'compiled')}, {result['seconds']:.0f} s", flush=True)
-    found = [(layout, json.loads(kept_file(layout).read_text())) for layout in LAYOUTS if kept_file(layout).exists()]
+            print(
+                f"{layout.name}: {result.get('refused', 'compiled')}, {result['seconds']:.0f} s",
+                flush=True,
+            )
+    found = [
+        (layout, json.loads(kept_file(layout).read_text()))
+        for layout in LAYOUTS
+        if kept_file(layout).exists()
+    ]
     Path(chosen.page).parent.mkdir(parents=True, exist_ok=True)
     Path(chosen.page).write_text(page(found), encoding="utf-8")
     print(f"{chosen.page}: {len(found)} of {len(LAYOUTS)} layouts")

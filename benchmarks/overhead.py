@@ -1,18 +1,23 @@
-"""What the framework costs: the step time of the training loop against a jitted step written by hand.
+"""What the framework costs: the step time of the training loop against a jitted step written by
+hand.
 
-Both train the same GPT from the same values on the same batches, on one CPU device, in turns: a *round* of some steps
-of the loop, then one of each other *contender*, and again. The loop is `loop.train` as users get it (batches made ahead
-in a thread, metrics one step late, metrics.jsonl, progress lines, signal handlers); the other rounds run where it would
-evaluate, and the clock here is not the loop's own. Checkpoints are left out: one is written, after the last round.
+Both train the same GPT from the same values on the same batches, on one CPU device, in turns: a
+*round* of some steps of the loop, then one of each other *contender*, and again. The loop is
+`loop.train` as users get it (batches made ahead in a thread, metrics one step late, metrics.jsonl,
+progress lines, signal handlers); the other rounds run where it would evaluate, and the clock here
+is not the loop's own. Checkpoints are left out: one is written, after the last round.
 
-`step` is the loop's compiled step in a bare `for`: step against bare is what XLA makes of the model, loop against step
-is what the loop adds. Losses must agree at every step, or the figures would compare different models.
+`step` is the loop's compiled step in a bare `for`: step against bare is what XLA makes of the
+model, loop against step is what the loop adds. Losses must agree at every step, or the figures
+would compare different models.
 
-Beside the time on the wall stands the time on the processor, all threads together: other programs hardly move it. And
-page faults: left alone, glibc hands the workspace of a step (75 MB) back to the kernel and takes it anew each step,
-or does not, as luck has it. That is worth more than what is measured here, so `make` tells it to keep what it has.
+Beside the time on the wall stands the time on the processor, all threads together: other programs
+hardly move it. And page faults: left alone, glibc hands the workspace of a step (75 MB) back to the
+kernel and takes it anew each step, or does not, as luck has it. That is worth more than what is
+measured here, so `make` tells it to keep what it has.
 
-    make bench-overhead, or python benchmarks/overhead.py [--rounds N] [--steps N] [--set model.embed=256] [--json FILE]
+    make bench-overhead, or python benchmarks/overhead.py [--rounds N] [--steps N] [--set
+    model.embed=256] [--json FILE]
 """
 
 import argparse
@@ -59,18 +64,27 @@ BARE = ("bare, unrolled", "bare, scanned")
 STEP, LOOP = "step", "loop"
 
 
-# --- the step by hand -----------------------------------------------------------------------------------------------
+# --- the step by hand -----------------------------------------------------------------------------
 
 
 def bare_parameters(given: dict[str, jax.Array], scanned: bool) -> dict[str, Any]:
-    """The framework's initial values in the shapes that one would choose by hand; layers stacked, or a list."""
-    block = {name.removeprefix("blocks.layer."): x for name, x in given.items() if name.startswith("blocks.layer.")}
+    """The framework's initial values in the shapes that one would choose by hand; layers stacked,
+    or a list.
+    """
+    block = {
+        name.removeprefix("blocks.layer."): x
+        for name, x in given.items()
+        if name.startswith("blocks.layer.")
+    }
     layers, embed, heads, three, dim = block["attention.qkv_eknd"].shape
     stack = {
         "attention_scale": block["attention_norm.scale_e"],
         "attention_bias": block["attention_norm.bias_e"],
         "qkv": block["attention.qkv_eknd"].swapaxes(2, 3).reshape(layers, embed, -1),
-        "qkv_bias": block["attention.qkv_bias"].reshape(layers, heads, three, dim).swapaxes(1, 2).reshape(layers, -1),
+        "qkv_bias": block["attention.qkv_bias"]
+        .reshape(layers, heads, three, dim)
+        .swapaxes(1, 2)
+        .reshape(layers, -1),
         "out": block["attention.out_kgde"].reshape(layers, -1, embed),
         "out_bias": block["attention.out_bias"],
         "mlp_scale": block["mlp_norm.scale_e"],
@@ -83,13 +97,16 @@ def bare_parameters(given: dict[str, jax.Array], scanned: bool) -> dict[str, Any
     return {
         "tokens": given["tokens.table_ve"],
         "positions": given["positions_te"],
-        "layers": stack if scanned else [{name: x[i] for name, x in stack.items()} for i in range(layers)],
+        "layers": stack
+        if scanned
+        else [{name: x[i] for name, x in stack.items()} for i in range(layers)],
         "final_scale": given["norm.scale_e"],
         "final_bias": given["norm.bias_e"],
     }
 
 
-# As good as by hand gets: one array of this width kept for backward instead of six makes the scanned step 7 % faster.
+# As good as by hand gets: one array of this width kept for backward instead of six makes the
+# scanned step 7 % faster.
 gelu = partial(jax.checkpoint, prevent_cse=False)(jax.nn.gelu)
 
 
@@ -101,7 +118,9 @@ def layernorm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
 def bare_layer(x: jax.Array, p: dict[str, jax.Array], heads: int) -> jax.Array:
     batch, time_, embed = x.shape
     h = layernorm(x, p["attention_scale"], p["attention_bias"])
-    q, k, v = jnp.moveaxis((h @ p["qkv"] + p["qkv_bias"]).reshape(batch, time_, 3, heads, embed // heads), 2, 0)
+    q, k, v = jnp.moveaxis(
+        (h @ p["qkv"] + p["qkv_bias"]).reshape(batch, time_, 3, heads, embed // heads), 2, 0
+    )
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (embed // heads) ** -0.5
     scores = jnp.where(jnp.tril(jnp.ones((time_, time_), bool)), scores, -jnp.inf)
     h = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
@@ -110,7 +129,9 @@ def bare_layer(x: jax.Array, p: dict[str, jax.Array], heads: int) -> jax.Array:
     return x + gelu(h @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
 
 
-def bare_loss(params: dict[str, Any], tokens: jax.Array, targets: jax.Array, heads: int) -> jax.Array:
+def bare_loss(
+    params: dict[str, Any], tokens: jax.Array, targets: jax.Array, heads: int
+) -> jax.Array:
     x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
     if isinstance(params["layers"], list):
         for p in params["layers"]:
@@ -121,15 +142,24 @@ def bare_loss(params: dict[str, Any], tokens: jax.Array, targets: jax.Array, hea
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def bare_step(config: RunConfig, given: dict[str, jax.Array], scanned: bool) -> tuple[Callable, Any]:
+def bare_step(
+    config: RunConfig, given: dict[str, jax.Array], scanned: bool
+) -> tuple[Callable, Any]:
     """`step(state, (tokens, targets)) -> (state, loss)` and its first state."""
     asked = config.optimizer
 
     def matrices(params):
-        return jax.tree.map_with_path(lambda path, _: not path[-1].key.endswith(("scale", "bias")), params)
+        return jax.tree.map_with_path(
+            lambda path, _: not path[-1].key.endswith(("scale", "bias")), params
+        )
 
     adamw = optax.adamw(
-        asked.learning_rate, asked.beta1, asked.beta2, asked.epsilon, weight_decay=asked.weight_decay, mask=matrices
+        asked.learning_rate,
+        asked.beta1,
+        asked.beta2,
+        asked.epsilon,
+        weight_decay=asked.weight_decay,
+        mask=matrices,
     )
     transformation = optax.chain(optax.clip_by_global_norm(config.train.clip), adamw)
 
@@ -142,12 +172,13 @@ def bare_step(config: RunConfig, given: dict[str, jax.Array], scanned: bool) -> 
     @jax.jit
     def start(given):
         params = bare_parameters(given, scanned)
-        return jax.tree.map(jnp.copy, (params, transformation.init(params)))  # the loop donates what it was given
+        # The loop donates what it was given.
+        return jax.tree.map(jnp.copy, (params, transformation.init(params)))
 
     return jax.jit(step, donate_argnums=0), start(given)
 
 
-# --- rounds ---------------------------------------------------------------------------------------------------------
+# --- rounds ---------------------------------------------------------------------------------------
 
 
 class Spent(NamedTuple):
@@ -164,13 +195,23 @@ class Spent(NamedTuple):
 
     def per_step(self, steps: int) -> "Spent":
         """What was spent on `steps` steps since this was taken."""
-        return Spent(*((now - then) / steps for now, then in zip(Spent.so_far(), self, strict=True)))
+        return Spent(
+            *((now - then) / steps for now, then in zip(Spent.so_far(), self, strict=True))
+        )
 
 
 class Contender:
-    """A step in a bare `for`, its state, and what was seen of it: each round, and the loss of each step."""
+    """A step in a bare `for`, its state, and what was seen of it: each round, and the loss of each
+    step.
+    """
 
-    def __init__(self, step: Callable, state: Any, batches: Sequence[Any], loss: Callable[[Any], Any] = lambda x: x):
+    def __init__(
+        self,
+        step: Callable,
+        state: Any,
+        batches: Sequence[Any],
+        loss: Callable[[Any], Any] = lambda x: x,
+    ):
         self._step, self._state, self._batches, self._loss = step, state, batches, loss
         self.rounds: list[Spent] = []
         self.losses: list[float] = []
@@ -189,7 +230,9 @@ class Contender:
 
 
 class Turns:
-    """Given to the loop as its `evaluate`: ends its round, lets every contender have one, and starts its next."""
+    """Given to the loop as its `evaluate`: ends its round, lets every contender have one, and
+    starts its next.
+    """
 
     def __init__(self, contenders: dict[str, Contender], steps: int):
         self._contenders, self._steps = contenders, steps
@@ -208,7 +251,9 @@ class Turns:
 
 
 def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
-    """Rounds {contender: [Spent]} and losses {contender: [one per step]}. One more round, not among them, warms up."""
+    """Rounds {contender: [Spent]} and losses {contender: [one per step]}. One more round, not among
+    them, warms up.
+    """
     train = config.train.model_copy(update={"steps": (rounds + 1) * steps})
     config = config.model_copy(update={"train": train, "eval": EvalConfig(every=steps)})
     config, data = loop.open_data(config)
@@ -221,9 +266,10 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     state = init_state(setup)
     step, _ = loop.compile_step(setup, loop.lower_step(setup))
     alone = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
-    contenders = {name: Contender(*bare_step(setup.config, state.params, name == BARE[1]), pairs) for name in BARE} | {
-        STEP: Contender(step, alone, batches, lambda metrics: metrics["loss"])
-    }
+    contenders = {
+        name: Contender(*bare_step(setup.config, state.params, name == BARE[1]), pairs)
+        for name in BARE
+    } | {STEP: Contender(step, alone, batches, lambda metrics: metrics["loss"])}
 
     checkpoints = Checkpoints(directory, setup, config.checkpoint.keep)
     with (
@@ -235,32 +281,51 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
         Interrupt(setup.mesh) as interrupt,
     ):
         turns = Turns(contenders, steps)
-        saves = loop.Saves(setup, loop.identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0)
+        saves = loop.Saves(
+            setup, loop.identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0
+        )
         loop.train(setup, state, step, turns, ahead, saves, reporter, interrupt)
 
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    seen = {name: contender.rounds[1:] for name, contender in contenders.items()} | {LOOP: turns.rounds[1:]}
+    seen = {name: contender.rounds[1:] for name, contender in contenders.items()} | {
+        LOOP: turns.rounds[1:]
+    }
     losses = {name: contender.losses for name, contender in contenders.items()}
-    return {"rounds": seen, "losses": losses | {LOOP: [line["loss"] for line in lines if "loss" in line]}}
+    return {
+        "rounds": seen,
+        "losses": losses | {LOOP: [line["loss"] for line in lines if "loss" in line]},
+    }
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def largest_loss_difference(losses: dict[str, list[float]]) -> float:
     """Relative to the loop's, over all contenders and steps."""
     return max(
-        abs(other - ours) / abs(ours) for name in losses for ours, other in zip(losses[LOOP], losses[name], strict=True)
+        abs(other - ours) / abs(ours)
+        for name in losses
+        for ours, other in zip(losses[LOOP], losses[name], strict=True)
     )
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return {"fastest": min(values), "low": low, "median": middle, "high": high, "slowest": max(values)}
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    )
+    return {
+        "fastest": min(values),
+        "low": low,
+        "median": middle,
+        "high": high,
+        "slowest": max(values),
+    }
 
 
 def compared(rounds: dict[str, list[Spent]], of: str, to: str) -> dict[str, float]:
-    """`of` / `to`: median and quartiles of the ratios round by round; ratios of the medians, of the fastest, of cpu."""
+    """`of` / `to`: median and quartiles of the ratios round by round; ratios of the medians, of the
+    fastest, of cpu.
+    """
     ratios = spread([a.wall / b.wall for a, b in zip(rounds[of], rounds[to], strict=True)])
     ours, theirs = ([spent.wall for spent in rounds[name]] for name in (of, to))
     return {
@@ -269,7 +334,9 @@ def compared(rounds: dict[str, list[Spent]], of: str, to: str) -> dict[str, floa
         "high": ratios["high"],
         "of_medians": statistics.median(ours) / statistics.median(theirs),
         "of_fastest": min(ours) / min(theirs),
-        "of_cpu": statistics.median(a.cpu / b.cpu for a, b in zip(rounds[of], rounds[to], strict=True)),
+        "of_cpu": statistics.median(
+            a.cpu / b.cpu for a, b in zip(rounds[of], rounds[to], strict=True)
+        ),
     }
 
 
@@ -303,14 +370,20 @@ def figures(config: RunConfig, measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"{'ms per step':16}{'median':>9}{'quartiles':>18}{'fastest':>9}{'slowest':>9}{'cpu':>9}{'faults':>9}"]
+    lines = [
+        f"{'ms per step':16}{'median':>9}{'quartiles':>18}{'fastest':>9}{'slowest':>9}"
+        f"{'cpu':>9}{'faults':>9}"
+    ]
     for name, seen in result["seconds"].items():
         ms = {key: f"{1000 * value:.1f}" for key, value in seen.items()}
         lines.append(
-            f"{name:16}{ms['median']:>9}{ms['low'] + ' to ' + ms['high']:>18}{ms['fastest']:>9}{ms['slowest']:>9}"
-            f"{ms['cpu']:>9}{seen['faults']:>9.0f}"
+            f"{name:16}{ms['median']:>9}{ms['low'] + ' to ' + ms['high']:>18}"
+            f"{ms['fastest']:>9}{ms['slowest']:>9}{ms['cpu']:>9}{seen['faults']:>9.0f}"
         )
-    lines += ["", f"{'ratio':16}{'by round':>9}{'quartiles':>18}{'fastest':>9}{'medians':>9}{'cpu':>9}"]
+    lines += [
+        "",
+        f"{'ratio':16}{'by round':>9}{'quartiles':>18}{'fastest':>9}{'medians':>9}{'cpu':>9}",
+    ]
     for name, key in (
         ("loop / bare", "loop_to_bare"),
         ("step / bare", "step_to_bare"),
@@ -325,20 +398,28 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"bare is the faster of the two: {result['bare']}; loop / bare is {verdict} {LIMIT}",
-        f"losses agree within {result['largest_loss_difference']:.1e} over {result['steps']} steps; "
-        f"load {result['load']:.1f} on {result['cores']} cores",
+        f"losses agree within {result['largest_loss_difference']:.1e} "
+        f"over {result['steps']} steps; load {result['load']:.1f} on {result['cores']} cores",
     ]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="of each contender (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="of each contender (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=10, help="in a round (default: %(default)s)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="another size, say model.embed=256"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another size, say model.embed=256",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="writes the figures there as well"
+    )
     parsed = parser.parse_args(arguments)
     try:
         config = from_resolved(resolved(CONFIG), parsed.set)
@@ -347,7 +428,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         sys.exit(str(error))
     result = figures(config, measured)
-    assert result["largest_loss_difference"] <= LOSS_TOLERANCE, f"different models: {measured['losses']}"
+    assert result["largest_loss_difference"] <= LOSS_TOLERANCE, (
+        f"different models: {measured['losses']}"
+    )
     publish(table(result), result, parsed.json)
 
 

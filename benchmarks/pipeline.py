@@ -1,18 +1,21 @@
-"""A pipeline's memory and step time: our schedules against `jax.vjp` of a loop over ticks (pipeline_baselines.py).
+"""A pipeline's memory and step time: our schedules against `jax.vjp` of a loop over ticks
+(pipeline_baselines.py).
 
-All programs are gradient functions of the same GPT, from the same weights and microbatches to the same gradients: this
-is checked before anything is measured. On 8 simulated CPU devices, float32; every number of microbatches is a program
-of its own.
+All programs are gradient functions of the same GPT, from the same weights and microbatches to the
+same gradients: this is checked before anything is measured. On 8 simulated CPU devices, float32;
+every number of microbatches is a program of its own.
 
-Memory is what XLA plans for temporaries on each device, weights and gradients not among them: it needs no run. Time is
-measured in rounds, every program of the same rematerialisation once in each, in the opposite order the next time; what
-counts is the ratio within a round. Simulated devices share the cores of this machine: it shows how much work a step is,
-idle stages computing along, but neither the time that messages take nor what overlaps. Where other programs run, the
-ratio of the processor time, all threads together, is the calmer one.
+Memory is what XLA plans for temporaries on each device, weights and gradients not among them: it
+needs no run. Time is measured in rounds, every program of the same rematerialisation once in each,
+in the opposite order the next time; what counts is the ratio within a round. Simulated devices
+share the cores of this machine: it shows how much work a step is, idle stages computing along, but
+neither the time that messages take nor what overlaps. Where other programs run, the ratio of the
+processor time, all threads together, is the calmer one.
 
 Another mesh of eight: --set mesh.data=1 --set mesh.tensor=2.
 
-    make bench-pipeline, or python benchmarks/pipeline.py [--microbatches N ...] [--set model.embed=256] [--json FILE]
+    make bench-pipeline, or python benchmarks/pipeline.py [--microbatches N ...] [--set
+    model.embed=256] [--json FILE]
 """
 
 import argparse
@@ -26,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax, which reads them once
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
@@ -47,7 +52,8 @@ from spmdtrain.train import grad_pipeline
 from spmdtrain.train.batch import batch_sharding
 from spmdtrain.train.setup import parameter_specs, shard_on
 
-MEMORY_LIMIT = 0.5  # largest ratio interleaved / circular of the temporaries, full, at 32 microbatches
+# Largest ratio interleaved / circular of the temporaries, full, at 32 microbatches.
+MEMORY_LIMIT = 0.5
 TIME_LIMIT = 1.10  # and of the step times, full
 FLAT_LIMIT = 1.02  # largest ratio of our own temporaries over all numbers of microbatches
 GRADIENT_TOLERANCE = 1e-5  # float32: of a leaf's largest difference to its largest value
@@ -80,12 +86,14 @@ def programs(chunks: int, remats: Sequence[str]) -> list[Program]:
     return [program for program in every if (program.kind, program.remat) != (GPIPE, "dots")]
 
 
-# --- one program ----------------------------------------------------------------------------------------------------
+# --- one program ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Built:
-    """A program for some number of microbatches. `run()` gives (gradients by path, sums) of the same values always."""
+    """A program for some number of microbatches. `run()` gives (gradients by path, sums) of the
+    same values always.
+    """
 
     executable: jax.stages.Compiled
     model: AbstractModel
@@ -115,16 +123,28 @@ def build(config: RunConfig, program: Program, microbatches: int) -> Built:
     else:
         rules = whole_vocabulary(rules)
         gradients = make_gradients(setup, rules, groups=program.kind == GROUPS)
-    specs = {path: NamedSharding(mesh, spec) for path, spec in parameter_specs(model, rules).items()}
+    specs = {
+        path: NamedSharding(mesh, spec) for path, spec in parameter_specs(model, rules).items()
+    }
     start = jax.jit(model.init, out_shardings=specs)
     host = random_batch(config, microbatches, shards)
     places = {name: batch_sharding(mesh, rules, name) for name in host}
 
     weights = jax.eval_shape(start, jax.random.key(0))
-    weights = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=specs[path]) for path, x in weights.items()}
-    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in host.items()}
+    weights = {
+        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=specs[path])
+        for path, x in weights.items()
+    }
+    batch = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name])
+        for name, x in host.items()
+    }
     executable = jax.jit(gradients).lower(weights, jnp.int32(0), batch).compile()
-    return Built(executable, model, lambda: (start(jax.random.key(0)), jnp.int32(0), jax.device_put(host, places)))
+    return Built(
+        executable,
+        model,
+        lambda: (start(jax.random.key(0)), jnp.int32(0), jax.device_put(host, places)),
+    )
 
 
 def random_batch(config: RunConfig, microbatches: int, shards: int) -> dict[str, np.ndarray]:
@@ -133,7 +153,12 @@ def random_batch(config: RunConfig, microbatches: int, shards: int) -> dict[str,
     shape = (microbatches, asked.microbatch * shards, asked.sequence_length)
     tokens, targets = random.integers(0, config.model.vocab, (2, *shape), dtype=np.int32)
     sample = np.arange(math.prod(shape[:2]), dtype=np.uint32).reshape(shape[:2])
-    return {"tokens": tokens, "targets": targets, "mask": np.float32(random.random(shape) < 0.9), "sample": sample}
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "mask": np.float32(random.random(shape) < 0.9),
+        "sample": sample,
+    }
 
 
 def by_layer(built: Built, gradients: dict[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -144,7 +169,7 @@ def by_layer(built: Built, gradients: dict[str, jax.Array]) -> dict[str, np.ndar
     }
 
 
-# --- what is measured -----------------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 
 def gradient_difference(build: Build, every: Sequence[Program], microbatches: int) -> float:
@@ -154,12 +179,20 @@ def gradient_difference(build: Build, every: Sequence[Program], microbatches: in
         built = build(program, microbatches)
         found = by_layer(built, built.executable(*built.arguments())[0])
         first = first or found
-        worst = float(np.max([worst, *(abs(found[path] - g).max() / abs(g).max() for path, g in first.items())]))
-        assert worst <= GRADIENT_TOLERANCE, f"{program}: gradients differ by {worst:.1e} from {every[0]}"
+        worst = float(
+            np.max(
+                [worst, *(abs(found[path] - g).max() / abs(g).max() for path, g in first.items())]
+            )
+        )
+        assert worst <= GRADIENT_TOLERANCE, (
+            f"{program}: gradients differ by {worst:.1e} from {every[0]}"
+        )
     return worst
 
 
-def race(build: Build, every: Sequence[Program], microbatches: int, rounds: int) -> dict[str, list[Spent]]:
+def race(
+    build: Build, every: Sequence[Program], microbatches: int, rounds: int
+) -> dict[str, list[Spent]]:
     """What each step took, by program; one more, not among them, warms up."""
     built = {str(program): build(program, microbatches) for program in every}
     arguments = {name: each.arguments() for name, each in built.items()}
@@ -173,29 +206,46 @@ def race(build: Build, every: Sequence[Program], microbatches: int, rounds: int)
 
 
 def ratios(of: Sequence[Spent], to: Sequence[Spent]) -> dict[str, float]:
-    """Median and quartiles of the ratios of time, and the median of those of processor time, round by round."""
+    """Median and quartiles of the ratios of time, and the median of those of processor time, round
+    by round.
+    """
     cpu = spread([a.cpu / b.cpu for a, b in zip(of, to, strict=True)])["median"]
     return spread([a.wall / b.wall for a, b in zip(of, to, strict=True)]) | {"cpu": cpu}
 
 
-def figures(config: RunConfig, numbers: Sequence[int], timed: int, rounds: int, remats: Sequence[str]) -> dict:
+def figures(
+    config: RunConfig, numbers: Sequence[int], timed: int, rounds: int, remats: Sequence[str]
+) -> dict:
     stages = config.mesh.pipeline
     if stages < 2:
-        raise ConfigError("a pipeline has several stages", asked=f"mesh.pipeline={stages}", fix="mesh.pipeline=4")
+        raise ConfigError(
+            "a pipeline has several stages", asked=f"mesh.pipeline={stages}", fix="mesh.pipeline=4"
+        )
     if uneven := [number for number in (*numbers, timed) if number % stages]:
         asked = f"{uneven[0]} with mesh.pipeline={stages}"
-        raise ConfigError("stages must divide the microbatches", asked=asked, fix=f"a multiple of {stages}")
+        raise ConfigError(
+            "stages must divide the microbatches", asked=asked, fix=f"a multiple of {stages}"
+        )
     once, every = cache(partial(build, config)), programs(config.pipeline.chunks, remats)
-    result: dict[str, Any] = {"largest_gradient_difference": gradient_difference(once, every, min(numbers))}
+    result: dict[str, Any] = {
+        "largest_gradient_difference": gradient_difference(once, every, min(numbers))
+    }
     result["temp_bytes"] = {
-        str(program): {number: once(program, number).temp_bytes for number in numbers} for program in every
+        str(program): {number: once(program, number).temp_bytes for number in numbers}
+        for program in every
     }
     result["seconds"], result["ratios"], result["load"] = {}, {}, {}
     for remat in remats:
-        ours, *others = [program for program in every if program.kind in RACE and program.remat == remat]
+        ours, *others = [
+            program for program in every if program.kind in RACE and program.remat == remat
+        ]
         seen = race(once, [ours, *others], timed, rounds)
-        result["seconds"] |= {name: spread([spent.wall for spent in spents]) for name, spents in seen.items()}
-        result["ratios"] |= {f"{ours} / {other}": ratios(seen[str(ours)], seen[str(other)]) for other in others}
+        result["seconds"] |= {
+            name: spread([spent.wall for spent in spents]) for name, spents in seen.items()
+        }
+        result["ratios"] |= {
+            f"{ours} / {other}": ratios(seen[str(ours)], seen[str(other)]) for other in others
+        }
         result["load"][remat] = os.getloadavg()[0]
     return result | {
         "microbatches_timed": timed,
@@ -220,11 +270,27 @@ def verdicts(result: dict[str, Any], chunks: int) -> list[str]:
     for kind in (CIRCULAR, GROUPS):
         other = str(Program(kind, chunks, "full"))
         if 32 in temp.get(ours, ()):
-            compare(f"temporaries at m=32, {ours} / {other}", temp[ours][32] / temp[other][32], MEMORY_LIMIT)
+            compare(
+                f"temporaries at m=32, {ours} / {other}",
+                temp[ours][32] / temp[other][32],
+                MEMORY_LIMIT,
+            )
         if ours in temp:
-            compare(f"step time, {ours} / {other}", result["ratios"][f"{ours} / {other}"]["median"], TIME_LIMIT)
-    growth = [max(sizes.values()) / min(sizes.values()) for name, sizes in temp.items() if name.startswith(OURS)]
-    compare("our temporaries, largest / smallest over all m, the worst of our programs", max(growth), FLAT_LIMIT)
+            compare(
+                f"step time, {ours} / {other}",
+                result["ratios"][f"{ours} / {other}"]["median"],
+                TIME_LIMIT,
+            )
+    growth = [
+        max(sizes.values()) / min(sizes.values())
+        for name, sizes in temp.items()
+        if name.startswith(OURS)
+    ]
+    compare(
+        "our temporaries, largest / smallest over all m, the worst of our programs",
+        max(growth),
+        FLAT_LIMIT,
+    )
     return said
 
 
@@ -246,21 +312,42 @@ def table(result: dict[str, Any], chunks: int) -> str:
         quartiles = f"{seen['low']:.3f} to {seen['high']:.3f}"
         lines.append(f"{name:60}{seen['median']:>10.3f}{quartiles:>18}{seen['cpu']:>10.3f}")
     load = ", ".join(f"{load:.1f} after {remat}" for remat, load in result["load"].items())
-    difference = f"gradients agree within {result['largest_gradient_difference']:.1e} of a leaf's largest"
-    return "\n".join([*lines, "", *verdicts(result, chunks), f"{difference}; load {load} on {result['cores']} cores"])
+    difference = (
+        f"gradients agree within {result['largest_gradient_difference']:.1e} of a leaf's largest"
+    )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            *verdicts(result, chunks),
+            f"{difference}; load {load} on {result['cores']} cores",
+        ]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     several = {"nargs": "+", "metavar": "M", "type": int}
-    parser.add_argument("--microbatches", default=[8, 16, 32, 64], **several, help="of the memory table")
-    parser.add_argument("--timed", type=int, default=16, metavar="M", help="microbatches of a step that is timed")
-    parser.add_argument("--rounds", type=int, default=9, help="of each race (default: %(default)s)")
-    parser.add_argument("--remat", nargs="+", choices=REMATS, default=REMATS, help="default: all of them")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="another size, say model.embed=256"
+        "--microbatches", default=[8, 16, 32, 64], **several, help="of the memory table"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there as well")
+    parser.add_argument(
+        "--timed", type=int, default=16, metavar="M", help="microbatches of a step that is timed"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="of each race (default: %(default)s)")
+    parser.add_argument(
+        "--remat", nargs="+", choices=REMATS, default=REMATS, help="default: all of them"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another size, say model.embed=256",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="writes the figures there as well"
+    )
     parsed = parser.parse_args(arguments)
     try:
         config = from_resolved(resolved(CONFIG), parsed.set)

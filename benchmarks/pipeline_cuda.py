@@ -1,16 +1,26 @@
 """The pipelined step compiled for 8 H200s that are not there: memory, and where its permutes run.
 
-    make bench-pipeline-cuda        (installs CUDA's compiler wheels beside jax >= 0.11, no GPU and no driver needed)
+    make bench-pipeline-cuda        (installs CUDA's compiler wheels beside jax >= 0.11, no GPU and
+    no driver needed)
 
-XLA compiles for a described GPU (its public target configuration); nothing runs. Printed: temp bytes per device for
-m = 8 to 64 microbatches, the collectives by kind and mesh axis, and for each `while` body that holds permutes the order
-of permute starts, permute ends, other collectives, loops over layers and fusions as scheduled. The share of a tick that
-permutes take is predicted from their bytes at 50 GB/s (one 400 Gb/s port per GPU) and the tick's FLOPs at 400 TFLOP/s.
+XLA compiles for a described GPU (its public target configuration); nothing runs. Printed: temp
+bytes per device for m = 8 to 64 microbatches, the collectives by kind and mesh axis, and for each
+`while` body that holds permutes the order of permute starts, permute ends, other collectives, loops
+over layers and fusions as scheduled. The share of a tick that permutes take is predicted from their
+bytes at 50 GB/s (one 400 Gb/s port per GPU) and the tick's FLOPs at 400 TFLOP/s.
 """
 
 import argparse
 
-from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
+from spmdtrain.config import (
+    GPT,
+    DataConfig,
+    MeshConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from spmdtrain.models.size import matmul_parameters
 from spmdtrain.parallel import hlo, xla_flags
 from spmdtrain.planner import deviceless
@@ -30,7 +40,9 @@ def configuration(chosen: argparse.Namespace, microbatches: int) -> RunConfig:
     return RunConfig(
         model=model,
         mesh=MeshConfig(pipeline=4, data=8 // (4 * chosen.tensor), tensor=chosen.tensor),
-        pipeline=PipelineConfig(schedule="interleaved" if chosen.chunks > 1 else "1f1b", chunks=chosen.chunks),
+        pipeline=PipelineConfig(
+            schedule="interleaved" if chosen.chunks > 1 else "1f1b", chunks=chosen.chunks
+        ),
         train=train,
         precision=PrecisionConfig(compute="bfloat16"),
         data=DataConfig(corpus="synthetic"),
@@ -69,7 +81,9 @@ def main() -> None:
     text = step.as_text()
     for each in hlo.collectives(text, dict(mesh.shape)):
         print(each)
-    conditional = [each for each in hlo.instructions(text, dict(mesh.shape)) if each.inside_conditional]
+    conditional = [
+        each for each in hlo.instructions(text, dict(mesh.shape)) if each.inside_conditional
+    ]
     print(f"collectives inside a conditional: {len(conditional)}")
     for each in hlo.overlaps(text, dict(mesh.shape)):
         print(each)
@@ -78,11 +92,13 @@ def main() -> None:
             print(f"{name}: {folded([event for event, _ in events])}")
     hop = chosen.length * chosen.width * 2
     layers = matmul_parameters(config.model) - config.model.vocab * chosen.width
-    tick = 8 * chosen.length * layers / (4 * chosen.chunks * chosen.tensor)  # forward, again, and both gradients
+    # Forward, again, and both gradients.
+    tick = 8 * chosen.length * layers / (4 * chosen.chunks * chosen.tensor)
     share = 2 * hop / LINK / (tick / FLOPS)
     print(
-        f"a hop: {hop / 2**20:.1f} MiB = {1e6 * hop / LINK:.0f} us; a tick's layers: {tick:.2e} FLOP = "
-        f"{1e6 * tick / FLOPS:.0f} us; both permutes: {share:.1%} of a tick's layers if nothing runs beside them"
+        f"a hop: {hop / 2**20:.1f} MiB = {1e6 * hop / LINK:.0f} us; "
+        f"a tick's layers: {tick:.2e} FLOP = {1e6 * tick / FLOPS:.0f} us; "
+        f"both permutes: {share:.1%} of a tick's layers if nothing runs beside them"
     )
 
 

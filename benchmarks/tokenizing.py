@@ -1,14 +1,17 @@
-"""What `data prepare` costs beside the package `tokenizers` alone: megabytes of text per second and core.
+"""What `data prepare` costs beside the package `tokenizers` alone: megabytes of text per second and
+core.
 
-Both tokenize the same documents, the sources of Python's own library as JSON lines, with the same byte-level BPE, which
-is trained on them first. In turns: `encode_batch` of `tokenizers` on texts that are in memory already, one thread;
-`encode_batch_fast`, which tracks no offsets and is what `data prepare` calls; then `data prepare` from the file to
-finished token files, with one worker and with several. Their tokens must be equal.
+Both tokenize the same documents, the sources of Python's own library as JSON lines, with the same
+byte-level BPE, which is trained on them first. In turns: `encode_batch` of `tokenizers` on texts
+that are in memory already, one thread; `encode_batch_fast`, which tracks no offsets and is what
+`data prepare` calls; then `data prepare` from the file to finished token files, with one worker and
+with several. Their tokens must be equal.
 
-A core's time is what is compared: the processor time of a contender and of its processes, which other programs hardly
-move. Starting a worker costs a second or so of it, once.
+A core's time is what is compared: the processor time of a contender and of its processes, which
+other programs hardly move. Starting a worker costs a second or so of it, once.
 
-    python benchmarks/tokenizing.py [--rounds N] [--workers N] [--megabytes N] [--vocab N] [--json FILE]
+    python benchmarks/tokenizing.py [--rounds N] [--workers N] [--megabytes N] [--vocab N] [--json
+    FILE]
 """
 
 import argparse
@@ -84,7 +87,9 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--megabytes", type=float, default=30)
@@ -111,7 +116,9 @@ def measure(folder: Path, asked: argparse.Namespace) -> dict:
 
     def prepared(workers: int) -> None:
         outputs.append(folder / f"out{len(outputs)}")
-        job = Job([str(lines)], str(outputs[-1]), tokenizer=str(path), end_of_text="none", workers=workers)
+        job = Job(
+            [str(lines)], str(outputs[-1]), tokenizer=str(path), end_of_text="none", workers=workers
+        )
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             prepare(job)
 
@@ -127,16 +134,23 @@ def measure(folder: Path, asked: argparse.Namespace) -> dict:
             times[name].append(timed(run))
     wanted = encode_alone(tokenizer.encode_batch, texts)
     for out in outputs:
-        assert np.array_equal(open_tokens(out).tokens, wanted), "the contenders made different tokens"
+        assert np.array_equal(open_tokens(out).tokens, wanted), (
+            "the contenders made different tokens"
+        )
     return report(times, megabytes)
 
 
 def report(times: dict[str, list[tuple[float, float]]], megabytes: float) -> dict:
     """The figures for --json, printed as a table on the way."""
     per_core = {name: [megabytes / cpu for cpu, _ in each] for name, each in times.items()}
-    on_wall = {name: megabytes / statistics.median(wall for _, wall in each) for name, each in times.items()}
+    on_wall = {
+        name: megabytes / statistics.median(wall for _, wall in each)
+        for name, each in times.items()
+    }
     ratios = {
-        name: statistics.median(ours / alone for ours, alone in zip(each, per_core[ALONE], strict=True))
+        name: statistics.median(
+            ours / alone for ours, alone in zip(each, per_core[ALONE], strict=True)
+        )
         for name, each in per_core.items()
     }
     print(f"{megabytes:.1f} MB of text, {len(times[ALONE])} rounds, medians")
@@ -145,7 +159,9 @@ def report(times: dict[str, list[tuple[float, float]]], megabytes: float) -> dic
         print(f"{name:20}{statistics.median(each):15.2f}{ratios[name]:14.2f}{on_wall[name]:8.2f}")
     return {
         "megabytes": megabytes,
-        "megabytes_per_core_second": {name: statistics.median(each) for name, each in per_core.items()},
+        "megabytes_per_core_second": {
+            name: statistics.median(each) for name, each in per_core.items()
+        },
         "megabytes_per_second": on_wall,
         "ratio": ratios,
     }

@@ -1,4 +1,6 @@
-"""GPT-2 and Llama in plain PyTorch, as one would write them by hand: what compare_torch.py runs beside ours."""
+"""GPT-2 and Llama in plain PyTorch, as one would write them by hand: what compare_torch.py runs
+beside ours.
+"""
 
 import numpy as np
 import torch
@@ -34,13 +36,19 @@ class Block(nn.Module):
         self.up = linear(config.embed, (1 + self.gated) * config.hidden)
         self.down = linear(config.hidden, config.embed)
 
-    def forward(self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
         b, t, _ = x.shape
         parts = self.qkv(self.attention_norm(x)).split(self.widths, -1)
-        q, k, v = (part.view(b, t, -1, self.config.width_per_head).transpose(1, 2) for part in parts)
+        q, k, v = (
+            part.view(b, t, -1, self.config.width_per_head).transpose(1, 2) for part in parts
+        )
         if turns is not None:
             q, k = rotate(q, *turns), rotate(k, *turns)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
         x = x + self.out(y.transpose(1, 2).reshape(b, t, -1))
         h = self.up(self.mlp_norm(x))
         if self.gated:
@@ -49,7 +57,9 @@ class Block(nn.Module):
         return x + self.down(F.gelu(h, approximate="tanh"))
 
     def values(self, given: dict[str, np.ndarray]) -> list[tuple[nn.Parameter, np.ndarray]]:
-        """(parameter, its value) from those of the framework's block, whose one projection has q, k and v per head."""
+        """(parameter, its value) from those of the framework's block, whose one projection has q, k
+        and v per head.
+        """
         qkv = given["attention.qkv_eknd"]
         embed, shared, slots, d = qkv.shape
 
@@ -81,7 +91,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.table = nn.Embedding(config.vocab, config.embed)
         learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.max_length or length, config.embed) if learned else None
+        self.positions = (
+            nn.Embedding(config.max_length or length, config.embed) if learned else None
+        )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm(config)
         self.head = nn.Linear(config.embed, config.vocab, bias=False)
@@ -109,16 +121,28 @@ class Transformer(nn.Module):
             pairs.append((self.positions.weight, given["positions_te"]))
         if self.head.weight is not self.table.weight:
             pairs.append((self.head.weight, given["unembed_ve"]))
-        stack = {name.removeprefix("blocks.layer."): x for name, x in given.items() if name.startswith("blocks.")}
+        stack = {
+            name.removeprefix("blocks.layer."): x
+            for name, x in given.items()
+            if name.startswith("blocks.")
+        }
         for i, block in enumerate(self.blocks):
             pairs += block.values({name: x[i] for name, x in stack.items()})
         with torch.no_grad():
             for parameter, value in pairs:
                 parameter.copy_(torch.from_numpy(np.array(value)))
         taken = {id(parameter) for parameter, _ in pairs}
-        assert taken == {id(parameter) for parameter in self.parameters()}, "a parameter was given no value"
+        assert taken == {id(parameter) for parameter in self.parameters()}, (
+            "a parameter was given no value"
+        )
 
 
-def scaled(norm: nn.Module, given: dict[str, np.ndarray], prefix: str) -> list[tuple[nn.Parameter, np.ndarray]]:
+def scaled(
+    norm: nn.Module, given: dict[str, np.ndarray], prefix: str
+) -> list[tuple[nn.Parameter, np.ndarray]]:
     pairs = [(norm.weight, given[prefix + "scale_e"])]
-    return pairs if getattr(norm, "bias", None) is None else [*pairs, (norm.bias, given[prefix + "bias_e"])]
+    return (
+        pairs
+        if getattr(norm, "bias", None) is None
+        else [*pairs, (norm.bias, given[prefix + "bias_e"])]
+    )

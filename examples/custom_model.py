@@ -1,10 +1,13 @@
-"""A model of one's own on any mesh: causal gated convolutions instead of attention, trained by `loop.run`.
+"""A model of one's own on any mesh: causal gated convolutions instead of attention, trained by
+`loop.run`.
 
-    python examples/custom_model.py [--steps 200] [--mesh split|stages|one]        (after `pip install -e .`)
+    python examples/custom_model.py [--steps 200] [--mesh split|stages|one]        (after `pip
+    install -e .`)
 
-No download, any CPU: the process pretends to have 8 devices. The model names the dims of its weights and activations
-("channel", "inner", ...); RULES says which mesh axes split them, nothing else does; `stages` pipelines the same model.
-One sees where each weight rests, then the loss falling from about ln 256 = 5.5, the same on every mesh.
+No download, any CPU: the process pretends to have 8 devices. The model names the dims of its
+weights and activations ("channel", "inner", ...); RULES says which mesh axes split them, nothing
+else does; `stages` pipelines the same model. One sees where each weight rests, then the loss
+falling from about ln 256 = 5.5, the same on every mesh.
 """
 
 import argparse
@@ -13,7 +16,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.config import GPT, AdamW, MeshConfig, RulesConfig, RunConfig, TrainConfig, TransformerConfig
+from spmdtrain.config import (
+    GPT,
+    AdamW,
+    MeshConfig,
+    RulesConfig,
+    RunConfig,
+    TrainConfig,
+    TransformerConfig,
+)
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Norm, weight
 from spmdtrain.models.stack import Stack
@@ -34,7 +45,9 @@ MESHES = {
 
 
 class Block(nnx.Module):
-    """x + down(silu(gate) * convolution(value)). Letters: b batch, t time, c channel, i inner, k tap."""
+    """x + down(silu(gate) * convolution(value)). Letters: b batch, t time, c channel, i inner, k
+    tap.
+    """
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         channel, inner = config.embed, config.hidden
@@ -75,9 +88,14 @@ if __name__ == "__main__":
     parser.add_argument("--mesh", default="split", choices=MESHES)
     chosen = parser.parse_args()
     if chosen.steps < 1:
-        parser.exit(4, f"{parser.prog}: --steps {chosen.steps} is not a whole number of at least 1\n")
+        parser.exit(
+            4, f"{parser.prog}: --steps {chosen.steps} is not a whole number of at least 1\n"
+        )
     simulate_devices(1 if chosen.mesh == "one" else 8)  # leave this out where there are GPUs
-    model, train = GPT(layers=4, embed=64), TrainConfig(steps=chosen.steps, sequence_length=64, microbatch=2)
+    model, train = (
+        GPT(layers=4, embed=64),
+        TrainConfig(steps=chosen.steps, sequence_length=64, microbatch=2),
+    )
     mesh, optimizer = MESHES[chosen.mesh], AdamW(learning_rate=3e-3)
     config = RunConfig(model=model, mesh=mesh, train=train, optimizer=optimizer, rules=RULES)
     for row in show.describe(config, Convolutions)[0]["parameters"]:

@@ -31,12 +31,16 @@ class Settings:
 
 
 class Recurrence(nnx.Module):
-    """h = keep * h before + (1 - keep) * value, channel by channel; it stands where attention would."""
+    """h = keep * h before + (1 - keep) * value, channel by channel; it stands where attention
+    would.
+    """
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, settings: Settings):
         width = config.embed
         self.in_e3s = weight(rngs, (width, 3, settings.state), ("embed", None, "state"))
-        self.remember_s = nnx.Param(jnp.full(settings.state, settings.remember), out_sharding=("state",))
+        self.remember_s = nnx.Param(
+            jnp.full(settings.state, settings.remember), out_sharding=("state",)
+        )
         self.out_se = weight(rngs, (settings.state, width), ("state", "embed"))
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext, cache=None):

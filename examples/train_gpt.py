@@ -2,9 +2,10 @@
 
     python examples/train_gpt.py [--steps 60]        (after `pip install -e .`)
 
-No download, any CPU: the process pretends to have 8 devices. A small GPT reads the source of Python's own library,
-first on one device, then on 2 x 2 x 2 (batch split, weights split, layers split). One sees the loss fall from about
-ln 256 = 5.5, and the same losses on both meshes but for the last float32 digits: a mesh says where, not what.
+No download, any CPU: the process pretends to have 8 devices. A small GPT reads the source of
+Python's own library, first on one device, then on 2 x 2 x 2 (batch split, weights split, layers
+split). One sees the loss fall from about ln 256 = 5.5, and the same losses on both meshes but for
+the last float32 digits: a mesh says where, not what.
 """
 
 import argparse
@@ -24,12 +25,16 @@ from spmdtrain.train.step import make_step
 def losses(config: RunConfig, devices: list[jax.Device]) -> Iterator[float]:
     """Trains as `config` says and gives the loss of every step."""
     corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
-    config, train = config.with_vocab(corpus.vocab), config.train  # a row of the embedding for each byte
-    setup = shard(config, devices=devices)  # mesh, rules, model and state: shapes and shardings, no memory yet
+    train = config.train
+    config = config.with_vocab(corpus.vocab)  # a row of the embedding for each byte
+    # Mesh, rules, model and state: shapes and shardings, no memory yet.
+    setup = shard(config, devices=devices)
     state = init_state(setup)  # every leaf is born in its shards
     step = make_step(setup)
     tokens, _ = split(corpus, config.data.validation_fraction, train.sequence_length)
-    stream = TrainStream(corpus, tokens, train.sequence_length, seed=train.seed, shuffle=config.data.shuffle)
+    stream = TrainStream(
+        corpus, tokens, train.sequence_length, seed=train.seed, shuffle=config.data.shuffle
+    )
     for number in range(train.steps):
         ids = batch_ids(number, train.global_batch)
         batch = to_devices(stream.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
@@ -42,12 +47,24 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60)
     chosen = parser.parse_args()
     if chosen.steps < 1:
-        parser.exit(4, f"{parser.prog}: --steps {chosen.steps} is not a whole number of at least 1\n")
+        parser.exit(
+            4, f"{parser.prog}: --steps {chosen.steps} is not a whole number of at least 1\n"
+        )
     simulate_devices(8)  # leave this out where there are 8 GPUs
-    model, train = GPT(layers=2, embed=64, heads=4), TrainConfig(steps=chosen.steps, sequence_length=64)
-    common = {"model": model, "train": train, "optimizer": AdamW(learning_rate=3e-3), "data": DataConfig()}
+    model, train = (
+        GPT(layers=2, embed=64, heads=4),
+        TrainConfig(steps=chosen.steps, sequence_length=64),
+    )
+    common = {
+        "model": model,
+        "train": train,
+        "optimizer": AdamW(learning_rate=3e-3),
+        "data": DataConfig(),
+    }
     alone = losses(RunConfig(**common), jax.devices()[:1])
-    split_up = losses(RunConfig(mesh=MeshConfig(data=2, fsdp=2, tensor=2), **common), jax.devices()[:8])
+    split_up = losses(
+        RunConfig(mesh=MeshConfig(data=2, fsdp=2, tensor=2), **common), jax.devices()[:8]
+    )
     print("step  1 device    8 devices   relative difference")
     for number, (one, eight) in enumerate(zip(alone, split_up, strict=True), 1):
         print(f"{number:4}  {one:.6f}    {eight:.6f}    {abs(eight - one) / one:.1e}", flush=True)

@@ -1,8 +1,8 @@
 """Train language models with JAX on any mesh: data, FSDP, tensor, context, expert and pipeline
 parallelism.
 
-One TOML file describes a run; `spmdtrain train` obeys it on one device or on thousands and gives the
-same losses. In Python, `import spmdtrain as st`:
+One TOML file describes a run; `spmdtrain train` obeys it on one device or on thousands and gives
+the same losses. In Python, `import spmdtrain as st`:
 
     config = st.load("configs/quickstart.toml", ["train.steps=20"])
     st.run(config, "runs/mine")            # all of it, or step by step:
@@ -21,8 +21,8 @@ same losses. In Python, `import spmdtrain as st`:
 `loss`, `data`, `sinks` and `hooks`.
 
 The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `running` and
-`planner`, `cli`; imports only go down. The names below are imported when they are asked for, so that
-`spmdtrain --help` takes milliseconds.
+`planner`, `cli`; imports only go down. The names below are imported when they are asked for, so
+that `spmdtrain --help` takes milliseconds.
 """
 
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""`spmdtrain estimate --compile` in a process of its own: XLA may end the process, and reads its flags once."""
+"""`spmdtrain estimate --compile` in a process of its own: XLA may end the process, and reads its
+flags once.
+"""
 
 import json
 import os
@@ -18,6 +20,8 @@ def compiled_estimate(arguments: Sequence[str], settings: Sequence[str] = ()) ->
         command += ["--set", setting]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,8 @@
-"""Eight simulated CPU devices for every test, compiled as cheaply as XLA can, and the tests that run only when asked.
+"""Eight simulated CPU devices for every test, compiled as cheaply as XLA can, and the tests that
+run only when asked.
 
-JAX_PLATFORMS is respected where it is set: `JAX_PLATFORMS=cuda make test PYTEST_ARGS="-m gpu"` on a GPU box.
+JAX_PLATFORMS is respected where it is set: `JAX_PLATFORMS=cuda make test PYTEST_ARGS="-m gpu"` on a
+  GPU box.
 """
 
 import os
@@ -12,13 +14,14 @@ import hypothesis
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = {"--xla_force_host_platform_device_count": 8}
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    FLAGS["--xla_backend_optimization_level"] = 0  # half the compile time, and tiny programs need no speed
+    # Half the compile time, and tiny programs need no speed.
+    FLAGS["--xla_backend_optimization_level"] = 0
 for flag, value in FLAGS.items():
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
 
-# Tests compile the same tiny programs over and over, in this process and in those they start. The workers of
-# pytest-xdist inherit the directory of the process that started them.
+# Tests compile the same tiny programs over and over, in this process and in those they start. The
+# workers of pytest-xdist inherit the directory of the process that started them.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="spmdtrain-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
@@ -41,7 +44,9 @@ def gpu_is_there() -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselects what is slow unless `-m slow` asks for it, and what needs a GPU where there is none."""
+    """Deselects what is slow unless `-m slow` asks for it, and what needs a GPU where there is
+    none.
+    """
     left_out = set()
     if "slow" not in config.option.markexpr:
         left_out |= {item for item in items if item.get_closest_marker("slow")}

@@ -1,4 +1,6 @@
-"""What tests of training share: a tiny run, and training it on a mesh as the loop does, without its files."""
+"""What tests of training share: a tiny run, and training it on a mesh as the loop does, without its
+files.
+"""
 
 import tempfile
 from collections.abc import Sequence
@@ -26,12 +28,19 @@ TINY = {
 
 def tiny(*overrides: str) -> RunConfig:
     """The tiny run with `a.b=c` strings on top, as `--set` takes them."""
-    return from_resolved({"config": TINY, "origin": {}} | {"origin": resolved(RunConfig())["origin"]}, overrides)
+    return from_resolved(
+        {"config": TINY, "origin": {}} | {"origin": resolved(RunConfig())["origin"]}, overrides
+    )
 
 
 def mesh_of(overrides: Sequence[str]) -> int:
     """How many devices the `mesh.axis=n` strings ask for."""
-    return int(np.prod([int(text.partition("=")[2]) for text in overrides if text.startswith("mesh.")], initial=1))
+    return int(
+        np.prod(
+            [int(text.partition("=")[2]) for text in overrides if text.startswith("mesh.")],
+            initial=1,
+        )
+    )
 
 
 def prepared(*overrides: str) -> Setup:
@@ -46,7 +55,9 @@ def batches_of(setup: Setup) -> ReadAhead:
 
 
 @cache
-def trained(*overrides: str, steps: int = 20) -> tuple[np.ndarray, TrainState, list[dict[str, Any]]]:
+def trained(
+    *overrides: str, steps: int = 20
+) -> tuple[np.ndarray, TrainState, list[dict[str, Any]]]:
     """(losses, final state, metrics) of `steps` steps from the start."""
     setup = prepared(*overrides)
     state = init_state(setup)
@@ -66,7 +77,9 @@ def compiled_step(*overrides: str) -> jax.stages.Compiled:
 
 
 def partitioned_text(*overrides: str) -> str:
-    """The step as XLA's SPMD partitioner leaves it, before the CPU backend widens what is narrow."""
+    """The step as XLA's SPMD partitioner leaves it, before the CPU backend widens what is
+    narrow.
+    """
     with tempfile.TemporaryDirectory() as directory:
         dump = {"xla_dump_to": directory, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         loop.lower_step(prepared(*overrides)).compile(compiler_options=dump)
@@ -83,8 +96,12 @@ def assert_same_bits(got: Any, want: Any) -> None:
         assert np.array_equal(np.asarray(ours), np.asarray(theirs)), jax.tree_util.keystr(path)
 
 
-def pipeline(stages: int, axes: tuple[str, ...], schedule: str, chunks: int, turns: int, remat: str) -> tuple[str, ...]:
-    """Settings of a pipeline with other axes of 2 beside it; 32 sequences in microbatches of `turns` to a stage."""
+def pipeline(
+    stages: int, axes: tuple[str, ...], schedule: str, chunks: int, turns: int, remat: str
+) -> tuple[str, ...]:
+    """Settings of a pipeline with other axes of 2 beside it; 32 sequences in microbatches of
+    `turns` to a stage.
+    """
     shards = 2 ** len([axis for axis in axes if axis != "tensor"])
     return (
         *(f"mesh.{axis}=2" for axis in axes),
@@ -112,7 +129,9 @@ def initial_weights(*numbers: str) -> dict[str, np.ndarray]:
 
 
 def placed(setup: Setup, weights: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Weights of one device where this setup has them: to initialise on its mesh is one more program to compile."""
+    """Weights of one device where this setup has them: to initialise on its mesh is one more
+    program to compile.
+    """
 
     def leaf(path: str, weight: np.ndarray) -> jax.Array:
         staged = setup.model.layout.staged(weight) if setup.model.in_stack(path) else weight
@@ -122,8 +141,11 @@ def placed(setup: Setup, weights: dict[str, np.ndarray]) -> dict[str, jax.Array]
 
 
 @cache
-def gradients(numbers: tuple[str, ...], placement: tuple[str, ...] = ()) -> tuple[float, dict[str, np.ndarray]]:
-    """(mean loss, gradients in the order of the layers) of the first batch, from the weights of one device.
+def gradients(
+    numbers: tuple[str, ...], placement: tuple[str, ...] = ()
+) -> tuple[float, dict[str, np.ndarray]]:
+    """(mean loss, gradients in the order of the layers) of the first batch, from the weights of one
+    device.
 
     `numbers`: the settings that change them; `placement`: those that must not.
     """
@@ -138,9 +160,17 @@ def gradients(numbers: tuple[str, ...], placement: tuple[str, ...] = ()) -> tupl
     return float(sums["loss"] / sums["tokens"]), in_order
 
 
-def assert_gradients_of_one_device(numbers: tuple[str, ...], placement: tuple[str, ...], tolerance: float) -> None:
+def assert_gradients_of_one_device(
+    numbers: tuple[str, ...], placement: tuple[str, ...], tolerance: float
+) -> None:
     """Loss, and every gradient relative to the largest of its tensor."""
-    smallest = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_length=8", "train.global_batch=32")
+    smallest = (
+        "model.embed=16",
+        "model.heads=2",
+        "model.vocab=32",
+        "train.sequence_length=8",
+        "train.global_batch=32",
+    )
     got_loss, got = gradients((*smallest, *numbers), placement)
     want_loss, want = gradients((*smallest, *numbers))
     assert abs(got_loss - want_loss) <= tolerance * want_loss

@@ -13,11 +13,17 @@ def some_waiting_table(seed: int) -> Table:
     choose = random.Random(seed)
     while True:
         table = waiting_table((2, 4)[seed % 2], choose.randint(1, 2), 4, seed % 4 < 2, choose)
-        if table.activations_wait and table.cotangent_slots and (table.deferred_slots or not table.split):
+        if (
+            table.activations_wait
+            and table.cotangent_slots
+            and (table.deferred_slots or not table.split)
+        ):
             return table
 
 
-def waiting_table(stages: int, chunks: int, microbatches: int, split: bool, choose: random.Random) -> Table:
+def waiting_table(
+    stages: int, chunks: int, microbatches: int, split: bool, choose: random.Random
+) -> Table:
     """Each tick every stage runs some of the units that are ready, or none."""
     kinds = ("forward", "backward", "weight") if split else ("forward", "backward")
     ran = {kind: {} for kind in kinds}
@@ -41,7 +47,8 @@ def waiting_table(stages: int, chunks: int, microbatches: int, split: bool, choo
             units = [
                 (microbatch, chunk)
                 for microbatch, chunk in product(range(microbatches), range(chunks))
-                if (stage, microbatch, chunk) not in ran[kind] and ready(kind, stage, microbatch, chunk, tick)
+                if (stage, microbatch, chunk) not in ran[kind]
+                and ready(kind, stage, microbatch, chunk, tick)
             ]
             if units and choose.random() < 0.7:
                 row[kind][stage] = choose.choice(units)

@@ -1,6 +1,7 @@
 """Whatever a person gets wrong costs one line on stderr, the documented exit code and no traceback.
 
-Most cases go through the command line in this process, where jax sees 8 devices already; a few start it anew.
+Most cases go through the command line in this process, where jax sees 8 devices already; a few
+start it anew.
 """
 
 import json
@@ -115,7 +116,9 @@ def workplace(tmp_path_factory):
 
 
 def refusal(capsys, code: int, arguments: list[str]) -> str:
-    """The one line that `spmdtrain ARGUMENTS` gave; any exception that is ours fails the test by itself."""
+    """The one line that `spmdtrain ARGUMENTS` gave; any exception that is ours fails the test by
+    itself.
+    """
     capsys.readouterr()
     assert main(arguments) == code
     return checked(capsys.readouterr().err)
@@ -123,12 +126,20 @@ def refusal(capsys, code: int, arguments: list[str]) -> str:
 
 def checked(errors: str) -> str:
     assert "Traceback" not in errors
-    assert errors.startswith("spmdtrain: ") and errors.endswith("\n") and errors.count("\n") == 1, errors
+    assert errors.startswith("spmdtrain: ") and errors.endswith("\n") and errors.count("\n") == 1, (
+        errors
+    )
     return errors.removeprefix("spmdtrain: ").rstrip()
 
 
 def train(*settings: str, run: str = "unused") -> list[str]:
-    return ["train", "tiny.toml", "--run", run, *(word for setting in settings for word in ("--set", setting))]
+    return [
+        "train",
+        "tiny.toml",
+        "--run",
+        run,
+        *(word for setting in settings for word in ("--set", setting)),
+    ]
 
 
 def resume(run: str, *settings: str) -> list[str]:
@@ -156,34 +167,102 @@ HUGE = "99999999999999999999999"
 # exit code, words of the line, command line
 TABLE = {
     # config files and --set
-    "unknown key": (CONFIG, "train.stpes|key.toml|did you mean train.steps?", ["train", "key.toml"]),
-    "unknown section": (CONFIG, "trian|section.toml|did you mean train?", ["train", "section.toml"]),
-    "wrong type": (CONFIG, "train.steps='many'|type.toml|must be an integer", ["train", "type.toml"]),
+    "unknown key": (
+        CONFIG,
+        "train.stpes|key.toml|did you mean train.steps?",
+        ["train", "key.toml"],
+    ),
+    "unknown section": (
+        CONFIG,
+        "trian|section.toml|did you mean train?",
+        ["train", "section.toml"],
+    ),
+    "wrong type": (
+        CONFIG,
+        "train.steps='many'|type.toml|must be an integer",
+        ["train", "type.toml"],
+    ),
     "not TOML": (CONFIG, "broken.toml|is not TOML|line 1", ["train", "broken.toml"]),
-    "missing config": (CONFIG, "there is no config file tony.toml|try tiny.toml", ["train", "tony.toml"]),
+    "missing config": (
+        CONFIG,
+        "there is no config file tony.toml|try tiny.toml",
+        ["train", "tony.toml"],
+    ),
     "config is a folder": (CONFIG, "config file run|Is a directory", ["train", "run"]),
-    "extends in a circle": (CONFIG, "extends itself|first.toml -> second.toml -> first.toml", ["train", "first.toml"]),
+    "extends in a circle": (
+        CONFIG,
+        "extends itself|first.toml -> second.toml -> first.toml",
+        ["train", "first.toml"],
+    ),
     "extends nothing": (CONFIG, "parent.toml (extended by orphan.toml)", ["train", "orphan.toml"]),
-    "--set without a value": (CONFIG, "'train.steps' is not KEY=VALUE|try --set", train("train.steps")),
+    "--set without a value": (
+        CONFIG,
+        "'train.steps' is not KEY=VALUE|try --set",
+        train("train.steps"),
+    ),
     "--set of a section": (CONFIG, "train is a section, not a value", train("train=3")),
-    "--set without section": (CONFIG, "unknown key steps|did you mean train.steps?", train("steps=3")),
-    "--set of a wrong type": (CONFIG, "train.steps='many'|from --set|an integer", train("train.steps=many")),
-    "unknown choice": (CONFIG, "'cosin'|'linear'|did you mean 'cosine'?", train("optimizer.schedule=cosin")),
+    "--set without section": (
+        CONFIG,
+        "unknown key steps|did you mean train.steps?",
+        train("steps=3"),
+    ),
+    "--set of a wrong type": (
+        CONFIG,
+        "train.steps='many'|from --set|an integer",
+        train("train.steps=many"),
+    ),
+    "unknown choice": (
+        CONFIG,
+        "'cosin'|'linear'|did you mean 'cosine'?",
+        train("optimizer.schedule=cosin"),
+    ),
     "unknown model": (CONFIG, "model.name='gtp'|did you mean 'gpt'?", train("model.name=gtp")),
-    "negative rate": (CONFIG, "learning_rate=-1.0|greater than 0", train("optimizer.learning_rate=-1")),
-    "rate that is no number": (CONFIG, "learning_rate=nan|finite", train("optimizer.learning_rate=nan")),
-    "seed of too many bits": (CONFIG, "train.seed=4294967296|less than 4294967296", train("train.seed=4294967296")),
-    "warm-up past the end": (CONFIG, "optimizer.warmup=9|train.steps=2", train("optimizer.warmup=9")),
+    "negative rate": (
+        CONFIG,
+        "learning_rate=-1.0|greater than 0",
+        train("optimizer.learning_rate=-1"),
+    ),
+    "rate that is no number": (
+        CONFIG,
+        "learning_rate=nan|finite",
+        train("optimizer.learning_rate=nan"),
+    ),
+    "seed of too many bits": (
+        CONFIG,
+        "train.seed=4294967296|less than 4294967296",
+        train("train.seed=4294967296"),
+    ),
+    "warm-up past the end": (
+        CONFIG,
+        "optimizer.warmup=9|train.steps=2",
+        train("optimizer.warmup=9"),
+    ),
     "sequence too long": (CONFIG, "sequence_length=8|max_length=4", train("model.max_length=4")),
     "nothing to go back to": (
         CONFIG,
         "guard.policy='rollback'|checkpoint.every=0|set checkpoint.every='auto'",
         train("guard.policy=rollback", "checkpoint.every=0"),
     ),
-    "a window nobody looks at": (CONFIG, "guard.window=8|set guard.sigmas=6", train("guard.window=8")),
-    "heads do not divide": (CONFIG, "model.embed=16|model.heads=3|model.head_dim", train("model.heads=3")),
-    "text without a path": (CONFIG, "data.path is needed for data.corpus='text'", train("data.path=none")),
-    "a path nobody reads": (CONFIG, "data.path='text.txt'|data.corpus='text'", train("data.corpus=stdlib")),
+    "a window nobody looks at": (
+        CONFIG,
+        "guard.window=8|set guard.sigmas=6",
+        train("guard.window=8"),
+    ),
+    "heads do not divide": (
+        CONFIG,
+        "model.embed=16|model.heads=3|model.head_dim",
+        train("model.heads=3"),
+    ),
+    "text without a path": (
+        CONFIG,
+        "data.path is needed for data.corpus='text'",
+        train("data.path=none"),
+    ),
+    "a path nobody reads": (
+        CONFIG,
+        "data.path='text.txt'|data.corpus='text'",
+        train("data.corpus=stdlib"),
+    ),
     "nothing to evaluate on": (
         CONFIG,
         "eval.every|data.validation_fraction=0",
@@ -193,9 +272,21 @@ TABLE = {
     "no command": (CONFIG, "required: COMMAND|try spmdtrain --help", []),
     "unknown command": (CONFIG, "invalid choice: 'trian'|'train'|--help", ["trian", "tiny.toml"]),
     "missing argument": (CONFIG, "required: CONFIG|try spmdtrain train --help", ["train"]),
-    "unknown option": (CONFIG, "unrecognized arguments: --bogus", ["train", "tiny.toml", "--bogus"]),
-    "no devices": (CONFIG, "0 is not a whole number of at least 1", ["train", "tiny.toml", "--simulate-devices", "0"]),
-    "devices in words": (CONFIG, "many is not a whole number", ["train", "tiny.toml", "--simulate-devices", "many"]),
+    "unknown option": (
+        CONFIG,
+        "unrecognized arguments: --bogus",
+        ["train", "tiny.toml", "--bogus"],
+    ),
+    "no devices": (
+        CONFIG,
+        "0 is not a whole number of at least 1",
+        ["train", "tiny.toml", "--simulate-devices", "0"],
+    ),
+    "devices in words": (
+        CONFIG,
+        "many is not a whole number",
+        ["train", "tiny.toml", "--simulate-devices", "many"],
+    ),
     "devices without end": (
         CONFIG,
         "asked --simulate-devices 99999999999|1 to 4096",
@@ -217,9 +308,17 @@ TABLE = {
         ["train", "tiny.toml", "--coordinator", "host", "--processes", "2", "--process", "0"],
     ),
     # meshes
-    "mesh too large": (CONFIG, "mesh.data=4 (--set)|16 devices|found 8|try --set mesh.data=2", train("mesh.data=4")),
+    "mesh too large": (
+        CONFIG,
+        "mesh.data=4 (--set)|16 devices|found 8|try --set mesh.data=2",
+        train("mesh.data=4"),
+    ),
     "mesh too small": (CONFIG, "4 devices|found 8|try --set mesh.data=2", train("mesh.data=1")),
-    "show of a mesh too large": (CONFIG, "16 devices|found 8", ["show", "tiny.toml", "--set", "mesh.data=4"]),
+    "show of a mesh too large": (
+        CONFIG,
+        "16 devices|found 8",
+        ["show", "tiny.toml", "--set", "mesh.data=4"],
+    ),
     "two axes to fill": (
         CONFIG,
         "mesh.data and mesh.fsdp are both -1|only one",
@@ -253,29 +352,54 @@ TABLE = {
     ),
     "batch over the mesh": (
         CONFIG,
-        "train.global_batch=6 is not divisible by data=2 x fsdp=2 = 4|try --set train.global_batch=4 or 8",
+        "train.global_batch=6 is not divisible by data=2 x fsdp=2 = 4|"
+        "try --set train.global_batch=4 or 8",
         train("train.global_batch=6"),
     ),
-    "microbatch": (CONFIG, "data=2 x fsdp=2 x train.microbatch=3 = 12", train("train.microbatch=3")),
+    "microbatch": (
+        CONFIG,
+        "data=2 x fsdp=2 x train.microbatch=3 = 12",
+        train("train.microbatch=3"),
+    ),
     # rules
-    "rule of a near-miss": (CONFIG, "'embd'|did you mean 'embed'?", train("rules.parameters.embd=fsdp")),
-    "rule to no mesh axis": (CONFIG, "'fsdb'|did you mean 'fsdp'?", train("rules.parameters.embed=fsdb")),
+    "rule of a near-miss": (
+        CONFIG,
+        "'embd'|did you mean 'embed'?",
+        train("rules.parameters.embd=fsdp"),
+    ),
+    "rule to no mesh axis": (
+        CONFIG,
+        "'fsdb'|did you mean 'fsdp'?",
+        train("rules.parameters.embed=fsdb"),
+    ),
     "two dims on one mesh axis": (
         CONFIG,
         "'kv_heads' and 'embed' both want mesh axis 'tensor'|try --set rules.parameters.embed=",
         train("rules.parameters.embed=tensor"),
     ),
-    "weights over data": (CONFIG, "rules.parameters.embed|'data'|itself", train("rules.parameters.embed=data")),
+    "weights over data": (
+        CONFIG,
+        "rules.parameters.embed|'data'|itself",
+        train("rules.parameters.embed=data"),
+    ),
     "time over a batch axis": (
         CONFIG,
         "'batch' and 'time' both want mesh axis 'fsdp'",
         train("rules.activations.time=fsdp"),
     ),
-    "rule for the batch": (CONFIG, "always split over data x fsdp x expert", train("rules.activations.batch=")),
+    "rule for the batch": (
+        CONFIG,
+        "always split over data x fsdp x expert",
+        train("rules.activations.batch="),
+    ),
     # data
     "missing text": (DATA, "no file matches tex.txt|try text.txt", train("data.path=tex.txt")),
     "text is a folder": (DATA, "run is a folder|try run/**/*.txt", train("data.path=run")),
-    "not UTF-8": (DATA, "latin.txt is not UTF-8|byte 0xe9 at offset 3", train("data.path=latin.txt")),
+    "not UTF-8": (
+        DATA,
+        "latin.txt is not UTF-8|byte 0xe9 at offset 3",
+        train("data.path=latin.txt"),
+    ),
     "empty text": (DATA, "the corpus is empty", train("data.path=empty.txt")),
     "text too short": (
         DATA,
@@ -283,21 +407,53 @@ TABLE = {
         train("data.path=short.txt"),
     ),
     "unknown tokenizer": (DATA, "no tokenizer 'bites'|try bytes", train("data.tokenizer=bites")),
-    "not a tokenizer.json": (DATA, "is not a Hugging Face tokenizer.json", train("data.tokenizer=tokenizer.json")),
-    "vocabulary too small": (DATA, "asked model.vocab=4|found 16|try --set model.vocab=16", train("model.vocab=4")),
+    "not a tokenizer.json": (
+        DATA,
+        "is not a Hugging Face tokenizer.json",
+        train("data.tokenizer=tokenizer.json"),
+    ),
+    "vocabulary too small": (
+        DATA,
+        "asked model.vocab=4|found 16|try --set model.vocab=16",
+        train("model.vocab=4"),
+    ),
     "token file missing": (DATA, "no file matches none.bin", tokens("none")),
-    "token file cut": (DATA, "cut.bin is truncated|asked 1722 bytes|found 100 bytes", tokens("cut")),
-    "token file without sidecar": (DATA, "no sidecar no_sidecar.json|data prepare", tokens("no_sidecar")),
-    "token file with a broken sidecar": (DATA, "bad_sidecar.json is not JSON", tokens("bad_sidecar")),
+    "token file cut": (
+        DATA,
+        "cut.bin is truncated|asked 1722 bytes|found 100 bytes",
+        tokens("cut"),
+    ),
+    "token file without sidecar": (
+        DATA,
+        "no sidecar no_sidecar.json|data prepare",
+        tokens("no_sidecar"),
+    ),
+    "token file with a broken sidecar": (
+        DATA,
+        "bad_sidecar.json is not JSON",
+        tokens("bad_sidecar"),
+    ),
     "token file without index": (DATA, "no_index.idx is missing", tokens("no_index")),
-    "ids beyond the vocabulary": (DATA, "bad_ids.bin: id 65535|vocabulary of 256", tokens("bad_ids")),
-    "prepare nothing": (DATA, "no file matches none.txt", ["data", "prepare", "none.txt", "--out", "new"]),
+    "ids beyond the vocabulary": (
+        DATA,
+        "bad_ids.bin: id 65535|vocabulary of 256",
+        tokens("bad_ids"),
+    ),
+    "prepare nothing": (
+        DATA,
+        "no file matches none.txt",
+        ["data", "prepare", "none.txt", "--out", "new"],
+    ),
     "prepare over a token file": (
         DATA,
         "good.bin exists already|another --out",
         ["data", "prepare", "text.txt", "--out", "good"],
     ),
-    "prepare into a file": (STORAGE, "cannot write file/x.bin", ["data", "prepare", "text.txt", "--out", "file/x"]),
+    "prepare into a file": (
+        STORAGE,
+        "cannot write file/x.bin",
+        ["data", "prepare", "text.txt", "--out", "file/x"],
+    ),
     # going on from a checkpoint
     "resume another shape": (
         CHECKPOINT,
@@ -309,13 +465,21 @@ TABLE = {
         "does not fit: optimizer|found nothing",
         resume("run", "optimizer.name=sgd"),
     ),
-    "resume another seed": (CHECKPOINT, "train.seed has changed|asked 1|--fresh", resume("run", "train.seed=1")),
+    "resume another seed": (
+        CHECKPOINT,
+        "train.seed has changed|asked 1|--fresh",
+        resume("run", "train.seed=1"),
+    ),
     "resume a changed corpus": (
         CHECKPOINT,
         "the corpus is not the one|the same data and seed",
         resume("run", "data.path=same_letters.txt"),
     ),
-    "resume a cut step": (CHECKPOINT, "checkpoints/2 is damaged: it cannot be read", resume("cut_step")),
+    "resume a cut step": (
+        CHECKPOINT,
+        "checkpoints/2 is damaged: it cannot be read",
+        resume("cut_step"),
+    ),
     "resume half a step": (CHECKPOINT, "checkpoints/2 is damaged|params", resume("no_item")),
     "start from no run": (
         CHECKPOINT,
@@ -328,19 +492,47 @@ TABLE = {
         train("train.init_from=run", "model.embed=32", run="unused_2"),
     ),
     # the run directory
-    "run directory is a file": (STORAGE, "cannot write the run directory file|File exists", train(run="file")),
-    "run directory in a file": (STORAGE, "cannot write the run directory file/x", train(run="file/x")),
-    "log is a folder": (STORAGE, "cannot write log_is_folder/metrics.jsonl", train(run="log_is_folder")),
+    "run directory is a file": (
+        STORAGE,
+        "cannot write the run directory file|File exists",
+        train(run="file"),
+    ),
+    "run directory in a file": (
+        STORAGE,
+        "cannot write the run directory file/x",
+        train(run="file/x"),
+    ),
+    "log is a folder": (
+        STORAGE,
+        "cannot write log_is_folder/metrics.jsonl",
+        train(run="log_is_folder"),
+    ),
     "disk full": (STORAGE, "cannot write disk_full/events.jsonl:", train(run="disk_full")),
     # sampling
     "sample no run": (CHECKPOINT, "nowhere is not a run directory|--run", sample(run="nowhere")),
     "sample a folder": (CHECKPOINT, "no_config is not a run directory", sample(run="no_config")),
     "sample a broken config": (CHECKPOINT, "not_json/config.json", sample(run="not_json")),
     "sample a config of nothing": (CHECKPOINT, "no_object/config.json", sample(run="no_object")),
-    "sample without checkpoint": (CHECKPOINT, "no_checkpoint holds no checkpoint", sample(run="no_checkpoint")),
-    "sample a cut step": (CHECKPOINT, "checkpoints/2 is damaged: it cannot be read", sample(run="cut_step")),
-    "sample an empty step": (CHECKPOINT, "checkpoints/7 is damaged|goes on from step 2", sample(run="empty_step")),
-    "no file of prompts": (CONFIG, "--prompts none.txt|No such file", ["sample", "run", "--prompts", "none.txt"]),
+    "sample without checkpoint": (
+        CHECKPOINT,
+        "no_checkpoint holds no checkpoint",
+        sample(run="no_checkpoint"),
+    ),
+    "sample a cut step": (
+        CHECKPOINT,
+        "checkpoints/2 is damaged: it cannot be read",
+        sample(run="cut_step"),
+    ),
+    "sample an empty step": (
+        CHECKPOINT,
+        "checkpoints/7 is damaged|goes on from step 2",
+        sample(run="empty_step"),
+    ),
+    "no file of prompts": (
+        CONFIG,
+        "--prompts none.txt|No such file",
+        ["sample", "run", "--prompts", "none.txt"],
+    ),
     "sample too many devices": (
         CONFIG,
         "asked mesh.tensor=16 (--set): 16 devices|found 8",
@@ -350,31 +542,71 @@ TABLE = {
     "top-k of nothing": (CONFIG, "--top-k 0", sample("--top-k", "0")),
     "temperature below zero": (CONFIG, "--temperature -1.0", sample("--temperature", "-1")),
     "temperature of nan": (CONFIG, "--temperature nan", sample("--temperature", "nan")),
-    "sampling seed of too many bits": (CONFIG, f"--seed: {HUGE}|0 to 4294967295", sample("--seed", HUGE)),
+    "sampling seed of too many bits": (
+        CONFIG,
+        f"--seed: {HUGE}|0 to 4294967295",
+        sample("--seed", HUGE),
+    ),
     "sampling seed below zero": (CONFIG, "--seed: -1|0 to 4294967295", sample("--seed=-1")),
     "sample other settings": (
         CONFIG,
         "asked --set model.layers=2|mesh.*, rules.*, model.attention",
         sample("--set", "model.layers=2"),
     ),
-    "sample without origins": (CHECKPOINT, "no_origin/config.json holds no resolved", sample(run="no_origin")),
-    "sample odd origins": (CHECKPOINT, "odd_origin/config.json holds no resolved", sample(run="odd_origin")),
-    "sample without settings": (CHECKPOINT, "no_settings/config.json holds no resolved", sample(run="no_settings")),
-    "sample without vocabulary": (CHECKPOINT, "no_vocab/config.json holds no resolved", sample(run="no_vocab")),
-    "sample settings of no model": (CHECKPOINT, "no_model/config.json holds no resolved", sample(run="no_model")),
+    "sample without origins": (
+        CHECKPOINT,
+        "no_origin/config.json holds no resolved",
+        sample(run="no_origin"),
+    ),
+    "sample odd origins": (
+        CHECKPOINT,
+        "odd_origin/config.json holds no resolved",
+        sample(run="odd_origin"),
+    ),
+    "sample without settings": (
+        CHECKPOINT,
+        "no_settings/config.json holds no resolved",
+        sample(run="no_settings"),
+    ),
+    "sample without vocabulary": (
+        CHECKPOINT,
+        "no_vocab/config.json holds no resolved",
+        sample(run="no_vocab"),
+    ),
+    "sample settings of no model": (
+        CHECKPOINT,
+        "no_model/config.json holds no resolved",
+        sample(run="no_model"),
+    ),
     "empty prompt": (CONFIG, "--prompt is empty", sample("--prompt", "")),
-    "unknown character": (DATA, "character 'z' (U+007A) at position 0", sample("--prompt", "zebra")),
+    "unknown character": (
+        DATA,
+        "character 'z' (U+007A) at position 0",
+        sample("--prompt", "zebra"),
+    ),
     # the planner
-    "sweep beside generation": (CONFIG, "--sweep and --generate|try", estimate(*SWEEP, "--generate", "8+8")),
+    "sweep beside generation": (
+        CONFIG,
+        "--sweep and --generate|try",
+        estimate(*SWEEP, "--generate", "8+8"),
+    ),
     "sweep beside compile": (CONFIG, "--sweep and --compile", estimate(*SWEEP, "--compile")),
-    "sweep beside an anchor": (CONFIG, "--sweep and --anchor", estimate(*SWEEP, "--anchor", "nowhere")),
+    "sweep beside an anchor": (
+        CONFIG,
+        "--sweep and --anchor",
+        estimate(*SWEEP, "--anchor", "nowhere"),
+    ),
     "sweep of nothing": (CONFIG, "--sweep|try --sweep hardware.", estimate("--sweep", "")),
     "generation beside an anchor": (
         CONFIG,
         "--generate and --anchor",
         estimate("--generate", "8+8", "--anchor", "nowhere"),
     ),
-    "generation beside compile": (CONFIG, "--generate and --compile", estimate("--generate", "8+8", "--compile")),
+    "generation beside compile": (
+        CONFIG,
+        "--generate and --compile",
+        estimate("--generate", "8+8", "--compile"),
+    ),
     "batch of no generation": (CONFIG, "--batch|--generate 512+128", estimate("--batch", "3")),
     "top of the rules": (
         CONFIG,
@@ -382,9 +614,17 @@ TABLE = {
         ["plan", "tiny.toml", "--hardware", "h100", "--devices", "8", "--rules", "--top", "3"],
     ),
     # pipeline schedules
-    "schedule of no size": (CONFIG, "1f1b needs --stages and --microbatches", ["schedule", "--stages", "4"]),
+    "schedule of no size": (
+        CONFIG,
+        "1f1b needs --stages and --microbatches",
+        ["schedule", "--stages", "4"],
+    ),
     "unknown schedule": (CONFIG, "asked --kind 2f2b|1f1b|.csv file", schedule("--kind", "2f2b")),
-    "no such schedule file": (CONFIG, "cannot be read|none.csv", ["schedule", "--kind", "none.csv"]),
+    "no such schedule file": (
+        CONFIG,
+        "cannot be read|none.csv",
+        ["schedule", "--kind", "none.csv"],
+    ),
     "schedule that breaks a rule": (
         CONFIG,
         "two_backwards.csv|tick 0, stage 0",
@@ -395,20 +635,32 @@ TABLE = {
         "two_stages.csv has its own sizes|asked --stages 4|found stages 2",
         schedule("--kind", "two_stages.csv"),
     ),
-    "schedule of no stages": (CONFIG, "--stages: 0 is not a whole number", schedule("--stages", "0")),
+    "schedule of no stages": (
+        CONFIG,
+        "--stages: 0 is not a whole number",
+        schedule("--stages", "0"),
+    ),
     "schedule too large": (
         CONFIG,
         "too large|about 6,000,000,032 ticks x stages",
         schedule("--microbatches", "1500000000"),
     ),
-    "chunks of a kind without": (CONFIG, "one chunk per stage|try 'interleaved'", schedule("--chunks", "2")),
+    "chunks of a kind without": (
+        CONFIG,
+        "one chunk per stage|try 'interleaved'",
+        schedule("--chunks", "2"),
+    ),
     "microbatches over stages": (
         CONFIG,
         "microbatches=6 with stages=4|try microbatches=4 or microbatches=8",
         schedule("--kind", "interleaved", "--chunks", "2"),
     ),
     "negative time": (CONFIG, "--hop: -1 is not a time|from 0", schedule("--hop", "-1")),
-    "time that is no number": (CONFIG, "--forward: nan is not a time", schedule("--forward", "nan")),
+    "time that is no number": (
+        CONFIG,
+        "--forward: nan is not a time",
+        schedule("--forward", "nan"),
+    ),
     "time without end": (CONFIG, "--backward: inf is not a time", schedule("--backward", "inf")),
     "time in words": (CONFIG, "--weight: long is not a time", schedule("--weight", "long")),
     "no time at all": (
@@ -416,7 +668,11 @@ TABLE = {
         "takes some time|found 0 for all",
         schedule("--forward", "0", "--backward", "0", "--weight", "0"),
     ),
-    "picture into a file": (STORAGE, "cannot write file/x.svg: Not a directory", schedule("--svg", "file/x.svg")),
+    "picture into a file": (
+        STORAGE,
+        "cannot write file/x.svg: Not a directory",
+        schedule("--svg", "file/x.svg"),
+    ),
 }
 
 
@@ -425,7 +681,9 @@ def test_a_mistake_costs_one_line_that_says_what_and_the_documented_exit_code(ca
     code, words, arguments = TABLE[name]
     line = refusal(capsys, code, arguments)
     assert [word for word in words.split("|") if word not in line] == [], line
-    assert not list(Path().glob("unused*/checkpoints/*")), "refused, but trained and saved all the same"
+    assert not list(Path().glob("unused*/checkpoints/*")), (
+        "refused, but trained and saved all the same"
+    )
 
 
 REFUSED_BEFORE_JAX = (
@@ -444,15 +702,23 @@ REFUSED_BEFORE_JAX = (
 
 
 def from_anew(arguments: list[str], prefix: str) -> tuple[subprocess.CompletedProcess, float]:
-    """The command line as a program of its own that runs `prefix` first, and the processor seconds it took."""
+    """The command line as a program of its own that runs `prefix` first, and the processor seconds
+    it took.
+    """
     program = f"{prefix}; import sys; from spmdtrain.cli import main; sys.exit(main(sys.argv[1:]))"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return done, sum(getattr(after, kind) - getattr(before, kind) for kind in ("ru_utime", "ru_stime"))
+    return done, sum(
+        getattr(after, kind) - getattr(before, kind) for kind in ("ru_utime", "ru_stime")
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED_BEFORE_JAX)
@@ -465,12 +731,17 @@ def test_what_needs_no_device_is_refused_before_jax_is_imported_and_within_a_sec
     assert seconds < 1
 
 
-@pytest.mark.parametrize("name", ["missing text", "sample no run", "mesh too large", "resume a cut step"])
+@pytest.mark.parametrize(
+    "name", ["missing text", "sample no run", "mesh too large", "resume a cut step"]
+)
 def test_a_program_of_its_own_gives_the_same_line_within_three_seconds(name):
-    """Threads of XLA and Orbax write where this process cannot look: only a program's own stderr shows all of it."""
+    """Threads of XLA and Orbax write where this process cannot look: only a program's own stderr
+    shows all of it.
+    """
     code, words, arguments = TABLE[name]
     best = float("inf")
-    for _ in range(3):  # work on the other core slows this one down too: the quickest of three tries counts
+    # Work on the other core slows this one down too: the quickest of three tries counts.
+    for _ in range(3):
         done, seconds = from_anew(arguments, "pass")
         assert done.returncode == code, done.stderr
         line = checked(done.stderr)

@@ -1,4 +1,6 @@
-"""The benchmarks run and compare like with like. Their figures are for people: nothing here is timed."""
+"""The benchmarks run and compare like with like. Their figures are for people: nothing here is
+timed.
+"""
 
 import importlib.util
 import json
@@ -35,9 +37,17 @@ PIPELINE = {
 def ran(command, out):
     """(the figures, all that was printed)."""
     # Compiling is what takes the time here: half of it with optimisation off.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
@@ -48,7 +58,16 @@ def ran(command, out):
 def test_the_loop_and_the_bare_step_of_the_overhead_benchmark_train_the_same(tmp_path):
     settings = [part for key, value in OVERHEAD.items() for part in ("--set", f"{key}={value}")]
     out = tmp_path / "overhead.json"
-    command = ["benchmarks/overhead.py", "--rounds", "1", "--steps", "5", "--json", str(out), *settings]
+    command = [
+        "benchmarks/overhead.py",
+        "--rounds",
+        "1",
+        "--steps",
+        "5",
+        "--json",
+        str(out),
+        *settings,
+    ]
     result, shown = ran(command, out)
     assert result["steps"] == 10  # one round and the one that warms up
     assert result["largest_loss_difference"] < 1e-5
@@ -62,13 +81,17 @@ def test_the_pipelines_of_the_benchmark_have_the_same_gradients(tmp_path):
     sizes = ["--microbatches", "4", "--timed", "4", "--rounds", "1", "--remat", "full"]
     result, shown = ran(["benchmarks/pipeline.py", *sizes, "--json", str(out), *settings], out)
     assert 0 < result["largest_gradient_difference"] < 1e-5  # other orders of summation
-    assert len(result["temp_bytes"]) == 5 and all(sizes["4"] > 0 for sizes in result["temp_bytes"].values())
+    assert len(result["temp_bytes"]) == 5 and all(
+        sizes["4"] > 0 for sizes in result["temp_bytes"].values()
+    )
     assert "interleaved, v=2, full / circular scan, v=2, full" in shown
 
 
 def test_the_step_that_is_compared_with_torch_runs_without_it(tmp_path):
     out = tmp_path / "torch.json"
-    result, shown = ran(["benchmarks/compare_torch.py", "--dry", "--shapes", "llama_1b", "--json", str(out)], out)
+    result, shown = ran(
+        ["benchmarks/compare_torch.py", "--dry", "--shapes", "llama_1b", "--json", str(out)], out
+    )
     assert result[0]["ours"]["losses"][0] > 3 and result[0]["ours"]["mfu"] is None
     there = importlib.util.find_spec("torch") is not None
     assert ("theirs" in result[0]) == there == ("torch is not installed" not in shown)
@@ -79,5 +102,10 @@ def test_the_contenders_of_the_tokenizing_benchmark_make_the_same_tokens(tmp_pat
     size = ("--rounds", "1", "--megabytes", "0.3", "--vocab", "400")
     result, shown = ran(["benchmarks/tokenizing.py", *size, "--json", str(out)], out)
     assert result["ratio"]["encode_batch"] == 1
-    assert set(result["ratio"]) == {"encode_batch", "encode_batch_fast", "prepare, 1 worker", "prepare, 2 workers"}
+    assert set(result["ratio"]) == {
+        "encode_batch",
+        "encode_batch_fast",
+        "prepare, 1 worker",
+        "prepare, 2 workers",
+    }
     assert "MB/s and core" in shown

@@ -1,4 +1,6 @@
-"""The command line from text files to text: prepare, show, train, sample; and what it does before jax starts."""
+"""The command line from text files to text: prepare, show, train, sample; and what it does before
+jax starts.
+"""
 
 import json
 import shutil
@@ -41,14 +43,28 @@ path = "fox.bin"
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-    """A folder with a prepared text, a config and a run that was trained by the command line on eight devices."""
+    """A folder with a prepared text, a config and a run that was trained by the command line on
+    eight devices.
+    """
     folder = tmp_path_factory.mktemp("workplace")
     (folder / "fox.txt").write_text(TEXT)
     (folder / "fox.toml").write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert (
-            main(["data", "prepare", "fox.txt", "--out", "fox", "--tokenizer", "characters", "--end-of-text", "none"])
+            main(
+                [
+                    "data",
+                    "prepare",
+                    "fox.txt",
+                    "--out",
+                    "fox",
+                    "--tokenizer",
+                    "characters",
+                    "--end-of-text",
+                    "none",
+                ]
+            )
             == 0
         )
         assert main(["train", "fox.toml"]) == 0
@@ -71,7 +87,11 @@ def test_train_writes_to_runs_slash_the_name_of_the_config(here):
 def test_sample_says_what_was_learned_alike_on_one_device_and_on_a_mesh(capsys):
     arguments = ["sample", "runs/fox", "--prompt", "The qu", "--length", "12", "--temperature", "0"]
     texts = []
-    for mesh in ([], ["--set", "mesh.tensor=2"], ["--set", "mesh.tensor=2", "--set", "mesh.fsdp=2"]):
+    for mesh in (
+        [],
+        ["--set", "mesh.tensor=2"],
+        ["--set", "mesh.tensor=2", "--set", "mesh.fsdp=2"],
+    ):
         assert main([*arguments, *mesh]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == "The quick brown fox\n"[: len("The qu") + 12] + "\n"
@@ -81,7 +101,23 @@ def test_sample_says_what_was_learned_alike_on_one_device_and_on_a_mesh(capsys):
 @pytest.mark.usefixtures("here")
 def test_sample_draws_another_text_for_another_seed_and_the_same_for_the_same(capsys):
     def sample(seed: str) -> str:
-        assert main(["sample", "runs/fox", "--prompt", "T", "--seed", seed, "--temperature", "5", "--top-k", "20"]) == 0
+        assert (
+            main(
+                [
+                    "sample",
+                    "runs/fox",
+                    "--prompt",
+                    "T",
+                    "--seed",
+                    seed,
+                    "--temperature",
+                    "5",
+                    "--top-k",
+                    "20",
+                ]
+            )
+            == 0
+        )
         return capsys.readouterr().out
 
     first = sample("0")
@@ -110,21 +146,37 @@ def test_show_describes_every_parameter_and_its_bytes_per_device(capsys):
     assert shown["mesh"]["tensor"] == 2 and shown["origin"]["mesh.tensor"] == "fox.toml"
     assert rows["tokens.table_ve"]["logical_axes"] == ["vocab", "embed"]
     assert rows["tokens.table_ve"]["mesh_axes"] == [["tensor"], ["fsdp"]]
-    assert rows["tokens.table_ve"]["bytes_per_device"] == 4 * rows["tokens.table_ve"]["shape"][0] * 32 // 4
-    assert shown["totals"]["bytes_per_device"] == sum(row["bytes_per_device"] for row in rows.values())
+    assert (
+        rows["tokens.table_ve"]["bytes_per_device"]
+        == 4 * rows["tokens.table_ve"]["shape"][0] * 32 // 4
+    )
+    assert shown["totals"]["bytes_per_device"] == sum(
+        row["bytes_per_device"] for row in rows.values()
+    )
     assert main(["show", "fox.toml"]) == 0
     table = capsys.readouterr().out
     assert all(path in table for path in rows) and "data 2 x fsdp 2 x tensor 2" in table
 
 
 def test_show_agrees_with_what_really_rests_on_a_device():
-    settings = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1", "data.packing=documents")
+    settings = (
+        "mesh.data=2",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "train.zero=1",
+        "data.packing=documents",
+    )
     state = trained(*settings, steps=1)[1]
     first = jax.devices()[0]
 
     def held(tree) -> int:
         leaves = jax.tree.leaves(tree)
-        return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == first)
+        return sum(
+            shard.data.nbytes
+            for leaf in leaves
+            for shard in leaf.addressable_shards
+            if shard.device == first
+        )
 
     abstract = prepared(*settings).state
     assert bytes_per_device(abstract.params) == held(state.params)
@@ -135,7 +187,11 @@ def test_show_agrees_with_what_really_rests_on_a_device():
 def test_print_config_ends_before_jax_and_names_origins(capsys):
     assert main(["train", "fox.toml", "--set", "train.steps=7", "--print-config"]) == 0
     printed = capsys.readouterr().out
-    assert "steps = 7  # --set" in printed and "embed = 32  # fox.toml" in printed and "seed = 0  # default" in printed
+    assert (
+        "steps = 7  # --set" in printed
+        and "embed = 32  # fox.toml" in printed
+        and "seed = 0  # default" in printed
+    )
     assert "#   --xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false\n" in printed
     assert tomllib.loads(printed)["train"]["steps"] == 7
 
@@ -146,6 +202,8 @@ def test_compiled_programs_are_kept_between_runs(here, monkeypatch):
     try:
         jax.config.update("jax_compilation_cache_dir", None)
         main(["show", "fox.toml", "--json"])
-        assert jax.config.jax_compilation_cache_dir == str(here / "cache" / "spmdtrain" / "compiled")
+        assert jax.config.jax_compilation_cache_dir == str(
+            here / "cache" / "spmdtrain" / "compiled"
+        )
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

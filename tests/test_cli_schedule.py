@@ -1,4 +1,6 @@
-"""`spmdtrain schedule`: what it prints, draws and writes is what the table and the simulator say."""
+"""`spmdtrain schedule`: what it prints, draws and writes is what the table and the simulator
+say.
+"""
 
 import json
 import os
@@ -50,9 +52,13 @@ def schedule(capsys, kind: str, *arguments: str, chunks: int = 1) -> str:
     ],
 )
 @pytest.mark.parametrize("priced", [[], PRICED], ids=["equal times", "given times"])
-def test_the_drawing_and_the_bubbles_are_those_of_the_simulator(capsys, kind, chunks, orders, whose, priced):
+def test_the_drawing_and_the_bubbles_are_those_of_the_simulator(
+    capsys, kind, chunks, orders, whose, priced
+):
     table, times = build(kind, 4, 8, chunks), TIMES if priced else Times()
-    drawing, _, last = schedule(capsys, kind, *priced, chunks=chunks).rstrip("\n").rpartition("\n\n")
+    drawing, _, last = (
+        schedule(capsys, kind, *priced, chunks=chunks).rstrip("\n").rpartition("\n\n")
+    )
     assert drawing == draw(table, times, width=60)
     lockstep = f"{bubble_fraction(table, times):.1%}"
     assert f"{table.ticks} ticks, bubble {lockstep}, " in drawing.splitlines()[0]
@@ -78,7 +84,9 @@ def test_json_reads_back_as_an_equal_table_and_draws_alike(capsys):
 
 def test_svg_is_the_picture_of_these_times_and_one_line_says_where(capsys):
     printed = schedule(capsys, "zero_bubble", *PRICED, "--svg", "picture.svg")
-    assert [line for line in printed.splitlines() if "picture.svg" in line] == ["picture.svg: the same, drawn to scale"]
+    assert [line for line in printed.splitlines() if "picture.svg" in line] == [
+        "picture.svg: the same, drawn to scale"
+    ]
     written = Path("picture.svg").read_text(encoding="utf-8")
     assert ElementTree.fromstring(written).tag.endswith("svg")
     assert written == svg(build("zero_bubble", 4, 8), TIMES)
@@ -100,7 +108,10 @@ def test_help_names_every_kind(capsys):
 
 
 def test_jax_is_not_imported():
-    program = "import sys; sys.modules['jax'] = None; from spmdtrain.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = (
+        "import sys; sys.modules['jax'] = None; "
+        "from spmdtrain.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [
         sys.executable,
@@ -119,7 +130,9 @@ def test_jax_is_not_imported():
     assert done.stdout.startswith("1f1b: 2 stages")
 
 
-@pytest.mark.parametrize("microbatches", ["2", "400"], ids=["all in the buffer", "more than the buffer"])
+@pytest.mark.parametrize(
+    "microbatches", ["2", "400"], ids=["all in the buffer", "more than the buffer"]
+)
 def test_a_reader_that_leaves_ends_it_quietly_and_a_full_disk_in_one_line(microbatches):
     program = "import sys; from spmdtrain.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["schedule", "--stages", "2", "--microbatches", microbatches, "--json"]
@@ -127,7 +140,9 @@ def test_a_reader_that_leaves_ends_it_quietly_and_a_full_disk_in_one_line(microb
 
     def run(stdout) -> tuple[int, str]:
         command = [sys.executable, "-c", program, *arguments]
-        done = subprocess.run(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120
+        )
         return done.returncode, done.stderr
 
     reader, pipe = os.pipe()
@@ -135,4 +150,7 @@ def test_a_reader_that_leaves_ends_it_quietly_and_a_full_disk_in_one_line(microb
     assert run(pipe) == (141, "")
     os.close(pipe)
     with open("/dev/full", "w") as full:
-        assert run(full) == (10, "spmdtrain: cannot write to standard output: No space left on device\n")
+        assert run(full) == (
+            10,
+            "spmdtrain: cannot write to standard output: No space left on device\n",
+        )

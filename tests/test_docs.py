@@ -1,11 +1,11 @@
-"""README and docs are true: their commands run, their pictures are what commands draw, their files exist.
+"""README and docs are true: their commands run, their pictures are what commands draw, their files
+exist.
 
 A `bash` or `python` block runs, unless a comment just before it says why not. The comments are
 
-    <!-- needs GPUs -->
-    <!-- not run: a reason -->
-    <!-- test: until step 2 -->    to spare time: UNTIL is appended to each `spmdtrain` command of the block
-    <!-- test: exit code 4 -->     that of the block's last command
+    <!-- needs GPUs --> <!-- not run: a reason --> <!-- test: until step 2 -->    to spare time:
+    UNTIL is appended to each `spmdtrain` command of the block <!-- test: exit code 4 -->     that
+    of the block's last command
 
 A `text` block right behind a block that runs is what its last command prints.
 """
@@ -38,7 +38,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")
 UNTIL = "--set train.steps={} --set optimizer.warmup=0 --set eval.every=0"
 FIRST_RUN = "spmdtrain train configs/quickstart.toml --simulate-devices 8"
 
-FENCE = re.compile(r"(?:^<!-- *(?P<comment>[^\n]*?) *-->\n)?^```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.M | re.S)
+FENCE = re.compile(
+    r"(?:^<!-- *(?P<comment>[^\n]*?) *-->\n)?^```(?P<language>[^\n]*)\n(?P<body>.*?)^```$",
+    re.M | re.S,
+)
 COMMENT = re.compile(r"needs GPUs|not run: .+|test: until step \d+|test: exit code \d+")
 INCLUDED = re.compile(r'--8<-- "(?P<path>[^"]+)"\n')
 
@@ -59,7 +62,9 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return self.language in ("bash", "python") and not self.comment.startswith(("needs", "not run"))
+        return self.language in ("bash", "python") and not self.comment.startswith(
+            ("needs", "not run")
+        )
 
     def after(self, words: str) -> str:
         """What the comment says behind `words`; empty where it says something else."""
@@ -74,7 +79,9 @@ def blocks_of(page: Path) -> list[Block]:
         directly = following is not None and not text[match.end() : following.start()].strip()
         output = following["body"] if directly and following["language"] == "text" else None
         line = text.count("\n", 0, match.start("language")) + 1
-        found.append(Block(page, line, match["language"], match["comment"] or "", match["body"], output))
+        found.append(
+            Block(page, line, match["language"], match["comment"] or "", match["body"], output)
+        )
     return found
 
 
@@ -94,7 +101,9 @@ def hook(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-    """A folder as a reader has it: the checkout's configs and examples, some books, and the first run."""
+    """A folder as a reader has it: the checkout's configs and examples, some books, and the first
+    run.
+    """
     folder = tmp_path_factory.mktemp("docs")
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, folder / name)
@@ -108,7 +117,9 @@ def workplace(tmp_path_factory) -> Path:
 
 
 def run_command(command: str) -> tuple[int, str]:
-    """(exit code, what it printed). `spmdtrain` runs in this process, which has its eight devices already."""
+    """(exit code, what it printed). `spmdtrain` runs in this process, which has its eight devices
+    already.
+    """
     words = shlex.split(command, comments=True)
     if words[0] == "spmdtrain" and not set(words) & {"|", ">", "&", "&&", ";"}:
         printed = io.StringIO()
@@ -138,11 +149,14 @@ def run_bash(block: Block) -> None:
         assert printed.strip() == block.output.strip(), f"{block} prints something else"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.runs for b in blocks_of(page))], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(b.runs for b in blocks_of(page))], ids=lambda p: p.stem
+)
 def test_the_blocks_of_a_page_run(page, workplace, monkeypatch):
     """In their order; Python blocks of a page share their names, as the cells of a notebook do."""
     monkeypatch.chdir(workplace)
-    monkeypatch.setenv("COLUMNS", "200")  # a drawing fits itself into the terminal that the tests run in
+    # A drawing fits itself into the terminal that the tests run in.
+    monkeypatch.setenv("COLUMNS", "200")
     names = {"__name__": "__main__"}
     for block in blocks_of(page):
         if not block.runs:
@@ -177,7 +191,9 @@ def test_readme_and_first_page_show_the_first_run():
 
 def test_every_block_is_of_a_kind_that_is_checked_and_every_comment_is_known():
     for block in BLOCKS:
-        assert block.language in ("bash", "python", "toml", "text") or INCLUDED.fullmatch(block.body), str(block)
+        assert block.language in ("bash", "python", "toml", "text") or INCLUDED.fullmatch(
+            block.body
+        ), str(block)
         assert not block.comment or COMMENT.fullmatch(block.comment), f"{block}: {block.comment}"
         if block.language == "toml":
             tomllib.loads(block.body)
@@ -207,7 +223,9 @@ def test_a_block_is_left_out_by_a_comment_just_before_it_only(tmp_path, text, ru
     assert (blocks_of(page)[0].runs, blocks_of(page)[0].output) == (runs, output)
 
 
-@pytest.mark.parametrize("body", ["false\n", "true\nfalse\n", "false\ntrue\n", "spmdtrain show missing.toml\n"])
+@pytest.mark.parametrize(
+    "body", ["false\n", "true\nfalse\n", "false\ntrue\n", "spmdtrain show missing.toml\n"]
+)
 def test_a_command_that_fails_is_found(body, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError, match="ended with"):
@@ -222,7 +240,9 @@ def test_the_readme_is_short():
 
 
 def test_files_that_the_pages_name_exist():
-    named = re.compile(r"`((?:spmdtrain|pallas_kernels|tests|examples|configs|benchmarks|docs)/[\w./]+)`")
+    named = re.compile(
+        r"`((?:spmdtrain|pallas_kernels|tests|examples|configs|benchmarks|docs)/[\w./]+)`"
+    )
     for page in PAGES:
         for path in named.findall(page.read_text()):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
@@ -251,7 +271,9 @@ def test_the_page_of_settings_has_every_setting():
         for each in settings.classes_of(field.annotation):
             for name in each.model_fields:
                 row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
-                assert row.split(" | ")[1] != "value", f"{section}.{name} is of a kind the page cannot name"
+                assert row.split(" | ")[1] != "value", (
+                    f"{section}.{name} is of a kind the page cannot name"
+                )
 
 
 # --- pictures -------------------------------------------------------------------------------------
@@ -261,7 +283,9 @@ PICTURES = hook("pictures")
 
 @pytest.mark.parametrize("name", PICTURES.COMMITTED)
 def test_a_committed_picture_is_what_its_command_draws(name):
-    """If not, draw it again: spmdtrain, the command in docs/hooks/pictures.py, --svg docs/pictures/NAME."""
+    """If not, draw it again: spmdtrain, the command in docs/hooks/pictures.py, --svg
+    docs/pictures/NAME.
+    """
     assert (DOCS / "pictures" / name).read_text() == PICTURES.drawn(PICTURES.COMMITTED[name])
 
 

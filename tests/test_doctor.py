@@ -1,4 +1,6 @@
-"""`spmdtrain doctor`: it names what is wrong and what to type, and nothing on a machine that is well."""
+"""`spmdtrain doctor`: it names what is wrong and what to type, and nothing on a machine that is
+well.
+"""
 
 import json
 
@@ -9,7 +11,11 @@ from spmdtrain.cli.doctor import problems
 
 WELL = {
     "versions": {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"},
-    "cuda": {"jax-cuda13-plugin": "0.12.0.1", "jax-cuda13-pjrt": "0.12.0.1", "nvidia-nccl-cu13": "2.28"},
+    "cuda": {
+        "jax-cuda13-plugin": "0.12.0.1",
+        "jax-cuda13-pjrt": "0.12.0.1",
+        "nvidia-nccl-cu13": "2.28",
+    },
     "driver": "NVRM version: NVIDIA UNIX 580.1",
     "has_driver": True,
     "devices": {"NVIDIA H100": 8},
@@ -31,13 +37,29 @@ WELL = {
             "jax 0.9.1 is not",
             "jax>=0.10,<0.13",
         ),
-        ({"versions": {"jax": "0.12.0", "jaxlib": "0.11.2"}}, "do not belong together", "jaxlib==0.12.0"),
-        ({"cuda": WELL["cuda"] | {"jax-cuda13-pjrt": "0.11.0"}}, "of another version", "jax-cuda13-pjrt==0.12.0.1"),
+        (
+            {"versions": {"jax": "0.12.0", "jaxlib": "0.11.2"}},
+            "do not belong together",
+            "jaxlib==0.12.0",
+        ),
+        (
+            {"cuda": WELL["cuda"] | {"jax-cuda13-pjrt": "0.11.0"}},
+            "of another version",
+            "jax-cuda13-pjrt==0.12.0.1",
+        ),
         ({"platform": "cpu", "cuda": {}}, "no CUDA plugin", "spmdtrain[cuda13]"),
         ({"platform": "cpu", "said_by_jax": ["no cuDNN"]}, "uses the CPU: no cuDNN", "nvidia-smi"),
-        ({"environment": {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"}}, "comes before", "unset LD_LIBRARY_PATH"),
+        (
+            {"environment": {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"}},
+            "comes before",
+            "unset LD_LIBRARY_PATH",
+        ),
         ({"environment": {"JAX_ENABLE_X64": "1"}}, "64-bit", "unset JAX_ENABLE_X64"),
-        ({"cuda": {name: each for name, each in WELL["cuda"].items() if "nccl" not in name}}, "NCCL", "nvidia-nccl"),
+        (
+            {"cuda": {name: each for name, each in WELL["cuda"].items() if "nccl" not in name}},
+            "NCCL",
+            "nvidia-nccl",
+        ),
         ({"open_files": 256}, "only 256 files", "ulimit -n"),
         ({"disk_free": 1e9}, "1.0 GB free", "--run"),
         ({"failure": "Unable to initialize backend 'cuda'"}, "no device: Unable", "JAX_PLATFORMS="),
@@ -48,7 +70,9 @@ def test_each_fault_is_named_with_its_cure(changes, what, fix):
     assert what in found and fix in cure
 
 
-@pytest.mark.parametrize("changes", [{}, {"platform": "cpu", "environment": {"JAX_PLATFORMS": "cpu"}}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"platform": "cpu", "environment": {"JAX_PLATFORMS": "cpu"}}]
+)
 def test_a_machine_that_is_well_has_no_faults(changes):
     assert problems(WELL | changes) == []
 

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-STEPS, UNTRAINED = 12, 5.2  # steps of each run; a loss before training, ln 256 = 5.5 or a little less
+# Steps of each run; a loss before training, ln 256 = 5.5 or a little less.
+STEPS, UNTRAINED = 12, 5.2
 
 
 RUNS = {
@@ -41,7 +42,9 @@ def printed(tmp_path_factory):
         for name, (script, *arguments) in RUNS.items():
             command = [sys.executable, EXAMPLES / script, "--steps", str(STEPS), *arguments]
             with (cwd / name).open("w") as log:
-                processes[name] = subprocess.Popen(command, cwd=cwd, env=env, stdout=log, stderr=subprocess.STDOUT)
+                processes[name] = subprocess.Popen(
+                    command, cwd=cwd, env=env, stdout=log, stderr=subprocess.STDOUT
+                )
         ended = {name: process.wait(timeout=240) for name, process in processes.items()}
     finally:
         for process in processes.values():
@@ -86,8 +89,12 @@ def test_train_gpt_shows_the_loss_falling_alike_on_one_device_and_on_eight(print
     assert equal(one, eight)
 
 
-def test_a_model_of_ones_own_trains_alike_on_data_fsdp_tensor_in_a_pipeline_and_on_one_device(printed):
-    one, split, stages = (losses(printed["in"] / f"runs/custom_model_{mesh}") for mesh in ("one", "split", "stages"))
+def test_a_model_of_ones_own_trains_alike_on_data_fsdp_tensor_in_a_pipeline_and_on_one_device(
+    printed,
+):
+    one, split, stages = (
+        losses(printed["in"] / f"runs/custom_model_{mesh}") for mesh in ("one", "split", "stages")
+    )
     assert "8 x cpu (data 2 x fsdp 2 x tensor 2)" in printed["split"]
     assert "8 x cpu (pipeline 2 x data 2 x tensor 2)" in printed["stages"]
     assert one[0] > UNTRAINED

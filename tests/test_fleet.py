@@ -1,4 +1,6 @@
-"""`make fleet`: its layouts are runs that a person could start, an abort is a row, and quick ones compile in CI."""
+"""`make fleet`: its layouts are runs that a person could start, an abort is a row, and quick ones
+compile in CI.
+"""
 
 import importlib.util
 import json
@@ -11,7 +13,9 @@ from compiled_estimates import compiled_estimate
 from spmdtrain.cli import main
 
 ROOT = Path(__file__).parents[1]
-plugin = pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin")
+plugin = pytest.mark.skipif(
+    not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin"
+)
 
 
 def _fleet():
@@ -54,7 +58,9 @@ def test_the_layout_that_used_to_abort_compiles():
 
 @plugin
 def test_a_pipeline_compiles_for_512():
-    found = estimated(named("llama3_70b 512 as configured"), "model.layers=20", "train.global_batch=64")
+    found = estimated(
+        named("llama3_70b 512 as configured"), "model.layers=20", "train.global_batch=64"
+    )
     assert found["devices"] == 512
     assert {"pipeline", "data", "tensor"} <= {each["axis"] for each in found["compiled"]["traffic"]}
 
@@ -62,7 +68,14 @@ def test_a_pipeline_compiles_for_512():
 def test_every_layout_is_there_once_and_every_flagship_is_compiled_as_configured():
     assert len({fleet.kept_file(layout) for layout in fleet.LAYOUTS}) == len(fleet.LAYOUTS)
     as_configured = {layout.config for layout in fleet.LAYOUTS if not layout.mesh}
-    assert as_configured >= {"llama3_8b", "llama3_70b", "llama3_405b", "gpt3_175b", "gpt_530b", "gpt_1t"}
+    assert as_configured >= {
+        "llama3_8b",
+        "llama3_70b",
+        "llama3_405b",
+        "gpt3_175b",
+        "gpt_530b",
+        "gpt_1t",
+    }
 
 
 @pytest.mark.parametrize("layout", fleet.LAYOUTS, ids=lambda layout: layout.name)
@@ -78,13 +91,18 @@ def test_a_run_would_take_the_layout(layout, capsys, monkeypatch):
 def test_what_does_not_compile_is_a_row():
     layout = fleet.Layout("no_such_config", "h100", 8)
     result = fleet.compile_layout(layout)
-    assert result["refused"].startswith("spmdtrain: there is no config file configs/no_such_config.toml")
+    assert result["refused"].startswith(
+        "spmdtrain: there is no config file configs/no_such_config.toml"
+    )
     row = f"| no_such_config on 8 h100, as configured | **no**: {result['refused']} |"
     assert any(line.startswith(row) for line in fleet.page([(layout, result)]).splitlines())
 
 
 def test_the_line_that_tells_why_xla_ended_the_process():
-    errors = 'a remark\nloc("f.66"): error:  size mismatch\nF1122 09:06:38 error_handler.cc:44] *** Begin stack trace'
+    errors = (
+        'a remark\nloc("f.66"): error:  size mismatch\n'
+        "F1122 09:06:38 error_handler.cc:44] *** Begin stack trace"
+    )
     assert fleet._reason(errors) == 'loc("f.66"): error:  size mismatch'
     assert fleet._reason("") == "ended without a word"
 
@@ -105,7 +123,12 @@ def test_the_page_compares_bytes_with_theory():
         "needed_traffic": {"fsdp": 2e9},
         "compiled": {
             "compile_seconds": 8.0,
-            "memory": {"argument_bytes": 3e9, "output_bytes": 2e9, "alias_bytes": 2e9, "temp_bytes": 2e9},
+            "memory": {
+                "argument_bytes": 3e9,
+                "output_bytes": 2e9,
+                "alias_bytes": 2e9,
+                "temp_bytes": 2e9,
+            },
             "traffic": [sent],
         },
     }

@@ -37,7 +37,9 @@ def test_no_room_takes_the_name_of_a_public_one():
 
 
 def test_importing_the_package_imports_neither_jax_nor_numpy():
-    program = "import sys, spmdtrain; sys.exit(bool({'jax', 'numpy', 'pydantic'} & set(sys.modules)))"
+    program = (
+        "import sys, spmdtrain; sys.exit(bool({'jax', 'numpy', 'pydantic'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
@@ -93,14 +95,18 @@ def test_logits_of_a_batch_are_those_that_the_loss_is_of(cell):
         batch = next(ahead)
     total, tokens = st.make_eval_step(setup)(params, batch)
     probability = jax.nn.log_softmax(names["logits"](params, batch["tokens"][0]))
-    losses = -np.take_along_axis(np.asarray(probability), np.asarray(batch["targets"][0])[..., None], -1)
+    losses = -np.take_along_axis(
+        np.asarray(probability), np.asarray(batch["targets"][0])[..., None], -1
+    )
     assert losses.size == tokens
     assert losses.sum() == pytest.approx(float(total), rel=1e-5)
 
 
 def test_weights_of_a_run_are_plain_arrays(cell):
     names, printed = cell("weights")
-    config = st.run_config("runs/quickstart", [f"mesh.{axis}=1" for axis in ("data", "fsdp", "tensor")])
+    config = st.run_config(
+        "runs/quickstart", [f"mesh.{axis}=1" for axis in ("data", "fsdp", "tensor")]
+    )
     setup = st.shard(config, devices=jax.devices()[:1])
     state = st.restore("runs/quickstart", setup)
     assert names["weights"].keys() == state.params.keys() == setup.model.parameters.keys()
@@ -128,7 +134,9 @@ def test_an_estimate_and_a_plan(cell):
 
 def test_weights_of_a_pipelined_run_have_their_layers_in_order(tmp_path):
     pipelined = ("mesh.pipeline=2", "model.layers=3", "train.microbatch=4")  # a place is padding
-    st.run(tiny("train.steps=2", "checkpoint.every=1", *pipelined), tmp_path, devices=jax.devices()[:2])
+    st.run(
+        tiny("train.steps=2", "checkpoint.every=1", *pipelined), tmp_path, devices=jax.devices()[:2]
+    )
     setup = st.shard(tiny("model.layers=3"), devices=jax.devices()[:1])
     for step in (1, 2):
         state = st.restore(tmp_path, setup, step)

@@ -1,4 +1,6 @@
-"""The house of DESIGN.md, section 2: imports go down, never up or round; no jax in the config room; no drawers."""
+"""The house of DESIGN.md, section 2: imports go down, never up or round; no jax in the config room;
+no drawers.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -8,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Lowest first. A room may import what lies on lower floors and itself, not its neighbours. A file without a room is an
-# error: find it one.
+# Lowest first. A room may import what lies on lower floors and itself, not its neighbours. A file
+# without a room is an error: find it one.
 FLOORS = [
     ["pallas_kernels"],
     ["spmdtrain"],  # its __init__.py alone: the version
@@ -29,18 +31,26 @@ DRAWERS = {"util", "utils", "common", "misc", "base", "helper", "helpers"}
 
 
 def room_of(module: str) -> str:
-    """The longest prefix of a dotted name that is a room; names straight in `spmdtrain` live in "spmdtrain"."""
+    """The longest prefix of a dotted name that is a room; names straight in `spmdtrain` live in
+    "spmdtrain".
+    """
     parts = module.split(".")
-    return next(room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in FLOOR)
+    return next(
+        room for end in range(len(parts), 0, -1) if (room := ".".join(parts[:end])) in FLOOR
+    )
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import, those inside functions too; `from a import b` gives "a.b"."""
+    """(line, dotted name) of every import, those inside functions too; `from a import b` gives
+    "a.b".
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            above = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
@@ -63,20 +73,27 @@ def violations(root: Path) -> list[str]:
 
 
 def module_of(path: Path) -> str:
-    """The dotted name of a file, relative to the root; a package's `__init__.py` has the package's name."""
+    """The dotted name of a file, relative to the root; a package's `__init__.py` has the package's
+    name.
+    """
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def circles(root: Path, house: str) -> list[list[str]]:
-    """The files of `house` that import each other in a circle, imports inside functions counted; sorted, one list per
-    circle. `from a.b import c` needs a.b.c where that is a file, else a.b."""
-    files = {module_of(path.relative_to(root)): path for path in sorted((root / house).rglob("*.py"))}
+    """The files of `house` that import each other in a circle, imports inside functions counted;
+    sorted, one list per circle. `from a.b import c` needs a.b.c where that is a file, else a.b.
+    """
+    files = {
+        module_of(path.relative_to(root)): path for path in sorted((root / house).rglob("*.py"))
+    }
     needs = {}
     for module, path in files.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         names = [name for _, name in imported(ast.parse(path.read_text(), str(path)), package)]
-        needs[module] = {name if name in files else name.rpartition(".")[0] for name in names} & files.keys()
+        needs[module] = {
+            name if name in files else name.rpartition(".")[0] for name in names
+        } & files.keys()
     reached = {module: set(first) for module, first in needs.items()}
     for through in files:  # Warshall's transitive closure
         for module in files:
@@ -90,7 +107,10 @@ def complain(module: str, room: str, name: str) -> str:
     """Why `module` in `room` may not import `name`; empty where it may."""
     top = name.partition(".")[0]
     if top in HOUSES and (there := room_of(name)) != room and FLOOR[there] >= FLOOR[room]:
-        return f"{room} (floor {FLOOR[room]}) imports {name} (floor {FLOOR[there]}): imports only go down"
+        return (
+            f"{room} (floor {FLOOR[room]}) imports {name} (floor {FLOOR[there]}): "
+            "imports only go down"
+        )
     if room == "spmdtrain.config" and top in IMPORT_JAX:
         return f"{name}: the config room stays free of jax"
     if top == "orbax" and module != "spmdtrain.running.checkpoint":
@@ -115,7 +135,9 @@ def test_a_planted_circle_is_found(tmp_path):
     (room / "kernel.py").write_text("from pallas_kernels.norm.rows import block")
     (room / "rows.py").write_text("def f():\n    from pallas_kernels.norm import kernel")
     (room / "alone.py").write_text("from .kernel import g")
-    assert circles(tmp_path, "pallas_kernels") == [["pallas_kernels.norm.kernel", "pallas_kernels.norm.rows"]]
+    assert circles(tmp_path, "pallas_kernels") == [
+        ["pallas_kernels.norm.kernel", "pallas_kernels.norm.rows"]
+    ]
 
 
 def test_every_python_file_of_the_house_is_read():
@@ -129,16 +151,32 @@ def test_every_python_file_of_the_house_is_read():
     [
         ("spmdtrain/parallel/mesh.py", "from spmdtrain.models import size", "imports only go down"),
         ("spmdtrain/parallel/mesh.py", "from spmdtrain import train", "imports only go down"),
-        ("spmdtrain/parallel/mesh.py", "def f():\n    import spmdtrain.train.step", "imports only go down"),
+        (
+            "spmdtrain/parallel/mesh.py",
+            "def f():\n    import spmdtrain.train.step",
+            "imports only go down",
+        ),
         ("spmdtrain/parallel/mesh.py", "from ..train import step", "imports only go down"),
         ("spmdtrain/parallel/__init__.py", "from ..cli import main", "imports only go down"),
-        ("spmdtrain/models/gpt.py", "from spmdtrain.data.corpus import read", "imports only go down"),
-        ("spmdtrain/running/loop.py", "from spmdtrain.planner import memory", "imports only go down"),
+        (
+            "spmdtrain/models/gpt.py",
+            "from spmdtrain.data.corpus import read",
+            "imports only go down",
+        ),
+        (
+            "spmdtrain/running/loop.py",
+            "from spmdtrain.planner import memory",
+            "imports only go down",
+        ),
         ("spmdtrain/__init__.py", "from spmdtrain.config import load", "imports only go down"),
         ("pallas_kernels/choose.py", "import spmdtrain", "imports only go down"),
         ("spmdtrain/config/load.py", "def f():\n    import jax.numpy as jnp", "free of jax"),
         ("spmdtrain/config/load.py", "from flax import nnx", "free of jax"),
-        ("spmdtrain/running/loop.py", "from orbax import checkpoint", "only spmdtrain/running/checkpoint.py"),
+        (
+            "spmdtrain/running/loop.py",
+            "from orbax import checkpoint",
+            "only spmdtrain/running/checkpoint.py",
+        ),
         ("spmdtrain/train/utils.py", "", "drawer"),
         ("spmdtrain/common/names.py", "", "drawer"),
         ("spmdtrain/trainer.py", "", "no floor"),
@@ -159,7 +197,10 @@ def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
             "from spmdtrain.models import size\nfrom . import loss\nfrom ..parallel import mesh",
         ),
         ("spmdtrain/running/checkpoint.py", "import orbax.checkpoint"),
-        ("spmdtrain/cli.py", "from spmdtrain import __version__\nfrom spmdtrain.config import load"),
+        (
+            "spmdtrain/cli.py",
+            "from spmdtrain import __version__\nfrom spmdtrain.config import load",
+        ),
         ("pallas_kernels/norm/api.py", "import jax\nfrom pallas_kernels.choose import choose"),
     ],
 )

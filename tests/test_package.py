@@ -1,4 +1,6 @@
-"""What is published: wheel and sdist, built and tried in a fresh environment, and the workflow that checks them."""
+"""What is published: wheel and sdist, built and tried in a fresh environment, and the workflow that
+checks them.
+"""
 
 import os
 import re
@@ -13,7 +15,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
-IGNORED = shutil.ignore_patterns(".venv*", ".git", "build", "dist", "runs", "*.egg-info", "__pycache__", ".*_cache")
+IGNORED = shutil.ignore_patterns(
+    ".venv*", ".git", "build", "dist", "runs", "*.egg-info", "__pycache__", ".*_cache"
+)
 PROGRAM = """
 import pallas_kernels, spmdtrain as st
 assert pallas_kernels.__file__.startswith({prefix!r}) and st.__file__.startswith({prefix!r})
@@ -23,8 +27,12 @@ assert config.train.steps == 20
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What it printed; an error that shows it where the command fails. Nothing of this checkout is on its path."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    """What it printed; an error that shows it where the command fails. Nothing of this checkout is
+    on its path.
+    """
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")
+    }
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
@@ -44,7 +52,11 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(built):
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    sources = {str(path.relative_to(ROOT)) for house in ("spmdtrain", "pallas_kernels") for path in _sources(house)}
+    sources = {
+        str(path.relative_to(ROOT))
+        for house in ("spmdtrain", "pallas_kernels")
+        for path in _sources(house)
+    }
     assert {name for name in names if ".dist-info/" not in name} == sources
     assert any(name.endswith("licenses/LICENSE") for name in names)
     with tarfile.open(sdist) as archive:
@@ -67,15 +79,29 @@ def test_the_wheel_works_in_a_fresh_environment(built, tmp_path):
     run(bin / "python", "-c", PROGRAM.format(prefix=str(tmp_path)), cwd=tmp_path)
     assert "train" in run(bin / "spmdtrain", "--help", cwd=tmp_path)
     train = ["train", "quickstart.toml", "--simulate-devices", "8", "--set", "train.steps=1"]
-    run(bin / "spmdtrain", *train, "--set", "optimizer.warmup=0", "--set", "eval.every=0", cwd=tmp_path)
+    run(
+        bin / "spmdtrain",
+        *train,
+        "--set",
+        "optimizer.warmup=0",
+        "--set",
+        "eval.every=0",
+        cwd=tmp_path,
+    )
     assert (tmp_path / "runs/quickstart/checkpoints/1").is_dir()
 
 
 def test_the_workflow_calls_targets_that_exist():
     workflow = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())
-    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    commands = [
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    ]
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     called = {command.split()[1] for command in commands if command.startswith("make ")}
     assert called >= {"check", "test", "docs"}
     assert called <= set(targets)
-    assert all((ROOT / file).exists() for command in commands for file in re.findall(r"tests/\S+\.py", command))
+    assert all(
+        (ROOT / file).exists()
+        for command in commands
+        for file in re.findall(r"tests/\S+\.py", command)
+    )

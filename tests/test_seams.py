@@ -1,4 +1,6 @@
-"""Each example of examples/seams, run as a person would, and whether what it exchanges has its effect."""
+"""Each example of examples/seams, run as a person would, and whether what it exchanges has its
+effect.
+"""
 
 import contextlib
 import csv
@@ -207,7 +209,10 @@ def trained_in(directory: str, steps: int, *settings: str, **seam):
     ids=["groups", "no state"],
 )
 def test_a_run_goes_on_bit_by_bit_with_the_same_seam_and_on_another_mesh(seam):
-    seam = {name: names_of(name)[given] if isinstance(given, str) else given for name, given in seam.items()}
+    seam = {
+        name: names_of(name)[given] if isinstance(given, str) else given
+        for name, given in seam.items()
+    }
     whole = trained_in("whole", 4, *SPLIT, **seam)
     trained_in("halves", 2, *SPLIT, **seam)
     shutil.copytree("halves", "moved")
@@ -264,7 +269,9 @@ def test_data_of_ones_own_are_what_is_trained_and_evaluated_on():
 
 
 def test_evaluation_on_data_of_ones_own_is_the_mean_over_its_samples():
-    """64 samples of which only 10 are there, in batches of 16: the rows beyond them count nothing."""
+    """64 samples of which only 10 are there, in batches of 16: the rows beyond them count
+    nothing.
+    """
     seam = names_of("data")
     config = seam["CONFIG"]
     setup = st.shard(config)
@@ -288,7 +295,9 @@ def test_samples_that_validate_need_a_function_that_gives_them():
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
     _, data = st.open_data(config, st.Source(seam["sums"], validation_samples=10))
     (only,) = data.eval_sets(config)
-    with pytest.raises(ConfigError, match="data= has validation_samples, but no validation; try Source"):
+    with pytest.raises(
+        ConfigError, match="data= has validation_samples, but no validation; try Source"
+    ):
         only.windows.samples(np.arange(4))
 
 
@@ -375,12 +384,16 @@ def test_what_is_no_part_costs_one_line():
             super().__init__(config, rngs)
             self.blocks = st.Stack(Wide, config.model.layers, rngs)
 
-    with pytest.raises(ConfigError, match=r"a Wide turns float32\[16, 16, 32\] into float32\[16, 16, 64\]"):
+    with pytest.raises(
+        ConfigError, match=r"a Wide turns float32\[16, 16, 32\] into float32\[16, 16, 64\]"
+    ):
         st.run(tiny(), "run", make=Model, **ONE)
 
 
 def records_of_wandb(file: Path) -> list:
-    """The records of a run written offline: blocks of 32 KiB behind 7 bytes, as LevelDB's log has them."""
+    """The records of a run written offline: blocks of 32 KiB behind 7 bytes, as LevelDB's log has
+    them.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data = file.read_bytes()
@@ -411,7 +424,10 @@ def test_weights_and_biases_has_every_figure_offline_and_a_resumed_run_is_the_sa
         if record.WhichOneof("record_type") == "run":
             ids.add(record.run.run_id)
         if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            items = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
             points[int(items["_step"])] = float(items["loss"])
     assert [points[step] for step in (1, 2, 3, 4)] == losses("run")
     assert ids == {Path("run/wandb/id").read_text()}

@@ -28,18 +28,23 @@ H100_96 = replace(H100, name="h100-96", memory=96e9, memory_bandwidth=2.4e12, po
 
 ASSUMED = {
     "sc21_table1": "network 25 GB/s per device; everything else printed",
-    "sc21_table2": "PTD-P 175B: v 1 (unprinted), TP 8 PP 12; 530B: v 3 as in table 1, PP 35; network 25 GB/s",
+    "sc21_table2": "PTD-P 175B: v 1 (unprinted), TP 8 PP 12; 530B: v 3 as in table 1, PP 35; "
+    "network 25 GB/s",
     "korthikanti_table4": "one layer, TP 8 inside a host",
     "korthikanti_table5": "network 25 GB/s per device",
-    "mcore_h100_weak_scaling": "microbatch 1, interleaving at its most (one layer per chunk, or two), no recomputation;"
-    " network 50 GB/s",
+    "mcore_h100_weak_scaling": "microbatch 1, interleaving at its most (one layer per chunk, or "
+    "two), no recomputation; network 50 GB/s",
     "zb_table9": "no communication in it",
-    "zb_table4": "vocabulary 32000 (unprinted; its scripts name a SentencePiece tokenizer); network 25 GB/s",
+    "zb_table4": "vocabulary 32000 (unprinted; its scripts name a SentencePiece tokenizer); "
+    "network 25 GB/s",
     "llama3_table4": "v 8, microbatch 1, ZeRO-2-like; network 50 GB/s",
-    "torchtitan_h100_2024": "8B, bfloat16 rows; power limit 500 W as stated; flash attention 2; network 50 GB/s",
-    "jax_toolbox_pax": "sizes, vocabulary 50304 and PACKED_INPUT of google/paxml, contrib/gpu/scripts_gpu/configs.py: "
-    "attention over packed documents was unfused; 175B: fused, vocabulary 50257 padded; recomputation unprinted: none "
-    "for 126M, all but matmuls for 5B, full for 175B; network 25 (A100) and 50 GB/s (H100)",
+    "torchtitan_h100_2024": "8B, bfloat16 rows; power limit 500 W as stated; flash attention 2; "
+    "network 50 GB/s",
+    "jax_toolbox_pax": "sizes, vocabulary 50304 and PACKED_INPUT of google/paxml, "
+    "contrib/gpu/scripts_gpu/configs.py: attention over packed documents was unfused; "
+    "175B: fused, vocabulary 50257 padded; "
+    "recomputation unprinted: none for 126M, all but matmuls for 5B, full for 175B; "
+    "network 25 (A100) and 50 GB/s (H100)",
 }
 
 
@@ -69,7 +74,12 @@ def rows(table: Row) -> Iterator[Row]:
 
 
 def gpt(
-    layers: int, embed: int, heads: int, vocab: int = 51200, max_length: int = 2048, dropout: bool = True
+    layers: int,
+    embed: int,
+    heads: int,
+    vocab: int = 51200,
+    max_length: int = 2048,
+    dropout: bool = True,
 ) -> ModelShape:
     """The Megatron model: tied, biases, learned positions, dropout."""
     return ModelShape(
@@ -118,7 +128,9 @@ def predict_layers(workload: Workload, name: str, table: SoftwareTable) -> float
     return 1e3 * workload.layers_per_stage * sum(map(sum, layer.values()))
 
 
-def predictor(workload: Workload, hardware: Hardware, name: str) -> Callable[[SoftwareTable], float]:
+def predictor(
+    workload: Workload, hardware: Hardware, name: str
+) -> Callable[[SoftwareTable], float]:
     return partial(predict_step, workload, hardware, name)
 
 
@@ -147,7 +159,10 @@ def sc21_table1(table: Row) -> Iterator[Case]:
 
 def korthikanti_table5(table: Row) -> Iterator[Case]:
     for row in rows(table):
-        for column, remat in (("iter_s_full_recompute", "full"), ("iter_s_present_work", "attention")):
+        for column, remat in (
+            ("iter_s_full_recompute", "full"),
+            ("iter_s_present_work", "attention"),
+        ):
             workload = Workload(
                 model=gpt(row["layers"], row["hidden"], row["heads"]),
                 sequence_length=2048,
@@ -183,7 +198,13 @@ def mcore_h100_weak_scaling(table: Row) -> Iterator[Case]:
             **interleaved(chunks),
         )
         seconds = row["derived_iteration_s_if_72BLsh2"]
-        yield Case(table["id"], row["model"], seconds, "megatron-core", predictor(workload, H100, "megatron-core"))
+        yield Case(
+            table["id"],
+            row["model"],
+            seconds,
+            "megatron-core",
+            predictor(workload, H100, "megatron-core"),
+        )
 
 
 def zb_table9(table: Row) -> Iterator[Case]:
@@ -281,14 +302,21 @@ def zero3_workload(row: Row) -> Workload:
     )
 
 
-ZB_SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zero_bubble", "ZB-2p": "zero_bubble_2p"}
+ZB_SCHEDULES = {
+    "1F1B": "1f1b",
+    "1F1B-I": "interleaved",
+    "ZB-1p": "zero_bubble",
+    "ZB-2p": "zero_bubble_2p",
+}
 
 
 def zb_table4(table: Row) -> Iterator[Case]:
     for workload, row in zb_workloads(table):
         name = f"{row['model']} {row['schedule']} {row['microbatches']}"
         seconds = row["derived_iteration_ms"] / 1e3
-        yield Case(table["id"], name, seconds, "megatron-2021", predictor(workload, A100, "megatron-2021"))
+        yield Case(
+            table["id"], name, seconds, "megatron-2021", predictor(workload, A100, "megatron-2021")
+        )
 
 
 def zb_workloads(table: Row) -> Iterator[tuple[Workload, Row]]:
@@ -313,7 +341,10 @@ def zb_workloads(table: Row) -> Iterator[tuple[Workload, Row]]:
 def _zb_shapes(all_tables: Mapping[str, Row]) -> dict[str, tuple[ModelShape, int]]:
     """Name -> (model, microbatch)."""
     return {
-        row["model"]: (gpt(row["layers"], row["hidden"], row["heads"], 32000, 1024), row["microbatch"])
+        row["model"]: (
+            gpt(row["layers"], row["hidden"], row["heads"], 32000, 1024),
+            row["microbatch"],
+        )
         for row in rows(all_tables["zb_table3"])
     }
 
@@ -363,7 +394,8 @@ def torchtitan_h100_2024(table: Row) -> Iterator[Case]:
         )
 
 
-PAX_SIZES = {"126M": (12, 768, 12), "5B": (24, 4096, 32), "175B": (96, 12288, 96)}  # layers, embed, heads
+# Layers, embed, heads.
+PAX_SIZES = {"126M": (12, 768, 12), "5B": (24, 4096, 32), "175B": (96, 12288, 96)}
 PAX_REMAT = {"126M": "none", "5B": "matmuls", "175B": "full"}
 
 

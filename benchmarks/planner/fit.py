@@ -1,9 +1,10 @@
-"""How far the planner's step times are from published ones; `--fit` fits the six constants to the training tables.
+"""How far the planner's step times are from published ones; `--fit` fits the six constants to the
+training tables.
 
     python benchmarks/planner/fit.py [--fit] [--rows]
 
-For every table: mean and worst absolute error in % as predicted blind, and after calibrating each group of its rows on
-the group's first row.
+For every table: mean and worst absolute error in % as predicted blind, and after calibrating each
+group of its rows on the group's first row.
 """
 
 import argparse
@@ -67,7 +68,9 @@ def _slope(logs: np.ndarray, now: np.ndarray, groups: list[list[Case]]) -> np.nd
     """[rows, constants]: finite differences of the residuals."""
     width = 1e-4
     units = np.eye(len(logs))
-    return np.stack([(residuals(logs + width * unit, groups) - now) / width for unit in units], axis=1)
+    return np.stack(
+        [(residuals(logs + width * unit, groups) - now) / width for unit in units], axis=1
+    )
 
 
 def show_table(table: str, found: list[Case], software: SoftwareTable, trains: bool) -> np.ndarray:
@@ -89,7 +92,9 @@ def show_rows(found: list[Case], blind: np.ndarray) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--rows", action="store_true")
     parsed = parser.parse_args()
@@ -101,7 +106,10 @@ def main() -> None:
         for name, value, deviation in zip(FITTED, values, deviations, strict=True):
             print(f'    "{name}": ({value:.4g}, {deviation:.2g}),')
     software = software_table(*values)
-    print(f"{'table':<28}{'rows':>5}{'blind mean':>12}{'worst':>8}{'bias':>8}{'calibrated mean':>17}{'worst':>8}")
+    print(
+        f"{'table':<28}{'rows':>5}{'blind mean':>12}{'worst':>8}{'bias':>8}"
+        f"{'calibrated mean':>17}{'worst':>8}"
+    )
     for name in (*SPLIT["train"], *SPLIT["validate"]):
         found = cases(name)
         for table in dict.fromkeys(case.table for case in found):

@@ -2,7 +2,8 @@
 
     python benchmarks/planner/memory.py [--arguments] [--only TEXT] [--first N]
 
-Needs what spmdtrain/planner/deviceless.py names, but for --arguments. Each of the 30 layouts takes up to a minute.
+Needs what spmdtrain/planner/deviceless.py names, but for --arguments. Each of the 30 layouts takes
+up to a minute.
 """
 
 import argparse
@@ -23,9 +24,11 @@ from spmdtrain.planner.workload import Workload, workload_of
 
 GPT = "model.name=gpt model.layers=8 model.embed=1024 model.heads=16 model.vocab=32768"
 LLAMA = (
-    "model.name=llama model.layers=8 model.embed=1024 model.heads=16 model.kv_heads=4 model.ffn=2816 model.vocab=32768"
+    "model.name=llama model.layers=8 model.embed=1024 model.heads=16 model.kv_heads=4 "
+    "model.ffn=2816 model.vocab=32768"
 )
-SMALL = "model.embed=64 model.vocab=256 train.sequence_length=32 precision.compute=float32"  # for the CPU
+# For the CPU.
+SMALL = "model.embed=64 model.vocab=256 train.sequence_length=32 precision.compute=float32"
 BATCH = "train.global_batch=32 train.sequence_length=1024 precision.compute=bfloat16"
 LAYOUTS = [
     *(f"{model} {BATCH} {layout}" for model in (GPT, LLAMA) for layout in (
@@ -41,16 +44,20 @@ LAYOUTS = [
         "train.microbatch=2 mesh.pipeline=4 mesh.data=2",
         "train.microbatch=2 mesh.pipeline=4 mesh.tensor=2 train.remat=full",
         "train.microbatch=1 mesh.pipeline=2 mesh.fsdp=4 train.remat=dots",
-        "train.microbatch=1 mesh.pipeline=4 mesh.data=2 train.remat=full pipeline.schedule=interleaved "
-        "pipeline.chunks=2",
-        "train.microbatch=1 mesh.pipeline=2 mesh.data=2 mesh.tensor=2 pipeline.schedule=zero_bubble",
-        "train.microbatch=2 mesh.pipeline=2 mesh.data=2 mesh.tensor=2 pipeline.schedule=gpipe train.remat=dots",
+        "train.microbatch=1 mesh.pipeline=4 mesh.data=2 train.remat=full "
+        "pipeline.schedule=interleaved pipeline.chunks=2",
+        "train.microbatch=1 mesh.pipeline=2 mesh.data=2 mesh.tensor=2 "
+        "pipeline.schedule=zero_bubble",
+        "train.microbatch=2 mesh.pipeline=2 mesh.data=2 mesh.tensor=2 "
+        "pipeline.schedule=gpipe train.remat=dots",
     )),
 ]  # fmt: skip
 
 
 def config_of(settings: str) -> RunConfig:
-    return from_resolved({"config": {}, "origin": {}} | {"origin": resolved(RunConfig())["origin"]}, settings.split())
+    return from_resolved(
+        {"config": {}, "origin": {}} | {"origin": resolved(RunConfig())["origin"]}, settings.split()
+    )
 
 
 def on_gpus(layouts: list[str], hardware: Hardware) -> None:
@@ -62,7 +69,9 @@ def on_gpus(layouts: list[str], hardware: Hardware) -> None:
         sizes = dict(config.mesh.sizes)
         compiled = deviceless.compile_step(config, sizes, hardware)
         xla = compiled["memory"]
-        xla_bytes = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
+        xla_bytes = (
+            xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
+        )
         workload = workload_of(config, sizes)
         state = memory.exact_state(config, sizes)
         ours = memory.step_memory(workload, state)
@@ -71,16 +80,22 @@ def on_gpus(layouts: list[str], hardware: Hardware) -> None:
         exact_ones += sum(state) + batch_bytes(workload) == xla["argument_bytes"]
         categories = {name: round(size / 2**20) for name, size in ours.by_category().items()}
         print(
-            f"{100 * error:+6.1f} %  XLA {xla_bytes / 2**20:6.0f} MiB (temp {xla['temp_bytes'] / 2**20:5.0f})  "
+            f"{100 * error:+6.1f} %  XLA {xla_bytes / 2**20:6.0f} MiB "
+            f"(temp {xla['temp_bytes'] / 2**20:5.0f})  "
             f"{compiled['compile_seconds']:3.0f} s  {short(settings)}\n          {categories}",
             flush=True,
         )
-    print(f"{len(errors)} layouts: mean {100 * np.abs(errors).mean():.1f} %, worst {100 * np.abs(errors).max():.1f} %")
+    print(
+        f"{len(errors)} layouts: mean {100 * np.abs(errors).mean():.1f} %, "
+        f"worst {100 * np.abs(errors).max():.1f} %"
+    )
     print(f"argument bytes exact in {exact_ones} of {len(errors)}")
 
 
 def on_cpu(layouts: list[str]) -> None:
-    """Argument bytes of the step, for small models in the same layouts, on eight simulated CPU devices."""
+    """Argument bytes of the step, for small models in the same layouts, on eight simulated CPU
+    devices.
+    """
     import jax
 
     from spmdtrain.train.setup import shard
@@ -110,9 +125,17 @@ def short(settings: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arguments", action="store_true", help="argument bytes alone, on eight simulated CPU devices")
-    parser.add_argument("--only", default="", metavar="TEXT", help="layouts whose settings hold this")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arguments",
+        action="store_true",
+        help="argument bytes alone, on eight simulated CPU devices",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="layouts whose settings hold this"
+    )
     parser.add_argument("--first", type=int, default=len(LAYOUTS), metavar="N")
     parser.add_argument("--hardware", default="h100")
     parsed = parser.parse_args()

@@ -1,4 +1,5 @@
-"""The table on the docs' page of the planner: the published trillion-parameter run among all layouts of 3072 A100s.
+"""The table on the docs' page of the planner: the published trillion-parameter run among all
+layouts of 3072 A100s.
 
 python benchmarks/planner/plan_table.py [--top 8]
 """
@@ -18,9 +19,18 @@ HEAD = "| | step | pipeline | data | tensor | microbatch | chunks | remat | memo
 def line(name: str, plan: Plan) -> str:
     workload = plan.workload
     mesh = workload.mesh
-    cells = (mesh.pipeline, mesh.data, mesh.tensor, workload.microbatch, workload.chunks, workload.remat)
+    cells = (
+        mesh.pipeline,
+        mesh.data,
+        mesh.tensor,
+        workload.microbatch,
+        workload.chunks,
+        workload.remat,
+    )
     held = f"{plan.memory.total / 1e9:.0f} GB"
-    return f"| {name} | {plan.seconds:.1f} s | {' | '.join(map(str, cells))} | {held} | {plan.why} |"
+    return (
+        f"| {name} | {plan.seconds:.1f} s | {' | '.join(map(str, cells))} | {held} | {plan.why} |"
+    )
 
 
 def is_published(plan: Plan, row: Row) -> bool:
@@ -31,7 +41,9 @@ def is_published(plan: Plan, row: Row) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--top", type=int, default=8)
     parsed = parser.parse_args()
     (published,) = [row for row in rows(tables()["sc21_table1"]) if row["model"] == "1T"]
@@ -45,7 +57,10 @@ def main() -> None:
     plans = search(workload, published["gpus"], A100, software("megatron-2021", A100.name))
     seconds = time.perf_counter() - start
     fit = sum(plan.fits for plan in plans)
-    print(f"{fit} layouts fit, {len(plans) - fit} meshes do not; searched in {seconds:.2f} s.", end=" ")
+    print(
+        f"{fit} layouts fit, {len(plans) - fit} meshes do not; searched in {seconds:.2f} s.",
+        end=" ",
+    )
     print(f"Measured: {published['derived_iteration_s']} s.\n")
     print(HEAD + "\n" + "|---" * 10 + "|")
     for rank, plan in enumerate(plans[: parsed.top], start=1):

@@ -25,7 +25,8 @@ DRAWN = {
 }
 LOSS_STEPS = 120
 LOSS_RUN = (
-    "train configs/quickstart.toml --simulate-devices 1 --set mesh.data=1 --set mesh.fsdp=1 --set mesh.tensor=1 "
+    "train configs/quickstart.toml --simulate-devices 1 "
+    "--set mesh.data=1 --set mesh.fsdp=1 --set mesh.tensor=1 "
     f"--set train.steps={LOSS_STEPS} --set eval.every=0 --set checkpoint.every=0"
 )
 
@@ -60,7 +61,9 @@ def drawn(command: str) -> str:
 
 
 def losses() -> list[float]:
-    """The loss of each step of a short run of the quickstart on one device, from its metrics.jsonl."""
+    """The loss of each step of a short run of the quickstart on one device, from its
+    metrics.jsonl.
+    """
     with tempfile.TemporaryDirectory() as run:
         command = [sys.executable, "-m", "spmdtrain.cli", *LOSS_RUN.split(), "--run", run]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ)
@@ -83,16 +86,22 @@ def loss_curve(values: Sequence[float]) -> str:
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="11" fill="#444444">',
+        f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="11" '
+        'fill="#444444">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
     for loss in range(lowest, highest + 1):
         y = y_of(loss)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 16}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - 16}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
+        )
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss}</text>')
     for step in range(0, len(values) + 1, 20):
         middle = x_of(max(step, 1))
-        parts.append(f'<text x="{middle:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{max(step, 1)}</text>')
+        parts.append(
+            f'<text x="{middle:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
+            f"{max(step, 1)}</text>"
+        )
     points = " ".join(f"{x_of(step):.1f},{y_of(loss):.1f}" for step, loss in enumerate(values, 1))
     parts.append(f'<polyline points="{points}" fill="none" stroke="#306da6" stroke-width="1.5"/>')
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')

@@ -8,11 +8,15 @@ from spmdtrain.config.schema import Settings
 PAGE = "settings.md"
 INTRODUCTION = """# Settings
 
-This page is made from the classes in `spmdtrain/config/schema.py` each time the documentation is built.
+This page is made from the classes in `spmdtrain/config/schema.py` each time the documentation is \
+built.
 
-A run is described by a TOML file. Each heading below is a section of that file, and each row is a setting in it.
-On the command line the same setting is written `--set section.setting=value`. The word `none` stands for no value.
-`spmdtrain train CONFIG --print-config` shows every value of a run and where it came from, and `configs/schema.json`
+A run is described by a TOML file. Each heading below is a section of that file, and each row is \
+a setting in it.
+On the command line the same setting is written `--set section.setting=value`. The word `none` \
+stands for no value.
+`spmdtrain train CONFIG --print-config` shows every value of a run and where it came from, and \
+`configs/schema.json`
 lets an editor complete the files.
 """
 
@@ -27,7 +31,10 @@ def on_files(files, config):
 
 def page() -> str:
     """The whole page as Markdown."""
-    sections = (section(name, classes_of(field.annotation)) for name, field in RunConfig.model_fields.items())
+    sections = (
+        section(name, classes_of(field.annotation))
+        for name, field in RunConfig.model_fields.items()
+    )
     return "\n".join([INTRODUCTION, *sections])
 
 
@@ -39,13 +46,17 @@ def classes_of(annotation: Any) -> list[type[Settings]]:
 
 
 def section(name: str, classes: list[type[Settings]]) -> str:
-    """One section: the text of each class that may fill it, then a row for every setting that any of them has."""
+    """One section: the text of each class that may fill it, then a row for every setting that any
+    of them has.
+    """
     lines = [f"## `[{name}]`", ""]
     for each in classes:
         if text := (each.__doc__ if "__doc__" in vars(each) else None):
             lines += [" ".join(text.split()), ""]
     properties = [each.model_json_schema()["properties"] for each in classes]
-    titles = [each.model_fields["name"].default if len(classes) > 1 else "default" for each in classes]
+    titles = [
+        each.model_fields["name"].default if len(classes) > 1 else "default" for each in classes
+    ]
     lines.append("| setting | value | " + " | ".join(titles) + " | meaning |")
     lines.append("|---|---|" + "---|" * len(classes) + "---|")
     keys = dict.fromkeys(key for of_class in properties for key in of_class)

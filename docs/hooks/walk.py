@@ -42,7 +42,8 @@ def picture() -> str:
     height = MARGIN + DOWN * rows
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#333333">',
+        f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="12" '
+        'fill="#333333">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
     for number, (action, file, leaves) in enumerate(STATIONS):
@@ -50,8 +51,10 @@ def picture() -> str:
         top = MARGIN + DOWN * (number // COLUMNS)
         fill = "#e4e4e4" if number < SETUP else "#cfe8d3" if number in REGION else "#cfdff2"
         parts += [
-            f'<rect x="{left}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5" fill="{fill}"/>',
-            f'<text x="{left + 10}" y="{top + 22}" font-weight="bold">{number + 1}. {escape(action)}</text>',
+            f'<rect x="{left}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5" '
+            f'fill="{fill}"/>',
+            f'<text x="{left + 10}" y="{top + 22}" font-weight="bold">'
+            f"{number + 1}. {escape(action)}</text>",
             f'<text x="{left + 10}" y="{top + 42}" font-size="11">{escape(file)}</text>',
             f'<text x="{left + 10}" y="{top + BOX_HEIGHT + 16}" font-size="11" fill="#777777">'
             f"gives {escape(leaves)}</text>",
@@ -59,5 +62,8 @@ def picture() -> str:
         if number % COLUMNS < COLUMNS - 1 and number < len(STATIONS) - 1:
             x = left + BOX_WIDTH + 6
             y = top + BOX_HEIGHT // 2
-            parts.append(f'<path d="M{x} {y} h34 m-8 -5 l8 5 l-8 5" fill="none" stroke="#777777" stroke-width="1.5"/>')
+            parts.append(
+                f'<path d="M{x} {y} h34 m-8 -5 l8 5 l-8 5" fill="none" '
+                'stroke="#777777" stroke-width="1.5"/>'
+            )
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -19,7 +19,9 @@ GAMMA = 2.0
 
 
 def focal(logits, targets):
-    """Logits [b, t, vocab] in float32, targets [b, t]; the losses of the tokens, [b, t], by name."""
+    """Logits [b, t, vocab] in float32, targets [b, t]; the losses of the tokens, [b, t], by
+    name.
+    """
     log_probability = jax.nn.log_softmax(logits)
     of_target = jnp.take_along_axis(log_probability, targets[..., None], -1)[..., 0]
     right = (logits.argmax(-1) == targets).astype(jnp.float32)

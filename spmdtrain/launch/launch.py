@@ -40,7 +40,10 @@ CYCLES = 3
 NAMED = 4  # processes in the line of a hang
 PAUSE_SECONDS = 1.0  # before the second attempt
 LONGEST_PAUSE = 60.0
-FINAL = {kind.exit_code for kind in (ConfigError, DataError, CheckpointError, DivergedError, StorageError)} | {
+FINAL = {
+    kind.exit_code
+    for kind in (ConfigError, DataError, CheckpointError, DivergedError, StorageError)
+} | {
     DONE,
     PREEMPTED,
 }
@@ -69,7 +72,10 @@ class Launcher:
 
     def run(self) -> int:
         """The exit code of the last attempt."""
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             return self._attempts()
         finally:

@@ -1,7 +1,8 @@
-"""A model before it has memory: shapes and logical axes of every parameter, and how to turn arrays into the module.
+"""A model before it has memory: shapes and logical axes of every parameter.
 
-Parameters travel as a flat dict, dotted path -> array: light for jit, readable in errors, checkpoints and tables. The
-NNX module exists inside traced functions only.
+Parameters travel as a flat dict, dotted path -> array. That is light for jit, and readable in
+errors, checkpoints and tables. The NNX module exists inside traced functions only, where `bind`
+makes it of such a dict.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ Axes = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Parameter:
-    """Shape and logical axes of one parameter, or buffer; the first `stacked` dims count layers."""
+    """Shape and logical axes of one parameter or buffer; the first `stacked` dims count layers."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -66,28 +67,39 @@ class AbstractModel:
     def size(self) -> int:
         """Parameters in all; padding of the layout is none."""
         share = self.layout.layers / self.layout.places
-        return sum(round(p.size * (share if self.in_stack(path) else 1)) for path, p in self.parameters.items())
+        total = 0
+        for path, parameter in self.parameters.items():
+            total += round(parameter.size * share) if self.in_stack(path) else parameter.size
+        return total
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Fresh parameters; trace it under jit with output shardings, so that none is ever whole on one device."""
+        """Fresh parameters.
+
+        Trace it under jit with output shardings, so that none is ever whole on one device.
+        """
         with nnx.use_eager_sharding(False):
             state = nnx.state(self.make(key))
         values = {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
-        return {path: self.layout.staged(x) if self.in_stack(path) else x for path, x in values.items()}
+        for path, x in values.items():
+            if self.in_stack(path):
+                values[path] = self.layout.staged(x)
+        return values
 
     def bind(
-        self, values: Mapping[str, jax.Array], gather: Callable[[nnx.State], nnx.State] | None = None
+        self,
+        values: Mapping[str, jax.Array],
+        gather: Callable[[nnx.State], nnx.State] | None = None,
     ) -> LanguageModel:
-        """The module holding `values`; `gather` brings what is not stacked together for use (see `make_gather`).
+        """The module that holds `values`.
 
-        Parameters without a value stay abstract: a part of the model that does not use them runs all the same.
+        `gather` brings what is not stacked together for use, as `make_gather` does. Parameters
+        without a value stay abstract. A part of the model that does not use them runs all the same.
         """
-
-        def held(path, variable):
+        held = []
+        for path, variable in self.variables:
             at = _dotted(path)
-            return variable.replace(values[at]) if at in values else variable
-
-        state = nnx.from_flat_state([(path, held(path, variable)) for path, variable in self.variables])
+            held.append((path, variable.replace(values[at]) if at in values else variable))
+        state = nnx.from_flat_state(held)
         return nnx.merge(self.graphdef, gather(state) if gather else state)
 
     def named_variables(self) -> list[tuple[str, nnx.Variable]]:
@@ -95,52 +107,81 @@ class AbstractModel:
         return [(_dotted(path), variable) for path, variable in self.variables]
 
     def read_by(self, part: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> set[str]:
-        """The parameters that `part(module, *arguments)` depends on. Traces it, with all parameters whole."""
-        values = {path: jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in self.named_variables()}
-        run = lambda values, *arguments: part(self.bind(values), *arguments)  # noqa: E731
+        """The parameters that `part(module, *arguments)` depends on.
+
+        Traces it, with all parameters whole.
+        """
+        values = {
+            path: jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in self.named_variables()
+        }
+
+        def run(values, *arguments):
+            return part(self.bind(values), *arguments)
+
         jaxpr = jax.make_jaxpr(run)(values, *arguments).jaxpr
         _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         return {path for path, one in zip(sorted(values), used, strict=False) if one}
 
 
-def build_model(config: RunConfig, make: MakeModel = Transformer, stages: int = 1, chunks: int = 1) -> AbstractModel:
-    """Traces `make(config, rngs)` without allocating anything. The model must have `embed`, `blocks` and `head`, and
-    every rule of the config for weights a parameter. A parameter that names no logical axes is whole on every device.
+def build_model(
+    config: RunConfig, make: MakeModel = Transformer, stages: int = 1, chunks: int = 1
+) -> AbstractModel:
+    """Traces `make(config, rngs)` without allocating anything.
 
-    With several `stages`, parameters of the stack `blocks` lie on them in pipeline layout, `chunks` to a stage.
+    With several `stages`, parameters of the stack `blocks` lie on them in pipeline layout, `chunks`
+    to a stage. A parameter that names no logical axes is whole on every device.
+
+    Raises ConfigError where the model has no `embed`, `blocks` or `head`, or the config has a rule
+    for weights that the model does not have.
     """
+
+    def build(key: jax.Array) -> LanguageModel:
+        return make(config, nnx.Rngs(params=key))
+
     with nnx.use_eager_sharding(False):
-        build = lambda key: make(config, nnx.Rngs(params=key))  # noqa: E731
-        made = nnx.eval_shape(build, jax.random.key(0))
+        made: Any = nnx.eval_shape(build, jax.random.key(0))
     _name_axes(made)
     model = _check_parts(config, made)
     graphdef, state = nnx.split(model)
-    parameters, lay = {}, lay_out(model.blocks.rounds, stages, chunks)
-    for path, variable in nnx.to_flat_state(state):
-        at = _dotted(path)
-        if not isinstance(variable, nnx.Param | Buffer) or not jnp.issubdtype(variable.dtype, jnp.floating):
-            what = f"{at}: a {type(variable).__name__} of {variable.dtype} in the model"
-            raise ConfigError(what, fix="floating nnx.Param or spmdtrain.Buffer; dropout through ctx.dropout")
-        shape, axes = tuple(variable.shape), tuple(variable.out_sharding)
-        if path[0] == "blocks" and axes[:1] == ("layer",):
-            shape, axes = lay.shape + shape[1:], lay.axes + axes[1:]
-        parameters[at] = Parameter(shape, axes, isinstance(variable, nnx.Param))
-    names = {name for p in parameters.values() for name in p.axes if name}
+    layout = lay_out(model.blocks.rounds, stages, chunks)
+    variables = tuple(nnx.to_flat_state(state))
+    parameters = {_dotted(path): _parameter(path, variable, layout) for path, variable in variables}
+    names = {name for each in parameters.values() for name in each.axes if name}
     check_names(config.rules, names, lambda: _activation_axes(config, graphdef, state))
     rows = _table_rows(config, graphdef, state)
-    return AbstractModel(parameters, graphdef, tuple(nnx.to_flat_state(state)), build, lay, rows)
+    return AbstractModel(parameters, graphdef, variables, build, layout, rows)
+
+
+def _parameter(path: tuple, variable: nnx.Variable, layout: Layout) -> Parameter:
+    """Shape and axes of a variable; those of the layers as `layout` has them."""
+    is_ours = isinstance(variable, nnx.Param | Buffer)
+    if not is_ours or not jnp.issubdtype(variable.dtype, jnp.floating):
+        raise ConfigError(
+            f"{_dotted(path)}: a {type(variable).__name__} of {variable.dtype} in the model",
+            fix="floating nnx.Param or spmdtrain.Buffer; dropout through ctx.dropout",
+        )
+    shape = tuple(variable.shape)
+    axes = tuple(variable.out_sharding)
+    if path[0] == "blocks" and axes[:1] == ("layer",):
+        shape = layout.shape + shape[1:]
+        axes = layout.axes + axes[1:]
+    return Parameter(shape, axes, is_trained=isinstance(variable, nnx.Param))
 
 
 def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
     """The model, which has all parts. ConfigError where it has not."""
     own = type(model).__name__
-    blocks, layers = getattr(model, "blocks", None), config.model.layers
+    blocks = getattr(model, "blocks", None)
+    layers = config.model.layers
     if not isinstance(blocks, Stack):
         fix = "self.blocks = Stack(make_block, config.model.layers, rngs)"
         raise ConfigError(f"{own} has no blocks, a Stack", fix=fix)
     if blocks.count != layers:
-        fix = "Stack(..., config.model.layers, ...)"
-        raise ConfigError(f"blocks has {blocks.count} layers", found=f"model.layers={layers}", fix=fix)
+        raise ConfigError(
+            f"blocks has {blocks.count} layers",
+            found=f"model.layers={layers}",
+            fix="Stack(..., config.model.layers, ...)",
+        )
     for part, takes in (("embed", "tokens_bt"), ("head", "x_bte")):
         if not hasattr(model, part):
             raise ConfigError(f"{own} has no {part}", fix=f"def {part}(self, {takes}, ctx)")
@@ -150,7 +191,8 @@ def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
 def _name_axes(model: nnx.Module) -> None:
     """Gives a parameter that was made without logical axes those that keep it whole.
 
-    `nnx.Param(x)` is one, and so is what `nnx.Linear` makes. In a stack its first dim counts layers all the same.
+    `nnx.Param(x)` is one, and so is what `nnx.Linear` makes. In a stack its first dim counts layers
+    all the same.
     """
     stacks = [path for path, node in nnx.iter_graph(model) if isinstance(node, Stack)]
     for path, variable in nnx.iter_graph(model):
@@ -165,14 +207,18 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
     """Rows of the table [vocab, embed] that `head` gives where nothing is split."""
 
     def table(state, tokens_bt):
-        model, ctx = nnx.merge(graphdef, state), ForwardContext(tokens_bt)
+        model = nnx.merge(graphdef, state)
+        ctx = ForwardContext(tokens_bt)
         return model.head(model.embed(tokens_bt, ctx), ctx)[1]
 
     tokens = jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32)
-    rows, vocab = jax.eval_shape(table, state, tokens).shape[0], config.model.vocab
-    if rows < vocab:
-        found = f"model.vocab={vocab}"
-        raise ConfigError(f"head gives a table of {rows} rows", found=found, fix="config.model.vocab rows")
+    rows = jax.eval_shape(table, state, tokens).shape[0]
+    if rows < config.vocab:
+        raise ConfigError(
+            f"head gives a table of {rows} rows",
+            found=f"model.vocab={config.vocab}",
+            fix="config.model.vocab rows",
+        )
     return rows
 
 
@@ -195,15 +241,16 @@ def _activation_axes(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State
         x_bte, _ = model.blocks(model.embed(tokens_bt, ctx), ctx)
         return model.head(x_bte, ctx)
 
-    jax.eval_shape(forward, state, jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32))
+    tokens = jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32)
+    jax.eval_shape(forward, state, tokens)
     return seen
 
 
 def make_gather(rules: Rules) -> Callable[[nnx.State], nnx.State]:
     """`gather(state)` for a program that leaves every mesh axis to XLA, as sampling does.
 
-    Weights that rest split over axes of the batch (`fsdp`) are used whole. A constraint asks for the gather just where
-    they are used, so that one layer at a time is whole.
+    Weights that rest split over axes of the batch (`fsdp`) are used whole. A constraint asks for
+    the gather just where they are used, so that one layer at a time is whole.
     """
     if all(rules.sizes[axis] == 1 for axis in BATCH_AXES):
         return lambda state: state
@@ -215,10 +262,13 @@ def make_gather(rules: Rules) -> Callable[[nnx.State], nnx.State]:
     return lambda state: _map_weights(whole, state)
 
 
-def make_manual_gather(rules: Rules, precision: PrecisionConfig) -> Callable[[nnx.State], nnx.State]:
-    """`gather(state)` inside the region of the training step, which is manual over the axes of the batch.
+def make_manual_gather(
+    rules: Rules, precision: PrecisionConfig
+) -> Callable[[nnx.State], nnx.State]:
+    """`gather(state)` inside the region of the training step.
 
-    Weights that rest split over those axes come whole and in compute precision; the others stay as they are.
+    That is manual over the axes of the batch. Weights that rest split over those axes come whole
+    and in compute precision; the others stay as they are.
     """
 
     def whole(variable: nnx.Variable, axes: Axes) -> jax.Array:
@@ -226,16 +276,20 @@ def make_manual_gather(rules: Rules, precision: PrecisionConfig) -> Callable[[nn
         spec = rules.parameter_axes(axes)
         if not gathered_axes(spec):
             return weight
-        return WeightGather(spec, str(weight.dtype), precision.compute, precision.accumulate)(weight)
+        resting = str(weight.dtype)
+        gather = WeightGather(spec, resting, precision.compute, precision.accumulate)
+        return gather(weight)
 
     return lambda state: _map_weights(whole, state)
 
 
-def _map_weights(function: Callable[[nnx.Variable, Axes], jax.Array], state: nnx.State) -> nnx.State:
+def _map_weights(
+    function: Callable[[nnx.Variable, Axes], jax.Array], state: nnx.State
+) -> nnx.State:
     """`function(variable, its logical axes)` in the place of each weight.
 
-    Stacked weights are left to the scan that slices them. A slice that has come out of a stack names the axes of its
-    layers still, but has no dims for them any more.
+    Stacked weights are left to the scan that slices them. A slice that has come out of a stack
+    names the axes of its layers still, but has no dims for them any more.
     """
 
     def mapped(variable: nnx.Variable) -> nnx.Variable:
@@ -244,12 +298,17 @@ def _map_weights(function: Callable[[nnx.Variable, Axes], jax.Array], state: nnx
             return variable
         return variable.replace(function(variable, axes))
 
-    return nnx.from_flat_state([(path, mapped(variable)) for path, variable in nnx.to_flat_state(state)])
+    flat = nnx.to_flat_state(state)
+    return nnx.from_flat_state([(path, mapped(variable)) for path, variable in flat])
 
 
 def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
-    """Floating parameters in the compute dtype."""
-    return {path: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for path, x in values.items()}
+    """Floating parameters in `dtype`."""
+
+    def cast_one(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return {path: cast_one(x) for path, x in values.items()}
 
 
 def matmuls(dtype: str) -> contextlib.AbstractContextManager:

@@ -20,19 +20,23 @@ from spmdtrain.config.load import typed_extra
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.transformer import Transformer
 
-MakeModel = Callable[..., Any]  # a LanguageModel, of a RunConfig and nnx.Rngs, and `extra` if it wants that
+# Gives a LanguageModel, of a RunConfig and nnx.Rngs, and of `extra` if it wants that.
+MakeModel = Callable[..., Any]
 EXTRA = "extra"  # the argument that takes the settings of [model.extra]
 
 # What has been loaded from files: path -> (its bytes, the module).
 _loaded: dict[Path, tuple[bytes, ModuleType]] = {}
 
 
-def choose_model(config: RunConfig, make: MakeModel | str | None = None) -> tuple[RunConfig, MakeModel]:
+def choose_model(
+    config: RunConfig, make: MakeModel | str | None = None
+) -> tuple[RunConfig, MakeModel]:
     """The config with its [model.extra] complete, and the function that builds the model.
 
     `make` is a class or a function, or a name as `model.make` has it. Unless it is given,
-    `model.make` names the model, or else it is the shipped one. An argument `extra` of it, annotated
-    with a dataclass or a pydantic model, is given the settings of [model.extra] as that class.
+    `model.make` names the model, or else it is the shipped one. An argument `extra` of it,
+    annotated with a dataclass or a pydantic model, is given the settings of [model.extra] as that
+    class.
 
     Raises ConfigError where the name leads to no model, or the settings are not those of the class.
     """
@@ -74,7 +78,9 @@ def import_model(name: str) -> MakeModel:
     if callable(found):
         return found
     classes = [
-        key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+        key
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__
     ]
     raise ConfigError(
         f"model.make={name!r}: {where} has no class {attribute}",

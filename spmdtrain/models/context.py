@@ -19,7 +19,15 @@ from flax import nnx
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["positions_bt", "segment_ids_bt", "noise_b"],
-    meta_fields=["constrain", "local_map", "lookup", "gather", "remat", "stream_is_split", "dropout_rate"],
+    meta_fields=[
+        "constrain",
+        "local_map",
+        "lookup",
+        "gather",
+        "remat",
+        "stream_is_split",
+        "dropout_rate",
+    ],
 )
 @dataclass(frozen=True)
 class ForwardContext:

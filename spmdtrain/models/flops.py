@@ -1,4 +1,5 @@
-"""FLOPs of a model, counted in its own program: matmuls, convolutions, and attention by our kernels.
+"""FLOPs of a model, counted in its own program: matmuls, convolutions, and attention by our
+kernels.
 
 A multiplication and an addition count as two. Whatever else a model computes is little beside them.
 """
@@ -63,7 +64,9 @@ def _flops_of_operation(operation: Any) -> float:
         return 2.0 * inner * math.prod(operation.outvars[0].aval.shape)
     if name == "conv_general_dilated":
         out_features = shapes[1][options["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(shapes[1]) / out_features * math.prod(operation.outvars[0].aval.shape)
+        return (
+            2.0 * math.prod(shapes[1]) / out_features * math.prod(operation.outvars[0].aval.shape)
+        )
     if name.startswith("ragged_dot"):
         return 2.0 * math.prod(shapes[0]) * operation.outvars[0].aval.shape[-1]
     if name == "name":

@@ -1,7 +1,8 @@
-"""The layers of a transformer, each naming the logical axes of its weights and activations and nothing else.
+"""The layers of a transformer. Each names the logical axes of its weights and activations, and
+nothing else.
 
-Letters: b batch, t query time, s key time, e embed, k key-value heads, g query heads per key-value head, d head_dim,
-f ffn, v vocab.
+Letters: b batch, t query time, s key time, e embed, k key-value heads, g query heads per key-value
+head, d head_dim, f ffn, v vocab.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,13 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.regions import Whole
 
 STREAM = ("batch", "stream_time", "embed")  # the logical axes of the residual stream
-INIT_STD = 0.02  # of every weight matrix (GPT-2); residual projections are scaled down by 1 / sqrt(2 layers)
+# Of every weight matrix, as in GPT-2; residual projections are scaled down by 1 / sqrt(2 layers).
+INIT_STD = 0.02
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD) -> nnx.Param:
+def weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD
+) -> nnx.Param:
     """Normal weights of standard deviation `std`; `axes` are the logical axes of the dims."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
 
@@ -45,7 +49,10 @@ class Embedding(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) of x [b, t, e] over e, statistics in float32."""
+    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) of x [b, t, e] over e.
+
+    Statistics are in float32.
+    """
 
     def __init__(self, config: TransformerConfig):
         self.centred = config.norm == "layernorm"
@@ -77,15 +84,17 @@ def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Arr
     return jnp.concatenate((turned_first, turned_second), -1).astype(x_btkgd.dtype)
 
 
-# The backward pass starts from the input again, a pass over memory, instead of keeping several arrays as wide as f.
-recomputed = partial(jax.checkpoint, prevent_cse=False)  # layers run in a scan: there is nothing to merge with
+# The backward pass starts from the input again, a pass over memory, instead of keeping several
+# arrays as wide as f.
+# Layers run in a scan: there is nothing to merge with.
+recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
 def project(equation: str, x_bte: jax.Array, weight: jax.Array, ctx: ForwardContext) -> jax.Array:
     """`einsum(equation, x, weight)` of a residual stream x, with its tokens brought together.
 
-    Where the stream is split over `tensor` too (sequence parallelism), a device keeps its own tokens
-    for the backward pass and gathers again there (arXiv:2205.05198, section 4.2.2).
+    Where the stream is split over `tensor` too (sequence parallelism), a device keeps its own
+    tokens for the backward pass and gathers again there (arXiv:2205.05198, section 4.2.2).
     """
 
     def whole(x_bte: jax.Array, weight: jax.Array) -> jax.Array:
@@ -102,7 +111,10 @@ Position = Callable[[jax.Array, jax.Array], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values seen so far, of one layer or with a leading layer dim; `length` of the s places are filled."""
+    """Keys and values seen so far, of one layer or with a leading layer dim.
+
+    `length` of the s places are filled.
+    """
 
     k_bskd: jax.Array
     v_bskd: jax.Array
@@ -123,14 +135,16 @@ class Attention(nnx.Module):
     queries and keys by the place of their token; default: `rotate` if `model.positions` is rope.
     """
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, position: Position | None = None):
+    def __init__(
+        self, config: TransformerConfig, rngs: nnx.Rngs, *, position: Position | None = None
+    ):
         self.position = position
         self.heads = config.key_value_heads
         self.dim = config.width_per_head
         self.group = config.heads // self.heads
         self.theta = config.rope_theta if config.positions == "rope" else None
         self.implementation = None if config.attention == "auto" else config.attention
-        # A group of query heads shares one head of keys and one of values: its slots, in this order.
+        # A group of query heads shares one head of keys and one of values: its slots, in order.
         slots = self.group + 2
         qkv_shape = (config.embed, self.heads, slots, self.dim)
         out_shape = (self.heads, self.group, self.dim, config.embed)
@@ -170,7 +184,9 @@ class Attention(nnx.Module):
             y = y + self.out_bias[...]
         return y, cache
 
-    def _attend(self, q_btkgd, k_bskd, v_bskd, ctx: ForwardContext, cache: Cache | None) -> jax.Array:
+    def _attend(
+        self, q_btkgd, k_bskd, v_bskd, ctx: ForwardContext, cache: Cache | None
+    ) -> jax.Array:
         """[b, t, k, g, d], each device its own heads and queries; the keys come whole."""
         places_bs = jnp.broadcast_to(jnp.arange(k_bskd.shape[1]), k_bskd.shape[:2])
         places_bt = places_bs if cache is None else ctx.positions_bt

@@ -5,10 +5,16 @@ import jax.numpy as jnp
 
 
 def choose(
-    logits_bv: jax.Array, key: jax.Array, temperature: float, top_k: int | None = None, top_p: float | None = None
+    logits_bv: jax.Array,
+    key: jax.Array,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
 ) -> jax.Array:
-    """Token ids int32 [b]. `temperature` 0: the likeliest. `top_k`: among the k likeliest only. `top_p` (nucleus
-    sampling, arXiv:1904.09751): among the fewest likeliest whose probabilities reach p together."""
+    """Token ids int32 [b]. `temperature` 0: the likeliest. `top_k`: among the k likeliest only.
+    `top_p` (nucleus sampling, arXiv:1904.09751): among the fewest likeliest whose probabilities
+    reach p together.
+    """
     if temperature == 0:
         return jnp.argmax(logits_bv, -1).astype(jnp.int32)
     logits_bv = logits_bv / temperature

@@ -1,4 +1,6 @@
-"""Layers of one shape, stacked along a leading dim and run by one scan: compile time does not grow with depth."""
+"""Layers of one shape, stacked along a leading dim and run by one scan: compile time does not grow
+with depth.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,9 +40,9 @@ MakeBlock = Callable[[nnx.Rngs], nnx.Module]
 class Stack(nnx.Module):
     """`count` blocks made by `make_block(rngs)`, each called as `block(x, ctx)`.
 
-    With several `make_block` the blocks are of several kinds, in that order again and again; `count`
-    is a multiple of their number. What is stacked, and what a stage of a pipeline has a whole number
-    of, is then a round of them.
+    With several `make_block` the blocks are of several kinds, in that order again and again;
+    `count` is a multiple of their number. What is stacked, and what a stage of a pipeline has a
+    whole number of, is then a round of them.
 
     A block gives x, or (x, its side losses): a dict of scalars by name, or one scalar, whose name
     is then `side_loss`. A side loss is weighted already, and summed over the tokens of x as their
@@ -54,7 +56,9 @@ class Stack(nnx.Module):
             kinds = len(make_block)
             make_block = partial(Round, make_block)
         if not kinds or count % kinds:
-            raise ConfigError(f"{count} layers are no whole number of rounds of {kinds} kinds", fix="model.layers")
+            raise ConfigError(
+                f"{count} layers are no whole number of rounds of {kinds} kinds", fix="model.layers"
+            )
         self.rounds = count // kinds
         stacked = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layer"})
         self.layer = stacked(rngs.split(self.rounds))
@@ -96,7 +100,8 @@ def run_block(
     side_losses = _by_name(given, type(block).__name__)
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         raise ConfigError(
-            f"a {type(block).__name__} turns {x.dtype}{list(x.shape)} into {y.dtype}{list(y.shape)}",
+            f"a {type(block).__name__} turns {x.dtype}{list(x.shape)} "
+            f"into {y.dtype}{list(y.shape)}",
             fix="a block that leaves shape and dtype as they are: the next one takes what it gives",
         )
     return y, side_losses
@@ -115,8 +120,9 @@ def _by_name(given: jax.Array | SideLosses, block: str) -> SideLosses:
 
 
 def rematerialised(layer: Callable, remat: str) -> Callable:
-    """`layer` whose backward computes again what `remat` says: nothing (none), gathered weights (weights), all but
-    matmuls and attention (dots), all (full)."""
+    """`layer` whose backward computes again what `remat` says: nothing (none), gathered weights
+    (weights), all but matmuls and attention (dots), all (full).
+    """
     if remat == "none":
         return layer
     return jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False)

@@ -1,5 +1,5 @@
-"""A decoder-only transformer that spells GPT-2 and Llama by configuration, in the parts a framework needs:
-`embed`, stacked `blocks`, `head`. Letters as in layers.py.
+"""A decoder-only transformer that spells GPT-2 and Llama by configuration, in the parts a framework
+needs: `embed`, stacked `blocks`, `head`. Letters as in layers.py.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,9 @@ class Block(nnx.Module):
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         return self.extend(x_bte, ctx, None)[0]
 
-    def extend(self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
+    def extend(
+        self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None
+    ) -> tuple[jax.Array, Cache | None]:
         """`__call__` with the keys and values of earlier tokens.
 
         Gives them back with those of this call appended.
@@ -95,8 +97,8 @@ class Transformer(nnx.Module):
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self.tokens(tokens_bt, ctx)
         if self.positions_te is not None:
-            # On each device's own tokens, from the whole table: XLA aborts where it has to partition
-            # the lookup or its gradient in some ways (jax 0.10 and 0.12).
+            # On each device's own tokens, from the whole table: XLA aborts where it has to
+            # partition the lookup or its gradient in some ways (jax 0.10 and 0.12).
             tokens = ("batch", "stream_time")
             arrays = (self.positions_te[...], ctx.positions_bt)
             x_bte = x_bte + ctx.local_map(_rows, arrays, ((None, None), tokens), (*tokens, None))
@@ -104,12 +106,18 @@ class Transformer(nnx.Module):
         return above.dropout(ctx.constrain(x_bte, *STREAM), EMBED_SITE)
 
     def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
-        """Hidden [b, t, e] and weight [v, e] whose product are the logits; the loss never forms them whole."""
+        """Hidden [b, t, e] and weight [v, e] whose product are the logits; the loss never forms
+        them whole.
+        """
         table = self.tokens.table_ve if self.unembed_ve is None else self.unembed_ve
         return ctx.constrain(self.norm(x_bte, ctx), "batch", "time", "embed"), table[...]
 
-    def extend(self, tokens_bt: jax.Array, ctx: ForwardContext, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Logits [b, v] of the last token in float32, and the cache (stacked over layers) with these tokens in it."""
+    def extend(
+        self, tokens_bt: jax.Array, ctx: ForwardContext, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Logits [b, v] of the last token in float32, and the cache (stacked over layers) with
+        these tokens in it.
+        """
         graphdef, parameters = nnx.split(self.blocks.layer)
 
         def body(x_bte, layer):

@@ -1,7 +1,8 @@
-"""Regions of a program in which some mesh axes are manual, and how activations are laid out inside and outside them.
+"""Regions of a program in which some mesh axes are manual, and how activations are laid out inside
+and outside them.
 
-In a manual region (`jax.shard_map`) code sees each device's own part of what those axes split, and says every
-collective itself. Axes that are not manual stay automatic: XLA partitions over them.
+In a manual region (`jax.shard_map`) code sees each device's own part of what those axes split, and
+says every collective itself. Axes that are not manual stay automatic: XLA partitions over them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -21,11 +22,14 @@ from spmdtrain.parallel.specs import axes_of_dim
 
 # The mesh axes over which the training step is manual: the stages, and all axes of the batch. Left
 # to XLA, an axis of the batch costs traffic that grows with the number of devices: the partitioner
-# gathers the batch for the gradient of the embedding table, and sums gradients in compute precision.
+# gathers the batch for the gradient of the embedding table, and sums gradients in compute
+# precision.
 MANUAL_AXES = ("pipeline", *BATCH_AXES)
 
 
-def manual_region(function: Callable, mesh: Mesh, manual: Collection[str], in_specs, out_specs) -> Callable:
+def manual_region(
+    function: Callable, mesh: Mesh, manual: Collection[str], in_specs, out_specs
+) -> Callable:
     """`function` on each device's part of what the `manual` mesh axes split.
 
     check_vma is off: gradients are taken inside, where those of parameters must not be summed
@@ -63,7 +67,9 @@ def make_constrain(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
 
 @dataclass(frozen=True)
 class Whole:
-    """In the names of `local_map`: a dim that rests split as the logical axis `name`, and comes whole."""
+    """In the names of `local_map`: a dim that rests split as the logical axis `name`, and comes
+    whole.
+    """
 
     name: str
 
@@ -136,7 +142,9 @@ def _resting(name: Name) -> str | None:
 def _gathers(names: Sequence[Name], spec: P) -> list[tuple[int, tuple[str, ...]]]:
     """(dim, the mesh axes to gather it over) of every dim that rests split and comes whole."""
     dims = enumerate(zip(names, spec, strict=True))
-    return [(dim, axes_of_dim(part)) for dim, (name, part) in dims if isinstance(name, Whole) and part]
+    return [
+        (dim, axes_of_dim(part)) for dim, (name, part) in dims if isinstance(name, Whole) and part
+    ]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

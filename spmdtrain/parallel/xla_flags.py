@@ -1,12 +1,13 @@
 """The flags of XLA's GPU compiler that a run wants: what each is for, and what it changed.
 
-`set_xla_flags` puts them into the environment before jax starts, where the run is one on GPUs or the
-compile one for GPUs; the command line calls it. What a person said in XLA_FLAGS wins. (As
+`set_xla_flags` puts them into the environment before jax starts, where the run is one on GPUs or
+the compile one for GPUs; the command line calls it. What a person said in XLA_FLAGS wins. (As
 `compiler_options` of a compile, the first of them is taken and has no effect: jax 0.12.)
 
-A flag that XLA does not know ends the process. Those below are known to every jaxlib from 0.10 to 0.12
-(looked up in the libraries of 0.10.0, 0.10.2, 0.11.0, 0.11.2, 0.12.0 and 0.12.0.1); with another jaxlib
-none is set. There is no flag of NCCL here: what one changes can be seen on GPUs only.
+A flag that XLA does not know ends the process. Those below are known to every jaxlib from 0.10 to
+0.12 (looked up in the libraries of 0.10.0, 0.10.2, 0.11.0, 0.11.2, 0.12.0 and 0.12.0.1); with
+another jaxlib none is set. There is no flag of NCCL here: what one changes can be seen on GPUs
+only.
 """
 
 import importlib.metadata
@@ -25,7 +26,9 @@ KNOWN_BEFORE = (0, 13)
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. `changed`: what it changed in compiled text, measured with `make fleet`'s compiler."""
+    """One flag. `changed`: what it changed in compiled text, measured with `make fleet`'s
+    compiler.
+    """
 
     name: str
     value: bool
@@ -41,8 +44,8 @@ FLAGS = (
     Flag(
         "xla_gpu_unsupported_use_all_reduce_one_shot_kernel",
         False,
-        why="XLA turns a lone sum of few numbers over 64 devices into a Triton kernel that does not "
-        "compile: 'size mismatch when packing elements for LLVM struct expected 2 but got 1'",
+        why="XLA turns a lone sum of few numbers over 64 devices into a Triton kernel that does "
+        "not compile: 'size mismatch when packing elements for LLVM struct expected 2 but got 1'",
         since="needed with jax 0.12 (8 and 128 devices compile without it, as do 256 numbers)",
         changed="llama3_8b on fsdp 64 compiles instead of ending the process",
     ),

@@ -1,9 +1,11 @@
-"""The real step, compiled for GPUs that are not there: what XLA itself says about memory and collectives.
+"""The real step, compiled for GPUs that are not there: what XLA itself says about memory and
+collectives.
 
-Needs jax's CUDA plugin and the compiler wheels, no driver and no GPU: `pip install --no-deps jax-cuda13-plugin
-jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm` beside the jax in use. Call `set_xla_flags(deviceless=True)` before jax
-starts, or some layouts end the process (parallel/xla_flags.py). Nothing is autotuned without a device, so temporary
-bytes and kernels differ a little from a compile on the GPU.
+Needs jax's CUDA plugin and the compiler wheels, no driver and no GPU: `pip install --no-deps
+jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm` beside the jax in use. Call
+`set_xla_flags(deviceless=True)` before jax starts, or some layouts end the process
+(parallel/xla_flags.py). Nothing is autotuned without a device, so temporary bytes and kernels
+differ a little from a compile on the GPU.
 """
 
 import math
@@ -18,7 +20,8 @@ from spmdtrain.planner.hardware import Hardware, devices_per_host
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
-    """Compiles the step and gives what RUN/compiled.json holds (hlo.report), "overlap" (hlo.overlaps) and "traffic" (hlo.traffic).
+    """Compiles the step and gives what RUN/compiled.json holds (hlo.report), "overlap"
+    (hlo.overlaps) and "traffic" (hlo.traffic).
 
     `model.vocab` must be set.
     """
@@ -52,24 +55,32 @@ def described_devices(device: Hardware, count: int) -> list[Any]:
     per_host = devices_per_host(count, device)
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=target(device), topology=f"1x{count // per_host}x{per_host}"
+            platform="cuda",
+            target_config=target(device),
+            topology=f"1x{count // per_host}x{per_host}",
         )
     except Exception as error:  # which one depends on what is missing
         raise ConfigError(
             f"cannot compile for {device.name} here: {str(error).splitlines()[0]}",
-            fix="make cuda-compiler, or pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm, "
-            "of the versions of the jax in use",
+            fix="make cuda-compiler, or pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt "
+            "nvidia-cuda-nvcc nvidia-nvvm, of the versions of the jax in use",
         ) from None
     return list(topology.devices)
 
 
 def target(device: Hardware) -> str:
-    """GpuTargetConfigProto text of the device: its chip by its name or, of a file's, by the name's first part."""
+    """GpuTargetConfigProto text of the device: its chip by its name or, of a file's, by the name's
+    first part.
+    """
     chips = {name: gpu for name, gpu in gpus.GPUS.items() if gpu.xla is not None}
     family = device.name.partition("-")[0]
     alike = [gpu for name, gpu in chips.items() if name.partition("-")[0] == family]
     chip = chips.get(device.name) or next(iter(alike), None)
     if chip is None:
-        raise ConfigError(f"XLA's compiler for {device.name} is not described here", found=", ".join(chips))
-    own = replace(chip, cores=device.cores, memory_bandwidth=device.memory_bandwidth, memory=device.memory)
+        raise ConfigError(
+            f"XLA's compiler for {device.name} is not described here", found=", ".join(chips)
+        )
+    own = replace(
+        chip, cores=device.cores, memory_bandwidth=device.memory_bandwidth, memory=device.memory
+    )
     return gpus.xla_target(own)

@@ -1,10 +1,12 @@
 """What a device can do, and where the figure comes from: peaks, memory, links. No jax.
 
-Facts of a chip are in pallas_kernels/gpus.py, where a new one is entered; the machine around it is in BOXES here.
+Facts of a chip are in pallas_kernels/gpus.py, where a new one is entered; the machine around it is
+in BOXES here.
 
-Units: FLOP/s, bytes, bytes/s, seconds, watts. Link figures are one direction per device, as the data sheet says them;
-what of a figure software reaches is the business of software.py. Network bandwidth belongs to a cluster, not to a chip:
-the figure here is that of the vendor's own box, printed beside every estimate, and `--hardware FILE.toml` replaces it.
+Units: FLOP/s, bytes, bytes/s, seconds, watts. Link figures are one direction per device, as the
+data sheet says them; what of a figure software reaches is the business of software.py. Network
+bandwidth belongs to a cluster, not to a chip: the figure here is that of the vendor's own box,
+printed beside every estimate, and `--hardware FILE.toml` replaces it.
 """
 
 import os
@@ -35,20 +37,24 @@ class Hardware:
     link_latency: float = 3e-6  # of one hop of a collective, software included
     network_latency: float = 8e-6
     power_limit: float = 0.0  # watts, if below `power`
-    matmul: float = 0.75  # share of peak that the best shape of a matmul was measured at; 0.75 where nobody did
+    matmul: float = (
+        0.75  # share of peak that the best shape of a matmul was measured at; 0.75 where nobody did
+    )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matmuls at the power it may draw.
 
-        Under a limit the clock falls: dynamic power goes as f V^2, and near the top of the curve V goes about as
-        f^(1/2), hence f as P^(1/2).
+        Under a limit the clock falls: dynamic power goes as f V^2, and near the top of the curve V
+        goes about as f^(1/2), hence f as P^(1/2).
         """
         limited = min(1.0, (self.power_limit or self.power) / self.power) ** 0.5
         return limited * (self.float32 if dtype == "float32" else self.bfloat16)
 
 
-MEASURED = "maximum achievable matmul FLOP/s: stas00/ml-engineering, compute/accelerator, at 744d01e1"
+MEASURED = (
+    "maximum achievable matmul FLOP/s: stas00/ml-engineering, compute/accelerator, at 744d01e1"
+)
 NDR = "400 Gb/s InfiniBand per device: NVIDIA DGX H100 data sheet"
 HDR = "200 Gb/s InfiniBand per device: NVIDIA DGX A100 data sheet"
 
@@ -57,7 +63,9 @@ SMALLEST, LARGEST = 1e-30, 1e30  # of a figure: products and quotients of a few 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """The vendor's own machine around a chip, and what was measured in it: figures that are no fact of the chip."""
+    """The vendor's own machine around a chip, and what was measured in it: figures that are no fact
+    of the chip.
+    """
 
     network_bandwidth: float = 50e9
     per_host: int = 8
@@ -69,13 +77,21 @@ class Box:
 
 # By the names of gpus.GPUS; a chip without an entry is taken to live in a Box().
 BOXES: Mapping[str, Box] = {
-    "a100-40": Box(network_bandwidth=25e9, matmul=0.869, sources={"matmul": MEASURED, "network_bandwidth": HDR}),
-    "a100-80": Box(network_bandwidth=25e9, matmul=0.869, sources={"matmul": MEASURED, "network_bandwidth": HDR}),
+    "a100-40": Box(
+        network_bandwidth=25e9, matmul=0.869, sources={"matmul": MEASURED, "network_bandwidth": HDR}
+    ),
+    "a100-80": Box(
+        network_bandwidth=25e9, matmul=0.869, sources={"matmul": MEASURED, "network_bandwidth": HDR}
+    ),
     "h100": Box(matmul=0.803, sources={"matmul": MEASURED, "network_bandwidth": NDR}),
-    "h100-pcie": Box(network_bandwidth=25e9, sources={"network_bandwidth": "200 Gb/s per device, assumed"}),
+    "h100-pcie": Box(
+        network_bandwidth=25e9, sources={"network_bandwidth": "200 Gb/s per device, assumed"}
+    ),
     "h200": Box(matmul=0.803, sources={"matmul": MEASURED, "network_bandwidth": NDR}),
     "b200": Box(matmul=0.776, sources={"matmul": MEASURED, "network_bandwidth": NDR}),
-    "gb200": Box(per_host=72, sources={"network_bandwidth": NDR, "per_host": "one NVLink domain of 72"}),
+    "gb200": Box(
+        per_host=72, sources={"network_bandwidth": NDR, "per_host": "one NVLink domain of 72"}
+    ),
     "mi300x": Box(sources={"network_bandwidth": "400 Gb/s, assumed"}),
 }
 
@@ -102,7 +118,9 @@ def _in_its_box(gpu: Gpu) -> Hardware:
 DEVICES: Mapping[str, Hardware] = {name: _in_its_box(gpu) for name, gpu in GPUS.items()}
 
 # What jax calls a device (its device_kind) -> its name here.
-NAME_OF_DEVICE_KIND: Mapping[str, str] = {kind: name for name, gpu in GPUS.items() for kind in gpu.device_kinds}
+NAME_OF_DEVICE_KIND: Mapping[str, str] = {
+    kind: name for name, gpu in GPUS.items() for kind in gpu.device_kinds
+}
 
 
 def devices_per_host(count: int, device: Hardware) -> int:
@@ -112,13 +130,16 @@ def devices_per_host(count: int, device: Hardware) -> int:
 
 
 def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
-    """By name, or from a .toml file: the fields of `Hardware`, those of `extends = "h100"` where not given. `above`:
-    the files whose `extends` led here."""
+    """By name, or from a .toml file: the fields of `Hardware`, those of `extends = "h100"` where
+    not given. `above`: the files whose `extends` led here.
+    """
     if name.endswith(".toml"):
         return _read(Path(name), above)
     name = name.lower()
     if name not in DEVICES:
-        raise ConfigError("unknown hardware", asked=name, fix=f"{', '.join(DEVICES)}, or a .toml file")
+        raise ConfigError(
+            "unknown hardware", asked=name, fix=f"{', '.join(DEVICES)}, or a .toml file"
+        )
     return DEVICES[name]
 
 
@@ -152,7 +173,9 @@ def _figure(key: str, value: object, where: str) -> float:
 
 def _read(path: Path, above: tuple[Path, ...]) -> Hardware:
     if os.path.realpath(path) in map(os.path.realpath, above):
-        raise ConfigError(f"hardware file {path} extends itself", found=" -> ".join(map(str, (*above, path))))
+        raise ConfigError(
+            f"hardware file {path} extends itself", found=" -> ".join(map(str, (*above, path)))
+        )
     try:
         given = tomllib.loads(path.read_text())
     except OSError as error:
@@ -169,13 +192,21 @@ def _read(path: Path, above: tuple[Path, ...]) -> Hardware:
     start = None
     if "extends" in given:
         below = given.pop("extends")  # a file is looked for beside this one
-        start = hardware(str(path.parent / below) if below.endswith(".toml") else below, (*above, path))
+        start = hardware(
+            str(path.parent / below) if below.endswith(".toml") else below, (*above, path)
+        )
     given: dict[str, Any] = {
         key: _figure(key, value, f"{path}: {key}") for key, value in given.items()
     }
-    needed = [each.name for each in fields(Hardware)[1:] if each.default is MISSING and each.name != "sources"]
+    needed = [
+        each.name
+        for each in fields(Hardware)[1:]
+        if each.default is MISSING and each.name != "sources"
+    ]
     if start is None and (missing := [key for key in needed if key not in given]):
-        raise ConfigError(f"hardware file {path} lacks {', '.join(missing)}", fix='extends = "h100"')
+        raise ConfigError(
+            f"hardware file {path} lacks {', '.join(missing)}", fix='extends = "h100"'
+        )
     if start is None:
         return Hardware(name, **given, sources=sources)
     own = dict.fromkeys(given, str(path))

@@ -1,8 +1,8 @@
 """A run's mesh and shardings as a picture: `spmdtrain show CONFIG --svg FILE`.
 
 One panel shows the mesh, one the tokens of a batch, and one each way in which parameters are split,
-with the largest parameter that is split so. A cell is a part of the array; the numbers in it are the
-devices that hold that part, as jax's own sharding says.
+with the largest parameter that is split so. A cell is a part of the array; the numbers in it are
+the devices that hold that part, as jax's own sharding says.
 """
 
 import itertools
@@ -33,7 +33,8 @@ MESH_FILL = "#e4e4e4"
 BATCH_FILL = "#cfe8d3"
 PARAMETER_FILL = "#cfdff2"
 
-Shaped = jax.Array | jax.ShapeDtypeStruct  # the leaves of a state that is not there yet may be either
+# The leaves of a state that is not there yet may be either.
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,17 @@ def svg(setup: Setup) -> str:
     starts = range(0, len(panels), PANELS_IN_A_ROW)
     rows = [panels[start : start + PANELS_IN_A_ROW] for start in starts]
     heights = [max(panel.height for panel in row) for row in rows]
-    widths = [max(panel.width for panel in panels[column::PANELS_IN_A_ROW]) for column in range(PANELS_IN_A_ROW)]
+    widths = [
+        max(panel.width for panel in panels[column::PANELS_IN_A_ROW])
+        for column in range(PANELS_IN_A_ROW)
+    ]
     lefts = [MARGIN + sum(widths[:column]) for column in range(PANELS_IN_A_ROW)]
     width = MARGIN + max(sum(widths), _text_width([_headline(setup)], size=15))
     height = TITLE + sum(heights)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="11" fill="#333333">',
+        f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="11" '
+        'fill="#333333">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="{MARGIN}" y="26" font-size="15">{escape(_headline(setup))}</text>',
     ]
@@ -101,7 +106,9 @@ def _headline(setup: Setup) -> str:
 
 
 def _mesh_panel(setup: Setup) -> Panel:
-    """Columns are the last of several axes that are split; rows are the others, the slowest link first."""
+    """Columns are the last of several axes that are split; rows are the others, the slowest link
+    first.
+    """
     mesh = setup.mesh
     active = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     across = active[-1] if len(active) > 1 else None
@@ -113,7 +120,9 @@ def _mesh_panel(setup: Setup) -> Panel:
         subtitle=" x ".join(f"{axis} {mesh.shape[axis]}" for axis in active) or "one device",
         row_labels=[", ".join(map("{} {}".format, down, place)) for place in places],
         column_labels=[f"{across} {at}" if across else "" for at in range(columns)],
-        cells=[[device_ids([device]) for device in row] for row in mesh.devices.reshape(-1, columns)],
+        cells=[
+            [device_ids([device]) for device in row] for row in mesh.devices.reshape(-1, columns)
+        ],
         fill=MESH_FILL,
     )
 
@@ -125,7 +134,9 @@ def _batch_panel(setup: Setup) -> Panel:
 
 
 def _parameter_panels(setup: Setup) -> list[Panel]:
-    """One for each sequence of mesh axes that some parameter is split over: the largest parameter."""
+    """One for each sequence of mesh axes that some parameter is split over: the largest
+    parameter.
+    """
     alike: dict[tuple, list[str]] = {}
     for path in setup.state.params:
         split = tuple(axes for part in setup.specs[path] if (axes := _split_axes(setup, part)))
@@ -146,12 +157,18 @@ def _split_axes(setup: Setup, part: Any) -> tuple[str, ...]:
 
 
 def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> Panel:
-    """Rows are the parts of the first split dims, columns those of the last one if there are several."""
+    """Rows are the parts of the first split dims, columns those of the last one if there are
+    several.
+    """
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True))
+        bounds = tuple(
+            part.indices(size)[:2] for part, size in zip(index, array.shape, strict=True)
+        )
         holders.setdefault(bounds, []).append(device)
-    parts_of_dim: list[list[tuple[int, int]]] = [sorted(set(bounds)) for bounds in zip(*holders, strict=True)]
+    parts_of_dim: list[list[tuple[int, int]]] = [
+        sorted(set(bounds)) for bounds in zip(*holders, strict=True)
+    ]
     split = [dim for dim, parts in enumerate(parts_of_dim) if len(parts) > 1]
 
     def label(dim: int, bounds: tuple[int, int]) -> str:
@@ -161,7 +178,9 @@ def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> 
     across = split[-1] if len(split) > 1 else None
     down = [dim for dim in split if dim != across]
     row_places = list(itertools.product(*(parts_of_dim[dim] for dim in down)))
-    column_places: Sequence[tuple[int, int] | None] = parts_of_dim[across] if across is not None else [None]
+    column_places: Sequence[tuple[int, int] | None] = (
+        parts_of_dim[across] if across is not None else [None]
+    )
 
     def cell(row: Sequence[tuple[int, int]], column: tuple[int, int] | None) -> str:
         wanted = dict(zip(down, row, strict=True))
@@ -170,19 +189,25 @@ def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> 
         bounds = tuple(wanted.get(dim, parts[0]) for dim, parts in enumerate(parts_of_dim))
         return device_ids(holders[bounds])
 
-    dims = [f"{name} {size}".strip() for name, size in zip(names, array.shape, strict=True) if size > 1]
+    dims = [
+        f"{name} {size}".strip() for name, size in zip(names, array.shape, strict=True) if size > 1
+    ]
     return Panel(
         title=title,
         subtitle=" x ".join(dims) + ("" if split else ", whole on every device"),
         row_labels=[", ".join(map(label, down, row)) for row in row_places],
-        column_labels=["" if across is None or at is None else label(across, at) for at in column_places],
+        column_labels=[
+            "" if across is None or at is None else label(across, at) for at in column_places
+        ],
         cells=[[cell(row, column) for column in column_places] for row in row_places],
         fill=fill,
     )
 
 
 def draw_panel(panel: Panel, left: int, top: int) -> list[str]:
-    """The panel's lines of SVG. Rows and columns beyond the largest picture are counted, not drawn."""
+    """The panel's lines of SVG. Rows and columns beyond the largest picture are counted, not
+    drawn.
+    """
     rows = min(len(panel.cells), MOST_ROWS)
     columns = min(len(panel.column_labels), MOST_COLUMNS)
     width = panel.column_width
@@ -194,14 +219,22 @@ def draw_panel(panel: Panel, left: int, top: int) -> list[str]:
     for column in range(columns):
         x = table_left + width * column + width // 2
         label = escape(panel.column_labels[column])
-        parts.append(f'<text x="{x}" y="{top + 50}" font-size="9" text-anchor="middle">{label}</text>')
+        parts.append(
+            f'<text x="{x}" y="{top + 50}" font-size="9" text-anchor="middle">{label}</text>'
+        )
     for row in range(rows):
         y = top + HEADER - 6 + ROW * row
         label = escape(panel.row_labels[row])
-        parts.append(f'<text x="{table_left - 6}" y="{y + 14}" font-size="9" text-anchor="end">{label}</text>')
+        parts.append(
+            f'<text x="{table_left - 6}" y="{y + 14}" font-size="9" '
+            f'text-anchor="end">{label}</text>'
+        )
         for column in range(columns):
             x = table_left + width * column
-            parts.append(f'<rect x="{x}" y="{y}" width="{width - 2}" height="{ROW - 2}" fill="{panel.fill}"/>')
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{width - 2}" height="{ROW - 2}" '
+                f'fill="{panel.fill}"/>'
+            )
             middle = x + width // 2 - 1
             text = escape(panel.cells[row][column])
             parts.append(f'<text x="{middle}" y="{y + 14}" text-anchor="middle">{text}</text>')
@@ -210,5 +243,7 @@ def draw_panel(panel: Panel, left: int, top: int) -> list[str]:
         hidden.append(f"{len(panel.column_labels) - columns} more columns")
     if hidden:
         y = top + HEADER + ROW * rows + 6
-        parts.append(f'<text x="{table_left}" y="{y}" fill="#777777">and {" and ".join(hidden)}</text>')
+        parts.append(
+            f'<text x="{table_left}" y="{y}" fill="#777777">and {" and ".join(hidden)}</text>'
+        )
     return parts

@@ -64,8 +64,9 @@ def _does_not_divide(config: TrainConfig, sizes: Mapping[str, int], at_once: int
 
 
 def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
-    """The sharding of the entry `name` of a batch: sequences over the axes of the batch, time as the
-    activation table says."""
+    """The sharding of the entry `name` of a batch: sequences over the axes of the batch, time as
+    the activation table says.
+    """
     time = rules.activation_spec(("time",), (0,)) if name != "sample" else ()
     return NamedSharding(mesh, P(None, BATCH_AXES, *time))
 
@@ -88,7 +89,9 @@ def abstract_batch(
     return {name: one(name, dtype) for name, dtype in dtypes.items()}
 
 
-def to_devices(samples: Samples, ids: np.ndarray, shape: BatchShape, mesh: Mesh, rules: Rules) -> Batch:
+def to_devices(
+    samples: Samples, ids: np.ndarray, shape: BatchShape, mesh: Mesh, rules: Rules
+) -> Batch:
     """The samples `ids` [global_batch] as a batch of global arrays.
 
     `samples(ids)` makes rows on the host. A process asks it for the rows that its own devices
@@ -102,11 +105,15 @@ def to_devices(samples: Samples, ids: np.ndarray, shape: BatchShape, mesh: Mesh,
         if (start, stop) not in made:
             mine = ids[:, start:stop]
             found = samples(mine.ravel())
-            made[start, stop] = {name: x.reshape(*mine.shape, *x.shape[1:]) for name, x in found.items()}
+            made[start, stop] = {
+                name: x.reshape(*mine.shape, *x.shape[1:]) for name, x in found.items()
+            }
         return made[start, stop]
 
     def part(name: str, index: tuple[slice, ...] | None) -> np.ndarray:
-        """The part that a device of this process holds of an array [accumulation, sequences, ...]."""
+        """The part that a device of this process holds of an array [accumulation, sequences,
+        ...].
+        """
         assert index is not None
         _, columns, *rest = index
         return rows(columns)[name][(slice(None), slice(None), *rest)]

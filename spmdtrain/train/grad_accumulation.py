@@ -1,7 +1,8 @@
-"""Gradients without a pipeline: microbatches one after the other, then one reduction over the shards.
+"""Gradients without a pipeline: microbatches one after the other, then one reduction over the
+shards.
 
-One region, manual over all axes of the batch. A weight that rests split over such an axis (`fsdp`) is
-gathered by the layer that uses it, and its gradient scattered back by the same layer, once a
+One region, manual over all axes of the batch. A weight that rests split over such an axis (`fsdp`)
+is gathered by the layer that uses it, and its gradient scattered back by the same layer, once a
 microbatch. All other gradients are accumulated where they are and summed once a step.
 """
 
@@ -98,7 +99,9 @@ def _resting(setup: Setup) -> dict[str, P]:
 
 
 def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Parameters whole over `data`: with ZeRO-1 they are gathered once a step, in compute precision."""
+    """Parameters whole over `data`: with ZeRO-1 they are gathered once a step, in compute
+    precision.
+    """
     if not setup.config.train.zero:
         return params
 
@@ -108,8 +111,8 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
             return x
         gathered = gather_over(("data",), spec, x.astype(setup.config.precision.compute))
         gathered = setup.padding.rest_to_use(path, gathered)
-        # A gradient has the dtype of its parameter. One that a layer scatters is a sum over devices,
-        # which must not be rounded to compute precision on its way back.
+        # A gradient has the dtype of its parameter. One that a layer scatters is a sum over
+        # devices, which must not be rounded to compute precision on its way back.
         return gathered.astype(x.dtype) if gathered_axes(spec) else gathered
 
     return {path: whole(path, x) for path, x in params.items()}

@@ -1,4 +1,5 @@
-"""Gradients with a pipeline: the model's `embed`, `blocks` and `head` as the program that stages run.
+"""Gradients with a pipeline: the model's `embed`, `blocks` and `head` as the program that stages
+run.
 
 One region, manual over `pipeline` and all axes of the batch. Weights are gathered over the axes of
 the batch once before the ticks, in compute precision, and gradients scattered once after them.
@@ -47,7 +48,9 @@ def describe(table: Table, layout: Layout) -> str:
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Does what `grad_accumulation.make_gradients` does; the microbatches are those of the schedule."""
+    """Does what `grad_accumulation.make_gradients` does; the microbatches are those of the
+    schedule.
+    """
     keep = setup.config.train.remat != "full"
     table_axes = _table_axes(setup)
 
@@ -55,7 +58,9 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         program = _program(setup, table_axes, batch, step, training=True)
         totals = _split(setup.model, zero_gradients(setup, params))
         weights = _split(setup.model, params)
-        of_head, of_layers, shared, stack = gradients(program, setup.table, setup.model.layout, *weights, totals, keep)
+        of_head, of_layers, shared, stack = gradients(
+            program, setup.table, setup.model.layout, *weights, totals, keep
+        )
         sums = _sums(setup, of_head, of_layers, batch)
         return mean_gradients(setup, {**shared, **stack}, sums["tokens"]), sums
 
@@ -125,7 +130,8 @@ def _table_axes(setup: Setup) -> tuple[str, ...]:
         stages = setup.rules.sizes["pipeline"]
         raise ConfigError(
             f"{path}: each of {stages} stages has a part of {rows[path]} rows, taken for the whole",
-            fix="ctx.lookup(table, tokens_bt) in embed, in head the table uncut; or dims not named 'vocab'",
+            fix="ctx.lookup(table, tokens_bt) in embed, in head the table uncut; "
+            "or dims not named 'vocab'",
         )
     return ("pipeline",) if in_table else ()
 
@@ -138,7 +144,9 @@ def _program(
     *,
     training: bool,
 ) -> Program:
-    """The program that stages run on this batch. `table_axes`: as `_table_axes` says; no step: no dropout."""
+    """The program that stages run on this batch. `table_axes`: as `_table_axes` says; no step: no
+    dropout.
+    """
     model = setup.model
     forward_context = make_context(setup)
     head_losses = make_head_losses(setup, training=training, table_axes=table_axes)
@@ -165,7 +173,9 @@ def _program(
     return Program(embed, rematerialised(layer, remat), head, context_of)
 
 
-def _split(model: AbstractModel, values: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+def _split(
+    model: AbstractModel, values: dict[str, jax.Array]
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """(values outside the layers, values of the layers)."""
     stack = {path: x for path, x in values.items() if model.in_stack(path)}
     shared = {path: x for path, x in values.items() if path not in stack}

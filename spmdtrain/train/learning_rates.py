@@ -17,7 +17,9 @@ def make_schedule(config: RunConfig, schedule: Schedule | None) -> Schedule:
     """Learning rate of a 0-based step, a float32 scalar: `schedule`, or what the settings say."""
     if schedule is None:
         return partial(learning_rate, config.optimizer, config.train.steps)
-    takes = "a function of the step in jax.numpy, such as optax.warmup_constant_schedule(0, 1e-3, 100)"
+    takes = (
+        "a function of the step in jax.numpy, such as optax.warmup_constant_schedule(0, 1e-3, 100)"
+    )
     if not callable(schedule):
         raise ConfigError(f"schedule={schedule!r:.80} is no schedule", fix=takes)
 

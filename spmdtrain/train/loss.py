@@ -66,13 +66,17 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
 
 
 def make_layer_gather(setup: Setup) -> Callable[[nnx.State], nnx.State]:
-    """`gather(state)`: the weights of a layer whole and in compute precision, where layers gather them."""
+    """`gather(state)`: the weights of a layer whole and in compute precision, where layers gather
+    them.
+    """
     if not setup.gathers_by_layer:
         return lambda state: state
     return make_manual_gather(setup.rules, setup.config.precision)
 
 
-def make_head_losses(setup: Setup, *, training: bool, table_axes: tuple[str, ...] = ()) -> Callable[..., Losses]:
+def make_head_losses(
+    setup: Setup, *, training: bool, table_axes: tuple[str, ...] = ()
+) -> Callable[..., Losses]:
     """`head_losses(module, x_bte, ctx, microbatch)`: sums over the unmasked tokens, by name.
 
     They are float32 scalars. `table_axes`: the manual mesh axes that the rows of the head's table
@@ -80,7 +84,9 @@ def make_head_losses(setup: Setup, *, training: bool, table_axes: tuple[str, ...
     """
     rules = setup.rules
     # A table of more rows is padded.
-    sum_losses = make_sum_losses(setup.config.train, setup.loss, vocab=setup.model.rows, training=training)
+    sum_losses = make_sum_losses(
+        setup.config.train, setup.loss, vocab=setup.model.rows, training=training
+    )
     token = ("batch", "time")
 
     def automatic_axes(*names: str) -> tuple[str, ...]:
@@ -94,7 +100,9 @@ def make_head_losses(setup: Setup, *, training: bool, table_axes: tuple[str, ...
         losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name)
         return jax.lax.psum(losses, token_axes) if token_axes else losses
 
-    def head_losses(module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch) -> Losses:
+    def head_losses(
+        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+    ) -> Losses:
         hidden_bte, table_ve = module.head(x_bte, ctx)
         # All logits never exist; their spec refuses a mesh axis that would split tokens and
         # vocabulary.
@@ -123,7 +131,9 @@ def sum_over_shards(sums: dict[str, jax.Array], rules: Rules) -> dict[str, jax.A
     return psum_tree(sums, axes)
 
 
-def mean_gradients(setup: Setup, gradients: dict[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
+def mean_gradients(
+    setup: Setup, gradients: dict[str, jax.Array], tokens: jax.Array
+) -> dict[str, jax.Array]:
     """Accumulated gradients reduced over the manual axes, then divided by the number of `tokens`
     (unmasked, of the whole batch)."""
     automatic = {path: drop_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}

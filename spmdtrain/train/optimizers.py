@@ -82,11 +82,14 @@ def _check_direction(path: str, parameter: Parameter, rule: Rule) -> None:
         raise ConfigError(
             f"optimizer= holds a learning rate: its update of {path} points against the gradient",
             found="an optax optimizer such as optax.lion(1e-3)",
-            fix="its part before the rate, optax.scale_by_lion(); the rate is optimizer.learning_rate",
+            fix="its part before the rate, optax.scale_by_lion(); "
+            "the rate is optimizer.learning_rate",
         )
 
 
-def init(rules: Rules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]) -> OptimizerState:
+def init(
+    rules: Rules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]
+) -> OptimizerState:
     """The optimizer state before the first step."""
     return {
         path: _over_stack(rule.transformation.init, parameters[path].stacked)(values[path])
@@ -101,7 +104,8 @@ def updates(
     state: OptimizerState,
     values: Mapping[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], OptimizerState]:
-    """(updates, new state) by parameter. An update is still to be scaled by its rate, and subtracted.
+    """(updates, new state) by parameter. An update is still to be scaled by its rate, and
+    subtracted.
 
     Gradients may be more precise than the state (`precision.params` below `precision.accumulate`):
     the rule computes in the wider dtype of the two, and every leaf of the state keeps the dtype
@@ -125,7 +129,9 @@ def _over_stack(function: Callable, stacked: int) -> Callable:
 # Clipping
 
 
-def clip(gradients: dict[str, jax.Array], limit: float | None) -> tuple[dict[str, jax.Array], jax.Array]:
+def clip(
+    gradients: dict[str, jax.Array], limit: float | None
+) -> tuple[dict[str, jax.Array], jax.Array]:
     """Gradients scaled so that their global norm is at most `limit`, and the norm before.
 
     The squares add up in float32 whatever the dtype of the gradients.

@@ -35,7 +35,9 @@ from spmdtrain.train.token_loss import TokenLoss
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that a training step is made of. Specs and reductions are by dotted parameter path."""
+    """Everything that a training step is made of. Specs and reductions are by dotted parameter
+    path.
+    """
 
     config: RunConfig  # with its vocabulary resolved
     make: MakeModel
@@ -47,7 +49,9 @@ class Setup:
     learning_rate: Schedule  # of a 0-based step, a float32 scalar
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
     schedule: Table | None  # of the pipeline; None where the mesh has one stage
-    specs: Specs  # where parameters rest, and with them their reduced gradients, moments and updates
+    specs: (
+        Specs  # where parameters rest, and with them their reduced gradients, moments and updates
+    )
     padding: Padding  # of the parameters, where the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
     state: TrainState  # abstract: shapes, dtypes and shardings
@@ -133,7 +137,9 @@ def shard_on(
     reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
 
     def reduction_of(spec: P) -> Reduction:
-        """A layer that gathers its weights scatters their gradients itself: only other axes remain."""
+        """A layer that gathers its weights scatters their gradients itself: only other axes
+        remain.
+        """
         scattered = gathered_axes(spec) if table is None else ()
         return reduction(spec, [axis for axis in reduced if axis not in scattered])
 
@@ -175,7 +181,8 @@ def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
 
 
 def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[str, P], Padding]:
-    """The spec of each parameter between steps: as the rules say, and with ZeRO-1 split over `data` too.
+    """The spec of each parameter between steps: as the rules say, and with ZeRO-1 split over `data`
+    too.
 
     Parameters and moments are split alike, so an update needs no communication. A step starts by
     gathering the parameters over `data` in compute precision (Megatron-LM's distributed optimizer).
@@ -184,7 +191,10 @@ def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[s
     """
     specs = parameter_specs(model, rules)
     of_model = {path: each.shape for path, each in model.parameters.items()}
-    in_use = {path: pad_vocabulary(each.axes, each.shape, rules) for path, each in model.parameters.items()}
+    in_use = {
+        path: pad_vocabulary(each.axes, each.shape, rules)
+        for path, each in model.parameters.items()
+    }
     at_rest = dict(in_use)
     data = rules.sizes["data"]
     if zero and data > 1:
@@ -202,7 +212,8 @@ def pipeline_schedule(config: RunConfig, stages: int, shape: BatchShape) -> Tabl
     table = choose_table(asked.schedule, stages, asked.chunks, shape.accumulation)
     if table.split and config.train.remat != "none":
         raise ConfigError(
-            f"train.remat={config.train.remat!r}: {asked.schedule!r} takes a layer's backward apart",
+            f"train.remat={config.train.remat!r}: "
+            f"{asked.schedule!r} takes a layer's backward apart",
             fix="--set train.remat=none",
         )
     return table

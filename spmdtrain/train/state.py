@@ -38,7 +38,12 @@ class TrainState:
 
 
 def abstract_state(  # noqa: PLR0913 - all that a state hangs on
-    model: AbstractModel, rules: optimizers.Rules, config: RunConfig, mesh: Mesh, specs: Specs, padding: Padding
+    model: AbstractModel,
+    rules: optimizers.Rules,
+    config: RunConfig,
+    mesh: Mesh,
+    specs: Specs,
+    padding: Padding,
 ) -> TrainState:
     """A TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
 
@@ -49,9 +54,13 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     def moments_of(path: str, state):
         shape = padding.at_rest[path]
         stacked = model.parameters[path].stacked
-        return jax.tree.map(lambda x: _leaf(x, mesh, _spec_beside(x, shape, stacked, specs[path])), state)
+        return jax.tree.map(
+            lambda x: _leaf(x, mesh, _spec_beside(x, shape, stacked, specs[path])), state
+        )
 
-    shapes = jax.eval_shape(lambda key: fresh_state(model, rules, config, key, padding), jax.random.key(0))
+    shapes = jax.eval_shape(
+        lambda key: fresh_state(model, rules, config, key, padding), jax.random.key(0)
+    )
     return TrainState(
         step=_leaf(shapes.step, mesh, P()),
         params={path: _leaf(x, mesh, specs[path]) for path, x in shapes.params.items()},
@@ -66,8 +75,9 @@ def _leaf(x: Any, mesh: Mesh, spec: P) -> Any:
 
 
 def _spec_beside(x: jax.ShapeDtypeStruct, shape: Shape, stacked: int, spec: P) -> P:
-    """The spec of an optimizer leaf: that of the moments, if it has the parameter's shape; otherwise
-    its layers lie as theirs do, and the rest is whole."""
+    """The spec of an optimizer leaf: that of the moments, if it has the parameter's shape;
+    otherwise its layers lie as theirs do, and the rest is whole.
+    """
     if x.shape == shape:
         return spec
     stack = shape[:stacked]
@@ -77,7 +87,11 @@ def _spec_beside(x: jax.ShapeDtypeStruct, shape: Shape, stacked: int, spec: P) -
 
 
 def fresh_state(
-    model: AbstractModel, rules: optimizers.Rules, config: RunConfig, key: jax.Array, padding: Padding
+    model: AbstractModel,
+    rules: optimizers.Rules,
+    config: RunConfig,
+    key: jax.Array,
+    padding: Padding,
 ) -> TrainState:
     """The state at step 0, for tracing: under jit with output shardings no leaf is ever whole."""
     params = cast(model.init(key), config.precision.params)

@@ -56,7 +56,9 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def _judge(guard: GuardConfig, after: TrainState, before: TrainState, figures: jax.Array) -> tuple[TrainState, Metrics]:
+def _judge(
+    guard: GuardConfig, after: TrainState, before: TrainState, figures: jax.Array
+) -> tuple[TrainState, Metrics]:
     """The state that a step with this loss and gradient norm [2] leaves, and what is said of it."""
     most = spikes.limits(guard, before.recent)
     good = spikes.is_good(figures, most)
@@ -104,7 +106,9 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     return way.make_losses(setup)
 
 
-def _update(setup: Setup, gradients: dict[str, jax.Array], state: TrainState) -> tuple[dict, OptimizerState]:
+def _update(
+    setup: Setup, gradients: dict[str, jax.Array], state: TrainState
+) -> tuple[dict, OptimizerState]:
     """(updates, new optimizer state), all as parameters rest. The rules see no padding: a mean over
     a layer's weights must not count it."""
     padding = setup.padding
@@ -121,7 +125,9 @@ def _update(setup: Setup, gradients: dict[str, jax.Array], state: TrainState) ->
     )
 
 
-def _apply(rules: optimizers.Rules, params: dict, updates: dict, rate: jax.Array) -> dict[str, jax.Array]:
+def _apply(
+    rules: optimizers.Rules, params: dict, updates: dict, rate: jax.Array
+) -> dict[str, jax.Array]:
     """Parameters one step further; frozen ones stay.
 
     Parameters and updates rest alike: each device updates its own.

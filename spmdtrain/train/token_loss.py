@@ -22,10 +22,14 @@ TokenLoss = Callable[[jax.Array, jax.Array], jax.Array | Mapping[str, jax.Array]
 SumLosses = Callable[..., Losses]
 
 OF_THE_STEP = ("tokens", "grad_norm", "learning_rate")  # names of other figures of a step
-TAKES = "a function (logits [b, t, v], targets [b, t]) -> losses [b, t], or a dict of them with 'loss'"
+TAKES = (
+    "a function (logits [b, t, v], targets [b, t]) -> losses [b, t], or a dict of them with 'loss'"
+)
 
 
-def make_sum_losses(config: TrainConfig, own: TokenLoss | None, *, vocab: int, training: bool) -> SumLosses:
+def make_sum_losses(
+    config: TrainConfig, own: TokenLoss | None, *, vocab: int, training: bool
+) -> SumLosses:
     """The losses of the head: those of `own`, or of the settings where it is None.
 
     `vocab`: rows of the head's table that count, from the first on. Label smoothing and z-loss
@@ -54,7 +58,14 @@ def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
 
 
 def _sum_cross_entropy(
-    vocab: int, label_smoothing: float, z_loss: float, hidden_bte, table_ve, targets_bt, mask_bt, axis_name
+    vocab: int,
+    label_smoothing: float,
+    z_loss: float,
+    hidden_bte,
+    table_ve,
+    targets_bt,
+    mask_bt,
+    axis_name,
 ) -> Losses:
     total, z_total = linear_cross_entropy(
         hidden_bte,
@@ -86,7 +97,9 @@ def _sum_own(
 
 
 def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Losses:
-    """The losses that `own` gives, in float32 and by name. ConfigError where it gives something else."""
+    """The losses that `own` gives, in float32 and by name. ConfigError where it gives something
+    else.
+    """
     given = own(logits_btv, targets_bt)
     losses = dict(given) if isinstance(given, Mapping) else {"loss": given}
     if "loss" not in losses:
@@ -96,5 +109,7 @@ def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Lo
             raise ConfigError(f"loss= gives {name!r}, another figure of a step", fix="another name")
         shape = jnp.shape(loss_bt)
         if shape != targets_bt.shape:
-            raise ConfigError(f"loss= gives {name!r} of shape {shape} for targets {targets_bt.shape}", fix=TAKES)
+            raise ConfigError(
+                f"loss= gives {name!r} of shape {shape} for targets {targets_bt.shape}", fix=TAKES
+            )
     return {name: jnp.asarray(loss_bt, jnp.float32) for name, loss_bt in losses.items()}

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdtrain.config import ConfigError, RunConfig, from_resolved, json_schema, load, resolved, to_toml
+from spmdtrain.config import (
+    ConfigError,
+    RunConfig,
+    from_resolved,
+    json_schema,
+    load,
+    resolved,
+    to_toml,
+)
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 BASE = '[train]\nsteps = 50\n[optimizer]\nname = "adamw"\nbeta1 = 0.8\nlearning_rate = 0.5\n'
@@ -37,7 +45,9 @@ def test_a_files_warm_up_is_cut_to_the_steps_that_were_typed(write):
     config = load("x.toml", ["train.steps=3"])
     assert config.optimizer.warmup == 3
     assert config.origin["optimizer.warmup"] == "x.toml, cut to train.steps"
-    assert config.notes == ["optimizer.warmup=20 (x.toml) is cut to 3, the train.steps that were typed"]
+    assert config.notes == [
+        "optimizer.warmup=20 (x.toml) is cut to 3, the train.steps that were typed"
+    ]
     assert load("x.toml").notes == [] and load("x.toml").optimizer.warmup == 20
 
 
@@ -105,7 +115,8 @@ def test_an_override_is_parsed_by_the_type_of_its_field(write, override, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("123", "123"), ("a,b.txt", "a,b.txt"), ("[a, 'b']", ("a", "b")), ("[ab]*.txt", "[ab]*.txt")]
+    ("text", "value"),
+    [("123", "123"), ("a,b.txt", "a,b.txt"), ("[a, 'b']", ("a", "b")), ("[ab]*.txt", "[ab]*.txt")],
 )
 def test_a_data_path_is_a_string_unless_it_is_bracketed(write, text, value):
     write(x='[data]\ncorpus = "text"\npath = "other"')
@@ -125,13 +136,21 @@ def test_an_integer_in_a_file_becomes_a_float_and_none_switches_off(write):
 
 
 @pytest.mark.parametrize(
-    "overrides", [["optimizer.name=sgd", "optimizer.momentum=0.5"], ["optimizer.momentum=0.5", "optimizer.name=sgd"]]
+    "overrides",
+    [
+        ["optimizer.name=sgd", "optimizer.momentum=0.5"],
+        ["optimizer.momentum=0.5", "optimizer.name=sgd"],
+    ],
 )
 def test_another_name_on_the_command_line_drops_the_files_table_in_any_order(write, overrides):
     write(x=BASE)
     config = load("x.toml", overrides)
     assert config.optimizer.model_dump(exclude_unset=True) == {"name": "sgd", "momentum": 0.5}
-    assert config.origin == {"train.steps": "x.toml", "optimizer.name": "--set", "optimizer.momentum": "--set"}
+    assert config.origin == {
+        "train.steps": "x.toml",
+        "optimizer.name": "--set",
+        "optimizer.momentum": "--set",
+    }
 
 
 def test_another_name_in_an_extending_file_drops_the_earlier_table(write):
@@ -142,7 +161,9 @@ def test_another_name_in_an_extending_file_drops_the_earlier_table(write):
 
 
 def test_the_same_name_keeps_the_earlier_table_even_where_it_was_the_default(write):
-    write(root="[model]\nlayers = 9", x='extends = "root.toml"\n[model]\nname = "gpt"\nembed = 64\n')
+    write(
+        root="[model]\nlayers = 9", x='extends = "root.toml"\n[model]\nname = "gpt"\nembed = 64\n'
+    )
     assert load("x.toml", ["model.name=gpt"]).model.layers == 9
 
 
@@ -156,10 +177,22 @@ BAD = {
         [],
         [UNKNOWN, "train.step ", "x.toml", "did you mean train.steps?", "global_batch"],
     ),
-    "unknown key in --set": ("", ["model.layer=3"], [UNKNOWN, "model.layer ", "--set", "did you mean model.layers?"]),
-    "unknown section": ("[trian]\nsteps = 3", [], [UNKNOWN, "trian", "x.toml", "did you mean train?", "checkpoint"]),
+    "unknown key in --set": (
+        "",
+        ["model.layer=3"],
+        [UNKNOWN, "model.layer ", "--set", "did you mean model.layers?"],
+    ),
+    "unknown section": (
+        "[trian]\nsteps = 3",
+        [],
+        [UNKNOWN, "trian", "x.toml", "did you mean train?", "checkpoint"],
+    ),
     "unknown empty section": ("[trian]", [], [UNKNOWN, "trian", "x.toml", "did you mean train?"]),
-    "key without its section": ("", ["steps=3"], [UNKNOWN, "steps", "--set", "did you mean train.steps?"]),
+    "key without its section": (
+        "",
+        ["steps=3"],
+        [UNKNOWN, "steps", "--set", "did you mean train.steps?"],
+    ),
     "key in the wrong section": (
         "[train]\nlearning_rate = 1.0",
         [],
@@ -173,28 +206,84 @@ BAD = {
     "key of the class before": (
         BASE,
         ["optimizer.name=sgd", "optimizer.beta1=0.5"],
-        [UNKNOWN, "optimizer.beta1", "which belongs to optimizer.name='adamw' or 'lamb' or 'lion' or 'muon'"],
+        [
+            UNKNOWN,
+            "optimizer.beta1",
+            "which belongs to optimizer.name='adamw' or 'lamb' or 'lion' or 'muon'",
+        ],
     ),
-    "key below a value": ("[train.steps]\nx = 1", [], [UNKNOWN, "train.steps.x", "x.toml", "train.steps is a value"]),
+    "key below a value": (
+        "[train.steps]\nx = 1",
+        [],
+        [UNKNOWN, "train.steps.x", "x.toml", "train.steps is a value"],
+    ),
     "key below a value in --set": (
         "",
         ["train.steps.x=1"],
         [UNKNOWN, "train.steps.x", "--set", "train.steps is a value"],
     ),
-    "key below a rule": ("", ["rules.activations.a.b=1"], [UNKNOWN, "rules.activations.a is a value", "--set"]),
+    "key below a rule": (
+        "",
+        ["rules.activations.a.b=1"],
+        [UNKNOWN, "rules.activations.a is a value", "--set"],
+    ),
     "extends in --set": ("", ["extends=y.toml"], [UNKNOWN, "extends", "--set"]),
-    "string for an integer": ('[train]\nsteps = "3"', [], ["train.steps='3'", "x.toml", "must be an integer"]),
-    "float for an integer": ("[train]\nsteps = 3.0", [], ["train.steps=3.0", "x.toml", "must be an integer"]),
-    "word for an integer": ("", ["train.steps=many"], ["train.steps='many'", "--set", "must be an integer"]),
+    "string for an integer": (
+        '[train]\nsteps = "3"',
+        [],
+        ["train.steps='3'", "x.toml", "must be an integer"],
+    ),
+    "float for an integer": (
+        "[train]\nsteps = 3.0",
+        [],
+        ["train.steps=3.0", "x.toml", "must be an integer"],
+    ),
+    "word for an integer": (
+        "",
+        ["train.steps=many"],
+        ["train.steps='many'", "--set", "must be an integer"],
+    ),
     "empty integer": ("", ["train.steps="], ["train.steps=''", "--set", "must be an integer"]),
-    "none where there must be a number": ("", ["train.steps=none"], ["train.steps='none'", "--set", "an integer"]),
-    "boolean for a number": ("[train]\nclip = true", [], ["train.clip=True", "x.toml", "must be a number"]),
-    "boolean for a choice of integers": ("[train]\nzero = true", [], ["train.zero=True", "x.toml", "must be 0 or 1"]),
-    "word for a boolean": ("", ["model.bias=perhaps"], ["model.bias='perhaps'", "--set", "must be true or false"]),
-    "number for text": ('[data]\ncorpus = "text"\npath = 3', [], ["data.path=3", "x.toml", "a string or a list"]),
-    "text for a list": ('[log]\nprofile = "3"', [], ["log.profile='3'", "x.toml", "must be a list"]),
-    "text in a list": ('[log]\nprofile = [3, "4"]', [], ["log.profile=[3, '4']", "x.toml", "an integer"]),
-    "text in a list in --set": ("", ["log.profile=3,x"], ["log.profile='3,x'", "--set", "an integer"]),
+    "none where there must be a number": (
+        "",
+        ["train.steps=none"],
+        ["train.steps='none'", "--set", "an integer"],
+    ),
+    "boolean for a number": (
+        "[train]\nclip = true",
+        [],
+        ["train.clip=True", "x.toml", "must be a number"],
+    ),
+    "boolean for a choice of integers": (
+        "[train]\nzero = true",
+        [],
+        ["train.zero=True", "x.toml", "must be 0 or 1"],
+    ),
+    "word for a boolean": (
+        "",
+        ["model.bias=perhaps"],
+        ["model.bias='perhaps'", "--set", "must be true or false"],
+    ),
+    "number for text": (
+        '[data]\ncorpus = "text"\npath = 3',
+        [],
+        ["data.path=3", "x.toml", "a string or a list"],
+    ),
+    "text for a list": (
+        '[log]\nprofile = "3"',
+        [],
+        ["log.profile='3'", "x.toml", "must be a list"],
+    ),
+    "text in a list": (
+        '[log]\nprofile = [3, "4"]',
+        [],
+        ["log.profile=[3, '4']", "x.toml", "an integer"],
+    ),
+    "text in a list in --set": (
+        "",
+        ["log.profile=3,x"],
+        ["log.profile='3,x'", "--set", "an integer"],
+    ),
     "text for a rule": (
         '[rules.activations]\ntime = "data"',
         [],
@@ -215,19 +304,39 @@ BAD = {
         ["model.name=lama"],
         ["model.name='lama'", "--set", "'gpt' or 'llama'"],
     ),
-    "name that is no text": ("[model]\nname = [1]", [], ["model.name=[1]", "x.toml", "'gpt' or 'llama'"]),
+    "name that is no text": (
+        "[model]\nname = [1]",
+        [],
+        ["model.name=[1]", "x.toml", "'gpt' or 'llama'"],
+    ),
     "too small": ("[train]\nsteps = 0", [], ["train.steps=0", "x.toml", "greater than 0"]),
     "negative in --set": (
         "",
         ["optimizer.learning_rate=-1"],
         ["optimizer.learning_rate=-1.0", "--set", "greater than 0"],
     ),
-    "too large": ("", ["data.validation_fraction=1"], ["data.validation_fraction=1.0", "--set", "less than 1"]),
-    "not a number": ("[optimizer]\nlearning_rate = nan", [], ["optimizer.learning_rate=nan", "x.toml"]),
-    "infinite": ("", ["optimizer.learning_rate=inf"], ["optimizer.learning_rate=inf", "--set", "finite"]),
+    "too large": (
+        "",
+        ["data.validation_fraction=1"],
+        ["data.validation_fraction=1.0", "--set", "less than 1"],
+    ),
+    "not a number": (
+        "[optimizer]\nlearning_rate = nan",
+        [],
+        ["optimizer.learning_rate=nan", "x.toml"],
+    ),
+    "infinite": (
+        "",
+        ["optimizer.learning_rate=inf"],
+        ["optimizer.learning_rate=inf", "--set", "finite"],
+    ),
     "scalar for a section": ("train = 3", [], ["train=3", "x.toml", "[train]"]),
     "scalar for a section with a name": ('model = "gpt"', [], ["model='gpt'", "x.toml", "[model]"]),
-    "scalar for a section in --set": ("", ["model=gpt"], ["model='gpt'", "--set", "is a section", "model."]),
+    "scalar for a section in --set": (
+        "",
+        ["model=gpt"],
+        ["model='gpt'", "--set", "is a section", "model."],
+    ),
     "scalar for a table of rules": (
         "",
         ["rules.parameters=data"],
@@ -253,15 +362,25 @@ BAD = {
         ["optimizer.warmup=9"],
         ["optimizer.warmup from --set", "train.steps from x.toml"],
     ),
-    "a consequence of keys": ("[model]\nname = 'llama'\nembed = 6\nheads = 2", [], ["model.head_dim=3", "from x.toml"]),
-    "two axes filled": ("[mesh]\ndata = -1", ["mesh.fsdp=-1"], ["mesh.data from x.toml", "mesh.fsdp from --set"]),
+    "a consequence of keys": (
+        "[model]\nname = 'llama'\nembed = 6\nheads = 2",
+        [],
+        ["model.head_dim=3", "from x.toml"],
+    ),
+    "two axes filled": (
+        "[mesh]\ndata = -1",
+        ["mesh.fsdp=-1"],
+        ["mesh.data from x.toml", "mesh.fsdp from --set"],
+    ),
 }
 
 
 def test_a_link_that_leads_to_itself_is_one_line(write):
     write(x='extends = "circle.toml"')
     Path("circle.toml").symlink_to("circle.toml")
-    with pytest.raises(ConfigError, match="circle.toml .extended by x.toml. cannot be read: Too many levels"):
+    with pytest.raises(
+        ConfigError, match="circle.toml .extended by x.toml. cannot be read: Too many levels"
+    ):
         load("x.toml")
 
 
@@ -283,10 +402,13 @@ def test_a_mistake_is_one_line_that_names_key_value_and_origin(write, text, over
 def test_a_missing_file_names_its_neighbour(write):
     write(quickstart="")
     with pytest.raises(
-        ConfigError, match=r"no config file quickstrat.toml; found quickstart.toml; try quickstart.toml"
+        ConfigError,
+        match=r"no config file quickstrat.toml; found quickstart.toml; try quickstart.toml",
     ):
         load("quickstrat.toml")
-    with pytest.raises(ConfigError, match="no config file nowhere/x.toml; found no TOML file in nowhere"):
+    with pytest.raises(
+        ConfigError, match="no config file nowhere/x.toml; found no TOML file in nowhere"
+    ):
         load("nowhere/x.toml")
 
 
@@ -449,10 +571,21 @@ OWNERS = {"optimizer.momentum": ["optimizer.name=sgd"]}
 
 @pytest.mark.parametrize(("key", "kind"), numeric_settings())
 def test_no_number_is_taken_that_devices_cannot_count_or_hold(key, kind):
-    """Beyond int32 and float32: refused by name, unless it is a size that is compared with the devices there are."""
+    """Beyond int32 and float32: refused by name, unless it is a size that is compared with the
+    devices there are.
+    """
     beyond = ["3000000000", "-3000000000"] if kind == "integer" else ["1e300", "1e-300", "-1e300"]
-    fits = {"train.seed": ["3000000000"], "data.validation_fraction": ["1e-300"], "model.dropout": ["1e-300"]}
-    as_good_as_0 = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "train.label_smoothing")
+    fits = {
+        "train.seed": ["3000000000"],
+        "data.validation_fraction": ["1e-300"],
+        "model.dropout": ["1e-300"],
+    }
+    as_good_as_0 = (
+        "optimizer.beta1",
+        "optimizer.beta2",
+        "optimizer.momentum",
+        "train.label_smoothing",
+    )
     fits |= dict.fromkeys(as_good_as_0, ["1e-300"])
     for value in beyond:
         if value in fits.get(key, []) or (key.startswith("mesh.") and not value.startswith("-")):

@@ -33,9 +33,13 @@ spans = st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(1, 200)).m
 def test_a_sample_is_the_same_in_any_batch_in_any_order(drawn, seed, packing, data):
     span, length = drawn
     corpus = counting(span.stop + 3, starts=range(0, span.stop, 7))
-    whole = TrainStream(corpus, span, length, seed=seed, shuffle=True, packing=packing).samples(np.arange(40))
+    whole = TrainStream(corpus, span, length, seed=seed, shuffle=True, packing=packing).samples(
+        np.arange(40)
+    )
     order = np.array(data.draw(st.lists(st.integers(0, 39), min_size=1)))
-    again = TrainStream(corpus, span, length, seed=seed, shuffle=True, packing=packing).samples(order)
+    again = TrainStream(corpus, span, length, seed=seed, shuffle=True, packing=packing).samples(
+        order
+    )
     same(again, {key: value[order] for key, value in whole.items()})
 
 
@@ -54,12 +58,16 @@ def test_every_token_is_predicted_once_per_epoch_up_to_the_phase(drawn, seed, sh
         assert missed < (2 * length if shuffle else length)
         assert np.array_equal(batch["tokens"] + 1, batch["targets"]) and batch["mask"].all()
         if not shuffle:
-            assert np.array_equal(batch["targets"].ravel(), span.start + 1 + np.arange(len(targets)))
+            assert np.array_equal(
+                batch["targets"].ravel(), span.start + 1 + np.arange(len(targets))
+            )
 
 
 def test_epochs_and_seeds_differ_in_order_and_in_cuts():
     stream = TrainStream(counting(1005), Range(0, 1005), 10, seed=0, shuffle=True)
-    epochs = [stream.starts(epoch * stream.windows + np.arange(stream.windows)) for epoch in range(30)]
+    epochs = [
+        stream.starts(epoch * stream.windows + np.arange(stream.windows)) for epoch in range(30)
+    ]
     assert len({tuple(np.argsort(starts)) for starts in epochs}) == 30
     assert {int(starts.min()) for starts in epochs} == set(range(10))
     other = TrainStream(counting(1005), Range(0, 1005), 10, seed=1, shuffle=True)
@@ -73,7 +81,9 @@ def test_rows_fed_by_two_processes_are_the_rows_of_one():
     for step in (0, 3, 1000):
         ids = batch_ids(step, 8)
         one, even, odd = (stream.samples(part) for part in (ids, ids[0::2], ids[1::2]))
-        united = {key: np.stack([even[key], odd[key]], axis=1).reshape(one[key].shape) for key in one}
+        united = {
+            key: np.stack([even[key], odd[key]], axis=1).reshape(one[key].shape) for key in one
+        }
         same(united, one)
 
 
@@ -83,22 +93,33 @@ def test_steps_take_up_where_the_one_before_ended_whatever_their_size():
 
 
 def test_keys_and_dtypes_are_what_the_module_says():
-    for packing, extra in ("stream", {}), ("documents", {"segment_ids": "int32", "positions": "int32"}):
+    for packing, extra in (
+        ("stream", {}),
+        ("documents", {"segment_ids": "int32", "positions": "int32"}),
+    ):
         stream = TrainStream(counting(100), Range(0, 90), 8, seed=0, shuffle=True, packing=packing)
         windows = EvalWindows(counting(100), Range(90, 100), 8, packing=packing)
         for batch in stream.samples(batch_ids(0, 4)), windows.samples(np.arange(4)):
             kinds = {key: str(value.dtype) for key, value in batch.items()}
             plain = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
             assert kinds == plain | extra
-            assert all(value.shape == ((4,) if key == "sample" else (4, 8)) for key, value in batch.items())
+            assert all(
+                value.shape == ((4,) if key == "sample" else (4, 8)) for key, value in batch.items()
+            )
     assert stream.samples(np.array([2**32 + 5]))["sample"].tolist() == [5]
 
 
 @FAST
-@given(st.integers(0, 20), st.integers(2, 200), st.integers(1, 12), st.integers(1, 9), st.booleans())
-def test_evaluation_predicts_every_token_but_the_first_exactly_once(start, size, length, batch_size, documents):
+@given(
+    st.integers(0, 20), st.integers(2, 200), st.integers(1, 12), st.integers(1, 9), st.booleans()
+)
+def test_evaluation_predicts_every_token_but_the_first_exactly_once(
+    start, size, length, batch_size, documents
+):
     packing = "documents" if documents else "stream"
-    windows = EvalWindows(counting(start + size), Range(start, start + size), length, packing=packing)
+    windows = EvalWindows(
+        counting(start + size), Range(start, start + size), length, packing=packing
+    )
     batches = list(windows.batches(batch_size))
     assert len(batches) == windows.num_batches(batch_size)
     assert all(batch["tokens"].shape == (batch_size, length) for batch in batches)
@@ -114,7 +135,9 @@ def test_evaluation_predicts_every_token_but_the_first_exactly_once(start, size,
 
 
 def slow_documents(window_start, length, starts):
-    """Token by token: (segment of each, position of each, whether its target is in the same document)."""
+    """Token by token: (segment of each, position of each, whether its target is in the same
+    document).
+    """
     segments, positions, counts = [], [], []
     segment = position = 0
     for offset in range(window_start, window_start + length):
@@ -128,14 +151,23 @@ def slow_documents(window_start, length, starts):
 
 
 @FAST
-@given(st.sets(st.integers(1, 120), max_size=60), st.integers(1, 20), st.integers(0, 1000), st.booleans())
+@given(
+    st.sets(st.integers(1, 120), max_size=60),
+    st.integers(1, 20),
+    st.integers(0, 1000),
+    st.booleans(),
+)
 def test_document_segments_equal_a_slow_walk(later_starts, length, seed, evaluate):
     starts = {0} | later_starts
     corpus = counting(130, sorted(starts))
     if evaluate:
-        batch = EvalWindows(corpus, Range(50, 130), length, packing="documents").samples(np.arange(4))
+        batch = EvalWindows(corpus, Range(50, 130), length, packing="documents").samples(
+            np.arange(4)
+        )
     else:
-        stream = TrainStream(corpus, Range(0, 130), length, seed=seed, shuffle=True, packing="documents")
+        stream = TrainStream(
+            corpus, Range(0, 130), length, seed=seed, shuffle=True, packing="documents"
+        )
         batch = stream.samples(np.arange(12))
     for row in range(len(batch["tokens"])):
         real = 130 - 50 - 1 - row * length if evaluate else length  # targets before the range ends
@@ -148,7 +180,8 @@ def test_document_segments_equal_a_slow_walk(later_starts, length, seed, evaluat
 
 
 def test_the_split_is_the_first_part_and_the_tail():
-    assert split(counting(1115394), 0.1, 64) == (Range(0, 1003854), Range(1003854, 1115394))  # nanoGPT's numbers
+    # nanoGPT's numbers.
+    assert split(counting(1115394), 0.1, 64) == (Range(0, 1003854), Range(1003854, 1115394))
     assert split(counting(100), 0.0, 64) == (Range(0, 100), Range(100, 100))
     assert split(counting(11), 0.0, 10)[0].size == 11
 
@@ -156,7 +189,13 @@ def test_the_split_is_the_first_part_and_the_tail():
 @pytest.mark.parametrize(
     ("tokens", "fraction", "length", "message"),
     [
-        (10, 0.0, 10, r"the training split is too short.*asked train.sequence_length=10.*found 10 of 10 tokens"),
+        (
+            10,
+            0.0,
+            10,
+            r"the training split is too short.*asked train.sequence_length=10.*"
+            r"found 10 of 10 tokens",
+        ),
         (100, 0.1, 10, r"the validation split is too short.*found 10 of 100 tokens"),
         (100, 0.95, 10, r"the training split"),
     ],

@@ -7,7 +7,13 @@ import pytest
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
-from spmdtrain.data.corpus import STDLIB_BYTES, open_corpus, stdlib_corpus, synthetic_corpus, text_corpus
+from spmdtrain.data.corpus import (
+    STDLIB_BYTES,
+    open_corpus,
+    stdlib_corpus,
+    synthetic_corpus,
+    text_corpus,
+)
 from spmdtrain.data.files import find_files
 
 
@@ -23,7 +29,10 @@ def library(tmp_path):
         "notes.txt": b"no",
         "_sysconfigdata_linux.py": b"no",
         "sitecustomize.py": b"no",
-    } | {f"{folder}/x.py": b"no" for folder in ("test", "a/tests", "site-packages", "__pycache__", "idlelib")}
+    } | {
+        f"{folder}/x.py": b"no"
+        for folder in ("test", "a/tests", "site-packages", "__pycache__", "idlelib")
+    }
     for name, content in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +43,9 @@ def library(tmp_path):
 def test_the_standard_library_is_read_in_path_order_one_document_per_file(library):
     corpus = stdlib_corpus("bytes", library)
     assert corpus.tokenizer.decode(corpus.tokens) == "z = 2\nb = 1\nc = 'é'\n"
-    assert corpus.document_starts.tolist() == [0, 6, 12] and corpus.document_starts.dtype == np.int64
+    assert (
+        corpus.document_starts.tolist() == [0, 6, 12] and corpus.document_starts.dtype == np.int64
+    )
 
 
 def test_the_standard_library_fingerprint_changes_when_a_file_or_the_tokenizer_changes(library):
@@ -53,12 +64,16 @@ def test_the_standard_library_fingerprint_changes_when_a_file_or_the_tokenizer_c
 
 def test_the_limit_takes_whole_files_in_an_order_that_does_not_depend_on_the_disk(library):
     sizes = {len(stdlib_corpus("bytes", library, limit).tokens) for limit in range(7, 22)}
-    assert len(sizes) > 1 and all(len(stdlib_corpus("bytes", library, size).tokens) == size for size in sizes)
+    assert len(sizes) > 1 and all(
+        len(stdlib_corpus("bytes", library, size).tokens) == size for size in sizes
+    )
 
 
 def test_the_real_standard_library_is_there_within_its_limit():
     corpus = open_corpus(DataConfig(), None, 0)
-    assert 0.8 * STDLIB_BYTES < len(corpus.tokens) <= STDLIB_BYTES and len(corpus.document_starts) > 50
+    assert (
+        0.8 * STDLIB_BYTES < len(corpus.tokens) <= STDLIB_BYTES and len(corpus.document_starts) > 50
+    )
     assert corpus.fingerprint == open_corpus(DataConfig(), None, 1).fingerprint
 
 
@@ -109,7 +124,9 @@ def test_a_file_that_is_named_twice_is_refused(again, tmp_path):
     """Its second copy would put text that is trained on into the tail that validates."""
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
-    with pytest.raises(DataError, match=r"\.txt is named twice; try naming it once; \[\[data.mix\]\]"):
+    with pytest.raises(
+        DataError, match=r"\.txt is named twice; try naming it once; \[\[data.mix\]\]"
+    ):
         find_files([str(tmp_path / "a.txt"), str(tmp_path / again)])
 
 
@@ -122,7 +139,9 @@ def test_a_file_that_is_named_twice_is_refused(again, tmp_path):
         ("none/tokens.bin", r"no file matches none/tokens\.bin; found no folder none$"),
     ],
 )
-def test_a_name_that_is_not_there_is_answered_by_a_near_one_or_by_what_is_there(name, said, tmp_path, monkeypatch):
+def test_a_name_that_is_not_there_is_answered_by_a_near_one_or_by_what_is_there(
+    name, said, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for there in ("books.bin", "books.txt", ".hidden.bin"):
         (tmp_path / there).write_text("x")
@@ -157,7 +176,9 @@ def test_text_that_cannot_be_read_is_refused_by_name(path, message, tokenizer, t
     (tmp_path / "bad.txt").write_bytes(b"abc\xff")
     (tmp_path / "empty.txt").write_bytes(b"")
     with pytest.raises(DataError, match=message):
-        open_corpus(DataConfig(corpus="text", path=str(tmp_path / path), tokenizer=tokenizer), None, 0)
+        open_corpus(
+            DataConfig(corpus="text", path=str(tmp_path / path), tokenizer=tokenizer), None, 0
+        )
 
 
 def test_a_model_with_too_few_rows_is_refused_with_the_number_to_set(tmp_path):
@@ -172,7 +193,9 @@ def test_the_data_room_imports_neither_jax_nor_what_is_optional():
         "import sys, spmdtrain.data.batches, spmdtrain.data.prepare;"
         "print([name for name in ('jax', 'grain', 'tokenizers', 'rich') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 

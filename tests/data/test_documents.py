@@ -53,14 +53,21 @@ def write_parquet(path: Path) -> None:
 
 
 def write_dataset(path: Path) -> None:
-    """What `datasets.Dataset.save_to_disk` writes: streams of record batches, and a list of them."""
+    """What `datasets.Dataset.save_to_disk` writes: streams of record batches, and a list of
+    them.
+    """
     arrow = pytest.importorskip("pyarrow")
     path.mkdir()
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     for name, part in zip(names, (table().slice(0, 2), table().slice(2)), strict=True):
-        with arrow.OSFile(str(path / name), "wb") as sink, arrow.ipc.new_stream(sink, part.schema) as stream:
+        with (
+            arrow.OSFile(str(path / name), "wb") as sink,
+            arrow.ipc.new_stream(sink, part.schema) as stream,
+        ):
             stream.write_table(part, max_chunksize=2)
-    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (path / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names]})
+    )
     (path / "dataset_info.json").write_text("{}")
 
 
@@ -86,7 +93,13 @@ WANTED = [[*text.encode(), END] for text in DOCUMENTS if text]
 @pytest.mark.parametrize("name", WRITERS)
 def test_documents_of_every_format_end_with_the_end_of_text(name, tmp_path, capsys):
     WRITERS[name](tmp_path / name)
-    prepare(Job([str(tmp_path / name)], str(tmp_path / "out"), split_on="<|end|>" if name == "a.txt" else None))
+    prepare(
+        Job(
+            [str(tmp_path / name)],
+            str(tmp_path / "out"),
+            split_on="<|end|>" if name == "a.txt" else None,
+        )
+    )
     assert written(tmp_path / "out") == WANTED
     sidecar = json.loads((tmp_path / "out.json").read_text())
     size = sum(len(text.encode()) for text in DOCUMENTS)
@@ -112,7 +125,9 @@ def test_a_reader_goes_on_behind_any_row(name, tmp_path, monkeypatch):
             return values
 
         whole = rows(0)
-        assert [rows(skip) for skip in range(len(whole))] == [whole[skip:] for skip in range(len(whole))]
+        assert [rows(skip) for skip in range(len(whole))] == [
+            whole[skip:] for skip in range(len(whole))
+        ]
 
 
 @pytest.mark.parametrize(
@@ -120,9 +135,15 @@ def test_a_reader_goes_on_behind_any_row(name, tmp_path, monkeypatch):
     [
         ("no JSON", r"a\.jsonl:2 is not a line of JSON"),
         ("[1]", r"a\.jsonl:2 is not a JSON object"),
-        ('{"id": 1, "t": "x", "body": "xy"}', r"a\.jsonl:2 has no field 'text'; found id, t, body; try --field body"),
+        (
+            '{"id": 1, "t": "x", "body": "xy"}',
+            r"a\.jsonl:2 has no field 'text'; found id, t, body; try --field body",
+        ),
         ('{"text": 3}', r"a\.jsonl: 'text' of row 2 is not a text; found 3"),
-        ('{"text": "\\ud800"}', r"'text' of row 2 is not a text: half a surrogate pair at position 0"),
+        (
+            '{"text": "\\ud800"}',
+            r"'text' of row 2 is not a text: half a surrogate pair at position 0",
+        ),
     ],
 )
 def test_a_wrong_line_is_named(line, said, tmp_path):
@@ -142,13 +163,17 @@ def test_a_damaged_file_is_named(name, tmp_path):
 
 def test_a_column_and_a_split_that_are_not_there_are_answered_by_those_that_are(tmp_path):
     write_parquet(tmp_path / "a.parquet") if table() else None
-    with pytest.raises(DataError, match=r"a\.parquet has no field 'body'; found id, text; try --field text"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet has no field 'body'; found id, text; try --field text"
+    ):
         prepare(Job([str(tmp_path / "a.parquet")], str(tmp_path / "out"), field="body"))
     for split in ("train", "test"):
         (tmp_path / "all").mkdir(exist_ok=True)
         write_dataset(tmp_path / "all" / split)
     (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match="several splits of a dataset; found test, train; try .*/all/test"):
+    with pytest.raises(
+        DataError, match="several splits of a dataset; found test, train; try .*/all/test"
+    ):
         find_inputs([str(tmp_path / "all")])
 
 
@@ -172,9 +197,12 @@ def test_the_end_of_text_is_the_tokenizers_own_or_the_one_asked_for(tmp_path, to
     a = prepared(2, tokenizer=str(tokenizer_json), end_of_text="a")
     assert a[0] == a[1] != end
     tokenizer = json.loads(tokenizer_json.read_text())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 999, "content": "<stop>"})
+    tokenizer["added_tokens"].append(
+        tokenizer["added_tokens"][0] | {"id": 999, "content": "<stop>"}
+    )
     tokenizer_json.write_text(json.dumps(tokenizer))
-    for number, eos in enumerate(('"<stop>"', '{"content": "<stop>"}'), 30):  # as old and new versions write it
+    # As old and new versions write it.
+    for number, eos in enumerate(('"<stop>"', '{"content": "<stop>"}'), 30):
         (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {eos}}}')
         stop, last = prepared(number, tokenizer=str(tokenizer_json))
         assert stop == last != end
@@ -192,7 +220,9 @@ def test_a_tokenizer_without_a_known_end_of_text_asks_for_one(tmp_path):
     tokenizers.Tokenizer(model).save(str(tmp_path / "t.json"))
     (tmp_path / "a.txt").write_text("hello")
     job = Job([str(tmp_path / "a.txt")], str(tmp_path / "out"), tokenizer=str(tmp_path / "t.json"))
-    with pytest.raises(DataError, match="no token of .* is known to end a text; .*--end-of-text none"):
+    with pytest.raises(
+        DataError, match="no token of .* is known to end a text; .*--end-of-text none"
+    ):
         prepare(job)
 
 
@@ -237,13 +267,18 @@ def test_processes_and_shards_change_nothing(lines, uninterrupted, tmp_path, mon
 
 
 def test_shards_share_the_content_of_their_tokenizer(lines, tmp_path, tokenizer_json):
-    """The corpus is that of a single file: its ids, its tokenizer and what the tokenizer is known by."""
+    """The corpus is that of a single file: its ids, its tokenizer and what the tokenizer is known
+    by.
+    """
     options = {"tokenizer": str(tokenizer_json)}
     prepare(sharded(lines, tmp_path, **options))
     sidecars = list(tmp_path.glob("out-*.json"))
     assert len(sidecars) > 3 and max(path.stat().st_size for path in sidecars) < 1000
     prepare(Job([str(lines / "*.jsonl")], str(tmp_path / "whole"), **options))
-    parts, whole = token_corpus([str(tmp_path / "out-*.bin")]), token_corpus([str(tmp_path / "whole.bin")])
+    parts, whole = (
+        token_corpus([str(tmp_path / "out-*.bin")]),
+        token_corpus([str(tmp_path / "whole.bin")]),
+    )
     assert parts.tokenizer.spec() == whole.tokenizer.spec() and parts.has_tokenizer_of(whole)
     assert np.array_equal(parts.read(0, 10**6), whole.read(0, 10**6))
     shared = tmp_path / "out.tokenizer.json"
@@ -253,11 +288,15 @@ def test_shards_share_the_content_of_their_tokenizer(lines, tmp_path, tokenizer_
         token_corpus([str(tmp_path / "out-00000.bin")])
     shared.unlink()
     _read_shared.cache_clear()
-    with pytest.raises(DataError, match=r"out\.tokenizer\.json cannot be read, the tokenizer of .*out-00000\.json"):
+    with pytest.raises(
+        DataError, match=r"out\.tokenizer\.json cannot be read, the tokenizer of .*out-00000\.json"
+    ):
         open_tokens(tmp_path / "out-00000.bin")
 
 
-def test_an_interrupted_prepare_goes_on_behind_its_last_shard(lines, uninterrupted, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_prepare_goes_on_behind_its_last_shard(
+    lines, uninterrupted, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("spmdtrain.data.documents.CHUNK_BYTES", 2000)
     finish = shards.Output._end_shard
 
@@ -298,7 +337,8 @@ def test_a_kill_in_the_middle_of_a_shard_costs_that_shard_alone(lines, uninterru
         "import sys, time, spmdtrain.data.shards as s; from spmdtrain.data.prepare import *\n"
         "if __name__ == '__main__':\n"
         "    write = s.Output.write\n"
-        "    def slow(self, *a): write(self, *a); print(len(self.summaries), flush=True); time.sleep(0.3)\n"
+        "    def slow(self, *a): write(self, *a); "
+        "print(len(self.summaries), flush=True); time.sleep(0.3)\n"
         "    s.Output.write = slow\n"
         "    import spmdtrain.data.documents as d; d.CHUNK_BYTES = 4000\n"
         "    prepare(Job([sys.argv[1]], sys.argv[2], shard_tokens=3000, workers=2))\n"
@@ -306,7 +346,9 @@ def test_a_kill_in_the_middle_of_a_shard_costs_that_shard_alone(lines, uninterru
     script = tmp_path / "killed.py"
     script.write_text(code)
     command = [sys.executable, str(script), str(lines / "*.jsonl"), str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         while int(process.stdout.readline()) < 3:
             pass
         workers = children(process.pid)
@@ -360,7 +402,9 @@ def test_conversations_have_their_loss_on_the_answers(tmp_path):
     source = open_tokens(tmp_path / "out")
     text = b"<user>2+2?\n<assistant>4\n<user>bye\n<assistant>ciao\n\xff"
     assert source.tokens.astype(np.uint8).tobytes() == text
-    learned = bytes(token for token, counts in zip(source.tokens.tolist(), source.loss, strict=True) if counts)
+    learned = bytes(
+        token for token, counts in zip(source.tokens.tolist(), source.loss, strict=True) if counts
+    )
     assert learned == b"4\nciao\n\xff"
 
 
@@ -370,12 +414,22 @@ def test_batches_of_conversations_count_the_answers_as_targets(most_mapped, tmp_
     monkeypatch.setattr("spmdtrain.data.corpus.MOST_MAPPED", most_mapped)
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     (tmp_path / "text.txt").write_text("text")
-    prepare(Job([str(tmp_path / "chat.jsonl")], str(tmp_path / "chat"), chat=True, template="<{role}>{content}."))
+    prepare(
+        Job(
+            [str(tmp_path / "chat.jsonl")],
+            str(tmp_path / "chat"),
+            chat=True,
+            template="<{role}>{content}.",
+        )
+    )
     prepare(Job([str(tmp_path / "text.txt")], str(tmp_path / "text")))
     corpus = token_corpus([str(tmp_path / "chat.bin"), str(tmp_path / "text.bin")])
     assert corpus.end_of_text == END
     span = Range(0, len(corpus.tokens))
-    for windows in (TrainStream(corpus, span, 9, seed=0, shuffle=False), EvalWindows(corpus, span, 9)):
+    for windows in (
+        TrainStream(corpus, span, 9, seed=0, shuffle=False),
+        EvalWindows(corpus, span, 9),
+    ):
         batch = windows.samples(np.arange(7))
         learned = batch["targets"][batch["mask"] == 1].astype(np.uint8).tobytes()
         assert learned.startswith(b"4.ciao.\xfftex") and set(batch["mask"].ravel()) == {0, 1}

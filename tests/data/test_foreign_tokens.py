@@ -29,7 +29,9 @@ def write_megatron(path: Path, code: int = 8, dtype: str = "<u2", version: int =
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(dtype).itemsize
     bounds = np.cumsum([0] + [len(document) for document in DOCUMENTS], dtype=np.int64)
     with path.with_suffix(".idx").open("wb") as file:
-        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", version, code, len(lengths), len(bounds)))
+        file.write(
+            b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", version, code, len(lengths), len(bounds))
+        )
         for part in (lengths, pointers, bounds):
             file.write(part.tobytes())
 
@@ -48,10 +50,16 @@ def test_nanogpt_files_are_mapped_as_they_are(tmp_path):
         {
             "model": {"name": "gpt", "vocab": 61},
             "train": {"sequence_length": 8},
-            "data": {"corpus": "tokens", "path": str(tmp_path / "train.bin"), "packing": "documents"},
+            "data": {
+                "corpus": "tokens",
+                "path": str(tmp_path / "train.bin"),
+                "packing": "documents",
+            },
         }
     )
-    with pytest.raises(ConfigError, match="does not say where documents start; try --set data.packing=stream"):
+    with pytest.raises(
+        ConfigError, match="does not say where documents start; try --set data.packing=stream"
+    ):
         open_data(config)
 
 
@@ -77,26 +85,43 @@ def test_their_tokenizer_is_the_one_that_the_run_names(tmp_path, tokenizer_json)
     write_nanogpt(tmp_path / "a.bin")
     corpus = opened(tmp_path / "a.bin", vocab=None, tokenizer=str(tokenizer_json))
     tokenizer = open_tokenizer(str(tokenizer_json))
-    assert corpus.vocab == tokenizer.size and corpus.tokenizer.decode([40, 41]) == tokenizer.decode([40, 41])
-    with pytest.raises(DataError, match=r"does not say how many ids there are; try --set data\.tokenizer=FILE"):
+    assert corpus.vocab == tokenizer.size and corpus.tokenizer.decode([40, 41]) == tokenizer.decode(
+        [40, 41]
+    )
+    with pytest.raises(
+        DataError, match=r"does not say how many ids there are; try --set data\.tokenizer=FILE"
+    ):
         opened(tmp_path / "a.bin", vocab=None)
     write_tokens(tmp_path / "ours", ["text"], open_tokenizer("bytes"))
     with pytest.raises(DataError, match="different tokenizers"):
-        open_corpus(DataConfig(corpus="tokens", path=[str(tmp_path / n) for n in ("a.bin", "ours.bin")]), 61, 0)
+        open_corpus(
+            DataConfig(corpus="tokens", path=[str(tmp_path / n) for n in ("a.bin", "ours.bin")]),
+            61,
+            0,
+        )
 
 
 def test_files_of_their_own_validate(tmp_path):
     write_nanogpt(tmp_path / "train.bin")
     (IDS[:30] + 1).astype(np.uint16).tofile(tmp_path / "val.bin")
-    data = {"corpus": "tokens", "path": str(tmp_path / "train.bin"), "validation_path": str(tmp_path / "val.bin")}
-    settings = {"model": {"name": "gpt", "vocab": 99}, "train": {"sequence_length": 8}, "data": data}
+    data = {
+        "corpus": "tokens",
+        "path": str(tmp_path / "train.bin"),
+        "validation_path": str(tmp_path / "val.bin"),
+    }
+    settings = {
+        "model": {"name": "gpt", "vocab": 99},
+        "train": {"sequence_length": 8},
+        "data": data,
+    }
     _, opened_data = open_data(RunConfig.model_validate(settings))
     assert (opened_data.train.size, opened_data.validation.size) == (100, 30)
     validation = opened_data.corpus.read(opened_data.validation.start, opened_data.validation.stop)
     assert validation.tolist() == (IDS[:30] + 1).tolist()
     settings["train"] = {"sequence_length": 30}
     with pytest.raises(
-        DataError, match=r"validation split is too short.*found 30 of 130 tokens \(data.validation_path\)"
+        DataError,
+        match=r"validation split is too short.*found 30 of 130 tokens \(data.validation_path\)",
     ):
         open_data(RunConfig.model_validate(settings))
     with pytest.raises(ValueError, match="data.validation_path='x' is read beside data.path alone"):
@@ -117,15 +142,30 @@ def test_their_fingerprint_follows_the_content_at_both_ends_and_between(tmp_path
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-2]), r"a\.bin is truncated; asked 200 bytes .*found 198"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-2]),
+            r"a\.bin is truncated; asked 200 bytes .*found 198",
+        ),
         (lambda path: path.write_bytes(path.read_bytes() + b"xx"), r"a\.bin is too long"),
         (lambda path: cut(path.with_suffix(".idx"), 20), r"a\.idx is truncated; found 20 bytes"),
-        (lambda path: cut(path.with_suffix(".idx"), 90), r"a\.idx is truncated; asked \d+ bytes; found 90 bytes"),
+        (
+            lambda path: cut(path.with_suffix(".idx"), 90),
+            r"a\.idx is truncated; asked \d+ bytes; found 90 bytes",
+        ),
         (lambda path: write_megatron(path, version=2), "version 2 and type 8"),
         (lambda path: write_megatron(path, code=7), "version 1 and type 7"),
-        (lambda path: overwrite(path.with_suffix(".idx"), 34, b"\x13"), "do not stand one behind the other"),
-        (lambda path: overwrite(path.with_suffix(".idx"), -8, b"\x63"), "a document lies beyond its 5 sequences"),
-        (lambda path: (path.with_suffix(".idx").unlink(), cut(path, 7)), "is no row of uint16; found 7 bytes"),
+        (
+            lambda path: overwrite(path.with_suffix(".idx"), 34, b"\x13"),
+            "do not stand one behind the other",
+        ),
+        (
+            lambda path: overwrite(path.with_suffix(".idx"), -8, b"\x63"),
+            "a document lies beyond its 5 sequences",
+        ),
+        (
+            lambda path: (path.with_suffix(".idx").unlink(), cut(path, 7)),
+            "is no row of uint16; found 7 bytes",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(damage, said, tmp_path):

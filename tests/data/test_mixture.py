@@ -51,10 +51,14 @@ def test_each_source_gives_its_own_samples_in_order(counts, start):
 
 
 @pytest.mark.parametrize(
-    "weights", [[0.7, 0.2, 0.1], [0.5, 0.25, 0.25], [1, 1, 1], [0.1, 0.9], [3, 2, 1], [10] + 10 * [1]], ids=str
+    "weights",
+    [[0.7, 0.2, 0.1], [0.5, 0.25, 0.25], [1, 1, 1], [0.1, 0.9], [3, 2, 1], [10] + 10 * [1]],
+    ids=str,
 )
 def test_a_source_of_1_sample_in_m_is_in_every_window_of_m_once(weights):
-    """Wherever sources let each other: of a half and a third, some samples would have to be both."""
+    """Wherever sources let each other: of a half and a third, some samples would have to be
+    both.
+    """
     mixture = mix(weights)
     length = len(mixture.period)
     ones = drawn(mixture, 4 * length)
@@ -120,7 +124,10 @@ def test_samples_come_from_their_source_whoever_asks_for_how_many():
     samples = data.train_samples(config)
     whole = samples(np.arange(80))
     from_a = (whole["tokens"] == ord("a")).all(1)
-    assert from_a.sum() == 60 and from_a.tolist() == (data.mixture.locate(np.arange(80))[0] == 0).tolist()
+    assert (
+        from_a.sum() == 60
+        and from_a.tolist() == (data.mixture.locate(np.arange(80))[0] == 0).tolist()
+    )
     assert set(whole["tokens"][~from_a].ravel()) == {ord("b"), ord("c")}
     order = np.random.default_rng(0).permutation(80)
     for rows in np.array_split(order, 7):  # as processes ask for theirs, and resumed runs
@@ -175,9 +182,21 @@ def test_a_mix_is_written_out_and_read_back():
     ("old", "new", "said"),
     [
         ('name = "b"', 'name = "a"', "data.mix has two sources of one name: a, a"),
-        ("validation_fraction", 'path = "a.bin"\nvalidation_fraction', "is not read beside data.mix"),
-        ("validation_fraction", 'corpus = "text"\nvalidation_fraction', "data.mix has sources of token files"),
-        ("weight = 0.75", "weight = 0.0", r"data.mix\[0\].weight=0.0 \(from mix.toml\) must be greater than 0"),
+        (
+            "validation_fraction",
+            'path = "a.bin"\nvalidation_fraction',
+            "is not read beside data.mix",
+        ),
+        (
+            "validation_fraction",
+            'corpus = "text"\nvalidation_fraction',
+            "data.mix has sources of token files",
+        ),
+        (
+            "weight = 0.75",
+            "weight = 0.0",
+            r"data.mix\[0\].weight=0.0 \(from mix.toml\) must be greater than 0",
+        ),
         ("weight = 0.75", "wieght = 0.75", r"unknown key data.mix\[0\].wieght \(from mix.toml\)$"),
         ('path = "a.bin"', "", r"data.mix\[0\].path is missing \(from mix.toml\)$"),
     ],
@@ -198,7 +217,9 @@ def test_sources_of_different_tokenizers_or_too_few_tokens_are_refused_by_name()
     write_tokens("e", ["e" * 20], open_tokenizer("bytes"))
     with open("mix.toml", "w") as file:
         file.write(CONFIG.replace("c.bin", "e.bin").replace('"b.bin", ', ""))
-    with pytest.raises(DataError, match="the validation split of b is too short.*data.validation_fraction"):
+    with pytest.raises(
+        DataError, match="the validation split of b is too short.*data.validation_fraction"
+    ):
         open_data(load("mix.toml"))
 
 
@@ -219,9 +240,14 @@ def test_a_run_of_a_mix_goes_on_on_another_mesh_and_validates_each_source(here, 
     train("parts", "mesh.fsdp=2", "eval.every=0")
     assert losses(here / "parts") == pytest.approx(losses(here / "whole"), rel=1e-6)
     assert "a 75 % (" in capsys.readouterr().out
-    events = [json.loads(line) for line in (here / "whole" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (here / "whole" / "events.jsonl").read_text().splitlines()
+    ]
     evaluated = [event for event in events if event["event"] == "evaluated"]
     assert [event["step"] for event in evaluated] == [3, 6]
     for event in evaluated:
         by_share = 0.75 * event["eval_loss/a"] + 0.25 * event["eval_loss/b"]
-        assert event["eval_loss"] == pytest.approx(by_share) and event["eval_loss/a"] != event["eval_loss/b"]
+        assert (
+            event["eval_loss"] == pytest.approx(by_share)
+            and event["eval_loss/a"] != event["eval_loss/b"]
+        )

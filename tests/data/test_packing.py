@@ -10,7 +10,9 @@ from spmdtrain.data.batches import Range
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.packing import PackedStream, PackedWindows, make_plan
 
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60).filter(lambda lengths: max(lengths) > 1)
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60).filter(
+    lambda lengths: max(lengths) > 1
+)
 
 
 def corpus_of(lengths: list[int], **fields) -> Corpus:
@@ -22,12 +24,16 @@ def corpus_of(lengths: list[int], **fields) -> Corpus:
 
 @given(LENGTHS, st.integers(1, 17))
 @settings(max_examples=200, deadline=None)
-def test_every_token_but_a_documents_first_is_a_target_once_given_what_stands_before_it(lengths, length):
+def test_every_token_but_a_documents_first_is_a_target_once_given_what_stands_before_it(
+    lengths, length
+):
     corpus = corpus_of(lengths)
     windows = PackedWindows(corpus, Range(0, sum(lengths)), length)
     batch = windows.samples(np.arange(windows.windows + 2))
     counted = batch["mask"] == 1
-    assert sorted(batch["targets"][counted]) == sorted(set(range(sum(lengths))) - set(corpus.document_starts.tolist()))
+    assert sorted(batch["targets"][counted]) == sorted(
+        set(range(sum(lengths))) - set(corpus.document_starts.tolist())
+    )
     assert (batch["tokens"][counted] + 1 == batch["targets"][counted]).all()
     assert not counted[windows.windows :].any() and counted[: windows.windows].any(1).all()
     document = np.searchsorted(corpus.document_starts, batch["tokens"], side="right")
@@ -40,7 +46,9 @@ def test_every_token_but_a_documents_first_is_a_target_once_given_what_stands_be
             mine = inside & counted[row]
             assert len(set(document[row][mine])) <= 1  # attention stays in one document
             if mine.any():
-                assert (np.diff(batch["tokens"][row][mine]) == 1).all() and mine.sum() == inside.sum()
+                assert (
+                    np.diff(batch["tokens"][row][mine]) == 1
+                ).all() and mine.sum() == inside.sum()
     whole = {number: size - 1 for number, size in enumerate(lengths, 1) if 1 < size <= length + 1}
     for number, size in whole.items():
         rows = np.flatnonzero(((document == number) & counted).any(1))
@@ -58,7 +66,8 @@ def test_it_packs_as_well_as_first_fit_decreasing(lengths, length):
             rooms[fits[0]] -= size
         else:
             rooms.append(length - size)
-    assert plan.windows <= len(rooms) * 11 // 9 + 1  # both keep within 11/9 of the best (Johnson, 1974)
+    # Both keep within 11/9 of the best (Johnson, 1974).
+    assert plan.windows <= len(rooms) * 11 // 9 + 1
     assert plan.sizes.sum() > (plan.windows - 1) * length / 2  # no two windows could be one
 
 
@@ -66,7 +75,10 @@ def test_a_window_that_is_not_full_takes_what_fits():
     """Two fives in one window of twelve, the third with the four and the three in another."""
     corpus = corpus_of([6, 6, 6, 5, 4])
     plan = make_plan(corpus.document_starts, Range(0, 27), 12)
-    found = [plan.sizes[begin:end].tolist() for begin, end in zip(plan.bounds[:-1], plan.bounds[1:], strict=True)]
+    found = [
+        plan.sizes[begin:end].tolist()
+        for begin, end in zip(plan.bounds[:-1], plan.bounds[1:], strict=True)
+    ]
     assert found == [[5, 5], [5, 4, 3]]
 
 
@@ -81,12 +93,17 @@ def test_a_million_documents_are_packed_with_little_padding():
 def test_a_part_of_a_corpus_has_its_own_documents():
     """A document that the split cuts is one in each part."""
     corpus = corpus_of([5, 6, 7])
-    for span, targets in ((Range(0, 8), {1, 2, 3, 4, 6, 7}), (Range(8, 18), {9, 10, 12, 13, 14, 15, 16, 17})):
+    for span, targets in (
+        (Range(0, 8), {1, 2, 3, 4, 6, 7}),
+        (Range(8, 18), {9, 10, 12, 13, 14, 15, 16, 17}),
+    ):
         windows = PackedWindows(corpus, span, 6)
         batch = windows.samples(np.arange(windows.windows))
         assert set(batch["targets"][batch["mask"] == 1]) == targets
     assert [windows.num_batches(2), windows.num_batches(2, 1)] == [1, 1]
-    with pytest.raises(DataError, match="no document has two tokens; try --set data.packing=stream"):
+    with pytest.raises(
+        DataError, match="no document has two tokens; try --set data.packing=stream"
+    ):
         PackedWindows(corpus, Range(4, 6), 6)
 
 

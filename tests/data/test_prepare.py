@@ -22,13 +22,17 @@ def texts(tmp_path):
 
 def test_prepared_text_trains_like_the_text_itself(texts, capsys):
     prepare(job(texts / "*.txt", out=texts / "all", tokenizer="characters", end_of_text="none"))
-    from_text = open_corpus(DataConfig(corpus="text", path=str(texts / "*.txt"), tokenizer="characters"), None, 0)
+    from_text = open_corpus(
+        DataConfig(corpus="text", path=str(texts / "*.txt"), tokenizer="characters"), None, 0
+    )
     from_file = open_corpus(DataConfig(corpus="tokens", path=str(texts / "all.bin")), None, 0)
     assert from_file.read(0, 10**6).tolist() == from_text.read(0, 10**6).tolist()
     assert from_file.document_starts.tolist() == from_text.document_starts.tolist()
     assert from_file.tokenizer.spec() == from_text.tokenizer.spec()
     out, err = capsys.readouterr()
-    assert "all.bin: 440 tokens (uint16) in 30 documents, vocabulary 20, tokenizer characters" in out
+    assert (
+        "all.bin: 440 tokens (uint16) in 30 documents, vocabulary 20, tokenizer characters" in out
+    )
     assert "100% of 440 bytes, 440 tokens" in err and 5 < len(err.splitlines()) <= 11
 
 

@@ -35,7 +35,9 @@ def test_it_reads_ahead_by_its_depth_and_no_further():
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_a_disk_that_hangs_stalls_no_step_before_what_was_read_ahead_is_used_up(depth):
-    """It hangs once, after 5 batches, and comes back when the steps have taken all that there is."""
+    """It hangs once, after 5 batches, and comes back when the steps have taken all that there
+    is.
+    """
     hangs, comes_back, made = threading.Event(), threading.Event(), []
 
     def make(step):
@@ -68,7 +70,9 @@ def test_an_error_is_raised_at_its_step_with_the_traceback_of_the_thread():
         for _ in range(2):
             with pytest.raises(OSError, match="disk gone") as caught:
                 next(batches)
-            assert "read_the_disk" in {frame.name for frame in traceback.extract_tb(caught.value.__traceback__)}
+            assert "read_the_disk" in {
+                frame.name for frame in traceback.extract_tb(caught.value.__traceback__)
+            }
     assert not alive()
 
 

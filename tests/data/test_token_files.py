@@ -14,7 +14,14 @@ import pytest
 from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
-from spmdtrain.data.corpus import MOST_MAPPED, Concatenated, Corpus, Mapping, open_corpus, token_corpus
+from spmdtrain.data.corpus import (
+    MOST_MAPPED,
+    Concatenated,
+    Corpus,
+    Mapping,
+    open_corpus,
+    token_corpus,
+)
 from spmdtrain.data.packing import PackedWindows
 from spmdtrain.data.token_writer import write_tokens
 from spmdtrain.data.tokenizer import open_tokenizer
@@ -42,16 +49,25 @@ def leave_out(sidecar, key):
 def test_a_token_file_gives_back_its_documents(kind, tmp_path, tokenizer_json):
     tokenizer = open_tokenizer(str(tokenizer_json) if kind == "huggingface" else kind, DOCUMENTS)
     calls = []
-    summary = write_tokens(tmp_path / "new" / "play", iter(DOCUMENTS), tokenizer, lambda *counts: calls.append(counts))
+    summary = write_tokens(
+        tmp_path / "new" / "play", iter(DOCUMENTS), tokenizer, lambda *counts: calls.append(counts)
+    )
     full = [text for text in DOCUMENTS if text]
     first, second, third = np.cumsum([len(tokenizer.encode(text)) for text in full]).tolist()
     assert (summary.documents, summary.tokens) == (3, third)
-    assert calls == [(1, first), (1, first), (2, second), (3, third)]  # an empty document has no tokens and no start
+    # An empty document has no tokens and no start.
+    assert calls == [(1, first), (1, first), (2, second), (3, third)]
     corpus = token_corpus([str(tmp_path / "new" / "play")])
     starts = [*corpus.document_starts.tolist(), len(corpus.tokens)]
-    assert [corpus.tokenizer.decode(corpus.read(a, b)) for a, b in zip(starts[:-1], starts[1:], strict=True)] == full
+    assert [
+        corpus.tokenizer.decode(corpus.read(a, b))
+        for a, b in zip(starts[:-1], starts[1:], strict=True)
+    ] == full
     sidecar = json.loads((tmp_path / "new" / "play.json").read_text())
-    assert sidecar["sha256"] == hashlib.sha256((tmp_path / "new" / "play.bin").read_bytes()).hexdigest()
+    assert (
+        sidecar["sha256"]
+        == hashlib.sha256((tmp_path / "new" / "play.bin").read_bytes()).hexdigest()
+    )
     assert (sidecar["dtype"], sidecar["vocab"]) == ("uint16", tokenizer.size)
 
 
@@ -92,7 +108,9 @@ def test_empty_documents_alone_are_refused_and_existing_files_never_replaced(tmp
     assert written.read_bytes() == before and len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize("name", ["file/play", "/proc/play", "play" * 64], ids=["in a file", "no disk", "too long"])
+@pytest.mark.parametrize(
+    "name", ["file/play", "/proc/play", "play" * 64], ids=["in a file", "no disk", "too long"]
+)
 def test_a_place_that_cannot_be_written_is_refused_by_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
@@ -111,17 +129,41 @@ def test_a_place_that_cannot_be_written_is_refused_by_name(tmp_path, monkeypatch
             r"play\.v1\.bin is truncated.*74 bytes.*found 73 bytes",
         ),
         (lambda path: path.write_bytes(path.read_bytes() + b"xx"), r"play\.v1\.bin is too long"),
-        (lambda path: path.with_suffix(".idx").write_bytes(bytes(16)), r"play\.v1\.idx is truncated"),
+        (
+            lambda path: path.with_suffix(".idx").write_bytes(bytes(16)),
+            r"play\.v1\.idx is truncated",
+        ),
         (lambda path: path.with_suffix(".json").write_text("{"), r"play\.v1\.json is not JSON"),
-        (lambda path: path.with_suffix(".json").write_bytes(b"\xff"), r"play\.v1\.json is not JSON"),
-        (lambda path: path.with_suffix(".json").write_text("[]"), r"play\.v1\.json is not the sidecar"),
+        (
+            lambda path: path.with_suffix(".json").write_bytes(b"\xff"),
+            r"play\.v1\.json is not JSON",
+        ),
+        (
+            lambda path: path.with_suffix(".json").write_text("[]"),
+            r"play\.v1\.json is not the sidecar",
+        ),
         (lambda path: edit(path.with_suffix(".json"), version=2), r"play\.v1\.json has version 2"),
-        (lambda path: edit(path.with_suffix(".json"), dtype="int8"), r"play\.v1\.json: dtype='int8'"),
-        (lambda path: edit(path.with_suffix(".json"), dtype="uint32"), r"play\.v1\.bin is truncated"),
-        (lambda path: edit(path.with_suffix(".json"), tokens=True), r"play\.v1\.json is damaged: tokens=True"),
+        (
+            lambda path: edit(path.with_suffix(".json"), dtype="int8"),
+            r"play\.v1\.json: dtype='int8'",
+        ),
+        (
+            lambda path: edit(path.with_suffix(".json"), dtype="uint32"),
+            r"play\.v1\.bin is truncated",
+        ),
+        (
+            lambda path: edit(path.with_suffix(".json"), tokens=True),
+            r"play\.v1\.json is damaged: tokens=True",
+        ),
         (lambda path: edit(path.with_suffix(".json"), tokens=0), r"play\.v1\.json is damaged"),
-        (lambda path: edit(path.with_suffix(".json"), tokenizer="bytes"), r"play\.v1\.json is damaged: tokenizer"),
-        (lambda path: leave_out(path.with_suffix(".json"), "tokenizer"), r"damaged: it says nothing of a tokenizer"),
+        (
+            lambda path: edit(path.with_suffix(".json"), tokenizer="bytes"),
+            r"play\.v1\.json is damaged: tokenizer",
+        ),
+        (
+            lambda path: leave_out(path.with_suffix(".json"), "tokenizer"),
+            r"damaged: it says nothing of a tokenizer",
+        ),
     ],
 )
 def test_a_damaged_token_file_is_refused_by_name(damage, message, written):
@@ -137,7 +179,9 @@ def test_document_offsets_that_do_not_rise_are_refused_by_name(starts, written):
         token_corpus([str(written)])
 
 
-def test_an_id_beyond_the_vocabulary_is_refused_with_file_and_offset_when_it_is_read(written, tmp_path):
+def test_an_id_beyond_the_vocabulary_is_refused_with_file_and_offset_when_it_is_read(
+    written, tmp_path
+):
     write_tokens(tmp_path / "good", DOCUMENTS, open_tokenizer("bytes"))
     tokens = np.frombuffer(written.read_bytes(), "<u2").copy()
     tokens[20] = 256
@@ -146,7 +190,8 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_file_and_offset_when_it_is_
     assert len(corpus.read(0, 37 + 20)) == 57
     for start in (0, 37, 50, 57):
         with pytest.raises(
-            DataError, match=r"play\.v1\.bin: id 256 at token offset 20 is beyond its vocabulary of 256"
+            DataError,
+            match=r"play\.v1\.bin: id 256 at token offset 20 is beyond its vocabulary of 256",
         ):
             corpus.read(start, 60)
 
@@ -209,7 +254,9 @@ def test_one_of_many_files_that_goes_while_it_is_in_use_is_named(damage, said, m
 
 
 @pytest.mark.parametrize("kind", ["train", "eval", "packed"])
-def test_the_disk_is_told_of_all_windows_of_a_batch_before_the_first_is_read(kind, tmp_path, monkeypatch):
+def test_the_disk_is_told_of_all_windows_of_a_batch_before_the_first_is_read(
+    kind, tmp_path, monkeypatch
+):
     for name in "ab":
         write_tokens(tmp_path / name, [name * 5000] * 4, open_tokenizer("bytes"))
     corpus = token_corpus([str(tmp_path / "*.bin")])
@@ -256,7 +303,8 @@ def test_the_kernel_is_told_of_whole_pages_of_the_files_that_tokens_lie_in(tmp_p
             told.append((self.name, begin, size))
 
     mappings = tuple(
-        Mapping(each.first, each.itemsize, Content(n)) for each, n in zip(corpus.mappings, "ab", strict=True)
+        Mapping(each.first, each.itemsize, Content(n))
+        for each, n in zip(corpus.mappings, "ab", strict=True)
     )
     corpus = dataclasses.replace(corpus, mappings=mappings)
     page = mmap.PAGESIZE
@@ -265,7 +313,11 @@ def test_the_kernel_is_told_of_whole_pages_of_the_files_that_tokens_lie_in(tmp_p
     corpus.will_need(4990, 5010)
     corpus.will_need(9990, 9999)
     begin = 9980 - 9980 % page
-    assert told[:2] == [("a", 0, 20), ("a", 2 * page, 2)] if 2 * page < 10_000 else told[:1] == [("a", 0, 20)]
+    assert (
+        told[:2] == [("a", 0, 20), ("a", 2 * page, 2)]
+        if 2 * page < 10_000
+        else told[:1] == [("a", 0, 20)]
+    )
     assert told[-3:] == [("a", begin, 10_000 - begin), ("b", 0, 20), ("b", begin, 9998 - begin)]
 
 
@@ -312,8 +364,12 @@ def test_the_fingerprint_follows_content_order_and_tokenizer_but_not_the_name(tm
         write_tokens(tmp_path / name, texts, open_tokenizer(kind, texts))
         seen[name] = token_corpus([str(tmp_path / name)]).fingerprint
     assert seen.pop("copy") == seen["a"]
-    seen["a then other"] = token_corpus([str(tmp_path / "a.bin"), str(tmp_path / "other.bin")]).fingerprint
-    seen["other then a"] = token_corpus([str(tmp_path / "other.bin"), str(tmp_path / "a.bin")]).fingerprint
+    seen["a then other"] = token_corpus(
+        [str(tmp_path / "a.bin"), str(tmp_path / "other.bin")]
+    ).fingerprint
+    seen["other then a"] = token_corpus(
+        [str(tmp_path / "other.bin"), str(tmp_path / "a.bin")]
+    ).fingerprint
     assert len(set(seen.values())) == len(seen)
 
 
@@ -324,7 +380,13 @@ def test_files_of_different_tokenizers_and_a_contradicted_tokenizer_setting_are_
     with pytest.raises(DataError, match="different tokenizers"):
         token_corpus(paths)
     with pytest.raises(
-        DataError, match=r"made with another tokenizer; asked data.tokenizer='characters'; found 'bytes'"
+        DataError,
+        match=r"made with another tokenizer; asked data.tokenizer='characters'; found 'bytes'",
     ):
         open_corpus(DataConfig(corpus="tokens", path=paths[0], tokenizer="characters"), None, 0)
-    assert open_corpus(DataConfig(corpus="tokens", path=paths[1], tokenizer="characters"), None, 0).vocab < 30
+    assert (
+        open_corpus(
+            DataConfig(corpus="tokens", path=paths[1], tokenizer="characters"), None, 0
+        ).vocab
+        < 30
+    )

@@ -13,7 +13,9 @@ TEXTS = ["hello wörld\r\n", "", "a 🙂 b\t\x00", "hello there, hello again"]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "characters", "huggingface"])
-def test_every_tokenizer_round_trips_text_also_after_its_spec_went_through_json(kind, tokenizer_json):
+def test_every_tokenizer_round_trips_text_also_after_its_spec_went_through_json(
+    kind, tokenizer_json
+):
     tokenizer = open_tokenizer(str(tokenizer_json) if kind == "huggingface" else kind, TEXTS)
     spec = json.loads(json.dumps(tokenizer.spec()))
     tokenizer_json.unlink()  # a moved file does not matter
@@ -23,7 +25,8 @@ def test_every_tokenizer_round_trips_text_also_after_its_spec_went_through_json(
             ids = each.encode(text)
             assert ids.dtype == np.int32 and (ids < each.size).all()
             assert each.decode(ids) == text
-        assert isinstance(each.decode([0, each.size, 10**6, -1]), str)  # a padded vocabulary may be sampled
+        # A padded vocabulary may be sampled.
+        assert isinstance(each.decode([0, each.size, 10**6, -1]), str)
 
 
 @given(st.text())
@@ -56,7 +59,11 @@ def test_an_unknown_character_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"not json", "not a Hugging Face"), (b"{}", "not a Hugging Face"), (b"\xff\xfe", "not UTF-8")],
+    [
+        (b"not json", "not a Hugging Face"),
+        (b"{}", "not a Hugging Face"),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(content, message, tmp_path):
     pytest.importorskip("tokenizers")
@@ -80,14 +87,17 @@ def test_without_the_tokenizers_package_the_message_says_what_to_install(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "spec", [{}, {"kind": "runes"}, {"kind": "characters"}, {"kind": "characters", "characters": ""}]
+    "spec",
+    [{}, {"kind": "runes"}, {"kind": "characters"}, {"kind": "characters", "characters": ""}],
 )
 def test_a_spec_of_an_unknown_tokenizer_is_refused(spec):
     with pytest.raises(DataError, match="not a tokenizer that this version knows"):
         from_spec(spec)
 
 
-def test_a_changed_copy_of_a_tokenizer_is_refused_and_its_path_is_not_part_of_the_fingerprint(tokenizer_json):
+def test_a_changed_copy_of_a_tokenizer_is_refused_and_its_path_is_not_part_of_the_fingerprint(
+    tokenizer_json,
+):
     spec = open_tokenizer(str(tokenizer_json)).spec()
     with pytest.raises(DataError, match="sha256"):
         from_spec(spec | {"json": spec["json"] + " "})

@@ -21,9 +21,10 @@ from faults.cases import CASES, Case, Figures  # noqa: E402
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 HEAD = """# Faults
 
-What breaks a run, and how it was seen to survive. This page is written by `make faults`, which runs every case of
-`tests/faults/cases.py` and prints its figures. "6 of 200" says that the case has run just 6 times so far, and 200 times
-are asked for. `control` is what happens where the guard is switched off, or nothing is broken.
+What breaks a run, and how it was seen to survive. This page is written by `make faults`, which runs
+every case of `tests/faults/cases.py` and prints its figures. "6 of 200" says that the case has run
+just 6 times so far, and 200 times are asked for. `control` is what happens where the guard is
+switched off, or nothing is broken.
 
 | case | promise | times | measured | control | kept |
 |---|---|---|---|---|---|
@@ -32,7 +33,11 @@ OWN_COLUMNS = ("case", "times", "control", "passed", "seconds")
 
 
 def row(case: Case, figures: Figures) -> str:
-    measured = [f"{name.replace('_', ' ')} {value}" for name, value in figures.items() if name not in OWN_COLUMNS]
+    measured = [
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in figures.items()
+        if name not in OWN_COLUMNS
+    ]
     kept = "yes" if figures["passed"] else "no"
     times = figures["times"]
     count = times if times >= case.full else f"{times} of {case.full}"
@@ -51,7 +56,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="faults")
     parser.add_argument("names", nargs="*", help="of cases; all unless given")
     parser.add_argument("--times", type=int, help="how often, in place of each case's own number")
-    parser.add_argument("--write", metavar="FILE", help="runs nothing; writes the page of its lines")
+    parser.add_argument(
+        "--write", metavar="FILE", help="runs nothing; writes the page of its lines"
+    )
     parsed = parser.parse_args()
     if parsed.write:
         write_page(Path(parsed.write).read_text().splitlines())
@@ -61,7 +68,10 @@ def main() -> int:
         if parsed.names and case.name not in parsed.names:
             continue
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.redirect_stdout(sys.stderr):
+        with (
+            tempfile.TemporaryDirectory(prefix="faults-") as folder,
+            contextlib.redirect_stdout(sys.stderr),
+        ):
             figures = case.run(Path(folder), parsed.times or case.full)
         seconds = round(time.monotonic() - start)
         print(json.dumps({"case": case.name, **figures, "seconds": seconds}), flush=True)

@@ -1,7 +1,7 @@
 """The cases of the battery. Each breaks something so often, and returns what was measured.
 
-A case takes a folder and a number of times, and returns figures, of which `passed` says whether all was as promised
-and `control` what the detector says where it is switched off, or nothing is broken.
+A case takes a folder and a number of times, and returns figures, of which `passed` says whether all
+was as promised and `control` what the detector says where it is switched off, or nothing is broken.
 """
 
 import contextlib
@@ -60,7 +60,9 @@ class Case:
 
 
 def damaged(break_it: Callable[[Path, random.Random], str]) -> Callable[[Path, int], Figures]:
-    """The newest checkpoint is broken; what is read must be a state that was saved, to the last bit."""
+    """The newest checkpoint is broken; what is read must be a state that was saved, to the last
+    bit.
+    """
 
     def run(folder: Path, times: int) -> Figures:
         config = tiny(*SAVED)
@@ -139,7 +141,10 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def acknowledged(run: Path) -> int:
-    return max((line["step"] for line in lines(run / "events.jsonl") if line["event"] == "saved"), default=0)
+    return max(
+        (line["step"] for line in lines(run / "events.jsonl") if line["event"] == "saved"),
+        default=0,
+    )
 
 
 def resumed(run: Path) -> int:
@@ -147,7 +152,9 @@ def resumed(run: Path) -> int:
 
 
 def sigkills(folder: Path, times: int) -> Figures:
-    """SIGKILL at random instants of a run that saves after each step; it goes on each time, to the same losses."""
+    """SIGKILL at random instants of a run that saves after each step; it goes on each time, to the
+    same losses.
+    """
     settings = (f"train.steps={30 * (times + 1)}", "checkpoint.every=1", *SMALLEST)
     (folder / "run.toml").write_text(to_toml(tiny(*settings)))
     draw = random.Random(0)
@@ -181,7 +188,9 @@ def sigkills(folder: Path, times: int) -> Figures:
 
 
 def soak(folder: Path, times: int) -> Figures:
-    """Two processes under `launch`: one of them is killed, stopped, or asked to end early, at random."""
+    """Two processes under `launch`: one of them is killed, stopped, or asked to end early, at
+    random.
+    """
     settings = ("train.steps=100000", "checkpoint.every=20", "mesh.data=2", *SMALLEST)
     (folder / "run.toml").write_text(to_toml(tiny(*settings)))
     draw = random.Random(0)
@@ -225,12 +234,18 @@ def soak(folder: Path, times: int) -> Figures:
         "goodput": round(report["goodput"], 3),
         "residual": round(residual, 4),
         "control": f"the undisturbed run ends with {control}",
-        "passed": len(recoveries) == times and code == 3 and control == 0 and same and residual < 0.01,
+        "passed": len(recoveries) == times
+        and code == 3
+        and control == 0
+        and same
+        and residual < 0.01,
     }
 
 
 def fewer(folder: Path, times: int) -> Figures:
-    """Two processes under `launch` are killed, and started again as one, and as two: the mesh follows."""
+    """Two processes under `launch` are killed, and started again as one, and as two: the mesh
+    follows.
+    """
     settings = ("train.steps=100000", "checkpoint.every=5", "mesh.data=2", *SMALLEST)
     (folder / "run.toml").write_text(to_toml(tiny(*settings)))
     run = folder / "fewer"
@@ -261,19 +276,29 @@ def fewer(folder: Path, times: int) -> Figures:
 
 
 def bad_steps(folder: Path, times: int) -> Figures:
-    """Batches at random steps, one or three in a row, make the gradient infinite, or a thousand times too large.
+    """Batches at random steps, one or three in a row, make the gradient infinite, or a thousand
+    times too large.
 
-    Under `rollback` a single one is skipped, and three send the run back; either way it ends as if they had never been.
+    Under `rollback` a single one is skipped, and three send the run back; either way it ends as if
+    they had never been.
     """
     batch, steps, poison = 4, 16, 63
-    settings = (*SMALLEST, f"train.global_batch={batch}", "model.embed=16", "checkpoint.every=2", "checkpoint.keep=3")
+    settings = (
+        *SMALLEST,
+        f"train.global_batch={batch}",
+        "model.embed=16",
+        "checkpoint.every=2",
+        "checkpoint.keep=3",
+    )
     watch = ("guard.policy=rollback", "guard.most_skipped=2", "guard.window=8", "guard.sigmas=20")
     draw = random.Random(0)
     one = jax.devices()[:1]
 
     def losses_of(factor: float) -> Callable[..., jax.Array]:
         def spiking(logits: jax.Array, targets: jax.Array) -> jax.Array:
-            found = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+            found = optax.softmax_cross_entropy_with_integer_labels(
+                logits.astype(jnp.float32), targets
+            )
             return jnp.where(targets == poison, factor * found, found)
 
         return spiking
@@ -302,15 +327,30 @@ def bad_steps(folder: Path, times: int) -> Figures:
         bad = range(first, first + length)
         got = train(f"{number}", samples(bad, range(0)), factor, steps, *watch)
         found = lines(folder / f"{number}" / "events.jsonl")
-        kinds = [(line["event"], line["step"]) for line in found if line["event"] in ("skipped", "rolled_back")]
+        kinds = [
+            (line["event"], line["step"])
+            for line in found
+            if line["event"] in ("skipped", "rolled_back")
+        ]
         back = [line for line in found if line["event"] == "rolled_back"]
-        noticed += kinds == [("skipped", step) for step in bad[:2]] + [("rolled_back", bad[-1])] * (length == 3)
+        noticed += kinds == [("skipped", step) for step in bad[:2]] + [("rolled_back", bad[-1])] * (
+            length == 3
+        )
         if back:
             start, last = back[0]["samples"]
-            want = train(f"{number}.clean", samples(range(0), range(start, last + 1)), factor, steps, *watch)
+            want = train(
+                f"{number}.clean", samples(range(0), range(start, last + 1)), factor, steps, *watch
+            )
             same += got == want
         else:
-            alone = train(f"{number}.alone", samples(bad, range(0)), factor, steps, *watch, "guard.policy=skip")
+            alone = train(
+                f"{number}.alone",
+                samples(bad, range(0)),
+                factor,
+                steps,
+                *watch,
+                "guard.policy=skip",
+            )
             same += got == alone
     unguarded = train("unguarded", samples(range(8, 9), range(0)), 1000.0, steps)
     hidden = unguarded[8] > 10 * unguarded[7]
@@ -318,7 +358,8 @@ def bad_steps(folder: Path, times: int) -> Figures:
         "times": times,
         "noticed": noticed,
         "as_if_they_had_never_been": same,
-        "control": f"without the guard the loss of a bad step is {unguarded[8]:.0f}, and the run trains on it",
+        "control": f"without the guard the loss of a bad step is {unguarded[8]:.0f}, "
+        "and the run trains on it",
         "passed": noticed == same == times and hidden,
     }
 
@@ -333,7 +374,9 @@ def flipped_copies(folder: Path, times: int) -> Figures:
     for _ in range(times):
         device = draw.choice(list(setup.mesh.devices.flat))
         path = draw.choice(sorted(state.params))
-        broken = replace(state, params=state.params | {path: flip_copy(state.params[path], device, draw)})
+        broken = replace(
+            state, params=state.params | {path: flip_copy(state.params[path], device, draw)}
+        )
         alarms += told_of(setup.mesh, state) != []
         named += told_of(setup.mesh, broken) == [device.id]
     return {
@@ -364,7 +407,9 @@ def two_processes(folder: Path, kind: str) -> tuple[list[int], list[dict], str]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     with (folder / f"{kind}.log").open("w") as log:
         both = [
-            subprocess.Popen([*program, str(rank)], env=environment, stdout=log, stderr=log, cwd=folder)
+            subprocess.Popen(
+                [*program, str(rank)], env=environment, stdout=log, stderr=log, cwd=folder
+            )
             for rank in range(2)
         ]
         codes = [process.wait(300) for process in both]
@@ -379,12 +424,19 @@ def watched(folder: Path, times: int) -> Figures:
         here = folder / str(number)
         here.mkdir()
         codes, events, _ = two_processes(here, "slow")
-        slow = [(event["process"], event["step"]) for event in events if event["event"] == "straggler"]
+        slow = [
+            (event["process"], event["step"]) for event in events if event["event"] == "straggler"
+        ]
         steps += [step - STEP for _, step in slow[:1]]
         broken, events, said = two_processes(here, "flip")
         flips = [event for event in events if event["event"] == "corrupted"]
         right += codes == [0, 0] and [rank for rank, _ in slow] == [1]
-        right += set(broken) == {11} and len(flips) == 1 and len(flips[0]["devices"]) == 1 and "of process 1" in said
+        right += (
+            set(broken) == {11}
+            and len(flips) == 1
+            and len(flips[0]["devices"]) == 1
+            and "of process 1" in said
+        )
     codes, events, _ = two_processes(folder, "none")
     alarms = sum(event["event"] in ("straggler", "corrupted") for event in events)
     return {
@@ -398,7 +450,9 @@ def watched(folder: Path, times: int) -> Figures:
 
 
 def attacks(folder: Path, times: int) -> Figures:
-    """A run directory from somebody else, attacked in each way: it is refused, and nothing outside it changes."""
+    """A run directory from somebody else, attacked in each way: it is refused, and nothing outside
+    it changes.
+    """
     settings = (*SMALLEST, "model.embed=16", "train.steps=1")
     loop.run(tiny(*settings), folder / "saved", devices=jax.devices()[:1])
     setup = shard(tiny(*settings), devices=jax.devices()[:1])
@@ -443,13 +497,61 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds:
 
 
 CASES = [
-    Case("bit flips", "What is read is what was saved, or the step before.", damaged(flip_bit), 12, 200),
+    Case(
+        "bit flips",
+        "What is read is what was saved, or the step before.",
+        damaged(flip_bit),
+        12,
+        200,
+    ),
     Case("cuts", "The same, where files are cut or missing.", damaged(cut), 6, 50),
-    Case("SIGKILL", "No step that was acknowledged is lost; the losses stay the same.", sigkills, 1, 200),
-    Case("bad steps", "A spike is skipped, and from several the run goes back, to the last bit.", bad_steps, 2, 24),
-    Case("hostile", "A run directory from somebody else is refused; nothing outside it is touched.", attacks, 11, 11),
-    Case("flipped copies", "A device that holds other bits than its copies is named.", flipped_copies, 12, 200),
-    Case("watched", "Of two processes, the slow one and the one with a broken device are named.", watched, 1, 10),
-    Case("fewer", "Started again with fewer processes, the run takes another mesh and the same batches.", fewer, 1, 6),
-    Case("soak", "Killed, stopped and aborted processes: the run goes on under `launch`.", soak, 1, 40),
+    Case(
+        "SIGKILL",
+        "No step that was acknowledged is lost; the losses stay the same.",
+        sigkills,
+        1,
+        200,
+    ),
+    Case(
+        "bad steps",
+        "A spike is skipped, and from several the run goes back, to the last bit.",
+        bad_steps,
+        2,
+        24,
+    ),
+    Case(
+        "hostile",
+        "A run directory from somebody else is refused; nothing outside it is touched.",
+        attacks,
+        11,
+        11,
+    ),
+    Case(
+        "flipped copies",
+        "A device that holds other bits than its copies is named.",
+        flipped_copies,
+        12,
+        200,
+    ),
+    Case(
+        "watched",
+        "Of two processes, the slow one and the one with a broken device are named.",
+        watched,
+        1,
+        10,
+    ),
+    Case(
+        "fewer",
+        "Started again with fewer processes, the run takes another mesh and the same batches.",
+        fewer,
+        1,
+        6,
+    ),
+    Case(
+        "soak",
+        "Killed, stopped and aborted processes: the run goes on under `launch`.",
+        soak,
+        1,
+        40,
+    ),
 ]

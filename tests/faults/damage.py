@@ -43,8 +43,12 @@ def cut(folder: Path, draw: random.Random) -> str:
     return f"truncated {name} to {size} bytes"
 
 
-def flip_copy(x: jax.Array, device: jax.Device, draw: random.Random, low: bool = False) -> jax.Array:
-    """x with one bit changed where `device` holds it, and nowhere else; `low`: one that hardly counts."""
+def flip_copy(
+    x: jax.Array, device: jax.Device, draw: random.Random, low: bool = False
+) -> jax.Array:
+    """x with one bit changed where `device` holds it, and nowhere else; `low`: one that hardly
+    counts.
+    """
     parts = []
     for shard in x.addressable_shards:
         part = np.array(shard.data)

@@ -1,4 +1,6 @@
-"""Run directories that somebody has made to lead out of themselves, to run code, or to fill the memory."""
+"""Run directories that somebody has made to lead out of themselves, to run code, or to fill the
+memory.
+"""
 
 import base64
 import hashlib
@@ -45,14 +47,20 @@ class Case:
         path.write_text(json.dumps(tree))
 
     def files(self) -> dict[str, bytes]:
-        return {str(path): path.read_bytes() for path in sorted(self.outside.rglob("*")) if path.is_file()}
+        return {
+            str(path): path.read_bytes()
+            for path in sorted(self.outside.rglob("*"))
+            if path.is_file()
+        }
 
     def database(self) -> ts.KvStore:
         return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{self.params}/"}).result()
 
 
 def named(case: Case, name: str, in_database: bool = False) -> None:
-    """A leaf whose name is a path, which Orbax would join to the folder where no database is used."""
+    """A leaf whose name is a path, which Orbax would join to the folder where no database is
+    used.
+    """
 
     def meta(found):
         found["leaves"][name] = [[64, 16], "float32"]
@@ -63,13 +71,17 @@ def named(case: Case, name: str, in_database: bool = False) -> None:
     def tree(found):
         [key] = [key for key in found["tree_metadata"] if LEAF in key]
         leaf = found["tree_metadata"].pop(key)
-        found["tree_metadata"] = {f"('{name}',)": leaf | {"key_metadata": [{"key": name, "key_type": 2}]}}
+        found["tree_metadata"] = {
+            f"('{name}',)": leaf | {"key_metadata": [{"key": name, "key_type": 2}]}
+        }
         found["use_ocdbt"] = in_database
 
     case.change_meta(meta)
     case.change_tree(tree)
     shardings = json.loads((case.params / "_sharding").read_text())
-    shardings[base64.b64encode(name.encode()).decode()] = shardings.pop(base64.b64encode(LEAF.encode()).decode())
+    shardings[base64.b64encode(name.encode()).decode()] = shardings.pop(
+        base64.b64encode(LEAF.encode()).decode()
+    )
     (case.params / "_sharding").write_text(json.dumps(shardings))
 
 
@@ -83,7 +95,9 @@ def name_in_database(case: Case) -> None:
     database = case.database()
     for key in database.list().result():
         if key.startswith(LEAF.encode()):
-            database.write(name.encode() + key[len(LEAF) :], database.read(key).result().value).result()
+            database.write(
+                name.encode() + key[len(LEAF) :], database.read(key).result().value
+            ).result()
     named(case, name, in_database=True)
 
 
@@ -110,7 +124,9 @@ def claimed(case: Case, elements: int = 2**60) -> None:
     case.change_meta(lambda meta: meta["leaves"].update({LEAF: [shape, "float32"]}))
     database = case.database()
     zarray = json.loads(database.read(f"{LEAF}/.zarray").result().value)
-    database.write(f"{LEAF}/.zarray", json.dumps(zarray | {"shape": shape, "fill_value": 0}).encode()).result()
+    database.write(
+        f"{LEAF}/.zarray", json.dumps(zarray | {"shape": shape, "fill_value": 0}).encode()
+    ).result()
 
 
 def claimed_some(case: Case) -> None:
@@ -138,7 +154,9 @@ def crc32c(data: bytes) -> int:
 def other_base(case: Case) -> None:
     """A database whose manifest says that its files lie in ../../../../outside."""
     there, lead = "aa/aa/aa/aa/outside/d_", "../../../../outside/d_"
-    pairs = [(key, case.database().read(key).result().value) for key in case.database().list().result()]
+    pairs = [
+        (key, case.database().read(key).result().value) for key in case.database().list().result()
+    ]
     shutil.rmtree(case.params / "ocdbt.process_0")
     shutil.rmtree(case.params / "d")
     (case.params / "manifest.ocdbt").unlink()
@@ -183,7 +201,9 @@ def own_handlers(case: Case) -> None:
     """The handler and the type of a leaf are named as functions."""
     path = case.params.parent / "_CHECKPOINT_METADATA"
     found = json.loads(path.read_text())
-    path.write_text(json.dumps(found | {"item_handlers": dict.fromkeys(found["item_handlers"], "os.system")}))
+    path.write_text(
+        json.dumps(found | {"item_handlers": dict.fromkeys(found["item_handlers"], "os.system")})
+    )
 
     def change(tree):
         for leaf in tree["tree_metadata"].values():

@@ -1,4 +1,5 @@
-"""One of two processes with two devices each, which trains, and of which one is slow or has a broken device.
+"""One of two processes with two devices each, which trains, and of which one is slow or has a
+broken device.
 
 python -m faults.two_processes KIND RUN PORT RANK     KIND: none | slow | flip
 """
@@ -35,7 +36,9 @@ def main(kind: str, run: str, port: str, rank: int) -> None:
             if int(state.step) == STEP and rank == BROKEN[0]:
                 name = max(state.params)
                 device = jax.local_devices()[BROKEN[1]]
-                state.params[name] = flip_copy(state.params[name], device, random.Random(0), low=True)
+                state.params[name] = flip_copy(
+                    state.params[name], device, random.Random(0), low=True
+                )
             return state, metrics
 
         return broken, report
@@ -46,7 +49,13 @@ def main(kind: str, run: str, port: str, rank: int) -> None:
 
     if kind == "flip":
         loop.compile_step = compile_broken
-    settings = ("model.layers=1", "train.global_batch=4", "mesh.data=4", f"train.steps={STEPS}", "log.every=4")
+    settings = (
+        "model.layers=1",
+        "train.global_batch=4",
+        "mesh.data=4",
+        f"train.steps={STEPS}",
+        "log.every=4",
+    )
     config = tiny(*settings, "guard.replica_check=2", "optimizer.schedule=constant")
     loop.run(config, Path(run), hooks=[sleep] if kind == "slow" else [])
 

@@ -22,9 +22,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from spmdtrain.config import RunConfig, UserError, load
-from spmdtrain.running.loop import open_data
-from spmdtrain.train.setup import shard
 
 from fuzz import files
 from fuzz.agreement import BFLOAT16, FLOAT32, Floor, Oracle, differences
@@ -32,6 +29,9 @@ from fuzz.draw import ONE_DEVICE, Draw, after, settings_of
 from fuzz.kinds import without_numbers
 from fuzz.runs import Run, Stop, lines_of, run
 from fuzz.settings import BASE_FILE, Values, overrides
+from spmdtrain.config import RunConfig, UserError, load
+from spmdtrain.running.loop import open_data
+from spmdtrain.train.setup import shard
 
 ADVICE = re.compile(
     r"--set ((?:rules|pipeline|train\.microbatch|train\.remat|model\.attention)[\w.]*)=([\w,]*)"

@@ -13,9 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from spmdtrain.config import ConfigError, RunConfig, load
-from spmdtrain.config.schema import MeshConfig
-
 from fuzz import schedule_files
 from fuzz.rules import draw_rules
 from fuzz.settings import (
@@ -29,6 +26,8 @@ from fuzz.settings import (
     overrides,
     values_of,
 )
+from spmdtrain.config import ConfigError, RunConfig, load
+from spmdtrain.config.schema import MeshConfig
 
 AXES = tuple(MeshConfig().sizes)
 BATCH = ("data", "fsdp", "expert")
@@ -169,9 +168,8 @@ def _of_a_kind(random: random.Random, drawn: Values) -> Values:
     corpus = drawn.get("data.corpus", BASE["data.corpus"])
     if corpus in ("synthetic", "stdlib"):
         drawn.pop("data.path", None)
-        drawn.setdefault(
-            "eval.batches", random.choice(values_of("eval.batches"))
-        )  # all of it takes minutes
+        # All of it takes minutes.
+        drawn.setdefault("eval.batches", random.choice(values_of("eval.batches")))
     else:
         drawn["data.path"] = random.choice(values_of("data.path"))
     if corpus == "tokens":

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from spmdtrain.config import RunConfig
 
 from fuzz.runs import Run, lines_of
+from spmdtrain.config import RunConfig
 
 
 def faults(

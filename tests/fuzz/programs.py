@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import jax
+
 from spmdtrain.config import RunConfig
 from spmdtrain.running import loop
 from spmdtrain.train.setup import Setup

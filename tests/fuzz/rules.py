@@ -6,10 +6,9 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 
+from fuzz.settings import Values
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.axes import ACTIVATION_RULES, PARAMETER_RULES
-
-from fuzz.settings import Values
 
 NEVER = ("pipeline", "data")  # split by the training step itself: refused in a rule
 NEVER_DRAWN = ("batch", "chunk", "stage", "layer")  # refused, or without a size of their own

@@ -19,15 +19,15 @@ from unittest.mock import patch
 
 import jax
 import numpy as np
-from spmdtrain.config import UserError, load
-from spmdtrain.config.errors import DivergedError
-from spmdtrain.running import loop
-from spmdtrain.train.setup import Setup
 
 from fuzz import programs, schedule_files
 from fuzz.draw import settings_of
 from fuzz.kinds import kind_of, without_numbers
 from fuzz.settings import BASE_FILE, Values, overrides
+from spmdtrain.config import UserError, load
+from spmdtrain.config.errors import DivergedError
+from spmdtrain.running import loop
+from spmdtrain.train.setup import Setup
 
 STEP = ("loss", "grad_norm", "learning_rate", "tokens")
 State = dict[str, np.ndarray]  # path -> value

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from random_schedules import waiting_table
+
 from spmdtrain.parallel.pipeline.check import LETTERS
 from spmdtrain.parallel.pipeline.schedule import Table
 

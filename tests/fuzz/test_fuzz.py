@@ -10,11 +10,6 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from spmdtrain.config import load
-from spmdtrain.parallel import reduce
-from spmdtrain.parallel.pipeline.choose import choose_table
-from spmdtrain.running import loop
-from spmdtrain.train import grad_accumulation, loss, setup
 
 from fuzz import campaign, files, programs, schedule_files
 from fuzz.check import Oracles, examine
@@ -34,6 +29,11 @@ from fuzz.draw import (
 from fuzz.runs import Run, Seen
 from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
 from fuzz.shrink import shrunk, spoken
+from spmdtrain.config import load
+from spmdtrain.parallel import reduce
+from spmdtrain.parallel.pipeline.choose import choose_table
+from spmdtrain.running import loop
+from spmdtrain.train import grad_accumulation, loss, setup
 
 pytestmark = pytest.mark.long
 

@@ -11,11 +11,8 @@ import numpy as np
 
 VALUE = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-6}  # relative L2
 GRADIENT = {"bfloat16": 8e-3, "float16": 2e-3, "float32": 1e-5}
-EPSILON = {
-    "bfloat16": 2.0**-8,
-    "float16": 2.0**-11,
-    "float32": 2.0**-24,
-}  # what rounding costs, relative
+# What rounding costs, relative.
+EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 
 def in_float64(function, *arrays):

@@ -20,9 +20,8 @@ pytestmark = pytest.mark.long
 
 ARRAYS = "q", "k", "v", "bias", "dout"
 DEFAULTS = {"scale": None, "bias": None, "positions": None, "segment_ids": None}
-IN_TURN = {
-    "xla_cpu_experimental_ynn_fusion_type": ""
-}  # for jax 0.10, whose CPU sums wide matmuls in parts
+# For jax 0.10, whose CPU sums wide matmuls in parts.
+IN_TURN = {"xla_cpu_experimental_ynn_fusion_type": ""}
 FINER_THAN_IN_TURN = ("d64-float32", "d64-float32-segments-three", "d64-float32-segments-padded",
                       "d96-float32-segments-three")  # fmt: skip
 INTERPRETED = [
@@ -276,9 +275,8 @@ def test_extremes():
     q = jnp.ones((1, 64, 1, 32)) * 100
     k = jnp.ones((1, 64, 1, 32)).at[:, 5].set(100.0)
     v = jnp.arange(64.0)[None, :, None, None] * jnp.ones((1, 64, 1, 32))
-    np.testing.assert_allclose(
-        attention(q, k, v), 5.0
-    )  # one huge key: scores of 5.7e4 against 5.7e2
+    # One huge key: scores of 5.7e4 against 5.7e2.
+    np.testing.assert_allclose(attention(q, k, v), 5.0)
     np.testing.assert_allclose(attention(q, jnp.ones_like(k), v), 31.5, rtol=1e-6)  # all equal
 
 

@@ -34,9 +34,8 @@ INTERPRETED = (
         causal=True,
         softcap=15.0,
     ),
-    Case(
-        t=70, d=192, e=128, heads=(1, 1), dtype="float16", causal=True
-    ),  # dk and dv in warpgroups of their own
+    # dk and dv in warpgroups of their own.
+    Case(t=70, d=192, e=128, heads=(1, 1), dtype="float16", causal=True),
 )
 SLOW = (
     Case(b=2, t=200, heads=(2, 1), segments="padded", causal=True, softcap=15.0),

@@ -12,10 +12,8 @@ from pallas_kernels import norm
 from pallas_kernels.norm import cases, reference, triton
 
 NAMES = ("x", "scale", "bias", "residual", "dy", "dtotal")
-FLOOR = {
-    "bfloat16": 2.5e-3,
-    "float32": 1e-6,
-}  # relative L2 of y and dx; rounding to bfloat16 alone is 1.7e-3
+# Relative L2 of y and dx; rounding to bfloat16 alone is 1.7e-3.
+FLOOR = {"bfloat16": 2.5e-3, "float32": 1e-6}
 OF_WEIGHTS = {"bfloat16": 2.5e-3, "float32": 1e-4}
 
 
@@ -61,9 +59,8 @@ def answers(case):
     """(outputs, gradients) by the definition: in float64, and in the dtypes of the case."""
     arrays = [case.draw()[name] for name in NAMES]
     want = oracle.in_float64(definition(case), *arrays)
-    if (
-        case.residual == "bfloat16"
-    ):  # what is normalised is the rounded sum: that is what the definition says
+    # What is normalised is the rounded sum: that is what the definition says.
+    if case.residual == "bfloat16":
         x, residual = (np.asarray(arrays[i], np.float64) for i in (0, 3))
         rounded = np.asarray((x + residual).astype(np.float32).astype(jnp.bfloat16), np.float64)
         want = oracle.in_float64(definition(case), *arrays[:3], rounded - x, *arrays[4:])

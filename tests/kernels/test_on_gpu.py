@@ -23,9 +23,8 @@ def unless_refused(compare, case, implementation):
         pytest.skip(refused.reason)
 
 
-@pytest.mark.parametrize(
-    "implementation", IMPLEMENTATIONS
-)  # a case's one after the other: they share its answers
+# A case's one after the other: they share its answers.
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
 def test_attention(implementation, case, monkeypatch):
     if implementation == "cudnn":  # it gives no lse: that and its gradient come from another

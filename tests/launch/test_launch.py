@@ -1,4 +1,6 @@
-"""The launcher against processes that fail in every way: it notices, says what, and starts them again."""
+"""The launcher against processes that fail in every way: it notices, says what, and starts them
+again.
+"""
 
 import os
 import signal
@@ -25,7 +27,9 @@ DONE, PREEMPTED, HANG, LOST = 0, 3, HangError.exit_code, PeerLostError.exit_code
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """`launch(faults, processes) -> (code, launcher)`: the worker in place of the trainer, and short waits."""
+    """`launch(faults, processes) -> (code, launcher)`: the worker in place of the trainer, and
+    short waits.
+    """
     monkeypatch.setattr(ranks, "PROGRAM", [sys.executable, str(WORKER)])
     monkeypatch.setattr(ranks, "STACKS_SECONDS", 0.3)
     monkeypatch.setattr(ranks, "TERM_SECONDS", 0.3)
@@ -80,7 +84,10 @@ def test_after_a_fault_the_run_goes_on_from_what_it_saved(launch, capfd, fault, 
     assert (seconds["hang"] > 1) == ("hangs" in line)
     assert seconds["repeated"] > 0
     if "hangs" in line:  # the stacks of both
-        assert all(f"process {rank} in step 6" in said for rank in range(2)) and "2 s is the limit" in said
+        assert (
+            all(f"process {rank} in step 6" in said for rank in range(2))
+            and "2 s is the limit" in said
+        )
         assert said.count("most recent call first") >= 2 and "worker.py" in said
 
 
@@ -130,7 +137,9 @@ from spmdtrain.launch.place import Place
 ranks.PROGRAM = [sys.executable, {str(WORKER)!r}]
 launch.Launcher(["", {str(tmp_path)!r}], Place(), 1, 100.0).run()
 """
-    launcher = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"WORKER_STEPS": "1000"})
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"WORKER_STEPS": "1000"}
+    )
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     wait_for((tmp_path / "saved.0").exists)
     [child] = children.read_text().split()
@@ -167,7 +176,10 @@ def test_steps_that_are_done_again_do_not_count():
     goodput.failed()  # at 6: step 3 is lost
     goodput.enter(pulse.BEGIN)
     report = goodput.report()
-    assert report["seconds"] | {"begin": 4, "step": 2, "save": 1, "repeated": 1, "down": 2} == report["seconds"]
+    assert (
+        report["seconds"] | {"begin": 4, "step": 2, "save": 1, "repeated": 1, "down": 2}
+        == report["seconds"]
+    )
     assert report["wall_seconds"] == 10 and report["goodput"] == 0.2
 
 
@@ -194,7 +206,9 @@ def test_where_this_host_stands():
     assert Place().flags(1) == {0: []}
 
 
-@pytest.mark.parametrize("change", [{"SPMDTRAIN_HOST": "2"}, {"SPMDTRAIN_HOSTS": "x"}, {"SPMDTRAIN_COORDINATOR": ""}])
+@pytest.mark.parametrize(
+    "change", [{"SPMDTRAIN_HOST": "2"}, {"SPMDTRAIN_HOSTS": "x"}, {"SPMDTRAIN_COORDINATOR": ""}]
+)
 def test_half_a_place_is_refused(change):
     with pytest.raises(ConfigError, match="does not say which host"):
         find_place(KUBERNETES | change, 1)

@@ -1,4 +1,6 @@
-"""The templates for clusters: shells and schedulers take them, and so do the launcher and the command line."""
+"""The templates for clusters: shells and schedulers take them, and so do the launcher and the
+command line.
+"""
 
 import subprocess
 import sys
@@ -23,7 +25,12 @@ def test_the_shell_finds_nothing_wrong_with_the_batch_script():
 
 def job_of(jobset: dict) -> dict:
     [replicated] = jobset["spec"]["replicatedJobs"]
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "host"}, **replicated["template"]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "host"},
+        **replicated["template"],
+    }
 
 
 @pytest.fixture
@@ -35,7 +42,13 @@ def test_the_jobs_of_the_jobset_are_valid(jobset):
     kubernetes_validate.validate(job_of(jobset), KUBERNETES, strict=True)
     assert set(jobset) == {"apiVersion", "kind", "metadata", "spec"}
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert set(jobset["spec"]) <= {"failurePolicy", "network", "replicatedJobs", "successPolicy", "suspend"}
+    assert set(jobset["spec"]) <= {
+        "failurePolicy",
+        "network",
+        "replicatedJobs",
+        "successPolicy",
+        "suspend",
+    }
     broken = job_of(jobset)
     broken["spec"]["completionMod"] = "Indexed"
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -48,7 +61,9 @@ def test_its_hosts_find_their_places(jobset):
     environment = {each["name"]: each.get("value", "1") for each in container["env"]}
     assert HOST in environment
     place = find_place(environment, 1)
-    assert (place.hosts, place.host) == (job["completions"], 1) and job["parallelism"] == job["completions"]
+    assert (place.hosts, place.host) == (job["completions"], 1) and job["parallelism"] == job[
+        "completions"
+    ]
     set_name, job_name = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
     assert place.coordinator.startswith(f"{set_name}-{job_name}-0-0.{set_name}:")
 
@@ -59,8 +74,14 @@ def test_their_commands_are_ours(template, jobset):
         [container] = job_of(jobset)["spec"]["template"]["spec"]["containers"]
         words = [*container["command"], *container["args"]]
     else:
-        [line] = [line for line in (CLUSTER / template).read_text().splitlines() if line.startswith("srun ")]
-        words = line[line.index("spmdtrain") :].partition(' "$@"')[0].split() + ["configs/llama3_8b.toml"]
+        [line] = [
+            line
+            for line in (CLUSTER / template).read_text().splitlines()
+            if line.startswith("srun ")
+        ]
+        words = line[line.index("spmdtrain") :].partition(' "$@"')[0].split() + [
+            "configs/llama3_8b.toml"
+        ]
     parsed = make_parser().parse_args(words[1:])
     assert parsed.command_line[0] == "train"
     inner = make_parser().parse_args(parsed.command_line)

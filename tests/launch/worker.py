@@ -2,7 +2,8 @@
 
     worker.py FAULTS FOLDER [--process I ...]
 
-FAULTS are words "RANK:STEP:KIND", of the first attempt; with an `a` before the kind, of every attempt.
+FAULTS are words "RANK:STEP:KIND", of the first attempt; with an `a` before the kind, of every
+attempt.
 """
 
 import os

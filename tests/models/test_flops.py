@@ -1,4 +1,6 @@
-"""FLOPs counted in a model's program: the formula's on the shipped models, and right inside loops and kernels."""
+"""FLOPs counted in a model's program: the formula's on the shipped models, and right inside loops
+and kernels.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,11 @@ from spmdtrain.train.setup import shard
 
 @pytest.mark.parametrize(
     "settings",
-    [(), ("model.name=llama", "model.kv_heads=2"), ("model.layers=3", "model.tied=false", "model.head_dim=16")],
+    [
+        (),
+        ("model.name=llama", "model.kv_heads=2"),
+        ("model.layers=3", "model.tied=false", "model.head_dim=16"),
+    ],
 )
 def test_the_shipped_models_have_the_flops_of_the_formula(settings):
     config = tiny("model.vocab=64", *settings, "train.sequence_length=64")
@@ -57,7 +63,9 @@ def test_a_model_of_ones_own_counts_what_it_multiplies(monkeypatch):
 def test_a_convolution_a_branch_and_a_loop_of_unknown_length():
     x = jnp.zeros((1, 8, 4))
     w = jnp.zeros((3, 4, 6))
-    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))  # noqa: E731
+    conv = lambda x, w: jax.lax.conv_general_dilated(  # noqa: E731
+        x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
     assert flops_of(jax.make_jaxpr(conv)(x, w).jaxpr) == 2 * 8 * 6 * 3 * 4
     m = jnp.zeros((4, 4))
     branch = lambda m: jax.lax.cond(m[0, 0] > 0, lambda m: m @ m, lambda m: m @ m @ m, m)  # noqa: E731

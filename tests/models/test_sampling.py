@@ -1,4 +1,6 @@
-"""The choice of a token: likeliest at temperature 0, never outside top-k or top-p, in proportion inside."""
+"""The choice of a token: likeliest at temperature 0, never outside top-k or top-p, in proportion
+inside.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -33,5 +35,7 @@ def test_top_p_keeps_the_fewest_that_reach_p():
 
 
 def test_a_low_temperature_sharpens():
-    cold = jax.vmap(lambda key: choose(LOGITS, key, 0.2)[0])(jax.random.split(jax.random.key(0), 1000))
+    cold = jax.vmap(lambda key: choose(LOGITS, key, 0.2)[0])(
+        jax.random.split(jax.random.key(0), 1000)
+    )
     assert np.mean(np.asarray(cold) == 1) > 0.75

@@ -1,5 +1,6 @@
-"""The transformer spells both families, looks back only, keeps documents apart, and its noise depends on nothing but
-(seed, step, sample, layer, site)."""
+"""The transformer spells both families, looks back only, keeps documents apart, and its noise
+depends on nothing but (seed, step, sample, layer, site).
+"""
 
 from functools import cache
 
@@ -16,7 +17,14 @@ from spmdtrain.models.layers import Cache, Norm, rotate
 from spmdtrain.models.size import matmul_parameters, train_flops_per_token
 
 GPT = ("model.vocab=50",)
-LLAMA = (*GPT, "model.name=llama", "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2")
+LLAMA = (
+    *GPT,
+    "model.name=llama",
+    "model.layers=2",
+    "model.embed=32",
+    "model.heads=4",
+    "model.kv_heads=2",
+)
 T = 12
 
 
@@ -98,9 +106,13 @@ def test_remat_changes_no_gradient(remat):
         model, beside = blueprint.bind(params), context(2, remat=remat)
         return jnp.sum(jnp.square(model.blocks(model.embed(draw(2), beside), beside)[0]))
 
-    want, got = (jax.jit(jax.grad(loss), static_argnums=1)(params, mode) for mode in ("none", remat))
+    want, got = (
+        jax.jit(jax.grad(loss), static_argnums=1)(params, mode) for mode in ("none", remat)
+    )
     for path in want:
-        np.testing.assert_allclose(got[path], want[path], rtol=2e-4, atol=2e-4 * float(jnp.max(jnp.abs(want[path]))))
+        np.testing.assert_allclose(
+            got[path], want[path], rtol=2e-4, atol=2e-4 * float(jnp.max(jnp.abs(want[path])))
+        )
 
 
 def test_noise_depends_on_seed_step_sample_layer_and_site_only():
@@ -108,7 +120,9 @@ def test_noise_depends_on_seed_step_sample_layer_and_site_only():
 
     def noise(seed=0, step=5, samples=(7, 8, 9), layer=2, site=1):
         whole = ForwardContext(
-            jnp.zeros((3, 4), jnp.int32), dropout_rate=0.5, noise_b=sample_noise(seed, step, jnp.uint32(samples))
+            jnp.zeros((3, 4), jnp.int32),
+            dropout_rate=0.5,
+            noise_b=sample_noise(seed, step, jnp.uint32(samples)),
         )
         return np.asarray(whole.at_layer(jnp.int32(layer)).dropout(x, site))
 
@@ -116,12 +130,20 @@ def test_noise_depends_on_seed_step_sample_layer_and_site_only():
     assert set(np.unique(base)) == {0.0, 2.0} and 0.4 < np.mean(base == 0) < 0.6
     for change in ({"seed": 1}, {"step": 6}, {"layer": 3}, {"site": 2}, {"samples": (17, 18, 19)}):
         assert np.mean(noise(**change) == base) < 0.6, change
-    assert np.array_equal(noise(samples=(9, 7, 8)), base[[2, 0, 1]]), "a sample keeps its noise wherever it is put"
+    assert np.array_equal(noise(samples=(9, 7, 8)), base[[2, 0, 1]]), (
+        "a sample keeps its noise wherever it is put"
+    )
 
 
 def test_initial_values_and_noise_never_share_a_key():
-    noise = {tuple(np.asarray(jax.random.key_data(jax.random.fold_in(random_key(3, "noise"), n)))) for n in range(50)}
-    init = {tuple(np.asarray(jax.random.key_data(jax.random.fold_in(random_key(3, "init"), n)))) for n in range(50)}
+    noise = {
+        tuple(np.asarray(jax.random.key_data(jax.random.fold_in(random_key(3, "noise"), n))))
+        for n in range(50)
+    }
+    init = {
+        tuple(np.asarray(jax.random.key_data(jax.random.fold_in(random_key(3, "init"), n))))
+        for n in range(50)
+    }
     assert len(noise | init) == 100
 
 
@@ -134,9 +156,15 @@ def test_evaluation_has_no_dropout():
 def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(family):
     config, blueprint, params = build(*family)
     want = logits(family, draw(2))
-    empty = jnp.zeros((config.model.layers, 2, T, config.model.key_value_heads, config.model.width_per_head))
+    empty = jnp.zeros(
+        (config.model.layers, 2, T, config.model.key_value_heads, config.model.width_per_head)
+    )
     cache = Cache(empty, empty, jnp.int32(0))
-    extend = jax.jit(lambda params, tokens, at, cache: blueprint.bind(params).extend(tokens, ForwardContext(at), cache))
+    extend = jax.jit(
+        lambda params, tokens, at, cache: blueprint.bind(params).extend(
+            tokens, ForwardContext(at), cache
+        )
+    )
     for start, stop in ((0, 5), (5, 6), (6, 7), (7, T)):
         positions = jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32), (2, stop - start))
         got, cache = extend(params, draw(2)[:, start:stop], positions, cache)
@@ -155,7 +183,10 @@ def test_norms_equal_their_formulas():
         atol=1e-5,
     )
     np.testing.assert_allclose(
-        rmsnorm(x, ctx), x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-5), rtol=1e-5, atol=1e-5
+        rmsnorm(x, ctx),
+        x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-5),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -163,7 +194,9 @@ def test_rotary_scores_depend_on_distance_only():
     q, k = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 1, 16))
 
     def score(at, to):
-        return float(jnp.sum(rotate(q, jnp.full((1, 1), at), 1e4) * rotate(k, jnp.full((1, 1), to), 1e4)))
+        return float(
+            jnp.sum(rotate(q, jnp.full((1, 1), at), 1e4) * rotate(k, jnp.full((1, 1), to), 1e4))
+        )
 
     assert score(9, 4) == pytest.approx(score(105, 100), rel=1e-4)
     assert score(9, 4) != pytest.approx(score(9, 5), rel=1e-2)

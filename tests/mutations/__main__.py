@@ -32,7 +32,9 @@ def run_tests(tree: Path, arguments: str) -> int:
     command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider {arguments}"
     environment = os.environ | {"PYTHONPATH": str(tree)}
     with (tree / "log").open("w") as log:
-        return subprocess.run(command, shell=True, cwd=tree, env=environment, stdout=log, stderr=log).returncode
+        return subprocess.run(
+            command, shell=True, cwd=tree, env=environment, stdout=log, stderr=log
+        ).returncode
 
 
 def try_one(breakage: Breakage) -> str:
@@ -45,7 +47,9 @@ def try_one(breakage: Breakage) -> str:
         file.write_text(text.replace(breakage.before, breakage.after))
         code = run_tests(tree, breakage.caught_by)
         log = (tree / "log").read_text()
-        failed = next((line for line in log.splitlines() if line.startswith(("FAILED", "ERROR", "Fatal"))), "")
+        failed = next(
+            (line for line in log.splitlines() if line.startswith(("FAILED", "ERROR", "Fatal"))), ""
+        )
     verdict = {SURVIVES: "SURVIVES", NO_TESTS: "NO TEST"}.get(code, "caught")
     print(f"{verdict:<9} {breakage.what}  [{breakage.caught_by}] {failed[:140]}", flush=True)
     return verdict
@@ -62,8 +66,14 @@ def unbroken(arguments: str) -> str:
 
 def main(words: list[str]) -> int:
     chosen = [each for each in BREAKAGES if not words or any(word in each.what for word in words)]
-    with ThreadPoolExecutor(2) as pool, tempfile.TemporaryDirectory(prefix="breakages-compiled-") as compiled:
-        os.environ |= {"JAX_COMPILATION_CACHE_DIR": compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    with (
+        ThreadPoolExecutor(2) as pool,
+        tempfile.TemporaryDirectory(prefix="breakages-compiled-") as compiled,
+    ):
+        os.environ |= {
+            "JAX_COMPILATION_CACHE_DIR": compiled,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        }
         passing = list(pool.map(unbroken, dict.fromkeys(each.caught_by for each in chosen)))
         verdicts = list(pool.map(try_one, chosen))
     print(f"{verdicts.count('caught')} of {len(chosen)} caught")

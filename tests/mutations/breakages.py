@@ -1,7 +1,9 @@
-"""Deliberate breakages of the numbers, and the test that catches each: `make mutations` sees them all caught.
+"""Deliberate breakages of the numbers, and the test that catches each: `make mutations` sees them
+all caught.
 
-Each is of a kind that a tired person writes: an order of axes, a missing cast, a sum over one axis too few, a mask
-left out. `before` stands once in the file; `caught_by` fails where `after` stands there.
+Each is of a kind that a tired person writes: an order of axes, a missing cast, a sum over one axis
+too few, a mask left out. `before` stands once in the file; `caught_by` fails where `after` stands
+there.
 """
 
 from dataclasses import dataclass
@@ -46,7 +48,8 @@ BREAKAGES = [
         "scatters in the order of the region's axes, not of the spec",
         "parallel/reduce.py",
         'scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis != "pipeline"),',
-        'scatter=tuple((axis, dict(split)[axis]) for axis in axes if axis in named and axis != "pipeline"),',
+        "scatter=tuple((axis, dict(split)[axis]) for axis in axes "
+        'if axis in named and axis != "pipeline"),',
         REDUCE,
     ),
     Breakage(

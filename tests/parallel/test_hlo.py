@@ -54,7 +54,9 @@ def seen(function, *arguments, mesh=None):
 
 def manual(function, out=EVERY, mesh=None):
     """`function` sees the (4, 4, 4) block of an (8, 8, 8) array that a device holds."""
-    return jax.shard_map(function, mesh=mesh or cube(), in_specs=EVERY, out_specs=out, check_vma=False)
+    return jax.shard_map(
+        function, mesh=mesh or cube(), in_specs=EVERY, out_specs=out, check_vma=False
+    )
 
 
 BLOCK = 4 * 4 * 4 * 4  # bytes of a (4, 4, 4) float32 block
@@ -63,16 +65,34 @@ SWAP = [(0, 1), (1, 0)]
 
 KNOWN = {
     "psum": (lambda x: lax.psum(x, "data"), ("all-reduce", "data", BLOCK)),
-    "psum over two axes": (lambda x: lax.psum(x, ("data", "tensor")), ("all-reduce", "data+tensor", BLOCK)),
-    "psum over all": (lambda x: lax.psum(x, tuple(CUBE)), ("all-reduce", "data+fsdp+tensor", BLOCK)),
+    "psum over two axes": (
+        lambda x: lax.psum(x, ("data", "tensor")),
+        ("all-reduce", "data+tensor", BLOCK),
+    ),
+    "psum over all": (
+        lambda x: lax.psum(x, tuple(CUBE)),
+        ("all-reduce", "data+fsdp+tensor", BLOCK),
+    ),
     "psum_scatter": (
         lambda x: lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True),
         ("reduce-scatter", "fsdp", BLOCK // 2),
     ),
-    "all_gather": (lambda x: lax.all_gather(x, "tensor", axis=0, tiled=True), ("all-gather", "tensor", 2 * BLOCK)),
-    "all_to_all": (lambda x: lax.all_to_all(x, "fsdp", 0, 1, tiled=True), ("all-to-all", "fsdp", BLOCK)),
-    "ppermute": (lambda x: lax.ppermute(x, "tensor", SWAP), ("collective-permute", "tensor", BLOCK)),
-    "half a ppermute": (lambda x: lax.ppermute(x, "data", SWAP[:1]), ("collective-permute", "data", BLOCK)),
+    "all_gather": (
+        lambda x: lax.all_gather(x, "tensor", axis=0, tiled=True),
+        ("all-gather", "tensor", 2 * BLOCK),
+    ),
+    "all_to_all": (
+        lambda x: lax.all_to_all(x, "fsdp", 0, 1, tiled=True),
+        ("all-to-all", "fsdp", BLOCK),
+    ),
+    "ppermute": (
+        lambda x: lax.ppermute(x, "tensor", SWAP),
+        ("collective-permute", "tensor", BLOCK),
+    ),
+    "half a ppermute": (
+        lambda x: lax.ppermute(x, "data", SWAP[:1]),
+        ("collective-permute", "data", BLOCK),
+    ),
     "diagonal ppermute": (
         lambda x: lax.ppermute(x, ("data", "fsdp"), [(0, 3), (3, 0)]),
         ("collective-permute", "data+fsdp", BLOCK),
@@ -103,7 +123,9 @@ def test_a_collective_in_a_scan_is_inside_the_loop_and_counts_once():
 
 def test_a_conditional_inside_a_scan_is_inside_both_and_one_outside_is_not_inside_a_loop():
     def body(carry, at):
-        return lax.cond(at % 2 == 0, lambda x: lax.psum(x, "data") * 0.5, lambda x: x * 2, carry), None
+        return lax.cond(
+            at % 2 == 0, lambda x: lax.psum(x, "data") * 0.5, lambda x: x * 2, carry
+        ), None
 
     def steps(x):
         x = lax.scan(body, x, jnp.arange(4))[0]
@@ -156,7 +178,12 @@ def test_memory_is_per_device_and_donation_shows_as_alias():
         return x + 1
 
     kept, donated = compiled(add, ARRAY), compiled(add, ARRAY, donate_argnums=0)
-    assert memory(kept) == {"argument_bytes": BLOCK, "output_bytes": BLOCK, "alias_bytes": 0, "temp_bytes": 0}
+    assert memory(kept) == {
+        "argument_bytes": BLOCK,
+        "output_bytes": BLOCK,
+        "alias_bytes": 0,
+        "temp_bytes": 0,
+    }
     assert memory(donated)["alias_bytes"] == BLOCK
 
 
@@ -167,7 +194,13 @@ def test_the_report_is_what_compiled_json_holds():
     assert report(step, cube(), seconds) == {
         "memory": memory(step),
         "collectives": [
-            {"kind": "all-reduce", "axis": "data", "inside_loop": False, "count": 1, "bytes": BLOCK},
+            {
+                "kind": "all-reduce",
+                "axis": "data",
+                "inside_loop": False,
+                "count": 1,
+                "bytes": BLOCK,
+            },
         ],
         "calls": {},
         "compile_seconds": seconds,
@@ -184,7 +217,9 @@ def test_the_report_is_what_compiled_json_holds():
     ],
 )
 def test_a_text_that_cannot_be_read_costs_a_run_no_more_than_its_list(old, new):
-    """A newer XLA may spell something in another way: `collectives` says so loudly, a training run goes on."""
+    """A newer XLA may spell something in another way: `collectives` says so loudly, a training run
+    goes on.
+    """
     step = compiled(manual(lambda x: lax.psum(x, "data")), ARRAY)
     text = step.as_text().replace(old, new)
     assert text != step.as_text()
@@ -238,7 +273,9 @@ SPELLINGS = {
     "mesh['data'=2,'fsdp'=2,'tensor'=2] {'data','tensor'}, dimensions={0}": "data+tensor",
     "mesh['data'=2,'fsdp'=2,'tensor'=2] {}": "none",
     "mesh['axis_0'=2,'axis_1'=2,'axis_2'=2] {'axis_1'}": "fsdp",
-    "mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}, metadata={}": "data",
+    (
+        "mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}, metadata={}"
+    ): "data",
     "mesh['x'=4,'y'=2], device_ids=(0,2,1,3,4,6,5,7) {'y'}": "fsdp",
     "mesh['data'=8] {'data':(2)4}": "fsdp+tensor",
     "mesh['data'=8] {'data':(1)2}": "data",
@@ -250,7 +287,9 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_of_groups_is_read(spelling):
-    assert [each["axis"] for each in collectives(reduce_over(spelling), CUBE)] == [SPELLINGS[spelling]]
+    assert [each["axis"] for each in collectives(reduce_over(spelling), CUBE)] == [
+        SPELLINGS[spelling]
+    ]
 
 
 @given(st.permutations(range(3)), st.integers(1, 3))
@@ -260,7 +299,9 @@ def test_iota_groups_are_what_numpy_makes_of_them(order, inner):
     expected = np.arange(8).reshape(2, 2, 2).transpose(order).reshape(-1, members)
     np.testing.assert_array_equal(replica_groups(text, 8), expected)
     # and the axis names follow from the last axes of the transposition
-    assert collectives(reduce_over(text), CUBE)[0]["axis"] == "+".join(list(CUBE)[at] for at in sorted(order[-inner:]))
+    assert collectives(reduce_over(text), CUBE)[0]["axis"] == "+".join(
+        list(CUBE)[at] for at in sorted(order[-inner:])
+    )
 
 
 def test_the_mesh_spelling_agrees_with_what_this_jax_prints_for_the_same_groups():
@@ -268,7 +309,9 @@ def test_the_mesh_spelling_agrees_with_what_this_jax_prints_for_the_same_groups(
         text = compiled(manual(lambda x, axes=axes: lax.psum(x, axes)), ARRAY).as_text()
         (found,) = instructions(text, CUBE)
         names = ",".join(f"'{axis}'" for axis in axes)
-        (spelled,) = instructions(reduce_over(f"mesh['data'=2,'fsdp'=2,'tensor'=2] {{{names}}}"), CUBE)
+        (spelled,) = instructions(
+            reduce_over(f"mesh['data'=2,'fsdp'=2,'tensor'=2] {{{names}}}"), CUBE
+        )
         assert found.axis == spelled.axis == "+".join(axes)
 
 
@@ -280,11 +323,13 @@ UNREADABLE = {
     "a device id where a position belongs": reduce_over("{{0,2048}}"),
     "an unknown dtype": reduce_over("{}", "weird[4]{0}"),
     "a start that nothing ends": module("%s = f32[4]{0} all-reduce-start(%p), replica_groups={}"),
-    "another number of devices": module("%p = f32[4] parameter(0)", header="HloModule m, num_partitions=4"),
+    "another number of devices": module(
+        "%p = f32[4] parameter(0)", header="HloModule m, num_partitions=4"
+    ),
     "several replicas": module("%p = f32[4] parameter(0)", header="HloModule m, replica_count=8"),
     "a call of what is not there": module("%r = f32[4]{0} call(%p), to_apply=%lost"),
-    "a collective nobody calls": "%lost (p: f32[4]) -> f32[4] {\n  %r = f32[4] all-reduce(%p), replica_groups={}\n}\n"
-    + module("%p = f32[4] parameter(0)"),
+    "a collective nobody calls": "%lost (p: f32[4]) -> f32[4] {\n"
+    "  %r = f32[4] all-reduce(%p), replica_groups={}\n}\n" + module("%p = f32[4] parameter(0)"),
     "no entry": "HloModule m",
 }
 
@@ -298,14 +343,19 @@ def test_what_is_not_understood_raises_and_is_never_skipped(case):
 
 def test_bytes_of_a_tuple_are_those_of_all_its_elements():
     (found,) = instructions(
-        reduce_over("{}", "(f32[8,4]{1,0:S(1)}, bf16[3]{0}, pred[], /*index=3*/f8e4m3fn[5]{0:T(8)}, s4[3]{0:E(4)})"),
+        reduce_over(
+            "{}",
+            "(f32[8,4]{1,0:S(1)}, bf16[3]{0}, pred[], "
+            "/*index=3*/f8e4m3fn[5]{0:T(8)}, s4[3]{0:E(4)})",
+        ),
         CUBE,
     )
     assert found.bytes_by_dtype == {"f32": 128, "bf16": 6, "pred": 1, "f8e4m3fn": 5, "s4": 2}
     assert found.bytes == 142
 
 
-# As printed for H200: starts whose output is (operands, results), and a collective fused into a kernel.
+# As printed for H200: starts whose output is (operands, results), and a collective fused into a
+# kernel.
 ASYNC = """HloModule jit_misc, is_scheduled=true, num_partitions=8
 
 %fused_psum (param_0: f32[16]) -> f32[16] {
@@ -314,9 +364,11 @@ ASYNC = """HloModule jit_misc, is_scheduled=true, num_partitions=8
 }
 
 %body (arg: (s32[], f32[16])) -> (s32[], f32[16]) {
-  %ag-start = ((f32[16]{0}, f32[16]{0}), (f32[32]{0}, f32[32]{0})) all-gather-start(%a, %b), channel_id=1, \
-replica_groups={{0,2},{4,6},{1,3},{5,7}}, dimensions={0}, metadata={op_name="f(x, calls=%g) = (\\"calls=%h"}
-  %fusion-start = ((f32[16]{0}), f32[16]{0}, u32[]) fusion-start(%a), kind=kCustom, calls=%fused_psum
+  %ag-start = ((f32[16]{0}, f32[16]{0}), (f32[32]{0}, f32[32]{0})) all-gather-start(%a, %b), \
+channel_id=1, replica_groups={{0,2},{4,6},{1,3},{5,7}}, dimensions={0}, \
+metadata={op_name="f(x, calls=%g) = (\\"calls=%h"}
+  %fusion-start = ((f32[16]{0}), f32[16]{0}, u32[]) fusion-start(%a), kind=kCustom, \
+calls=%fused_psum
   %ag-done = (f32[32]{0}, f32[32]{0}) all-gather-done(%ag-start), metadata={op_name="all-gather(x)"}
   %fusion-done = f32[16]{0} fusion-done(%fusion-start)
   ROOT %tuple.1 = (s32[], f32[16]{0}) tuple(%i, %fusion-done)
@@ -334,7 +386,8 @@ replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}
 source_target_pairs={{0,2},{2,0}}
   %cp-done = f32[16]{0} collective-permute-done((f32[16]{0}, f32[16]{0}, u32[], u32[]) %cp-start)
   %nothing = f32[16]{0} collective-permute(%p), channel_id=1, source_target_pairs={}
-  %loop = (s32[], f32[16]{0}) while(%init), condition=%condition, body=%body, backend_config={"n":"3"}
+  %loop = (s32[], f32[16]{0}) while(%init), condition=%condition, body=%body, \
+backend_config={"n":"3"}
   %once = f32[16]{0} fusion(%p), kind=kCustom, calls=%fused_psum
   ROOT %out = f32[16]{0} get-tuple-element(%loop), index=1
 }
@@ -369,7 +422,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   %one = (f32[8]{0}, f32[8]{0}) collective-permute-start(%x), source_target_pairs={{0,2},{1,3}}
   %loop = f32[8]{0} while(%x), condition=%condition, body=%body
   %one.done = f32[8]{0} collective-permute-done(%one)
-  %two = (f32[8]{0}, f32[8]{0}) collective-permute-start(%one.done), source_target_pairs={{0,2},{1,3}}
+  %two = (f32[8]{0}, f32[8]{0}) collective-permute-start(%one.done), \
+source_target_pairs={{0,2},{1,3}}
   %small = f32[8]{0} fusion(%x), kind=kLoop, calls=%body
   %two.done = f32[8]{0} collective-permute-done(%two)
   ROOT %sum = f32[8]{0} all-reduce(%two.done), replica_groups={{0,1},{2,3}}, to_apply=%body
@@ -395,7 +449,8 @@ def test_traffic_counts_a_loop_as_often_as_it_runs():
     text = compiled(manual(summed), ARRAY).as_text()
     (found,) = traffic(text, CUBE)
     assert (found["kind"], found["axis"], found["inside_loop"]) == ("all-reduce", "data", True)
-    assert (found["bytes"], found["sent"]) == (5 * BLOCK, 5 * BLOCK)  # a pair: half there, half back
+    # A pair: half there, half back.
+    assert (found["bytes"], found["sent"]) == (5 * BLOCK, 5 * BLOCK)
 
 
 def test_traffic_refuses_a_loop_of_unknown_length():

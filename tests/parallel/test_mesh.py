@@ -43,8 +43,14 @@ class FakeMesh:
 
 
 def box(hosts, per_host, **device):
-    """Devices in an order that nothing may rely on; ids of a process start far from those of another."""
-    devices = [Device(2048 * host + index, host, **device) for host in range(hosts) for index in range(per_host)]
+    """Devices in an order that nothing may rely on; ids of a process start far from those of
+    another.
+    """
+    devices = [
+        Device(2048 * host + index, host, **device)
+        for host in range(hosts)
+        for index in range(per_host)
+    ]
     return devices[1::2] + devices[::2]
 
 
@@ -71,7 +77,9 @@ def test_fill_makes_the_product_the_device_count(numbers, filled):
     assert fill(asked, math.prod(numbers)) == wanted
 
 
-@pytest.mark.parametrize("asked, count", [({"data": 4}, 8), ({"data": 16}, 8), ({"data": -1, "fsdp": 3}, 8), ({}, 2)])
+@pytest.mark.parametrize(
+    "asked, count", [({"data": 4}, 8), ({"data": 16}, 8), ({"data": -1, "fsdp": 3}, 8), ({}, 2)]
+)
 def test_fill_has_no_answer_for_too_few_too_many_or_a_remainder(asked, count):
     assert fill(sizes(**asked), count) is None
 
@@ -83,7 +91,9 @@ def test_tensor_groups_stay_inside_a_host_and_hosts_are_contiguous(data, hosts):
     rest = hosts * per_host // tensor
     chosen = {"tensor": tensor}
     for axis in ("pipeline", "data", "fsdp", "context"):
-        chosen[axis] = data.draw(st.sampled_from([size for size in range(1, rest + 1) if rest % size == 0]))
+        chosen[axis] = data.draw(
+            st.sampled_from([size for size in range(1, rest + 1) if rest % size == 0])
+        )
         rest //= chosen[axis]
     array = arrange(sizes(**chosen, expert=rest), box(hosts, per_host))
     assert all(len(hosts_of(group)) == 1 for group in groups_along(array, "tensor"))
@@ -95,14 +105,25 @@ def test_tensor_groups_stay_inside_a_host_and_hosts_are_contiguous(data, hosts):
 def test_pipeline_spans_hosts_and_everything_else_stays_inside(hosts):
     array = arrange(sizes(pipeline=hosts, fsdp=4, tensor=2), box(hosts, 8))
     assert all(len(hosts_of(group)) == hosts for group in groups_along(array, "pipeline"))
-    assert all(len(hosts_of(group)) == 1 for axis in ("fsdp", "tensor") for group in groups_along(array, axis))
+    assert all(
+        len(hosts_of(group)) == 1
+        for axis in ("fsdp", "tensor")
+        for group in groups_along(array, axis)
+    )
 
 
 def test_processes_of_one_device_each_share_the_host_that_jax_says():
-    devices = [Device(rank, rank, partition_index=rank % 2) for rank in range(8)]  # ranks dealt out round robin
-    assert [[device.id for device in host] for host in group_by_host(devices)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    # Ranks dealt out round robin.
+    devices = [Device(rank, rank, partition_index=rank % 2) for rank in range(8)]
+    assert [[device.id for device in host] for host in group_by_host(devices)] == [
+        [0, 2, 4, 6],
+        [1, 3, 5, 7],
+    ]
     array = arrange(sizes(data=2, tensor=4), devices)
-    assert all(len({device.partition_index for device in group}) == 1 for group in groups_along(array, "tensor"))
+    assert all(
+        len({device.partition_index for device in group}) == 1
+        for group in groups_along(array, "tensor")
+    )
     with pytest.raises(ConfigError, match="mesh.tensor=8 would cross hosts"):
         arrange(sizes(tensor=8), devices)
 
@@ -117,7 +138,8 @@ REFUSALS = {
     ),
     "too many devices": (
         (box(1, 8), {"fsdp": 4}),
-        f"{FIT} 8 devices; asked mesh.fsdp=4: 4 devices; found 8 x NVIDIA H200 on 1 host; try --set mesh.data=2",
+        f"{FIT} 8 devices; asked mesh.fsdp=4: 4 devices; found 8 x NVIDIA H200 on 1 host; "
+        "try --set mesh.data=2",
     ),
     "nothing set on a box of GPUs": (
         (box(1, 8), {}),
@@ -126,8 +148,8 @@ REFUSALS = {
     ),
     "on CPU another number of devices is a way out": (
         (box(1, 1, **CPU), {"data": 2, "fsdp": 2}),
-        f"{FIT} 1 device; asked mesh.data=2 (a.toml), mesh.fsdp=2: 4 devices; found 1 x cpu on 1 host; "
-        "try --set mesh.data=1 --set mesh.fsdp=1 or --simulate-devices 4",
+        f"{FIT} 1 device; asked mesh.data=2 (a.toml), mesh.fsdp=2: 4 devices; "
+        "found 1 x cpu on 1 host; try --set mesh.data=1 --set mesh.fsdp=1 or --simulate-devices 4",
     ),
     "several CPU processes": (
         (box(2, 4, **CPU), {"fsdp": 16}),
@@ -136,13 +158,14 @@ REFUSALS = {
     ),
     "a fill that leaves a remainder": (
         (box(1, 8, **CPU), {"data": -1, "tensor": 3}),
-        f"{FIT} 8 devices; asked mesh.data=-1 (a.toml), mesh.tensor=3 (--set): a multiple of 3 devices; "
-        "found 8 x cpu on 1 host; try --set mesh.tensor=2 or --simulate-devices 9",
+        f"{FIT} 8 devices; asked mesh.data=-1 (a.toml), mesh.tensor=3 (--set): "
+        "a multiple of 3 devices; found 8 x cpu on 1 host; "
+        "try --set mesh.tensor=2 or --simulate-devices 9",
     ),
     "an absurd size suggests nothing absurd": (
         (box(1, 8, **CPU), {"data": 10**12}),
-        f"{FIT} 8 devices; asked mesh.data=1000000000000 (a.toml): 1000000000000 devices; found 8 x cpu on 1 host; "
-        "try --set mesh.data=8",
+        f"{FIT} 8 devices; asked mesh.data=1000000000000 (a.toml): 1000000000000 devices; "
+        "found 8 x cpu on 1 host; try --set mesh.data=8",
     ),
     "tensor over two hosts": (
         (box(2, 8), {"tensor": 16}),
@@ -153,8 +176,8 @@ REFUSALS = {
     "tensor that straddles hosts names the nearest": (
         (box(2, 6), {"data": 3, "tensor": 4}),
         "mesh.tensor=4 would cross hosts: it must divide the 6 devices of one; "
-        "asked mesh.data=3 (a.toml), mesh.tensor=4 (--set): 12 devices; found 12 x NVIDIA H200 on 2 hosts; "
-        "try --set mesh.data=4 --set mesh.tensor=3",
+        "asked mesh.data=3 (a.toml), mesh.tensor=4 (--set): 12 devices; "
+        "found 12 x NVIDIA H200 on 2 hosts; try --set mesh.data=4 --set mesh.tensor=3",
     ),
     "tensor filled over hosts": (
         (box(4, 8), {"tensor": -1}),
@@ -165,7 +188,8 @@ REFUSALS = {
     "unequal hosts": (
         (box(2, 8)[:-1], {"data": -1}),
         "hosts hold unequal numbers of devices; found 8, 7 NVIDIA H200 on 2 hosts; "
-        "try showing every process the same number of devices (CUDA_VISIBLE_DEVICES, --gpus-per-node)",
+        "try showing every process the same number of devices "
+        "(CUDA_VISIBLE_DEVICES, --gpus-per-node)",
     ),
 }
 
@@ -175,7 +199,11 @@ def test_a_mesh_that_does_not_fit_is_refused_in_one_line(case):
     (devices, asked), message = REFUSALS[case]
     origin = {"data": "a.toml", "tensor": "--set"}
     with pytest.raises(ConfigError) as refusal:
-        arrange(sizes(**asked), devices, {f"mesh.{axis}": origin[axis] for axis in asked if axis in origin})
+        arrange(
+            sizes(**asked),
+            devices,
+            {f"mesh.{axis}": origin[axis] for axis in asked if axis in origin},
+        )
     assert str(refusal.value) == message
 
 
@@ -191,7 +219,9 @@ def test_what_a_refusal_suggests_works(numbers, filled, shape):
         arrange(asked, box(hosts, per_host, **CPU))
     except ConfigError as refusal:
         suggested = dict(re.findall(r"--set mesh\.(\w+)=(\d+)", str(refusal)))
-        assert arrange(asked | {axis: int(size) for axis, size in suggested.items()}, box(hosts, per_host)).size
+        assert arrange(
+            asked | {axis: int(size) for axis, size in suggested.items()}, box(hosts, per_host)
+        ).size
         for count in re.findall(r"--simulate-devices (\d+)", str(refusal)):
             assert arrange(asked, box(hosts, int(count), **CPU)).size
 
@@ -204,7 +234,9 @@ def test_build_mesh_covers_the_devices_of_this_process_with_auto_axes():
 
 
 def test_the_drawing_of_two_hosts():
-    drawing = describe_mesh(FakeMesh(arrange(sizes(data=2, fsdp=4, tensor=2), [Device(i, i // 8) for i in range(16)])))
+    drawing = describe_mesh(
+        FakeMesh(arrange(sizes(data=2, fsdp=4, tensor=2), [Device(i, i // 8) for i in range(16)]))
+    )
     assert [line.rstrip() for line in drawing.splitlines()] == [
         "data 2 x fsdp 4 x tensor 2: 16 x NVIDIA H200 on 2 hosts",
         "",
@@ -228,13 +260,19 @@ def test_a_drawing_up_to_64_devices_shows_every_device_or_says_what_it_left_out(
     per_host, chosen = rest // hosts, {}
     for axis in ("tensor", "fsdp", "data", "pipeline"):
         limit = math.gcd(rest, per_host) if axis == "tensor" else rest
-        chosen[axis] = data.draw(st.sampled_from([size for size in range(1, limit + 1) if limit % size == 0]))
+        chosen[axis] = data.draw(
+            st.sampled_from([size for size in range(1, limit + 1) if limit % size == 0])
+        )
         rest //= chosen[axis]
     devices = [Device(i, i // per_host) for i in range(hosts * per_host)]
     drawing = describe_mesh(FakeMesh(arrange(sizes(**chosen, context=rest), devices)))
     assert max(map(len, drawing.splitlines())) <= 150
     assert len(drawing.splitlines()) <= 30
-    boxes = [cell.strip() for row in drawing.split("├")[-1].splitlines()[1:] for cell in row.split("│")[2:-1]]
+    boxes = [
+        cell.strip()
+        for row in drawing.split("├")[-1].splitlines()[1:]
+        for cell in row.split("│")[2:-1]
+    ]
     drawn = [
         number
         for part in " ".join(boxes).replace(" .. ", "..").split()
@@ -245,4 +283,7 @@ def test_a_drawing_up_to_64_devices_shows_every_device_or_says_what_it_left_out(
 
 
 def test_one_device_needs_no_drawing():
-    assert describe_mesh(FakeMesh(arrange(sizes(), [Device(0, 0)]))) == "one device: 1 x NVIDIA H200 on 1 host"
+    assert (
+        describe_mesh(FakeMesh(arrange(sizes(), [Device(0, 0)])))
+        == "one device: 1 x NVIDIA H200 on 1 host"
+    )

@@ -83,7 +83,9 @@ PADDED = ("mesh.data=3", "mesh.tensor=2", "train.zero=1")
 
 @pytest.mark.long
 def test_padding_stays_zero_and_is_seen_by_no_optimizer():
-    """LAMB scales by the norm of a whole weight, and its decay would move a padded row off zero first."""
+    """LAMB scales by the norm of a whole weight, and its decay would move a padded row off zero
+    first.
+    """
     want = trained(*ODD, steps=4)[0]
     got, state, _ = trained(*ODD, *PADDED, steps=4)
     np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -96,11 +98,15 @@ def test_padding_stays_zero_and_is_seen_by_no_optimizer():
 
 
 def test_text_and_logits_know_no_padding():
-    """A padded row has the logit 0, more than most of a vocabulary that training has pushed down."""
+    """A padded row has the logit 0, more than most of a vocabulary that training has pushed
+    down.
+    """
     one = prepared("model.vocab=67")
     state = init_state(one)
     table = "tokens.table_ve"
-    sunk = state.params | {table: state.params[table] - 10 * np.sign(np.asarray(state.params[table]).sum(0))}
+    sunk = state.params | {
+        table: state.params[table] - 10 * np.sign(np.asarray(state.params[table]).sum(0))
+    }
     tokens = np.arange(12).reshape(2, 6)
     want = np.asarray(st.make_logits(one)(sunk, tokens))
     split = prepared("model.vocab=67", "mesh.tensor=4")

@@ -21,7 +21,9 @@ LAUNCHER = ("SLURM_", "OMPI_", "JAX_")
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What `start` asks of jax under a given environment: its keyword arguments, or None when it asks nothing."""
+    """What `start` asks of jax under a given environment: its keyword arguments, or None when it
+    asks nothing.
+    """
 
     def launch(environment=(), **given):
         for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
@@ -46,7 +48,11 @@ SRUN = {
     "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NODELIST": "node[1-2]",
 }
-MPIRUN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3",
+}
 
 
 def test_told_by_flags_no_launcher_is_asked_and_timeouts_are_short(launched):
@@ -121,13 +127,15 @@ REFUSALS = [
     (
         {},
         TOLD | {"process": None},
-        "--process missing: all three are needed together; asked --coordinator node1:1234 --processes 4; "
+        "--process missing: all three are needed together; "
+        "asked --coordinator node1:1234 --processes 4; "
         "try --coordinator HOST:PORT --processes N --process I",
     ),
     (
         {},
         TOLD | {"process": 4},
-        "no such process; asked --coordinator node1:1234 --processes 4 --process 4; try --processes 4 --process 0 to 3",
+        "no such process; asked --coordinator node1:1234 --processes 4 --process 4; "
+        "try --processes 4 --process 0 to 3",
     ),
     (
         {},
@@ -138,7 +146,8 @@ REFUSALS = [
     (
         {},
         TOLD | {"processes": 0, "process": 0},
-        "no such process; asked --coordinator node1:1234 --processes 0 --process 0; try --processes 1 --process 0",
+        "no such process; asked --coordinator node1:1234 --processes 0 --process 0; "
+        "try --processes 1 --process 0",
     ),
     (
         {},
@@ -168,7 +177,8 @@ REFUSALS = [
     (
         {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
         {},
-        "this Open MPI does not say where rank 0 is (no OMPI_MCA_orte_hnp_uri; 5 and newer have none); "
+        "this Open MPI does not say where rank 0 is "
+        "(no OMPI_MCA_orte_hnp_uri; 5 and newer have none); "
         "found OMPI_COMM_WORLD_SIZE=4 and no mpi4py; "
         "try pip install mpi4py, or --coordinator HOST:PORT --processes 4 --process 1",
     ),
@@ -192,17 +202,24 @@ def test_once_jax_has_looked_another_number_is_refused_and_the_same_is_fine():
     there = jax.local_device_count()
     flags = os.environ.get("XLA_FLAGS")
     simulate_devices(there)
-    with pytest.raises(ConfigError, match=f"asked {there + 1} simulated devices; found {there} x cpu"):
+    with pytest.raises(
+        ConfigError, match=f"asked {there + 1} simulated devices; found {there} x cpu"
+    ):
         simulate_devices(there + 1)
     assert os.environ.get("XLA_FLAGS") == flags
 
 
 def python(code, *arguments, **environment):
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith((*LAUNCHER, "XLA_"))}
+    inherited = {
+        key: value for key, value in os.environ.items() if not key.startswith((*LAUNCHER, "XLA_"))
+    }
     return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=inherited | environment,
-    )  # fmt: skip
+    )
 
 
 def ended(process):
@@ -230,11 +247,14 @@ def test_simulated_devices_replace_the_count_and_keep_the_other_flags(first):
         "--xla_dump_to=",
     )
     flags = f"{before} {count}=2 {after}"
-    seen = ended(python(SIMULATE, first, XLA_FLAGS=flags, JAX_NUM_CPU_DEVICES="5", JAX_PLATFORMS="cuda"))
+    seen = ended(
+        python(SIMULATE, first, XLA_FLAGS=flags, JAX_NUM_CPU_DEVICES="5", JAX_PLATFORMS="cuda")
+    )
     assert seen == [3, "cpu", f"{before} {after} {count}=3", first == "jax"]
 
 
-# Two processes of two devices. Rank 1 gets SIGTERM, its Python handler runs, both sum over all devices and end.
+# Two processes of two devices. Rank 1 gets SIGTERM, its Python handler runs, both sum over all
+# devices and end.
 WORKER = """
 import json, os, signal, sys
 caught = []
@@ -268,18 +288,29 @@ def told(port, rank):
 
 
 def slurm(port, rank):
-    return {}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
-                "SLURM_STEP_NODELIST": "localhost", "JAX_COORDINATOR_PORT": str(port)}  # fmt: skip
+    return {}, {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NODELIST": "localhost",
+        "JAX_COORDINATOR_PORT": str(port),
+    }
 
 
 @pytest.mark.parametrize("launch, handler", [(told, "before"), (slurm, "after")])
 def test_two_processes_share_a_mesh_and_a_python_handler_gets_sigterm(launch, handler):
     port = free_port()
     launches = [launch(port, rank) for rank in (0, 1)]
-    workers = [python(WORKER, handler, json.dumps(given), **environment) for given, environment in launches]
+    workers = [
+        python(WORKER, handler, json.dumps(given), **environment) for given, environment in launches
+    ]
     try:
         ranks = [[0, 0], [1, 1]]
-        assert [ended(worker) for worker in workers] == [[0, 14.0, ranks, []], [1, 14.0, ranks, ["SIGTERM"]]]
+        assert [ended(worker) for worker in workers] == [
+            [0, 14.0, ranks, []],
+            [1, 14.0, ranks, ["SIGTERM"]],
+        ]
     finally:
         for worker in workers:
             worker.kill()

@@ -1,4 +1,6 @@
-"""Reducing gradients inside the manual region equals a plain sum, in whatever order axes split whatever dims."""
+"""Reducing gradients inside the manual region equals a plain sum, in whatever order axes split
+whatever dims.
+"""
 
 import itertools
 import math
@@ -30,7 +32,9 @@ SHAPE = (8, 16, 8)
 
 
 def specs(sizes: dict[str, int], seed: int, count: int) -> list[P]:
-    """Random specs of three dims: every axis on some dim or on none, several on a dim in any order."""
+    """Random specs of three dims: every axis on some dim or on none, several on a dim in any
+    order.
+    """
     draw = random.Random(seed)
     axes = [axis for axis, size in sizes.items() if size > 1]
     found = []
@@ -46,15 +50,21 @@ def specs(sizes: dict[str, int], seed: int, count: int) -> list[P]:
     return found
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: " ".join(f"{a}{n}" for a, n in sizes.items() if n > 1))
+@pytest.mark.parametrize(
+    "sizes", MESHES, ids=lambda sizes: " ".join(f"{a}{n}" for a, n in sizes.items() if n > 1)
+)
 def test_reduced_gradients_are_the_sum_over_all_shards_in_every_order_of_axes(sizes):
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+    )
     active = [axis for axis in MANUAL if sizes[axis] > 1]
     wanted = {str(at): spec for at, spec in enumerate(specs(sizes, 0, 12))}
     assert len(set(map(str, wanted.values()))) > 6, "the draw is too poor to tell orders apart"
 
     def part(path: str, spec: P, at: dict[str, jax.Array]) -> jax.Array:
-        """What this shard contributes: of another size on every shard; a stage's own slice where stages split it."""
+        """What this shard contributes: of another size on every shard; a stage's own slice where
+        stages split it.
+        """
         whole = jnp.arange(math.prod(SHAPE), dtype=jnp.float32).reshape(SHAPE) + int(path)
         weight = 1.0
         for position, axis in enumerate(active):
@@ -70,7 +80,9 @@ def test_reduced_gradients_are_the_sum_over_all_shards_in_every_order_of_axes(si
         at = {axis: jax.lax.axis_index(axis) for axis in active}
         gradients = {path: part(path, spec, at) for path, spec in wanted.items()}
         reductions = {path: reduction(spec, active) for path, spec in wanted.items()}
-        return reduce_gradients(gradients, reductions, {path: drop_axes(MANUAL, spec) for path, spec in wanted.items()})
+        return reduce_gradients(
+            gradients, reductions, {path: drop_axes(MANUAL, spec) for path, spec in wanted.items()}
+        )
 
     out_specs = {path: keep_axes(MANUAL, spec) for path, spec in wanted.items()}
     region = manual_region(local, mesh, MANUAL, (), out_specs)
@@ -81,7 +93,9 @@ def test_reduced_gradients_are_the_sum_over_all_shards_in_every_order_of_axes(si
         summed = [axis for axis in active if not (own and axis == "pipeline")]
         shards = list(itertools.product(*(range(sizes[axis]) for axis in summed)))
         weights = {axis: active.index(axis) + 1 for axis in summed}
-        total = sum(1 + sum(weights[a] * i for a, i in zip(summed, at, strict=True)) for at in shards)
+        total = sum(
+            1 + sum(weights[a] * i for a, i in zip(summed, at, strict=True)) for at in shards
+        )
         want = total * (np.arange(math.prod(SHAPE), dtype=np.float32).reshape(SHAPE) + int(path))
         np.testing.assert_array_equal(got[path], want, err_msg=str(spec))
 

@@ -1,4 +1,6 @@
-"""XLA's flags: known to the installed jaxlib, never against what a person said, only where GPUs will be used."""
+"""XLA's flags: known to the installed jaxlib, never against what a person said, only where GPUs
+will be used.
+"""
 
 import os
 import pkgutil
@@ -31,7 +33,9 @@ def test_the_installed_jaxlib_knows_every_flag():
     """XLA ends the process at one that it does not know."""
     environment = os.environ | {"XLA_FLAGS": " ".join(ALL), "JAX_PLATFORMS": "cpu"}
     program = "import jax; print(jax.numpy.ones(3).sum())"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3.0\n"
 
@@ -68,7 +72,9 @@ def test_another_jaxlib_gets_none(monkeypatch, version):
 
 
 @pytest.mark.usefixtures("gpu_plugin")
-@pytest.mark.parametrize(("platforms", "added"), [("cpu", False), ("tpu,cpu", False), ("cuda", True), ("", True)])
+@pytest.mark.parametrize(
+    ("platforms", "added"), [("cpu", False), ("tpu,cpu", False), ("cuda", True), ("", True)]
+)
 def test_only_where_a_gpu_run_starts(monkeypatch, platforms, added):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     assert bool(st.set_xla_flags()) == added
@@ -92,5 +98,7 @@ def test_without_a_plugin_there_are_none(monkeypatch):
 def test_a_started_jax_is_refused(monkeypatch):
     started = SimpleNamespace(backends_are_initialized=lambda: True)
     monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", started)
-    with pytest.raises(ConfigError, match="jax has already started.*before anything that touches a device"):
+    with pytest.raises(
+        ConfigError, match="jax has already started.*before anything that touches a device"
+    ):
         st.set_xla_flags()

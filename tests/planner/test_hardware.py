@@ -19,9 +19,8 @@ def test_hardware_files(tmp_path):
     assert (mine.name, mine.network_bandwidth, mine.memory) == ("mine", 25e9, H100.memory)
     assert mine.sources["network_bandwidth"] == "measured"
     (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "other.toml").write_text(
-        'extends = "../mine.toml"\n'
-    )  # beside it, not where we are
+    # Beside it, not where we are.
+    (tmp_path / "inner" / "other.toml").write_text('extends = "../mine.toml"\n')
     assert hardware(str(tmp_path / "inner" / "other.toml")).network_bandwidth == 25e9
     for text, complaint in (
         ("memory = 1e9\n", "lacks bfloat16"),

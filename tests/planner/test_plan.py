@@ -64,9 +64,8 @@ def test_the_published_layout_of_1t_is_among_the_best():
 
 
 def test_plans_are_in_order_and_say_why_they_lost():
-    long = replace(
-        LLAMA_8B, sequence_length=16384
-    )  # too long for a mesh that splits the batch alone
+    # Too long for a mesh that splits the batch alone.
+    long = replace(LLAMA_8B, sequence_length=16384)
     plans = search(long, 64, H100, software("spmdtrain", "h100"))
     fitting = [plan for plan in plans if plan.memory.total <= SAFE_SHARE * H100.memory]
     assert 0 < len(fitting) < len(plans)

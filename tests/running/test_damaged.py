@@ -1,4 +1,6 @@
-"""A run goes on from the newest checkpoint that is as it was saved, whatever has become of the others."""
+"""A run goes on from the newest checkpoint that is as it was saved, whatever has become of the
+others.
+"""
 
 import contextlib
 import json
@@ -20,7 +22,13 @@ from spmdtrain.train.setup import Setup, shard
 pytestmark = pytest.mark.long
 
 ONE = {"devices": jax.devices()[:1]}
-SETTINGS = ("train.steps=3", "checkpoint.every=1", "checkpoint.keep=3", "train.global_batch=2", "model.layers=1")
+SETTINGS = (
+    "train.steps=3",
+    "checkpoint.every=1",
+    "checkpoint.keep=3",
+    "train.global_batch=2",
+    "model.layers=1",
+)
 NEWEST = 3
 
 
@@ -63,7 +71,9 @@ def event_steps(run: Path, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("break_it", "times"), [(flip_bit, 24), (cut, 16)])
-def test_what_is_read_is_what_was_saved_or_the_step_before(saved, setup, truth, tmp_path, break_it, times):
+def test_what_is_read_is_what_was_saved_or_the_step_before(
+    saved, setup, truth, tmp_path, break_it, times
+):
     draw = random.Random(0)
     fell_back = 0
     for number in range(times):
@@ -114,7 +124,9 @@ def test_the_run_goes_on_from_the_step_before_by_itself(run, break_it, capsys):
     assert event_steps(run, "quarantined") == [NEWEST]
     assert event_steps(run, "resumed") == [NEWEST - 1]
     said = capsys.readouterr().out
-    assert f"checkpoints/{NEWEST} is damaged: " in said and "is now in checkpoints/quarantine" in said
+    assert (
+        f"checkpoints/{NEWEST} is damaged: " in said and "is now in checkpoints/quarantine" in said
+    )
     assert (run / "checkpoints" / "quarantine" / str(NEWEST)).is_dir()
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert losses == [json.loads(line)["loss"] for line in before]
@@ -131,7 +143,9 @@ def test_a_second_damaged_step_of_one_number_is_kept_too(run):
 def test_a_run_does_not_begin_anew_where_all_is_damaged(run):
     for step in range(1, NEWEST + 1):
         shutil.rmtree(run / "checkpoints" / str(step) / "params")
-    with pytest.raises(CheckpointError, match="all 3 checkpoints of the run are damaged; .*params is missing"):
+    with pytest.raises(
+        CheckpointError, match="all 3 checkpoints of the run are damaged; .*params is missing"
+    ):
         loop.run(tiny(*SETTINGS), run, **ONE)
     assert not (run / "checkpoints" / "quarantine").exists()
     assert CheckpointError.exit_code == 6

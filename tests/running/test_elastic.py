@@ -1,4 +1,6 @@
-"""A run that is resumed on other devices than its mesh wants goes on, with the batches that it would have had."""
+"""A run that is resumed on other devices than its mesh wants goes on, with the batches that it
+would have had.
+"""
 
 import json
 import math
@@ -30,7 +32,15 @@ SETTINGS = (
 sizes = st.integers(1, 4)
 
 
-@given(sizes, sizes, sizes, sizes, st.integers(1, 24), st.sampled_from([8, 12, 24, 48]), st.sampled_from([None, 1, 2]))
+@given(
+    sizes,
+    sizes,
+    sizes,
+    sizes,
+    st.integers(1, 24),
+    st.sampled_from([8, 12, 24, 48]),
+    st.sampled_from([None, 1, 2]),
+)
 def test_the_layout_keeps_what_it_must_and_is_refused_only_where_none_would_do(
     data, fsdp, expert, tensor, count, batch, microbatch
 ):
@@ -38,29 +48,40 @@ def test_the_layout_keeps_what_it_must_and_is_refused_only_where_none_would_do(
     shards = data * fsdp * expert * (microbatch or 1)
     if batch % shards:
         return
-    config = tiny(f"train.global_batch={batch}", f"train.microbatch={microbatch or 'none'}", "model.embed=64")
+    config = tiny(
+        f"train.global_batch={batch}", f"train.microbatch={microbatch or 'none'}", "model.embed=64"
+    )
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update=wanted)})
     stay = expert * tensor
     try:
         layout = choose_layout(config, count)
     except ConfigError as error:
         assert batch % (count // tensor), "some data x fsdp would have done"
-        devices, batches = re.search(r"try (.*) devices, or --set train.global_batch=(.*)$", str(error)).groups()
+        devices, batches = re.search(
+            r"try (.*) devices, or --set train.global_batch=(.*)$", str(error)
+        ).groups()
         for each in devices.split(" or "):
             assert choose_layout(config, int(each)) is not None
         for each in batches.split(" or "):
-            more = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": int(each)})})
+            more = config.model_copy(
+                update={"train": config.train.model_copy(update={"global_batch": int(each)})}
+            )
             assert choose_layout(more, count) is not None
         return
     if layout is None:
         assert count % stay
         return
     assert math.prod(layout.sizes.values()) == count
-    assert {axis: layout.sizes[axis] for axis in ("expert", "tensor")} == {"expert": expert, "tensor": tensor}
+    assert {axis: layout.sizes[axis] for axis in ("expert", "tensor")} == {
+        "expert": expert,
+        "tensor": tensor,
+    }
     assert layout.sizes["fsdp"] <= fsdp
     at_once = count // tensor * layout.microbatch
     assert batch % at_once == 0
-    assert layout.microbatch <= batch // (data * fsdp * expert), "a device would take more at once than before"
+    assert layout.microbatch <= batch // (data * fsdp * expert), (
+        "a device would take more at once than before"
+    )
     assert layout.accumulation(batch) == batch // at_once
     if count == data * fsdp * stay:
         assert layout.sizes == dict.fromkeys(layout.sizes, 1) | wanted
@@ -70,11 +91,15 @@ def test_the_layout_keeps_what_it_must_and_is_refused_only_where_none_would_do(
 def run(directory: Path, devices: int, *settings: str, stop: int = 0) -> loop.Outcome:
     """`stop`: the step after which it stops."""
     hooks = [lambda event, step, _: event == "step" and step == stop - 1]
-    return loop.run(tiny(*SETTINGS, *settings), directory, devices=jax.devices()[:devices], hooks=hooks)
+    return loop.run(
+        tiny(*SETTINGS, *settings), directory, devices=jax.devices()[:devices], hooks=hooks
+    )
 
 
 def losses(directory: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.long
@@ -84,9 +109,15 @@ def test_a_run_shrinks_and_grows_and_trains_the_same(tmp_path, capsys):
     assert run(moved, 4, stop=3).step == 3
     assert run(moved, 2, stop=6).step == 6
     said = capsys.readouterr().out
-    line = "the mesh data 2 x fsdp 2 does not fit the 2 devices that are there: going on with fsdp 2 and 2 microbatches"
+    line = (
+        "the mesh data 2 x fsdp 2 does not fit the 2 devices that are there: "
+        "going on with fsdp 2 and 2 microbatches"
+    )
     assert line in said
-    with pytest.raises(ConfigError, match="not divisible by 3 shards.* try 2 or 4 devices, or .*global_batch=6 or 9$"):
+    with pytest.raises(
+        ConfigError,
+        match="not divisible by 3 shards.* try 2 or 4 devices, or .*global_batch=6 or 9$",
+    ):
         run(moved, 3)
     with pytest.raises(ConfigError, match="the mesh does not fit the 1 device"):
         run(moved, 1, "mesh.elastic=false")
@@ -101,4 +132,6 @@ def test_a_run_shrinks_and_grows_and_trains_the_same(tmp_path, capsys):
     assert [(mesh["data"], mesh["fsdp"]) for mesh in meshes] == [(2, 2), (1, 2), (4, 2)]
     assert [event["step"] for event in events if event["event"] == "adapted"] == [3, 6]
     kept = json.loads((moved / "config.json").read_text())["config"]
-    assert (kept["mesh"]["data"], kept["train"]["microbatch"]) == (2, None), "what was asked, for when they are back"
+    assert (kept["mesh"]["data"], kept["train"]["microbatch"]) == (2, None), (
+        "what was asked, for when they are back"
+    )

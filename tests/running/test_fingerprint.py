@@ -20,11 +20,18 @@ def array(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (8, 1), (1, 1)])
 def test_no_sharding_changes_it(sizes):
-    mesh = jax.make_mesh(sizes, ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]])
+    mesh = jax.make_mesh(
+        sizes, ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]]
+    )
     specs = [P("x", "y"), P(None, "y"), P(("x", "y")), P("y"), P()]
-    plain = {dtype: array(dtype, (16, 8)) for dtype in DTYPES} | {"scalar": np.float32(2), "empty": np.zeros((0, 3))}
+    plain = {dtype: array(dtype, (16, 8)) for dtype in DTYPES} | {
+        "scalar": np.float32(2),
+        "empty": np.zeros((0, 3)),
+    }
     shardings = dict(zip(plain, [*specs, P(), P()], strict=True))
-    placed = {name: jax.device_put(x, NamedSharding(mesh, shardings[name])) for name, x in plain.items()}
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, shardings[name])) for name, x in plain.items()
+    }
     assert fingerprints(placed) == {name: fingerprint(np.asarray(placed[name])) for name in plain}
 
 
@@ -48,7 +55,11 @@ def test_every_single_bit_changes_both_sums(dtype):
 
 def test_elements_that_change_places_change_it():
     x = array("float32", (64, 4))
-    assert fingerprint(x) not in (fingerprint(x[::-1]), fingerprint(np.roll(x, 1)), fingerprint(x.T))
+    assert fingerprint(x) not in (
+        fingerprint(x[::-1]),
+        fingerprint(np.roll(x, 1)),
+        fingerprint(x.T),
+    )
 
 
 def test_large_arrays_are_read_in_pieces(monkeypatch):
@@ -79,7 +90,9 @@ def test_all_arrays_cross_the_devices_in_one_sum():
     specs = (P("x", "y"), P(None, ("y", "x")), P("y"), P())
     arrays = [jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec)) for spec in specs]
     text = module._program(mesh, specs).lower(arrays).compile().as_text()
-    sums = [line for line in text.splitlines() if "all-reduce(" in line or "all-reduce-start(" in line]
+    sums = [
+        line for line in text.splitlines() if "all-reduce(" in line or "all-reduce-start(" in line
+    ]
     others = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     assert len(sums) == 1 and "u32[4,2]" in sums[0]
     assert not any(kind in text for kind in others)

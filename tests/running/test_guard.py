@@ -1,4 +1,6 @@
-"""A step whose numbers have gone wrong: skipped without a trace in the weights, or the end of the run."""
+"""A step whose numbers have gone wrong: skipped without a trace in the weights, or the end of the
+run.
+"""
 
 import json
 from pathlib import Path
@@ -44,7 +46,9 @@ class Poisoned(Transformer):
 
 
 def run(directory: Path, *settings: str) -> loop.Outcome:
-    return loop.run(tiny(*SETTINGS, *settings), directory, make=Poisoned, devices=DEVICES, data=tokens)
+    return loop.run(
+        tiny(*SETTINGS, *settings), directory, make=Poisoned, devices=DEVICES, data=tokens
+    )
 
 
 def events(directory: Path, name: str) -> list[dict]:
@@ -85,8 +89,16 @@ def test_by_default_the_run_ends(tmp_path):
 
 
 def test_a_gradient_that_is_too_large_is_skipped_so_often_and_no_more(tmp_path):
-    wrong = ("guard.policy=skip", "guard.grad_norm=1e-6", "guard.most_skipped=2", "checkpoint.every=0")
-    with pytest.raises(DivergedError, match="gradient norm of step 3 is .*|loss of step 3 is nan, and 2 were skipped"):
+    wrong = (
+        "guard.policy=skip",
+        "guard.grad_norm=1e-6",
+        "guard.most_skipped=2",
+        "checkpoint.every=0",
+    )
+    with pytest.raises(
+        DivergedError,
+        match="gradient norm of step 3 is .*|loss of step 3 is nan, and 2 were skipped",
+    ):
         run(tmp_path, *wrong)
     assert [event["step"] for event in events(tmp_path, "skipped")] == [1, 2]
     assert "above 1e-06" in events(tmp_path, "skipped")[0]["why"]

@@ -1,4 +1,6 @@
-"""Likelihoods as lm-evaluation-harness asks for them: those of the logits, whatever the batch and the length."""
+"""Likelihoods as lm-evaluation-harness asks for them: those of the logits, whatever the batch and
+the length.
+"""
 
 import jax
 import numpy as np
@@ -9,14 +11,25 @@ import spmdtrain as st
 from spmdtrain.config import ConfigError
 from spmdtrain.running import harness
 
-SMALL = ("model.layers=1", "model.embed=16", "model.heads=2", "train.sequence_length=16", "train.global_batch=4")
+SMALL = (
+    "model.layers=1",
+    "model.embed=16",
+    "model.heads=2",
+    "train.sequence_length=16",
+    "train.global_batch=4",
+)
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
     (folder / "a.txt").write_text("to be or not to be, that is the question. " * 60)
-    data = ("data.corpus=text", f"data.path={folder / 'a.txt'}", "data.tokenizer=bytes", "model.vocab=none")
+    data = (
+        "data.corpus=text",
+        f"data.path={folder / 'a.txt'}",
+        "data.tokenizer=bytes",
+        "model.vocab=none",
+    )
     st.run(tiny(*SMALL, *data, "train.steps=2"), folder / "run", devices=jax.devices()[:1])
     return st.open_run(folder / "run")
 
@@ -31,12 +44,21 @@ def expected(opened, context, continuation) -> tuple[float, bool]:
 
 def test_likelihoods_are_those_of_the_logits_in_the_order_asked(opened):
     encode = opened.tokenizer.encode
-    texts = [("to be or", " not"), ("t", "o"), ("that is the question. ", "to be"), ("a", "long continuation of all")]
+    texts = [
+        ("to be or", " not"),
+        ("t", "o"),
+        ("that is the question. ", "to be"),
+        ("a", "long continuation of all"),
+    ]
     pairs = [(encode(context), encode(continuation)) for context, continuation in texts * 3]
     found = harness.likelihoods(opened, pairs)
     wanted = [expected(opened, *pair) for pair in pairs]
-    np.testing.assert_allclose([score for score, _ in found], [score for score, _ in wanted], rtol=1e-4)
-    assert [is_likeliest for _, is_likeliest in found] == [is_likeliest for _, is_likeliest in wanted]
+    np.testing.assert_allclose(
+        [score for score, _ in found], [score for score, _ in wanted], rtol=1e-4
+    )
+    assert [is_likeliest for _, is_likeliest in found] == [
+        is_likeliest for _, is_likeliest in wanted
+    ]
     greedy = st.generate_ids(opened.setup, opened.params, encode("to be"), 3, choice=st.Choice(0))
     assert harness.likelihoods(opened, [(encode("to be"), greedy[-3:])])[0][1]
 

@@ -1,4 +1,6 @@
-"""A run directory from somebody else: nothing outside it is read or written, nothing in it runs, memory is bounded."""
+"""A run directory from somebody else: nothing outside it is read or written, nothing in it runs,
+memory is bounded.
+"""
 
 import contextlib
 import os
@@ -62,7 +64,9 @@ def test_without_an_attack_both_read(saved, tmp_path):
         assert checkpoints.steps() == [1]
 
 
-@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "events.jsonl", "config.json", "checkpoints"])
+@pytest.mark.parametrize(
+    "name", ["lock", "metrics.jsonl", "events.jsonl", "config.json", "checkpoints"]
+)
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_run_writes_through_no_link(name, fresh, saved, tmp_path):
     case = Case(tmp_path)

@@ -1,4 +1,6 @@
-"""A checkpoint says which code and which settings it was trained with; nothing goes on as another in silence."""
+"""A checkpoint says which code and which settings it was trained with; nothing goes on as another
+in silence.
+"""
 
 import json
 from functools import partial
@@ -15,7 +17,13 @@ from spmdtrain.models.layers import Mlp
 from spmdtrain.running import model_code
 
 ONE = {"devices": jax.devices()[:1]}
-SMALL = ("model.layers=1", "model.embed=16", "model.heads=2", "train.sequence_length=8", "train.global_batch=4")
+SMALL = (
+    "model.layers=1",
+    "model.embed=16",
+    "model.heads=2",
+    "train.sequence_length=8",
+    "train.global_batch=4",
+)
 
 
 class Doubled(st.Transformer):
@@ -57,14 +65,21 @@ def test_a_run_records_the_class_and_a_hash_of_its_source(doubled):
 
 
 def test_another_class_is_refused_wherever_weights_are_read(doubled, tmp_path):
-    said = r"is of another model; asked spmdtrain.Transformer; found test_identity.Doubled; try make=Doubled in Python"
+    said = (
+        r"is of another model; asked spmdtrain.Transformer; found test_identity.Doubled; "
+        r"try make=Doubled in Python"
+    )
     with pytest.raises(CheckpointError, match=said):
         st.run(settings("train.steps=3"), doubled, **ONE)
     with pytest.raises(CheckpointError, match=said):
         st.run(settings(f"train.init_from={doubled}"), tmp_path / "new", **ONE)
-    with pytest.raises(ConfigError, match="is of test_identity.Doubled, code that runs only if you say so"):
+    with pytest.raises(
+        ConfigError, match="is of test_identity.Doubled, code that runs only if you say so"
+    ):
         st.generate(doubled, [1, 2], 2)
-    with pytest.raises(CheckpointError, match="asked spmdtrain.Transformer; found test_identity.Doubled"):
+    with pytest.raises(
+        CheckpointError, match="asked spmdtrain.Transformer; found test_identity.Doubled"
+    ):
         st.generate(doubled, [1, 2], 2, make=st.Transformer)
     with pytest.raises(CheckpointError, match=said):
         st.restore(doubled, st.shard(settings(), **ONE))
@@ -76,7 +91,9 @@ def test_parts_of_ones_own_make_another_model_of_the_shipped_class(tmp_path):
     make = partial(st.Transformer, mlp=NegatedMlp)
     st.run(settings(), tmp_path, make=make, **ONE)
     assert record(tmp_path)["class"] == "spmdtrain.Transformer with test_identity.NegatedMlp"
-    with pytest.raises(CheckpointError, match="found spmdtrain.Transformer with test_identity.NegatedMlp"):
+    with pytest.raises(
+        CheckpointError, match="found spmdtrain.Transformer with test_identity.NegatedMlp"
+    ):
         st.run(settings("train.steps=3"), tmp_path, **ONE)
 
 
@@ -97,7 +114,11 @@ def test_the_same_class_with_other_source_is_said_and_goes_on(doubled, capsys, m
 
 def test_comments_and_the_width_of_lines_are_not_source(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    bodies = {"narrow": "return (1 +\n            2)  # three", "wide": "return 1 + 2", "other": "return 3"}
+    bodies = {
+        "narrow": "return (1 +\n            2)  # three",
+        "wide": "return 1 + 2",
+        "other": "return 3",
+    }
     hashes = {}
     for name, body in bodies.items():
         (tmp_path / f"{name}.py").write_text(f"class A:\n    def f(self):\n        {body}\n")
@@ -118,8 +139,9 @@ def test_what_is_trained_otherwise_is_said_in_one_line_and_kept(tmp_path, capsys
     st.run(settings(*other), tmp_path, **ONE)
     line = next(text for text in capsys.readouterr().out.splitlines() if "changed" in text)
     assert line == (
-        "changed since step 2: optimizer.learning_rate: 0.01, now 0.02; optimizer.beta2: 0.95, now 0.99; "
-        "train.steps: 2, now 3; train.global_batch: 4, now 8; schedule=: test_identity.constant, now none"
+        "changed since step 2: optimizer.learning_rate: 0.01, now 0.02; "
+        "optimizer.beta2: 0.95, now 0.99; train.steps: 2, now 3; train.global_batch: 4, now 8; "
+        "schedule=: test_identity.constant, now none"
     )
     events = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
     resumed = next(event for event in events if event["event"] == "resumed")

@@ -79,4 +79,6 @@ def test_who_has_taken_the_signal_over_keeps_it():
         signal.signal(signal.SIGINT, before)
     assert taken == [1] and left == []
     time.sleep(0.1)
-    assert not any(thread.name == "sigint" for thread in threading.enumerate()), "the thread has ended"
+    assert not any(thread.name == "sigint" for thread in threading.enumerate()), (
+        "the thread has ended"
+    )

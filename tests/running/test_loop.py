@@ -1,4 +1,6 @@
-"""The loop: metrics one step late, honest figures, evaluation of the whole split, the files it leaves."""
+"""The loop: metrics one step late, honest figures, evaluation of the whole split, the files it
+leaves.
+"""
 
 import contextlib
 import json
@@ -53,7 +55,9 @@ class Unread:
 
     def __array__(self, dtype=None, copy=None):  # noqa: ARG002
         if Unread.dispatched <= self.step:
-            raise AssertionError(f"metrics of step {self.step} were read before step {self.step + 1} was dispatched")
+            raise AssertionError(
+                f"metrics of step {self.step} were read before step {self.step + 1} was dispatched"
+            )
         return np.float32(1.0)
 
     def is_ready(self) -> bool:
@@ -71,7 +75,9 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
         names = ("loss", "grad_norm", "learning_rate", "tokens")
         # the last step has no next one: it is read when the loop has nothing left to dispatch
         ready = Unread.dispatched == 8
-        return state, {name: np.float32(1) if ready else Unread(Unread.dispatched) for name in names}
+        return state, {
+            name: np.float32(1) if ready else Unread(Unread.dispatched) for name in names
+        }
 
     class NoCheckpoints:
         def save(self, *_):
@@ -84,9 +90,13 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
             pass
 
     with Reporter(tmp_path, setup.config, 0) as reporter, batches_of(setup) as ahead:
-        saves = loop.Saves(setup, loop.identity(setup, data.fingerprint, {}), NoCheckpoints(), reporter, 0, 0)
+        saves = loop.Saves(
+            setup, loop.identity(setup, data.fingerprint, {}), NoCheckpoints(), reporter, 0, 0
+        )
         with Interrupt(setup.mesh) as interrupt:
-            outcome = loop.train(setup, state, step, lambda _: 0.0, ahead, saves, reporter, interrupt)
+            outcome = loop.train(
+                setup, state, step, lambda _: 0.0, ahead, saves, reporter, interrupt
+            )
     assert outcome == loop.Outcome("finished", 8)
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 9))
 
@@ -107,19 +117,37 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
     metrics = lines(finished, "metrics.jsonl")
     steps = [line for line in metrics if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    expected = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu"}
+    expected = {
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+        "mfu",
+    }
     expected |= {"memory_bytes"}
     assert set(steps[0]) == expected
     assert steps[0]["tokens"] == 4 * 16 and steps[0]["mfu"] is None
-    assert [(line["step"], "eval_loss" in line) for line in metrics if "loss" not in line] == [(3, True), (6, True)]
+    assert [(line["step"], "eval_loss" in line) for line in metrics if "loss" not in line] == [
+        (3, True),
+        (6, True),
+    ]
     events = [(line["event"], line["step"]) for line in lines(finished, "events.jsonl")]
-    saves = [event for event in events if event[0] == "saved"]  # written in the background: when it is true
+    # Written in the background: when it is true.
+    saves = [event for event in events if event[0] == "saved"]
     assert saves == [("saved", 4), ("saved", 6)]
     others = [event for event in events if event not in saves]
     assert others == [("started", 0), ("evaluated", 3), ("evaluated", 6), ("finished", 6)]
     compiled = json.loads((finished / "compiled.json").read_text())
     assert set(compiled) == {"memory", "collectives", "calls", "compile_seconds"}
-    assert set(compiled["memory"]) == {"argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"}
+    assert set(compiled["memory"]) == {
+        "argument_bytes",
+        "output_bytes",
+        "alias_bytes",
+        "temp_bytes",
+    }
     saved = json.loads((finished / "config.json").read_text())
     assert from_resolved(saved).model_dump() == tiny(*SETTINGS).with_vocab(64).model_dump()
     assert saved["origin"]["eval.every"] == "--set"
@@ -148,7 +176,9 @@ def test_evaluation_is_the_mean_over_every_validation_token(finished):
     assert batch["mask"].sum() == data.validation.size - 1
     assert len(losses) % 4, "the last batch must need padding"
     want = float((losses * batch["mask"]).sum() / batch["mask"].sum())
-    got = [line["eval_loss"] for line in lines(finished, "metrics.jsonl") if "eval_loss" in line][-1]
+    got = [line["eval_loss"] for line in lines(finished, "metrics.jsonl") if "eval_loss" in line][
+        -1
+    ]
     assert got == pytest.approx(want, rel=1e-5)
 
 
@@ -169,7 +199,10 @@ def test_figures_of_a_step():
 def test_a_side_loss_is_reported_where_there_is_one():
     metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 1}
     assert "side_loss" not in step_figures(metrics, 1.0, None, 1, None)
-    assert step_figures(metrics | {"side_loss": np.float32(0.5)}, 1.0, None, 1, None)["side_loss"] == 0.5
+    assert (
+        step_figures(metrics | {"side_loss": np.float32(0.5)}, 1.0, None, 1, None)["side_loss"]
+        == 0.5
+    )
 
 
 def test_a_run_goes_on_where_nobody_listens(monkeypatch):
@@ -202,7 +235,9 @@ class Metric:
         self.clock.now = max(self.clock.now, self.done)
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["dispatch takes the step", "dispatch returns at once"])
+@pytest.mark.parametrize(
+    "waits", [True, False], ids=["dispatch takes the step", "dispatch returns at once"]
+)
 def test_every_step_has_its_own_time_where_the_loop_flushes(waits):
     """Steps of one second, flushed after the third and the last."""
 
@@ -229,7 +264,9 @@ def test_every_step_has_its_own_time_where_the_loop_flushes(waits):
 
 
 def test_saved_is_said_when_it_is_true(tmp_path, monkeypatch):
-    """At the moment of each event the checkpoint can be restored, and the newest one is the newest that was said."""
+    """At the moment of each event the checkpoint can be restored, and the newest one is the newest
+    that was said.
+    """
     seen = []
     event = Reporter.event
 
@@ -244,16 +281,33 @@ def test_saved_is_said_when_it_is_true(tmp_path, monkeypatch):
 
 
 def test_a_step_after_a_save_can_be_profiled_on_several_devices(tmp_path):
-    settings = ("mesh.data=2", "train.steps=4", "checkpoint.every=2", "log.profile=1,3,4", "eval.every=2")
+    settings = (
+        "mesh.data=2",
+        "train.steps=4",
+        "checkpoint.every=2",
+        "log.profile=1,3,4",
+        "eval.every=2",
+    )
     loop.run(tiny(*settings), tmp_path, devices=jax.devices()[:2])
-    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["step1", "step3", "step4"]
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        "step1",
+        "step3",
+        "step4",
+    ]
 
 
 def test_a_save_takes_no_memory_of_the_devices(tmp_path, monkeypatch):
-    """Replicated weights are not cut into slices on the devices: what just fits while training fits while saving."""
+    """Replicated weights are not cut into slices on the devices: what just fits while training fits
+    while saving.
+    """
 
     def held() -> int:
-        arrays = [shard.data for x in jax.live_arrays() if not x.is_deleted() for shard in x.addressable_shards]
+        arrays = [
+            shard.data
+            for x in jax.live_arrays()
+            if not x.is_deleted()
+            for shard in x.addressable_shards
+        ]
         return sum({x.unsafe_buffer_pointer(): x.nbytes for x in arrays}.values())
 
     grown = []
@@ -264,7 +318,11 @@ def test_a_save_takes_no_memory_of_the_devices(tmp_path, monkeypatch):
         copied = []
         start = type(arrays[0]).copy_to_host_async
         with monkeypatch.context() as patched:
-            patched.setattr(type(arrays[0]), "copy_to_host_async", lambda x: (copied.append(held()), start(x))[1])
+            patched.setattr(
+                type(arrays[0]),
+                "copy_to_host_async",
+                lambda x: (copied.append(held()), start(x))[1],
+            )
             found = transfer(arrays, *arguments, **options)
         grown.append(max(copied) - before)
         return found
@@ -277,18 +335,33 @@ def test_a_save_takes_no_memory_of_the_devices(tmp_path, monkeypatch):
 def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     damaged = b'{"step": "x"}\n[2]\n\xff\xfe{"st'
-    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n' + damaged)
+    path.write_bytes(
+        b'{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n' + damaged
+    )
     forget_after(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1}\n'
 
 
 def test_numbers_for_people():
-    assert [quantity(n) for n in (0.5, 999, 1234, 5.6e6, 8e9, 1.5e13)] == ["0.5", "999", "1.23k", "5.6M", "8B", "15T"]
+    assert [quantity(n) for n in (0.5, 999, 1234, 5.6e6, 8e9, 1.5e13)] == [
+        "0.5",
+        "999",
+        "1.23k",
+        "5.6M",
+        "8B",
+        "15T",
+    ]
     assert [duration(s) for s in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
 
 
 def test_the_line_of_a_step_has_what_a_person_follows(capsys):
-    figures = {"loss": 2.5, "learning_rate": 3e-4, "grad_norm": 0.512, "tokens_per_second": 12_345.0, "mfu": 0.412}
+    figures = {
+        "loss": 2.5,
+        "learning_rate": 3e-4,
+        "grad_norm": 0.512,
+        "tokens_per_second": 12_345.0,
+        "mfu": 0.412,
+    }
     figures |= {"memory_bytes": 31_400_000_000, "step_seconds": 0.25}
     Progress(10, 0, 1).update(4, figures)
     Progress(10, 0, 1).update(4, figures | {"mfu": None, "memory_bytes": None})

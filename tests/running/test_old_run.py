@@ -25,14 +25,17 @@ def here(tmp_path, monkeypatch) -> None:
 
 def train(run: str, *overrides: str) -> list[float]:
     """Trains up to step 5; the losses of all steps in the run's metrics."""
-    settings = [argument for text in (f"train.steps={STEPS}", *overrides) for argument in ("--set", text)]
+    settings = [
+        argument for text in (f"train.steps={STEPS}", *overrides) for argument in ("--set", text)
+    ]
     assert main(["train", "fox.toml", "--run", run, *settings]) == 0
     lines = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines]
 
 
 def test_it_goes_on_as_if_it_had_never_stopped(capsys):
-    settings = ("mesh.data=2", "mesh.fsdp=2", "mesh.context=2", "guard.policy=skip")  # judges by steps it did not keep
+    mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.context=2")
+    settings = (*mesh, "guard.policy=skip")  # judges by steps it did not keep
     resumed = train("run", *settings)
     said = capsys.readouterr().out
     assert "checkpoint 3 has no fingerprints yet: it could not be verified" in said
@@ -43,7 +46,9 @@ def test_it_goes_on_as_if_it_had_never_stopped(capsys):
 
 
 def test_it_gives_its_weights_to_a_pipeline():
-    losses = train("piped", "train.init_from=run", "mesh.pipeline=2", "mesh.data=4", "train.microbatch=1")
+    losses = train(
+        "piped", "train.init_from=run", "mesh.pipeline=2", "mesh.data=4", "train.microbatch=1"
+    )
     before = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert losses[0] < before - 0.02
 

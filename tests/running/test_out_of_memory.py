@@ -1,4 +1,6 @@
-"""A run that does not fit ends in one line: what it needs, what is there, and the cheapest change."""
+"""A run that does not fit ends in one line: what it needs, what is there, and the cheapest
+change.
+"""
 
 import re
 
@@ -36,8 +38,11 @@ def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, m
     monkeypatch.setenv(memory.SHARE_SETTING, "0.9")
     assert main(["train", "tiny.toml"]) == ConfigError.exit_code
     said = capsys.readouterr().err
-    pattern = r"out of memory: the step needs \d\.\d MB of a device; found 1.5 MB there, parameters 0.\d MB, "
-    pattern += r"optimizer 0.\d MB, activations and the rest of the step \d\.\d MB; try (--set train\.\S+.*)$"
+    pattern = (
+        r"out of memory: the step needs \d\.\d MB of a device; found 1.5 MB there, "
+        r"parameters 0.\d MB, optimizer 0.\d MB, "
+        r"activations and the rest of the step \d\.\d MB; try (--set train\.\S+.*)$"
+    )
     match = re.search(pattern, said.strip())
     assert match, said
     assert needs[0] > limit
@@ -51,7 +56,9 @@ def test_what_jax_raises_at_run_time_is_the_same_line(tmp_path, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
 
     monkeypatch.setattr(loop, "compile_step", exhausted)
-    with pytest.raises(OutOfMemoryError, match="the step needs more than a device has; found parameters 0.. MB"):
+    with pytest.raises(
+        OutOfMemoryError, match="the step needs more than a device has; found parameters 0.. MB"
+    ):
         st.run(tiny("train.steps=2"), tmp_path, **ONE)
 
     def other(*_):

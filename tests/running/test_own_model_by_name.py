@@ -1,4 +1,6 @@
-"""`model.make` and [model.extra]: a model of one's own from the command line, and code that runs only if asked."""
+"""`model.make` and [model.extra]: a model of one's own from the command line, and code that runs
+only if asked.
+"""
 
 import json
 import shutil
@@ -75,7 +77,9 @@ def test_it_trains_resumes_and_is_recorded_with_all_of_its_settings(here, capsys
 def test_a_run_directory_runs_no_code_by_itself(here, capsys):
     asked = ["sample", "run", "--prompt", "def ", "--length", "12", "--temperature", "0"]
     assert main(asked) == ConfigError.exit_code
-    said = "run is of hybrid.py:Hybrid, code that runs only if you say so; try --make hybrid.py:Hybrid"
+    said = (
+        "run is of hybrid.py:Hybrid, code that runs only if you say so; try --make hybrid.py:Hybrid"
+    )
     assert said in capsys.readouterr().err
     assert st.run_config(here / "run").model.make is None
     assert main([*asked, "--make", "hybrid.py:Hybrid"]) == 0
@@ -103,10 +107,15 @@ def test_show_and_estimate_take_it_too(here, capsys):
     assert "remember = 2.0  # default" in printed
     assert "blocks.layer.block.0.attention.in_e3s" in printed
     assert main(["estimate", "hybrid.toml", "--hardware", "h100", *settings]) == 0
-    assert "hybrid.py:Hybrid: its parameters, and its FLOPs as its program has them" in capsys.readouterr().out
+    assert (
+        "hybrid.py:Hybrid: its parameters, and its FLOPs as its program has them"
+        in capsys.readouterr().out
+    )
     flops = {}
     for state in (8, 64):
-        config = st.load("hybrid.toml", [*SMALL, *ONE, f"model.extra.state={state}"]).with_vocab(256)
+        config = st.load("hybrid.toml", [*SMALL, *ONE, f"model.extra.state={state}"]).with_vocab(
+            256
+        )
         found = st.estimate(config, 1, "h100")
         flops[state] = model_flops_per_token(found.workload.model, 8)
     wider = 6 * 2 * 4 * 16 * (64 - 8)  # two recurrences, each with four matrices of embed x state
@@ -120,7 +129,10 @@ def test_show_and_estimate_take_it_too(here, capsys):
         ("hybrid.py", r"model.make='hybrid.py'; try FILE.py:CLASS"),
         ("hybrid.py:Hibrid", r"hybrid.py has no class Hibrid; found Settings, Recurrence, Hybrid"),
         ("no_such_package.module:Model", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("broken.py:Model", r"broken.py:Model': NameError: name 'undefined' is not defined \(.*broken.py, line 2\)"),
+        (
+            "broken.py:Model",
+            r"broken.py:Model': NameError: name 'undefined' is not defined \(.*broken.py, line 2\)",
+        ),
         ("syntax.py:Model", r"SyntaxError: .* \(syntax.py, line 1\)"),
         ("json.py:Model", "a module json is there already"),
     ],
@@ -137,8 +149,14 @@ def test_a_name_that_leads_to_no_model_is_one_line(here, make, said):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("model.extra.stat=8",), r"unknown key model.extra.stat \(from --set\), did you mean model.extra.state\?"),
-        (("model.extra.state=many",), r"model.extra.state='many' \(from --set\) must be an integer"),
+        (
+            ("model.extra.stat=8",),
+            r"unknown key model.extra.stat \(from --set\), did you mean model.extra.state\?",
+        ),
+        (
+            ("model.extra.state=many",),
+            r"model.extra.state='many' \(from --set\) must be an integer",
+        ),
         (("model.extra.state=[1]",), r"model.extra.state=\[1\] \(from --set\) must be an integer"),
     ],
 )
@@ -149,7 +167,9 @@ def test_a_setting_of_its_own_is_typed_by_its_class(here, settings, said):
 
 
 def test_the_shipped_model_has_no_settings_of_ones_own():
-    with pytest.raises(ConfigError, match="Transformer reads no settings of its own; found model.extra.state"):
+    with pytest.raises(
+        ConfigError, match="Transformer reads no settings of its own; found model.extra.state"
+    ):
         choose_model(tiny("model.extra.state=8"))
 
 
@@ -161,7 +181,12 @@ def test_a_file_that_has_changed_is_read_again(tmp_path, monkeypatch):
 
 
 def test_free_settings_survive_toml(tmp_path):
-    settings = ("model.extra.a=1.5", "model.extra.b.c=text", "model.extra.d=[1, 2]", 'model.extra.e={f = "g"}')
+    settings = (
+        "model.extra.a=1.5",
+        "model.extra.b.c=text",
+        "model.extra.d=[1, 2]",
+        'model.extra.e={f = "g"}',
+    )
     config = tiny(*settings)
     assert config.model.extra == {"a": 1.5, "b": {"c": "text"}, "d": [1, 2], "e": {"f": "g"}}
     (tmp_path / "again.toml").write_text(to_toml(config))

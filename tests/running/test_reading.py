@@ -1,4 +1,6 @@
-"""What is done with a trained run: its loss on any text and any mesh, texts in a batch, texts that end."""
+"""What is done with a trained run: its loss on any text and any mesh, texts in a batch, texts that
+end.
+"""
 
 import json
 import math
@@ -14,15 +16,28 @@ from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, DataError
 
 TEXT = "It was the best of times, it was the worst of times. " * 40
-SMALL = ("model.layers=2", "model.embed=16", "model.heads=2", "train.sequence_length=8", "train.global_batch=4")
+SMALL = (
+    "model.layers=2",
+    "model.embed=16",
+    "model.heads=2",
+    "train.sequence_length=8",
+    "train.global_batch=4",
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A run on a text of one's own, its characters as tokens, with a learned table of 8 positions."""
+    """A run on a text of one's own, its characters as tokens, with a learned table of 8
+    positions.
+    """
     folder = tmp_path_factory.mktemp("reading")
     (folder / "times.txt").write_text(TEXT)
-    data = ("data.corpus=text", f"data.path={folder / 'times.txt'}", "data.tokenizer=characters", "model.vocab=none")
+    data = (
+        "data.corpus=text",
+        f"data.path={folder / 'times.txt'}",
+        "data.tokenizer=characters",
+        "model.vocab=none",
+    )
     more = ("train.steps=4", "checkpoint.every=2", "eval.every=4", "optimizer.warmup=0")
     st.run(tiny(*SMALL, *data, *more), folder / "run", devices=jax.devices()[:1])
     return folder
@@ -42,7 +57,9 @@ def test_the_loss_is_that_of_the_run_and_of_any_mesh(here, capsys):
     assert found["perplexity"] == pytest.approx(math.exp(of_run), rel=1e-5)
     assert found["tokens"] == found["bytes"], "a character is a byte here"
     assert found["bits_per_byte"] == pytest.approx(of_run / math.log(2), rel=1e-5)
-    split = [word for axis in ("data", "tensor", "pipeline") for word in ("--set", f"mesh.{axis}=2")]
+    split = [
+        word for axis in ("data", "tensor", "pipeline") for word in ("--set", f"mesh.{axis}=2")
+    ]
     assert main(["eval", "run", "--json", *split, "--set", "train.microbatch=1"]) == 0
     assert json.loads(capsys.readouterr().out) == pytest.approx(found, rel=1e-5)
     assert main(["eval", "run", "--step", "2"]) == 0
@@ -52,7 +69,9 @@ def test_the_loss_is_that_of_the_run_and_of_any_mesh(here, capsys):
 
 
 def test_any_files_are_evaluated_whole_with_the_runs_own_tokenizer(here):
-    Path("some.jsonl").write_text("".join(json.dumps({"story": TEXT[at : at + 53]}) + "\n" for at in (0, 53)))
+    Path("some.jsonl").write_text(
+        "".join(json.dumps({"story": TEXT[at : at + 53]}) + "\n" for at in (0, 53))
+    )
     found = st.evaluate("run", ["some.jsonl"], field="story")
     assert found["tokens"] == 2 * 53 - 1
     Path("same.txt").write_text(TEXT[:106])
@@ -83,7 +102,9 @@ def test_prompts_of_several_lengths_are_one_batch_and_each_text_is_as_if_alone(h
     together = st.generate("run", prompts, 4, choice=greedy)
     alone = [st.generate("run", prompt, 4, choice=greedy) for prompt in prompts]
     assert together == alone
-    assert [len(text) for text in together] == [10, 7, 11], "the last is longer than the model's positions"
+    assert [len(text) for text in together] == [10, 7, 11], (
+        "the last is longer than the model's positions"
+    )
 
 
 def test_a_text_ends_before_what_stops_it(here, capsys):
@@ -104,7 +125,18 @@ def test_the_token_that_ends_a_document_ends_a_text(here, monkeypatch, capsys):
     """With the id of a token that the model likes in its place, as it has no such token."""
     from spmdtrain.running import sample
 
-    asked = ["sample", "run", "--prompt", "It was", "--temperature", "0", "--length", "12", "--stop", "end-of-text"]
+    asked = [
+        "sample",
+        "run",
+        "--prompt",
+        "It was",
+        "--temperature",
+        "0",
+        "--length",
+        "12",
+        "--stop",
+        "end-of-text",
+    ]
     assert main(asked) == ConfigError.exit_code
     assert "trained without a token that ends a text" in capsys.readouterr().err
     whole = st.generate("run", "It was", 12, choice=st.Choice(0))
@@ -116,15 +148,28 @@ def test_the_token_that_ends_a_document_ends_a_text(here, monkeypatch, capsys):
     del here
 
 
-def test_a_run_knows_what_ends_its_documents_and_is_evaluated_on_texts_that_end_so(tmp_path, monkeypatch):
-    """Of texts and of the token file that is made of them alike; the token that ends a text has no bytes."""
+def test_a_run_knows_what_ends_its_documents_and_is_evaluated_on_texts_that_end_so(
+    tmp_path, monkeypatch
+):
+    """Of texts and of the token file that is made of them alike; the token that ends a text has no
+    bytes.
+    """
     from spmdtrain.running import sample
 
     monkeypatch.chdir(tmp_path)
-    Path("ab.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["ab" * 20, "é" * 9] * 4))
+    Path("ab.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ["ab" * 20, "é" * 9] * 4)
+    )
     assert main(["data", "prepare", "ab.jsonl", "--out", "ab", "--end-of-text", "\n"]) == 0
-    data = ("data.corpus=tokens", "data.path=ab.bin", "model.vocab=none", "data.validation_fraction=0")
-    st.run(tiny(*SMALL, *data, "train.steps=1", "optimizer.warmup=0"), "run", devices=jax.devices()[:1])
+    data = (
+        "data.corpus=tokens",
+        "data.path=ab.bin",
+        "model.vocab=none",
+        "data.validation_fraction=0",
+    )
+    st.run(
+        tiny(*SMALL, *data, "train.steps=1", "optimizer.warmup=0"), "run", devices=jax.devices()[:1]
+    )
     opened = st.open_run("run")
     assert opened.end_of_text == sample._end_of_text(opened) == ord("\n")
     found = st.evaluate("run", ["ab.jsonl"])
@@ -135,5 +180,7 @@ def test_a_run_knows_what_ends_its_documents_and_is_evaluated_on_texts_that_end_
 def test_token_files_of_another_tokenizer_are_refused(here):
     del here
     assert main(["data", "prepare", "times.txt", "--out", "bytes"]) == 0
-    with pytest.raises(DataError, match="bytes.bin was made with another tokenizer than the run's; try the texts"):
+    with pytest.raises(
+        DataError, match="bytes.bin was made with another tokenizer than the run's; try the texts"
+    ):
         st.evaluate("run", ["bytes.bin"])

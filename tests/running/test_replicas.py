@@ -1,4 +1,6 @@
-"""One device whose bits have flipped is named by its copies; and a process that keeps the others waiting is."""
+"""One device whose bits have flipped is named by its copies; and a process that keeps the others
+waiting is.
+"""
 
 import itertools
 import json
@@ -17,7 +19,12 @@ from spmdtrain.running.replicas import ReplicaCheck
 from spmdtrain.running.stragglers import Stragglers, slowest
 from spmdtrain.train.setup import init_state
 
-SETTINGS = ("model.layers=1", "model.embed=16", "train.global_batch=8", "optimizer.schedule=constant")
+SETTINGS = (
+    "model.layers=1",
+    "model.embed=16",
+    "train.global_batch=8",
+    "optimizer.schedule=constant",
+)
 
 
 class Told:
@@ -47,13 +54,17 @@ def test_the_device_is_named(mesh, alone):
     draw = random.Random(0)
     setup = prepared(*SETTINGS, *mesh)
     state = init_state(setup)
-    held = {path: x.sharding.num_devices // len(set(map(str, x.sharding.devices_indices_map(x.shape).values())))
-            for path, x in state.params.items()}  # fmt: skip
+    held = {}
+    for path, x in state.params.items():
+        parts = set(map(str, x.sharding.devices_indices_map(x.shape).values()))
+        held[path] = x.sharding.num_devices // len(parts)
     copied = [path for path, count in held.items() if count > 1]
     told = Told()
     check = ReplicaCheck(setup.mesh, 7, told)
     check.before_save(0, state)  # no false alarm
-    for device, path in itertools.islice(itertools.product(setup.mesh.devices.flat, copied), 0, None, 5):
+    for device, path in itertools.islice(
+        itertools.product(setup.mesh.devices.flat, copied), 0, None, 5
+    ):
         params = state.params | {path: flip_copy(state.params[path], device, draw)}
         broken = type(state)(state.step, params, state.opt_state)
         check.after_step(6, broken)
@@ -64,14 +75,22 @@ def test_the_device_is_named(mesh, alone):
         assert step == 7 and values["leaf"] == path
         assert device.id in values["devices"]
         if held[path] > 2:
-            assert values["devices"] == [device.id] and f"device {device.id} (cpu) holds" in str(raised.value)
+            assert values["devices"] == [device.id] and f"device {device.id} (cpu) holds" in str(
+                raised.value
+            )
         else:
             assert len(values["devices"]) == 2 and not alone
 
 
 @pytest.mark.long
 def test_a_run_ends_before_it_saves_and_goes_on_from_before_the_fault(tmp_path, monkeypatch):
-    settings = (*SETTINGS, "mesh.data=4", "train.steps=8", "checkpoint.every=3", "guard.replica_check=4")
+    settings = (
+        *SETTINGS,
+        "mesh.data=4",
+        "train.steps=8",
+        "checkpoint.every=3",
+        "guard.replica_check=4",
+    )
     devices = jax.devices()[:4]
 
     def run(directory: Path):
@@ -86,7 +105,11 @@ def test_a_run_ends_before_it_saves_and_goes_on_from_before_the_fault(tmp_path, 
         def broken_at_5(state, batch):
             state, metrics = step(state, batch)
             if int(state.step) == 5:
-                name = "final_norm.scale" if "final_norm.scale" in state.params else sorted(state.params)[0]
+                name = (
+                    "final_norm.scale"
+                    if "final_norm.scale" in state.params
+                    else sorted(state.params)[0]
+                )
                 state.params[name] = flip_copy(state.params[name], devices[2], random.Random(0))
             return state, metrics
 
@@ -101,7 +124,10 @@ def test_a_run_ends_before_it_saves_and_goes_on_from_before_the_fault(tmp_path, 
     assert steps == ["3"]
     assert run(tmp_path / "run").status == "finished"
     losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         for name in ("clean", "run")
     ]
     assert losses[0] == losses[1]
@@ -129,7 +155,9 @@ def test_a_slow_process_is_said_once_and_what_waits_is_not_its_own(monkeypatch):
     watch = Stragglers(mesh, 2, told, lambda: now[0])
     own_of_0 = 0.1
     asked = []
-    monkeypatch.setattr(watch, "_gather", lambda row: asked.append(row) or np.array([row, [own_of_0, 2.0]]))
+    monkeypatch.setattr(
+        watch, "_gather", lambda row: asked.append(row) or np.array([row, [own_of_0, 2.0]])
+    )
     monkeypatch.setattr(watch, "_rows", lambda own, whole: [own, whole])
     for step in range(1, 9):
         now[0] += 0.5
@@ -137,5 +165,9 @@ def test_a_slow_process_is_said_once_and_what_waits_is_not_its_own(monkeypatch):
             now[0] += 1.5
         watch.after_step(step)
     np.testing.assert_allclose(asked, [[0.5, 2.0]] * 4)
-    assert [(event, step, values["process"]) for event, step, values in told.events] == [("straggler", 6, 0)]
-    assert told.said == ["process 0 keeps the others waiting: its host works 0.5 s in each step, the others 0.1 s"]
+    assert [(event, step, values["process"]) for event, step, values in told.events] == [
+        ("straggler", 6, 0)
+    ]
+    assert told.said == [
+        "process 0 keeps the others waiting: its host works 0.5 s in each step, the others 0.1 s"
+    ]

@@ -44,7 +44,9 @@ MESH = ("mesh.data=4", "mesh.tensor=2", "train.zero=1")
 
 
 def run(directory: Path, *overrides: str, **options) -> loop.Outcome:
-    return loop.run(tiny(*overrides), directory, devices=jax.devices()[: mesh_of(overrides)], **options)
+    return loop.run(
+        tiny(*overrides), directory, devices=jax.devices()[: mesh_of(overrides)], **options
+    )
 
 
 def losses(directory: Path) -> dict[int, float]:
@@ -55,7 +57,9 @@ def losses(directory: Path) -> dict[int, float]:
 
 
 def events(directory: Path) -> list[str]:
-    return [json.loads(line)["event"] for line in (directory / "events.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["event"] for line in (directory / "events.jsonl").read_text().splitlines()
+    ]
 
 
 def saved_state(directory: Path, *overrides: str):
@@ -107,22 +111,47 @@ def test_a_signal_stops_after_the_step_in_flight_and_the_resumed_run_is_bit_iden
     consumed.clear()
     assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("finished", STEPS)
     assert losses(tmp_path) == losses(uninterrupted)
-    assert_same_bits(saved_state(tmp_path, *SETTINGS, *MESH), saved_state(uninterrupted, *SETTINGS, *MESH))
+    assert_same_bits(
+        saved_state(tmp_path, *SETTINGS, *MESH), saved_state(uninterrupted, *SETTINGS, *MESH)
+    )
     assert set(range(20 * 8)) <= first_half
     assert {int(i) for ids in consumed for i in ids} >= set(range(20 * 8, STEPS * 8))
     assert min(int(ids.min()) for ids in consumed) == 20 * 8, "no sample is seen twice"
-    assert events(tmp_path) == ["started", "saved", "saved", "preempted", "resumed", "saved", "saved", "finished"]
+    assert events(tmp_path) == [
+        "started",
+        "saved",
+        "saved",
+        "preempted",
+        "resumed",
+        "saved",
+        "saved",
+        "finished",
+    ]
 
 
 def command(directory: Path, config: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "spmdtrain.cli", "train", str(config), "--run", str(directory), *more]
+    return [
+        sys.executable,
+        "-m",
+        "spmdtrain.cli",
+        "train",
+        str(config),
+        "--run",
+        str(directory),
+        *more,
+    ]
 
 
-def wait_for_step(process: subprocess.Popen, directory: Path, step: int, seconds: float = 120) -> None:
+def wait_for_step(
+    process: subprocess.Popen, directory: Path, step: int, seconds: float = 120
+) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, IndexError):
-            if json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= step:
+            if (
+                json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+                >= step
+            ):
                 return
         time.sleep(0.02)
     raise AssertionError(f"no step {step}: {process.communicate(timeout=10)}")
@@ -135,17 +164,25 @@ def config_file(tmp_path_factory) -> Path:
     return path
 
 
-def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(uninterrupted, config_file, tmp_path):
-    """Through the command line: killed without warning, run again, and nothing shows but one event."""
+def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(
+    uninterrupted, config_file, tmp_path
+):
+    """Through the command line: killed without warning, run again, and nothing shows but one
+    event.
+    """
     process = subprocess.Popen(
-        command(tmp_path, config_file, "--simulate-devices", "8"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command(tmp_path, config_file, "--simulate-devices", "8"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     wait_for_step(process, tmp_path, 23)
     process.kill()
     process.wait()
     assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("finished", STEPS)
     assert losses(tmp_path) == losses(uninterrupted)
-    assert_same_bits(saved_state(tmp_path, *SETTINGS, *MESH), saved_state(uninterrupted, *SETTINGS, *MESH))
+    assert_same_bits(
+        saved_state(tmp_path, *SETTINGS, *MESH), saved_state(uninterrupted, *SETTINGS, *MESH)
+    )
     assert events(tmp_path).count("resumed") == 1
 
 
@@ -170,9 +207,14 @@ def free_port() -> int:
 
 @pytest.mark.core
 def test_two_processes_train_as_one_and_stop_together(uninterrupted, half, config_file, tmp_path):
-    """Resumed from one process on two of four devices each; then a SIGTERM that only one of them gets."""
+    """Resumed from one process on two of four devices each; then a SIGTERM that only one of them
+    gets.
+    """
     shutil.copytree(half, tmp_path, dirs_exist_ok=True)
-    port, more = free_port(), ("--simulate-devices", "4", "--set", "mesh.data=4", "--set", "train.steps=4000")
+    port, more = (
+        free_port(),
+        ("--simulate-devices", "4", "--set", "mesh.data=4", "--set", "train.steps=4000"),
+    )
     flags = ("--coordinator", f"localhost:{port}", "--processes", "2")
     processes = [
         subprocess.Popen(
@@ -208,17 +250,28 @@ def test_a_finished_run_says_so_and_more_steps_go_on(uninterrupted, tmp_path, ca
 def test_fresh_sets_the_old_run_aside(uninterrupted, tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(uninterrupted, directory)
-    assert run(directory, *SETTINGS, *MESH, "train.steps=2", fresh=True) == loop.Outcome("finished", 2)
+    assert run(directory, *SETTINGS, *MESH, "train.steps=2", fresh=True) == loop.Outcome(
+        "finished", 2
+    )
     assert max(losses(tmp_path / "run.1")) == STEPS
 
 
 def test_only_the_newest_checkpoints_are_kept(uninterrupted):
-    assert sorted(int(path.name) for path in (uninterrupted / "checkpoints").iterdir()) == [20, 30, 40]
+    assert sorted(int(path.name) for path in (uninterrupted / "checkpoints").iterdir()) == [
+        20,
+        30,
+        40,
+    ]
 
 
 def test_weights_alone_start_another_run(uninterrupted, tmp_path):
     """Other optimizer, other mesh, step 0: but the loss begins where the other run ended."""
-    other = ("mesh.fsdp=2", "optimizer.name=sgd", "optimizer.learning_rate=1e-5", f"train.init_from={uninterrupted}")
+    other = (
+        "mesh.fsdp=2",
+        "optimizer.name=sgd",
+        "optimizer.learning_rate=1e-5",
+        f"train.init_from={uninterrupted}",
+    )
     assert run(tmp_path, *SETTINGS, *other, "train.steps=3").status == "finished"
     assert losses(tmp_path)[1] < losses(uninterrupted)[1] - 0.3
 
@@ -240,7 +293,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(uninterrupted, tmp_pa
     assert os.listdir(tmp_path / "checkpoints") == before
 
 
-ONE_DEVICE = ("optimizer.schedule=constant", "train.global_batch=8", "checkpoint.every=2", "train.steps=4")
+ONE_DEVICE = (
+    "optimizer.schedule=constant",
+    "train.global_batch=8",
+    "checkpoint.every=2",
+    "train.steps=4",
+)
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +323,9 @@ PIPELINE = ("mesh.pipeline=2", "train.microbatch=4")
         ("model.tied=false", "model.tied=true", "unembed_ve"),
     ],
 )
-def test_a_model_with_more_or_fewer_parameters_is_refused_by_name(families, tmp_path, mesh, trained, change, name):
+def test_a_model_with_more_or_fewer_parameters_is_refused_by_name(
+    families, tmp_path, mesh, trained, change, name
+):
     """On resume and as weights to start from: nothing that was trained is dropped in silence."""
     shutil.copytree(families[trained], tmp_path / "run")
     with pytest.raises(CheckpointError, match=f"does not fit: .*{name}"):
@@ -295,14 +355,18 @@ def test_a_setting_that_changes_no_shape_but_the_function_is_refused(tmp_path, c
     settings = (*ONE_DEVICE, "model.bias=false")
     run(tmp_path / "run", *settings)
     name, now = change.split("=")
-    with pytest.raises(CheckpointError, match=f"{name} has changed; asked .*; found .* in the checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=f"{name} has changed; asked .*; found .* in the checkpoint"
+    ):
         run(tmp_path / "run", *settings, change, "train.steps=6")
     run(tmp_path / "other", *settings, change, f"train.init_from={tmp_path / 'run'}")
     assert f"were trained with {name}=" in capsys.readouterr().out
 
 
 def test_a_run_that_was_resumed_twice_is_bit_identical(tmp_path):
-    """Each time from where it stood: the position of the data is counted on, not from the last resume."""
+    """Each time from where it stood: the position of the data is counted on, not from the last
+    resume.
+    """
     for name, ends in (("at once", [6]), ("in parts", [2, 4, 6])):
         for steps in ends:
             run(tmp_path / name, *ONE_DEVICE, f"train.steps={steps}")
@@ -312,7 +376,11 @@ def test_a_run_that_was_resumed_twice_is_bit_identical(tmp_path):
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -320,7 +388,14 @@ def test_a_refused_command_changes_nothing(uninterrupted, tmp_path, fresh):
     shutil.copytree(uninterrupted, tmp_path / "run")
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match="model.attention='cudnn' cannot run"):
-        run(tmp_path / "run", *SETTINGS, *MESH, "train.steps=80", "model.attention=cudnn", fresh=fresh)
+        run(
+            tmp_path / "run",
+            *SETTINGS,
+            *MESH,
+            "train.steps=80",
+            "model.attention=cudnn",
+            fresh=fresh,
+        )
     after, log = contents(tmp_path), "run/events.jsonl"
     assert after.pop(log).startswith(before.pop(log)) and after == before
 
@@ -348,9 +423,14 @@ def test_two_runs_in_one_directory_are_one_too_many(uninterrupted, tmp_path):
 @pytest.mark.parametrize("item", ["params", "state"])
 def test_a_damaged_file_of_a_checkpoint_is_one_line(uninterrupted, tmp_path, item, size):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
-    data = max((tmp_path / "checkpoints" / "40" / item).rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = max(
+        (tmp_path / "checkpoints" / "40" / item).rglob("d/*"), key=lambda path: path.stat().st_size
+    )
     data.unlink() if size is None else os.truncate(data, size)
-    said = "checkpoints/40 is damaged: it cannot be read: [A-Z_]+: .*; try resuming the run, .* from step 30$"
+    said = (
+        "checkpoints/40 is damaged: it cannot be read: [A-Z_]+: .*; "
+        "try resuming the run, .* from step 30$"
+    )
     with pytest.raises(DamagedError, match=said):
         saved_state(tmp_path, *SETTINGS, *MESH)
 
@@ -363,7 +443,9 @@ def test_a_checkpoint_that_says_nothing_of_itself_is_one_line(uninterrupted, tmp
         saved_state(tmp_path, *SETTINGS, *MESH)
 
 
-def assert_the_newest_checkpoint_is_finite(directory: Path, error: DivergedError, *overrides: str) -> None:
+def assert_the_newest_checkpoint_is_finite(
+    directory: Path, error: DivergedError, *overrides: str
+) -> None:
     state = saved_state(directory, *overrides)
     named = re.search(r"; step (\d+) is the newest checkpoint", str(error))
     assert named and int(named[1]) == int(state.step)
@@ -410,8 +492,15 @@ def test_whatever_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, kind, 
 
 
 def test_a_diverged_run_ends_before_it_saves(tmp_path):
-    wild = ("optimizer.name=sgd", "optimizer.learning_rate=1e30", "train.clip=none", "train.steps=6")
-    with pytest.raises(DivergedError, match="the loss of step [23] is nan; step 1 is the newest checkpoint") as raised:
+    wild = (
+        "optimizer.name=sgd",
+        "optimizer.learning_rate=1e30",
+        "train.clip=none",
+        "train.steps=6",
+    )
+    with pytest.raises(
+        DivergedError, match="the loss of step [23] is nan; step 1 is the newest checkpoint"
+    ) as raised:
         run(tmp_path, *wild, "checkpoint.every=1", "checkpoint.keep=1")
     assert raised.value.exit_code == 9 and os.listdir(tmp_path / "checkpoints") == ["1"]
     assert events(tmp_path)[-1] == "diverged"

@@ -1,4 +1,6 @@
-"""Bad steps in a row: the run goes back to the checkpoint before them and is as if their samples had never been."""
+"""Bad steps in a row: the run goes back to the checkpoint before them and is as if their samples
+had never been.
+"""
 
 import json
 from pathlib import Path
@@ -104,7 +106,8 @@ def test_it_is_as_if_the_samples_had_never_been(undisturbed, tmp_path):
     assert [event["step"] for event in events(tmp_path, "saved")] == [2, 4, 6, 8, 10, 12]
 
 
-# At 7 the run ends among the bad steps and saves them, at 8 it goes back first; at 10 it has gone back.
+# At 7 the run ends among the bad steps and saves them, at 8 it goes back first; at 10 it has gone
+# back.
 @pytest.mark.parametrize("stop", [7, 8, 10])
 def test_a_resumed_run_is_no_other(stop, undisturbed, tmp_path):
     assert run(tmp_path, stop=stop).status == "stopped"
@@ -124,7 +127,10 @@ def test_a_cause_that_is_not_in_the_samples_ends_the_run(tmp_path):
 
 
 def test_without_an_older_checkpoint_the_run_ends(tmp_path):
-    with pytest.raises(DivergedError, match="the loss of step 3 is nan, and 2 were skipped before, and no checkpoint"):
+    with pytest.raises(
+        DivergedError,
+        match="the loss of step 3 is nan, and 2 were skipped before, and no checkpoint",
+    ):
         run(tmp_path, data=tokens_with(range(1, 1000)))
 
 

@@ -58,7 +58,9 @@ def test_a_table_beyond_16_rows_and_8_columns_is_cut_and_says_so():
     rows = [f"row {at}" for at in range(20)]
     columns = [f"column {at}" for at in range(9)]
     panel = Panel("title", "subtitle", rows, columns, [["x"] * 9] * 20, "#ffffff")
-    texts = texts_of(f'<svg xmlns="http://www.w3.org/2000/svg">{"".join(draw_panel(panel, 0, 0))}</svg>')
+    texts = texts_of(
+        f'<svg xmlns="http://www.w3.org/2000/svg">{"".join(draw_panel(panel, 0, 0))}</svg>'
+    )
     assert "row 15" in texts and "row 16" not in texts
     assert "column 7" in texts and "column 8" not in texts
     assert texts.count("x") == 16 * 8
@@ -69,7 +71,9 @@ def test_the_command_writes_the_file_and_says_where(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     arguments = ["show", str(QUICKSTART), "--simulate-devices", "8", "--svg", "mesh.svg"]
     assert main(arguments) == 0
-    assert capsys.readouterr().out.endswith("mesh.svg: the mesh, a batch and the parameters, drawn\n")
+    assert capsys.readouterr().out.endswith(
+        "mesh.svg: the mesh, a batch and the parameters, drawn\n"
+    )
     assert "gpt, 120,576 parameters, on 8 devices" in (tmp_path / "mesh.svg").read_text()
     assert main([*arguments, "--set", "model.heads=3"]) == ConfigError.exit_code
 

@@ -1,4 +1,6 @@
-"""A loss or a gradient far above those before it: the step is skipped, alike on every mesh and after a resume."""
+"""A loss or a gradient far above those before it: the step is skipped, alike on every mesh and
+after a resume.
+"""
 
 import json
 from pathlib import Path
@@ -73,7 +75,9 @@ def undisturbed(tmp_path_factory) -> Path:
 
 
 def test_the_limits_are_those_of_numpy():
-    guard = tiny("guard.policy=skip", f"guard.window={WINDOW}", "guard.sigmas=3", "guard.grad_norm=4").guard
+    guard = tiny(
+        "guard.policy=skip", f"guard.window={WINDOW}", "guard.sigmas=3", "guard.grad_norm=4"
+    ).guard
     draw = np.random.default_rng(0)
     recent = jnp.array(spikes.no_figures(guard))
     kept = []
@@ -89,7 +93,12 @@ def test_the_limits_are_those_of_numpy():
         recent = spikes.remember(recent, jnp.array(row), jnp.array(good))
         kept += [row] if good else []
     most = jnp.array([3.0, 2.0])
-    for figures, good in (((3, 2), True), ((3.001, 2), False), ((3, 2.001), False), ((jnp.nan, 2), False)):
+    for figures, good in (
+        ((3, 2), True),
+        ((3.001, 2), False),
+        ((3, 2.001), False),
+        ((jnp.nan, 2), False),
+    ):
         assert bool(spikes.is_good(jnp.array(figures), most)) == good
     assert not bool(spikes.is_good(jnp.array([jnp.inf, 2]), jnp.array([jnp.inf, jnp.inf])))
 
@@ -109,7 +118,10 @@ def test_every_mesh_skips_what_one_device_skips(layout, undisturbed, tmp_path):
 @pytest.mark.long
 def test_it_says_which_samples_and_why(undisturbed):
     events = [line for line in lines(undisturbed, "events.jsonl") if line["event"] == "skipped"]
-    assert [(event["step"], event["samples"]) for event in events] == [(7, [24, 27]), (10, [36, 39])]
+    assert [(event["step"], event["samples"]) for event in events] == [
+        (7, [24, 27]),
+        (10, [36, 39]),
+    ]
     assert "6 standard deviations above the mean before it" in events[0]["why"]
 
 

@@ -1,4 +1,6 @@
-"""A disk that is full or cannot be written, and a run directory that is taken: one line, and nothing is lost."""
+"""A disk that is full or cannot be written, and a run directory that is taken: one line, and
+nothing is lost.
+"""
 
 import json
 import os
@@ -17,7 +19,13 @@ from spmdtrain.running.directory import only_run
 from spmdtrain.running.save_interval import SaveInterval
 from spmdtrain.train.checkpoint_interval import plan_checkpoints
 
-SETTINGS = ("train.steps=12", "checkpoint.every=1", "checkpoint.keep=100", "train.global_batch=2", "model.layers=1")
+SETTINGS = (
+    "train.steps=12",
+    "checkpoint.every=1",
+    "checkpoint.keep=100",
+    "train.global_batch=2",
+    "model.layers=1",
+)
 TRAIN = f"{sys.executable} -m spmdtrain.cli train run.toml --run disk/run --simulate-devices 1"
 # In a mount namespace of its own: a small disk fills up, gets room, and cannot be written at last.
 FILL = f"""
@@ -59,11 +67,15 @@ def test_a_full_disk_costs_the_steps_since_the_last_save(tmp_path):
     at = next(number for number, line in enumerate(kept_and_event) if line.startswith("{"))
     kept = sorted(int(name) for name in kept_and_event[:at])  # and nothing unfinished
     last = json.loads(kept_and_event[at])
-    assert 1 <= len(kept) < 12 and last["event"] == "saved" and last["step"] in kept[-2:]  # or just not said yet
+    assert 1 <= len(kept) < 12
+    assert last["event"] == "saved"
+    assert last["step"] in kept[-2:]  # the newest may not be said yet
     later = "\n".join(kept_and_event[at + 1 :])
     assert f"resumed disk/run at step {kept[-1]}\n" in later and "\n0\n10" in later
     refusals = done.stderr.splitlines()
-    assert len(refusals) == 2 and all(line.startswith("spmdtrain: cannot ") for line in refusals), done.stderr
+    assert len(refusals) == 2 and all(line.startswith("spmdtrain: cannot ") for line in refusals), (
+        done.stderr
+    )
 
 
 def holder(**changed) -> str:
@@ -71,7 +83,11 @@ def holder(**changed) -> str:
 
 
 def test_who_finds_the_directory_taken_learns_by_whom(tmp_path):
-    with only_run(tmp_path), pytest.raises(StorageError, match=f"found process {os.getpid()} on "), only_run(tmp_path):
+    with (
+        only_run(tmp_path),
+        pytest.raises(StorageError, match=f"found process {os.getpid()} on "),
+        only_run(tmp_path),
+    ):
         pass
     with only_run(tmp_path):
         pass
@@ -104,7 +120,8 @@ def test_without_locks_the_named_holder_counts_unless_it_is_gone(tmp_path, monke
 
 def test_auto_saves_at_the_interval_that_loses_least():
     auto = SaveInterval("auto", 100, devices=8)
-    assert [step for step in range(101, 115) if auto.is_due(step)] == [110, 111, 112, 113, 114]  # until it is saved
+    due = [step for step in range(101, 115) if auto.is_due(step)]
+    assert due == [110, 111, 112, 113, 114]  # until it is saved
     assert auto.saved(110, 2.0, [9.0, 0.1, 0.1, 0.3])
     every = plan_checkpoints(0.1, 2.0, 8).every
     assert auto.every == every > 1000
@@ -114,7 +131,9 @@ def test_auto_saves_at_the_interval_that_loses_least():
 
 def test_a_fixed_interval_stays_what_it_is():
     fixed = SaveInterval(5, 3, devices=8)
-    assert not fixed.saved(5, 1e6, [1.0, 1.0]) and [step for step in range(4, 16) if fixed.is_due(step)] == [5, 10, 15]
+    assert not fixed.saved(5, 1e6, [1.0, 1.0]) and [
+        step for step in range(4, 16) if fixed.is_due(step)
+    ] == [5, 10, 15]
     assert not any(SaveInterval(0, 0, devices=8).is_due(step) for step in range(1, 10))
 
 
@@ -123,5 +142,7 @@ def test_a_run_on_auto_says_its_interval(tmp_path, capsys):
     settings = ("train.steps=13", "checkpoint.every=auto", "train.global_batch=2", "model.layers=1")
     loop.run(tiny(*settings), tmp_path, devices=jax.devices()[:1])
     assert "step 10/13  a save stops the run for " in capsys.readouterr().out
-    saved = [line for line in (tmp_path / "events.jsonl").read_text().splitlines() if '"saved"' in line]
+    saved = [
+        line for line in (tmp_path / "events.jsonl").read_text().splitlines() if '"saved"' in line
+    ]
     assert [json.loads(line)["step"] for line in saved] == [10, 13]

@@ -1,4 +1,6 @@
-"""Kernels in models: the same gradients on any mesh, nothing gathered around them, one line where one cannot run."""
+"""Kernels in models: the same gradients on any mesh, nothing gathered around them, one line where
+one cannot run.
+"""
 
 import importlib.util
 import os
@@ -18,11 +20,33 @@ from spmdtrain.train.step import make_gradients
 
 pytestmark = pytest.mark.long
 
-SMALL = ("model.embed=32", "model.heads=4", "model.vocab=32", "train.sequence_length=16", "train.global_batch=8")
+SMALL = (
+    "model.embed=32",
+    "model.heads=4",
+    "model.vocab=32",
+    "train.sequence_length=16",
+    "train.global_batch=8",
+)
 MESHES = {
-    "data fsdp tensor": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "model.kv_heads=2", "model.name=llama"),
-    "context documents": ("mesh.context=2", "mesh.tensor=2", "data.packing=documents", "precision.compute=bfloat16"),
-    "zero bubble": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=2", "pipeline.schedule=zero_bubble"),
+    "data fsdp tensor": (
+        "mesh.data=2",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "model.kv_heads=2",
+        "model.name=llama",
+    ),
+    "context documents": (
+        "mesh.context=2",
+        "mesh.tensor=2",
+        "data.packing=documents",
+        "precision.compute=bfloat16",
+    ),
+    "zero bubble": (
+        "mesh.pipeline=2",
+        "mesh.tensor=2",
+        "train.microbatch=2",
+        "pipeline.schedule=zero_bubble",
+    ),
 }
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +54,9 @@ ROOT = Path(__file__).parents[2]
 def setup_with(attention: str, settings: tuple[str, ...]) -> Setup:
     """`attention`: also an interpreted kernel, which the settings do not offer."""
     config = tiny(*SMALL, *settings)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"attention": attention})}
+    )
     return shard(config, devices=jax.devices()[: mesh_of(settings)])
 
 
@@ -57,13 +83,17 @@ def test_an_implementation_that_cannot_run_is_one_line():
     setup = setup_with("cudnn", ())
     with pytest.raises(ConfigError) as refused:
         loop.lower_step(setup)
-    said = "model.attention='cudnn' cannot run: bfloat16 and float16, not float32; try --set model.attention=auto"
+    said = (
+        "model.attention='cudnn' cannot run: bfloat16 and float16, not float32; "
+        "try --set model.attention=auto"
+    )
     assert str(refused.value) == said
 
 
 GPU_STEP = """
 import sys
-from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, RunConfig, TrainConfig
+from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, \
+RunConfig, TrainConfig
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.hardware import hardware
 from spmdtrain.train.step import make_gradients
@@ -81,12 +111,15 @@ step, _ = deviceless.executable(config, config.mesh.sizes, hardware("h200"))
 text = step.as_text()
 own = "__gpu$xla.gpu.triton", "mosaic_gpu"
 calls = sum(count for name, count in hlo.calls(text).items() if name.startswith(own))
-gathers = sum(text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in ("all-gather", "all-to-all"))
+gathers = sum(text.count(f" {kind}(") + text.count(f" {kind}-start(") \
+for kind in ("all-gather", "all-to-all"))
 print(calls, gathers)
 """
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin"
+)
 @pytest.mark.parametrize(("attention", "stages"), [("triton", 2), ("mosaic", 1)])
 def test_a_step_for_8_gpus_gathers_nothing_around_its_kernels(attention, stages):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -15,8 +15,16 @@ pytestmark = pytest.mark.long
 
 STEPS, TOLERANCE = 20, 1e-5
 NOISY = ("model.dropout=0.1",)
-UNEVEN = ("data.packing=documents",)  # masks at document ends fall unevenly on shards and microbatches
-LLAMA = ("model.name=llama", "model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.vocab=64")
+# Masks at document ends fall unevenly on shards and microbatches.
+UNEVEN = ("data.packing=documents",)
+LLAMA = (
+    "model.name=llama",
+    "model.layers=2",
+    "model.embed=32",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.vocab=64",
+)
 CROSSWISE = (
     "rules.parameters.vocab=expert",
     "rules.parameters.embed=tensor,context",
@@ -31,7 +39,8 @@ CROSSWISE = (
 THIRDS = ("model.vocab=67", "train.global_batch=12", *UNEVEN)  # no mesh divides the vocabulary
 
 SEQUENCE_PARALLEL = ("rules.activations.stream_time=context,tensor",)
-INTERLEAVED = ("pipeline.schedule=interleaved", "pipeline.chunks=2")  # of two layers: the second chunk is padding
+# Of two layers: the second chunk is padding.
+INTERLEAVED = ("pipeline.schedule=interleaved", "pipeline.chunks=2")
 
 # (settings that change numbers, settings that must not)
 LAYOUTS = [
@@ -47,22 +56,54 @@ LAYOUTS = [
     (UNEVEN, ("mesh.data=2", "mesh.expert=2", "mesh.tensor=2", "train.microbatch=2")),
     (LLAMA, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1")),
     (LLAMA + UNEVEN, ("mesh.data=2", "mesh.fsdp=4", "train.microbatch=1", "train.zero=1")),
-    (NOISY, ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2", "train.zero=1")),
+    (
+        NOISY,
+        ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2", "train.zero=1"),
+    ),
     (UNEVEN, ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.data=2", "train.microbatch=1", *INTERLEAVED)),
-    (LLAMA + UNEVEN, ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.context=2", "train.microbatch=2", "train.remat=full")),
+    (
+        LLAMA + UNEVEN,
+        (
+            "mesh.pipeline=2",
+            "mesh.fsdp=2",
+            "mesh.context=2",
+            "train.microbatch=2",
+            "train.remat=full",
+        ),
+    ),
     (NOISY, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", *SEQUENCE_PARALLEL)),
     ((), ("mesh.data=2", "mesh.context=2", "mesh.tensor=2", "rules.parameters.position=tensor")),
-    (LLAMA, ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4", *SEQUENCE_PARALLEL)),
+    (
+        LLAMA,
+        (
+            "mesh.pipeline=2",
+            "mesh.context=2",
+            "mesh.tensor=2",
+            "train.microbatch=4",
+            *SEQUENCE_PARALLEL,
+        ),
+    ),
     # XLA aborts where it has to partition lookups split like these, and their gradients.
     ((), ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", *CROSSWISE)),
     (THIRDS, ("mesh.data=3", "train.zero=1", "train.microbatch=2")),
-    (THIRDS, ("mesh.data=3", "mesh.fsdp=2", "train.zero=1", "rules.parameters.vocab=fsdp", "rules.parameters.embed=")),
+    (
+        THIRDS,
+        (
+            "mesh.data=3",
+            "mesh.fsdp=2",
+            "train.zero=1",
+            "rules.parameters.vocab=fsdp",
+            "rules.parameters.embed=",
+        ),
+    ),
     (THIRDS, ("mesh.pipeline=3", "mesh.tensor=2", "train.microbatch=2")),
 ]
 
 
 def name(layout) -> str:
-    return " ".join(setting.split(".", 1)[1] for part in layout for setting in part if "=" in setting)
+    return " ".join(
+        setting.split(".", 1)[1] for part in layout for setting in part if "=" in setting
+    )
 
 
 @pytest.mark.core
@@ -79,16 +120,26 @@ def test_it_trains_on_this_mesh_as_on_one_device(layout, record_property):
 @pytest.mark.parametrize(
     "layout",
     [
-        (NOISY, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1", "train.zero=1")),
+        (
+            NOISY,
+            ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1", "train.zero=1"),
+        ),
         ((), ("mesh.data=2", "mesh.expert=2", "mesh.tensor=2", "rules.parameters.embed=expert")),
         (LLAMA + UNEVEN, ("mesh.data=2", "mesh.fsdp=2", "mesh.context=2", "train.remat=full")),
     ],
     ids=name,
 )
 def test_every_gradient_on_this_mesh_equals_one_devices(layout):
-    """By the step that SGD takes from equal parameters; Adam would blow up rounding where a gradient is zero."""
+    """By the step that SGD takes from equal parameters; Adam would blow up rounding where a
+    gradient is zero.
+    """
     numbers, placement = layout
-    sgd = ("optimizer.name=sgd", "optimizer.learning_rate=1", "optimizer.momentum=0", "train.clip=none")
+    sgd = (
+        "optimizer.name=sgd",
+        "optimizer.learning_rate=1",
+        "optimizer.momentum=0",
+        "train.clip=none",
+    )
     got, want = (trained(*numbers, *rest, *sgd, steps=1)[1].params for rest in (placement, ()))
     start = prepared(*numbers, *sgd)
     start = init_state(start).params
@@ -100,14 +151,18 @@ def test_every_gradient_on_this_mesh_equals_one_devices(layout):
 
 
 def gradient_bytes(*overrides: str) -> tuple[int, int, int]:
-    """(bytes over data inside loops, outside loops, bytes of all gradients in float32) per device."""
+    """(bytes over data inside loops, outside loops, bytes of all gradients in float32) per
+    device.
+    """
     setup = prepared(*overrides)
     text = compiled_step(*overrides).as_text()
     found = [c for c in hlo.instructions(text, setup.mesh.shape) if "data" in c.axis.split("+")]
     inside = sum(c.bytes for c in found if c.inside_loop)
     scattered = [c for c in found if c.kind == "reduce-scatter"]
     summed = [c for c in found if c.kind == "all-reduce" and not c.inside_loop]
-    outside = sum(c.bytes for c in summed) + sum(c.bytes * setup.mesh.shape["data"] for c in scattered)
+    outside = sum(c.bytes for c in summed) + sum(
+        c.bytes * setup.mesh.shape["data"] for c in scattered
+    )
     return inside, outside, 4 * sum(p.size for p in setup.model.parameters.values())
 
 
@@ -120,7 +175,8 @@ def gradient_bytes(*overrides: str) -> tuple[int, int, int]:
 def test_gradients_cross_the_data_axis_once_per_step_and_never_in_a_loop(settings):
     inside, outside, gradients = gradient_bytes("mesh.data=4", *settings)
     assert inside == 0
-    # one pass of the gradients; scalars come with it: loss, token count and, split by ZeRO-1, each parameter's norm
+    # one pass of the gradients; scalars come with it: loss, token count and, split by ZeRO-1, each
+    # parameter's norm
     assert gradients <= outside <= gradients + 4 * (2 + len(prepared().model.parameters))
 
 
@@ -139,12 +195,15 @@ ACCUMULATED = ("precision.compute=bfloat16", "precision.accumulate=float32", "tr
     ids=" ".join,
 )
 def test_gradients_cross_the_axes_of_the_batch_as_precisely_as_they_accumulate(mesh):
-    """In the partitioner's text: the CPU backend widens 16-bit sums after it, where no other test could see them."""
+    """In the partitioner's text: the CPU backend widens 16-bit sums after it, where no other test
+    could see them.
+    """
     text = partitioned_text(*mesh, *ACCUMULATED)
     sums = [
         each
         for each in hlo.instructions(text, prepared(*mesh, *ACCUMULATED).mesh.shape)
-        if each.kind in ("all-reduce", "reduce-scatter") and set(each.axis.split("+")) & set(BATCH_AXES)
+        if each.kind in ("all-reduce", "reduce-scatter")
+        and set(each.axis.split("+")) & set(BATCH_AXES)
     ]
     narrow = [each for each in sums if {"bf16", "f16"} & each.bytes_by_dtype.keys()]
     assert sums and not narrow, f"{len(narrow)} of {len(sums)} sums are narrow"
@@ -208,7 +267,9 @@ def test_each_step_has_its_own_learning_rate():
     assert int(state.step) == STEPS
 
 
-@pytest.mark.parametrize("layout", [(), ("mesh.pipeline=2", "train.microbatch=8")], ids=["one device", "pipeline"])
+@pytest.mark.parametrize(
+    "layout", [(), ("mesh.pipeline=2", "train.microbatch=8")], ids=["one device", "pipeline"]
+)
 def test_documents_are_apart_in_the_step(layout):
     """Two documents in one window have the loss that they have in windows of their own."""
     setup = prepared(*UNEVEN, *layout)
@@ -231,13 +292,19 @@ def test_documents_are_apart_in_the_step(layout):
             "tokens": row([document[:, :-1] for document in documents], 0).astype(np.int32),
             "targets": row([document[:, 1:] for document in documents], 0).astype(np.int32),
             "mask": row([np.ones((16, length)) for length in lengths], 0).astype(np.float32),
-            "segment_ids": row([np.full((16, n), at) for at, n in enumerate(lengths)], padding).astype(np.int32),
+            "segment_ids": row(
+                [np.full((16, n), at) for at, n in enumerate(lengths)], padding
+            ).astype(np.int32),
             "positions": row([np.tile(np.arange(n), (16, 1)) for n in lengths], 0).astype(np.int32),
             "sample": np.arange(16, dtype=np.uint32).reshape(setup_shape),
         }
 
     setup_shape = tuple(setup.batch_shape)
     run = jax.jit(losses)
-    together, *alone = (run(state.params, batch(*documents)) for documents in ((first, second), (first,), (second,)))
-    assert float(together["loss"]) == pytest.approx(sum(float(each["loss"]) for each in alone), rel=1e-6)
+    together, *alone = (
+        run(state.params, batch(*documents)) for documents in ((first, second), (first,), (second,))
+    )
+    assert float(together["loss"]) == pytest.approx(
+        sum(float(each["loss"]) for each in alone), rel=1e-6
+    )
     assert float(together["tokens"]) == 16 * 16

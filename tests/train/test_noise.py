@@ -1,4 +1,6 @@
-"""What is random in a step depends on the seed, the step and the sample, with and without a pipeline."""
+"""What is random in a step depends on the seed, the step and the sample, with and without a
+pipeline.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,13 @@ from spmdtrain.train.setup import init_state
 from spmdtrain.train.step import make_gradients
 
 LAYOUTS = {"one device": (), "pipeline": ("mesh.pipeline=2", "train.microbatch=4")}
-SMALL = ("model.embed=8", "model.heads=2", "train.sequence_length=4", "train.global_batch=8", "model.dropout=0.5")
+SMALL = (
+    "model.embed=8",
+    "model.heads=2",
+    "train.sequence_length=4",
+    "train.global_batch=8",
+    "model.dropout=0.5",
+)
 
 
 def losses(layout: str, seed: int) -> list[float]:

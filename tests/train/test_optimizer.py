@@ -1,4 +1,6 @@
-"""Optimizers see one layer's tensor, decay acts on matrices, the schedule hits its corners, clipping is global."""
+"""Optimizers see one layer's tensor, decay acts on matrices, the schedule hits its corners,
+clipping is global.
+"""
 
 import re
 
@@ -29,7 +31,10 @@ DECAYED = {"blocks.layer.up", "tokens.table"}
 
 def draw(seed: int) -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    return {path: jax.random.normal(key, p.shape) for key, (path, p) in zip(keys, SHAPES.items(), strict=True)}
+    return {
+        path: jax.random.normal(key, p.shape)
+        for key, (path, p) in zip(keys, SHAPES.items(), strict=True)
+    }
 
 
 RULES = [
@@ -48,7 +53,9 @@ def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
     params, mask = draw(0), {path: path in DECAYED for path in SHAPES}
     decay = optax.add_decayed_weights(config.weight_decay, mask)
     reference = {
-        "adamw": lambda: optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), decay),
+        "adamw": lambda: optax.chain(
+            optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), decay
+        ),
         "lion": lambda: optax.chain(optax.scale_by_lion(config.beta1, config.beta2), decay),
         "sgd": lambda: optax.chain(decay, optax.trace(config.momentum)),
     }[config.name]()
@@ -93,7 +100,9 @@ def test_adafactor_is_that_of_optax_layer_by_layer():
 def test_adafactor_keeps_a_row_and_a_column_of_a_large_matrix():
     shapes = {"w": Parameter((2, 256, 384), ("layer", "embed", "ffn"))}
     rules = shipped_rules(Adafactor(), shapes)
-    state = jax.eval_shape(lambda w: optimizers.init(rules, shapes, {"w": w}), jnp.zeros((2, 256, 384)))
+    state = jax.eval_shape(
+        lambda w: optimizers.init(rules, shapes, {"w": w}), jnp.zeros((2, 256, 384))
+    )
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(state))
     assert sizes[-2:] == [2 * 256, 2 * 384] and sum(sizes[:-2]) <= 8
 
@@ -101,8 +110,12 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_large_matrix():
 def test_lamb_is_that_of_optax_for_matrices_layer_by_layer_and_adamw_for_the_rest():
     config = Lamb(weight_decay=0.3)
     got = updates_of(config)
-    reference = lambda _: optax.lamb(1.0, config.beta1, config.beta2, config.epsilon, weight_decay=0.3)  # noqa: E731
-    for ours, theirs in zip(got["blocks.layer.up"], by_layer(reference, "blocks.layer.up"), strict=True):
+    reference = lambda _: optax.lamb(  # noqa: E731
+        1.0, config.beta1, config.beta2, config.epsilon, weight_decay=0.3
+    )
+    for ours, theirs in zip(
+        got["blocks.layer.up"], by_layer(reference, "blocks.layer.up"), strict=True
+    ):
         np.testing.assert_allclose(ours, -theirs, rtol=1e-5)
     adamw = updates_of(AdamW(beta2=config.beta2, epsilon=config.epsilon))
     for path in ("blocks.layer.up_bias", "blocks.layer.scale"):
@@ -131,7 +144,9 @@ def test_muon_takes_a_tensor_of_more_dims_as_the_matrix_from_the_stream_to_the_r
     def update(shapes):
         rules = shipped_rules(Muon(), shapes)
         given = {"out": gradient.reshape(shapes["out"].shape)}
-        found, _ = optimizers.updates(rules, shapes, given, optimizers.init(rules, shapes, given), given)
+        found, _ = optimizers.updates(
+            rules, shapes, given, optimizers.init(rules, shapes, given), given
+        )
         return found["out"].reshape(2, 6, 4)
 
     np.testing.assert_allclose(update(tensor), update(matrix), rtol=1e-5, atol=1e-6)
@@ -160,7 +175,10 @@ def test_groups_have_rates_and_decays_of_their_own_and_frozen_ones_have_no_state
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ([{"match": "token.*"}], "no parameter matches 'token.*'; try a pattern of paths such as tokens.table"),
+        (
+            [{"match": "token.*"}],
+            "no parameter matches 'token.*'; try a pattern of paths such as tokens.table",
+        ),
         ([{"match": "*", "frozen": True}], "freezes all 4 parameters"),
     ],
 )
@@ -178,7 +196,9 @@ def test_a_run_of_groups_leaves_frozen_weights_alone():
     group = {"match": "tokens.*", "frozen": True}
     config = tiny("train.steps=2")
     optimizer = config.optimizer.model_copy(update={"groups": (ParameterGroup(**group),)})
-    setup = shard(config.model_copy(update={"optimizer": optimizer}).with_vocab(64), devices=jax.devices()[:1])
+    setup = shard(
+        config.model_copy(update={"optimizer": optimizer}).with_vocab(64), devices=jax.devices()[:1]
+    )
     state = init_state(setup)
     before = jax.device_get(state.params)
     with batches_of(setup) as ahead:
@@ -189,19 +209,27 @@ def test_a_run_of_groups_leaves_frozen_weights_alone():
 
 
 def test_a_layerwise_rule_sees_one_layers_tensor():
-    """A trust ratio on the stack would mix the norms of the layers; per layer it must equal layer by layer."""
+    """A trust ratio on the stack would mix the norms of the layers; per layer it must equal layer
+    by layer.
+    """
 
     def updated(shapes, params, grads):
         rules = dict.fromkeys(shapes, optimizers.Rule(optax.scale_by_trust_ratio()))
-        return optimizers.updates(rules, shapes, grads, optimizers.init(rules, shapes, params), params)[0]
+        return optimizers.updates(
+            rules, shapes, grads, optimizers.init(rules, shapes, params), params
+        )[0]
 
     params, grads = draw(0), draw(1)
     got = updated(SHAPES, params, grads)
     path, rule = "blocks.layer.up", optax.scale_by_trust_ratio()
     for layer in range(3):
-        want, _ = rule.update(grads[path][layer], rule.init(params[path][layer]), params[path][layer])
+        want, _ = rule.update(
+            grads[path][layer], rule.init(params[path][layer]), params[path][layer]
+        )
         np.testing.assert_allclose(got[path][layer], want, rtol=1e-6)
-    staged = {path: SHAPES[path]} | {"staged": Parameter((3, 2, 2, 5), ("chunk", "stage", "layer", "ffn"))}
+    staged = {path: SHAPES[path]} | {
+        "staged": Parameter((3, 2, 2, 5), ("chunk", "stage", "layer", "ffn"))
+    }
     params, grads = ({**x, "staged": x[path].reshape(3, 2, 2, 5)} for x in (params, grads))
     laid_out = updated(staged, params, grads)
     for place in np.ndindex(3, 2, 2):
@@ -220,7 +248,8 @@ def test_only_matrices_decay():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.6, 0.2), ("cosine", 0.6, 0.2)]
+    ("schedule", "middle", "last"),
+    [("constant", 1.0, 1.0), ("linear", 0.6, 0.2), ("cosine", 0.6, 0.2)],
 )
 def test_the_learning_rate_rises_over_the_warmup_and_ends_at_the_final_rate(schedule, middle, last):
     config = AdamW(learning_rate=1.0, final_learning_rate=0.2, schedule=schedule, warmup=10)
@@ -231,7 +260,9 @@ def test_the_learning_rate_rises_over_the_warmup_and_ends_at_the_final_rate(sche
 
 
 def test_wsd_stays_and_falls_in_the_last_steps():
-    config = AdamW(learning_rate=1.0, final_learning_rate=0.2, schedule="wsd", warmup=10, decay_share=0.3)
+    config = AdamW(
+        learning_rate=1.0, final_learning_rate=0.2, schedule="wsd", warmup=10, decay_share=0.3
+    )
     rate = lambda step: float(learning_rate(config, 101, jnp.int32(step)))  # noqa: E731
     assert rate(0) == pytest.approx(1 / 11)
     assert rate(10) == rate(40) == rate(70) == 1.0
@@ -271,11 +302,16 @@ def leaves_of(tree) -> list[tuple[str, tuple, str]]:
 
 @pytest.mark.parametrize("kind", BUILDERS, ids=lambda kind: kind.__name__)
 def test_the_state_has_the_same_leaves_whatever_the_values(kind):
-    """A run goes on with another decay, momentum or epsilon: what it kept is found again by name."""
+    """A run goes on with another decay, momentum or epsilon: what it kept is found again by
+    name.
+    """
     configs = [kind(), kind(weight_decay=0.3)]
     if "momentum" in kind.model_fields:
         configs.append(kind(momentum=0.0))
-    states = [leaves_of(optimizers.init(shipped_rules(config, SHAPES), SHAPES, draw(0))) for config in configs]
+    states = [
+        leaves_of(optimizers.init(shipped_rules(config, SHAPES), SHAPES, draw(0)))
+        for config in configs
+    ]
     assert states[0] and all(state == states[0] for state in states)
 
 
@@ -285,30 +321,45 @@ def test_the_settings_say_how_many_moments_there_are(config):
     shapes = {"w": Parameter((1000, 1000), ("embed", "ffn"))}
     choose = make_optimizer(config)
     rules = {"w": choose("w", shapes["w"])}
-    state = jax.eval_shape(lambda w: optimizers.init(rules, shapes, {"w": w}), jnp.zeros((1000, 1000)))
+    state = jax.eval_shape(
+        lambda w: optimizers.init(rules, shapes, {"w": w}), jnp.zeros((1000, 1000))
+    )
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) // 1000**2 == config.moments
 
 
-@pytest.mark.parametrize("layout", [(), ("mesh.pipeline=2", "mesh.data=2", "train.zero=1", "train.microbatch=2")])
+@pytest.mark.parametrize(
+    "layout", [(), ("mesh.pipeline=2", "mesh.data=2", "train.zero=1", "train.microbatch=2")]
+)
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("params", ["float32", "bfloat16"])
 @pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_step_gives_back_the_state_it_was_given(layout, name, params, accumulate, compute):
     """Shapes and dtypes of every leaf, in every precision: traced, not run."""
-    precision = f"precision.params={params}", f"precision.accumulate={accumulate}", f"precision.compute={compute}"
+    precision = (
+        f"precision.params={params}",
+        f"precision.accumulate={accumulate}",
+        f"precision.compute={compute}",
+    )
     setup = prepared(*layout, f"optimizer.name={name}", *precision)
     step = make_step(setup)
     batch = setup.batch
     with jax.set_mesh(setup.mesh):
         state, _ = jax.eval_shape(step, setup.state, batch)
     assert leaves_of(state) == leaves_of(setup.state)
-    held = {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state))} - {jnp.dtype("int32")}
-    assert held == {jnp.dtype(params)}, "weights and moments are as precise as precision.params says"
+    held = {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state))} - {
+        jnp.dtype("int32")
+    }
+    assert held == {jnp.dtype(params)}, (
+        "weights and moments are as precise as precision.params says"
+    )
 
 
 def test_the_norm_of_narrow_gradients_is_as_exact_as_of_wide_ones():
-    wide = {"a": jax.random.normal(jax.random.key(0), (300, 300)), "b": jax.random.normal(jax.random.key(1), (77,))}
+    wide = {
+        "a": jax.random.normal(jax.random.key(0), (300, 300)),
+        "b": jax.random.normal(jax.random.key(1), (77,)),
+    }
     narrow = {path: g.astype(jnp.bfloat16) for path, g in wide.items()}
     exact = np.sqrt(sum(np.sum(np.asarray(g, np.float64) ** 2) for g in narrow.values()))
     clipped, norm = jax.jit(optimizers.clip, static_argnums=1)(narrow, 1.0)
@@ -320,9 +371,17 @@ def test_the_norm_of_narrow_gradients_is_as_exact_as_of_wide_ones():
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
 def test_a_layerwise_optimizer_is_the_same_on_one_device_and_split_in_every_way(name):
-    """Their updates depend on whole tensors of one layer: on stacks, and on parts, they would be others."""
+    """Their updates depend on whole tensors of one layer: on stacks, and on parts, they would be
+    others.
+    """
     numbers = (f"optimizer.name={name}", "optimizer.weight_decay=0.1", "model.layers=2")
-    split = ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=2", "pipeline.chunks=1")
+    split = (
+        "mesh.pipeline=2",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "train.microbatch=2",
+        "pipeline.chunks=1",
+    )
     want = trained(*numbers, steps=4)[0]
     got = trained(*numbers, *split, steps=4)[0]
     assert want[-1] < want[0]

@@ -1,4 +1,6 @@
-"""The loss of tokens: the settings that shape it, and one of one's own, on one device and on meshes."""
+"""The loss of tokens: the settings that shape it, and one of one's own, on one device and on
+meshes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +99,11 @@ def called_tokens(logits, _):
         (nameless, (), r"loss= gives \['cross_entropy'\] and no 'loss'"),
         (summed, (), r"loss= gives 'loss' of shape \(\) for targets \(2, 3\)"),
         (called_tokens, (), "loss= gives 'tokens', another figure of a step"),
-        (cross_entropy, ("train.z_loss=0.1",), "train.z_loss=0.1 shapes the shipped loss, not loss="),
+        (
+            cross_entropy,
+            ("train.z_loss=0.1",),
+            "train.z_loss=0.1 shapes the shipped loss, not loss=",
+        ),
     ],
     ids=["a name", "no loss", "a sum", "name of a figure", "settings beside"],
 )

@@ -1,4 +1,6 @@
-"""Models of one's own: whatever their dims are called, a mesh changes no loss, and what cannot be is one line."""
+"""Models of one's own: whatever their dims are called, a mesh changes no loss, and what cannot be
+is one line.
+"""
 
 import re
 from functools import cache, partial
@@ -24,7 +26,13 @@ from spmdtrain.train.step import make_gradients, make_losses
 
 pytestmark = pytest.mark.long
 
-SMALLEST = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_length=8", "train.global_batch=8")
+SMALLEST = (
+    "model.embed=16",
+    "model.heads=2",
+    "model.vocab=32",
+    "train.sequence_length=8",
+    "train.global_batch=8",
+)
 STAGES = ("mesh.pipeline=2", "train.microbatch=2")
 
 
@@ -78,7 +86,9 @@ def first_batch(make, *settings: str) -> tuple[float, float, dict[str, np.ndarra
     setup = shard(tiny(*SMALLEST, *settings), make, jax.devices()[: mesh_of(settings)])
     gradients, losses = make_gradients(setup), make_losses(setup)
     state = init_state(setup)
-    both = jax.jit(lambda params, step, batch: (gradients(params, step, batch), losses(params, batch)))
+    both = jax.jit(
+        lambda params, step, batch: (gradients(params, step, batch), losses(params, batch))
+    )
     with batches_of(setup) as ahead:
         (found, train), evaluation = jax.device_get(both(state.params, state.step, next(ahead)))
     in_stack, unstaged = setup.model.in_stack, setup.model.layout.unstaged
@@ -102,7 +112,9 @@ def test_a_table_of_any_name_and_length_has_the_loss_and_gradients_of_one_device
     *want, wanted = first_batch(make, *whole)
     assert got == pytest.approx(want, rel=1e-5)
     for path in wanted:
-        assert np.max(np.abs(found[path] - wanted[path])) <= 1e-5 * np.max(np.abs(wanted[path])), path
+        assert np.max(np.abs(found[path] - wanted[path])) <= 1e-5 * np.max(np.abs(wanted[path])), (
+            path
+        )
 
 
 @pytest.mark.parametrize(
@@ -121,19 +133,30 @@ def test_weights_may_rest_split_over_the_axes_of_the_tokens(settings):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("mesh.fsdp=2", "rules.activations.vocab=fsdp"), "'batch' and 'vocab' both want mesh axis 'fsdp'"),
-        ((*STAGES, "mesh.context=2", "rules.activations.vocab=context"), "'time' and 'vocab' both want mesh axis"),
+        (
+            ("mesh.fsdp=2", "rules.activations.vocab=fsdp"),
+            "'batch' and 'vocab' both want mesh axis 'fsdp'",
+        ),
+        (
+            (*STAGES, "mesh.context=2", "rules.activations.vocab=context"),
+            "'time' and 'vocab' both want mesh axis",
+        ),
     ],
     ids=["fsdp", "context on stages"],
 )
 def test_logits_split_twice_over_one_axis_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=f"activation.*{words}.*try --set rules.activations.vocab="):
+    with pytest.raises(
+        ConfigError, match=f"activation.*{words}.*try --set rules.activations.vocab="
+    ):
         first_batch(Transformer, *settings)
 
 
 @pytest.mark.parametrize(("make", "rows"), [(Cut, 36), (Indexed, 32)])
 def test_a_part_of_a_table_taken_for_the_whole_is_refused(make, rows):
-    message = f"^tokens.table_ve: each of 2 stages has a part of {rows} rows, taken for the whole; try ctx.lookup"
+    message = (
+        f"^tokens.table_ve: each of 2 stages has a part of {rows} rows, taken for the whole; "
+        "try ctx.lookup"
+    )
     with pytest.raises(ConfigError, match=message):
         first_batch(make, *STAGES)
 
@@ -141,10 +164,21 @@ def test_a_part_of_a_table_taken_for_the_whole_is_refused(make, rows):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (OtherLength, r"blocks has 6 layers; found model.layers=2; try Stack\(..., config.model.layers, ...\)"),
-        (NoBlocks, r"NoBlocks has no blocks, a Stack; try self.blocks = Stack\(.*, config.model.layers, rngs\)"),
+        (
+            OtherLength,
+            r"blocks has 6 layers; found model.layers=2; "
+            r"try Stack\(..., config.model.layers, ...\)",
+        ),
+        (
+            NoBlocks,
+            r"NoBlocks has no blocks, a Stack; "
+            r"try self.blocks = Stack\(.*, config.model.layers, rngs\)",
+        ),
         (NoHead, r"NoHead has no head; try def head\(self, x_bte, ctx\)"),
-        (FewRows, r"head gives a table of 24 rows; found model.vocab=32; try config.model.vocab rows"),
+        (
+            FewRows,
+            r"head gives a table of 24 rows; found model.vocab=32; try config.model.vocab rows",
+        ),
     ],
 )
 @pytest.mark.parametrize("stages", [1, 2])
@@ -155,11 +189,18 @@ def test_a_model_without_what_training_asks_for_is_refused_in_one_line(make, mes
 
 
 def test_a_rule_for_a_dim_that_no_parameter_has_is_refused():
-    with pytest.raises(ConfigError, match="parameters.nosuchthing: no parameter has a.*'nosuchthing'; found embed"):
+    with pytest.raises(
+        ConfigError, match="parameters.nosuchthing: no parameter has a.*'nosuchthing'; found embed"
+    ):
         prepared("rules.parameters.nosuchthing=fsdp")
     with pytest.raises(ConfigError, match="rules.parameters.rovs.*did you mean 'rows'"):
         build_model(tiny(*SMALLEST, "rules.parameters.rovs=fsdp"), Rows)
-    assert "rows" in build_model(tiny(*SMALLEST, "rules.parameters.rows="), Rows).parameters["tokens.table_ve"].axes
+    assert (
+        "rows"
+        in build_model(tiny(*SMALLEST, "rules.parameters.rows="), Rows)
+        .parameters["tokens.table_ve"]
+        .axes
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +215,11 @@ def test_a_rule_for_a_dim_that_no_parameter_has_is_refused():
 def test_what_does_not_divide_can_be_typed_as_it_is_said(settings):
     with pytest.raises(ConfigError, match="is not divisible by") as refused:
         prepared(*SMALLEST, *settings)
-    prepared(*SMALLEST, *settings, *re.findall(r"--set ((?:model|train)\.\w+=\d+)", str(refused.value))[:1])
+    prepared(
+        *SMALLEST,
+        *settings,
+        *re.findall(r"--set ((?:model|train)\.\w+=\d+)", str(refused.value))[:1],
+    )
 
 
 class PlainMlp(nnx.Module):
@@ -185,7 +230,9 @@ class PlainMlp(nnx.Module):
         self.down_fe = nnx.Param(jax.random.normal(rngs.params(), (24, config.embed)) / 24)
 
     def __call__(self, x_bte, ctx):
-        return ctx.constrain(jax.nn.relu(self.up(x_bte)) @ self.down_fe[...], "batch", "time", "embed")
+        return ctx.constrain(
+            jax.nn.relu(self.up(x_bte)) @ self.down_fe[...], "batch", "time", "embed"
+        )
 
 
 class TwoKinds(Transformer):
@@ -193,13 +240,19 @@ class TwoKinds(Transformer):
 
     def __init__(self, config, rngs: nnx.Rngs):
         super().__init__(config, rngs)
-        kinds = [lambda rngs: Block(config.model, rngs), lambda rngs: Block(config.model, rngs, mlp=PlainMlp)]
+        kinds = [
+            lambda rngs: Block(config.model, rngs),
+            lambda rngs: Block(config.model, rngs, mlp=PlainMlp),
+        ]
         self.blocks = Stack(kinds, config.model.layers, rngs)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), (*STAGES, "mesh.tensor=2", "pipeline.schedule=zero_bubble")],
+    [
+        ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+        (*STAGES, "mesh.tensor=2", "pipeline.schedule=zero_bubble"),
+    ],
     ids=["split", "stages"],
 )
 def test_blocks_of_two_kinds_and_plain_parameters_have_the_gradients_of_one_device(settings):
@@ -228,7 +281,10 @@ def test_names_of_activations_that_only_the_model_knows_are_taken():
             return ctx.constrain(super().embed(tokens_bt, ctx), "batch", "hands", "embed")
 
     shard(tiny(*SMALLEST, "rules.activations.hands="), Named, jax.devices()[:1])
-    with pytest.raises(ConfigError, match="rules.activations.headz: no activation has a logical axis 'headz'; did you"):
+    with pytest.raises(
+        ConfigError,
+        match="rules.activations.headz: no activation has a logical axis 'headz'; did you",
+    ):
         shard(tiny(*SMALLEST, "rules.activations.headz="), Named, jax.devices()[:1])
 
 
@@ -256,10 +312,14 @@ def test_a_buffer_rests_by_its_rules_and_is_saved_but_not_trained(tmp_path):
     run(tiny(*settings), tmp_path, make=make, devices=jax.devices()[:2])
     trained = weights(tmp_path)
     assert np.array_equal(trained[path], fresh[path])
-    assert not np.array_equal(trained["blocks.layer.mlp.down_fe"], fresh["blocks.layer.mlp.down_fe"])
+    assert not np.array_equal(
+        trained["blocks.layer.mlp.down_fe"], fresh["blocks.layer.mlp.down_fe"]
+    )
 
 
-@pytest.mark.parametrize(("kind", "values"), [(nnx.BatchStat, jnp.ones(3)), (Buffer, jnp.arange(3))])
+@pytest.mark.parametrize(
+    ("kind", "values"), [(nnx.BatchStat, jnp.ones(3)), (Buffer, jnp.arange(3))]
+)
 def test_a_variable_that_nobody_would_update_is_refused(kind, values):
     class Model(Transformer):
         def __init__(self, config, rngs: nnx.Rngs):
@@ -267,6 +327,7 @@ def test_a_variable_that_nobody_would_update_is_refused(kind, values):
             self.extra = kind(values)
 
     with pytest.raises(
-        ConfigError, match=f"extra: a {kind.__name__} of .*; try floating nnx.Param or spmdtrain.Buffer"
+        ConfigError,
+        match=f"extra: a {kind.__name__} of .*; try floating nnx.Param or spmdtrain.Buffer",
     ):
         build_model(tiny(*SMALLEST), Model)

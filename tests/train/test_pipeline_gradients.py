@@ -1,4 +1,6 @@
-"""Pipelined gradients equal those of one device: every schedule and remat mode, with padding, noise and masks."""
+"""Pipelined gradients equal those of one device: every schedule and remat mode, with padding, noise
+and masks.
+"""
 
 import pytest
 from helpers import assert_gradients_of_one_device, pipeline, pipeline_name
@@ -6,11 +8,19 @@ from helpers import assert_gradients_of_one_device, pipeline, pipeline_name
 pytestmark = pytest.mark.long
 
 TOLERANCE = 1e-5  # float32
-SIX, EIGHT = ("model.layers=6",), ("model.layers=8",)  # of six, some places are padding where p v does not divide it
+# Of six, some places are padding where p v does not divide it.
+SIX, EIGHT = ("model.layers=6",), ("model.layers=8",)
 NOISY = ("model.dropout=0.1",)
 DOCUMENTS = ("data.packing=documents",)
 UNTIED = ("model.tied=false",)
-LLAMA = ("model.name=llama", *EIGHT, "model.embed=16", "model.heads=4", "model.kv_heads=2", "model.vocab=32")
+LLAMA = (
+    "model.name=llama",
+    *EIGHT,
+    "model.embed=16",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.vocab=32",
+)
 
 FIXED = [
     (SIX, (2, (), "1f1b", 1, 1, "none")),

@@ -1,4 +1,6 @@
-"""Pipelined gradients equal those of one device on a grid of layouts; a few are drawn, `make test-slow` runs it all."""
+"""Pipelined gradients equal those of one device on a grid of layouts; a few are drawn, `make
+test-slow` runs it all.
+"""
 
 import itertools
 import random
@@ -13,8 +15,16 @@ TOLERANCE = 1e-5  # float32
 SIX = ("model.layers=6",)  # some places are padding where p v does not divide it
 
 MESHES = [
-    *[(2, axes) for count in range(3) for axes in itertools.combinations(("data", "fsdp", "tensor"), count)],
-    *[(4, axes) for count in range(2) for axes in itertools.combinations(("data", "fsdp", "tensor"), count)],
+    *[
+        (2, axes)
+        for count in range(3)
+        for axes in itertools.combinations(("data", "fsdp", "tensor"), count)
+    ],
+    *[
+        (4, axes)
+        for count in range(2)
+        for axes in itertools.combinations(("data", "fsdp", "tensor"), count)
+    ],
     (8, ()),
 ]
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)]
@@ -24,7 +34,10 @@ GRID = [
     (stages, axes, schedule, chunks, turns, remat)
     for stages, axes in MESHES
     for turns in (1, 2, 4)
-    for (schedule, chunks), remat in [*itertools.product(SCHEDULES, REMAT), *[(split, "none") for split in SPLIT]]
+    for (schedule, chunks), remat in [
+        *itertools.product(SCHEDULES, REMAT),
+        *[(split, "none") for split in SPLIT],
+    ]
 ]
 DRAWN = random.Random(3).sample(GRID, 6)
 

@@ -1,4 +1,6 @@
-"""Pipelines as a run has them: memory, what crosses which mesh axis, evaluation, checkpoints, refusals, own models."""
+"""Pipelines as a run has them: memory, what crosses which mesh axis, evaluation, checkpoints,
+refusals, own models.
+"""
 
 import itertools
 import json
@@ -27,7 +29,8 @@ pytestmark = pytest.mark.long
 
 ONE_F_ONE_B = ("mesh.pipeline=4", "train.microbatch=2", "model.layers=8")
 INTERLEAVED = (*ONE_F_ONE_B, "pipeline.schedule=interleaved", "pipeline.chunks=2")
-LARGE = ("model.embed=64", "train.sequence_length=64")  # activations weigh more than the table's few columns
+# Activations weigh more than the table's few columns.
+LARGE = ("model.embed=64", "train.sequence_length=64")
 
 
 def batch(microbatches: int, shards: int = 1) -> str:
@@ -48,14 +51,19 @@ def instructions(step: jax.stages.Compiled) -> int:
     ids=["1f1b full", "interleaved full", "interleaved none"],
 )
 def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(schedule, remat):
-    few, many = (compiled_step(*schedule, *LARGE, f"train.remat={remat}", batch(m)) for m in (8, 64))
+    few, many = (
+        compiled_step(*schedule, *LARGE, f"train.remat={remat}", batch(m)) for m in (8, 64)
+    )
     assert hlo.memory(many)["temp_bytes"] <= 1.02 * hlo.memory(few)["temp_bytes"]
     assert instructions(many) <= 1.1 * instructions(few)
 
 
 def test_full_remat_recomputes():
     """More matmuls in the program, less memory in its stash."""
-    kept, again = (compiled_step(*ONE_F_ONE_B, *LARGE, f"train.remat={remat}", batch(8)) for remat in ("none", "full"))
+    kept, again = (
+        compiled_step(*ONE_F_ONE_B, *LARGE, f"train.remat={remat}", batch(8))
+        for remat in ("none", "full")
+    )
     matmuls = [len(re.findall(r"= \S+ dot\(", step.as_text())) for step in (kept, again)]
     assert matmuls[1] > matmuls[0]
     assert hlo.memory(again)["temp_bytes"] < hlo.memory(kept)["temp_bytes"]
@@ -79,7 +87,9 @@ def test_no_stage_holds_gradients_of_all_stages():
 
 
 def crossings(*settings: str) -> list[hlo.Collective]:
-    return list(hlo.instructions(compiled_step(*settings).as_text(), prepared(*settings).mesh.shape))
+    return list(
+        hlo.instructions(compiled_step(*settings).as_text(), prepared(*settings).mesh.shape)
+    )
 
 
 @pytest.mark.core
@@ -104,9 +114,17 @@ def test_only_stages_and_tensor_talk_inside_the_ticks_and_nothing_in_a_condition
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_gradients_cross_the_data_axis_once_and_nothing_gathers_over_tensor(zero):
-    settings = ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2", f"train.zero={zero}")
+    settings = (
+        "mesh.pipeline=2",
+        "mesh.data=2",
+        "mesh.tensor=2",
+        "train.microbatch=2",
+        f"train.zero={zero}",
+    )
     found = crossings(*settings)
-    over_data = [each for each in found if "data" in each.axis.split("+") and each.kind != "all-gather"]
+    over_data = [
+        each for each in found if "data" in each.axis.split("+") and each.kind != "all-gather"
+    ]
     setup = prepared(*settings)
     whole_over_data = parameter_specs(setup.model, setup.rules)
     specs = {path: NamedSharding(setup.mesh, spec) for path, spec in whole_over_data.items()}
@@ -129,7 +147,13 @@ def test_gradients_cross_the_data_axis_once_and_nothing_gathers_over_tensor(zero
 def test_evaluation_is_that_of_one_device(layout):
     values = []
     for settings in ((), (*layout, "train.microbatch=2")):
-        whole = ("model.layers=3", "eval.every=1", "eval.batches=3", "model.dropout=0.1", "data.packing=documents")
+        whole = (
+            "model.layers=3",
+            "eval.every=1",
+            "eval.batches=3",
+            "model.dropout=0.1",
+            "data.packing=documents",
+        )
         setup = prepared(*whole, *settings)
         evaluate = loop.make_evaluate(setup, loop.open_data(setup.config)[1])
         values.append(evaluate(init_state(setup)))
@@ -137,7 +161,13 @@ def test_evaluation_is_that_of_one_device(layout):
 
 
 def test_bfloat16_stays_near_float32_and_keeps_float32_weights():
-    layout = ("mesh.pipeline=2", "mesh.fsdp=2", "train.microbatch=2", "train.remat=full", "precision.compute=bfloat16")
+    layout = (
+        "mesh.pipeline=2",
+        "mesh.fsdp=2",
+        "train.microbatch=2",
+        "train.remat=full",
+        "precision.compute=bfloat16",
+    )
     losses, state, _ = trained(*layout)
     want, _, _ = trained()
     assert np.max(np.abs(losses - want) / want) < 0.02
@@ -148,24 +178,36 @@ def test_bfloat16_stays_near_float32_and_keeps_float32_weights():
 LAYOUTS = {
     "none": (),
     "p2 v3": ("mesh.pipeline=2", "pipeline.schedule=interleaved", "pipeline.chunks=3"),
-    "p4 v2, padded": ("mesh.pipeline=4", "pipeline.schedule=interleaved", "pipeline.chunks=2", "mesh.tensor=2"),
+    "p4 v2, padded": (
+        "mesh.pipeline=4",
+        "pipeline.schedule=interleaved",
+        "pipeline.chunks=2",
+        "mesh.tensor=2",
+    ),
     "p8, padded": ("mesh.pipeline=8",),
     "data": ("mesh.data=2", "mesh.fsdp=2", "train.zero=1"),
     "thirds": ("mesh.data=3", "train.zero=1", "train.global_batch=15"),
 }
-ODD = ("model.layers=6", "model.vocab=67", "train.microbatch=1")  # every mesh pads this vocabulary otherwise
+# Every mesh pads this vocabulary otherwise.
+ODD = ("model.layers=6", "model.vocab=67", "train.microbatch=1")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Layout -> the run directory and state of a checkpoint in it. All hold the same numbers, none of them zero."""
+    """Layout -> the run directory and state of a checkpoint in it. All hold the same numbers, none
+    of them zero.
+    """
     found = {}
     for name, settings in LAYOUTS.items():
         setup = prepared(*ODD, *settings)
         state = init_state(setup)
 
         def numbered(path, tree, setup=setup):
-            in_stack, layout, padding = setup.model.in_stack(path), setup.model.layout, setup.padding
+            in_stack, layout, padding = (
+                setup.model.in_stack(path),
+                setup.model.layout,
+                setup.padding,
+            )
 
             def leaf(x):
                 x = np.asarray(x)
@@ -189,7 +231,11 @@ def saved(tmp_path_factory):
 
 # From and to no pipeline, and around: any other pair goes through the same two reshapes.
 AROUND = [*LAYOUTS, next(iter(LAYOUTS))]
-PAIRS = {*(("none", name) for name in LAYOUTS), *((name, "none") for name in LAYOUTS), *itertools.pairwise(AROUND)}
+PAIRS = {
+    *(("none", name) for name in LAYOUTS),
+    *((name, "none") for name in LAYOUTS),
+    *itertools.pairwise(AROUND),
+}
 
 
 @pytest.mark.parametrize(("source", "target"), sorted(PAIRS))
@@ -209,8 +255,14 @@ def test_a_checkpoint_of_any_layout_is_restored_into_any_other(saved, source, ta
 def test_another_vocabulary_is_refused_even_where_the_padded_shapes_agree(saved):
     setup = prepared(*ODD, "model.vocab=68", *LAYOUTS["thirds"])
     checkpoints = Checkpoints(saved["thirds"][1], setup, keep=None)
-    assert setup.state.params["tokens.table_ve"].shape == saved["thirds"][2].params["tokens.table_ve"].shape
-    with pytest.raises(CheckpointError, match=r"tokens.table_ve.*; asked float32\[68, 32\]; found float32\[67, 32\]"):
+    assert (
+        setup.state.params["tokens.table_ve"].shape
+        == saved["thirds"][2].params["tokens.table_ve"].shape
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"tokens.table_ve.*; asked float32\[68, 32\]; found float32\[67, 32\]",
+    ):
         checkpoints.restore(7, setup.state)
     checkpoints.close()
 
@@ -232,7 +284,13 @@ def test_another_number_of_layers_is_refused_even_where_the_padded_shapes_agree(
 
 def run(directory, *settings: str) -> list[float]:
     """Losses of all steps so far, at most one line each."""
-    config = tiny("train.steps=12", "optimizer.schedule=constant", "model.layers=4", "model.dropout=0.1", *settings)
+    config = tiny(
+        "train.steps=12",
+        "optimizer.schedule=constant",
+        "model.layers=4",
+        "model.dropout=0.1",
+        *settings,
+    )
     loop.run(config, directory, devices=jax.devices()[: mesh_of(settings)])
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
@@ -251,7 +309,9 @@ def test_a_run_goes_on_without_its_pipeline_as_if_nothing_had_happened(tmp_path)
 
 
 class Sided(Block):
-    """A block with a loss of its own: a share of the mean square of what it gives, summed over tokens."""
+    """A block with a loss of its own: a share of the mean square of what it gives, summed over
+    tokens.
+    """
 
     share = 0.01
 
@@ -314,7 +374,10 @@ def test_a_side_loss_of_one_scalar_is_called_so():
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"loss": 1.0}, "'loss', as another figure of a step"), ({"own": jnp.ones(3)}, r"shape \[3\]")],
+    [
+        ({"loss": 1.0}, "'loss', as another figure of a step"),
+        ({"own": jnp.ones(3)}, r"shape \[3\]"),
+    ],
     ids=["name of the loss", "an array"],
 )
 def test_what_is_no_side_loss_costs_one_line(given, said):
@@ -336,12 +399,21 @@ def test_what_is_no_side_loss_costs_one_line(given, said):
             (*INTERLEAVED, "train.global_batch=12"),
             r"microbatches=6 with stages=4, chunks=2.*microbatches=4 or microbatches=8",
         ),
-        (("mesh.pipeline=2", "pipeline.schedule=1f1b", "pipeline.chunks=2"), "pipeline.chunks=2: 1f1b has one chunk"),
-        (("mesh.pipeline=2", "pipeline.schedule=zero_bubble", "train.remat=full"), "zero_bubble takes a layer"),
+        (
+            ("mesh.pipeline=2", "pipeline.schedule=1f1b", "pipeline.chunks=2"),
+            "pipeline.chunks=2: 1f1b has one chunk",
+        ),
+        (
+            ("mesh.pipeline=2", "pipeline.schedule=zero_bubble", "train.remat=full"),
+            "zero_bubble takes a layer",
+        ),
         (("pipeline.schedule=2f2b",), "'2f2b' is none of gpipe, 1f1b, interleaved, zero_bubble"),
-        (("mesh.pipeline=2", "rules.parameters.ffn=pipeline"), "mesh axis 'pipeline' is split by the training step"),
+        (
+            ("mesh.pipeline=2", "rules.parameters.ffn=pipeline"),
+            "mesh axis 'pipeline' is split by the training step",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_pipeline_cannot_do_is_said_in_one_line(settings, message):
     with pytest.raises(ConfigError) as refused:
         prepared(*settings)
@@ -352,7 +424,10 @@ def test_what_a_pipeline_cannot_do_is_said_in_one_line(settings, message):
 def test_abstract_state_splits_layers_over_stages_and_the_vocabulary_over_stages_and_tensor():
     setup = prepared(*INTERLEAVED, "mesh.tensor=2", batch(8))
     abstract = setup.state
-    qkv, table = abstract.params["blocks.layer.attention.qkv_eknd"], abstract.params["tokens.table_ve"]
+    qkv, table = (
+        abstract.params["blocks.layer.attention.qkv_eknd"],
+        abstract.params["tokens.table_ve"],
+    )
     assert qkv.shape[:3] == (2, 4, 1)
     assert qkv.sharding.shard_shape(qkv.shape)[:3] == (2, 1, 1)
     assert table.sharding.shard_shape(table.shape)[0] * 8 == table.shape[0]

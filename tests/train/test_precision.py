@@ -38,10 +38,15 @@ def matmuls(what: str, layout: str, params: str, compute: str) -> Counter:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("what", ["make_gradients", "make_losses"])
 def test_matmuls_are_of_compute_precision_however_weights_rest(what, layout):
-    narrow, wide = (matmuls(what, layout, "float32", compute) for compute in ("bfloat16", "float32"))
+    narrow, wide = (
+        matmuls(what, layout, "float32", compute) for compute in ("bfloat16", "float32")
+    )
     assert narrow == matmuls(what, layout, "bfloat16", "bfloat16")
     assert not any("bf16" in kind for kind in wide)
-    assert sum(count for kind, count in narrow.items() if kind.count("bf16") >= 2) >= sum(wide.values()) / 2
+    assert (
+        sum(count for kind, count in narrow.items() if kind.count("bf16") >= 2)
+        >= sum(wide.values()) / 2
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -61,13 +66,21 @@ SHAPED = ("train.label_smoothing=0.1", "train.z_loss=1e-4")
     [
         ("data.packing=documents", *SHAPED),
         ("mesh.data=2", "train.zero=1", "train.remat=dots"),
-        ("mesh.fsdp=2", "mesh.tensor=2", "model.norm=rmsnorm", "model.mlp=swiglu", "model.positions=rope"),
+        (
+            "mesh.fsdp=2",
+            "mesh.tensor=2",
+            "model.norm=rmsnorm",
+            "model.mlp=swiglu",
+            "model.positions=rope",
+        ),
         ("mesh.pipeline=2", "mesh.context=2", "train.microbatch=2", "model.dropout=0.1"),
     ],
     ids=" ".join,
 )
 def test_no_value_is_promoted_to_another_dtype_unasked(settings):
-    """A float32 that meets a bfloat16 would widen all that follows, in silence and at twice the traffic."""
+    """A float32 that meets a bfloat16 would widen all that follows, in silence and at twice the
+    traffic.
+    """
     with jax.numpy_dtype_promotion("strict"):
         lowered("make_gradients", *settings, "precision.compute=bfloat16")
         lowered("make_losses", *settings, "precision.compute=bfloat16")

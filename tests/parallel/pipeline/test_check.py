@@ -62,10 +62,15 @@ def test_changing_any_slot_is_refused(data):
     kind = data.draw(st.sampled_from(SCHEDULE_KINDS))
     stages = data.draw(st.integers(2, 4))
     table = build(kind, stages, 2 * stages, 2 if kind == "interleaved" else 1)
-    rings = {"stash": table.slots, "cotangents": table.cotangent_slots, "deferred": table.deferred_slots}
+    rings = {
+        "stash": table.slots,
+        "cotangents": table.cotangent_slots,
+        "deferred": table.deferred_slots,
+    }
     ring = data.draw(st.sampled_from([name for name, slots in rings.items() if slots]))
     arrays = {
-        "stash": ["arrive_forward_slot", "forward_slot", "backward_slot"] + ["weight_slot"] * table.split,
+        "stash": ["arrive_forward_slot", "forward_slot", "backward_slot"]
+        + ["weight_slot"] * table.split,
         "cotangents": ["arrive_backward_slot", "head_slot", "cotangent_slot"],
         "deferred": ["defer_slot", "resume_slot"],
     }[ring]
@@ -95,7 +100,12 @@ FIRST_BROKEN = {
         "B0.0 at tick 5, stage 1, and there at tick 3 before",
     ),
     "a unit left out": (
-        changed(changed(one_f_one_b(3, 4), "forward_microbatch", (3, 1), -1), "forward_chunk", (3, 1), -1),
+        changed(
+            changed(one_f_one_b(3, 4), "forward_microbatch", (3, 1), -1),
+            "forward_chunk",
+            (3, 1),
+            -1,
+        ),
         invariants.ONCE,
         "F2.0 at no tick of stage 1",
     ),
@@ -167,7 +177,10 @@ def test_the_first_broken_rule_is_named_with_tick_stage_and_unit(case):
 
 def test_a_tick_without_work_is_refused():
     table = one_f_one_b(2, 2)
-    units = [np.insert(invariants.units_of(table, kind), 2, -1, axis=0) for kind in ("forward", "backward", "weight")]
+    units = [
+        np.insert(invariants.units_of(table, kind), 2, -1, axis=0)
+        for kind in ("forward", "backward", "weight")
+    ]
     with pytest.raises(ConfigError, match=f"{invariants.WORKS}; found none at tick 2"):
         check(assign_slots("gap", 2, 1, *units))
 
@@ -175,9 +188,21 @@ def test_a_tick_without_work_is_refused():
 def test_what_waits_without_a_ring_is_refused():
     table = build("gpipe", 2, 3)
     trash = np.zeros_like(table.head_slot)
-    with pytest.raises(ConfigError, match=f"{invariants.HOLDS}; found tick 1, stage 1, slot 0 of 0 .cotangents."):
-        check(replace(table, cotangent_slots=0, arrive_backward_slot=trash, head_slot=trash, cotangent_slot=trash))
+    with pytest.raises(
+        ConfigError, match=f"{invariants.HOLDS}; found tick 1, stage 1, slot 0 of 0 .cotangents."
+    ):
+        check(
+            replace(
+                table,
+                cotangent_slots=0,
+                arrive_backward_slot=trash,
+                head_slot=trash,
+                cotangent_slot=trash,
+            )
+        )
     table = zero_bubble(2, 3)
     trash = np.zeros_like(table.defer_slot)
-    with pytest.raises(ConfigError, match=f"{invariants.HOLDS}; found tick 1, stage 1, slot 0 of 0 .deferred."):
+    with pytest.raises(
+        ConfigError, match=f"{invariants.HOLDS}; found tick 1, stage 1, slot 0 of 0 .deferred."
+    ):
         check(replace(table, deferred_slots=0, defer_slot=trash, resume_slot=trash))

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.parallel.pipeline.draw import draw, svg
-from spmdtrain.parallel.pipeline.schedule import SCHEDULE_KINDS, build, interleaved, one_f_one_b, zero_bubble
+from spmdtrain.parallel.pipeline.schedule import (
+    SCHEDULE_KINDS,
+    build,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+)
 from spmdtrain.parallel.pipeline.timing import Times
 
 FEWER = settings(max_examples=60)
@@ -42,7 +48,12 @@ def test_lines_stay_within_the_width_and_lose_nothing(kind, stages, width):
     assert ticks == list(range(table.ticks))
     rows = [line for line in drawn if line and not line.startswith("tick")]
     work = 3 if table.split else 2
-    units = [cell for line in rows for cell in re.split(r" [FBW] ", line, maxsplit=1)[1].split() if cell != "·"]
+    units = [
+        cell
+        for line in rows
+        for cell in re.split(r" [FBW] ", line, maxsplit=1)[1].split()
+        if cell != "·"
+    ]
     assert len(units) == work * stages * table.microbatches * table.chunks
 
 

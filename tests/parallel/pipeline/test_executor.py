@@ -57,7 +57,9 @@ def reference(layer, shared, stack, batch, head=head):
         for context in batch:
             x = embed(shared, context)
             for number in range(len(stack["b"])):
-                x, more = layer(jax.tree.map(lambda leaf, n=number: leaf[n], stack), x, (number, context))
+                x, more = layer(
+                    jax.tree.map(lambda leaf, n=number: leaf[n], stack), x, (number, context)
+                )
                 side += more
             loss += head(shared, x, context)
         return loss + side, (loss, side)
@@ -86,7 +88,9 @@ def piped(table: Table, layout, shared, stack, batch, layer=layer, keep=True, he
         forward = losses(program, table, layout, shared, staged)
         return loss | side, forward[0] | forward[1], jax.lax.psum(dshared, "pipeline"), dstack
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=(P(), split), out_specs=(P(), P(), P(), split), check_vma=False)
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), split), out_specs=(P(), P(), P(), split), check_vma=False
+    )
     sums, forward, dshared, dstack = jax.jit(run)(shared, staged)
     assert forward.keys() == sums.keys() == {"loss", "side"}
     for name, total in sums.items():
@@ -96,13 +100,17 @@ def piped(table: Table, layout, shared, stack, batch, layer=layer, keep=True, he
 
 def assert_close(got, want):
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.max(np.abs(np.asarray(ours) - np.asarray(theirs))) <= 1e-5 * np.max(np.abs(theirs))
+        assert np.max(np.abs(np.asarray(ours) - np.asarray(theirs))) <= 1e-5 * np.max(
+            np.abs(theirs)
+        )
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("seed", range(5))
 def test_any_legal_table_gives_the_gradients_of_a_plain_loop(seed):
-    """Random tables in which activations, cotangents and weight gradients wait, and layers that do not divide."""
+    """Random tables in which activations, cotangents and weight gradients wait, and layers that do
+    not divide.
+    """
     table = some_waiting_table(seed)
     layout = lay_out(table.stages * table.chunks * 2 - seed % 2, table.stages, table.chunks)
     shared, stack, batch = problem(layout.layers, table.microbatches)
@@ -110,12 +118,18 @@ def test_any_legal_table_gives_the_gradients_of_a_plain_loop(seed):
     assert_close(got, reference(layer, shared, stack, batch))
 
 
-IDLE_IN_PHASES = some_waiting_table(0)  # so ragged that one phase has all ticks, with and without head or weights
+# So ragged that one phase has all ticks, with and without head or weights.
+IDLE_IN_PHASES = some_waiting_table(0)
 
 
 @pytest.mark.parametrize(
     "table",
-    [build("interleaved", 2, 4, 2), build("zero_bubble", 2, 4, 1), build("gpipe", 2, 4, 1), IDLE_IN_PHASES],
+    [
+        build("interleaved", 2, 4, 2),
+        build("zero_bubble", 2, 4, 1),
+        build("gpipe", 2, 4, 1),
+        IDLE_IN_PHASES,
+    ],
     ids=["interleaved", "zero_bubble", "gpipe", "ragged"],
 )
 def test_nan_of_cells_without_work_reaches_nothing(table):

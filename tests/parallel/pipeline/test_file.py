@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.pipeline.file import read, to_json
-from spmdtrain.parallel.pipeline.schedule import SCHEDULE_KINDS, build, gpipe, interleaved, one_f_one_b, units_of
+from spmdtrain.parallel.pipeline.schedule import (
+    SCHEDULE_KINDS,
+    build,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    units_of,
+)
 from spmdtrain.parallel.pipeline.timing import Times
 
 FEWER = settings(max_examples=60)
@@ -56,7 +63,12 @@ def test_json_has_exactly_the_shape_that_scripts_rely_on():
         {"forward": [0, 0], "backward": None, "weight": None, "stash_slot": 0},
         {"forward": None, "backward": None, "weight": None, "stash_slot": None},
     ]
-    assert written["ticks"][3][1] == {"forward": [0, 1], "backward": [0, 1], "weight": None, "stash_slot": 2}
+    assert written["ticks"][3][1] == {
+        "forward": [0, 1],
+        "backward": [0, 1],
+        "weight": None,
+        "stash_slot": 2,
+    }
     assert written["peak_stash"] == [4, 3]
     assert written["bubble_over_ideal"] == pytest.approx(1 / 4)
     assert written["bubble_fraction"] == pytest.approx(1 / 5)
@@ -69,7 +81,13 @@ def test_a_schedule_written_by_hand_may_wait(tmp_path):
     path = tmp_path / "patient.csv"
     path.write_text("# one at a time\nF0.0,\nF1.0,\n,F0.0\n\n,F1.0 B0.0\n,B1.0\nB0.0,\nB1.0,\n")
     table = read(path)
-    assert (table.kind, table.stages, table.chunks, table.microbatches, table.ticks) == ("patient", 2, 1, 2, 7)
+    assert (table.kind, table.stages, table.chunks, table.microbatches, table.ticks) == (
+        "patient",
+        2,
+        1,
+        2,
+        7,
+    )
     assert table.activations_wait
     assert table.cotangent_slots == 2
     assert table.arrive_forward_slot[:, 1].tolist() == [2, 0, 1, 2, 2, 2, 2]
@@ -93,12 +111,16 @@ def test_stash_slots_of_a_file_are_kept_if_they_hold_and_refused_if_not(tmp_path
         for cell in row:
             cell["stash_slot"] = None if cell["stash_slot"] is None else 0
     path.write_text(json.dumps(written))
-    with pytest.raises(ConfigError, match="a slot is not overwritten while it is live; found tick 1, stage 0, slot 0"):
+    with pytest.raises(
+        ConfigError,
+        match="a slot is not overwritten while it is live; found tick 1, stage 0, slot 0",
+    ):
         read(path)
     written["ticks"][1][0]["stash_slot"] = None
     path.write_text(json.dumps(written))
     with pytest.raises(
-        ConfigError, match="for all forwards or for none; found none for the forward at tick 1, stage 0"
+        ConfigError,
+        match="for all forwards or for none; found none for the forward at tick 1, stage 0",
     ):
         read(path)
     for row in written["ticks"]:
@@ -111,9 +133,17 @@ def test_stash_slots_of_a_file_are_kept_if_they_hold_and_refused_if_not(tmp_path
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.csv", "F0.0 B0.0\nF1.0 B2.0\n", "each unit runs once; found F2.0 at no tick of stage 0"),
+        (
+            "a.csv",
+            "F0.0 B0.0\nF1.0 B2.0\n",
+            "each unit runs once; found F2.0 at no tick of stage 0",
+        ),
         ("a.csv", "F0.0,F0.0\n,B0.0\nB0.0,\n", "F0.0 at tick 0, stage 1, ready at tick 1"),
-        ("a.csv", "F0.0,\n,F0.0 B0.0 F1.0\nB0.0,\n", "one unit of a kind at a tick.*'F1.0' at tick 1, stage 1"),
+        (
+            "a.csv",
+            "F0.0,\n,F0.0 B0.0 F1.0\nB0.0,\n",
+            "one unit of a kind at a tick.*'F1.0' at tick 1, stage 1",
+        ),
         ("a.csv", "F0,\n", "'F0' at tick 0, stage 0; try F3.0"),
         ("a.csv", "F0.0,\nF0.0\n", "a cell for every stage.*found 1 at tick 1, 2 stages"),
         ("a.csv", "F0.0 B0.0 F999999999.0", "one unit of a kind"),
@@ -123,10 +153,15 @@ def test_stash_slots_of_a_file_are_kept_if_they_hold_and_refused_if_not(tmp_path
         ("a.csv", "F0.0,\n,\n,F0.0 B0.0\nB0.0,\n", "every tick has work; found none at tick 1"),
         ("a.json", "{", "the file: Invalid JSON"),
         ("a.json", '{"stages": 2}', "chunks: Field required"),
-        ("a.json", '{"stages": 1, "chunks": 1, "microbatches": 1, "kind": "x", "ticks": []}', "no ticks"),
         (
             "a.json",
-            '{"stages": 1, "chunks": 1, "microbatches": 1, "kind": "x", "ticks": [[{"foward": [0, 0]}]]}',
+            '{"stages": 1, "chunks": 1, "microbatches": 1, "kind": "x", "ticks": []}',
+            "no ticks",
+        ),
+        (
+            "a.json",
+            '{"stages": 1, "chunks": 1, "microbatches": 1, "kind": "x", '
+            '"ticks": [[{"foward": [0, 0]}]]}',
             "ticks.0.0.foward: Extra inputs",
         ),
         ("a.txt", "F0.0", "a .json or .csv file"),

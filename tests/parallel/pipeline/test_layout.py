@@ -6,7 +6,9 @@ import pytest
 from spmdtrain.parallel.pipeline.layout import lay_out
 
 
-@pytest.mark.parametrize(("layers", "stages", "chunks"), [(8, 4, 2), (7, 4, 1), (5, 2, 3), (3, 8, 1), (6, 1, 1)])
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks"), [(8, 4, 2), (7, 4, 1), (5, 2, 3), (3, 8, 1), (6, 1, 1)]
+)
 def test_a_stack_comes_back_from_any_layout_and_lies_where_it_runs(layers, stages, chunks):
     layout = lay_out(layers, stages, chunks)
     stack = np.arange(layers * 2).reshape(layers, 2)
@@ -21,7 +23,11 @@ def test_a_stack_comes_back_from_any_layout_and_lies_where_it_runs(layers, stage
 
 
 def test_padding_is_the_least_that_makes_chunks_equal():
-    assert (lay_out(8, 4, 2).padding, lay_out(7, 4, 1).padding, lay_out(6, 4, 3).padding) == (0, 1, 6)
+    assert (lay_out(8, 4, 2).padding, lay_out(7, 4, 1).padding, lay_out(6, 4, 3).padding) == (
+        0,
+        1,
+        6,
+    )
     assert lay_out(6, 4, 1).per_chunk == 2
 
 

@@ -1,4 +1,6 @@
-"""Schedules: their tick counts, stashes and phases, and that the arrays alone are enough to run them."""
+"""Schedules: their tick counts, stashes and phases, and that the arrays alone are enough to run
+them.
+"""
 
 from itertools import product
 
@@ -40,14 +42,22 @@ def tables(draw) -> Table:
 @st.composite
 def waiting_tables(draw) -> Table:
     """Legal schedules in which things wait."""
-    stages, chunks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    return waiting_table(stages, chunks, microbatches, draw(st.booleans()), draw(st.randoms(use_true_random=False)))
+    stages, chunks, microbatches = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+    )
+    return waiting_table(
+        stages, chunks, microbatches, draw(st.booleans()), draw(st.randoms(use_true_random=False))
+    )
 
 
 def run(table: Table, weights: np.ndarray, entering: np.ndarray, leaving: np.ndarray) -> np.ndarray:
-    """Gradients [stages, chunks] of a chain of scalar layers y = w x, computed as the table's arrays say.
+    """Gradients [stages, chunks] of a chain of scalar layers y = w x, computed as the table's
+    arrays say.
 
-    `entering` and `leaving` [microbatches] are inputs and output cotangents. Whatever is not there is NaN.
+    `entering` and `leaving` [microbatches] are inputs and output cotangents. Whatever is not there
+    is NaN.
     """
     p, stages = table.stages, np.arange(table.stages)
     stash = np.full((p, table.slots + 1), np.nan)
@@ -123,7 +133,9 @@ def test_interleaved_takes_the_ticks_and_the_stash_it_promises(stages, chunks, g
     assert table.ticks == total + chunks * stages + stages - 2
     assert (table.forward_microbatch >= 0).any(1).sum() == total + stages - 1
     assert (table.backward_microbatch >= 0).any(1).sum() == total + stages - 1
-    expected = [min(total, (chunks - 1) * stages + 2 * (stages - 1 - stage) + 1) for stage in range(stages)]
+    expected = [
+        min(total, (chunks - 1) * stages + 2 * (stages - 1 - stage) + 1) for stage in range(stages)
+    ]
     assert list(table.peak_stash) == expected
     assert table.slots == expected[0]
 
@@ -144,7 +156,9 @@ def test_with_one_chunk_any_number_of_microbatches_goes(stages, microbatches):
 def test_gpipe_stashes_all_microbatches_and_ends_forwards_before_backwards(stages, microbatches):
     table = gpipe(stages, microbatches)
     assert table.peak_stash == (microbatches,) * stages
-    assert [(phase.start, phase.stop, phase.forward, phase.backward) for phase in phases(table)] == [
+    assert [
+        (phase.start, phase.stop, phase.forward, phase.backward) for phase in phases(table)
+    ] == [
         (0, table.ticks // 2, True, False),
         (table.ticks // 2, table.ticks, False, True),
     ]
@@ -157,11 +171,25 @@ def test_interleaved_has_fill_steady_and_drain(stages, chunks, groups):
     table = interleaved(stages, groups * stages, chunks)
     fill, steady, drain = phases(table)
     assert (fill.start, fill.stop, fill.forward, fill.backward) == (0, turn, True, False)
-    assert (steady.stop - steady.start, steady.forward, steady.backward) == (total - turn + stages - 1, True, True)
+    assert (steady.stop - steady.start, steady.forward, steady.backward) == (
+        total - turn + stages - 1,
+        True,
+        True,
+    )
     assert (drain.stop - drain.start, drain.forward, drain.backward) == (turn, False, True)
     assert not any(phase.weight for phase in phases(table))
-    assert (fill.embed, fill.head, fill.arrive_forward, fill.arrive_backward) == (True, False, turn > 1, False)
-    assert (drain.embed, drain.head, drain.arrive_forward, drain.arrive_backward) == (False, False, False, True)
+    assert (fill.embed, fill.head, fill.arrive_forward, fill.arrive_backward) == (
+        True,
+        False,
+        turn > 1,
+        False,
+    )
+    assert (drain.embed, drain.head, drain.arrive_forward, drain.arrive_backward) == (
+        False,
+        False,
+        False,
+        True,
+    )
 
 
 @FEWER
@@ -182,7 +210,9 @@ def test_phases_part_the_ticks_where_the_kinds_of_work_change(table):
 
 @FEWER
 @given(stages=stages_, chunks=chunks_, groups=st.integers(1, 4))
-def test_zero_bubble_holds_no_more_than_interleaved_and_ends_with_the_last_backward(stages, chunks, groups):
+def test_zero_bubble_holds_no_more_than_interleaved_and_ends_with_the_last_backward(
+    stages, chunks, groups
+):
     plain = interleaved(stages, groups * stages, chunks)
     split = zero_bubble(stages, groups * stages, chunks)
     assert split.split and not plain.split
@@ -200,7 +230,11 @@ def test_slots_are_as_few_as_live_units(table):
 def test_embedding_and_head_see_every_microbatch_once():
     for kind in SCHEDULE_KINDS:
         table = build(kind, 4, 8, 2 if kind == "interleaved" else 1)
-        for by_tick in (table.embed_microbatch, table.head_microbatch, table.embed_backward_microbatch):
+        for by_tick in (
+            table.embed_microbatch,
+            table.head_microbatch,
+            table.embed_backward_microbatch,
+        ):
             assert sorted(by_tick[by_tick >= 0].tolist()) == list(range(8)), kind
 
 
@@ -234,7 +268,10 @@ def test_tables_cannot_be_written_to_and_compare_by_value():
 @FEWER
 @given(st.one_of(tables(), waiting_tables()))
 def test_rounds_go_through_every_tick_once_with_all_work_that_a_tick_has(table):
-    work = {kind: (units_of(table, kind)[..., 0] >= 0).any(1) for kind in ("forward", "backward", "weight")}
+    work = {
+        kind: (units_of(table, kind)[..., 0] >= 0).any(1)
+        for kind in ("forward", "backward", "weight")
+    }
     work |= {"embed": table.embed_microbatch >= 0, "head": table.head_microbatch >= 0}
     work["embed_backward"] = table.embed_backward_microbatch >= 0
     tick = 0
@@ -247,12 +284,19 @@ def test_rounds_go_through_every_tick_once_with_all_work_that_a_tick_has(table):
     assert tick == table.ticks
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 2)])
-def test_rounds_do_not_grow_with_microbatches_and_the_head_runs_for_nothing_in_no_tick(kind, chunks):
+@pytest.mark.parametrize(
+    ("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 2)]
+)
+def test_rounds_do_not_grow_with_microbatches_and_the_head_runs_for_nothing_in_no_tick(
+    kind, chunks
+):
     few, many = (build(kind, 4, microbatches, chunks) for microbatches in (16, 128))
     assert [len(each.phases) for each in rounds(few)] == [len(each.phases) for each in rounds(many)]
     assert sum(len(each.phases) for each in rounds(many)) <= 7
     ticks = sum(
-        each.repeats * (phase.stop - phase.start) for each in rounds(many) for phase in each.phases if phase.head
+        each.repeats * (phase.stop - phase.start)
+        for each in rounds(many)
+        for phase in each.phases
+        if phase.head
     )
     assert ticks == 128

@@ -1,4 +1,6 @@
-"""Prices of schedules: closed formulas where there are some, published bubble rates where runs were profiled."""
+"""Prices of schedules: closed formulas where there are some, published bubble rates where runs were
+profiled.
+"""
 
 import numpy as np
 import pytest
@@ -25,8 +27,9 @@ from spmdtrain.parallel.pipeline.timing import (
 
 FEWER = settings(max_examples=60)
 
-# Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (version with ZB-V): p, m, v of 1F1B-I (one
-# layer per chunk), profiled ms (F, B, W, hop) of table 9, and the rates of table 5 for 1F1B, 1F1B-I and ZB-H1.
+# Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (version with ZB-V): p,
+# m, v of 1F1B-I (one layer per chunk), profiled ms (F, B, W, hop) of table 9, and the rates of
+# table 5 for 1F1B, 1F1B-I and ZB-H1.
 PUBLISHED = {
     "1.5B, 24": (8, 24, 3, (18.522, 18.086, 9.337, 0.601), 0.2431, 0.1055, 0.1585),
     "1.5B, 32": (8, 32, 3, (18.513, 18.086, 9.331, 0.626), 0.1985, 0.0818, 0.1242),
@@ -51,7 +54,9 @@ def test_1f1b_and_zb_h1_give_the_published_bubble_rates_to_four_digits(run):
     times = Times(*profiled)
     rate = order_bubble_fraction(megatron_orders(stages, microbatches), times)
     assert round(rate, 4) == published
-    assert round(order_bubble_fraction(zb_h1_orders(stages, microbatches), times), 4) == published_h1
+    assert (
+        round(order_bubble_fraction(zb_h1_orders(stages, microbatches), times), 4) == published_h1
+    )
 
 
 @pytest.mark.parametrize("run", PUBLISHED)
@@ -67,7 +72,13 @@ def test_interleaved_gives_the_published_bubble_rates_within_four_thousandths(ru
 
 
 @FEWER
-@given(stages=st.integers(1, 8), chunks=st.integers(1, 4), groups=st.integers(1, 5), forward=costs, backward=costs)
+@given(
+    stages=st.integers(1, 8),
+    chunks=st.integers(1, 4),
+    groups=st.integers(1, 5),
+    forward=costs,
+    backward=costs,
+)
 def test_interleaved_wastes_the_ideal_share_of_narayanan(stages, chunks, groups, forward, backward):
     table, microbatches = interleaved(stages, groups * stages, chunks), groups * stages
     times = Times(forward, backward / 2, backward / 2)
@@ -77,7 +88,13 @@ def test_interleaved_wastes_the_ideal_share_of_narayanan(stages, chunks, groups,
 
 
 @FEWER
-@given(stages=st.integers(1, 8), microbatches=st.integers(1, 30), forward=costs, backward=costs, weight=costs)
+@given(
+    stages=st.integers(1, 8),
+    microbatches=st.integers(1, 30),
+    forward=costs,
+    backward=costs,
+    weight=costs,
+)
 def test_the_bubbles_of_gpipe_1f1b_and_zero_bubble(stages, microbatches, forward, backward, weight):
     times = Times(forward, backward, weight)
 
@@ -86,7 +103,9 @@ def test_the_bubbles_of_gpipe_1f1b_and_zero_bubble(stages, microbatches, forward
 
     assert idle(gpipe(stages, microbatches)) == pytest.approx((stages - 1) * times.microbatch)
     assert idle(one_f_one_b(stages, microbatches)) == pytest.approx((stages - 1) * times.microbatch)
-    assert idle(zero_bubble(stages, microbatches)) == pytest.approx((stages - 1) * (forward + backward))
+    assert idle(zero_bubble(stages, microbatches)) == pytest.approx(
+        (stages - 1) * (forward + backward)
+    )
 
 
 @pytest.mark.parametrize("stages", range(2, 9))
@@ -95,20 +114,24 @@ def test_zero_bubble_idles_strictly_less_than_1f1b(stages):
         plain, split = one_f_one_b(stages, microbatches), zero_bubble(stages, microbatches)
         equal = Times(1.0, 1.0, 1.0)
         assert bubble_fraction(split, equal) < bubble_fraction(plain, equal)
-        assert bubble_over_ideal(split, equal) == pytest.approx(2 / 3 * bubble_over_ideal(plain, equal))
+        assert bubble_over_ideal(split, equal) == pytest.approx(
+            2 / 3 * bubble_over_ideal(plain, equal)
+        )
 
 
 def test_a_hop_sticks_out_only_where_there_is_no_work_beside_it():
     table, times = one_f_one_b(3, 6), Times(1.0, 1.0, 1.0, hop=0.5)
     extra = lockstep_ticks(table, times) - lockstep_ticks(table, Times())
-    # Fill: two ticks. Steady: none; its last cotangent, like those of the drain, meets no forward. Last tick: no hop.
+    # Fill: two ticks. Steady: none; its last cotangent, like those of the drain, meets no forward.
+    # Last tick: no hop.
     assert extra.tolist() == [0.5, 0.5, 0, 0, 0, 0, 0, 0.5, 0.5, 0]
     bare = lockstep_ticks(table, times, overlap=False) - lockstep_ticks(table, Times())
     assert bare.tolist() == [0.5, 0.5, 1, 1, 1, 1, 1, 0.5, 0.5, 0]
     assert lockstep_time(one_f_one_b(1, 6), times) == lockstep_time(one_f_one_b(1, 6), Times())
     wrapped = interleaved(1, 6, 2)  # one stage hands its chunks to itself
     assert lockstep_time(wrapped, times) == lockstep_time(wrapped, Times())
-    slow = Times(1.0, 1.0, 1.0, hop=2.5)  # the backward hides 2.0 of an activation's, the forward 1.0 of a cotangent's
+    # The backward hides 2.0 of an activation's, the forward 1.0 of a cotangent's.
+    slow = Times(1.0, 1.0, 1.0, hop=2.5)
     assert (lockstep_ticks(table, slow) - lockstep_ticks(table, Times())).tolist()[3] == 0.5 + 1.5
 
 
@@ -119,10 +142,14 @@ def test_a_hop_sticks_out_only_where_there_is_no_work_beside_it():
     groups=st.integers(1, 3),
     hop=st.floats(0, 2),
 )
-def test_without_lockstep_no_table_is_slower_and_no_stage_works_at_two_things(kind, stages, groups, hop):
+def test_without_lockstep_no_table_is_slower_and_no_stage_works_at_two_things(
+    kind, stages, groups, hop
+):
     table = build(kind, stages, groups * stages, 2 if kind == "interleaved" else 1)
     times = Times(1.0, 1.5, 0.7, hop)
-    assert order_time(table_orders(table), times) <= lockstep_time(table, times, overlap=False) + 1e-9
+    assert (
+        order_time(table_orders(table), times) <= lockstep_time(table, times, overlap=False) + 1e-9
+    )
     for spans in (lockstep_spans(table, times), order_spans(table_orders(table), times)):
         for stage in range(stages):
             own = sorted((span.start, span.stop) for span in spans if span.stage == stage)
@@ -142,7 +169,9 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_when_all_passes_cost_the_same()
     cost = order_time(zb_h1_orders(4, 12), Times())
     assert cost - 12 * 3 == pytest.approx((4 - 1) * (1 + 1 - 1))
     for stage, order in enumerate(zb_h1_orders(4, 12)):
-        held = np.cumsum([{"forward": 1, "backward": 0, "weight": -1}[operation.kind] for operation in order])
+        held = np.cumsum(
+            [{"forward": 1, "backward": 0, "weight": -1}[operation.kind] for operation in order]
+        )
         assert held.max() == 4, stage
 
 
