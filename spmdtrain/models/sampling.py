@@ -11,9 +11,10 @@ def choose(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> jax.Array:
-    """Token ids int32 [b]. `temperature` 0: the likeliest. `top_k`: among the k likeliest only.
-    `top_p` (nucleus sampling, arXiv:1904.09751): among the fewest likeliest whose probabilities
-    reach p together.
+    """Token ids int32 [b].
+
+    `temperature` 0 takes the likeliest. `top_k` draws among the k likeliest only. `top_p` (nucleus
+    sampling, arXiv:1904.09751) draws among the fewest likeliest whose probabilities reach p.
     """
     if temperature == 0:
         return jnp.argmax(logits_bv, -1).astype(jnp.int32)

@@ -120,8 +120,10 @@ def _by_name(given: jax.Array | SideLosses, block: str) -> SideLosses:
 
 
 def rematerialised(layer: Callable, remat: str) -> Callable:
-    """`layer` whose backward computes again what `remat` says: nothing (none), gathered weights
-    (weights), all but matmuls and attention (dots), all (full).
+    """`layer` whose backward computes again what `remat` says.
+
+    That is nothing (none), gathered weights (weights), all but matmuls and attention (dots), or all
+    (full).
     """
     if remat == "none":
         return layer

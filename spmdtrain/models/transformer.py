@@ -106,8 +106,9 @@ class Transformer(nnx.Module):
         return above.dropout(ctx.constrain(x_bte, *STREAM), EMBED_SITE)
 
     def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
-        """Hidden [b, t, e] and weight [v, e] whose product are the logits; the loss never forms
-        them whole.
+        """Hidden [b, t, e] and weight [v, e], whose product are the logits.
+
+        The loss never forms all of them.
         """
         table = self.tokens.table_ve if self.unembed_ve is None else self.unembed_ve
         return ctx.constrain(self.norm(x_bte, ctx), "batch", "time", "embed"), table[...]
@@ -115,8 +116,9 @@ class Transformer(nnx.Module):
     def extend(
         self, tokens_bt: jax.Array, ctx: ForwardContext, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """Logits [b, v] of the last token in float32, and the cache (stacked over layers) with
-        these tokens in it.
+        """Logits [b, v] of the last token in float32, and the cache with these tokens in it.
+
+        The cache is stacked over layers.
         """
         graphdef, parameters = nnx.split(self.blocks.layer)
 

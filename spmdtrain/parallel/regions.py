@@ -67,9 +67,7 @@ def make_constrain(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
 
 @dataclass(frozen=True)
 class Whole:
-    """In the names of `local_map`: a dim that rests split as the logical axis `name`, and comes
-    whole.
-    """
+    """A dim that rests split as the logical axis `name` and comes whole; for `local_map`."""
 
     name: str
 

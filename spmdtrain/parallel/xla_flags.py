@@ -26,9 +26,7 @@ KNOWN_BEFORE = (0, 13)
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. `changed`: what it changed in compiled text, measured with `make fleet`'s
-    compiler.
-    """
+    """One flag. `changed`: what it changed in the text that `make fleet`'s compiler gave."""
 
     name: str
     value: bool

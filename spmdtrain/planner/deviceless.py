@@ -69,8 +69,9 @@ def described_devices(device: Hardware, count: int) -> list[Any]:
 
 
 def target(device: Hardware) -> str:
-    """GpuTargetConfigProto text of the device: its chip by its name or, of a file's, by the name's
-    first part.
+    """GpuTargetConfigProto text of the device.
+
+    Its chip is found by its name; for hardware of a file, by the first part of the name.
     """
     chips = {name: gpu for name, gpu in gpus.GPUS.items() if gpu.xla is not None}
     family = device.name.partition("-")[0]

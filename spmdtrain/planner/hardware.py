@@ -63,8 +63,9 @@ SMALLEST, LARGEST = 1e-30, 1e30  # of a figure: products and quotients of a few 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """The vendor's own machine around a chip, and what was measured in it: figures that are no fact
-    of the chip.
+    """The vendor's own machine around a chip, and what was measured in it.
+
+    These figures are no facts of the chip.
     """
 
     network_bandwidth: float = 50e9

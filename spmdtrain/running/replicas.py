@@ -86,8 +86,11 @@ class ReplicaCheck:
 
 @dataclass(frozen=True)
 class Difference:
-    """`devices`: places in the mesh of those that may be broken, one if the copies tell; `leaf`:
-    the first that differs, of so many `leaves`."""
+    """Who may be broken, and where it shows.
+
+    `devices` are places in the mesh, one if the copies tell. `leaf` is the first that differs, of
+    so many `leaves`.
+    """
 
     devices: Sequence[int]
     leaf: int

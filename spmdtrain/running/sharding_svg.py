@@ -106,8 +106,9 @@ def _headline(setup: Setup) -> str:
 
 
 def _mesh_panel(setup: Setup) -> Panel:
-    """Columns are the last of several axes that are split; rows are the others, the slowest link
-    first.
+    """Columns are the last of several axes that are split.
+
+    Rows are the others, the slowest link first.
     """
     mesh = setup.mesh
     active = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
@@ -134,9 +135,7 @@ def _batch_panel(setup: Setup) -> Panel:
 
 
 def _parameter_panels(setup: Setup) -> list[Panel]:
-    """One for each sequence of mesh axes that some parameter is split over: the largest
-    parameter.
-    """
+    """The largest parameter of each sequence of mesh axes that some parameter is split over."""
     alike: dict[tuple, list[str]] = {}
     for path in setup.state.params:
         split = tuple(axes for part in setup.specs[path] if (axes := _split_axes(setup, part)))
@@ -157,9 +156,7 @@ def _split_axes(setup: Setup, part: Any) -> tuple[str, ...]:
 
 
 def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> Panel:
-    """Rows are the parts of the first split dims, columns those of the last one if there are
-    several.
-    """
+    """Rows are the parts of the first split dims, columns those of the last of several."""
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         bounds = tuple(
@@ -205,8 +202,9 @@ def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> 
 
 
 def draw_panel(panel: Panel, left: int, top: int) -> list[str]:
-    """The panel's lines of SVG. Rows and columns beyond the largest picture are counted, not
-    drawn.
+    """The panel's lines of SVG.
+
+    Rows and columns beyond the largest picture are counted, not drawn.
     """
     rows = min(len(panel.cells), MOST_ROWS)
     columns = min(len(panel.column_labels), MOST_COLUMNS)

@@ -64,8 +64,9 @@ def _does_not_divide(config: TrainConfig, sizes: Mapping[str, int], at_once: int
 
 
 def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
-    """The sharding of the entry `name` of a batch: sequences over the axes of the batch, time as
-    the activation table says.
+    """The sharding of the entry `name` of a batch.
+
+    Sequences are split over the axes of the batch, time as the activation table says.
     """
     time = rules.activation_spec(("time",), (0,)) if name != "sample" else ()
     return NamedSharding(mesh, P(None, BATCH_AXES, *time))
@@ -111,9 +112,7 @@ def to_devices(
         return made[start, stop]
 
     def part(name: str, index: tuple[slice, ...] | None) -> np.ndarray:
-        """The part that a device of this process holds of an array [accumulation, sequences,
-        ...].
-        """
+        """A device's part of an array [accumulation, sequences, ...]; the device is ours."""
         assert index is not None
         _, columns, *rest = index
         return rows(columns)[name][(slice(None), slice(None), *rest)]

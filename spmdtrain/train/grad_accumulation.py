@@ -99,8 +99,9 @@ def _resting(setup: Setup) -> dict[str, P]:
 
 
 def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Parameters whole over `data`: with ZeRO-1 they are gathered once a step, in compute
-    precision.
+    """Parameters whole over `data`.
+
+    With ZeRO-1 they are gathered once a step, in compute precision.
     """
     if not setup.config.train.zero:
         return params

@@ -48,9 +48,7 @@ def describe(table: Table, layout: Layout) -> str:
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Does what `grad_accumulation.make_gradients` does; the microbatches are those of the
-    schedule.
-    """
+    """Does what `grad_accumulation.make_gradients` does, with the schedule's microbatches."""
     keep = setup.config.train.remat != "full"
     table_axes = _table_axes(setup)
 
@@ -144,8 +142,9 @@ def _program(
     *,
     training: bool,
 ) -> Program:
-    """The program that stages run on this batch. `table_axes`: as `_table_axes` says; no step: no
-    dropout.
+    """The program that stages run on this batch.
+
+    `table_axes` are what `_table_axes` gives. Without a step there is no dropout.
     """
     model = setup.model
     forward_context = make_context(setup)

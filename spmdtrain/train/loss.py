@@ -66,8 +66,9 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
 
 
 def make_layer_gather(setup: Setup) -> Callable[[nnx.State], nnx.State]:
-    """`gather(state)`: the weights of a layer whole and in compute precision, where layers gather
-    them.
+    """`gather(state)`: the weights of a layer whole and in compute precision.
+
+    It leaves them as they are where layers need not gather.
     """
     if not setup.gathers_by_layer:
         return lambda state: state

@@ -104,8 +104,9 @@ def updates(
     state: OptimizerState,
     values: Mapping[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], OptimizerState]:
-    """(updates, new state) by parameter. An update is still to be scaled by its rate, and
-    subtracted.
+    """(updates, new state) by parameter.
+
+    An update is still to be scaled by its rate, and subtracted.
 
     Gradients may be more precise than the state (`precision.params` below `precision.accumulate`):
     the rule computes in the wider dtype of the two, and every leaf of the state keeps the dtype

@@ -35,8 +35,9 @@ from spmdtrain.train.token_loss import TokenLoss
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that a training step is made of. Specs and reductions are by dotted parameter
-    path.
+    """Everything that a training step is made of.
+
+    Specs and reductions are by dotted parameter path.
     """
 
     config: RunConfig  # with its vocabulary resolved
@@ -137,8 +138,9 @@ def shard_on(
     reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
 
     def reduction_of(spec: P) -> Reduction:
-        """A layer that gathers its weights scatters their gradients itself: only other axes
-        remain.
+        """How to reduce over the axes that are left.
+
+        A layer that gathers its weights scatters their gradients itself.
         """
         scattered = gathered_axes(spec) if table is None else ()
         return reduction(spec, [axis for axis in reduced if axis not in scattered])
@@ -181,13 +183,11 @@ def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
 
 
 def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[str, P], Padding]:
-    """The spec of each parameter between steps: as the rules say, and with ZeRO-1 split over `data`
-    too.
+    """The spec of each parameter between steps, and the padding that the splits need.
 
-    Parameters and moments are split alike, so an update needs no communication. A step starts by
-    gathering the parameters over `data` in compute precision (Megatron-LM's distributed optimizer).
-
-    With them comes the padding that the splits need.
+    The rules say it, and with ZeRO-1 it is split over `data` too. Parameters and moments are split
+    alike, so an update needs no communication. A step starts by gathering the parameters over
+    `data` in compute precision (Megatron-LM's distributed optimizer).
     """
     specs = parameter_specs(model, rules)
     of_model = {path: each.shape for path, each in model.parameters.items()}

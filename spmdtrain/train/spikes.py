@@ -25,7 +25,7 @@ def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
     """The largest loss and gradient norm of a good step, float32 [2]; infinite where there is none.
 
     `recent`: the figures of the good steps before. They give no limit before half of them are
-      there.
+    there.
     """
     largest_norm = jnp.inf if guard.grad_norm is None else guard.grad_norm
     fixed = jnp.array([jnp.inf, largest_norm], jnp.float32)

@@ -75,8 +75,10 @@ def _leaf(x: Any, mesh: Mesh, spec: P) -> Any:
 
 
 def _spec_beside(x: jax.ShapeDtypeStruct, shape: Shape, stacked: int, spec: P) -> P:
-    """The spec of an optimizer leaf: that of the moments, if it has the parameter's shape;
-    otherwise its layers lie as theirs do, and the rest is whole.
+    """The spec of an optimizer leaf.
+
+    It is the parameter's if the leaf has its shape, as a moment has. Else its layers lie as the
+    parameter's do, and the rest is whole.
     """
     if x.shape == shape:
         return spec

@@ -97,8 +97,9 @@ def _sum_own(
 
 
 def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Losses:
-    """The losses that `own` gives, in float32 and by name. ConfigError where it gives something
-    else.
+    """The losses that `own` gives, in float32 and by name.
+
+    ConfigError where it gives something else.
     """
     given = own(logits_btv, targets_bt)
     losses = dict(given) if isinstance(given, Mapping) else {"loss": given}
