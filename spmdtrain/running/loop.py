@@ -161,23 +161,13 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         write(directory, "compiled.json", report)
         reporter.say(_compiled(report))
 
-        evaluate = make_eval_figures(setup, opened)
         made = identity(setup, opened.fingerprint, seams)
         record = Record.of(found.meta if found else {})
-        with Interrupt(setup.mesh) as interrupt:
-            outcome = None
-            while outcome is None:
-                bad = None
-                saves = Saves(setup, made, checkpoints, reporter, done, sample, record)
-                try:
-                    with batches(setup, opened, done, sample) as ahead:
-                        outcome = train(
-                            setup, state, step, evaluate, ahead, saves, reporter, interrupt
-                        )
-                except GoBack as error:
-                    bad = error.with_traceback(None)  # whose frames hold a state
-                if bad is not None:
-                    state, done, sample = go_back(bad, setup, saves, reporter)
+
+        def saves_from(done: int, sample: int) -> Saves:
+            return Saves(setup, made, checkpoints, reporter, done, sample, record)
+
+        outcome = train_and_go_back(setup, opened, step, state, sample, saves_from, reporter)
 
         reporter.say(_ending(outcome, directory))
         peak = summary.peak_bytes(setup.mesh)
@@ -310,6 +300,33 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
         return {"eval_loss": sum(weighted)} | by_name
 
     return figures
+
+
+def train_and_go_back(
+    setup: Setup,
+    opened: Data,
+    step: Callable,
+    state: TrainState,
+    sample: int,
+    saves_from: Callable[[int, int], Saves],
+    reporter: Reporter,
+) -> Outcome:
+    """`train`, and again from an earlier checkpoint wherever the guard goes back to one.
+
+    `sample` is the global index of the first sample. `saves_from(step, sample)` gives what saves a
+    run that goes on from there.
+    """
+    evaluate = make_eval_figures(setup, opened)
+    done = int(state.step)
+    with Interrupt(setup.mesh) as interrupt:
+        while True:
+            saves = saves_from(done, sample)
+            try:
+                with batches(setup, opened, done, sample) as ahead:
+                    return train(setup, state, step, evaluate, ahead, saves, reporter, interrupt)
+            except GoBack as error:
+                bad = error.with_traceback(None)  # whose frames hold a state
+            state, done, sample = go_back(bad, setup, saves, reporter)
 
 
 def train(
