@@ -1,8 +1,9 @@
 """Our training step against the same model in plain PyTorch, on one GPU: tokens/s and MFU in
 bfloat16.
 
-    make bench-torch, or python benchmarks/compare_torch.py [--shapes gpt2_124m llama_1b] [--rounds
-    N] [--steps N] [--json FILE] [--dry]
+    make bench-torch, or
+    python benchmarks/compare_torch.py [--shapes gpt2_124m llama_1b] [--rounds N] [--steps N]
+                                       [--json FILE] [--dry]
 
 Ours is the framework's own compiled step on its own batches. Theirs (torch_model.py) starts from
 the same values and takes the same batches: torch.compile, flash attention through SDPA, autocast to

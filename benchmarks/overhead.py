@@ -16,8 +16,8 @@ hardly move it. And page faults: left alone, glibc hands the workspace of a step
 kernel and takes it anew each step, or does not, as luck has it. That is worth more than what is
 measured here, so `make` tells it to keep what it has.
 
-    make bench-overhead, or python benchmarks/overhead.py [--rounds N] [--steps N] [--set
-    model.embed=256] [--json FILE]
+    make bench-overhead, or
+    python benchmarks/overhead.py [--rounds N] [--steps N] [--set model.embed=256] [--json FILE]
 """
 
 import argparse

@@ -14,8 +14,8 @@ processor time, all threads together, is the calmer one.
 
 Another mesh of eight: --set mesh.data=1 --set mesh.tensor=2.
 
-    make bench-pipeline, or python benchmarks/pipeline.py [--microbatches N ...] [--set
-    model.embed=256] [--json FILE]
+    make bench-pipeline, or
+    python benchmarks/pipeline.py [--microbatches N ...] [--set model.embed=256] [--json FILE]
 """
 
 import argparse

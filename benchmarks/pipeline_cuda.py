@@ -1,8 +1,8 @@
 """The pipelined step compiled for 8 H200s that are not there: memory, and where its permutes run.
 
-    make bench-pipeline-cuda        (installs CUDA's compiler wheels beside jax >= 0.11, no GPU and
-    no driver needed)
+    make bench-pipeline-cuda
 
+That installs CUDA's compiler wheels beside jax >= 0.11; no GPU and no driver is needed.
 XLA compiles for a described GPU (its public target configuration); nothing runs. Printed: temp
 bytes per device for m = 8 to 64 microbatches, the collectives by kind and mesh axis, and for each
 `while` body that holds permutes the order of permute starts, permute ends, other collectives, loops

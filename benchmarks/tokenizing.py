@@ -10,8 +10,8 @@ with several. Their tokens must be equal.
 A core's time is what is compared: the processor time of a contender and of its processes, which
 other programs hardly move. Starting a worker costs a second or so of it, once.
 
-    python benchmarks/tokenizing.py [--rounds N] [--workers N] [--megabytes N] [--vocab N] [--json
-    FILE]
+    python benchmarks/tokenizing.py [--rounds N] [--workers N] [--megabytes N] [--vocab N]
+                                    [--json FILE]
 """
 
 import argparse

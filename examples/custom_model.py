@@ -1,8 +1,6 @@
-"""A model of one's own on any mesh: causal gated convolutions instead of attention, trained by
-`loop.run`.
+"""A model of one's own on any mesh: causal gated convolutions in place of attention.
 
-    python examples/custom_model.py [--steps 200] [--mesh split|stages|one]        (after `pip
-    install -e .`)
+    python examples/custom_model.py [--steps 200] [--mesh split|stages|one]
 
 No download, any CPU: the process pretends to have 8 devices. The model names the dims of its
 weights and activations ("channel", "inner", ...); RULES says which mesh axes split them, nothing
@@ -16,21 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.config import (
-    GPT,
-    AdamW,
-    MeshConfig,
-    RulesConfig,
-    RunConfig,
-    TrainConfig,
-    TransformerConfig,
-)
-from spmdtrain.models.context import ForwardContext
+import spmdtrain as st
+from spmdtrain.config import GPT, AdamW, MeshConfig, RulesConfig, TrainConfig
 from spmdtrain.models.layers import Norm, weight
-from spmdtrain.models.stack import Stack
-from spmdtrain.parallel.processes import simulate_devices
 from spmdtrain.running import show
-from spmdtrain.running.loop import run
 
 TAPS = 8  # tokens that one convolution sees
 RULES = RulesConfig(
@@ -45,18 +32,16 @@ MESHES = {
 
 
 class Block(nnx.Module):
-    """x + down(silu(gate) * convolution(value)). Letters: b batch, t time, c channel, i inner, k
-    tap.
-    """
+    """x + down(silu(gate) * convolution(value)). b batch, t time, c channel, i inner, k tap."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(self, config: GPT, rngs: nnx.Rngs):
         channel, inner = config.embed, config.hidden
         self.norm = Norm(config)
         self.up_cpi = weight(rngs, (channel, 2, inner), ("channel", None, "inner"))
         self.taps_ki = weight(rngs, (TAPS, inner), ("tap", "inner"), std=TAPS**-0.5)
         self.down_ic = weight(rngs, (inner, channel), ("inner", "channel"))
 
-    def __call__(self, x_btc: jax.Array, ctx: ForwardContext) -> jax.Array:
+    def __call__(self, x_btc: jax.Array, ctx: st.ForwardContext) -> jax.Array:
         up_btpi = jnp.einsum("btc,cpi->btpi", self.norm(x_btc, ctx), self.up_cpi[...])
         up_btpi = ctx.constrain(up_btpi, "batch", "time", None, "inner")
         gate, value = up_btpi[:, :, 0], jnp.pad(up_btpi[:, :, 1], ((0, 0), (TAPS - 1, 0), (0, 0)))
@@ -68,16 +53,16 @@ class Block(nnx.Module):
 class Convolutions(nnx.Module):
     """What a training step asks of a model: `embed`, `blocks`, `head`."""
 
-    def __init__(self, config: RunConfig, rngs: nnx.Rngs):
+    def __init__(self, config: st.RunConfig, rngs: nnx.Rngs):
         model = config.model
         self.table_vc = weight(rngs, (config.vocab, model.embed), ("vocab", "channel"))
-        self.blocks = Stack(lambda rngs: Block(model, rngs), model.layers, rngs)
+        self.blocks = st.Stack(lambda rngs: Block(model, rngs), model.layers, rngs)
         self.norm = Norm(model)
 
-    def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
+    def embed(self, tokens_bt: jax.Array, ctx: st.ForwardContext) -> jax.Array:
         return ctx.constrain(ctx.lookup(self.table_vc[...], tokens_bt), "batch", "time", "channel")
 
-    def head(self, x_btc: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
+    def head(self, x_btc: jax.Array, ctx: st.ForwardContext) -> tuple[jax.Array, jax.Array]:
         """Hidden [b, t, c] and table [v, c], whose product are the logits."""
         return ctx.constrain(self.norm(x_btc, ctx), "batch", "time", "channel"), self.table_vc[...]
 
@@ -88,16 +73,13 @@ if __name__ == "__main__":
     parser.add_argument("--mesh", default="split", choices=MESHES)
     chosen = parser.parse_args()
     if chosen.steps < 1:
-        parser.exit(
-            4, f"{parser.prog}: --steps {chosen.steps} is not a whole number of at least 1\n"
-        )
-    simulate_devices(1 if chosen.mesh == "one" else 8)  # leave this out where there are GPUs
-    model, train = (
-        GPT(layers=4, embed=64),
-        TrainConfig(steps=chosen.steps, sequence_length=64, microbatch=2),
-    )
-    mesh, optimizer = MESHES[chosen.mesh], AdamW(learning_rate=3e-3)
-    config = RunConfig(model=model, mesh=mesh, train=train, optimizer=optimizer, rules=RULES)
+        refused = f"--steps {chosen.steps} is not a whole number of at least 1"
+        parser.exit(4, f"{parser.prog}: {refused}\n")
+    st.simulate_devices(1 if chosen.mesh == "one" else 8)  # leave this out where there are GPUs
+    model = GPT(layers=4, embed=64)
+    train = TrainConfig(steps=chosen.steps, sequence_length=64, microbatch=2)
+    parts = {"model": model, "train": train, "optimizer": AdamW(learning_rate=3e-3)}
+    config = st.RunConfig(**parts, mesh=MESHES[chosen.mesh], rules=RULES)
     for row in show.describe(config, Convolutions)[0]["parameters"]:
         print(f"{row['path']:28} {row['shape']!s:18} split over {row['mesh_axes']}")
-    run(config, f"runs/custom_model_{chosen.mesh}", make=Convolutions)
+    st.run(config, f"runs/custom_model_{chosen.mesh}", make=Convolutions)

@@ -13,28 +13,24 @@ from collections.abc import Iterator
 
 import jax
 
-from spmdtrain.config import GPT, AdamW, DataConfig, MeshConfig, RunConfig, TrainConfig
+import spmdtrain as st
+from spmdtrain.config import GPT, AdamW, MeshConfig, TrainConfig
 from spmdtrain.data.batches import TrainStream, batch_ids, split
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.parallel.processes import simulate_devices
 from spmdtrain.train.batch import to_devices
-from spmdtrain.train.setup import init_state, shard
-from spmdtrain.train.step import make_step
 
 
-def losses(config: RunConfig, devices: list[jax.Device]) -> Iterator[float]:
+def losses(config: st.RunConfig, devices: list[jax.Device]) -> Iterator[float]:
     """Trains as `config` says and gives the loss of every step."""
     corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
     train = config.train
     config = config.with_vocab(corpus.vocab)  # a row of the embedding for each byte
     # Mesh, rules, model and state: shapes and shardings, no memory yet.
-    setup = shard(config, devices=devices)
-    state = init_state(setup)  # every leaf is born in its shards
-    step = make_step(setup)
+    setup = st.shard(config, devices=devices)
+    state = st.init_state(setup)  # every leaf is born in its shards
+    step = st.make_step(setup)
     tokens, _ = split(corpus, config.data.validation_fraction, train.sequence_length)
-    stream = TrainStream(
-        corpus, tokens, train.sequence_length, seed=train.seed, shuffle=config.data.shuffle
-    )
+    stream = TrainStream(corpus, tokens, train.sequence_length, seed=train.seed, shuffle=True)
     for number in range(train.steps):
         ids = batch_ids(number, train.global_batch)
         batch = to_devices(stream.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
@@ -47,24 +43,17 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60)
     chosen = parser.parse_args()
     if chosen.steps < 1:
-        parser.exit(
-            4, f"{parser.prog}: --steps {chosen.steps} is not a whole number of at least 1\n"
-        )
-    simulate_devices(8)  # leave this out where there are 8 GPUs
-    model, train = (
-        GPT(layers=2, embed=64, heads=4),
-        TrainConfig(steps=chosen.steps, sequence_length=64),
+        refused = f"--steps {chosen.steps} is not a whole number of at least 1"
+        parser.exit(4, f"{parser.prog}: {refused}\n")
+    st.simulate_devices(8)  # leave this out where there are 8 GPUs
+    one_device = st.RunConfig(
+        model=GPT(layers=2, embed=64, heads=4),
+        train=TrainConfig(steps=chosen.steps, sequence_length=64),
+        optimizer=AdamW(learning_rate=3e-3),
     )
-    common = {
-        "model": model,
-        "train": train,
-        "optimizer": AdamW(learning_rate=3e-3),
-        "data": DataConfig(),
-    }
-    alone = losses(RunConfig(**common), jax.devices()[:1])
-    split_up = losses(
-        RunConfig(mesh=MeshConfig(data=2, fsdp=2, tensor=2), **common), jax.devices()[:8]
-    )
+    eight = one_device.model_copy(update={"mesh": MeshConfig(data=2, fsdp=2, tensor=2)})
+    alone = losses(one_device, jax.devices()[:1])
+    split_up = losses(eight, jax.devices()[:8])
     print("step  1 device    8 devices   relative difference")
-    for number, (one, eight) in enumerate(zip(alone, split_up, strict=True), 1):
-        print(f"{number:4}  {one:.6f}    {eight:.6f}    {abs(eight - one) / one:.1e}", flush=True)
+    for number, (a, b) in enumerate(zip(alone, split_up, strict=True), 1):
+        print(f"{number:4}  {a:.6f}    {b:.6f}    {abs(b - a) / a:.1e}", flush=True)

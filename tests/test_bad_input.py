@@ -86,8 +86,8 @@ def made_runs() -> None:
     Path("no_checkpoint").mkdir()
     shutil.copy("run/config.json", "no_checkpoint")
     Path("log_is_folder/metrics.jsonl").mkdir(parents=True)
-    Path("disk_full").mkdir()
-    Path("disk_full/events.jsonl").symlink_to("/dev/full")
+    Path("link_inside").mkdir()
+    Path("link_inside/events.jsonl").symlink_to("/dev/full")
 
 
 def made_token_files() -> None:
@@ -342,7 +342,7 @@ TABLE = {
     ),
     "mlp over tensor": (
         CONFIG,
-        "mlp.up_ef|ffn=33 is not divisible by tensor = 2|try ffn = 34",
+        "mlp.down_fe|ffn=33 is not divisible by tensor = 2|try ffn = 34",
         train("model.ffn=33"),
     ),
     "time over context": (
@@ -507,7 +507,11 @@ TABLE = {
         "cannot write log_is_folder/metrics.jsonl",
         train(run="log_is_folder"),
     ),
-    "disk full": (STORAGE, "cannot write disk_full/events.jsonl:", train(run="disk_full")),
+    "a link in the run": (
+        CHECKPOINT,
+        "link_inside/events.jsonl is a link|/dev/full",
+        train(run="link_inside"),
+    ),
     # sampling
     "sample no run": (CHECKPOINT, "nowhere is not a run directory|--run", sample(run="nowhere")),
     "sample a folder": (CHECKPOINT, "no_config is not a run directory", sample(run="no_config")),

@@ -46,7 +46,7 @@ def refuse_links(directory: Path) -> None:
         raise CheckpointError(
             f"{link} is a link: a run writes into its own directory only",
             found=f"it leads to {link.readlink()}",
-            fix=f"removing it, or another --run than {directory}",
+            fix=f"removing it, or --run where there is room, in place of {directory}",
         )
 
 
