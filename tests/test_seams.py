@@ -23,6 +23,7 @@ from spmdtrain.config import CheckpointError, ConfigError, UserError
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.train.learning_rates import learning_rate
 from spmdtrain.train.state import bytes_per_device
+from spmdtrain.train.step import make_losses
 
 SEAMS = Path(__file__).parent.parent / "examples" / "seams"
 DEVICES = jax.devices()
@@ -149,6 +150,24 @@ def test_a_loss_of_ones_own_is_trained_on_and_shows_its_figures():
     assert figures[-1]["accuracy"] > figures[0]["accuracy"]
     # At the beginning all 64 ids are as likely: (1 - 1/64)^2 x ln 64.
     assert figures[0]["loss"] == pytest.approx((1 - 1 / 64) ** 2 * np.log(64), rel=0.02)
+
+
+def test_side_losses_of_ones_own_are_trained_on_and_shown_by_name():
+    run_as_typed("side_losses")
+    shown = [line for line in lines("runs/calm/metrics.jsonl") if "loss" in line]
+    assert shown[-1]["loss"] < shown[0]["loss"]
+    given = names_of("side_losses")
+    st.run(given["CONFIG"], "plain")  # without them
+    setup = st.shard(st.open_data(given["CONFIG"])[0], given["CalmTransformer"], **ONE)
+    calm, plain = (size_of(setup, run) for run in ("runs/calm", "plain"))
+    assert calm < 0.8 * plain, "they are part of what is minimised"
+
+
+def size_of(setup: st.Setup, directory: str) -> float:
+    """The side loss `size` of a run's last weights on the first batch."""
+    with batches_of(setup) as ahead:
+        sums = jax.jit(make_losses(setup))(st.weights(directory), next(ahead))
+    return float(sums["size"] / sums["tokens"])
 
 
 def test_an_optimizer_of_ones_own_is_used_by_groups_and_frozen_weights_keep_nothing():
