@@ -42,7 +42,8 @@ class Block(nnx.Module):
         self.mlp_norm = norm(config)
         self.mlp = mlp(config, rngs)
 
-    def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+    def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> Any:
+        """The stream [b, t, e]; a subclass may give side losses beside it, as `Stack` says."""
         return self.extend(x_bte, ctx, None)[0]
 
     def extend(
