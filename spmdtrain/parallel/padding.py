@@ -27,8 +27,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Padding:
-    """The three shapes of every weight, by path; for each of the methods `x` is a weight, or has
-    the shape of one, and comes back as it is where no zeros are to be added or cut off.
+    """The three shapes of every weight, by path, and the ways between them.
+
+    Its methods take a weight, or an array of its shape. Where the two shapes are equal they give
+    back what they were given.
     """
 
     of_model: Mapping[str, Shape]

@@ -46,17 +46,18 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
         axes = axes_of_dim(table_spec[0])
         split = (*by_hand, *axes)
 
-        def local(rows, ids):
+        def local(rows: jax.Array, ids: jax.Array) -> jax.Array:
             if axes:
                 ids = ids - jax.lax.axis_index(axes) * rows.shape[0]
             return psum_tree(_rows_or_zero(rows, ids), split) if split else rows[ids]
+
+        if not axes and not axes_of(ids_spec):
+            return local(table, ids)  # each device has all rows that are here, and all ids
 
         # Manual over all that is left, axes of one device too. The transpose of the region sums
         # the table's gradient over the batch, and in 16 bit XLA's CPU compiler aborts at such a
         # sum unless the region is manual over every axis.
         left = {axis for axis in rules.sizes if axis not in manual}
-        if all(rules.sizes[axis] == 1 for axis in left):
-            return local(table, ids)
         region = jax.shard_map(
             local,
             axis_names=left,

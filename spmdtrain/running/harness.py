@@ -24,7 +24,7 @@ Ids = np.ndarray
 
 
 def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-    """Of each (context, continuation) in token ids: (log-likelihood in nats, is it the likeliest?).
+    """(log-likelihood in nats, is it the likeliest?) of each (context, continuation) in token ids.
 
     The continuation is judged behind its context, of which as much is seen as the model was trained
     for: the last `max_length` tokens. It has at least one token, and its context too.

@@ -20,7 +20,7 @@ from spmdtrain.models.context import random_key
 from spmdtrain.parallel.axes import Rules, make_rules
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.parallel.padding import Padding, pad_vocabulary, round_up
+from spmdtrain.parallel.padding import Padding, Shape, pad_vocabulary, round_up
 from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
@@ -175,11 +175,19 @@ def init_state(setup: Setup) -> TrainState:
 
 def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
     """The spec that the rules give each parameter."""
-    specs = {}
-    for path, parameter in model.parameters.items():
-        shape = pad_vocabulary(parameter.axes, parameter.shape, rules)
-        specs[path] = rules.parameter_spec(parameter.axes, shape, path)
-    return specs
+    shapes = _shapes_in_use(model, rules)
+    return {
+        path: rules.parameter_spec(parameter.axes, shapes[path], path)
+        for path, parameter in model.parameters.items()
+    }
+
+
+def _shapes_in_use(model: AbstractModel, rules: Rules) -> dict[str, Shape]:
+    """The shape of each parameter, with a vocabulary that the mesh divides."""
+    return {
+        path: pad_vocabulary(parameter.axes, parameter.shape, rules)
+        for path, parameter in model.parameters.items()
+    }
 
 
 def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[str, P], Padding]:
@@ -191,10 +199,7 @@ def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[s
     """
     specs = parameter_specs(model, rules)
     of_model = {path: each.shape for path, each in model.parameters.items()}
-    in_use = {
-        path: pad_vocabulary(each.axes, each.shape, rules)
-        for path, each in model.parameters.items()
-    }
+    in_use = _shapes_in_use(model, rules)
     at_rest = dict(in_use)
     data = rules.sizes["data"]
     if zero and data > 1:

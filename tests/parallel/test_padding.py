@@ -77,15 +77,13 @@ def test_zero_leaves_less_than_one_percent_whole_where_nothing_divides(data, ten
     assert on_one * data * tensor < 2.2 * sum(size.values())  # two moments, and a tenth of padding
 
 
-ODD = ("model.vocab=67", "train.global_batch=12", "optimizer.name=lamb")
+ODD = ("model.vocab=67", "train.global_batch=12", "optimizer.name=adafactor")
 PADDED = ("mesh.data=3", "mesh.tensor=2", "train.zero=1")
 
 
 @pytest.mark.long
 def test_padding_stays_zero_and_is_seen_by_no_optimizer():
-    """LAMB scales by the norm of a whole weight, and its decay would move a padded row off zero
-    first.
-    """
+    """Adafactor takes means over a whole weight, which padding would make smaller."""
     want = trained(*ODD, steps=4)[0]
     got, state, _ = trained(*ODD, *PADDED, steps=4)
     np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -98,9 +96,7 @@ def test_padding_stays_zero_and_is_seen_by_no_optimizer():
 
 
 def test_text_and_logits_know_no_padding():
-    """A padded row has the logit 0, more than most of a vocabulary that training has pushed
-    down.
-    """
+    """A padded row has the logit 0, as likely as any in a fresh model."""
     one = prepared("model.vocab=65")
     state = init_state(one)
     table = "tokens.table_ve"
