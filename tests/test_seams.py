@@ -9,6 +9,7 @@ import runpy
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -107,11 +108,14 @@ def test_hooks_see_steps_evaluations_and_saves_in_order():
     assert seen == [*steps[:2], evaluated[0], *steps[2:], evaluated[1], ("saved", 4, [])]
 
 
-def test_tensorboard_has_every_figure_of_a_run_that_was_resumed():
+def test_tensorboard_has_every_figure_of_a_run_that_was_resumed(monkeypatch):
     pytest.importorskip("tensorboardX")
+    from tensorboardX import event_file_writer
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import RecordWriter  # noqa: F401  the format read below
 
+    # Both files are made in one second, which is all of the time that tensorboardX puts in a name.
+    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: 1_700_000_000.0))
     for steps in (2, 4):
         st.run(tiny(f"train.steps={steps}", "log.sinks=tensorboard"), "run", **ONE)
     points = {}

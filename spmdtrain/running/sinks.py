@@ -80,7 +80,13 @@ class TensorBoardSink:
                 "log.sinks names 'tensorboard', but tensorboardX is not installed",
                 fix="pip install 'spmdtrain[tensorboard]'",
             ) from None
-        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+        # A file is named after the second in which it is made: one that is resumed within that
+        # second would write over it.
+        self._writer = SummaryWriter(
+            str(directory / "tensorboard"),
+            purge_step=step + 1,
+            filename_suffix=f".{time.time_ns()}",
+        )
 
     def metrics(self, step: int, figures: Figures) -> None:
         for name, value in figures.items():
