@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import spmdtrain as st
-from spmdtrain.config import GPT, AdamW, MeshConfig, RulesConfig, TrainConfig
+from spmdtrain.config import GPT, AdamW, Llama, MeshConfig, RulesConfig, TrainConfig
 from spmdtrain.models.layers import Norm, weight
 from spmdtrain.running import show
 
@@ -34,7 +34,7 @@ MESHES = {
 class Block(nnx.Module):
     """x + down(silu(gate) * convolution(value)). b batch, t time, c channel, i inner, k tap."""
 
-    def __init__(self, config: GPT, rngs: nnx.Rngs):
+    def __init__(self, config: GPT | Llama, rngs: nnx.Rngs):
         channel, inner = config.embed, config.hidden
         self.norm = Norm(config)
         self.up_cpi = weight(rngs, (channel, 2, inner), ("channel", None, "inner"))

@@ -21,62 +21,13 @@ the same losses. In Python, `import spmdtrain as st`:
 `loss`, `data`, `sinks` and `hooks`.
 
 The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `running` and
-`planner`, `cli`; imports only go down. The names below are imported when they are asked for, so
-that `spmdtrain --help` takes milliseconds.
+`planner`, `cli`; imports only go down. `__init__.pyi` lists the public names and their homes, also
+for type checkers. They are imported when they are asked for, so that `spmdtrain --help` takes
+milliseconds.
 """
 
-from importlib import import_module
-from typing import Any
+import lazy_loader
 
 __version__ = "0.1.0"
 
-# Public name -> the module that has it.
-_HOMES = {
-    "load": "config",
-    "RunConfig": "config",
-    "UserError": "config",
-    "simulate_devices": "parallel.processes",
-    "set_xla_flags": "parallel.xla_flags",
-    "Buffer": "models.buffer",
-    "ForwardContext": "models.context",
-    "Stack": "models.stack",
-    "Transformer": "models.transformer",
-    "Setup": "train.setup",
-    "shard": "train.setup",
-    "init_state": "train.setup",
-    "TrainState": "train.state",
-    "Rule": "train.optimizers",
-    "make_optimizer": "train.shipped_optimizers",
-    "make_step": "train.step",
-    "make_eval_step": "train.step",
-    "run_config": "running.restore",
-    "restore": "running.restore",
-    "weights": "running.restore",
-    "generate": "running.sample",
-    "generate_ids": "running.sample",
-    "make_logits": "running.sample",
-    "open_run": "running.opened",
-    "OpenedRun": "running.opened",
-    "evaluate": "running.evaluate",
-    "Choice": "running.sample",
-    "estimate": "planner.estimate",
-    "plan": "planner.plan",
-    "run": "running.loop",
-    "Outcome": "running.loop",
-    "open_data": "data.source",
-    "Source": "data.source",
-    "batches": "running.loop",
-    "make_evaluate": "running.loop",
-}
-# A checker reads nothing but literals here.
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'spmdtrain' has no attribute {name!r}")
-    return getattr(import_module(f"spmdtrain.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,6 +1,7 @@
 """`import spmdtrain as st`: the public names, there when they are asked for and not before."""
 
 import importlib
+import pkgutil
 import runpy
 import subprocess
 import sys
@@ -17,20 +18,19 @@ from spmdtrain.config import CheckpointError, ConfigError
 
 @pytest.mark.parametrize("name", st.__all__)
 def test_every_public_name_is_there_and_documented(name):
-    found = getattr(st, name)
-    if name != "__version__":
-        assert found.__doc__, f"{name} has no docstring"
-        assert name in dir(st)
+    assert getattr(st, name).__doc__, f"{name} has no docstring"
+    assert name in dir(st)
 
 
 def test_a_name_that_is_none_is_said_so():
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+    with pytest.raises(AttributeError, match="attribute trian"):
         _ = st.trian
 
 
 def test_no_room_takes_the_name_of_a_public_one():
     """Importing a room binds its name in the package: a verb of that name would be gone."""
-    rooms = {home.partition(".")[0] for home in st._HOMES.values()}
+    rooms = {room.name for room in pkgutil.iter_modules(st.__path__)}
+    assert "running" in rooms
     assert not rooms & set(st.__all__)
     importlib.import_module("spmdtrain.running.loop")
     assert callable(st.run)
@@ -89,7 +89,7 @@ def test_one_step_by_hand(cell):
 
 def test_logits_of_a_batch_are_those_that_the_loss_is_of(cell):
     names, printed = cell("logits")
-    assert printed == "(2, 16, 256)\n"
+    assert printed == "(2, 64, 256)\n"
     setup, params = names["setup"], names["state"].params
     with st.batches(setup, names["data"], 0, 0) as ahead:
         batch = next(ahead)

@@ -1,3 +1,5 @@
+import numpy as np
+
 import spmdtrain as st
 
 st.simulate_devices(8)  # leave this out where there are 8 GPUs
@@ -7,5 +9,5 @@ state = st.restore("runs/quickstart", setup)  # onto this mesh, whatever the run
 
 logits = st.make_logits(setup)
 _, data = st.open_data(config)
-tokens = data.corpus.read(0, 32).reshape(2, 16)
-print(logits(state.params, tokens).shape)  # (2, 16, vocabulary), float32
+tokens = data.train_samples(config)(np.arange(2))["tokens"]  # of samples 0 and 1
+print(logits(state.params, tokens).shape)  # (2, sequence length, vocabulary)

@@ -26,7 +26,8 @@ def groups(path, parameter):
     if path == "tokens.table_ve":
         return None  # frozen
     if "norm" in path or "bias" in path:
-        return replace(shipped(path, parameter), rate=0.1)
+        rule = shipped(path, parameter)
+        return rule and replace(rule, rate=0.1)
     # The learning rate is left out: it is the schedule's.
     return optax.chain(optax.scale_by_lion(), optax.add_decayed_weights(0.1))
 

@@ -7,7 +7,8 @@ it. Nothing here imports jax, so that `--help` and a typo cost milliseconds.
 Descriptions are read by people: they stand in the JSON schema and in the list of settings.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -641,6 +642,10 @@ class RunConfig(Settings):
 
     _origin: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: list[str] = PrivateAttr(default_factory=list)
+
+    if TYPE_CHECKING:
+        # Pydantic also takes a section as the table that a TOML file would have.
+        def __init__(self, **sections: Settings | Mapping[str, Any]) -> None: ...
 
     @property
     def origin(self) -> dict[str, str]:
