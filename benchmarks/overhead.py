@@ -410,16 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--rounds", type=int, default=15, help="of each contender (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=10, help="in a round (default: %(default)s)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another size, say model.embed=256",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="writes the figures there as well"
-    )
+    add_common_arguments(parser)
     parsed = parser.parse_args(arguments)
     try:
         config = from_resolved(resolved(CONFIG), parsed.set)
@@ -432,6 +423,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"different models: {measured['losses']}"
     )
     publish(table(result), result, parsed.json)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--set` and `--json`, which every benchmark of a training step has."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another size, say model.embed=256",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="writes the figures there as well"
+    )
 
 
 def publish(text: str, result: dict[str, Any], path: Path | None) -> None:

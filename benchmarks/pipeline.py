@@ -25,7 +25,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax, which reads them once
@@ -38,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from overhead import Spent, publish, spread
+from overhead import Spent, add_common_arguments, publish, spread
 from pipeline_baselines import make_gradients, whole_vocabulary
 
 from spmdtrain.config.errors import ConfigError, UserError
@@ -338,16 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--remat", nargs="+", choices=REMATS, default=REMATS, help="default: all of them"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another size, say model.embed=256",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="writes the figures there as well"
-    )
+    add_common_arguments(parser)
     parsed = parser.parse_args(arguments)
     try:
         config = from_resolved(resolved(CONFIG), parsed.set)

@@ -1,0 +1,123 @@
+"""Arguments that several commands have, and what the values of arguments may be."""
+
+import argparse
+
+from pallas_kernels.gpus import GPUS
+from spmdtrain.config.schema import SEEDS
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Adds the config file and `--set`."""
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, as in configs/")
+    add_set(parser, "overrides one setting; may be repeated")
+
+
+def add_documents(parser: argparse.ArgumentParser) -> None:
+    """Adds the files whose documents are read, and how."""
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="files or globs: text (a document each), .jsonl, .parquet, .arrow, "
+        "text and .jsonl also as .gz and .zst; or the folder of a saved dataset",
+    )
+    parser.add_argument(
+        "--field",
+        metavar="NAME",
+        help="that holds the document, of .jsonl and tables (default: text; of chats: messages)",
+    )
+    parser.add_argument(
+        "--split-on",
+        type=unescaped,
+        metavar="TEXT",
+        help=r"what separates the documents of a text file: '<|endoftext|>' or '\n\n\n', say",
+    )
+
+
+def add_set(parser: argparse.ArgumentParser, text: str) -> None:
+    """Adds `--set KEY=VALUE`."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+
+
+def add_make(parser: argparse.ArgumentParser) -> None:
+    """Adds `--make`, which names a model of one's own."""
+    parser.add_argument(
+        "--make",
+        metavar="FILE.py:CLASS",
+        help="the model of a run that was trained with model.make; its code runs",
+    )
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Adds `--hardware`."""
+    names = f"{', '.join(GPUS)} or a .toml file"
+    parser.add_argument("--hardware", required=True, metavar="NAME", help=names)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Adds how many devices are simulated, and which processes run together."""
+    parser.add_argument(
+        "--simulate-devices",
+        type=positive_int,
+        metavar="N",
+        help="pretend to have N devices, on CPU",
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of process 0, where several processes run one program",
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+
+
+# What a value may be. argparse turns these errors into a refusal that names the argument.
+
+
+def positive_int(text: str) -> int:
+    """Reads a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def seed_number(text: str) -> int:
+    """Reads a seed: a whole number below `SEEDS`."""
+    if not text.isdecimal() or int(text) >= SEEDS:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to {SEEDS - 1}")
+    return int(text)
+
+
+def positive_seconds(text: str) -> float:
+    """Reads a number of seconds above 0."""
+    seconds = duration(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError("0 seconds are no limit")
+    return seconds
+
+
+def duration(text: str) -> float:
+    """Reads a time in any unit: a number from 0 to 1e12."""
+    try:
+        time = float(text)
+    except ValueError:
+        time = -1.0
+    if not 0 <= time <= 1e12:  # nan neither; the bound keeps sums finite
+        raise argparse.ArgumentTypeError(f"{text} is not a time: a number from 0 to 1e12")
+    return time
+
+
+def unescaped(text: str) -> str:
+    r"""Reads a text, with \n and \t in it as a line break and a tab."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def prompt_and_new(text: str) -> tuple[int, int]:
+    """Reads PROMPT+NEW, two numbers of tokens."""
+    prompt, plus, new = text.partition("+")
+    if not plus:
+        raise argparse.ArgumentTypeError(f"{text} is not PROMPT+NEW, 512+128 say")
+    return positive_int(prompt), positive_int(new)
