@@ -382,6 +382,11 @@ TABLE = {
         "rules.parameters.embed|'data'|itself",
         train("rules.parameters.embed=data"),
     ),
+    "layers over a batch axis": (
+        CONFIG,
+        "rules.parameters.layer|'fsdp'|cannot split layers|try --set rules.parameters.layer=",
+        train("rules.parameters.layer=fsdp"),
+    ),
     "time over a batch axis": (
         CONFIG,
         "'batch' and 'time' both want mesh axis 'fsdp'",

@@ -106,9 +106,9 @@ class Rules:
 def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     """Return the default rules with the config's `[rules]` on top. `sizes`: of all mesh axes.
 
-    Raises ConfigError for a mesh axis that there is not, for one that the training step splits by
-    itself (pipeline, data; for activations all axes of the batch). `check_names` refuses misspelt
-    logical axes, once the model is known.
+    Raises ConfigError for a mesh axis that there is not, and for one that the training step splits
+    by itself: pipeline and data; for activations and for the dims that stack layers all axes of the
+    batch. `check_names` refuses misspelt logical axes, once the model is known.
     """
     if "batch" in overrides.activations:
         split = " x ".join(BATCH_AXES)
@@ -134,6 +134,9 @@ def _check_overrides(kind: str, overrides: AxisRules) -> None:
             if axis in ("pipeline", "data"):
                 what = f"{setting}: mesh axis {axis!r} is split by the training step itself"
                 raise ConfigError(what)
+            if kind == "parameters" and name in STACK_AXES and axis in BATCH_AXES:
+                what = f"{setting}: each layer gathers its own weights over {axis!r}"
+                raise ConfigError(f"{what}, which cannot split layers", fix=f"--set {setting}=")
             if kind == "activations" and axis in BATCH_AXES:
                 what = f"{setting}: logical axes 'batch' and {name!r} both want mesh axis {axis!r}"
                 raise ConfigError(what, fix=f"--set {setting}=")

@@ -70,6 +70,11 @@ def test_what_cannot_be_resolved_is_refused_by_parameter_path_with_a_fix(names, 
             ["rules.parameters.vocab", "did you mean 'tensor'?"],
         ),
         ({"activations": {"batch": ()}}, ["rules.activations.batch", "always"]),
+        *(
+            ({"parameters": {dim: ("tensor", axis)}}, [f"rules.parameters.{dim}", "cannot split"])
+            for dim in ("layer", "chunk")
+            for axis in ("fsdp", "expert")
+        ),
     ],
 )
 def test_a_wrong_rule_is_refused(overrides, words):
