@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and the error where none does.
+"""Chooses the implementation that runs a call, or raises `Refused` where none can.
 
 An implementation is a module with `refusal(...) -> str`: why it cannot run a call, "" where it can.
 A named one never falls back. "NAME:interpret" runs a kernel's instructions one by one on any

@@ -29,7 +29,7 @@ def counted() -> Iterator[None]:
 
 
 def is_counted() -> bool:
-    """Whether kernels are to be traced as marks."""
+    """True inside `counted()`, where kernels are traced as marks."""
     return _is_counted.get()
 
 

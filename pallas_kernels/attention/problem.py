@@ -32,7 +32,7 @@ class Problem:
 
     @property
     def has_window(self) -> bool:
-        """Whether positions hide anything: the call is causal or has a window."""
+        """True if positions hide anything: the call is causal or has a window."""
         return self.left is not None or self.right is not None
 
     def scores(
@@ -84,7 +84,7 @@ class Inputs(NamedTuple):
 
     @property
     def mask_is_static(self) -> bool:
-        """Whether who attends to whom (bias aside) is known while tracing."""
+        """True if tracing knows which query attends to which key (bias aside)."""
         return not self.has_segments and not self.has_positions
 
 

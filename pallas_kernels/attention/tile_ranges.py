@@ -1,8 +1,8 @@
-"""Which tiles a program of a kernel visits, and which of them it must mask.
+"""Finds the tiles that a program of a kernel visits, and those that it must mask.
 
 A program owns one tile of queries (or of keys) and walks over tiles of the other side in order,
-from the first visible one to the last. Four bounds cut the walk into three ranges; the tiles of the
-middle one are full and need no mask.
+from the first visible one to the last. Four bounds cut the walk into three ranges; every pair in
+the tiles of the middle range is visible, so it needs no mask.
 
     bounds    0          1          2          3
               |  masked  |   full   |  masked  |

@@ -33,7 +33,7 @@ def start_jax(parsed: argparse.Namespace) -> None:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether the kernel's side of NVIDIA's driver is there."""
+    """True if the kernel module of NVIDIA's driver is loaded."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 

@@ -60,7 +60,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 
 def gather(parsed: argparse.Namespace) -> Facts:
-    """What there is. jax looks for its devices, as in a run."""
+    """Collects versions, devices, driver and limits; jax starts and finds devices as in a run."""
     said: list[str] = []
     listener = _Listener(said)
     logging.getLogger("jax").addHandler(listener)

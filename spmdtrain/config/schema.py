@@ -206,7 +206,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class PipelineConfig(Settings):
-    """How the stages of mesh.pipeline take turns. Read only where there are several stages."""
+    """The order of the stages' work. Read only where mesh.pipeline gives several stages."""
 
     schedule: str = Field(
         default="1f1b",
@@ -236,12 +236,12 @@ class PipelineConfig(Settings):
 
     @property
     def is_file(self) -> bool:
-        """Whether `schedule` names a file and not a schedule."""
+        """True if `schedule` is the path of a file, not the name of a built-in schedule."""
         return self.schedule.endswith((".json", ".csv"))
 
 
 class TrainConfig(Settings):
-    """How long and on how much a run trains, and how a step spends memory."""
+    """The length of training, the size of a batch, the loss, and what saves memory."""
 
     steps: Count = Field(
         default=1000, description="optimizer steps in all; raising it and resuming goes on"
@@ -304,7 +304,7 @@ Groups = Annotated[tuple[ParameterGroup, ...], Field(strict=False)]
 
 
 class OptimizerConfig(Settings):
-    """What every optimizer has: weight decay and the learning rate over steps.
+    """The settings of every optimizer: weight decay, and the learning rate over steps.
 
     The rate warms up linearly, then stays (constant), falls to `final_learning_rate` (cosine,
     linear), or stays and falls linearly at the end (wsd: warmup, stable, decay; arXiv:2404.06395).
@@ -440,7 +440,7 @@ Mix = Annotated[tuple[MixSource, ...], Field(strict=False)]
 
 
 class DataConfig(Settings):
-    """What a run trains on, and how it is cut into sequences."""
+    """The data that a run trains on, and how it is cut into sequences."""
 
     corpus: Literal["stdlib", "synthetic", "text", "tokens"] = Field(
         default="stdlib",
@@ -509,7 +509,7 @@ class DataConfig(Settings):
 
 
 class EvalConfig(Settings):
-    """When the validation split is evaluated, and how much of it."""
+    """The interval between evaluations, and how much of the validation split they use."""
 
     every: CountOrZero = Field(
         default=0, description="steps between evaluations, and once at the end; 0: never"
@@ -520,7 +520,7 @@ class EvalConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """When checkpoints are written, and how many stay."""
+    """The interval between checkpoints, and how many are kept."""
 
     every: CountOrZero | Literal["auto"] = Field(
         default=100,
@@ -531,7 +531,7 @@ class CheckpointConfig(Settings):
 
 
 class GuardConfig(Settings):
-    """What a run does with a bad step: one whose loss or gradient is not finite, or too large."""
+    """The response to a bad step: one whose loss or gradient is not finite, or too large."""
 
     policy: Literal["abort", "skip", "rollback"] = Field(
         default="abort",
@@ -586,7 +586,7 @@ class GuardConfig(Settings):
 
     @property
     def judges_spikes(self) -> bool:
-        """Whether a step is judged by the steps before it."""
+        """True if a step is compared with the good steps before it."""
         return self.deviations > 0
 
     @property
@@ -596,12 +596,12 @@ class GuardConfig(Settings):
 
     @property
     def in_step(self) -> bool:
-        """Whether the step itself decides on the devices, and leaves the state of a bad one."""
+        """True if the compiled step judges itself, and keeps the weights from before a bad step."""
         return self.policy != "abort" or self.judges_spikes
 
 
 class LogConfig(Settings):
-    """What a run says of itself on the way."""
+    """The reports of a run: log lines, profiler traces, and sinks for its figures."""
 
     every: Count = Field(default=10, description="steps between plain lines when not a terminal")
     profile: Steps = Field(default=(), description="steps traced by the profiler into RUN/profile")
@@ -649,7 +649,7 @@ class RunConfig(Settings):
 
     @property
     def origin(self) -> dict[str, str]:
-        """Where values came from: dotted key -> file name, or `--set`.
+        """Maps dotted keys to the origin of their values: a file name, or `--set`.
 
         A key that is absent has its default.
         """
@@ -657,7 +657,7 @@ class RunConfig(Settings):
 
     @property
     def notes(self) -> list[str]:
-        """What was changed on loading; a run says it."""
+        """Lists what loading changed; a run reports it."""
         return self._notes
 
     @property

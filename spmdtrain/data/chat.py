@@ -19,7 +19,7 @@ ANSWERS = "assistant"  # the role whose messages are learned
 
 @dataclass(frozen=True)
 class Template:
-    """What a message is written as; `opening` holds {role}."""
+    """The text before and after each message of a conversation; `opening` holds {role}."""
 
     opening: str
     closing: str

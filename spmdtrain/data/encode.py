@@ -28,7 +28,7 @@ WAITING = 2  # chunks for each process that are handed out ahead of the one that
 
 @dataclass(frozen=True)
 class Recipe:
-    """How documents become tokens. It can be sent to another process."""
+    """The settings that turn documents into tokens. They can be pickled for another process."""
 
     tokenizer: dict  # its specification
     end_of_text: int | None  # the id behind each document

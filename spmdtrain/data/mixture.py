@@ -1,8 +1,8 @@
-"""Which source of a mixture a sample comes from, as a pure function of the sample index.
+"""Chooses the source of each sample of a mixture, as a pure function of the sample index.
 
-A mixture is a *period* of slots that comes again and again. In a period each source has as many
-slots as its share says, so that shares are exact over any window as long as a period, wherever it
-begins. A period is as short as it can be: 10 slots for the weights 0.7, 0.2 and 0.1.
+A mixture is a *period* of slots, repeated for ever. In a period each source has as many slots as
+its share says, so that shares are exact over any window as long as a period, wherever it begins. A
+period is as short as it can be: 10 slots for the weights 0.7, 0.2 and 0.1.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Mixture:
 
     @cached_property
     def _ranks(self) -> np.ndarray:
-        """How many slots of the same source stand before each slot of a period, int64."""
+        """Counts the slots of the same source before each slot, int64 [period]."""
         ranks = np.zeros(len(self.period), np.int64)
         for source, count in enumerate(self.counts):
             ranks[self.period == source] = np.arange(count)

@@ -24,7 +24,7 @@ from spmdtrain.data.shuffle import permute, random_bits
 
 @dataclass(frozen=True)
 class Plan:
-    """Which pieces stand in which window."""
+    """The assignment of pieces to windows."""
 
     starts: np.ndarray  # [pieces] int64, the offset of each piece's first token
     sizes: np.ndarray  # [pieces] int64, positions of each

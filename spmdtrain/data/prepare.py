@@ -32,7 +32,7 @@ SHOWN = 40  # tokens of the first document that are printed
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be prepared, and how."""
+    """A request to turn files into token files."""
 
     paths: Sequence[str]  # files, globs, folders of datasets
     out: str  # OUT.bin, or OUT-00000.bin and so on

@@ -28,10 +28,10 @@ Position = tuple[int, int]  # (number of a file, number of the row in it that is
 
 
 class Output:
-    """What a job has written: finished token files, and the one in the making.
+    """The token files of a job: those that are finished, and the one in the making.
 
-    `position` is where the first row lies that is in no finished file. Use it in a `with`, which
-    throws away what is not finished.
+    `position` is that of the first input row that is in no finished file. Use it in a `with`, which
+    discards the unfinished file.
     """
 
     def __init__(

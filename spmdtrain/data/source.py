@@ -1,7 +1,7 @@
-"""Where the samples of a run come from: a corpus, a mixture, or a function of the caller.
+"""Opens the samples of a run: of a corpus, a mixture, or a function of the caller.
 
-All kinds of data answer the same questions: which arrays a global sample index means, what there
-is to evaluate on, and by what a resumed run knows that it is the same data.
+All kinds of data give the same three things: the arrays of a global sample index, the sets to
+evaluate on, and a fingerprint by which a resumed run knows that it is the same data.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class Source:
 
 
 class Windows(Protocol):
-    """What is evaluated on: a number of samples, by index."""
+    """The samples of an evaluation, by index."""
 
     def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]: ...
 

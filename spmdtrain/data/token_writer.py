@@ -19,7 +19,7 @@ from spmdtrain.data.tokens import DTYPES, VERSION, loss_path, storage_dtype, tok
 
 @dataclass(frozen=True)
 class Summary:
-    """What a token file holds."""
+    """The counts and the dtype of a finished token file."""
 
     path: str  # of the .bin
     documents: int

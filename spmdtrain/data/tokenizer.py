@@ -27,7 +27,7 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[E
 
 
 class Tokenizer(Protocol):
-    """What a tokenizer must have."""
+    """The interface of a tokenizer."""
 
     size: int  # ids are < size
 

@@ -97,7 +97,7 @@ class TokenSource(MappedTokens):
 
     @property
     def tokenizer_spec(self) -> dict | None:
-        """What `from_spec` makes its tokenizer of; None, if its ids mean no text."""
+        """The spec of its tokenizer, for `from_spec`; None if its ids stand for no text."""
         return self.sidecar["tokenizer"]
 
     @property
@@ -120,14 +120,14 @@ class TokenSource(MappedTokens):
 
     @cached_property
     def loss(self) -> np.ndarray:
-        """Which tokens count in the loss, uint8 [tokens], mapped; all of them without a .loss."""
+        """Marks the tokens that count in the loss: uint8 [tokens], mapped; 1 without a .loss."""
         if not self.has_loss:
             return np.broadcast_to(np.uint8(1), self.sidecar["tokens"])
         return np.asarray(np.memmap(loss_path(self.path), np.uint8, mode="r"))
 
     @property
     def has_loss(self) -> bool:
-        """Whether a .loss says which tokens count in the loss."""
+        """True if a .loss file says which tokens count in the loss."""
         return "loss_sha256" in self.sidecar
 
     @property

@@ -1,8 +1,8 @@
-"""What the time of a run was spent on, over all its attempts.
+"""Accounts for the time of a run, over all its attempts.
 
 Every moment belongs to one class, so the classes sum to the wall time. `step` alone is training
-that counts. Steps that a failure has undone are `repeated`: they are known when it is known from
-which checkpoint the run goes on.
+that counts. Steps that a failure has undone move from `step` to `repeated`, as soon as it is known
+from which checkpoint the run goes on.
 """
 
 import time
@@ -18,7 +18,7 @@ CLASSES = (*pulse.PHASES, REPEATED, HANG, DOWN)
 
 
 class Report(TypedDict):
-    """What the time was spent on."""
+    """The time of a run by class, and the share of it that was training."""
 
     wall_seconds: float
     goodput: float  # the share of the wall time that counts
@@ -62,7 +62,7 @@ class Goodput:
         self.seconds[REPEATED] += undone
 
     def report(self) -> Report:
-        """What the time until now was spent on."""
+        """Sums up the time until now."""
         now = self._now()
         self._close(now)
         wall = now - self._begin

@@ -51,7 +51,7 @@ FINAL = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt has ended: the exit code, and a line where something went wrong."""
+    """The end of an attempt: its exit code, and a line where something went wrong."""
 
     code: int
     line: str = ""
@@ -205,7 +205,7 @@ class Launcher:
 
 
 def _failed(rank: Rank) -> bool:
-    """Whether this process failed, and not just because another did."""
+    """True if this process failed by itself, not because another one did."""
     if rank.code == DONE:
         return not rank.done
     return rank.code not in (PREEMPTED, PeerLostError.exit_code)

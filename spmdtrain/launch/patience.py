@@ -1,7 +1,7 @@
-"""How long a phase may take before it counts as a hang.
+"""Limits the time that a phase may take before it counts as a hang.
 
-Each phase has a floor. Above it a phase may take FACTOR times the longest that was seen: the rule
-of NVIDIA's nvidia-resiliency-ext for its heartbeats.
+The limit of a phase is FACTOR times the longest that it has taken so far, and never below its
+floor: the rule of NVIDIA's nvidia-resiliency-ext for its heartbeats.
 """
 
 from spmdtrain.parallel import pulse

@@ -1,4 +1,4 @@
-"""Where this host stands among the hosts of a run, and what its processes are told of each other.
+"""Numbers this host among the hosts of a run, and makes the flags that join its processes.
 
 Slurm and Open MPI start a launcher for each process, and `spmdtrain train` reads their environment
 itself. Elsewhere, as under Kubernetes, one launcher is started on each host, with this in its

@@ -70,7 +70,7 @@ class Ranks:
         return rank
 
     def listen(self, seconds: float) -> Iterator[tuple[Rank, str, int]]:
-        """What the processes say within so many seconds: (who, what, step)."""
+        """Waits up to `seconds` for messages of the processes, and yields (rank, phase, step)."""
         for key, _ in self._selector.select(seconds):
             rank = key.data
             try:

@@ -59,7 +59,7 @@ class AbstractModel:
     rows: int  # of the whole table that `head` gives
 
     def in_stack(self, path: str) -> bool:
-        """Whether this parameter belongs to the layers that a pipeline spreads over its stages."""
+        """True if this parameter belongs to the layers that a pipeline spreads over its stages."""
         axes = self.layout.axes
         return path.startswith("blocks.") and self.parameters[path].axes[: len(axes)] == axes
 

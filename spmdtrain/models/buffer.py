@@ -1,4 +1,4 @@
-"""What a model holds beside its parameters."""
+"""Arrays of a model that are not trained."""
 
 from flax import nnx
 

@@ -1,7 +1,7 @@
-"""Which model a run trains: the shipped one, or one of the person's own, with settings of its own.
+"""Chooses the model that a run trains: a shipped one, or the user's own with its own settings.
 
-Code of a person runs because the person names it, in a config, on the command line or in Python.
-What a run directory says of its model is not obeyed (running/restore.py).
+A user's code runs only because the user names it: in a config, on the command line or in Python.
+The model that a run directory names is not imported (running/restore.py).
 """
 
 import importlib

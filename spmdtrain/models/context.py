@@ -1,5 +1,5 @@
-"""What a layer may ask for besides its input: positions, documents, noise, and where activations
-belong.
+"""Gives a layer what it needs besides its input: positions, segments, noise, and the sharding of
+activations.
 
 One `ForwardContext` accompanies a microbatch through the model. It is an argument, not ambient
 state: a layer that is given none cannot silently run unsharded. It is a pytree of its arrays.

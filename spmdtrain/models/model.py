@@ -1,4 +1,4 @@
-"""What a model is to the rest of the framework: three parts, whatever they are made of."""
+"""The interface of a model to the rest of the framework: three parts."""
 
 from typing import Protocol
 

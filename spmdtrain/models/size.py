@@ -1,4 +1,4 @@
-"""How much a model computes, in closed form."""
+"""Counts the FLOPs of a model in closed form."""
 
 from spmdtrain.config.schema import TransformerConfig
 

@@ -1,4 +1,4 @@
-"""How tensors lie on the devices of a mesh, and how they move. No file here knows a model.
+"""Places tensors on the devices of a mesh, and moves them. No file here knows a model.
 
 Start with mesh.py (devices to a mesh), axes.py (logical axes to mesh axes) and regions.py (what is
 manual). reduce.py reduces gradients, pipeline/ runs schedules, hlo.py reads compiled text.

@@ -28,9 +28,9 @@ LAYER_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
 
 @dataclass(frozen=True)
 class WeightGather:
-    """How a layer gathers one weight for its use, and how it scatters the gradient back.
+    """The all-gather of one weight before a layer uses it; its gradient is reduce-scattered.
 
-    spec: where the weight rests, one entry a dim.
+    spec: where the weight rests, one entry per dim.
     resting: the dtype of the weight as it is given, which is the dtype of its gradient too.
     compute: the dtype in which it crosses the network and is used.
     accumulate: the dtype in which its gradient is summed over the devices.

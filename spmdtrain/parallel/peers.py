@@ -1,9 +1,9 @@
-"""How one process of several ends, and how the others end soon after it.
+"""Ends all processes of a run soon after one of them has ended.
 
 Left to jax, the others would hang in a collective, or be aborted. So each process holds a
-connection to the coordinator (coordinator.py). One that fails says why before it ends, one that is
-killed is missed at once, and the others end with exit code 8. A process that is alone holds no
-connection, and `end` and `leave` do nothing.
+connection to the coordinator (coordinator.py). A process that fails sends the reason before it
+ends; one that is killed is noticed when its connection breaks. The others then end with exit code
+8. A process that is alone holds no connection, and `end` and `leave` do nothing.
 """
 
 import atexit

@@ -80,7 +80,7 @@ def start(
 
 
 def any_process(flag: bool) -> bool:
-    """Whether `flag` is set in any process of this run. All of them call it, and wait for all."""
+    """True if `flag` is set in any process. A collective: every process must call it."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils

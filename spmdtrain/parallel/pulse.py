@@ -1,8 +1,8 @@
-"""What a process says to the launcher that watches it: which phase it is in, and at which step.
+"""Tells the launcher that watches a process which phase it is in, and at which step.
 
-`spmdtrain launch` starts a process with the write end of a pipe, whose number stands in the
-environment. Each message is a line "PHASE STEP". A process that nobody watches says nothing.
-Writing never waits: where the pipe is full, the message is dropped.
+`spmdtrain launch` starts a process with the write end of a pipe, whose file descriptor stands in
+the environment. Each message is a line "PHASE STEP". A process that no launcher watches writes
+nothing. Writing never waits: where the pipe is full, the message is dropped.
 """
 
 import faulthandler

@@ -19,7 +19,7 @@ from spmdtrain.parallel.specs import axes_of_dim
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a gradient is reduced: all-reduce over `sum`, reduce-scatter over `scatter`.
+    """The reduction of a gradient: an all-reduce over `sum`, a reduce-scatter over `scatter`.
 
     `scatter` pairs each axis with the dim that it leaves split, in the order in which the
     scatters are to run.

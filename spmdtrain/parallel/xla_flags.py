@@ -86,7 +86,7 @@ def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
 
 
 def runs_on_gpus() -> bool:
-    """Whether jax, once it starts, will look for GPUs; neither imports nor starts it."""
+    """True if jax, once it starts, will look for GPUs; neither imports nor starts it."""
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms and not re.search("cuda|gpu|rocm", platforms):
         return False

@@ -1,10 +1,10 @@
-"""What a device can do, and where the figure comes from: peaks, memory, links. No jax.
+"""The peaks, memory and links of devices, and the source of each figure. No jax.
 
 Facts of a chip are in pallas_kernels/gpus.py, where a new one is entered; the machine around it is
 in BOXES here.
 
 Units: FLOP/s, bytes, bytes/s, seconds, watts. Link figures are one direction per device, as the
-data sheet says them; what of a figure software reaches is the business of software.py. Network
+data sheet gives them; software.py has the share of each that software reaches. Network
 bandwidth belongs to a cluster, not to a chip: the figure here is that of the vendor's own box,
 printed beside every estimate, and `--hardware FILE.toml` replaces it.
 """

@@ -186,9 +186,10 @@ def candidates(
 
 
 def _sequence_parallel(workload: Workload, mesh: MeshShape, software: Software) -> bool:
-    """Whether the residual stream is split over `tensor`: wherever the tokens divide.
+    """True if the residual stream is split over `tensor`. Ours is wherever the tokens divide.
 
-    It saves memory and moves as much as it replaces: a sum is a scatter and a gather.
+    It saves memory and moves as many bytes: a reduce-scatter and an all-gather replace the
+    all-reduce.
     """
     if not software.lockstep:
         return workload.sequence_parallel
@@ -322,7 +323,7 @@ def _nothing_divides(
 
 
 def _fits_on(workload: Workload, devices: int, hardware: Hardware, software: Software) -> bool:
-    """Whether some layout fits on that many devices, with a batch that grows with them."""
+    """True if some layout fits on `devices`, with at least one sequence for each of them."""
     grown = replace(workload, global_batch=max(workload.global_batch, devices))
     return any(
         memory_of(candidate, software).fits(hardware)

@@ -326,7 +326,7 @@ class Checkpoints:
         return self._read(step, read)
 
     def _read(self, step: int, read: Callable[[], Any]) -> Any:
-        """What this process reads. DamagedError in all of them where one cannot."""
+        """Calls `read` in every process. Raises DamagedError in all of them if one cannot."""
         found = None
         wrong = None
         try:
@@ -434,7 +434,7 @@ def newest_step(run: Path) -> int | None:
 
 
 def has_fingerprints(meta: Meta) -> bool:
-    """Whether the checkpoint of this meta could be verified when it was read."""
+    """True if a checkpoint with this meta could be verified when it was read."""
     return "fingerprints" in meta
 
 
@@ -459,7 +459,7 @@ def _unpadded_leaves(meta: Meta) -> dict[str, list]:
 
 
 def _of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list]:
-    """Those of all leaves that are in these items."""
+    """Selects the leaves that are in these items, "params" or "state"."""
 
     def item_of(name: str) -> str:
         return "state" if name.startswith(PREFIX["state"]) else "params"

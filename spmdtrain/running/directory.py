@@ -95,7 +95,7 @@ def _this_process() -> dict[str, str | int]:
 
 
 def _start_of(pid: int) -> int:
-    """When a process of this host started, in clock ticks since it booted; 0 where nobody says."""
+    """Reads the start of a process of this host, in clock ticks since boot; 0 if /proc lacks it."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -116,7 +116,7 @@ def _holder(text: str) -> dict[str, str | int] | None:
 
 
 def _is_gone(holder: dict[str, str | int]) -> bool:
-    """Whether the holder has ended; only that of a process of this host is known."""
+    """True if the holder has ended. A holder on another host is never known to have."""
     this_host = holder["host"] == socket.gethostname()
     return this_host and _start_of(int(holder["pid"])) != holder["start"]
 

@@ -110,7 +110,7 @@ def choose_layout(config: RunConfig, count: int) -> Layout | None:
 
 
 def _is_mesh_of(run: Path, config: RunConfig) -> bool:
-    """Whether the config asks for the mesh that the run was given."""
+    """True if the config asks for the mesh that is in the configuration of the run."""
     try:
         document, _ = read_document(run)
     except CheckpointError:

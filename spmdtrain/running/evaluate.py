@@ -1,4 +1,4 @@
-"""How well a trained run predicts a text: loss, perplexity, bits per byte.
+"""Evaluates how well a trained run predicts a text: loss, perplexity, bits per byte.
 
 Any files will do, and any mesh.
 """

@@ -92,7 +92,7 @@ def _program(mesh: Mesh | None, specs: tuple[P, ...]) -> Callable[[list[jax.Arra
 
 
 def all_zero(indices: Sequence[jax.Array]) -> jax.Array:
-    """Whether all of these are 0; true where there are none."""
+    """True if all of these scalars are 0, and if there are none; a traced bool."""
     return functools.reduce(jnp.logical_and, [index == 0 for index in indices], jnp.bool_(True))
 
 

@@ -1,9 +1,9 @@
-"""What a run does about a bad step: it ends, goes on without it, or goes back to a checkpoint.
+"""Responds to a bad step: the run ends, goes on without it, or goes back to a checkpoint.
 
-Whether a step is bad the step itself decides, on the devices (train/spikes.py); the guard hears of
-it one step late, with the other figures. Going back leaves out the samples from the checkpoint to
-the last bad step. The order of the samples stays a function of the ranges that were left out, which
-every checkpoint keeps: they are consumed one after the other, but for those.
+Where a bad step must not touch the weights, the step itself judges on the devices whether it is bad
+(train/spikes.py). The guard hears of it one step late, with the other figures. Going back leaves
+out the samples from the checkpoint to the last bad step. Every checkpoint keeps the ranges that
+were left out; all other samples are consumed in order.
 """
 
 from collections.abc import Mapping
@@ -38,12 +38,12 @@ class Record:
 
     @classmethod
     def of(cls, meta: Meta) -> "Record":
-        """That of a checkpoint; an older one keeps none."""
+        """Reads the record of a checkpoint; an empty one, if an older version wrote it."""
         kept = meta.get("guard", {})
         return cls(kept.get("in_a_row", 0), [list(each) for each in kept.get("left_out", [])])
 
     def document(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Gives the part of the record that a checkpoint keeps, as JSON values."""
         return {"in_a_row": self.in_a_row, "left_out": [list(each) for each in self.left_out]}
 
     def go_back(self, step: int, first: int, last: int) -> None:
@@ -67,7 +67,7 @@ class GoBack(Exception):
 
 
 class Saves(Protocol):
-    """What the guard asks of running/saves.py."""
+    """The part of `Saves` in running/saves.py that the guard uses."""
 
     record: Record
 
@@ -91,11 +91,11 @@ class Guard:
 
     @property
     def lets_save(self) -> bool:
-        """Whether a checkpoint of now would be one to go back to."""
+        """False amid bad steps under `rollback`, which goes back to before the first of them."""
         return self._config.policy != "rollback" or self._record.in_a_row == 0
 
     def check(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Says which samples were skipped.
+        """Judges the figures of `step`, and reports the samples that it skipped.
 
         Raises DivergedError where the run is to abort, and GoBack where it is to go back.
         """
@@ -118,7 +118,7 @@ class Guard:
         raise GoBack(what, step - skipped, step)
 
     def check_state(self, step: int, state: TrainState) -> None:
-        """The same for a state that is to be saved. Waits for the devices."""
+        """Raises the same errors where a state to be saved is not finite. Waits for the devices."""
         if is_finite(state):  # the loss of the next step would tell, too late
             return
         what = f"the weights or the optimizer state after step {step} are not finite"

@@ -1,7 +1,7 @@
-"""What makes a run the same run: its data, its model's code, and the function of its weights.
+"""Identifies a run by its data, its model's code, and the function of its weights.
 
-They are saved with every checkpoint and compared when a run goes on. Settings that may change on
-the way are saved beside them, so that a run can say what has changed.
+They are saved with every checkpoint and compared when a run goes on. Settings that may change
+between the two are saved beside them, so that a run can report what has changed.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def code_of(setup: Setup) -> Record:
 
 
 def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
-    """What a checkpoint keeps of the run.
+    """Describes the run, for its checkpoints to keep.
 
     `fingerprint` is that of its data; `seams` are what the caller exchanged (None: nothing).
     """
@@ -49,9 +49,9 @@ def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
 
 
 def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:
-    """What is trained otherwise from here on than before the checkpoint, and may be.
+    """Maps each changeable setting that has changed since the checkpoint to (then, now).
 
-    An older checkpoint, which does not say how it was trained, gives nothing.
+    Empty for an older checkpoint, which does not say how it was trained.
     """
     then = meta.get("settings")
     if then is None:

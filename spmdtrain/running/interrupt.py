@@ -1,7 +1,8 @@
-"""What ends a run early: a signal, or a hook that asks for it.
+"""Ends a run early: on a signal, or because a hook asks for it.
 
 The first SIGINT or SIGTERM asks the loop to stop after the step in flight, the second ends the
-process at once. Before the loop there is nothing to save, and `ended_by_sigint` ends it at once.
+process at once. Before the loop there is nothing to save: inside `ended_by_sigint`, the first
+SIGINT ends the process.
 """
 
 import contextlib

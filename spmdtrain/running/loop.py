@@ -66,7 +66,7 @@ from spmdtrain.train.token_loss import TokenLoss
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, after how many steps in all.
+    """The end of a run: how it came, and after how many steps in all.
 
     A run is preempted by a signal and stopped by a hook; either way it is saved and can go on.
     `step_seconds` is the median of the steps taken now, but for the first.
@@ -421,7 +421,7 @@ def train(
 
 
 def is_due(every: int, step: int, last: bool) -> bool:
-    """Whether something that happens `every` so many steps (0: never) is due after `step`."""
+    """True after each `every`-th step and after the last one; never if `every` is 0."""
     return bool(every) and (last or step % every == 0)
 
 

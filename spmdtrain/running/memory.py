@@ -1,4 +1,4 @@
-"""What a step needs of a device's memory and what is there, in one line, where it is too little."""
+"""Reports in one line that a step needs more memory than a device has."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which code a model is made of: its class, and hashes of the sources that are not ours.
+"""Records the code of a model: its class, and hashes of the sources that are not ours.
 
 A checkpoint keeps this record, because weights alone do not say what they mean: a subclass may have
 the same parameters and compute something else.
@@ -47,10 +47,10 @@ def model_code(make: Callable[..., Any], model: LanguageModel, spec: str | None 
 
 
 def check_model_code(then: Record | None, now: Record, where: str) -> list[str]:
-    """What to say where the code has changed since `then`; nothing if an older version wrote it.
+    """Lists what to report of code that changed since `then`; nothing without a record.
 
-    `where` names the checkpoint. CheckpointError where it is of another class. A class that has
-    moved to another module, and is the same but for that, is no other.
+    `where` names the checkpoint. Raises CheckpointError if it is of another class; a class that was
+    only moved to another module is the same one.
     """
     if not then:
         return []

@@ -26,7 +26,7 @@ SEQUENCES = 8  # of a batch on each of its shards, where nobody asked for a numb
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """What `open_run` gives. `params` are those of `step`, in the shards of `setup`."""
+    """A run, opened by `open_run`. `params` are those of `step`, in the shards of `setup`."""
 
     run: Path
     step: int

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""Shows a person how a run goes on: a live line on a terminal, plain lines elsewhere."""
 
 import os
 import sys

@@ -39,8 +39,7 @@ def in_layout(setup: Setup, path: str, shape: Shape, layout: Layout) -> Shape:
 def as_saved(
     setup: Setup, path: str, leaf: jax.ShapeDtypeStruct, shape: Shape, layout: Layout
 ) -> jax.ShapeDtypeStruct:
-    """How to read a leaf that was saved in this shape and layout: split over the mesh much as it
-    will be in the end, as `leaf` is."""
+    """Gives `leaf` the shape in which it was saved, split over the mesh much as it will rest."""
     if not isinstance(leaf.sharding, NamedSharding):
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
     mesh = leaf.sharding.mesh

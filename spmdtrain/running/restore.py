@@ -1,4 +1,4 @@
-"""What a run has left: its configuration, its weights, its state. Nothing here changes it."""
+"""Reads what a run has left: its configuration, weights and state. Changes nothing."""
 
 import contextlib
 import json

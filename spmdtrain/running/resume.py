@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest checkpoint that is as it was saved.
+"""Finds the checkpoint from which a run goes on: the newest that is as it was saved.
 
 A newer one that is damaged is set aside, not deleted, and the run takes its steps again.
 """

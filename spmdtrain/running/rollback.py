@@ -1,4 +1,4 @@
-"""How a run goes back to a checkpoint from before its bad steps, and leaves their samples out."""
+"""Takes a run back to a checkpoint from before its bad steps, and leaves out their samples."""
 
 from spmdtrain.parallel import pulse
 from spmdtrain.running.guard import GoBack

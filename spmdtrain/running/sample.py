@@ -33,7 +33,7 @@ END_OF_TEXT = "end-of-text"  # among what stops a text: the token that ends a do
 
 @dataclass(frozen=True)
 class Choice:
-    """How the next token is chosen; see `models.sampling.choose`."""
+    """The settings by which the next token is sampled; see `models.sampling.choose`."""
 
     temperature: float = 0.8
     top_k: int | None = None
@@ -230,10 +230,9 @@ def _windowed(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array
 
 
 def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
-    """Whether the model can go on from keys and values, up to `length` tokens.
+    """True if the model can decode from cached keys and values, up to `length` tokens.
 
-    A block whose `__call__` is a subclass's own, and whose `extend` is not, would compute something
-    else there.
+    A block that overrides `__call__` and not `extend` would compute something else there: False.
     """
     if length > config.max_length and config.model.positions == "learned":
         return False
@@ -300,7 +299,7 @@ def _texts(prompt: Any) -> list[str]:
 
 
 def _length(config: RunConfig, prompts: Sequence[np.ndarray], asked: int | None) -> int:
-    """How many tokens to make after each prompt."""
+    """Chooses the number of tokens to make after each prompt. Raises ConfigError."""
     if not all(len(prompt) for prompt in prompts):
         raise ConfigError("--prompt is empty: there is nothing to go on from")
     room = config.max_length - max(len(prompt) for prompt in prompts)

@@ -1,4 +1,4 @@
-"""When the next checkpoint is due."""
+"""Decides when the next checkpoint is due."""
 
 import statistics
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class SaveInterval:
         self.every = FIRST_AUTO if every == "auto" else every
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after `step`."""
+        """True if the run is to save after `step`."""
         if self._auto:
             return step - self._saved >= self.every
         return bool(self.every) and step % self.every == 0

@@ -1,4 +1,4 @@
-"""What a run saves on its way, and which checkpoints it has said are there."""
+"""Saves checkpoints during a run, and reports those that have become complete."""
 
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.parallel import pulse
@@ -11,7 +11,7 @@ from spmdtrain.train.state import TrainState
 
 
 class Saves:
-    """What the loop saves, and which checkpoints it has said are there.
+    """The checkpoints that the loop saves, and the newest one that it has reported as complete.
 
     The run goes on from step `first`, at the global sample index `sample`. `identity` is what each
     checkpoint keeps of the run; `record` is what it keeps of the run's bad steps.

@@ -1,4 +1,4 @@
-"""What a configuration means before anything runs.
+"""Shows what a configuration means, before anything runs.
 
 Every parameter is listed with where it rests and the bytes that it costs per device.
 """
@@ -62,7 +62,7 @@ def describe(
 
 
 def show(config: RunConfig) -> str:
-    """What `describe` gives, as text for a person."""
+    """Formats the values of `describe` as text for a person."""
     values, setup = describe(config)
     rows = [("parameter", "shape", "logical axes", "mesh axes", "bytes/device", "optimizer")]
     for row in values["parameters"]:

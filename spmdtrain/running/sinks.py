@@ -20,7 +20,7 @@ Figures = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """What a run writes to. Only process 0 has sinks."""
+    """A destination for the figures and events of a run. Only process 0 has sinks."""
 
     def metrics(self, step: int, figures: Figures) -> None:
         """Takes the figures of step `step` (1 is the first), or of an evaluation after it.
@@ -153,7 +153,7 @@ def _wandb_id(path: Path) -> str:
 
 
 def _wandb_mode() -> Any:
-    """What the environment says, which wandb checks itself; offline where there is no key."""
+    """Takes WANDB_MODE as it is, since wandb checks it; else offline where there is no key."""
     return os.environ.get("WANDB_MODE") or (None if _has_wandb_key() else "offline")
 
 

@@ -1,9 +1,9 @@
-"""Which process keeps the others waiting: how long each one's own work takes in a step.
+"""Finds the process that keeps the others waiting, by the time of each one's own work.
 
-A step ends at the same time everywhere, because its collectives wait for the slowest. What tells a
-slow host is the time that it spends before it dispatches a step: it makes batches, writes figures,
-calls hooks. Every `log.every` steps the processes put these times together on the devices, and read
-them an interval later, so that asking costs no wait.
+A step ends at the same time everywhere, because its collectives wait for the slowest. A slow host
+is known by the time that it spends before it dispatches a step: it makes batches, writes figures,
+calls hooks. Every `log.every` steps the devices gather these times from all processes. The result
+is read an interval later, so that no process waits for it.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Stragglers:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """What takes time here is not this process's own work."""
+        """Inside, time counts as a wait for others, not as this process's own work."""
         start = self._now()
         try:
             yield

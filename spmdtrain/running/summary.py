@@ -8,7 +8,7 @@ import jax
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a run, in plain numbers. `memory_bytes` is that of the fullest device."""
+    """The expected cost of a run. `memory_bytes` is that of the fullest device."""
 
     hardware: str  # that the figures are for
     step_seconds: float
@@ -60,7 +60,7 @@ def peak_bytes(mesh: jax.sharding.Mesh) -> int | None:
 
 
 def show(found: dict[str, Any]) -> str:
-    """What `figures` gives, as text for a person. Columns without any value are left out."""
+    """Formats the values of `figures` as text; without a prediction, without its column."""
     columns = (
         ["predicted", "compiled", "measured"] if found["hardware"] else ["compiled", "measured"]
     )

@@ -1,4 +1,4 @@
-"""What a run directory from somebody else may not do: lead out of itself, or fill the memory.
+"""Keeps a run directory from somebody else from leading out of itself or filling the memory.
 
 Nothing in a checkpoint is code: arrays are read by TensorStore, the rest is JSON, and the handlers
 that Orbax names in it are not looked up. What is left are links, names of leaves that are paths,

@@ -22,7 +22,7 @@ Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 
 
 class BatchShape(NamedTuple):
-    """How a global batch is cut: `accumulation` microbatches of `sequences` over all shards.
+    """The cut of a global batch: `accumulation` microbatches of `sequences` over all shards.
 
     global_batch = accumulation x sequences, sequences = microbatch x data x fsdp x expert.
     """

@@ -58,7 +58,7 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
 
 
 def _height(schedule: str, share: jax.Array) -> jax.Array:
-    """How far above the final rate, from 1 to 0, when `share` of the way has gone."""
+    """The part of the fall that is still ahead, from 1 to 0, after `share` of its steps."""
     if schedule == "cosine":
         return 0.5 * (1 + jnp.cos(jnp.pi * share))
     return 1 - share

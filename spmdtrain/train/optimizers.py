@@ -23,7 +23,7 @@ OptimizerState = dict[str, Any]  # by dotted parameter path; frozen parameters h
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter is trained: x - learning rate x `rate` x update.
+    """The update of one parameter: x - learning rate x `rate` x update.
 
     `transformation` makes the update from the gradient of one layer, as `optax.scale_by_adam()`
     does. It must not scale by the learning rate itself.

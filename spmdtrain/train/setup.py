@@ -1,4 +1,4 @@
-"""Where a config meets devices: mesh, rules, abstract model and abstract state, made once.
+"""Brings a config to devices: mesh, rules, abstract model and abstract state, made once.
 
 `shard` derives each of them and what follows from them (specs, reductions, the batch's shape, the
 pipeline's schedule) and hands them on as one frozen value, a `Setup`. Steps, gradients, restore,
@@ -59,7 +59,7 @@ class Setup:
 
     @property
     def gathers_by_layer(self) -> bool:
-        """Whether layers gather weights for their own use, one layer at a time.
+        """True if layers gather weights for their own use, one layer at a time.
 
         Without a pipeline they do. With one, a weight is gathered once for all ticks.
         """
@@ -138,10 +138,7 @@ def shard_on(
     reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
 
     def reduction_of(spec: P) -> Reduction:
-        """How to reduce over the axes that are left.
-
-        A layer that gathers its weights scatters their gradients itself.
-        """
+        """Leaves out the axes over which layers gather: they scatter their gradients themselves."""
         scattered = gathered_axes(spec) if table is None else ()
         return reduction(spec, [axis for axis in reduced if axis not in scattered])
 

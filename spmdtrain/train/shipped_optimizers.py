@@ -71,7 +71,7 @@ def shipped_rules(config: OptimizerConfig, parameters: Mapping[str, Parameter]) 
 
 
 def is_matrix(path: str, parameter: Parameter) -> bool:
-    """Whether it has two dims and more without the stack, and is not a bias."""
+    """True if it has at least two dims, those of the stack not counted, and is not a bias."""
     is_bias = "bias" in path.rsplit(".", 1)[-1]
     return len(parameter.shape) - parameter.stacked >= 2 and not is_bias
 

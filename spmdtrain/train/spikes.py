@@ -1,4 +1,4 @@
-"""Which steps count: those whose loss and gradient norm are finite and within their limits.
+"""Judges steps: one counts if its loss and gradient norm are finite and within their limits.
 
 A limit is `guard.grad_norm`, or `guard.sigmas` standard deviations above the mean of the last
 `guard.window` good steps, whichever is less. The figures of those steps travel in the state, so
@@ -41,7 +41,7 @@ def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
 
 
 def is_good(figures: jax.Array, most: jax.Array) -> jax.Array:
-    """Whether a step with this loss and gradient norm [2] counts. `most`: their limits [2]."""
+    """True if a step with this loss and gradient norm [2] counts. `most`: their limits [2]."""
     return (jnp.isfinite(figures) & (figures <= most)).all()
 
 

@@ -114,7 +114,7 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def is_finite(state: TrainState) -> bool:
-    """Whether no weight and nothing of the optimizer is infinite or not a number.
+    """True if every number of the weights and the optimizer state is finite.
 
     Waits for the devices.
     """

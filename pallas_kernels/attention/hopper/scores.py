@@ -47,7 +47,7 @@ class ScoresPlan:
 
     @property
     def mask_vectors(self) -> int:
-        """How many vectors a side is masked by: its segment ids, its positions."""
+        """Counts the vectors that mask each side: its segment ids, its positions."""
         return self.has_segments + self.has_positions
 
     @property

@@ -1,4 +1,4 @@
-"""Which calls the kernels for Hopper run."""
+"""Refuses the calls that the kernels for Hopper cannot run, and says why."""
 
 import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""Which stage holds which layers of a stack, and in which shape the stack rests.
+"""Assigns the layers of a stack to pipeline stages, and gives the shape in which it rests.
 
 With v chunks on each of p stages and Lc layers in a chunk, chunk c of stage s holds the layers
 (c p + s) Lc up to (c p + s + 1) Lc. A stack [layers, ...] in pipeline layout is therefore
@@ -41,12 +41,12 @@ class Layout:
 
     @property
     def places(self) -> int:
-        """How many layers fit, padding included: v p Lc."""
+        """Counts the layers that fit, padding included: v p Lc."""
         return self.chunks * self.stages * self.per_chunk
 
     @property
     def padding(self) -> int:
-        """How many places have no layer of their own. They cost as much as layers."""
+        """Counts the places without a layer of their own. They cost as much as layers."""
         return self.places - self.layers
 
     def staged(self, stack: jax.Array) -> jax.Array:

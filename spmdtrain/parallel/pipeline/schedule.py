@@ -92,12 +92,12 @@ class Table:
 
     @property
     def split(self) -> bool:
-        """Whether weight gradients are units of their own."""
+        """True if the backward is split: weight gradients are units of their own."""
         return bool((self.weight_microbatch >= 0).any())
 
     @property
     def activations_wait(self) -> bool:
-        """Whether some activation arrives before the tick of its forward."""
+        """True if some activation arrives before the tick of its forward."""
         arrives = self.arrive_forward_slot != self.slots
         runs = self.forward_microbatch >= 0
         runs[:, 0] &= self.forward_chunk[:, 0] != 0  # stage 0, chunk 0: from the embedding
