@@ -71,7 +71,7 @@ def device_kind() -> str:
 
 
 def no_gpu(interpreted: bool) -> str:
-    """Why a kernel for NVIDIA GPUs of sm_80 and later cannot run here; "" where it can."""
+    """Says why a kernel for NVIDIA GPUs of sm_80 and later cannot run here; "" where it can."""
     if interpreted:
         return ""
     kind = device_kind()
@@ -83,12 +83,12 @@ def no_gpu(interpreted: bool) -> str:
 
 
 def no_64_bits() -> str:
-    """Why a kernel whose counters are int32 cannot run here; "" where it can."""
+    """Says why a kernel whose counters are int32 cannot run here; "" where it can."""
     if jax.config.read("jax_enable_x64"):
         return "no 64 bit numbers (jax_enable_x64): its counters have 32"
     return ""
 
 
 def not_interpretable(interpreted: bool) -> str:
-    """Why an implementation without kernels of ours cannot be interpreted."""
+    """Refuses to interpret an implementation that has no kernels of ours."""
     return "has no interpreted form" if interpreted else ""

@@ -56,7 +56,7 @@ class Case:
         return self.s or self.t
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of q, k, v, bias where there is one, and dout."""
+        """The shapes of q, k, v, bias (if there is one) and dout."""
         heads, kv_heads = self.heads
         e = self.e or self.d
         shapes: dict[str, tuple[int, ...]] = {
@@ -107,7 +107,7 @@ class Case:
         return jnp.asarray(np.broadcast_to(ids[self.segments], (self.b, length)), jnp.int32)
 
     def draw(self, seed: int = 0) -> dict[str, jax.Array]:
-        """q, k, v, bias where there is one, and dout, drawn from the normal distribution."""
+        """Draws q, k, v, bias (if there is one) and dout from the normal distribution."""
         random = np.random.default_rng(seed)
         return {
             name: jnp.asarray(random.standard_normal(shape), self.dtype)
@@ -150,7 +150,7 @@ CI = (
     Case(t=96, d=64, dtype="float16", causal=True),
     Case(t=40, s=96, d=32, positions=True, causal=True, heads=(4, 2), dtype=F32),
     Case(t=70, d=32, bias=(False, True, True, True), causal=True, dtype=F32),
-    # long: of few sums the plain definition's may be exact by luck
+    # long: where dbias sums few terms, the sum of reference.py may be exact by luck
     Case(b=2, t=70, s=300, d=32, bias=(True, False, False, True), heads=(4, 2), dtype=F32),
 )
 
@@ -182,9 +182,9 @@ SLOW = _slow()
 
 
 def timed(tokens: int = 16384, width: int = 2048) -> list[Case]:
-    """The points of the FlashAttention-3 paper, and three more: grouped, windowed, packed.
+    """Lists the points of the FlashAttention-3 paper, and three more: grouped, windowed, packed.
 
-    `tokens` is the batch times the length, `width` the heads times the head dim.
+    `tokens` is batch x length, `width` is heads x head dim.
     """
     cases = []
     for d in (64, 128, 256):

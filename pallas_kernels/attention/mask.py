@@ -1,4 +1,4 @@
-"""Who attends to whom: the mask of single pairs, and the block mask of whole tiles.
+"""Masks attention: pair by pair, and by whole tiles (the block mask).
 
 A *pair* is a query and a key; it is *visible* where the query may attend to the key. A *tile* is a
 block of queries by a block of keys. Letters as in problem.py.

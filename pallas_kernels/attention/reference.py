@@ -13,16 +13,19 @@ def attend(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     The order is scale, softcap, bias, mask. A query without a visible key gives 0 and -inf.
     """
     q = inputs.q_bthd
-    t, s = inputs.lengths
     k = jnp.repeat(inputs.k_bskd, inputs.group, axis=2)
     v = jnp.repeat(inputs.v_bske, inputs.group, axis=2)
     mask = dense_mask(problem, inputs)
-    mask = jnp.ones((1, 1, t, s), bool) if mask is None else mask[:, None]  # [b or 1, h or 1, t, s]
+    if mask is None:
+        mask = jnp.ones((1, *inputs.lengths), bool)
+    mask = mask[:, None]  # [b or 1, h or 1, t, s]
     if inputs.bias is not None:
         mask = mask & (inputs.bias > -jnp.inf)
-    k = _zero_hidden(k, mask.any((1, 2)))
-    v = _zero_hidden(v, mask.any((1, 2)))
-    q = _zero_hidden(q, mask.any((1, 3)))
+    query_is_visible = mask.any((1, 3))
+    key_is_visible = mask.any((1, 2))
+    q = _zero_hidden(q, query_is_visible)
+    k = _zero_hidden(k, key_is_visible)
+    v = _zero_hidden(v, key_is_visible)
     scores = jnp.einsum("bthd,bshd->bhts", q, k) * jnp.asarray(problem.scale, q.dtype)
     if problem.softcap is not None:
         scores = problem.softcap * jnp.tanh(scores / problem.softcap)
@@ -41,5 +44,5 @@ def attend(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _zero_hidden(x: jax.Array, visible: jax.Array) -> jax.Array:
-    """Rows that nothing sees may hold NaN: NaN x 0 must not reach the others."""
+    """Zeroes the rows of x that are in no visible pair: they may hold NaN, and NaN x 0 is NaN."""
     return jnp.where(visible[:, :, None, None], x, 0)

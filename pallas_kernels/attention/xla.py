@@ -1,9 +1,9 @@
 """Attention in plain JAX, without T x T arrays.
 
-It goes tile by tile, as FlashAttention (arXiv:2205.14135) does.
-The tiles that the window leaves visible are listed while tracing. One scan walks over that list in
-the forward pass, one in the backward pass. Segments and given positions, which only the running
-program knows, mask inside tiles and skip none.
+It goes tile by tile, as FlashAttention (arXiv:2205.14135) does. The tiles that the window leaves
+visible are listed while tracing. One scan walks over that list in the forward pass, one in the
+backward pass. Segments and given positions are not known while tracing: they mask pairs inside
+tiles, and skip no tile.
 """
 
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa
 def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """(out [b, t, h, e] in the dtype of q, lse [b, t, h] in float32)."""
     tiled = _TiledInputs(problem, inputs)
-    b, t, k, g, _ = tiled.q_btkgd.shape
+    b, padded_t, k, g, _ = tiled.q_btkgd.shape
     e = tiled.v_bske.shape[-1]
     start = (
-        jnp.full((b, k, g, t), -jnp.inf, tiled.wide),
-        jnp.zeros((b, k, g, t), tiled.wide),
-        jnp.zeros((b, k, g, t, e), tiled.wide),
+        jnp.full((b, k, g, padded_t), -jnp.inf, tiled.wide),
+        jnp.zeros((b, k, g, padded_t), tiled.wide),
+        jnp.zeros((b, k, g, padded_t, e), tiled.wide),
     )
 
     def step(carry, index):
         tile = tiled.tile(index)
-        # The largest score so far, and sums of exp(score - largest) and of those times v.
+        # The largest score so far, the sum of exp(score - largest), and the sum of that times v.
         largest, total, out = (tiled.q_block(x, index, 3) for x in carry)
         scores, _ = tiled.scores(tile)
         new_largest = jnp.maximum(largest, scores.max(-1))
@@ -62,10 +62,10 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     total = jnp.where(has_key, total, 1)  # 0 / 1, not 0 / 0
     lse = jnp.where(has_key, largest + jnp.log(total), -jnp.inf)
     t, h = inputs.q_bthd.shape[1:3]
-    out = jnp.moveaxis(out / total[..., None], 3, 1)[:, :t].reshape(b, t, h, e)
-    out = out.astype(inputs.q_bthd.dtype)
+    out = out / total[..., None]
+    out = jnp.moveaxis(out, 3, 1)[:, :t].reshape(b, t, h, e)
     lse = jnp.moveaxis(lse, 3, 1)[:, :t].reshape(b, t, h)
-    return out, lse
+    return out.astype(inputs.q_bthd.dtype), lse
 
 
 def backward(
@@ -73,21 +73,21 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """(dq, dk, dv, dbias or None), given the gradients of out and of lse."""
     tiled = _TiledInputs(problem, inputs)
-    b, t, k, g, _ = tiled.q_btkgd.shape
+    b, padded_t, k, g, _ = tiled.q_btkgd.shape
 
     def pad_visible(x_bth):
-        """0 for a query without a visible key, whose lse is -inf, and for padding."""
+        """Pads x with 0, and zeroes queries without a visible key: their lse is -inf."""
         return tiled.pad_q(jnp.where(jnp.isneginf(lse), 0, x_bth))
 
     def to_bkgt(x_bth):
-        return jnp.moveaxis(x_bth.reshape(b, t, k, g), 1, 3)
+        return jnp.moveaxis(x_bth.reshape(b, padded_t, k, g), 1, 3)
 
     delta = jnp.sum(out.astype(tiled.wide) * dout.astype(tiled.wide), -1) - dlse
     delta_bth = pad_visible(delta)
     lse_bth = pad_visible(lse)
     delta_bkgt = to_bkgt(delta_bth)
     lse_bkgt = to_bkgt(lse_bth)
-    dout_btkge = tiled.pad_q(dout).reshape(b, t, k, g, -1)
+    dout_btkge = tiled.pad_q(dout).reshape(b, padded_t, k, g, -1)
     start = [
         jnp.zeros(tiled.q_btkgd.shape, tiled.wide),
         jnp.zeros(tiled.k_bskd.shape, tiled.wide),
@@ -118,7 +118,7 @@ def backward(
         dscores = dscores.astype(tile.q_btkgd.dtype)
         dq_block = tiled.dot("bkgts,bskd->btkgd", dscores, tile.k_bskd)
         dk_block = tiled.sum_over_queries(dscores, tile.q_btkgd)
-        # A block of queries meets many of keys, and the other way round: all three are added to.
+        # Each block is in many tiles: dq, dk and dv are all accumulated.
         carry = [
             tiled.add_q_block(dq, dq_block, index),
             tiled.add_k_block(dk, dk_block, index),
@@ -139,7 +139,7 @@ def backward(
 
 @dataclass(frozen=True)
 class _Tile:
-    """The arrays' blocks of one tile; in q, k and v, rows without a visible pair in it are 0."""
+    """One tile's blocks of the arrays. Rows of q, k and v without a visible pair in it are 0."""
 
     q_btkgd: jax.Array
     k_bskd: jax.Array
@@ -183,7 +183,7 @@ class _TiledInputs:
         table = jnp.asarray(np.argwhere(visible[0]).reshape(-1, 2), jnp.int32)
         self.table = _tied(table, self.q_btkgd)
         # One scan has one body: if any tile needs a mask, all get one.
-        # Padding of keys makes tiles that are not full; padding of queries is counted here.
+        # A tile with padded keys is not full; one with padded queries may be, so they are tested.
         self.needs_mask = (
             inputs.has_segments
             or inputs.bias is not None
@@ -192,7 +192,7 @@ class _TiledInputs:
         )
 
     def _block_mask(self) -> tuple[np.ndarray, np.ndarray]:
-        """`block_mask` as far as it is known while tracing: of the window alone."""
+        """The part of `block_mask` that is known while tracing: that of the window alone."""
         static = self.inputs._replace(
             q_segment_ids=None, kv_segment_ids=None, q_positions=None, kv_positions=None
         )
@@ -209,7 +209,7 @@ class _TiledInputs:
         mask = None
         if self.needs_mask:
             mask = self._mask(index, bias)
-            # Hidden in this tile, though perhaps not in others.
+            # These rows are hidden in this tile, though perhaps not in others.
             q = zero_hidden(q, mask.any((1, 2, 4)))
             k = zero_hidden(k, mask.any((1, 2, 3)))
             v = zero_hidden(v, mask.any((1, 2, 3)))
@@ -246,9 +246,9 @@ class _TiledInputs:
         return scores, slope
 
     def sum_over_queries(self, weights_bkgts: jax.Array, x_btkgd: jax.Array) -> jax.Array:
-        """[b, s, k, d]: a sum over t for each head, then one over the heads of a group.
+        """Sums over t for each head, then over the heads of a group: [b, s, k, d].
 
-        One sum over both would lose digits as it grows.
+        One long sum over both would be less precise.
         """
         return self.dot("bkgts,btkgd->bskgd", weights_bkgts, x_btkgd).sum(3)
 
@@ -307,18 +307,18 @@ class _TiledInputs:
         return jax.lax.dynamic_update_slice(dbias, before + part, start)
 
     def unpad_bias(self, dbias: jax.Array) -> jax.Array:
-        """The gradient in the shape and dtype of the bias that was given."""
+        """Brings dbias to the shape and dtype of the bias that was given."""
         bias = self.inputs.bias
-        assert bias is not None, "what has a gradient was given"
+        assert bias is not None, "only a bias that was given has a gradient"
         b, _, _, t, s = dbias.shape
         whole = dbias.reshape(b, -1, t, s)
         return whole[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
 
 
 def _tied(table: jax.Array, q: jax.Array) -> jax.Array:
-    """`table`, which seems to depend on q.
+    """Makes `table` depend on q, in the eyes of jax.
 
-    Masks follow from the table alone. A scan over layers would take them for loop invariants: jax
+    Masks follow from the table alone. In a scan over layers they would be loop invariants: jax
     would compute the masks of all tiles at once, outside the loop, and keep t x s booleans.
     """
     one = jax.lax.slice(q, [0] * q.ndim, [1] * q.ndim)

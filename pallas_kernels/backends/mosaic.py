@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
 
 
 def refusal(interpreted: bool) -> str:
-    """Why kernels for Hopper cannot run here; "" where they can.
+    """Says why kernels for Hopper cannot run here; "" where they can.
 
     Refused rather than tried: compiling one for another GPU ends the process.
     """
@@ -226,8 +226,8 @@ def load_shared_vector(ref, dim: int) -> jax.Array:
 
 
 def tanh(x: jax.Array) -> jax.Array:
-    """By exp2 and a division.
+    """Computes tanh by exp2 and a division.
 
-    The hardware's instruction is off by 2^-11, which a softcap of 50 makes 0.02.
+    The hardware's own instruction is off by 2^-11, which a softcap of 50 turns into 0.02.
     """
     return 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1)

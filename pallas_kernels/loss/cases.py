@@ -35,7 +35,7 @@ class Case:
         return "-".join(parts)
 
     def draw(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """x, weight, targets, mask (a third of it 0 where masked, else 1)."""
+        """Draws x, weight, targets and mask: 1, but for a third of 0s if `masked`."""
         random = np.random.default_rng(seed)
         x = random.standard_normal((self.b, self.t, self.width))
         weight = 0.3 * random.standard_normal((self.vocab, self.width))
@@ -61,5 +61,5 @@ CI = (
 
 
 def timed() -> list[Case]:
-    """Cases that Liger was measured with, on an A100 with 4096 x 128256."""
+    """Lists the cases at which Liger was measured, on an A100: weights of 4096 x 128256."""
     return [Case(b=1, t=t, width=4096, vocab=128256, dtype="bfloat16") for t in (4096, 8192, 32768)]

@@ -47,7 +47,7 @@ class Case:
         }
 
     def draw(self, seed: int = 0) -> dict[str, jax.Array | None]:
-        """x, scale, bias, residual (None where there is none), dy and dtotal."""
+        """Draws x, scale, bias, residual, dy and dtotal; None where the case has no such array."""
         random = np.random.default_rng(seed)
         shape = (self.rows, self.width)
 
@@ -87,7 +87,7 @@ SLOW = tuple(
 
 
 def timed() -> list[Case]:
-    """Larger than any L2, and one small enough for latency to count."""
+    """Lists cases larger than any L2 cache, and one so small that latency counts."""
     wide = [
         Case(op=op, rows=2**28 // width, width=width, residual=residual)
         for op in ("layernorm", "rmsnorm")

@@ -9,9 +9,10 @@ from pallas_kernels.wide import wide_dtype
 def normalise(
     x, scale, bias, residual, *, epsilon: float, centred: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(y in the dtype of x, x + residual in that of the residual, or x without one).
+    """(y in the dtype of x, the sum that was normalised).
 
-    Computed in the widest of x's dtype and float32. `centred`: LayerNorm, else RMSNorm.
+    The sum is x + residual in the dtype of the residual, or x without one. Computed in the wider of
+    x's dtype and float32. `centred`: LayerNorm, else RMSNorm.
     """
     wide = wide_dtype(x)
     total = x.astype(wide)
@@ -22,7 +23,8 @@ def normalise(
     if centred:
         normal = normal - normal.mean(-1, keepdims=True)
     variance = jnp.square(normal).mean(-1, keepdims=True)
-    y = normal * jax.lax.rsqrt(variance + epsilon) * scale
+    rstd = jax.lax.rsqrt(variance + epsilon)
+    y = normal * rstd * scale
     if bias is not None:
         y = y + bias
     return y.astype(x.dtype), rounded

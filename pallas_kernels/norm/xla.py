@@ -1,6 +1,6 @@
 """The norms in plain JAX.
 
-The backward pass starts from the sum that was normalised and its statistics, in float32.
+The backward pass needs the sum that was normalised and its statistics, which are in float32.
 Letters: n rows, d width.
 """
 
@@ -28,11 +28,11 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
     if centred:
         mean = normal.mean(-1)
         normal = normal - mean[:, None]
-        # The mean of a row far from 0 is rounded coarsely. What is left of it is summed along with
-        # the squares, so the row is not read once more.
+        # The mean of a row far from 0 is rounded coarsely, and subtracting it leaves a remainder.
+        # The remainder is summed along with the squares, so the row is not read once more.
         remainder = normal.mean(-1)
         variance = jnp.square(normal).mean(-1) - remainder * remainder
-        variance = jnp.maximum(variance, 0)  # of equal numbers it may be rounded below
+        variance = jnp.maximum(variance, 0)  # rounding may leave it below 0 in a constant row
         normal = normal - remainder[:, None]
         mean = mean + remainder
     else:
@@ -47,8 +47,8 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
 def backward(total, scale, mean, rstd, dy, dtotal, name: str):  # noqa: ARG001
     """(dsum [n, d] in float32, dscale [d], dbias [d]).
 
-    `dtotal` is the gradient that reaches the returned sum directly, None without one; dsum is that
-    of x and of the residual alike.
+    `dtotal` is the gradient of the sum that `forward` returns, or None. dsum is the gradient of x
+    and of the residual alike.
     """
     dy = widen(dy)
     normal = widen(total)
@@ -56,12 +56,14 @@ def backward(total, scale, mean, rstd, dy, dtotal, name: str):  # noqa: ARG001
         normal = normal - mean[:, None]
     normal = normal * rstd[:, None]
     dnormal = dy * widen(scale)
-    # Less its parts along the normalised row and, for LayerNorm, along (1, ..., 1): moving x along
-    # them does not change y.
+    # y does not change when x moves along the normalised row or, for LayerNorm, along (1, ..., 1):
+    # the gradient has no part along them.
     dsum = dnormal - normal * (dnormal * normal).mean(-1, keepdims=True)
     if mean is not None:
         dsum = dsum - dnormal.mean(-1, keepdims=True)
     dsum = dsum * rstd[:, None]
     if dtotal is not None:
         dsum = dsum + widen(dtotal)
-    return dsum, (dy * normal).sum(0), dy.sum(0)
+    dscale = (dy * normal).sum(0)
+    dbias = dy.sum(0)
+    return dsum, dscale, dbias

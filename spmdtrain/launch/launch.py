@@ -172,7 +172,7 @@ class Launcher:
         return Ending(HangError.exit_code, line)
 
     def _ended(self, ranks: Ranks) -> Ending:
-        """Why the attempt has ended, once all have."""
+        """Waits until all processes have ended, and finds why the attempt did."""
         early = [rank for rank in ranks.ranks if rank.code is not None]
         orderly = early[0].done or early[0].code == PREEMPTED
         ranks.wait(ORDERLY_SECONDS if orderly else EXIT_SECONDS)

@@ -33,7 +33,7 @@ class Rank:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code of the process; None while it runs."""
         return self.process.poll()
 
 
@@ -119,6 +119,6 @@ class Ranks:
 
 
 def _end_with_the_launcher() -> None:
-    """In the child: the kernel ends it when the launcher is gone (Linux)."""
+    """Asks the kernel, in the child, to end it when the launcher is gone (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

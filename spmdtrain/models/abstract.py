@@ -312,9 +312,10 @@ def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
 
 
 def matmuls(dtype: str) -> contextlib.AbstractContextManager:
-    """To trace in: where compute is `dtype` float32, so are the factors of every matmul.
+    """A context to trace in: if `dtype` is float32, matmuls do not round their factors.
 
-    jax's default on a GPU is TF32, which keeps 10 of their 23 bits. For less there is bfloat16.
+    jax's default on a GPU is TF32, which keeps 10 of their 23 mantissa bits. Whoever wants less
+    precision sets bfloat16.
     """
     if dtype != "float32":
         return contextlib.nullcontext()

@@ -23,14 +23,14 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.regions import Whole
 
 STREAM = ("batch", "stream_time", "embed")  # the logical axes of the residual stream
-# Of every weight matrix, as in GPT-2; residual projections are scaled down by 1 / sqrt(2 layers).
+# Of every weight matrix, as in GPT-2. That of residual projections is divided by sqrt(2 layers).
 INIT_STD = 0.02
 
 
 def weight(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD
 ) -> nnx.Param:
-    """Normal weights of standard deviation `std`; `axes` are the logical axes of the dims."""
+    """Draws weights from the normal distribution; `axes` are the logical axes of the dims."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
 
 
@@ -39,7 +39,7 @@ def bias(size: int, axis: str) -> nnx.Param:
 
 
 class Embedding(nnx.Module):
-    """A row of the table per id; the vocabulary may be split."""
+    """A table with a row per id, whose vocabulary may be split over devices."""
 
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
         self.table_ve = weight(rngs, (vocab, width), ("vocab", "embed"))
@@ -74,7 +74,7 @@ class Norm(nnx.Module):
 
 
 def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions (arXiv:2104.09864), halves rotated against each other as in Llama."""
+    """Rotary positions (arXiv:2104.09864). Dim i is rotated with dim i + d / 2, as in Llama."""
     half = x_btkgd.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = (positions_bt[..., None].astype(jnp.float32) * frequency)[:, :, None, None, :]
@@ -84,14 +84,14 @@ def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Arr
     return jnp.concatenate((turned_first, turned_second), -1).astype(x_btkgd.dtype)
 
 
-# The backward pass starts from the input again, a pass over memory, instead of keeping several
-# arrays as wide as f.
-# Layers run in a scan: there is nothing to merge with.
+# Computes a function again in the backward pass, from its input: one more pass over memory, instead
+# of keeping several arrays as wide as f.
+# prevent_cse is off: in a scan over layers, XLA has no forward beside it to merge with.
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
 def project(equation: str, x_bte: jax.Array, weight: jax.Array, ctx: ForwardContext) -> jax.Array:
-    """`einsum(equation, x, weight)` of a residual stream x, with its tokens brought together.
+    """Computes `einsum(equation, x, weight)` on the residual stream x, its tokens gathered.
 
     Where the stream is split over `tensor` too (sequence parallelism), a device keeps its own
     tokens for the backward pass and gathers again there (arXiv:2205.05198, section 4.2.2).
@@ -113,7 +113,7 @@ Position = Callable[[jax.Array, jax.Array], jax.Array]
 class Cache:
     """Keys and values seen so far, of one layer or with a leading layer dim.
 
-    `length` of the s places are filled.
+    The first `length` of the s places are filled.
     """
 
     k_bskd: jax.Array
@@ -131,8 +131,9 @@ class Cache:
 class Attention(nnx.Module):
     """Causal grouped-query attention within segments.
 
-    One fused projection makes queries, keys and values. `position(x_btkgd, positions_bt)` turns
-    queries and keys by the place of their token; default: `rotate` if `model.positions` is rope.
+    One fused projection makes queries, keys and values. `position(x_btkgd, positions_bt)` marks
+    queries and keys with the position of their token; default: `rotate` if `model.positions` is
+    rope.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Attention(nnx.Module):
         self.group = config.heads // self.heads
         self.theta = config.rope_theta if config.positions == "rope" else None
         self.implementation = None if config.attention == "auto" else config.attention
-        # A group of query heads shares one head of keys and one of values: its slots, in order.
+        # The slots of a key-value head: its group of query heads, its keys, its values.
         slots = self.group + 2
         qkv_shape = (config.embed, self.heads, slots, self.dim)
         out_shape = (self.heads, self.group, self.dim, config.embed)
@@ -187,12 +188,12 @@ class Attention(nnx.Module):
     def _attend(
         self, q_btkgd, k_bskd, v_bskd, ctx: ForwardContext, cache: Cache | None
     ) -> jax.Array:
-        """[b, t, k, g, d], each device its own heads and queries; the keys come whole."""
+        """Attends on each device from its own heads and queries to all keys: [b, t, k, g, d]."""
         places_bs = jnp.broadcast_to(jnp.arange(k_bskd.shape[1]), k_bskd.shape[:2])
         places_bt = places_bs if cache is None else ctx.positions_bt
 
         def local(q, k, v, q_segments, k_segments, q_places, k_places):
-            # Where all queries are here, it is known while tracing what each of them sees.
+            # With all queries on this device, the causal mask is known while tracing.
             aligned = cache is None and q.shape[1] == k.shape[1]
             q_bthd = q.reshape(*q.shape[:2], -1, self.dim)
             options = {
@@ -209,7 +210,7 @@ class Attention(nnx.Module):
                 raise ConfigError(what, fix="--set model.attention=auto") from None
             return y_bthd.reshape(q.shape)
 
-        # Keys rest split over time as queries do, and come whole. A cache rests whole.
+        # Keys are split over time as queries are, and gathered here. A cache is not split.
         key_time = Whole("time") if cache is None else None
         of_q = ("batch", "time", "kv_heads", None, None)
         of_k = ("batch", key_time, "kv_heads", None)

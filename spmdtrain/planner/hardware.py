@@ -131,8 +131,10 @@ def devices_per_host(count: int, device: Hardware) -> int:
 
 
 def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
-    """By name, or from a .toml file: the fields of `Hardware`, those of `extends = "h100"` where
-    not given. `above`: the files whose `extends` led here.
+    """Looks a device up by name, or reads a .toml file with the fields of `Hardware`.
+
+    Fields that are not given come from what `extends = "h100"` names. `above`: the files whose
+    `extends` led here.
     """
     if name.endswith(".toml"):
         return _read(Path(name), above)

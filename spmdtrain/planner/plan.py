@@ -130,7 +130,7 @@ def best_of_each_mesh(plans: Sequence[Plan], count: int) -> list[Plan]:
 
 
 def why_not(plan: Plan, best: Plan) -> str:
-    """Its memory if it does not fit; else the term on which it loses most time to the best."""
+    """Names the memory of a plan that does not fit, else the term on which it loses most time."""
     if not plan.fits:
         needed = plan.memory.total / 1e9
         safe = SAFE_SHARE * plan.estimate.hardware.memory / 1e9
@@ -218,7 +218,7 @@ def _layouts_on_mesh(
 
 
 def _lean_layouts(workload: Workload, zero: int) -> list[Workload]:
-    """By schedule, the layouts that need least memory; a split backward cannot recompute."""
+    """Lists the layouts with the least memory: no split backward, which cannot recompute."""
     return [
         replace(workload, schedule=schedule, chunks=chunks, zero=zero)
         for schedule, chunks in _schedules(workload)

@@ -63,7 +63,7 @@ class Assignment:
         return {"parameters": unsplit, "activations": unsplit | STREAMS[self.streams[0]]}
 
     def extended(self, kind: str, way: str, stream: str, cost: tuple[float, float]) -> "Assignment":
-        """With one more kind, and the stream after it. `cost`: (seconds, bytes more)."""
+        """Adds one kind, and the stream after it. `cost`: (seconds, bytes more)."""
         seconds, more_bytes = cost
         return Assignment(
             ways=self.ways | {kind: way},

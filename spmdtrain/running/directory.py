@@ -89,7 +89,7 @@ def only_run(directory: Path) -> Iterator[None]:
 
 
 def _this_process() -> dict[str, str | int]:
-    """Who holds a lock: `start` tells a process from a later one of the same number."""
+    """Identifies the holder of a lock; `start` tells it from a later process of the same pid."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "start": _start_of(pid)}
 

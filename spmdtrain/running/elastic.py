@@ -120,7 +120,7 @@ def _is_mesh_of(run: Path, config: RunConfig) -> bool:
 
 
 def _does_not_divide(config: RunConfig, count: int, stay: int) -> ConfigError:
-    """For `count` devices, which come in groups of `stay` that take the same sequences."""
+    """Makes the error for `count` devices; each group of `stay` of them shares its sequences."""
     batch = config.train.global_batch
     expert = config.mesh.expert
     shards = count // stay * expert

@@ -57,7 +57,7 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
 
 
 def fingerprint(x: np.ndarray) -> Fingerprint:
-    """The same of an array of numpy."""
+    """Computes the same fingerprint of a numpy array, on the host."""
     words = np.ascontiguousarray(x).reshape(-1)
     words = words.view(np.uint32 if words.itemsize == 8 else f"uint{8 * words.itemsize}")
     totals = [0, 0]

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's tasks on a trained run: the likelihood of continuations, and texts.
+"""Runs tasks of lm-evaluation-harness on a trained run: it scores continuations and writes texts.
 
 `likelihoods` needs nothing but the run. `evaluate_tasks` needs the package `lm_eval`.
 """
@@ -17,7 +17,8 @@ from spmdtrain.running.opened import OpenedRun, open_run
 from spmdtrain.running.sample import Choice, make_generate, make_logits
 
 BATCH = 8  # sequences at once
-SHORTEST = 16  # places of a batch; lengths are rounded up to powers of two, to compile few programs
+# Tokens of a row. Lengths are rounded up to powers of two, so that few programs are compiled.
+SHORTEST = 16
 NEW_TOKENS = 256  # of a text, where a task does not say
 
 Ids = np.ndarray
@@ -26,12 +27,13 @@ Ids = np.ndarray
 def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
     """(log-likelihood in nats, is it the likeliest?) of each (context, continuation) in token ids.
 
-    The continuation is judged behind its context, of which as much is seen as the model was trained
-    for: the last `max_length` tokens. It has at least one token, and its context too.
+    A continuation is scored given its context. Of the two together the model sees as much as it was
+    trained for, the last `max_length` tokens. Both must have at least one token.
     """
     limit = opened.config.max_length
     score = _make_score(opened)
-    order = sorted(range(len(pairs)), key=lambda at: len(pairs[at][0]) + len(pairs[at][1]))
+    lengths = [len(context) + len(continuation) for context, continuation in pairs]
+    order = sorted(range(len(pairs)), key=lengths.__getitem__)  # a batch holds similar lengths
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     for first in range(0, len(order), BATCH):
         chosen = order[first : first + BATCH]
@@ -55,7 +57,7 @@ def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tup
 
 
 def _make_score(opened: OpenedRun) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`(params, tokens, targets, mask [batch, time]) -> (sums, all likeliest) [batch]`."""
+    """Makes `(params, tokens, targets, mask [batch, time]) -> (sums, all likeliest) [batch]`."""
     logits_of = make_logits(opened.setup)
 
     @jax.jit
@@ -68,7 +70,7 @@ def _make_score(opened: OpenedRun) -> Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def _rounded(length: int, limit: int) -> int:
-    """A power of two that has room for `length`, at most `limit`."""
+    """Rounds a length up to a power of two, at least SHORTEST and at most `limit`."""
     size = SHORTEST
     while size < length:
         size *= 2
@@ -84,9 +86,9 @@ def evaluate_tasks(
     overrides: Sequence[str] = (),
     make: MakeModel | str | None = None,
 ) -> dict[str, Any]:
-    """The results of lm-evaluation-harness's `tasks` on `run`, by task, as the harness gives them.
+    """Runs `tasks` of lm-evaluation-harness on `run`. Returns its results, by task.
 
-    `limit` is how many examples of each task count. The harness fetches its data by itself. Raises
+    `limit` is the number of examples of each task. The harness fetches its data by itself. Raises
     ConfigError where it is not installed, or knows no such task.
     """
     try:
@@ -102,7 +104,7 @@ def evaluate_tasks(
 
 
 def harness_model(opened: OpenedRun) -> Any:
-    """The run as a `lm_eval.api.model.LM`."""
+    """Wraps the run as a `lm_eval.api.model.LM`."""
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  likewise
 
     tokenizer = opened.tokenizer
@@ -111,15 +113,17 @@ def harness_model(opened: OpenedRun) -> Any:
         return tokenizer.encode(text)
 
     def pair(context: str, continuation: str) -> tuple[Ids, Ids]:
-        """Ids of both, cut where the context ends; an empty context is a line break."""
-        before = encode(context) if context else encode("\n")
-        whole = encode(context + continuation) if context else None
-        if whole is not None and np.array_equal(whole[: len(before)], before):
+        """Encodes both, cut where the context ends; an empty context is a line break."""
+        if not context:
+            return encode("\n"), encode(continuation)
+        before = encode(context)
+        whole = encode(context + continuation)
+        if np.array_equal(whole[: len(before)], before):
             return before, whole[len(before) :]
-        return before, encode(continuation)
+        return before, encode(continuation)  # a token would span the cut
 
     class TrainedRun(LM):
-        """Requests in texts, answers in the order in which they were asked."""
+        """Takes requests as texts, and answers in the order in which they were asked."""
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
             return likelihoods(opened, [pair(*request.args) for request in requests])
@@ -143,14 +147,16 @@ def harness_model(opened: OpenedRun) -> Any:
 
 
 def _text_until(opened: OpenedRun, context: str, options: dict[str, Any]) -> str:
-    """The likeliest text behind `context`, before the first of `options["until"]`."""
+    """Writes the likeliest text after `context`, up to the first of `options["until"]`."""
     tokenizer = opened.tokenizer
     length = int(options.get("max_gen_toks", NEW_TOKENS))
     ids = tokenizer.encode(context or "\n")
-    made = make_generate(opened.setup, length, Choice(temperature=0))(
-        opened.params, [ids], jax.random.key(0)
-    )
+    generate = make_generate(opened.setup, length, Choice(temperature=0))
+    made = generate(opened.params, [ids], jax.random.key(0))
     text = tokenizer.decode(made[0][len(ids) :])
     until = options.get("until", [])
-    places = [text.find(each) for each in ([until] if isinstance(until, str) else until) if each]
-    return text[: min((at for at in places if at >= 0), default=len(text))]
+    if isinstance(until, str):
+        until = [until]
+    places = [text.find(each) for each in until if each]
+    end = min((at for at in places if at >= 0), default=len(text))
+    return text[:end]

@@ -80,9 +80,9 @@ class Interrupt:
             signal.signal(number, handler)
 
     def agreed(self, stop_asked: bool = False) -> Ending | None:
-        """Why all processes are to stop after the step that was dispatched last, if they are.
+        """Agrees whether all processes stop after the step that was dispatched last, and why.
 
-        `stop_asked`: whether a hook of this process asks for it.
+        `stop_asked`: a hook of this process asks for it. None: they go on.
         """
         flags = (self.requested, stop_asked)
         if jax.process_count() > 1:

@@ -39,7 +39,7 @@ class OutOfMemoryError(ConfigError):
         super().__init__(what, found=", ".join(filter(None, (there, categories))), fix=fix)
 
     def with_fix(self, fix: str) -> "OutOfMemoryError":
-        """The same with other advice."""
+        """Returns the same error with other advice."""
         return OutOfMemoryError(self.setup, self.needed, self.available, self.categories, fix)
 
 

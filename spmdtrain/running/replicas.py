@@ -86,10 +86,10 @@ class ReplicaCheck:
 
 @dataclass(frozen=True)
 class Difference:
-    """Who may be broken, and where it shows.
+    """The devices that may be broken, and the leaf that shows it.
 
-    `devices` are places in the mesh, one if the copies tell. `leaf` is the first that differs, of
-    so many `leaves`.
+    `devices` are places in the mesh: one, if the copies tell which is wrong. `leaf` is the first of
+    the `leaves` that differ.
     """
 
     devices: Sequence[int]
@@ -100,10 +100,11 @@ class Difference:
 def compare(
     sums: np.ndarray, copies: Sequence[tuple[str, ...]], shape: Mapping[str, int]
 ) -> Difference:
-    """Who is alone with its sums, uint32 [devices, leaves, 2], of a state whose copies differ.
+    """Finds the devices whose sums differ from those of their copies; the copies do differ.
 
-    `copies`: the mesh axes along which devices hold copies of each leaf; `shape`: of the mesh. Of
-    two copies either may be the wrong one: other leaves, with other copies, may tell.
+    `sums`: uint32 [devices, leaves, 2]. `copies`: the mesh axes along which devices hold copies of
+    each leaf. `shape`: of the mesh. Of two copies either may be the wrong one; other leaves, which
+    have other copies, may tell.
     """
     places = np.arange(len(sums)).reshape(tuple(shape.values()))
     axes = list(shape)

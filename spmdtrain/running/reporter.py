@@ -1,4 +1,4 @@
-"""Who is told how a run goes: the person at the terminal, its sinks and its hooks."""
+"""Reports how a run goes: to the terminal, the sinks and the hooks."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -194,7 +194,7 @@ def make_generate(
 
 
 def _cached(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
-    """With the keys and values of earlier tokens at hand."""
+    """Predicts from the cached keys and values of earlier tokens."""
     model = config.model
     shape = (model.layers, *tokens_bt.shape, model.key_value_heads, model.width_per_head)
     zeros = jnp.zeros(shape, jnp.dtype(config.precision.compute))

@@ -1,9 +1,10 @@
 """Gradients without a pipeline: microbatches one after the other, then one reduction over the
 shards.
 
-One region, manual over all axes of the batch. A weight that rests split over such an axis (`fsdp`)
-is gathered by the layer that uses it, and its gradient scattered back by the same layer, once a
-microbatch. All other gradients are accumulated where they are and summed once a step.
+All of it runs in one region that is manual over the axes of the batch. A weight that rests split
+over such an axis (`fsdp`) is gathered by the layer that uses it, and its gradient is scattered by
+the same layer, in each microbatch. All other gradients are accumulated locally and reduced once a
+step.
 """
 
 from collections.abc import Callable
@@ -36,10 +37,10 @@ BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """`(params, step, batch) -> (gradients of the mean objective, sums)`.
+    """Makes `(params, step, batch) -> (gradients of the mean objective, sums)`.
 
-    Over all microbatches and shards. sums: tokens (unmasked), loss, and whatever other losses the
-    head and the blocks have; float32 scalars. The objective is the sum of all losses.
+    Both are over all microbatches and shards. `sums`, float32 scalars: tokens (unmasked), loss, and
+    the other losses of the head and the blocks. The objective is the sum of all losses.
     """
     accumulate = setup.config.precision.accumulate
     context = make_context(setup)
@@ -71,13 +72,14 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         sums = sum_over_shards(sums, setup.rules)
         return mean_gradients(setup, gradients, sums["tokens"]), sums
 
-    specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
-    in_specs = (_resting(setup), P(), BATCH)
-    return manual_region(local, setup.mesh, MANUAL_AXES, in_specs, (specs, P()))
+    resting = _resting(setup)
+    in_specs = (resting, P(), BATCH)
+    out_specs = (resting, P())
+    return manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
-    """`(params, batch) -> sums`, as `make_gradients` has them, without dropout."""
+    """Makes `(params, batch) -> sums`, those of `make_gradients` without dropout."""
     context = make_context(setup)
     forward = _make_forward(setup, training=False)
 
@@ -94,14 +96,14 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 
 
 def _resting(setup: Setup) -> dict[str, P]:
-    """Weights come into the region as they rest, each device's own part."""
+    """The specs of weights, and of their gradients, at the border of the region: as they rest."""
     return {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
 
 
 def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Parameters whole over `data`.
+    """Gathers over `data` the parameters that ZeRO-1 splits.
 
-    With ZeRO-1 they are gathered once a step, in compute precision.
+    This happens once a step, in compute precision.
     """
     if not setup.config.train.zero:
         return params
@@ -120,13 +122,14 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
 
 
 def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
-    """`forward(params, microbatch, ctx) -> losses`: through the model, in compute precision."""
+    """Makes `forward(params, microbatch, ctx) -> losses`, in compute precision."""
     head_losses = make_head_losses(setup, training=training)
     gather = make_layer_gather(setup)
 
     def forward(params, microbatch: Batch, ctx: ForwardContext) -> Losses:
         here = {path: x for path, x in params.items() if not gathered_axes(setup.specs[path])}
-        values = params | cast(here, setup.config.precision.compute)  # a gather casts by itself
+        # A layer that gathers a weight also casts it.
+        values = params | cast(here, setup.config.precision.compute)
         module = setup.model.bind(values, gather)
         x_bte, side_losses = module.blocks(module.embed(microbatch["tokens"], ctx), ctx)
         return join_losses(head_losses(module, x_bte, ctx, microbatch), side_losses)

@@ -1,5 +1,5 @@
-"""One layer's gradient, taken apart: what its forward must keep, and which part of its backward
-yields which gradient.
+"""Takes the gradient of one layer apart: finds what its forward must keep, and the part of its
+backward that yields each gradient.
 
 The residuals of `jax.vjp` are of two kinds. Those that depend on the layer's input are *kept* from
 forward to backward. The others (weights, and whatever follows from weights, positions, segments
@@ -29,12 +29,11 @@ Values = dict[jex.Var, Any]  # what variables of a jaxpr are bound to
 class LayerGradient:
     """The gradient of `layer(weights, x, rest) -> (y, side losses)` by its weights and by x.
 
-    Side losses are a tree of scalars, perhaps an empty one.
+    Side losses are a tree of scalars, perhaps an empty one. The layer is traced once; of the given
+    arguments only the shapes count.
 
-    The layer is traced once, with the given arguments for their shapes only.
-
-    `kept` and, with `split`, `deferred` are the shapes of what waits: from forward to backward,
-    and from backward to the weight gradient.
+    `kept` are the shapes of what waits from forward to backward. With `split`, `deferred` are those
+    of what waits from backward to the weight gradient.
 
     Two jaxprs are cut up: `_forward`, (weights, x, rest) -> (y, side losses, residuals), and with
     `split` `_backward`, (residuals, dy, dsides) -> (dx, dweights). The attributes that end in `_in`
@@ -228,7 +227,7 @@ def _value(known: Mapping[jex.Var, Any], var) -> Any:
 
 
 def _variables(inputs) -> list[jex.Var]:
-    """Leave out the literals, which are never missing and depend on nothing."""
+    """Return the inputs without literals, which are never missing and depend on nothing."""
     return [var for var in inputs if isinstance(var, jex.Var)]
 
 

@@ -370,7 +370,7 @@ def arriving_forward(table: Table) -> np.ndarray:
 
 
 def arriving_backward(table: Table) -> np.ndarray:
-    """The same for cotangents, without those of the head, which nobody sends."""
+    """Return the same for cotangents, without those of the head, which no stage sends."""
     return _shift(units_of(table, "backward"), to=-1, chunks=table.chunks)
 
 
