@@ -1,8 +1,8 @@
 """Finds the tiles that a program of a kernel visits, and those that it must mask.
 
 A program owns one tile of queries (or of keys) and walks over tiles of the other side in order,
-from the first visible one to the last. Four bounds cut the walk into three ranges; every pair in
-the tiles of the middle range is visible, so it needs no mask.
+from the first visible one to the last. Four bounds cut the walk into three ranges; the tiles
+of the middle range need no mask, for every pair in them is visible.
 
     bounds    0          1          2          3
               |  masked  |   full   |  masked  |

@@ -120,7 +120,7 @@ class TokenSource(MappedTokens):
 
     @cached_property
     def loss(self) -> np.ndarray:
-        """Marks the tokens that count in the loss: uint8 [tokens], mapped; 1 without a .loss."""
+        """Marks the tokens that count in the loss, uint8 [tokens], mapped; all 1 without .loss."""
         if not self.has_loss:
             return np.broadcast_to(np.uint8(1), self.sidecar["tokens"])
         return np.asarray(np.memmap(loss_path(self.path), np.uint8, mode="r"))

@@ -80,9 +80,9 @@ class Interrupt:
             signal.signal(number, handler)
 
     def agreed(self, stop_asked: bool = False) -> Ending | None:
-        """Agrees whether all processes stop after the step that was dispatched last, and why.
+        """Agrees with all processes whether to stop after the step that was dispatched last.
 
-        `stop_asked`: a hook of this process asks for it. None: they go on.
+        `stop_asked`: a hook of this process asks for it. Returns why they stop; None: they go on.
         """
         flags = (self.requested, stop_asked)
         if jax.process_count() > 1:

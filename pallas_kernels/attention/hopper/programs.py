@@ -32,7 +32,7 @@ class Program(NamedTuple):
 
 
 def this_program(heads: int) -> Program:
-    """Maps the running program's grid indices to its work; `heads` query heads per batch."""
+    """Maps the running program's grid indices to its work; `heads` heads per batch entry."""
     section = jax.lax.axis_index("section") * jax.lax.axis_size("head")
     number = section + jax.lax.axis_index("head")
     batch = jax.lax.div(number, heads)
