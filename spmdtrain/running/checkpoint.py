@@ -1,21 +1,18 @@
 """Checkpoints of a run: RUN/checkpoints/N holds the state after N completed steps.
 
 This is the only file that knows Orbax. A step has three items: `params`, so that weights can be
-read alone, `state` (of the optimizer), and `meta`, a JSON object that says which leaves there are,
-with which shapes, and where the data stands. Orbax writes in the background under a temporary name
-and renames, so that a step that is listed is complete. Restoring reads straight into the shards
-that the abstract state asks for, whatever mesh or number of processes wrote them. Parameters are
-saved as they rest: stacked layers in pipeline layout, and padded where their mesh wanted it. Where
-another layout or padding is asked for, they are read and laid out anew, one parameter at a time.
+read alone, `state` (of the optimizer), and `meta` (checkpoint_meta.py). Orbax writes in the
+background under a temporary name and renames, so that a step that is listed is complete. Restoring
+reads straight into the shards that the abstract state asks for, whatever mesh or number of
+processes wrote them. Parameters are saved as they rest: stacked layers in pipeline layout, and
+padded where their mesh wanted it. Where another layout or padding is asked for, they are read and
+laid out anew, one parameter at a time.
 
-`meta` also holds the fingerprint of every leaf (fingerprint.py) and a digest of itself. Whatever is
-read otherwise than it was written is a DamagedError, in all processes alike, wherever one of them
-finds it.
+Every leaf that is read is compared with its fingerprint in `meta` (fingerprint.py). Whatever is not
+as it was written is a DamagedError, in all processes alike, wherever one of them finds it.
 """
 
 import functools
-import hashlib
-import json
 import logging
 import shutil
 import sys
@@ -34,6 +31,23 @@ from orbax.checkpoint import type_handlers
 from spmdtrain.config.errors import CheckpointError, DamagedError, StorageError, UserError
 from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 from spmdtrain.parallel.processes import any_process
+from spmdtrain.running.checkpoint_meta import (
+    FORMAT,
+    PREFIX,
+    WITHOUT_FINGERPRINTS,
+    Meta,
+    describe,
+    different_leaves,
+    digest,
+    leaf_name,
+    leaf_text,
+    named_leaves,
+    of_items,
+    others_text,
+    recent_of,
+    rows_of,
+    unpadded_leaves,
+)
 from spmdtrain.running.fingerprint import Fingerprint, fingerprint, fingerprints
 from spmdtrain.running.relayout import (
     as_saved,
@@ -49,15 +63,10 @@ from spmdtrain.train.state import TrainState
 if TYPE_CHECKING:
     from etils import epath  # whose paths Orbax asks for
 
-FORMAT = 2
-WITHOUT_FINGERPRINTS = 1  # the format before
-PREFIX = {"params": "", "state": "optimizer."}  # of the names of an item's leaves, in meta
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that is being saved
 QUARANTINE = "quarantine"  # the folder of damaged steps, beside the good ones
 SETTLE_SECONDS = 1.0  # in which files that were being written are, after a failure
 STRAY = "Event loop is closed"  # the error of a thread that ends after the one that failed
-MOST_NAMED = 5  # leaves in one error
-Meta = dict[str, Any]
 # Orbax logs several lines for every save, and a traceback per thread for a failure, which comes
 # back as one exception anyway.
 for _logger in ("absl", "asyncio"):
@@ -103,10 +112,10 @@ class Checkpoints:
         Waits for the save before it, if one is under way. `completed` says when it is on disk.
         """
         items = {"params": state.params, "state": state.opt_state}
-        arrays = _named(items)
-        leaves = _described(arrays)
-        of_model = _described(
-            _named(self._without_padding(items, self._asked_setup().model.layout))
+        arrays = named_leaves(items)
+        leaves = describe(arrays)
+        of_model = describe(
+            named_leaves(self._without_padding(items, self._asked_setup().model.layout))
         )
         meta = {
             "format": FORMAT,
@@ -114,9 +123,9 @@ class Checkpoints:
             "unpadded": {name: leaf[0] for name, leaf in of_model.items() if leaf != leaves[name]},
             "layout": self._asked_setup().model.layout.describe(),
             "fingerprints": fingerprints(arrays),
-            "recent": _rows_of(state.recent),
+            "recent": rows_of(state.recent),
         } | meta
-        meta["digest"] = _digest(meta)
+        meta["digest"] = digest(meta)
         saved = ocp.args.Composite(
             params=ocp.args.PyTreeSave(state.params),
             state=ocp.args.PyTreeSave(state.opt_state),
@@ -146,7 +155,7 @@ class Checkpoints:
         counter = jax.make_array_from_callback(
             (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
         )
-        recent = _recent(meta.get("recent", []), abstract.recent)
+        recent = recent_of(meta.get("recent", []), abstract.recent)
         return TrainState(counter, found["params"], found["state"], recent), meta
 
     def restore_params(
@@ -163,7 +172,7 @@ class Checkpoints:
         found = self._read(step, lambda: _read_plain(folder))
         found = {path: found[path] for path in meta["leaves"] if path in found}
         self._verify(step, meta, {path: fingerprint(x) for path, x in found.items()})
-        unpadded = _unpadded_leaves(meta)
+        unpadded = unpadded_leaves(meta)
         found = {path: cut_to(x, unpadded[path][0]) for path, x in found.items()}
         return {path: _in_order(path, x, saved) for path, x in found.items()}
 
@@ -206,23 +215,23 @@ class Checkpoints:
             return self._read(step, lambda: _read_leaves(folder / item, tree, shapes))
 
         leaves = meta["leaves"]
-        if saved == self._asked_setup().model.layout and _described(_named(asked)) == _of_items(
+        if saved == self._asked_setup().model.layout and describe(named_leaves(asked)) == of_items(
             leaves, asked
         ):
             found = {item: read(item, shapes) for item, shapes in asked.items()}
-            self._verify(step, meta, fingerprints(_named(found)))
+            self._verify(step, meta, fingerprints(named_leaves(found)))
             return found, meta
 
         def relaid(item: str, path: str) -> Any:
             tree = asked[item][path]
 
             def shape_of(leaf_path: tuple, leaf: Any) -> Any:
-                shape = tuple(leaves[PREFIX[item] + _name((DictKey(path), *leaf_path))][0])
+                shape = tuple(leaves[PREFIX[item] + leaf_name((DictKey(path), *leaf_path))][0])
                 return as_saved(self._asked_setup(), path, leaf, shape, saved)
 
             shapes = jax.tree_util.tree_map_with_path(shape_of, tree)
             found = read(item, {path: shapes})
-            self._verify(step, meta, fingerprints(_named({item: found})))
+            self._verify(step, meta, fingerprints(named_leaves({item: found})))
             return lay_out_anew(self._asked_setup(), path, found[path], tree, saved)
 
         return {item: {path: relaid(item, path) for path in asked[item]} for item in asked}, meta
@@ -263,28 +272,28 @@ class Checkpoints:
                 found=f"{layout_saved.layers} layers",
                 fix="the configuration that it was saved with, or another --run",
             )
-        wanted = _described(_named(self._without_padding(asked, layout_saved)))
-        there = _of_items(_unpadded_leaves(meta), asked)
-        if different := _different(wanted, there):
+        wanted = describe(named_leaves(self._without_padding(asked, layout_saved)))
+        there = of_items(unpadded_leaves(meta), asked)
+        if different := different_leaves(wanted, there):
             first = different[0]
             raise CheckpointError(
                 f"{self._at(step)} does not fit: {first}",
-                asked=_leaf_text(wanted.get(first)),
-                found=f"{_leaf_text(there.get(first))}{_others_text(different)}",
+                asked=leaf_text(wanted.get(first)),
+                found=f"{leaf_text(there.get(first))}{others_text(different)}",
                 fix="the configuration that it was saved with, or another --run",
             )
         return meta, layout_saved
 
     def _check_trees(self, step: int, trees: Mapping[str, Any], meta: Meta) -> None:
         """DamagedError where the files hold other leaves than the meta says."""
-        there = _described(_named(trees))
-        said = _of_items(meta["leaves"], trees)
-        if different := _different(said, there):
+        there = describe(named_leaves(trees))
+        said = of_items(meta["leaves"], trees)
+        if different := different_leaves(said, there):
             first = different[0]
             raise self._damaged(
                 step,
-                f"{first} is {_leaf_text(there.get(first))}, "
-                f"saved was {_leaf_text(said.get(first))}{_others_text(different)}",
+                f"{first} is {leaf_text(there.get(first))}, "
+                f"saved was {leaf_text(said.get(first))}{others_text(different)}",
             )
 
     def _verify(self, step: int, meta: Meta, found: Mapping[str, Fingerprint]) -> None:
@@ -292,9 +301,9 @@ class Checkpoints:
         if "fingerprints" not in meta:  # a checkpoint of before
             return
         saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}
-        if different := _different(saved, found):
+        if different := different_leaves(saved, found):
             raise self._damaged(
-                step, f"{different[0]} is not as it was saved{_others_text(different)}"
+                step, f"{different[0]} is not as it was saved{others_text(different)}"
             )
 
     def _meta(self, step: int) -> tuple[Meta, Layout | None]:
@@ -312,7 +321,7 @@ class Checkpoints:
                     f"{self._at(step)} has format {meta['format']}",
                     found=f"this version reads {FORMAT} and {WITHOUT_FINGERPRINTS}",
                 )
-            if meta["format"] == FORMAT and meta.pop("digest") != _digest(meta):
+            if meta["format"] == FORMAT and meta.pop("digest") != digest(meta):
                 raise ValueError("its meta is not as it was saved")
             if "leaves" not in meta:
                 raise KeyError("its meta names no leaves")
@@ -403,92 +412,10 @@ def _hide_stray_errors() -> None:
     sys.excepthook = quiet
 
 
-def _rows_of(recent: jax.Array | None) -> list[list[float]]:
-    """The rows of `TrainState.recent` that are there, oldest first; float32 is exact in JSON."""
-    if recent is None:
-        return []
-    rows = np.asarray(recent)
-    return rows[np.isfinite(rows[:, 0])].tolist()
-
-
-def _recent(
-    rows: list[list[float]], asked: jax.Array | jax.ShapeDtypeStruct | None
-) -> jax.Array | None:
-    """`TrainState.recent` of these rows, or of the newest that have room.
-
-    A checkpoint of before, or of another `guard.policy`, has none.
-    """
-    if asked is None:
-        return None
-    whole = np.full(asked.shape, np.inf, asked.dtype)
-    newest = rows[-len(whole) :]
-    if newest:
-        whole[-len(newest) :] = newest
-    return jax.make_array_from_callback(whole.shape, asked.sharding, lambda index: whole[index])
-
-
 def newest_step(run: Path) -> int | None:
     """The newest checkpoint below `run`; reads directory names only."""
     folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
     return max((int(path.name) for path in folders if path.name.isdigit()), default=None)
-
-
-def has_fingerprints(meta: Meta) -> bool:
-    """True if a checkpoint with this meta could be verified when it was read."""
-    return "fingerprints" in meta
-
-
-def _named(items: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of items by the names that meta gives them."""
-    return {
-        PREFIX[item] + _name(path): leaf
-        for item, tree in items.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def _described(arrays: Mapping[str, Any]) -> dict[str, list]:
-    """Name -> [shape, dtype]."""
-    return {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()}
-
-
-def _unpadded_leaves(meta: Meta) -> dict[str, list]:
-    """Name -> [shape, dtype] of the leaves of a checkpoint, padding left out."""
-    unpadded = meta.get("unpadded", {})  # there was no padding before
-    return {name: [unpadded.get(name, leaf[0]), leaf[1]] for name, leaf in meta["leaves"].items()}
-
-
-def _of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list]:
-    """Selects the leaves that are in these items, "params" or "state"."""
-
-    def item_of(name: str) -> str:
-        return "state" if name.startswith(PREFIX["state"]) else "params"
-
-    return {name: leaf for name, leaf in leaves.items() if item_of(name) in items}
-
-
-def _different(asked: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """The names at which the two differ: first those of `asked`, then those it has not."""
-    names = [*sorted(asked), *sorted(found.keys() - asked.keys())]
-    return [name for name in names if asked.get(name) != found.get(name)]
-
-
-def _others_text(different: list[str]) -> str:
-    """Text that names the leaves after the first."""
-    others = different[1:]
-    if not others:
-        return ""
-    more = ", ..." if len(others) > MOST_NAMED else ""
-    return f", and so with {len(others)} more: {', '.join(others[:MOST_NAMED])}{more}"
-
-
-def _leaf_text(leaf: list | None) -> str:
-    return f"{leaf[1]}{leaf[0]}" if leaf else "nothing"
-
-
-def _digest(meta: Meta) -> str:
-    """SHA-256 of everything that a meta says."""
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def _set_aside(folder: "epath.Path") -> None:
@@ -542,7 +469,7 @@ def _saved_tree(folder: "epath.Path") -> Any:
 
 def _leaves_of(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by name."""
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _read_leaves(folder: "epath.Path", saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
@@ -552,8 +479,8 @@ def _read_leaves(folder: "epath.Path", saved: Mapping[str, Any], asked: Mapping[
     the state of a rule that keeps nothing, has no part in it. The handler is called without a
     Checkpointer around it, in which a process that reads would wait for one that cannot.
     """
-    wanted = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(asked)}
-    item = jax.tree_util.tree_map_with_path(lambda path, _: wanted[_name(path)], saved)
+    wanted = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(asked)}
+    item = jax.tree_util.tree_map_with_path(lambda path, _: wanted[leaf_name(path)], saved)
     how = jax.tree.map(
         lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype),
         item,
@@ -562,9 +489,5 @@ def _read_leaves(folder: "epath.Path", saved: Mapping[str, Any], asked: Mapping[
         folder,
         args=ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True),
     )
-    values = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
-    return jax.tree_util.tree_map_with_path(lambda path, _: values[_name(path)], asked)
-
-
-def _name(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    values = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
+    return jax.tree_util.tree_map_with_path(lambda path, _: values[leaf_name(path)], asked)

@@ -24,7 +24,8 @@ from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel import hlo, pulse
 from spmdtrain.running import summary
-from spmdtrain.running.checkpoint import Checkpoints, has_fingerprints, newest_step
+from spmdtrain.running.checkpoint import Checkpoints, newest_step
+from spmdtrain.running.checkpoint_meta import has_fingerprints
 from spmdtrain.running.directory import check_source, open_directory
 from spmdtrain.running.elastic import adapt
 from spmdtrain.running.guard import GoBack, Guard, Record

@@ -6,7 +6,8 @@ A newer one that is damaged is set aside, not deleted, and the run takes its ste
 from dataclasses import dataclass, field
 
 from spmdtrain.config.errors import CheckpointError, DamagedError
-from spmdtrain.running.checkpoint import QUARANTINE, Checkpoints, Meta, has_fingerprints
+from spmdtrain.running.checkpoint import QUARANTINE, Checkpoints
+from spmdtrain.running.checkpoint_meta import Meta, has_fingerprints
 from spmdtrain.running.reporter import Reporter
 from spmdtrain.train.state import TrainState
 

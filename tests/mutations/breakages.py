@@ -413,7 +413,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a surplus of weights is dropped",
-        "running/checkpoint.py",
+        "running/checkpoint_meta.py",
         "names = [*sorted(asked), *sorted(found.keys() - asked.keys())]",
         "names = sorted(asked)",
         f"{RESUME} -k more_or_fewer",
@@ -465,7 +465,7 @@ BREAKAGES = [
     Breakage(
         "no digest is compared",
         "running/checkpoint.py",
-        'meta.pop("digest") != _digest(meta)',
+        'meta.pop("digest") != digest(meta)',
         'not meta.pop("digest")',
         f"{DAMAGED} -k alter_position",
     ),
@@ -549,7 +549,7 @@ BREAKAGES = [
     ),
     Breakage(
         "the figures of the last good steps do not survive a resume",
-        "running/checkpoint.py",
+        "running/checkpoint_meta.py",
         "whole[-len(newest) :] = newest",
         "whole[: len(newest)] = newest",
         "tests/running/test_spikes.py -k resumed",

@@ -1,0 +1,106 @@
+"""The meta of a checkpoint: a JSON object that names its leaves, and says where the data stands.
+
+It also holds the fingerprint of every leaf and a digest of itself. Nothing here reads a file.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+FORMAT = 2
+WITHOUT_FINGERPRINTS = 1  # the format before
+PREFIX = {"params": "", "state": "optimizer."}  # of the names of an item's leaves, in meta
+MOST_NAMED = 5  # leaves in one error
+Meta = dict[str, Any]
+
+
+def has_fingerprints(meta: Meta) -> bool:
+    """True if a checkpoint with this meta could be verified when it was read."""
+    return "fingerprints" in meta
+
+
+def named_leaves(items: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of items by the names that meta gives them."""
+    return {
+        PREFIX[item] + leaf_name(path): leaf
+        for item, tree in items.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def leaf_name(path: tuple) -> str:
+    """The name of a leaf in its tree, dotted."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def describe(arrays: Mapping[str, Any]) -> dict[str, list]:
+    """Maps names to [shape, dtype], as JSON keeps them."""
+    return {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()}
+
+
+def unpadded_leaves(meta: Meta) -> dict[str, list]:
+    """Maps the names of a checkpoint's leaves to [shape, dtype], padding left out."""
+    unpadded = meta.get("unpadded", {})  # there was no padding before
+    return {name: [unpadded.get(name, leaf[0]), leaf[1]] for name, leaf in meta["leaves"].items()}
+
+
+def of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list]:
+    """Selects the leaves that are in these items, "params" or "state"."""
+
+    def item_of(name: str) -> str:
+        return "state" if name.startswith(PREFIX["state"]) else "params"
+
+    return {name: leaf for name, leaf in leaves.items() if item_of(name) in items}
+
+
+def different_leaves(asked: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """The names at which the two differ: first those of `asked`, then those it has not."""
+    names = [*sorted(asked), *sorted(found.keys() - asked.keys())]
+    return [name for name in names if asked.get(name) != found.get(name)]
+
+
+def others_text(different: list[str]) -> str:
+    """Text that names the leaves after the first."""
+    others = different[1:]
+    if not others:
+        return ""
+    more = ", ..." if len(others) > MOST_NAMED else ""
+    return f", and so with {len(others)} more: {', '.join(others[:MOST_NAMED])}{more}"
+
+
+def leaf_text(leaf: list | None) -> str:
+    """Says dtype and shape as in float32[2, 64]; "nothing" where there is no leaf."""
+    return f"{leaf[1]}{leaf[0]}" if leaf else "nothing"
+
+
+def rows_of(recent: jax.Array | None) -> list[list[float]]:
+    """The rows of `TrainState.recent` that are there, oldest first; float32 is exact in JSON."""
+    if recent is None:
+        return []
+    rows = np.asarray(recent)
+    return rows[np.isfinite(rows[:, 0])].tolist()
+
+
+def recent_of(
+    rows: list[list[float]], asked: jax.Array | jax.ShapeDtypeStruct | None
+) -> jax.Array | None:
+    """`TrainState.recent` of these rows, or of the newest that have room.
+
+    A checkpoint of before, or of another `guard.policy`, has none.
+    """
+    if asked is None:
+        return None
+    whole = np.full(asked.shape, np.inf, asked.dtype)
+    newest = rows[-len(whole) :]
+    if newest:
+        whole[-len(newest) :] = newest
+    return jax.make_array_from_callback(whole.shape, asked.sharding, lambda index: whole[index])
+
+
+def digest(meta: Meta) -> str:
+    """SHA-256 of everything that a meta says."""
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
