@@ -8,6 +8,7 @@ from spmdtrain.cli.planning_arguments import add_calibrate, add_estimate, add_pl
 from spmdtrain.cli.shared_arguments import (
     add_config,
     add_devices,
+    add_ema,
     add_make,
     add_set,
     positive_int,
@@ -118,6 +119,7 @@ def _add_sample(commands) -> None:
     sample = commands.add_parser("sample", help="text from a trained run")
     sample.add_argument("run", metavar="RUN", help="run directory")
     add_make(sample)
+    add_ema(sample)
     sample.add_argument("--prompt", help="text to go on from (default: a line break)")
     sample.add_argument(
         "--prompts", metavar="FILE", help="a prompt on each line, all made as one batch"
@@ -185,6 +187,7 @@ def _add_eval(commands) -> None:
         "--limit", type=positive_int, metavar="N", help="examples of each task (default: all)"
     )
     add_make(evaluate)
+    add_ema(evaluate)
     add_set(evaluate, "mesh.data=8, say (the default is one device); eval.batches and the like")
     evaluate.add_argument("--json", action="store_true", help="for programs")
     add_devices(evaluate)

@@ -121,6 +121,7 @@ def sample(parsed: argparse.Namespace) -> int:
         stop=parsed.stop,
         overrides=parsed.set,
         make=parsed.make,
+        ema=parsed.ema,
     )
     if parsed.json:
         for prompt, text in zip(prompts, texts, strict=True):
@@ -146,6 +147,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
         field=parsed.field,
         overrides=parsed.set,
         make=parsed.make,
+        ema=parsed.ema,
     )
     if parsed.json:
         print(json.dumps(found))
@@ -167,6 +169,7 @@ def _evaluate_tasks(parsed: argparse.Namespace) -> int:
         step=parsed.step,
         overrides=parsed.set,
         make=parsed.make,
+        ema=parsed.ema,
     )
     if parsed.json:
         print(json.dumps(found, default=str))

@@ -48,6 +48,15 @@ def add_make(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_ema(parser: argparse.ArgumentParser) -> None:
+    """Adds `--ema`, which reads the average of the weights."""
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="with the average of the weights, of a run that was trained with optimizer.ema",
+    )
+
+
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Adds `--hardware`."""
     names = f"{', '.join(GPUS)} or a .toml file"

@@ -35,6 +35,7 @@ def _in_float32(value: float) -> float:
 
 Positive = Annotated[PositiveFloat, AfterValidator(_in_float32)]
 NonNegative = Annotated[NonNegativeFloat, AfterValidator(_in_float32)]
+Decay = Annotated[float, Field(gt=0, lt=1), AfterValidator(_in_float32)]
 Float = Literal["float32", "bfloat16"]
 Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
 # Devices count with int32, steps and elements of a dim alike.
@@ -324,6 +325,11 @@ class OptimizerConfig(Settings):
     weight_decay: NonNegative = Field(
         default=0.0,
         description="on tensors of two and more dims (one layer's), not on norms and biases",
+    )
+    ema: Decay | None = Field(
+        default=None,
+        description="decay of an exponential moving average of the weights, which is kept beside "
+        "them: a weight counts half after 0.69 / (1 - ema) steps (0.999: 693); none: no average",
     )
     groups: Groups = Field(
         default=(),

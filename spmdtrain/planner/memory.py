@@ -86,7 +86,7 @@ def exact_state(
     mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_sizes[axis] for axis in AXES), AXES)
     abstract = shard_on(config, mesh, optimizer=optimizer).state
     parameters = bytes_per_device(abstract.params)
-    of_optimizer = bytes_per_device((abstract.opt_state, abstract.step))
+    of_optimizer = bytes_per_device((abstract.opt_state, abstract.ema, abstract.step))
     return parameters, of_optimizer
 
 
@@ -95,7 +95,7 @@ def closed_form_state(workload: Workload) -> tuple[int, int]:
     elements = resident_elements(workload) / workload.mesh.fsdp
     zero_ways = workload.mesh.data if workload.zero else 1
     parameters = int(workload.stored_bytes * elements / zero_ways)
-    optimizer = int(workload.stored_bytes * workload.moments * elements / zero_ways)
+    optimizer = int(workload.optimizer_bytes * elements / zero_ways)
     return parameters, optimizer
 
 

@@ -271,7 +271,7 @@ def _unsplit_bytes(kind: str, workload: Workload) -> float:
     copies = 1 / mesh.pipeline if kind == "vocabulary" else workload.layers_per_stage
     zero_ways = mesh.data if workload.zero else 1
     float32_gradient = 4
-    at_rest = workload.stored_bytes * (1 + workload.moments) / zero_ways
+    at_rest = (workload.stored_bytes + workload.optimizer_bytes) / zero_ways
     compute_copy = workload.compute_bytes if workload.zero else 0
     per_weight = at_rest + compute_copy + float32_gradient
     elements = copies * _weight_elements(kind, workload)

@@ -143,11 +143,17 @@ class Workload:
     dtype: str = "bfloat16"  # of the computation
     stored_bytes: int = 4  # of a weight at rest, and of each moment
     moments: int = 2  # that the optimizer keeps of each weight
+    ema: bool = False  # whether an average of the weights is kept
 
     @property
     def accumulation(self) -> int:
         """Microbatches per step and batch shard."""
         return self.global_batch // (self.microbatch * self.mesh.batch_shards)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state for each weight: moments, and a float32 of the average."""
+        return self.stored_bytes * self.moments + (4 if self.ema else 0)
 
     @property
     def tokens(self) -> int:
@@ -225,4 +231,5 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         dtype=config.precision.compute,
         stored_bytes=4 if config.precision.params == "float32" else 2,
         moments=config.optimizer.moments,
+        ema=config.optimizer.ema is not None,
     )

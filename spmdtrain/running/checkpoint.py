@@ -1,12 +1,12 @@
 """Checkpoints of a run: RUN/checkpoints/N holds the state after N completed steps.
 
-This is the only file that knows Orbax. A step has three items: `params`, so that weights can be
-read alone, `state` (of the optimizer), and `meta` (checkpoint_meta.py). Orbax writes in the
-background under a temporary name and renames, so that a step that is listed is complete. Restoring
-reads straight into the shards that the abstract state asks for, whatever mesh or number of
-processes wrote them. Parameters are saved as they rest: stacked layers in pipeline layout, and
-padded where their mesh wanted it. Where another layout or padding is asked for, they are read and
-laid out anew, one parameter at a time.
+This is the only file that knows Orbax. A step has the items `params`, so that weights can be read
+alone, `state` (of the optimizer), `ema` (the average of the weights, where one is kept), and `meta`
+(checkpoint_meta.py). Orbax writes in the background under a temporary name and renames, so that a
+step that is listed is complete. Restoring reads straight into the shards that the abstract state
+asks for, whatever mesh or number of processes wrote them. Parameters are saved as they rest:
+stacked layers in pipeline layout, and padded where their mesh wanted it. Where another layout or
+padding is asked for, they are read and laid out anew, one parameter at a time.
 
 Every leaf that is read is compared with its fingerprint in `meta` (fingerprint.py). Whatever is not
 as it was written is a DamagedError, in all processes alike, wherever one of them finds it.
@@ -39,6 +39,7 @@ from spmdtrain.running.checkpoint_meta import (
     describe,
     different_leaves,
     digest,
+    has_ema,
     leaf_name,
     leaf_text,
     named_leaves,
@@ -57,7 +58,7 @@ from spmdtrain.running.relayout import (
     without_padding,
 )
 from spmdtrain.running.suspicion import check_chunks, check_files, check_names, check_sizes
-from spmdtrain.train.setup import Setup
+from spmdtrain.train.setup import Setup, with_ema_of_weights
 from spmdtrain.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Checkpoints:
         handlers = {
             "params": _array_handler(),
             "state": _array_handler(),
+            "ema": _array_handler(),
             "meta": ocp.JsonCheckpointHandler(),
         }
         self._saving: list[int] = []
@@ -111,7 +113,7 @@ class Checkpoints:
 
         Waits for the save before it, if one is under way. `completed` says when it is on disk.
         """
-        items = {"params": state.params, "state": state.opt_state}
+        items = _items_of(state)
         arrays = named_leaves(items)
         leaves = describe(arrays)
         of_model = describe(
@@ -127,8 +129,7 @@ class Checkpoints:
         } | meta
         meta["digest"] = digest(meta)
         saved = ocp.args.Composite(
-            params=ocp.args.PyTreeSave(state.params),
-            state=ocp.args.PyTreeSave(state.opt_state),
+            **{item: ocp.args.PyTreeSave(tree) for item, tree in items.items()},
             meta=ocp.args.JsonSave(meta),
         )
         self._guarded(lambda: self._manager.save(step, args=saved))
@@ -149,32 +150,80 @@ class Checkpoints:
         return done
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
-        """The state saved at `step`, each leaf read into the sharding that `abstract` gives it."""
-        asked = {"params": abstract.params, "state": abstract.opt_state}
+        """The state saved at `step`, each leaf read into the sharding that `abstract` gives it.
+
+        An average that was not saved begins with the weights: see `check_ema`.
+        """
+        asked = _items_of(abstract)
+        if not has_ema(self._meta(step)[0]):
+            asked.pop("ema", None)
         found, meta = self._restored(step, asked)
         counter = jax.make_array_from_callback(
             (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
         )
         recent = recent_of(meta.get("recent", []), abstract.recent)
-        return TrainState(counter, found["params"], found["state"], recent), meta
+        state = TrainState(counter, found["params"], found["state"], recent, found.get("ema", {}))
+        return state if state.ema else with_ema_of_weights(self._asked_setup(), state), meta
 
     def restore_params(
-        self, step: int, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]
+        self,
+        step: int,
+        params: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+        *,
+        ema: bool = False,
     ) -> tuple[dict[str, jax.Array], Meta]:
-        """The weights alone."""
+        """The weights alone; with `ema` their averages, in float32, for those that are trained."""
+        if not ema:
+            found, meta = self._restored(step, {"params": params})
+            return found["params"], meta
+        averaged = self.check_ema(step)
+        asked = {
+            path: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=x.sharding)
+            for path, x in params.items()
+            if path in averaged
+        }
+        averages, meta = self._restored(step, {"ema": asked})
+        if asked.keys() == params.keys():
+            return averages["ema"], meta
         found, meta = self._restored(step, {"params": params})
-        return found["params"], meta
+        return found["params"] | averages["ema"], meta
 
-    def read_weights(self, step: int) -> dict[str, np.ndarray]:
-        """The weights alone as plain arrays, layers in order; needs neither model nor mesh."""
+    def read_weights(self, step: int, *, ema: bool = False) -> dict[str, np.ndarray]:
+        """The weights alone as plain arrays, layers in order; needs neither model nor mesh.
+
+        With `ema` their averages, for those that are trained.
+        """
+        found = self._read_item(step, "params")
+        if ema:
+            self.check_ema(step)
+            found |= self._read_item(step, "ema")
+        return found
+
+    def _read_item(self, step: int, item: str) -> dict[str, np.ndarray]:
+        """The arrays of an item that is a flat dict, by path, in the order of the meta."""
         meta, saved = self._meta(step)
-        folder = self._folder(step) / "params"
-        found = self._read(step, lambda: _read_plain(folder))
-        found = {path: found[path] for path in meta["leaves"] if path in found}
-        self._verify(step, meta, {path: fingerprint(x) for path, x in found.items()})
+        folder = self._folder(step) / item
+        there = self._read(step, lambda: _read_plain(folder))
+        names = {PREFIX[item] + path: path for path in there}
+        found = {name: there[names[name]] for name in meta["leaves"] if name in names}
+        self._verify(step, meta, {name: fingerprint(x) for name, x in found.items()})
         unpadded = unpadded_leaves(meta)
-        found = {path: cut_to(x, unpadded[path][0]) for path, x in found.items()}
+        found = {names[name]: cut_to(x, unpadded[name][0]) for name, x in found.items()}
         return {path: _in_order(path, x, saved) for path, x in found.items()}
+
+    def check_ema(self, step: int) -> set[str]:
+        """The paths of the parameters whose average was saved; CheckpointError where none was."""
+        meta, _ = self._meta(step)
+        if not has_ema(meta):
+            raise CheckpointError(
+                f"{self._at(step)} holds no average of the weights",
+                asked="ema",
+                found="optimizer.ema=none while it was trained",
+                fix="the weights as they are, or training with --set optimizer.ema=0.999",
+            )
+        prefix = PREFIX["ema"]
+        names = of_items(meta["leaves"], ["ema"])
+        return {name.removeprefix(prefix) for name in names}
 
     def quarantine(self, steps: Iterable[int]) -> None:
         """Moves damaged steps into `quarantine`, where nobody takes them for good ones.
@@ -416,6 +465,12 @@ def newest_step(run: Path) -> int | None:
     """The newest checkpoint below `run`; reads directory names only."""
     folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
     return max((int(path.name) for path in folders if path.name.isdigit()), default=None)
+
+
+def _items_of(state: TrainState) -> dict[str, dict[str, Any]]:
+    """What a checkpoint holds of a state, by item; an item without leaves is left out."""
+    items = {"params": state.params, "state": state.opt_state}
+    return items | {"ema": state.ema} if state.ema else items
 
 
 def _set_aside(folder: "epath.Path") -> None:

@@ -13,7 +13,8 @@ import numpy as np
 
 FORMAT = 2
 WITHOUT_FINGERPRINTS = 1  # the format before
-PREFIX = {"params": "", "state": "optimizer."}  # of the names of an item's leaves, in meta
+# Of the names of an item's leaves, in meta. No parameter has a blank in its name.
+PREFIX = {"params": "", "state": "optimizer.", "ema": "ema of "}
 MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
 
@@ -21,6 +22,11 @@ Meta = dict[str, Any]
 def has_fingerprints(meta: Meta) -> bool:
     """True if a checkpoint with this meta could be verified when it was read."""
     return "fingerprints" in meta
+
+
+def has_ema(meta: Meta) -> bool:
+    """True if a checkpoint with this meta holds an average of the weights."""
+    return bool(of_items(meta["leaves"], ["ema"]))
 
 
 def named_leaves(items: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,10 +55,11 @@ def unpadded_leaves(meta: Meta) -> dict[str, list]:
 
 
 def of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list]:
-    """Selects the leaves that are in these items, "params" or "state"."""
+    """Selects the leaves that are in these items, "params", "state" or "ema"."""
 
     def item_of(name: str) -> str:
-        return "state" if name.startswith(PREFIX["state"]) else "params"
+        prefixed = (item for item, prefix in PREFIX.items() if prefix and name.startswith(prefix))
+        return next(prefixed, "params")
 
     return {name: leaf for name, leaf in leaves.items() if item_of(name) in items}
 

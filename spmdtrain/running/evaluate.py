@@ -43,19 +43,21 @@ def evaluate(
     field: str = "text",
     overrides: Sequence[str] = (),
     make: MakeModel | str | None = None,
+    ema: bool = False,
 ) -> dict[str, Any]:
     """The loss of `run` after `step` steps (default: the newest), on validation data or files.
 
     `paths` are texts as `data prepare` reads them (`field` names the texts of a table or of JSON
     lines), which the run's own tokenizer encodes, or token files that were made with it; all of
     their tokens count. `overrides` may set mesh.* (default: one device) and what is in SETTABLE;
-    `make` is what the run was trained with, a class or its name as in `model.make`.
+    `make` is what the run was trained with, a class or its name as in `model.make`. With `ema` it
+    is the loss of the average of the weights, which the run has with `optimizer.ema`.
 
     Gives "loss" (nats a token), "perplexity", "bits_per_byte" (None where ids mean no text),
     "tokens" and "bytes" that were predicted, and "step". Of a mixture the loss is the mean of its
     sources' by their shares, and "loss/NAME" is that of each. Raises UserError.
     """
-    opened = open_run(run, step=step, make=make, overrides=overrides, settable=SETTABLE)
+    opened = open_run(run, step=step, make=make, overrides=overrides, settable=SETTABLE, ema=ema)
     sets = _eval_sets(opened, paths, field)
     found = [_predicted(opened, each.windows) for each in sets]
     if not all(tokens for _, tokens, _ in found):

@@ -85,17 +85,19 @@ def evaluate_tasks(
     step: int | None = None,
     overrides: Sequence[str] = (),
     make: MakeModel | str | None = None,
+    ema: bool = False,
 ) -> dict[str, Any]:
     """Runs `tasks` of lm-evaluation-harness on `run`. Returns its results, by task.
 
-    `limit` is the number of examples of each task. The harness fetches its data by itself. Raises
-    ConfigError where it is not installed, or knows no such task.
+    `limit` is the number of examples of each task. The harness fetches its data by itself. With
+    `ema` they judge the average of the weights. Raises ConfigError where it is not installed, or
+    knows no such task.
     """
     try:
         import lm_eval  # pyright: ignore[reportMissingImports]  no extra of ours brings it
     except ImportError:
         raise ConfigError("lm_eval is not installed", fix="pip install lm-eval") from None
-    opened = open_run(run, step=step, make=make, overrides=overrides)
+    opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
     try:
         found = lm_eval.simple_evaluate(harness_model(opened), tasks=list(tasks), limit=limit)
     except KeyError as error:

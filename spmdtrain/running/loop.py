@@ -59,7 +59,7 @@ from spmdtrain.train.batch import to_devices
 from spmdtrain.train.grad_pipeline import describe
 from spmdtrain.train.learning_rates import Schedule
 from spmdtrain.train.optimizers import Optimizer
-from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.setup import Setup, init_state, shard, with_ema_of_weights
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_eval_step, make_step
 from spmdtrain.train.token_loss import TokenLoss
@@ -213,7 +213,7 @@ def begin(setup: Setup, reporter: Reporter) -> TrainState:
     params = _weights_of(Path(source), setup, reporter) if source else None
     state = init_state(setup)
     if params is not None:
-        state = replace(state, params=params)
+        state = with_ema_of_weights(setup, replace(state, params=params))
     reporter.event("started", 0, mesh=dict(setup.mesh.shape), init_from=source)
     return state
 
@@ -267,13 +267,14 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
     Of a mixture it is the mean of its sources' losses by their shares.
     """
     figures = make_eval_figures(setup, data)
-    return lambda state: figures(state)["eval_loss"]
+    return lambda state: figures(replace(state, ema={}))["eval_loss"]
 
 
 def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
     """`figures(state)`: {"eval_loss": mean loss}, and of a mixture "eval_loss/NAME" of each source.
 
-    See `make_evaluate`; `eval.batches` limits each source for itself.
+    See `make_evaluate`; `eval.batches` limits each source for itself. Where the state has an
+    average of the weights, "eval_loss_ema" and "eval_loss_ema/NAME" are of that.
     """
     config = setup.config
     step = make_eval_step(setup)
@@ -281,24 +282,28 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
     # Made once, when first asked for: packing the documents of a large corpus takes seconds.
     eval_sets = functools.cache(lambda: data.eval_sets(config))
 
-    def mean_loss(state: TrainState, windows: Windows) -> float:
+    def mean_loss(params: dict[str, jax.Array], windows: Windows) -> float:
         total = np.zeros(2)
         for index in range(windows.num_batches(size, config.eval.batches)):
             ids = batch_ids(index, size)
             batch = to_devices(windows.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
-            total += jax.device_get(step(state.params, batch))
+            total += jax.device_get(step(params, batch))
         return float(total[0] / total[1])
 
-    def figures(state: TrainState) -> dict[str, float]:
+    def losses_of(params: dict[str, jax.Array], name: str) -> dict[str, float]:
         sets = eval_sets()
-        losses = [mean_loss(state, each.windows) for each in sets]
+        losses = [mean_loss(params, each.windows) for each in sets]
         weighted = [each.weight * loss for each, loss in zip(sets, losses, strict=True)]
         by_name = {
-            f"eval_loss/{each.name}": loss
+            f"{name}/{each.name}": loss
             for each, loss in zip(sets, losses, strict=True)
             if each.name
         }
-        return {"eval_loss": sum(weighted)} | by_name
+        return {name: sum(weighted)} | by_name
+
+    def figures(state: TrainState) -> dict[str, float]:
+        found = losses_of(state.params, "eval_loss")
+        return found | losses_of(state.averaged, "eval_loss_ema") if state.ema else found
 
     return figures
 

@@ -69,7 +69,7 @@ class MemoryGuard:
         state = self._setup.state
         parts = {
             "parameters": bytes_per_device(state.params),
-            "optimizer": bytes_per_device(state.opt_state),
+            "optimizer": bytes_per_device((state.opt_state, state.ema)),
         }
         needed = None
         if self._report is not None:

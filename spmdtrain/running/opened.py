@@ -56,12 +56,13 @@ def open_run(
     make: MakeModel | str | None = None,
     overrides: Sequence[str] = (),
     settable: Sequence[str] = OF_DEVICES,
+    ema: bool = False,
 ) -> OpenedRun:
     """The weights of `run` after `step` steps (default: the newest), ready to compute with.
 
     `make` is what the run was trained with, a class or its name as in `model.make`. The mesh is one
     device unless `overrides` set `mesh.*`; they may set what is in `settable` and nothing else.
-    Raises UserError.
+    With `ema` the weights are the average that was kept with `optimizer.ema`. Raises UserError.
     """
     run = Path(run)
     _check_overrides(overrides, settable)
@@ -80,7 +81,7 @@ def open_run(
     setup = shard(_with_batch(config), make, _devices(config))
     with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
         at = chosen_step(checkpoints, run, step)
-        params, meta = checkpoints.restore_params(at, setup.state.params)
+        params, meta = checkpoints.restore_params(at, setup.state.params, ema=ema)
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
     end = saved.get("end_of_text")
     return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end)

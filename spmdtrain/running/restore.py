@@ -33,24 +33,30 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
     """The state of `run` after `step` steps (default: the newest), read into the shards of `setup`.
 
     The mesh of `setup` may differ from the run's. Raises CheckpointError where there is no such
-    checkpoint, or it does not fit the model and the optimizer of `setup`, or is of another model.
+    checkpoint, or it does not fit the model and the optimizer of `setup`, or is of another model,
+    or has no average of the weights where `setup` is to keep one: only `run` begins one on the way.
     """
     with _opened(run, setup) as checkpoints:
         at = chosen_step(checkpoints, Path(run), step)
+        if setup.state.ema:
+            checkpoints.check_ema(at)
         state, meta = checkpoints.restore(at, setup.state)
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
     return state
 
 
-def weights(run: str | Path, step: int | None = None) -> dict[str, np.ndarray]:
+def weights(
+    run: str | Path, step: int | None = None, *, ema: bool = False
+) -> dict[str, np.ndarray]:
     """The parameters of `run` after `step` steps (default: the newest) as plain arrays.
 
     By dotted path, whole, in the dtype in which they rest; those of the layers are stacked,
-    [layers, ...], in order, whatever pipeline wrote them. Needs no mesh, no model and no devices.
-    Raises CheckpointError where there is no such checkpoint.
+    [layers, ...], in order, whatever pipeline wrote them. With `ema` each that was trained is its
+    average, float32, which the run has with `optimizer.ema`. Needs no mesh, no model and no
+    devices. Raises CheckpointError where there is no such checkpoint, or no average in it.
     """
     with _opened(run, None) as checkpoints:
-        return checkpoints.read_weights(chosen_step(checkpoints, Path(run), step))
+        return checkpoints.read_weights(chosen_step(checkpoints, Path(run), step), ema=ema)
 
 
 def read_document(run: Path) -> tuple[dict[str, Any], str | None]:

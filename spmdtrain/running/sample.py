@@ -48,7 +48,7 @@ class Choice:
             raise ConfigError(f"--top-p {self.top_p} is not above 0 and at most 1")
 
 
-def generate(
+def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may choose
     run: str | Path,
     prompt: str | Sequence[Any] | np.ndarray,
     length: int | None = None,
@@ -58,6 +58,7 @@ def generate(
     stop: Sequence[str] = (),
     overrides: Sequence[str] = (),
     make: MakeModel | str | None = None,
+    ema: bool = False,
 ) -> str | list[str] | np.ndarray:
     """`prompt` and at most `length` tokens after it, by the newest weights of `run`.
 
@@ -66,10 +67,10 @@ def generate(
     for, at most LONGEST; more go on with the last tokens in sight (rotary positions: with all).
     Text ends before the first of the texts in `stop`; END_OF_TEXT among them means the token that
     ends a document. `overrides` may set mesh.* (default: one device), rules.* and model.attention;
-    `make` is what the run was trained with, a class or its name as in `model.make`. Raises
-    UserError.
+    `make` is what the run was trained with, a class or its name as in `model.make`. With `ema`
+    the average of the weights makes it, which the run has with `optimizer.ema`. Raises UserError.
     """
-    opened = open_run(run, make=make, overrides=overrides)
+    opened = open_run(run, make=make, overrides=overrides, ema=ema)
     setup = opened.setup
     _refuse_pipeline(setup.mesh)
     texts = _texts(prompt)

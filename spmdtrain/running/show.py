@@ -41,7 +41,9 @@ def describe(
             "mesh_axes": [list(axes_of_dim(part)) for part in specs[path]],
             "dtype": str(abstract.params[path].dtype),
             "bytes_per_device": bytes_per_device(abstract.params[path]),
-            "optimizer_bytes_per_device": bytes_per_device(abstract.opt_state.get(path)),
+            "optimizer_bytes_per_device": bytes_per_device(
+                (abstract.opt_state.get(path), abstract.ema.get(path))
+            ),
         }
         for path, parameter in model.parameters.items()
     ]

@@ -26,7 +26,8 @@ class Sink(Protocol):
         """Takes the figures of step `step` (1 is the first), or of an evaluation after it.
 
         A step has loss, grad_norm, learning_rate, tokens, tokens_per_second, step_seconds and mfu
-        (None where the peak of the device is not known); an evaluation has eval_loss.
+        (None where the peak of the device is not known); an evaluation has eval_loss,
+        and eval_loss_ema where an average of the weights is kept.
         """
 
     def event(self, event: str, step: int, values: Figures) -> None:

@@ -6,7 +6,7 @@ the run and the planner take it; nobody derives a spec again.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import Mesh
@@ -25,7 +25,7 @@ from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.train import optimizers, token_loss
+from spmdtrain.train import ema, optimizers, token_loss
 from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
 from spmdtrain.train.learning_rates import Schedule, make_schedule
 from spmdtrain.train.shipped_optimizers import shipped_rules
@@ -168,6 +168,15 @@ def init_state(setup: Setup) -> TrainState:
         return fresh_state(setup.model, setup.optimizer, setup.config, key, setup.padding)
 
     return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
+
+
+def with_ema_of_weights(setup: Setup, state: TrainState) -> TrainState:
+    """The state with an average, if the settings ask for one, that begins with its weights."""
+    if not setup.state.ema:
+        return state
+    shardings = {path: x.sharding for path, x in setup.state.ema.items()}
+    begin = jax.jit(lambda params: ema.begin(params, shardings), out_shardings=shardings)
+    return replace(state, ema=begin(state.params))
 
 
 def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:

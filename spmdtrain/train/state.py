@@ -6,7 +6,7 @@ Initialisation, restore, the compiled step and the planner all read it, and ther
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast
 from spmdtrain.parallel.padding import Padding, Shape
-from spmdtrain.train import optimizers, spikes
+from spmdtrain.train import ema, optimizers, spikes
 
 Specs = Mapping[str, P]  # by dotted parameter path
 
@@ -28,13 +28,21 @@ class TrainState:
     """`step`: optimizer steps done. `params` and `opt_state`: by dotted parameter path.
 
     Frozen parameters have no `opt_state`. `recent`: loss and gradient norm of the last good steps,
-    float32 [window, 2], where steps are judged by them (spikes.py).
+    float32 [window, 2], where steps are judged by them (spikes.py). `ema`: the exponential moving
+    average of the parameters that are trained, float32, which rests as they do; empty without
+    `optimizer.ema`.
     """
 
     step: jax.Array
     params: dict[str, jax.Array]
     opt_state: optimizers.OptimizerState
     recent: jax.Array | None = None
+    ema: dict[str, jax.Array] = field(default_factory=dict)
+
+    @property
+    def averaged(self) -> dict[str, jax.Array]:
+        """The average of each parameter, and those that are not trained as they are."""
+        return self.params | self.ema
 
 
 def abstract_state(  # noqa: PLR0913 - all that a state hangs on
@@ -66,6 +74,7 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
         params={path: _leaf(x, mesh, specs[path]) for path, x in shapes.params.items()},
         opt_state={path: moments_of(path, state) for path, state in shapes.opt_state.items()},
         recent=None if shapes.recent is None else _leaf(shapes.recent, mesh, P()),
+        ema={path: _leaf(x, mesh, specs[path]) for path, x in shapes.ema.items()},
     )
 
 
@@ -99,11 +108,13 @@ def fresh_state(
     params = cast(model.init(key), config.precision.params)
     opt_state = optimizers.init(rules, model.parameters, params)
     recent = spikes.no_figures(config.guard)
+    at_rest = {path: padding.to_rest(path, x) for path, x in params.items()}
     return TrainState(
         step=jnp.int32(0),
-        params={path: padding.to_rest(path, x) for path, x in params.items()},
+        params=at_rest,
         opt_state={path: padding.tree_to_rest(path, x) for path, x in opt_state.items()},
         recent=None if recent is None else jnp.array(recent),
+        ema=ema.begin(at_rest, rules) if config.optimizer.ema else {},
     )
 
 
@@ -118,7 +129,7 @@ def is_finite(state: TrainState) -> bool:
 
     Waits for the devices.
     """
-    return bool(_is_finite(state.params, state.opt_state))
+    return bool(_is_finite(state.params, state.opt_state, state.ema))
 
 
 @jax.jit

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from spmdtrain.config.schema import GuardConfig
 from spmdtrain.models.abstract import matmuls
-from spmdtrain.train import grad_accumulation, grad_pipeline, optimizers, spikes
+from spmdtrain.train import ema, grad_accumulation, grad_pipeline, optimizers, spikes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.optimizers import OptimizerState
 from spmdtrain.train.setup import Setup
@@ -46,7 +46,8 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
         tokens = sums.pop("tokens")
         means = {name: total / jnp.maximum(tokens, 1) for name, total in sums.items()}
         metrics = means | {"grad_norm": norm, "learning_rate": rate, "tokens": tokens}
-        after = TrainState(state.step + 1, params, opt_state, state.recent)
+        averaged = ema.update(state.ema, config.optimizer.ema, params)
+        after = TrainState(state.step + 1, params, opt_state, state.recent, averaged)
         if config.guard.in_step:
             after, judged = _judge(config.guard, after, state, jnp.stack([means["loss"], norm]))
             metrics |= judged
@@ -73,12 +74,12 @@ def _judge(
 def _unless_skipped(good: jax.Array, after: TrainState, before: TrainState) -> TrainState:
     """The state after a step that is good; after another that of before, bit for bit. Either way
     its batch is used up: the counter goes on."""
-    params, opt_state = jax.tree.map(
+    params, opt_state, averaged = jax.tree.map(
         lambda new, old: jnp.where(good, new, old),
-        (after.params, after.opt_state),
-        (before.params, before.opt_state),
+        (after.params, after.opt_state, after.ema),
+        (before.params, before.opt_state, before.ema),
     )
-    return replace(after, params=params, opt_state=opt_state)
+    return replace(after, params=params, opt_state=opt_state, ema=averaged)
 
 
 def make_eval_step(setup: Setup) -> Callable[..., Any]:

@@ -54,6 +54,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "optimizer.momentum": (0.0, 0.5, 0.9),
     "optimizer.decay_share": (None, 0.1, 0.5, 1.0),
     "optimizer.decay_rate": (0.5, 0.8),
+    "optimizer.ema": (None, None, 0.5, 0.9, 0.999),
     "optimizer.clip_update": (0.1, 1.0, 10.0),
     "data.path": ("README.md", "LICENSE", ("README.md", "CONTRIBUTING.md")),
     "data.tokenizer": ("bytes", "characters"),

@@ -35,6 +35,7 @@ EXPERT = f"'{PIPELINE}[layers=6 packing=documents-p2 fsdp expert 1f1b v1 m2p non
 NAN = "tests/parallel/pipeline/test_executor.py -k nan"
 PIPELINE_RUN = "tests/train/test_pipeline_run.py"
 OPTIMIZER = "tests/train/test_optimizer.py"
+EMA = "tests/train/test_ema.py"
 PRECISION = "tests/train/test_precision.py"
 RESUME = "tests/running/test_resume.py"
 NOISE = "tests/train/test_noise.py"
@@ -395,6 +396,41 @@ BREAKAGES = [
         "rate = setup.learning_rate(state.step)",
         "rate = setup.learning_rate(state.step + 1)",
         f"{LAYOUTS} -k learning_rate",
+    ),
+    Breakage(
+        "the average of the weights is updated before they are",
+        "train/step.py",
+        "averaged = ema.update(state.ema, config.optimizer.ema, params)",
+        "averaged = ema.update(state.ema, config.optimizer.ema, state.params)",
+        f"{EMA} -k numpy",
+    ),
+    Breakage(
+        "the average of narrow weights is narrow",
+        "train/ema.py",
+        "return average + (1 - decay) * (x.astype(jnp.float32) - average)",
+        "return (average + (1 - decay) * (x - average)).astype(x.dtype)",
+        f"{EMA} -k float32",
+    ),
+    Breakage(
+        "a skipped step moves the average of the weights",
+        "train/step.py",
+        "return replace(after, params=params, opt_state=opt_state, ema=averaged)",
+        "return replace(after, params=params, opt_state=opt_state)",
+        "tests/running/test_guard.py",
+    ),
+    Breakage(
+        "the average of a resumed run begins anew",
+        "running/checkpoint.py",
+        "return state if state.ema else with_ema_of_weights(self._asked_setup(), state), meta",
+        "return with_ema_of_weights(self._asked_setup(), state), meta",
+        f"{EMA} -k interrupted",
+    ),
+    Breakage(
+        "a run that begins with another's weights averages fresh ones",
+        "running/loop.py",
+        "state = with_ema_of_weights(setup, replace(state, params=params))",
+        "state = replace(state, params=params)",
+        f"{EMA} -k another_run",
     ),
     # The run
     Breakage(

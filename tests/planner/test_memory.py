@@ -26,7 +26,7 @@ LLAMA = (
     "model.vocab=64",
 )
 LAYOUTS = [
-    ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1"),
+    ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1", "optimizer.ema=0.9"),
     ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=2", "train.zero=1", "train.remat=dots"),
     (*LLAMA, "mesh.fsdp=4", "mesh.tensor=2", "train.remat=full"),
     (

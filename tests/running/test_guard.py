@@ -30,6 +30,7 @@ SETTINGS = (
     "checkpoint.every=1",
     "checkpoint.keep=10",
 )
+SKIP = ("guard.policy=skip", "optimizer.ema=0.9")
 
 
 def tokens(_seed: int, index: int) -> np.ndarray:
@@ -59,18 +60,20 @@ def events(directory: Path, name: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def skipped(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("skipped")
-    assert run(directory, "guard.policy=skip") == loop.Outcome("finished", STEPS)
+    assert run(directory, *SKIP) == loop.Outcome("finished", STEPS)
     return directory
 
 
 def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(skipped):
-    setup = shard(tiny(*SETTINGS, "guard.policy=skip"), Poisoned, DEVICES)
+    setup = shard(tiny(*SETTINGS, *SKIP), Poisoned, DEVICES)
     states = {step: restore.restore(skipped, setup, step) for step in range(1, STEPS + 1)}
     assert_same_bits(states[BAD].params, states[BAD - 1].params)
     assert_same_bits(states[BAD].opt_state, states[BAD - 1].opt_state)
+    assert_same_bits(states[BAD].ema, states[BAD - 1].ema)
     for step in (2, 4, 5):
-        with pytest.raises(AssertionError):
-            assert_same_bits(states[step].params, states[step - 1].params)
+        for changes in ("params", "ema"):
+            with pytest.raises(AssertionError):
+                assert_same_bits(getattr(states[step], changes), getattr(states[step - 1], changes))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(states[STEPS].params))
 
 
