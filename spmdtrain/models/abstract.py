@@ -30,6 +30,8 @@ from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 from spmdtrain.parallel.specs import drop_axes
 
 Axes = tuple[str | None, ...]
+# (tokens [b, t], a random key per sequence [b]) -> (tokens [b, t], those to restore [b, t])
+Corrupt = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class AbstractModel:
         for path, parameter in self.parameters.items():
             total += round(parameter.size * share) if self.in_stack(path) else parameter.size
         return total
+
+    @property
+    def corrupt(self) -> Corrupt | None:
+        """How a model that restores tokens corrupts them; None: it predicts the next ones."""
+        return getattr(self.bind({}), "corrupt", None)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Fresh parameters.

@@ -77,12 +77,22 @@ def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (0, None))(keys_b, number)
 
 
-def random_key(seed: int, purpose: Literal["init", "noise"]) -> jax.Array:
+PURPOSES = {"init": 0, "noise": 1, "corruption": 2}
+
+
+def random_key(seed: int, purpose: Literal["init", "noise", "corruption"]) -> jax.Array:
     """The key of one purpose: initial values and noise of a run share a seed, but never a key."""
-    return jax.random.fold_in(jax.random.key(seed), {"init": 0, "noise": 1}[purpose])
+    return jax.random.fold_in(jax.random.key(seed), PURPOSES[purpose])
 
 
 def sample_noise(seed: int, step: jax.Array, sample_b: jax.Array) -> jax.Array:
     """One random key per sample, from (seed, step, global sample index). sample_b: uint32 [b]."""
     key = jax.random.fold_in(random_key(seed, "noise"), step)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, sample_b)
+
+
+def sample_corruption(seed: int, sample_b: jax.Array) -> jax.Array:
+    """One random key per sample, from (seed, global sample index): a sample that is evaluated again
+    is corrupted as before. sample_b: uint32 [b]."""
+    key = random_key(seed, "corruption")
     return jax.vmap(jax.random.fold_in, (None, 0))(key, sample_b)

@@ -129,7 +129,7 @@ class Cache:
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention within segments.
+    """Grouped-query attention within segments: to the tokens before, or without `causal` to all.
 
     One fused projection makes queries, keys and values. `position(x_btkgd, positions_bt)` marks
     queries and keys with the position of their token; default: `rotate` if `model.positions` is
@@ -137,9 +137,15 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, rngs: nnx.Rngs, *, position: Position | None = None
+        self,
+        config: TransformerConfig,
+        rngs: nnx.Rngs,
+        *,
+        position: Position | None = None,
+        causal: bool = True,
     ):
         self.position = position
+        self.causal = causal
         self.heads = config.key_value_heads
         self.dim = config.width_per_head
         self.group = config.heads // self.heads
@@ -174,6 +180,9 @@ class Attention(nnx.Module):
             k = qkv[..., -2, :]
         v = qkv[..., -1, :]
         if cache is not None:
+            if not self.causal:
+                what = "a key-value cache holds the tokens before; attention here is not causal"
+                raise ConfigError(what, fix="Attention(causal=True)")
             cache = cache.extended(k, v)
             k = cache.k_bskd
             v = cache.v_bskd
@@ -193,11 +202,11 @@ class Attention(nnx.Module):
         places_bt = places_bs if cache is None else ctx.positions_bt
 
         def local(q, k, v, q_segments, k_segments, q_places, k_places):
-            # With all queries on this device, the causal mask is known while tracing.
-            aligned = cache is None and q.shape[1] == k.shape[1]
+            # With all queries on this device, the mask is known while tracing.
+            aligned = not self.causal or (cache is None and q.shape[1] == k.shape[1])
             q_bthd = q.reshape(*q.shape[:2], -1, self.dim)
             options = {
-                "causal": True,
+                "causal": self.causal,
                 "segment_ids": None if q_segments is None else (q_segments, k_segments),
                 "positions": None if aligned else (q_places, k_places),
                 "implementation": self.implementation,

@@ -12,6 +12,11 @@ class LanguageModel(Protocol):
     """A Flax NNX module with the parts that training, evaluation and sampling run.
 
     Shapes: tokens [b, t], activations [b, t, e], the head's table [v, e].
+
+    A model that learns to restore tokens, in place of the one behind each, has a fourth part:
+    `corrupt(tokens_bt, key_b) -> (corrupted_bt, chosen_bt)`. It is trained and evaluated on the
+    chosen tokens alone (bool), from all of the corrupted ones (ids). `key_b` has a random key per
+    sequence, of (seed, global sample index) alone. It reads no weights.
     """
 
     blocks: Stack

@@ -53,9 +53,10 @@ def evaluate(
     `make` is what the run was trained with, a class or its name as in `model.make`. With `ema` it
     is the loss of the average of the weights, which the run has with `optimizer.ema`.
 
-    Gives "loss" (nats a token), "perplexity", "bits_per_byte" (None where ids mean no text),
-    "tokens" and "bytes" that were predicted, and "step". Of a mixture the loss is the mean of its
-    sources' by their shares, and "loss/NAME" is that of each. Raises UserError.
+    Gives "loss" (nats a token), "perplexity", "bits_per_byte" (None where ids mean no text, or the
+    model restores some of the tokens), "tokens" and "bytes" that were predicted, and "step". Of a
+    mixture the loss is the mean of its sources' by their shares, and "loss/NAME" is that of each.
+    Raises UserError.
     """
     opened = open_run(run, step=step, make=make, overrides=overrides, settable=SETTABLE, ema=ema)
     sets = _eval_sets(opened, paths, field)
@@ -118,8 +119,10 @@ def _ended(ids: np.ndarray, end: int | None) -> np.ndarray:
 
 def _predicted(opened: OpenedRun, windows: Windows) -> tuple[float, float, int]:
     """(sum of losses in nats, tokens, bytes of their text, 0 where ids mean none)"""
-    tokenizer = opened.tokenizer if opened.tokenizer_spec else None
     setup = opened.setup
+    # Of a model that restores some of the tokens it is not known here which.
+    has_bytes = opened.tokenizer_spec and setup.model.corrupt is None
+    tokenizer = opened.tokenizer if has_bytes else None
     config = setup.config
     step = make_eval_step(setup)
     nats = 0.0

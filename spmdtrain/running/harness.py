@@ -14,7 +14,7 @@ import numpy as np
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.opened import OpenedRun, open_run
-from spmdtrain.running.sample import Choice, make_generate, make_logits
+from spmdtrain.running.sample import Choice, make_generate, make_logits, refuse_corrupting
 
 BATCH = 8  # sequences at once
 # Tokens of a row. Lengths are rounded up to powers of two, so that few programs are compiled.
@@ -58,6 +58,7 @@ def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tup
 
 def _make_score(opened: OpenedRun) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Makes `(params, tokens, targets, mask [batch, time]) -> (sums, all likeliest) [batch]`."""
+    refuse_corrupting(opened.setup)
     logits_of = make_logits(opened.setup)
 
     @jax.jit

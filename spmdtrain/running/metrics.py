@@ -91,13 +91,15 @@ def step_figures(
     flops_per_token: float | None,
     devices: int,
     peak: float | None,
+    tokens_read: int | None = None,
 ) -> dict[str, Any]:
     """The line of one step in metrics.jsonl.
 
     `metrics` are host values of what the step returned, all scalars; `seconds` is how long it took.
     `flops_per_token` and `peak` (FLOP/s of one device) may be unknown: then mfu is None.
+    `tokens_read` in the step, where the loss is on a choice of them: speed and MFU are of all.
     """
-    rate = float(metrics["tokens"]) / seconds
+    rate = float(tokens_read or metrics["tokens"]) / seconds
     figures = {name: float(value) for name, value in metrics.items()}
     mfu = None
     if peak and flops_per_token:

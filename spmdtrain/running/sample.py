@@ -116,8 +116,8 @@ def generate_ids(
 def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array]:
     """`logits(params, tokens [batch, time]) -> float32 [batch, time, vocab]`, jitted, no dropout.
 
-    Each token sees those before it, as in training; documents are not told apart. Raises
-    ConfigError where the mesh has a pipeline.
+    Each token sees those before it, as in training, or all if the model restores tokens; documents
+    are not told apart. Raises ConfigError where the mesh has a pipeline.
     """
     _refuse_pipeline(setup.mesh)
     rules = _whole_batch(setup.rules)
@@ -146,6 +146,7 @@ def make_generate(
     ends once every text has come to the token `end`; the ids behind it mean nothing. Weights stay
     split as the rules say; the few sequences are whole on every device.
     """
+    refuse_corrupting(setup)
     config = setup.config
     rules = _whole_batch(setup.rules)
     compute = config.precision.compute
@@ -333,4 +334,16 @@ def _refuse_pipeline(mesh: Mesh) -> None:
         raise ConfigError(
             f"mesh.pipeline={mesh.shape['pipeline']}: sampling has no pipeline",
             fix="--set mesh.tensor or mesh.fsdp",
+        )
+
+
+def refuse_corrupting(setup: Setup) -> None:
+    """ConfigError for a model of which nobody can ask a next token."""
+    if setup.model.corrupt is not None:
+        name = type(setup.model.bind({})).__name__
+        raise ConfigError(
+            f"{name} restores tokens from all the others",
+            asked="the tokens behind a prompt",
+            found=f"{name}.corrupt",
+            fix="spmdtrain eval RUN, or make_logits in Python",
         )

@@ -17,6 +17,7 @@ from spmdtrain.config.schema import GuardConfig
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import ema, grad_accumulation, grad_pipeline, optimizers, spikes
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.optimizers import OptimizerState
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -98,13 +99,21 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     """`(params, step, batch) -> (gradients of the mean objective, sums)`, by the way that the
     mesh asks for."""
     way = grad_pipeline if setup.schedule else grad_accumulation
-    return way.make_gradients(setup)
+    gradients = way.make_gradients(setup)
+    corrupt = make_corrupt(setup)
+    if corrupt is None:
+        return gradients
+    return lambda params, step, batch: gradients(params, step, corrupt(batch))
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
     """`(params, batch) -> sums`, likewise, without dropout."""
     way = grad_pipeline if setup.schedule else grad_accumulation
-    return way.make_losses(setup)
+    losses = way.make_losses(setup)
+    corrupt = make_corrupt(setup)
+    if corrupt is None:
+        return losses
+    return lambda params, batch: losses(params, corrupt(batch))
 
 
 def _update(

@@ -1,0 +1,59 @@
+"""Batches for a model that restores corrupted tokens, as BERT does (arXiv:1810.04805).
+
+On global arrays, before the region of the gradients: every way through the model then sees the same
+batch, and no mesh and no accumulation changes it.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.models.context import sample_corruption
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.setup import Setup
+
+
+def make_corrupt(setup: Setup) -> Callable[[Batch], Batch] | None:
+    """`corrupt(batch) -> batch` as the model's own `corrupt` says; None if it has none.
+
+    Targets are the tokens at their own places, and those count that are chosen and counted before.
+    A token that does not count (padding, a question in a conversation) stays as it is. Raises
+    ConfigError where the model gives something else than tokens and a choice of them.
+    """
+    own = setup.model.corrupt
+    if own is None:
+        return None
+    seed = setup.config.train.seed
+
+    def one(tokens_bt: jax.Array, sample_b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return own(tokens_bt, sample_corruption(seed, sample_b))
+
+    _check(one, setup)
+
+    def corrupt(batch: Batch) -> Batch:
+        tokens = batch["tokens"]
+        corrupted, chosen = jax.vmap(one)(tokens, batch["sample"])  # microbatch by microbatch
+        counts = batch["mask"] > 0
+        return batch | {
+            "tokens": jnp.where(counts, corrupted, tokens).astype(tokens.dtype),
+            "targets": tokens,
+            "mask": jnp.where(chosen, batch["mask"], 0),
+        }
+
+    return corrupt
+
+
+def _check(one: Callable, setup: Setup) -> None:
+    _, sequences = setup.batch_shape
+    shape = (sequences, setup.config.train.sequence_length)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    given = jax.eval_shape(one, tokens, jax.ShapeDtypeStruct((sequences,), jnp.uint32))
+    found = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(given)]
+    if found != [f"int32{list(shape)}", f"bool{list(shape)}"]:
+        raise ConfigError(
+            "corrupt(tokens_bt, key_b) of the model gives something else than asked",
+            asked=f"(tokens int32{list(shape)}, chosen bool{list(shape)})",
+            found=", ".join(found),
+        )
