@@ -29,7 +29,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     vocab: int | None = None,
     chunk_logits: int = CHUNK_LOGITS,
     with_z_loss: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    parts: jax.Array | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Sum over tokens of mask x (-log softmax(x weight^T)[target] + z_loss x lse^2).
 
     lse is the logarithm of the softmax's denominator; the result is a float32 scalar. Under
@@ -56,6 +57,9 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
         is split over devices stays split.
       with_z_loss: also give the part of the sum that is z-loss, to be reported. It is a constant
         to differentiation: its gradient is in that of the sum.
+      parts: [..., n], how much of each sequence belongs to each of n parts, as 0 or 1: also give
+        what of the sum, without z-loss, is of each part, last, float32 [n]. It is a constant to
+        differentiation too.
 
     Raises:
       ValueError: the arguments do not fit together.
@@ -74,8 +78,12 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     x_bte, targets_bt, mask_bt = pad_time(chunks, x_bte, targets_bt, mask_bt)
     axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     options = _Options(chunks, float(label_smoothing), float(z_loss), axis_name, vocab)
-    total, z_total = _loss_compiled(options, x_bte, weight, targets_bt, mask_bt)
-    return (total, z_total) if with_z_loss else total
+    part_bn = None if parts is None else parts.astype(jnp.float32).reshape(-1, parts.shape[-1])
+    sums = _loss_compiled(options, x_bte, weight, targets_bt, mask_bt, part_bn)
+    given = sums[:2] if with_z_loss else sums[:1]
+    if parts is not None:
+        given = (*given, sums[2])
+    return given if len(given) > 1 else given[0]
 
 
 def _check(x, weight, targets, mask, label_smoothing, z_loss) -> None:
@@ -105,55 +113,60 @@ class _Options(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(options: _Options, x_bte, weight_ve, targets_bt, mask_bt):
-    """The loss, and the part of it that is z-loss."""
+def _loss(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
+    """The loss, the part of it that is z-loss, and those of `part_bn`, None where there are
+    none.
+    """
 
-    def step(carry, chunk):
-        total, z_total = carry
-        loss = _chunk_loss(options, weight_ve, *chunk)
-        return (total + loss.total, z_total + loss.z_total), None
+    def step(sums, chunk):
+        loss = _chunk_loss(options, weight_ve, part_bn, *chunk)
+        return jax.tree.map(jnp.add, sums, loss.sums), None
 
     chunks = cut(options.chunks, x_bte, targets_bt, mask_bt)
-    totals, _ = jax.lax.scan(step, (jnp.float32(0), jnp.float32(0)), chunks)
-    return totals
+    sums, _ = jax.lax.scan(step, _no_sums(part_bn), chunks)
+    return sums
 
 
-def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt):
+def _no_sums(part_bn):
+    parts_n = None if part_bn is None else jnp.zeros(part_bn.shape[1], jnp.float32)
+    return jnp.float32(0), jnp.float32(0), parts_n
+
+
+def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
     """`_loss`, and its gradients up to the factor that the cotangent will be."""
 
     def step(carry, chunk):
-        total, z_total, dweight_ve = carry
+        sums, dweight_ve = carry
         x_bte, _, mask_bt = chunk
-        loss = _chunk_loss(options, weight_ve, *chunk)
+        loss = _chunk_loss(options, weight_ve, part_bn, *chunk)
         counts = mask_bt[..., None] != 0  # what does not count may be NaN
         dlogits = loss.logits_gradient() * mask_bt[..., None]
         dlogits = jnp.where(counts, dlogits, 0).astype(x_bte.dtype)
         x_bte = jnp.where(counts, x_bte, 0)
         dx_bte = einsum_in_float32("btv,ve->bte", dlogits, weight_ve).astype(x_bte.dtype)
-        total = total + loss.total
-        z_total = z_total + loss.z_total
+        sums = jax.tree.map(jnp.add, sums, loss.sums)
         dweight_ve = dweight_ve + einsum_in_float32("btv,bte->ve", dlogits, x_bte)
-        return (total, z_total, dweight_ve), (dx_bte, loss.of_tokens_bt)
+        return (sums, dweight_ve), (dx_bte, loss.of_tokens_bt)
 
-    start = (jnp.float32(0), jnp.float32(0), jnp.zeros(weight_ve.shape, jnp.float32))
+    start = (_no_sums(part_bn), jnp.zeros(weight_ve.shape, jnp.float32))
     chunks = cut(options.chunks, x_bte, targets_bt, mask_bt)
-    (total, z_total, dweight), (dx, dmask) = jax.lax.scan(step, start, chunks)
+    (sums, dweight), (dx, dmask) = jax.lax.scan(step, start, chunks)
     dx = join(dx, mask_bt.shape)
     dmask = join(dmask, mask_bt.shape)
     if weight_ve.dtype != jnp.float16:  # float16 overflows at a sum over many tokens
         dweight = dweight.astype(weight_ve.dtype)
     like_weight = jnp.zeros((0,), weight_ve.dtype)  # its dtype, for the backward pass
-    return (total, z_total), (dx, dweight, dmask, like_weight)
+    return sums, (dx, dweight, dmask, like_weight)
 
 
 def _backward(options: _Options, kept, cotangents):
-    dloss, _ = cotangents  # the z-loss is in the total
+    dloss, *_ = cotangents  # the z-loss is in the total, and so are the parts
     dx, dweight, dmask, like_weight = kept
     summed = jax.lax.psum(dloss, options.axis_name) if options.axis_name else dloss
     dx = (summed * dx.astype(jnp.float32)).astype(dx.dtype)
     dweight = (summed * dweight.astype(jnp.float32)).astype(like_weight.dtype)
     # The mask is whole along axis_name, and each device counts its own loss.
-    return dx, dweight, None, dloss * dmask
+    return dx, dweight, None, dloss * dmask, None
 
 
 _loss.defvjp(_forward, _backward)
@@ -162,13 +175,13 @@ _loss_compiled = jax.jit(_loss, static_argnums=(0,), inline=True)
 
 
 class _ChunkLoss(NamedTuple):
-    total: jax.Array  # of the chunk
-    z_total: jax.Array  # the part of it that is z-loss
+    # Of the chunk: the total, the part of it that is z-loss, and those of `part_bn` without.
+    sums: tuple[jax.Array, jax.Array, jax.Array | None]
     of_tokens_bt: jax.Array  # before the mask
     logits_gradient: Callable[[], jax.Array]  # of `of_tokens_bt`, [b, t, v]
 
 
-def _chunk_loss(options: _Options, weight_ve, x_bte, targets_bt, mask_bt) -> _ChunkLoss:
+def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_bt) -> _ChunkLoss:
     _, smoothing, z_loss, axis_name, vocab = options
     logits_btv = einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
     rows = logits_btv.shape[-1]
@@ -210,7 +223,17 @@ def _chunk_loss(options: _Options, weight_ve, x_bte, targets_bt, mask_bt) -> _Ch
 
     total = masked_sum(of_tokens)
     z_total = masked_sum(z_of_tokens) if z_loss else jnp.float32(0)
-    return _ChunkLoss(total, z_total, of_tokens, logits_gradient)
+    parts_n = None
+    if part_bn is not None:
+        without_z = of_tokens - z_of_tokens if z_loss else of_tokens
+        parts_n = sums_of_parts(without_z, mask_bt, part_bn)
+    return _ChunkLoss((total, z_total, parts_n), of_tokens, logits_gradient)
+
+
+def sums_of_parts(loss_bt: jax.Array, mask_bt: jax.Array, part_bn: jax.Array) -> jax.Array:
+    """[n]: sums of mask x loss over the sequences of each part. A NaN stays in its own part."""
+    of_sequence_b = jnp.sum(jnp.where(mask_bt != 0, loss_bt * mask_bt, 0), -1)
+    return jnp.sum(jnp.where(part_bn > 0, of_sequence_b[:, None], 0), 0)
 
 
 def einsum_in_float32(letters: str, *arrays: jax.Array) -> jax.Array:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.loss.api import einsum_in_float32
+from pallas_kernels.loss.api import einsum_in_float32, sums_of_parts
 from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, pad_time
 
 Losses = dict[str, jax.Array]
 TokenLoss = Callable[[jax.Array, jax.Array], Losses]
 
 
-def linear_token_loss(
+def linear_token_loss(  # noqa: PLR0913 - the question has as many parts
     x_bte: jax.Array,
     weight_ve: jax.Array,
     targets_bt: jax.Array,
@@ -26,8 +26,9 @@ def linear_token_loss(
     axis_name: tuple[str, ...] = (),
     vocab: int | None = None,
     chunk_logits: int = CHUNK_LOGITS,
+    part_bn: jax.Array | None = None,
 ) -> Losses:
-    """Sums over tokens of mask x loss, float32 scalars by name.
+    """Sums over tokens of mask x loss, float32 scalars by name; with `part_bn` vectors [1 + n].
 
     Args:
       x_bte, weight_ve, targets_bt, mask_bt: as in `linear_cross_entropy`; no integers but targets.
@@ -38,6 +39,7 @@ def linear_token_loss(
       vocab: rows of the weight that count, from the first on, over all devices.
       chunk_logits: at most so many logits exist at once, though never less than those of one time
         step.
+      part_bn: `parts` of `linear_cross_entropy`; what is of each part stands behind the sum.
     """
     devices = jax.lax.psum(1, axis_name) if axis_name else 1
     rows = weight_ve.shape[0] * devices
@@ -52,10 +54,15 @@ def linear_token_loss(
         if axis_name:
             logits_btv = jax.lax.all_gather(logits_btv, axis_name, axis=2, tiled=True)
         losses = loss(logits_btv[..., :vocab], targets_bt)
-        return {
-            name: jnp.sum(jnp.where(counts, loss_bt * mask_bt, 0))
-            for name, loss_bt in losses.items()
-        }
+
+        def sums(loss_bt):
+            total = jnp.sum(jnp.where(counts, loss_bt * mask_bt, 0))
+            if part_bn is None:
+                return total
+            parts_n = sums_of_parts(jax.lax.stop_gradient(loss_bt), mask_bt, part_bn)
+            return jnp.concatenate([total[None], parts_n])
+
+        return {name: sums(loss_bt) for name, loss_bt in losses.items()}
 
     def step(totals, chunk):
         return jax.tree.map(jnp.add, totals, chunk_losses(weight_ve, *chunk)), None

@@ -434,7 +434,7 @@ class MixSource(Settings):
     """One source of a mixture: token files, which must have one tokenizer with the others."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] = Field(
-        description="letters, digits, _ and -; its loss is eval_loss/NAME"
+        description="letters, digits, _ and -; its losses are loss/NAME and eval_loss/NAME"
     )
     path: str | Strings = Field(description="files or globs, .bin")
     weight: Positive = Field(

@@ -12,6 +12,10 @@ A batch of n samples is a dict of arrays with n rows, where T is `sequence_lengt
     mask        [n, T] float32  1: counts in the loss; 0: does not
     sample      [n]    uint32   the global sample index (modulo 2**32)
 
+of a mixture
+
+    source      [n]    int32    which of its sources the sample is of, from 0
+
 and with packing="documents" or "best_fit" (packing.py) as well:
 
     segment_ids [n, T] int32    which document of the window a token belongs to, from 0

@@ -145,7 +145,8 @@ class MixtureData:
                     if name not in batch:
                         batch[name] = np.empty((len(drawn), *values.shape[1:]), values.dtype)
                     batch[name][rows] = values
-            return batch | {"sample": np.asarray(indices).astype(np.uint32)}
+            sample = np.asarray(indices).astype(np.uint32)
+            return batch | {"sample": sample, "source": drawn.astype(np.int32)}
 
         return samples
 
@@ -275,6 +276,9 @@ def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
     if not isinstance(source, Source):
         fix = "a function (seed, sample index) -> tokens, or a Source"
         raise ConfigError(f"data={source!r:.80} is no source of data", fix=fix)
+    if config.data.mix:
+        fix = "one of both"
+        raise ConfigError("data= gives all samples, and data.mix names sources", fix=fix)
     if config.model.vocab is None:
         what = "data= gives token ids, but nothing says how many ids there are"
         raise ConfigError(what, fix="--set model.vocab=N")

@@ -100,13 +100,20 @@ def step_figures(
     `tokens_read` in the step, where the loss is on a choice of them: speed and MFU are of all.
     """
     rate = float(tokens_read or metrics["tokens"]) / seconds
-    figures = {name: float(value) for name, value in metrics.items()}
+    figures = {name: float(value) for name, value in metrics.items() if _is_there(name, metrics)}
     mfu = None
     if peak and flops_per_token:
         mfu = flops_per_token * rate / (devices * peak)
+    counts = {name: int(n) for name, n in figures.items() if name.partition("/")[0] == "tokens"}
     return figures | {
-        "tokens": int(metrics["tokens"]),
+        **counts,
         "tokens_per_second": rate,
         "step_seconds": seconds,
         "mfu": mfu,
     }
+
+
+def _is_there(name: str, metrics: dict[str, Any]) -> bool:
+    """Whether the figure is of any token: that of a source in a mixture may be of none."""
+    _, slash, source = name.partition("/")
+    return not slash or bool(metrics.get(f"tokens/{source}", 1))

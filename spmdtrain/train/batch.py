@@ -1,6 +1,6 @@
 """Batches on devices: how a global batch is cut, and how each process makes its own rows of it.
 
-A batch is a dict of arrays [accumulation, sequences, time] (`sample`: [accumulation, sequences]).
+A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time.
 One microbatch of it, [sequences, time], is what a model sees at once.
 """
 
@@ -14,11 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import TrainConfig
+from spmdtrain.config.schema import DataConfig, TrainConfig
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, partition_spec
 
 Batch = dict[str, jax.Array]
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
+
+
+OF_SEQUENCES = ("sample", "source")
 
 
 class BatchShape(NamedTuple):
@@ -68,23 +71,25 @@ def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
 
     Sequences are split over the axes of the batch, time as the activation table says.
     """
-    time = rules.activation_spec(("time",), (0,)) if name != "sample" else ()
+    time = rules.activation_spec(("time",), (0,)) if name not in OF_SEQUENCES else ()
     return NamedSharding(mesh, P(None, BATCH_AXES, *time))
 
 
 def abstract_batch(
-    shape: BatchShape, length: int, packing: str, mesh: Mesh, rules: Rules
+    shape: BatchShape, length: int, data: DataConfig, mesh: Mesh, rules: Rules
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays that `to_devices` makes of a training batch, as shapes with their shardings.
 
-    `length`: tokens of a sequence; `packing`: as `data.packing`.
+    `length`: tokens of a sequence.
     """
     dtypes = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
-    if packing != "stream":
+    if data.mix:
+        dtypes |= {"source": "int32"}
+    if data.packing != "stream":
         dtypes |= {"segment_ids": "int32", "positions": "int32"}
 
     def one(name: str, dtype: str) -> jax.ShapeDtypeStruct:
-        whole = tuple(shape) if name == "sample" else (*shape, length)
+        whole = tuple(shape) if name in OF_SEQUENCES else (*shape, length)
         return jax.ShapeDtypeStruct(whole, dtype, sharding=batch_sharding(mesh, rules, name))
 
     return {name: one(name, dtype) for name, dtype in dtypes.items()}

@@ -22,12 +22,15 @@ from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.loss import (
+    count_tokens,
     join_losses,
     make_context,
     make_head_losses,
     make_layer_gather,
     mean_gradients,
+    objective,
     sum_over_shards,
+    total_of,
     zero_gradients,
 )
 from spmdtrain.train.setup import Setup
@@ -39,19 +42,20 @@ BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...
 def make_gradients(setup: Setup) -> Callable[..., Any]:
     """Makes `(params, step, batch) -> (gradients of the mean objective, sums)`.
 
-    Both are over all microbatches and shards. `sums`, float32 scalars: tokens (unmasked), loss, and
-    the other losses of the head and the blocks. The objective is the sum of all losses.
+    Both are over all microbatches and shards. `sums`: tokens (unmasked), loss, and the other losses
+    of the head and the blocks; float32 scalars, or vectors as `loss.means` takes them. The
+    objective is the sum of all losses.
     """
     accumulate = setup.config.precision.accumulate
     context = make_context(setup)
     forward = _make_forward(setup, training=True)
 
-    def objective(params, microbatch: Batch, step):
+    def minimised(params, microbatch: Batch, step):
         losses = forward(params, microbatch, context(microbatch, step))
-        return sum(losses.values()), losses | _tokens(microbatch)
+        return objective(losses), losses | count_tokens(setup, microbatch, training=True)
 
     def of_microbatch(params, microbatch: Batch, step):
-        (_, sums), gradients = jax.value_and_grad(objective, has_aux=True)(params, microbatch, step)
+        (_, sums), gradients = jax.value_and_grad(minimised, has_aux=True)(params, microbatch, step)
         return cast(gradients, accumulate), sums
 
     def accumulated(params, step, batch: Batch):
@@ -70,7 +74,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     def local(params, step, batch: Batch):
         gradients, sums = accumulated(_over_data(setup, params), step, batch)
         sums = sum_over_shards(sums, setup.rules)
-        return mean_gradients(setup, gradients, sums["tokens"]), sums
+        return mean_gradients(setup, gradients, total_of(sums["tokens"])), sums
 
     resting = _resting(setup)
     in_specs = (resting, P(), BATCH)
@@ -87,7 +91,8 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
         params = _over_data(setup, params)
 
         def one(_, microbatch):
-            return None, forward(params, microbatch, context(microbatch)) | _tokens(microbatch)
+            losses = forward(params, microbatch, context(microbatch))
+            return None, losses | count_tokens(setup, microbatch, training=False)
 
         _, sums = jax.lax.scan(one, None, batch)
         return sum_over_shards(jax.tree.map(jnp.sum, sums), setup.rules)
@@ -135,7 +140,3 @@ def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
         return join_losses(head_losses(module, x_bte, ctx, microbatch), side_losses)
 
     return forward
-
-
-def _tokens(microbatch: Batch) -> dict[str, jax.Array]:
-    return {"tokens": microbatch["mask"].astype(jnp.float32).sum()}

@@ -27,11 +27,13 @@ from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes, keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.loss import (
+    count_tokens,
     join_losses,
     make_context,
     make_head_losses,
     mean_gradients,
     sum_over_shards,
+    total_of,
     zero_gradients,
 )
 from spmdtrain.train.setup import Setup
@@ -59,8 +61,8 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         of_head, of_layers, shared, stack = gradients(
             program, setup.table, setup.model.layout, *weights, totals, keep
         )
-        sums = _sums(setup, of_head, of_layers, batch)
-        return mean_gradients(setup, {**shared, **stack}, sums["tokens"]), sums
+        sums = _sums(setup, of_head, of_layers, batch, training=True)
+        return mean_gradients(setup, {**shared, **stack}, total_of(sums["tokens"])), sums
 
     specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     return _gathered(setup, local, (specs, P()))
@@ -74,7 +76,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
         program = _program(setup, table_axes, batch, step, training=False)
         weights = _split(setup.model, params)
         of_head, of_layers = losses(program, setup.table, setup.model.layout, *weights)
-        return _sums(setup, of_head, of_layers, batch)
+        return _sums(setup, of_head, of_layers, batch, training=False)
 
     run = _gathered(setup, local, P())
     return lambda params, batch: run(params, None, batch)
@@ -181,8 +183,10 @@ def _split(
     return shared, stack
 
 
-def _sums(setup: Setup, of_head: Losses, of_layers: Losses, batch: Batch) -> dict[str, jax.Array]:
+def _sums(
+    setup: Setup, of_head: Losses, of_layers: Losses, batch: Batch, *, training: bool
+) -> dict[str, jax.Array]:
     """Losses and tokens over all shards of the batch; every stage has the same."""
-    tokens = batch["mask"].astype(jnp.float32).sum()
-    sums = join_losses(of_head, of_layers) | {"tokens": tokens}
+    tokens = count_tokens(setup, batch, training=training)
+    sums = join_losses(of_head, of_layers) | tokens
     return sum_over_shards(sums, setup.rules)

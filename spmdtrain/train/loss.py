@@ -5,6 +5,7 @@ table.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,8 @@ def make_head_losses(
 ) -> Callable[..., Losses]:
     """`head_losses(module, x_bte, ctx, microbatch)`: sums over the unmasked tokens, by name.
 
-    They are float32 scalars. `table_axes`: the manual mesh axes that the rows of the head's table
+    They are float32 scalars; of a mixture in training also vectors, as `means` takes them.
+    `table_axes`: the manual mesh axes that the rows of the head's table
     are split over.
     """
     rules = setup.rules
@@ -97,8 +99,8 @@ def make_head_losses(
     axis_name = (*table_axes, *automatic_axes("vocab"))
     token_axes = automatic_axes(*token)
 
-    def local(hidden_bte, table_ve, targets_bt, mask_bt):
-        losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name)
+    def local(hidden_bte, table_ve, targets_bt, mask_bt, part_bn=None):
+        losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name, part_bn)
         return jax.lax.psum(losses, token_axes) if token_axes else losses
 
     def head_losses(
@@ -112,6 +114,9 @@ def make_head_losses(
         mask_bt = microbatch["mask"].astype(jnp.float32)
         arrays = (hidden_bte, table_ve, microbatch["targets"], mask_bt)
         names = ((*token, None), ("vocab", None), token, token)
+        if training and "source" in microbatch:
+            arrays = (*arrays, _by_source(setup, microbatch))
+            names = (*names, ("batch", None))
         return ctx.local_map(local, arrays, names, ())
 
     return head_losses
@@ -124,6 +129,53 @@ def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
             what = f"a side loss of a block is called {name!r}, as another figure of a step is"
             raise ConfigError(what, fix="another name")
     return of_head | of_layers
+
+
+def objective(losses: Losses) -> Any:
+    """What training minimises: the sum of all losses, a scalar."""
+    return sum(total_of(loss) for loss in losses.values())
+
+
+def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax.Array]:
+    """{"tokens": the unmasked ones of a batch}, float32; of a mixture in training a vector as the
+    losses are.
+    """
+    mask = batch["mask"].astype(jnp.float32)
+    if not training or "source" not in batch:
+        return {"tokens": mask.sum()}
+    of_sequence = mask.sum(-1)[..., None]  # first: time may be split, and is to be summed once
+    each = (of_sequence * _by_source(setup, batch)).sum(tuple(range(mask.ndim - 1)))
+    return {"tokens": jnp.concatenate([of_sequence.sum()[None], each])}
+
+
+def means(setup: Setup, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Each loss over the number of tokens, and both numbers of tokens, scalars by name.
+
+    `sums`: scalars, or of a mixture vectors [1 + sources] that become NAME and NAME/SOURCE. A
+    source without tokens has a loss of 0: its number of tokens says that there is none.
+    """
+    sources = ["", *(f"/{source.name}" for source in setup.config.data.mix)]
+    tokens = sums["tokens"]
+    found = {}
+    for name, total in sums.items():
+        over = tokens if total.ndim else total_of(tokens)
+        mean = total if name == "tokens" else total / jnp.maximum(over, 1)
+        each = [(name, mean)]
+        if mean.ndim:
+            each = [(name + source, mean[at]) for at, source in enumerate(sources)]
+        found |= dict(each)
+    return found
+
+
+def total_of(sums: jax.Array) -> jax.Array:
+    """The sum over all sources, which stands before those of each."""
+    return sums[0] if sums.ndim else sums
+
+
+def _by_source(setup: Setup, batch: Batch) -> jax.Array:
+    """Whether a sequence is of a source: float32 [..., sources], 0 or 1."""
+    sources = jnp.arange(len(setup.config.data.mix))
+    return (batch["source"][..., None] == sources).astype(jnp.float32)
 
 
 def sum_over_shards(sums: dict[str, jax.Array], rules: Rules) -> dict[str, jax.Array]:

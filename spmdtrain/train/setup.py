@@ -76,8 +76,7 @@ class Setup:
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """A training batch, abstract."""
         length = self.config.train.sequence_length
-        packing = self.config.data.packing
-        return abstract_batch(self.batch_shape, length, packing, self.mesh, self.rules)
+        return abstract_batch(self.batch_shape, length, self.config.data, self.mesh, self.rules)
 
 
 def shard(

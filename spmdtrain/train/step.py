@@ -18,6 +18,7 @@ from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import ema, grad_accumulation, grad_pipeline, optimizers, spikes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
+from spmdtrain.train.loss import means
 from spmdtrain.train.optimizers import OptimizerState
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -29,7 +30,8 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
     """`step(state, batch) -> (state, metrics)`, jitted, state donated.
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
-    (before clipping), learning_rate, tokens (unmasked); side_loss where blocks have one; skipped
+    (before clipping), learning_rate, tokens (unmasked); of a mixture loss/SOURCE and tokens/SOURCE,
+    both 0 where no sample of the batch is of the source; side_loss where blocks have one; skipped
     (0 or 1) where a bad step leaves the state, and loss_limit and grad_norm_limit where it is
     judged by the steps before (spikes.py).
     """
@@ -44,13 +46,12 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
         updates, opt_state = _update(setup, gradients, state)
         rate = setup.learning_rate(state.step)
         params = _apply(setup.optimizer, state.params, updates, rate)
-        tokens = sums.pop("tokens")
-        means = {name: total / jnp.maximum(tokens, 1) for name, total in sums.items()}
-        metrics = means | {"grad_norm": norm, "learning_rate": rate, "tokens": tokens}
+        found = means(setup, sums)
+        metrics = found | {"grad_norm": norm, "learning_rate": rate}
         averaged = ema.update(state.ema, config.optimizer.ema, params)
         after = TrainState(state.step + 1, params, opt_state, state.recent, averaged)
         if config.guard.in_step:
-            after, judged = _judge(config.guard, after, state, jnp.stack([means["loss"], norm]))
+            after, judged = _judge(config.guard, after, state, jnp.stack([found["loss"], norm]))
             metrics |= judged
         return after, metrics
 

@@ -18,7 +18,8 @@ Losses = dict[str, jax.Array]  # by name, float32
 # What a person may give: (logits [b, t, v], targets [b, t]) -> losses [b, t], one array of them or
 # several by name.
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array | Mapping[str, jax.Array]]
-# (hidden_bte, table_ve, targets_bt, mask_bt, axis_name) -> sums over the unmasked tokens
+# (hidden_bte, table_ve, targets_bt, mask_bt, axis_name, part_bn) -> sums over the unmasked tokens.
+# With part_bn, sequences by source, a sum may be a vector [1 + n]: of all, then of each source.
 SumLosses = Callable[..., Losses]
 
 OF_THE_STEP = ("tokens", "grad_norm", "learning_rate")  # names of other figures of a step
@@ -57,7 +58,7 @@ def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
     jax.eval_shape(partial(_by_name, own), logits, targets)
 
 
-def _sum_cross_entropy(
+def _sum_cross_entropy(  # noqa: PLR0913 - arrays of a head, and what shapes its loss
     vocab: int,
     label_smoothing: float,
     z_loss: float,
@@ -66,8 +67,9 @@ def _sum_cross_entropy(
     targets_bt,
     mask_bt,
     axis_name,
+    part_bn=None,
 ) -> Losses:
-    total, z_total = linear_cross_entropy(
+    total, z_total, *parts = linear_cross_entropy(
         hidden_bte,
         table_ve,
         targets_bt,
@@ -77,22 +79,41 @@ def _sum_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         with_z_loss=True,
+        parts=part_bn,
     )
-    if not z_loss:
-        return {"loss": total}
-    # Shown apart, so that `loss` can be compared; the gradient of both is in the first.
-    return {"loss": total - z_total, "z_loss": z_total}
+    losses = {"loss": total}
+    if z_loss:
+        # Shown apart, so that `loss` can be compared; the gradient of both is in the first.
+        losses = {"loss": total - z_total, "z_loss": z_total}
+    for parts_n in parts:
+        losses["loss"] = jnp.concatenate([losses["loss"][None], parts_n])
+    return losses
 
 
-def _sum_own(
-    own: TokenLoss, vocab: int, training: bool, hidden_bte, table_ve, targets_bt, mask_bt, axis_name
+def _sum_own(  # noqa: PLR0913 - likewise
+    own: TokenLoss,
+    vocab: int,
+    training: bool,
+    hidden_bte,
+    table_ve,
+    targets_bt,
+    mask_bt,
+    axis_name,
+    part_bn=None,
 ) -> Losses:
     def losses(logits_btv, targets_bt):
         found = _by_name(own, logits_btv, targets_bt)
         return found if training else {"loss": found["loss"]}
 
     return linear_token_loss(
-        hidden_bte, table_ve, targets_bt, losses, mask_bt=mask_bt, axis_name=axis_name, vocab=vocab
+        hidden_bte,
+        table_ve,
+        targets_bt,
+        losses,
+        mask_bt=mask_bt,
+        axis_name=axis_name,
+        vocab=vocab,
+        part_bn=part_bn,
     )
 
 

@@ -129,6 +129,7 @@ def test_samples_come_from_their_source_whoever_asks_for_how_many():
         and from_a.tolist() == (data.mixture.locate(np.arange(80))[0] == 0).tolist()
     )
     assert set(whole["tokens"][~from_a].ravel()) == {ord("b"), ord("c")}
+    assert whole["source"].tolist() == (~from_a).astype(int).tolist()
     order = np.random.default_rng(0).permutation(80)
     for rows in np.array_split(order, 7):  # as processes ask for theirs, and resumed runs
         part = samples(rows)
@@ -243,6 +244,11 @@ def test_a_run_of_a_mix_goes_on_on_another_mesh_and_validates_each_source(here, 
     events = [
         json.loads(line) for line in (here / "whole" / "events.jsonl").read_text().splitlines()
     ]
+    for line in map(json.loads, (here / "whole" / "metrics.jsonl").read_text().splitlines()):
+        if "loss" in line:
+            by_tokens = sum(line[f"loss/{name}"] * line[f"tokens/{name}"] for name in "ab")
+            assert line["loss"] * line["tokens"] == pytest.approx(by_tokens)
+            assert line["loss/a"] != line["loss/b"]
     evaluated = [event for event in events if event["event"] == "evaluated"]
     assert [event["step"] for event in evaluated] == [3, 6]
     for event in evaluated:

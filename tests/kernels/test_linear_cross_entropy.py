@@ -46,6 +46,41 @@ def test_value_and_gradients(case):
     np.testing.assert_allclose(got[1][2], want[1][2], rtol=1e-5)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_the_sums_of_parts_are_those_of_their_sequences_alone_and_move_no_gradient(z_loss):
+    x, weight, targets, mask = cases.Case(chunk_logits=600, masked=True).draw()
+    x, targets, mask = (
+        x.reshape(-1, *x.shape[-2:]),
+        *(each.reshape(-1, each.shape[-1]) for each in (targets, mask)),
+    )
+    part_bn = np.eye(3, dtype=np.float32)[np.arange(len(x)) % 2]  # the last part has nothing
+    x = x.at[1, np.argmax(mask[1] == 0)].set(np.nan)
+
+    def loss(x, mask, **more):
+        more |= {"z_loss": z_loss, "chunk_logits": 600, "with_z_loss": True}
+        return linear_cross_entropy(x, weight, targets, mask=mask, **more)
+
+    def own(x, **more):
+        def cross_entropy(logits, targets):
+            log_probability = jax.nn.log_softmax(logits)
+            return {"loss": -jnp.take_along_axis(log_probability, targets[..., None], -1)[..., 0]}
+
+        return linear_token_loss(
+            x, weight, targets, cross_entropy, mask_bt=mask, chunk_logits=600, **more
+        )["loss"]
+
+    *_, parts = loss(x, mask, parts=part_bn)
+    for part, its_own in enumerate(part_bn.T):
+        total, z_total = loss(x, mask * its_own[:, None])
+        np.testing.assert_allclose(parts[part], total - z_total, rtol=2e-6)
+    assert parts[2] == 0
+    np.testing.assert_allclose(own(x, part_bn=part_bn)[1:], parts, rtol=1e-5)
+    with_parts = jax.grad(lambda x: sum(map(jnp.sum, loss(x, mask, parts=part_bn))))(x)
+    np.testing.assert_array_equal(with_parts, jax.grad(lambda x: sum(loss(x, mask)))(x))
+    own_with_parts = jax.grad(lambda x: own(x, part_bn=part_bn).sum())(x)
+    np.testing.assert_array_equal(own_with_parts, jax.grad(own)(x))
+
+
 def test_the_part_that_is_z_loss_is_told_and_has_its_gradient_in_the_sum():
     case = cases.Case(z_loss=1e-2, chunk_logits=600, masked=True)
     x, weight, targets, mask = case.draw()
