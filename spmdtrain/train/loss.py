@@ -82,8 +82,7 @@ def make_head_losses(
     """`head_losses(module, x_bte, ctx, microbatch)`: sums over the unmasked tokens, by name.
 
     They are float32 scalars; of a mixture in training also vectors, as `means` takes them.
-    `table_axes`: the manual mesh axes that the rows of the head's table
-    are split over.
+    `table_axes`: the manual mesh axes that the rows of the head's table are split over.
     """
     rules = setup.rules
     # A table of more rows is padded.

@@ -31,7 +31,7 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
     (before clipping), learning_rate, tokens (unmasked); of a mixture loss/SOURCE and tokens/SOURCE,
-    both 0 where no sample of the batch is of the source; side_loss where blocks have one; skipped
+    both 0 where the source has no tokens in the batch; side_loss where blocks have one; skipped
     (0 or 1) where a bad step leaves the state, and loss_limit and grad_norm_limit where it is
     judged by the steps before (spikes.py).
     """

@@ -1,7 +1,7 @@
 """examples/encoder.py: restores masked tokens, the same ones on any mesh and after any stop."""
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -14,6 +14,7 @@ from spmdtrain.cli import main
 from spmdtrain.config import ConfigError
 from spmdtrain.models.choose import import_model
 from spmdtrain.models.context import sample_corruption
+from spmdtrain.models.layers import Attention
 from spmdtrain.running import loop
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.step import make_eval_step, make_step
@@ -130,6 +131,17 @@ def test_a_corruption_without_a_choice_is_one_line():
     said = r"corrupt\(tokens_bt, key_b\) of .*; asked \(tokens int32.*; found int32\[16, 16\]$"
     with pytest.raises(ConfigError, match=said):
         make_step(sharded(make=Forgetful))
+
+
+class SeesAll(st.Transformer):
+    def __init__(self, config, rngs):
+        super().__init__(config, rngs, attention=partial(Attention, causal=False))
+
+
+def test_attention_that_is_not_causal_keeps_no_cache():
+    setup = sharded(make=SeesAll)
+    with pytest.raises(ConfigError, match="a key-value cache holds the tokens before"):
+        st.generate_ids(setup, st.init_state(setup).params, [1, 2, 3], 2)
 
 
 SMALL = (

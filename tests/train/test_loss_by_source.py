@@ -1,4 +1,4 @@
-"""The training loss of each source of a mixture: exact on any mesh, and without a collective more."""
+"""The training loss of each source of a mixture: exact on any mesh, without a collective more."""
 
 from functools import cache
 
