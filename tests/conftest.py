@@ -14,14 +14,8 @@ import hypothesis
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = {"--xla_force_host_platform_device_count": 8}
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Compiling takes a quarter of the time on jax 0.10, half of it on 0.12, which has no other way
-    # left to emit a fusion. Tiny programs need no speed.
+    # Half the compile time, and tiny programs need no speed.
     FLAGS["--xla_backend_optimization_level"] = 0
-    FLAGS["--xla_backend_extra_options"] = "xla_cpu_disable_new_fusion_emitters"
-    FLAGS["--xla_cpu_parallel_codegen_split_count"] = 1
-    # No fused multiply-add: the old emitters place them differently in each layout, which moves
-    # the last bit of the initial weights.
-    FLAGS["--xla_cpu_max_isa"] = "AVX"
 for flag, value in FLAGS.items():
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
