@@ -33,6 +33,25 @@ def tiny(*overrides: str) -> RunConfig:
     )
 
 
+# One mesh of each way to the gradients, beside the one device that answers for both.
+MESHES = {
+    "one device": (),
+    "data 2 fsdp 2 tensor 2": (
+        "mesh.data=2",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "train.microbatch=1",
+    ),
+    "pipeline 2 context 2 data 2": (
+        "mesh.pipeline=2",
+        "mesh.context=2",
+        "mesh.data=2",
+        "train.microbatch=2",
+    ),
+}
+SPLIT = [mesh for mesh in MESHES if mesh != "one device"]
+
+
 def mesh_of(overrides: Sequence[str]) -> int:
     """How many devices the `mesh.axis=n` strings ask for."""
     return int(

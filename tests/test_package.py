@@ -65,7 +65,8 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(built):
 
 
 def _sources(house: str) -> list[Path]:
-    return [*(ROOT / house).rglob("*.py"), ROOT / house / "py.typed"]
+    sources = [*(ROOT / house).rglob("*.py"), *(ROOT / house).rglob("*.pyi")]
+    return [*sources, ROOT / house / "py.typed"]
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ _loss_compiled = jax.jit(_loss, static_argnums=(0,), inline=True)
 
 
 class _ChunkLoss(NamedTuple):
-    # Of the chunk: the total, the part of it that is z-loss, and those of `part_bn` without.
+    # Sums over the chunk: the loss, the z-loss in it, and by `part_bn` the loss without z-loss.
     sums: tuple[jax.Array, jax.Array, jax.Array | None]
     of_tokens_bt: jax.Array  # before the mask
     logits_gradient: Callable[[], jax.Array]  # of `of_tokens_bt`, [b, t, v]

@@ -8,7 +8,7 @@ from spmdtrain.parallel import pulse
 
 FACTOR = 5
 STEP_SECONDS = 60.0
-# Of the other phases, in which a cold file system or a large program takes its time.
+# Seconds for the other phases, in which a cold file system or a large program takes its time.
 FLOORS = {
     pulse.BEGIN: 600.0,
     pulse.RESTORE: 1200.0,

@@ -9,7 +9,7 @@ b: sequences, t: tokens of a sequence.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from flax import nnx
 class ForwardContext:
     """Defaults are those of one device: nothing is split, nothing is dropped."""
 
-    # Of each token inside its document; int32.
+    # The position of each token inside its document; int32.
     positions_bt: jax.Array
     # Tokens attend within equal ids only; int32. None: one document.
     segment_ids_bt: jax.Array | None = None
@@ -45,9 +45,9 @@ class ForwardContext:
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, ids: table[ids]
     # A layer's weights, whole over fsdp.
     gather: Callable[[nnx.State], nnx.State] = lambda state: state
-    # What backward computes again; see stack.rematerialised.
+    # The part of the forward that backward computes again; see stack.rematerialised.
     remat: Literal["none", "weights", "dots", "full"] = "none"
-    # Whether the residual stream is split over more mesh axes than the tokens of attention are.
+    # True if more mesh axes split the residual stream than split the tokens of attention.
     stream_is_split: bool = False
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
@@ -77,12 +77,13 @@ def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (0, None))(keys_b, number)
 
 
-PURPOSES = {"init": 0, "noise": 1, "corruption": 2}
+# A purpose is known by its place here: append others, or old runs would draw other numbers.
+Purpose = Literal["init", "noise", "corruption"]
 
 
-def random_key(seed: int, purpose: Literal["init", "noise", "corruption"]) -> jax.Array:
+def random_key(seed: int, purpose: Purpose) -> jax.Array:
     """The key of one purpose: initial values and noise of a run share a seed, but never a key."""
-    return jax.random.fold_in(jax.random.key(seed), PURPOSES[purpose])
+    return jax.random.fold_in(jax.random.key(seed), get_args(Purpose).index(purpose))
 
 
 def sample_noise(seed: int, step: jax.Array, sample_b: jax.Array) -> jax.Array:
@@ -92,7 +93,9 @@ def sample_noise(seed: int, step: jax.Array, sample_b: jax.Array) -> jax.Array:
 
 
 def sample_corruption(seed: int, sample_b: jax.Array) -> jax.Array:
-    """One random key per sample, from (seed, global sample index): a sample that is evaluated again
-    is corrupted as before. sample_b: uint32 [b]."""
+    """One random key per sample, from (seed, global sample index). sample_b: uint32 [b].
+
+    A sample that is evaluated again is corrupted as before.
+    """
     key = random_key(seed, "corruption")
     return jax.vmap(jax.random.fold_in, (None, 0))(key, sample_b)

@@ -23,7 +23,8 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.regions import Whole
 
 STREAM = ("batch", "stream_time", "embed")  # the logical axes of the residual stream
-# Of every weight matrix, as in GPT-2. That of residual projections is divided by sqrt(2 layers).
+# The standard deviation of every weight matrix, as in GPT-2; residual projections divide it by
+# sqrt(2 layers).
 INIT_STD = 0.02
 
 

@@ -19,7 +19,7 @@ from spmdtrain.config.schema import MESH_AXES, MeshConfig
 AXES = MESH_AXES
 MOST_SUGGESTED = 1024  # more simulated devices than this are not worth suggesting
 
-# Of the drawing: rows of the grid; columns of it, and devices named in one place.
+# The drawing has at most so many rows; so many columns, and devices named in one place.
 MOST_ROWS = 16
 MOST_DRAWN = 8
 

@@ -155,8 +155,8 @@ class Checkpoints:
         An average that was not saved begins with the weights: see `check_ema`.
         """
         asked = _items_of(abstract)
-        if not has_ema(self._meta(step)[0]):
-            asked.pop("ema", None)
+        if "ema" in asked and not has_ema(self._meta(step)[0]):
+            del asked["ema"]
         found, meta = self._restored(step, asked)
         counter = jax.make_array_from_callback(
             (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
@@ -468,7 +468,7 @@ def newest_step(run: Path) -> int | None:
 
 
 def _items_of(state: TrainState) -> dict[str, dict[str, Any]]:
-    """What a checkpoint holds of a state, by item; an item without leaves is left out."""
+    """The trees of a state that a checkpoint holds, by item; `ema` only if there is one."""
     items = {"params": state.params, "state": state.opt_state}
     return items | {"ema": state.ema} if state.ema else items
 

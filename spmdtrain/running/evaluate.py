@@ -120,7 +120,7 @@ def _ended(ids: np.ndarray, end: int | None) -> np.ndarray:
 def _predicted(opened: OpenedRun, windows: Windows) -> tuple[float, float, int]:
     """(sum of losses in nats, tokens, bytes of their text, 0 where ids mean none)"""
     setup = opened.setup
-    # Of a model that restores some of the tokens it is not known here which.
+    # It is not known here which tokens such a model restores, so neither are their bytes.
     has_bytes = opened.tokenizer_spec and setup.model.corrupt is None
     tokenizer = opened.tokenizer if has_bytes else None
     config = setup.config

@@ -10,7 +10,7 @@ from spmdtrain.running.summary import held_bytes
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import bytes_per_device
 
-# Of a GPU's memory jax takes this share when it starts, unless a person says another.
+# The setting for the share of a GPU's memory that jax takes when it starts, and its default.
 SHARE_SETTING = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 DEFAULT_SHARE = 0.75
 LARGEST_SHARE = 0.92  # leaves room for what CUDA and NCCL hold beside the tensors

@@ -97,7 +97,7 @@ def step_figures(
 
     `metrics` are host values of what the step returned, all scalars; `seconds` is how long it took.
     `flops_per_token` and `peak` (FLOP/s of one device) may be unknown: then mfu is None.
-    `tokens_read` in the step, where the loss is on a choice of them: speed and MFU are of all.
+    `tokens_read` is given where the loss is on some of the tokens: speed and MFU are of all.
     """
     rate = float(tokens_read or metrics["tokens"]) / seconds
     figures = {name: float(value) for name, value in metrics.items() if _is_there(name, metrics)}
@@ -114,6 +114,6 @@ def step_figures(
 
 
 def _is_there(name: str, metrics: dict[str, Any]) -> bool:
-    """Whether the figure is of any token: that of a source in a mixture may be of none."""
+    """False for the figures of a source that has no token in this step."""
     _, slash, source = name.partition("/")
     return not slash or bool(metrics.get(f"tokens/{source}", 1))

@@ -19,9 +19,7 @@ from spmdtrain.parallel.axes import BATCH_AXES, Rules, partition_spec
 
 Batch = dict[str, jax.Array]
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
-
-
-OF_SEQUENCES = ("sample", "source")
+OF_SEQUENCES = ("sample", "source")  # arrays with one number a sequence
 
 
 class BatchShape(NamedTuple):

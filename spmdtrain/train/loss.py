@@ -131,7 +131,7 @@ def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
 
 
 def objective(losses: Losses) -> Any:
-    """What training minimises: the sum of all losses, a scalar."""
+    """The scalar that training minimises: the sum of all losses."""
     return sum(total_of(loss) for loss in losses.values())
 
 
@@ -159,10 +159,10 @@ def means(setup: Setup, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
     for name, total in sums.items():
         over = tokens if total.ndim else total_of(tokens)
         mean = total if name == "tokens" else total / jnp.maximum(over, 1)
-        each = [(name, mean)]
         if mean.ndim:
-            each = [(name + source, mean[at]) for at, source in enumerate(sources)]
-        found |= dict(each)
+            found |= {name + source: mean[at] for at, source in enumerate(sources)}
+        else:
+            found[name] = mean
     return found
 
 
@@ -172,7 +172,7 @@ def total_of(sums: jax.Array) -> jax.Array:
 
 
 def _by_source(setup: Setup, batch: Batch) -> jax.Array:
-    """Whether a sequence is of a source: float32 [..., sources], 0 or 1."""
+    """Marks the source of each sequence: float32 [..., sources], 1 at its source, else 0."""
     sources = jnp.arange(len(setup.config.data.mix))
     return (batch["source"][..., None] == sources).astype(jnp.float32)
 

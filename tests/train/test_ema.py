@@ -67,7 +67,7 @@ def assert_close(got: Weights, want: Weights, tolerance: float) -> None:
 
 
 def far_apart(ours: Weights, theirs: Weights) -> bool:
-    """Whether they differ by far more than rounding; a norm hardly moves in four steps."""
+    """True if they differ by far more than rounding; a norm hardly moves in four steps."""
     difference = {path: np.asarray(ours[path] - theirs[path], np.float64) for path in theirs}
     return _norm(difference) > 1e-2 * _norm(theirs)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import batches_of, mesh_of, tiny
+from helpers import MESHES, SPLIT, batches_of, mesh_of, tiny
 
 import spmdtrain as st
 from spmdtrain.cli import main
@@ -25,21 +25,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 Encoder = import_model(str(EXAMPLES / "encoder.py:Encoder"))
 MASK = 64  # behind the 64 ids of the synthetic corpus
 UNEVEN = ("model.vocab=65", "data.packing=documents")
-MESHES = {
-    "one device": (),
-    "data 2 fsdp 2 tensor 2": (
-        "mesh.data=2",
-        "mesh.fsdp=2",
-        "mesh.tensor=2",
-        "train.microbatch=1",
-    ),
-    "pipeline 2 context 2 data 2": (
-        "mesh.pipeline=2",
-        "mesh.context=2",
-        "mesh.data=2",
-        "train.microbatch=2",
-    ),
-}
 DEVICES = jax.devices()
 
 
@@ -61,7 +46,7 @@ def trained(mesh: str) -> np.ndarray:
     return np.array(figures)
 
 
-@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "one device"])
+@pytest.mark.parametrize("mesh", SPLIT)
 def test_a_mesh_masks_the_same_tokens_and_has_the_same_losses(mesh):
     steps, of_one = trained(mesh), trained("one device")
     np.testing.assert_array_equal(steps[:, 1], of_one[:, 1])

@@ -5,7 +5,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from helpers import mesh_of, tiny
+from helpers import MESHES, SPLIT, mesh_of, tiny
 
 from spmdtrain.config import ConfigError, DataConfig
 from spmdtrain.data.batches import batch_ids
@@ -18,22 +18,6 @@ from spmdtrain.train.step import make_eval_step, make_step
 
 pytestmark = pytest.mark.long
 
-MESHES = {
-    "one device": (),
-    "data 2 fsdp 2 tensor 2": (
-        "mesh.data=2",
-        "mesh.fsdp=2",
-        "mesh.tensor=2",
-        "train.microbatch=1",
-    ),
-    "pipeline 2 context 2 data 2": (
-        "mesh.pipeline=2",
-        "mesh.context=2",
-        "mesh.data=2",
-        "train.microbatch=2",
-    ),
-}
-SPLIT = [mesh for mesh in MESHES if mesh != "one device"]
 SOURCES = ("web", "books", "code")
 STEPS = 3
 
