@@ -5,7 +5,8 @@ In a manual region (`jax.shard_map`) code sees each device's own part of what th
 says every collective itself. Axes that are not manual stay automatic: XLA partitions over them.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of, locally
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
-from spmdtrain.parallel.reduce import scatter_sum
+from spmdtrain.parallel.reduce import psum_tree, scatter_sum
 from spmdtrain.parallel.specs import axes_of_dim
 
 # The mesh axes over which the training step is manual: the stages, and all axes of the batch. Left
@@ -63,6 +64,46 @@ def make_constrain(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
         return jax.lax.with_sharding_constraint(x, spec)
 
     return constrain
+
+
+def make_sliced_sum(
+    rules: Rules, axis: str, manual: Sequence[str]
+) -> Callable[[jax.Array], jax.Array]:
+    """`sum_slices(x)`: the sum over the mesh axis `axis` of the residual stream x [b, t, e].
+
+    Devices that differ in `tensor` alone hold the same x. Each of them sums a slice of its tokens,
+    as far as they divide, so that every element crosses `axis` once; over `tensor`, where links are
+    fast, the slices are put together again. The transpose does the same with the cotangent.
+    An x with other dims is summed as it is.
+    """
+
+    def sum_slices(x: jax.Array) -> jax.Array:
+        stream = ("batch", "stream_time", "embed")
+        if x.ndim != len(stream):
+            return psum_tree(x, (axis,))
+        rests = rules.activation_spec(stream, x.shape, drop=manual)
+        slices = split_time(rests, x.shape, rules.sizes)
+        constrain = jax.lax.with_sharding_constraint
+        if slices == rests:
+            return psum_tree(x, (axis,))
+        # Both layouts stand on both sides of the sum: the sum of the cotangent is one of slices
+        # too, and XLA does not spread the slices over the layers.
+        summed = psum_tree(constrain(constrain(x, rests), slices), (axis,))
+        return constrain(constrain(summed, slices), rests)
+
+    return sum_slices
+
+
+def split_time(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> P:
+    """Return the `spec` of a stream [b, t, e] with the tokens split over `tensor` as well.
+
+    It stays as it is where `tensor` splits a dim already, or does not divide a device's tokens.
+    """
+    over_time = axes_of_dim(spec[1])
+    ways = math.prod(sizes[axis] for axis in (*over_time, "tensor"))
+    if sizes["tensor"] == 1 or "tensor" in axes_of(spec) or shape[1] % ways:
+        return spec
+    return P(spec[0], (*over_time, "tensor"), spec[2])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
-from spmdtrain.parallel.reduce import psum_tree
+from spmdtrain.parallel.reduce import psum_tree, scatter_sum
+from spmdtrain.parallel.regions import split_time
 from spmdtrain.parallel.specs import axes_of_dim
 
 Lookup = Callable[[jax.Array, jax.Array], jax.Array]
@@ -44,12 +45,26 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
         if by_hand:
             ids = ids - jax.lax.axis_index(by_hand) * table.shape[0]
         axes = axes_of_dim(table_spec[0])
-        split = (*by_hand, *axes)
+
+        rows_spec = P(*ids_spec, None)
+        stream_spec = rules.activation_spec(
+            ("batch", "stream_time", None), (*ids.shape, table.shape[1]), drop=manual
+        )
+        # Where the sum over `tensor` leaves each device some of the tokens, the sum over the stages
+        # is of those alone.
+        out_spec = rows_spec
+        if axes == ("tensor",) and (by_hand or stream_spec != rows_spec):
+            out_spec = split_time(rows_spec, ids.shape, rules.sizes)
 
         def local(rows: jax.Array, ids: jax.Array) -> jax.Array:
             if axes:
                 ids = ids - jax.lax.axis_index(axes) * rows.shape[0]
-            return psum_tree(_rows_or_zero(rows, ids), split) if split else rows[ids]
+            if not (by_hand or axes):
+                return rows[ids]
+            found = _rows_or_zero(rows, ids)
+            if out_spec == rows_spec:
+                return psum_tree(found, (*by_hand, *axes))
+            return psum_tree(scatter_sum(found, axes, 1), by_hand)
 
         if not axes and not axes_of(ids_spec):
             return local(table, ids)  # each device has all rows that are here, and all ids
@@ -62,10 +77,13 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
             local,
             axis_names=left,
             in_specs=(table_spec, ids_spec),
-            out_specs=P(*ids_spec, None),
+            out_specs=out_spec,
             check_vma=False,
         )
-        return region(table, ids)
+        embedded = region(table, ids)
+        if out_spec in (rows_spec, stream_spec):
+            return embedded
+        return jax.lax.with_sharding_constraint(embedded, stream_spec)
 
     return lookup
 

@@ -5,6 +5,8 @@ devices take part: the members of one host share fast links, and a ring that lea
 the network.
 """
 
+import math
+
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.software import LINK_SHARE, SEND_SHARE
 from spmdtrain.planner.workload import Group
@@ -63,8 +65,23 @@ def all_gather_seconds(
 
 
 def all_reduce_seconds(moved: float, group: Group, hardware: Hardware) -> float:
-    """A reduce-scatter and an all-gather of `moved` bytes."""
-    return 2 * all_gather_seconds(moved, group, hardware)
+    """A reduce-scatter and an all-gather of `moved` bytes, along a ring or a tree of hosts.
+
+    NCCL takes whichever is quicker. Both send the same bytes, but the latency of a tree grows with
+    the logarithm of the hosts (S. Jeaugey, Massively Scale Your Deep Learning Training with NCCL
+    2.4, 2019).
+    """
+    ring = 2 * all_gather_seconds(moved, group, hardware)
+    return ring - 2 * max(0.0, ring_latency(group, hardware) - _tree_latency(group, hardware))
+
+
+def _tree_latency(group: Group, hardware: Hardware) -> float:
+    """Seconds from the leaves of a binary tree of hosts to its root; on a host a chain."""
+    on_a_host = _members_on_a_host(group, hardware)
+    hosts = math.ceil(group.size / on_a_host)
+    return (on_a_host - 1) * hardware.link_latency + math.ceil(
+        math.log2(hosts)
+    ) * hardware.network_latency
 
 
 def send_seconds(moved: float, stride: int, hardware: Hardware) -> float:

@@ -286,8 +286,13 @@ def _pipelined_memory(workload: Workload, parameters: int, optimizer: int) -> Me
     # A slot of the stash holds a chunk's input if its layers are computed again.
     stream_bytes = workload.activation_bytes // workload.stream_ways
     stashed = stream_bytes if full else kept
+    # What arrives, what is sent back, and the embedding that enters next.
+    carried = 3 * stream_bytes
     activations = (
-        rings.stash * stashed + rings.deferred * deferred + (rings.cotangents + 2) * stream_bytes
+        rings.stash * stashed
+        + rings.deferred * deferred
+        + rings.cotangents * stream_bytes
+        + carried
     )
     copies = size < workload.stored_bytes or mesh.fsdp > 1 or bool(workload.zero)
     weights = size * elements if copies else 0.0

@@ -211,10 +211,15 @@ def _vocabulary_collective_seconds(workload: Workload, hardware: Hardware) -> fl
     """Sums over `pipeline` of one microbatch.
 
     Where all stages share the vocabulary, they sum the embedding, give the last activation to all,
-    and sum its gradient.
+    and sum the gradients of both. Each device of `tensor` sums some of the tokens; a stream that is
+    whole is put together again after all but the first, whose gather counts as the embedding's.
     """
     moved = workload.activation_bytes
-    return 3 * all_reduce_seconds(moved, workload.mesh.group("pipeline"), hardware)
+    stages = workload.mesh.group("pipeline")
+    sums = 4 * all_reduce_seconds(moved / workload.sum_ways, stages, hardware)
+    if workload.sum_ways == workload.stream_ways:
+        return sums
+    return sums + 3 * all_gather_seconds(moved, workload.mesh.group("tensor"), hardware)
 
 
 # Pipelines
@@ -228,9 +233,8 @@ def _pipeline_terms(
     closed_form: bool,
 ) -> dict[str, float]:
     """Term -> seconds that only a pipeline has. `layer`: term -> work of one layer."""
-    sent = workload.activation_bytes
-    if software.sends_split:
-        sent = sent / workload.mesh.tensor
+    ways = workload.mesh.tensor if software.sends_split else workload.stream_ways
+    sent = workload.activation_bytes / ways
     one_send = send_seconds(sent, workload.mesh.stride("pipeline"), hardware)
     layers = workload.layers_per_stage
     times = timing.Times(

@@ -55,23 +55,26 @@ def _tensor_bytes(workload: Workload) -> float:
     """Activations that are summed: two per layer in the forward and two in the backward.
 
     With remat "full" the first of them is summed again. The embedding and the input's gradient of
-    the head are sums over `tensor` too.
+    the head are sums over `tensor` too. Where stages share the vocabulary, three slices of a stream
+    that is whole are gathered besides; a gather moves half of what a sum does.
     """
     per_layer = 5 if workload.remat == "full" else 4
-    sums = workload.layers_per_stage * per_layer + 2
+    sums = workload.layers_per_stage * per_layer + 2.0
+    if workload.mesh.pipeline > 1 and workload.sum_ways > workload.stream_ways:
+        sums += 3 / 2
     return workload.accumulation * sums * workload.activation_bytes
 
 
 def _vocabulary_bytes(workload: Workload) -> float:
     """Activations summed over the stages, which share the vocabulary: the embedding, what the head
-    reads, and its gradient."""
-    return 3 * workload.accumulation * workload.activation_bytes
+    reads, and the gradients of both. Devices that differ in `tensor` sum different tokens."""
+    return 4 * workload.accumulation * workload.activation_bytes / workload.sum_ways
 
 
 def _hop_bytes(workload: Workload) -> float:
     """Activations and their gradients that a stage sends to the next one, on average."""
     hops = workload.chunks - 1 / workload.mesh.pipeline
-    return 2 * workload.accumulation * hops * workload.activation_bytes
+    return 2 * workload.accumulation * hops * workload.activation_bytes / workload.stream_ways
 
 
 def _context_bytes(workload: Workload) -> float:

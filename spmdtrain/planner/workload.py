@@ -182,6 +182,12 @@ class Workload:
         return self.mesh.tensor if self.sequence_parallel else 1
 
     @property
+    def sum_ways(self) -> int:
+        """Parts into which `tensor` splits an activation that is summed over the stages."""
+        divides = self.sequence_length // self.mesh.context % self.mesh.tensor == 0
+        return self.mesh.tensor if divides else 1
+
+    @property
     def activation_bytes(self) -> int:
         """Bytes of one microbatch's activations between two layers, [batch, time, embed]."""
         return self.tokens * self.model.embed * self.compute_bytes

@@ -23,7 +23,7 @@ from spmdtrain.parallel.pipeline.draw import headline
 from spmdtrain.parallel.pipeline.executor import Program, gradients, losses
 from spmdtrain.parallel.pipeline.layout import Layout
 from spmdtrain.parallel.pipeline.schedule import Table
-from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
+from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum, manual_region
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes, keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.loss import (
@@ -171,7 +171,8 @@ def _program(
 
     # Under "full" the executor runs whole chunks again by itself.
     remat = "dots" if setup.config.train.remat == "dots" else "none"
-    return Program(embed, rematerialised(layer, remat), head, context_of)
+    sum_over_stages = make_sliced_sum(setup.rules, "pipeline", MANUAL_AXES)
+    return Program(embed, rematerialised(layer, remat), head, context_of, sum_over_stages)
 
 
 def _split(

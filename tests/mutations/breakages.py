@@ -219,9 +219,30 @@ BREAKAGES = [
     Breakage(
         "every stage takes the gradient of the embedding",
         "parallel/pipeline/executor.py",
-        'entered = (self.stage == 0) & (cell["embed_backward_microbatch"] >= 0)',
-        'entered = cell["embed_backward_microbatch"] >= 0',
+        "entered = (self.stage == 0) & (microbatch >= 0)",
+        "entered = microbatch >= 0",
         ONE_F_ONE_B,
+    ),
+    Breakage(
+        "the last microbatch's embedding has no gradient",
+        "parallel/pipeline/executor.py",
+        "    executor.run_embed_backward(carry, int(table.leaving_microbatch[-1]))\n",
+        "",
+        ONE_F_ONE_B,
+    ),
+    Breakage(
+        "a microbatch is embedded a tick too late",
+        "parallel/pipeline/schedule.py",
+        "return np.append(self.entering_microbatch[1:], np.int32(-1))",
+        "return self.entering_microbatch",
+        ONE_F_ONE_B,
+    ),
+    Breakage(
+        "every device of tensor sums all tokens over the stages",
+        "parallel/regions.py",
+        "        if slices == rests:\n",
+        "        if True:\n",
+        f"{LAYOUTS} -k 'sum_different_tokens and whole'",
     ),
     Breakage(
         "padding computes",

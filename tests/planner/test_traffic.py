@@ -57,7 +57,7 @@ def test_tensor_sums_activations(remat, sums):
 def test_a_pipeline_sends_hops_and_sums_of_the_vocabulary():
     x = 2 * 16 * 8 * 2
     sent = needed_traffic(workload(MeshShape(pipeline=2), schedule="interleaved", chunks=2))
-    assert sent == {"pipeline": 8 * (2 * 1.5 + 2 * 3 / 2) * x}
+    assert sent == {"pipeline": 8 * (2 * 1.5 + 2 * 4 / 2) * x}
 
 
 def test_context_gathers_keys_and_values():

@@ -308,3 +308,21 @@ def test_documents_are_apart_in_the_step(layout):
         sum(float(each["loss"]) for each in alone), rel=1e-6
     )
     assert float(together["tokens"]) == 16 * 16
+
+
+@pytest.mark.parametrize(
+    "settings", [(), SEQUENCE_PARALLEL], ids=["whole stream", "sequence parallel"]
+)
+def test_devices_of_tensor_sum_different_tokens_over_the_stages(settings):
+    """They hold the same activations; each of them summing all would carry as much again."""
+    layout = ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2", *settings)
+    setup = prepared(*layout)
+    config = setup.config
+    activation = 4 * config.train.microbatch * config.train.sequence_length * config.model.embed
+    activation //= setup.mesh.shape["data"]
+    sums = [
+        each.bytes
+        for each in hlo.instructions(partitioned_text(*layout), setup.mesh.shape)
+        if each.inside_loop and each.kind == "all-reduce" and "pipeline" in each.axis.split("+")
+    ]
+    assert max(sums) == activation // 2

@@ -57,6 +57,11 @@ STAGE_COLUMNS = (
 SHARED_COLUMNS = ("embed_microbatch", "head_microbatch", "embed_backward_microbatch")
 
 
+def sum_over_stages(x: jax.Array) -> jax.Array:
+    """Return the sum of x over `pipeline`."""
+    return psum_tree(x, (AXIS,))
+
+
 @dataclass(frozen=True)
 class Program:
     """The functions that a pipeline runs.
@@ -70,12 +75,14 @@ class Program:
       number in the model, an int32 scalar; {} where layers have no side losses
     - `head(shared, x, context) -> losses`, the same values on every stage
     - `context_of(microbatch) -> context`: `microbatch` is a traced index
+    - `sum_over_stages(x) -> x`: the sum of an activation over `pipeline`
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
     layer: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Losses]]
     head: Callable[[Tree, jax.Array, Tree], Losses]
     context_of: Callable[[jax.Array], Tree]
+    sum_over_stages: Callable[[jax.Array], jax.Array] = sum_over_stages
 
 
 def losses(
@@ -118,6 +125,7 @@ def gradients(
     executor = _Executor(program, table, layout, shared, stack, keep)
     carry = executor.initial_carry() | executor.initial_backward_carry(totals)
     carry = executor.scan_table(carry, executor.training_tick)
+    executor.run_embed_backward(carry, int(table.leaving_microbatch[-1]))
     # Back from [v, Lc, ...] to the [v, 1, Lc, ...] of a stage's part of the stack.
     stack_gradients = jax.tree.map(lambda total: total[:, None], carry["stack"])
     return *executor.total_losses(carry), carry["shared"], stack_gradients
@@ -179,11 +187,14 @@ class _Executor:
         With x the shape of an activation and n the slots of the stash:
 
         - activation: x, received from the previous stage at the end of the last tick
+        - embedded: x, the embedding of the microbatch that enters stage 0 at the next tick: here
+          of the one that enters at the first
         - inputs: [n + 1, x], activations that wait for their forward; where any wait
         - losses, side_losses: by name, this stage's part of the sums
         """
         carry = {
             "activation": self.zeros(self.x),
+            "embedded": self.embed(int(self.table.entering_microbatch[0])),
             "losses": jax.tree.map(self.zeros, self.head_losses),
             "side_losses": jax.tree.map(self.zeros, self.side_losses),
         }
@@ -275,12 +286,19 @@ class _Executor:
             if phase.head:
                 found, _ = self.head_losses_of(self.shared, y, cell)
                 carry["losses"] = _accumulate(carry["losses"], found)
+        self.embed_next(phase, carry, cell)
         return carry
 
     def training_tick(self, phase: Phase, carry: Carry, cell: Cell) -> Carry:
-        """Run one tick of training: arrivals, forward, head, backward, weight gradient."""
+        """Run one tick of training.
+
+        The embedding's backward, arrivals, forward, head, backward, weight gradient, and the next
+        tick's embedding.
+        """
         carry = dict(carry)
         table = self.table
+        if phase.embed_backward:
+            self.run_embed_backward(carry, cell["embed_backward_microbatch"])
         self.store_activation(phase, carry, cell)
         cotangent = self.zeros(self.x)
         if phase.arrive_backward:
@@ -304,10 +322,9 @@ class _Executor:
             if table.cotangent_slots:
                 cotangent = _read(carry["cotangents"], cell["cotangent_slot"])
             carry["cotangent"] = self.run_backward(carry, cotangent, cell)
-            if phase.embed_backward:
-                self.run_embed_backward(carry, cell)
         if phase.weight:
             self.run_weight(carry, cell)
+        self.embed_next(phase, carry, cell)
         return carry
 
     # The work of one tick. Each of these updates the carry in place.
@@ -327,10 +344,9 @@ class _Executor:
             x = _read(carry["inputs"], cell["forward_slot"])
         else:
             x = carry["activation"]
-        if phase.embed:
-            embedded = self.program.embed(self.shared, self.context(cell["embed_microbatch"]))
+        if phase.enter:
             enters = (self.stage == 0) & (cell["forward_chunk"] == 0)
-            x = jnp.where(enters, embedded, x)
+            x = jnp.where(enters, carry["embedded"], x)
         y, side_losses, kept = self.run_layers("forward", x, cell, self.keep)
         if "stash" in carry:
             stashed = kept if self.keep else x
@@ -348,7 +364,7 @@ class _Executor:
         """
         leaves = cell["head_microbatch"] >= 0
         # A select: y of the other stages is that of other microbatches, or stale and perhaps NaN.
-        x = psum_tree(jnp.where(self.last & leaves, y, 0), (AXIS,))
+        x = self.program.sum_over_stages(jnp.where(self.last & leaves, y, 0))
         found = self.program.head(shared, x, self.context(cell["head_microbatch"]))
         share = jax.tree.map(lambda loss: loss / self.table.stages, _mask(leaves, found))
         return share, leaves
@@ -415,11 +431,23 @@ class _Executor:
         made = _mask(cell["weight_microbatch"] >= 0, made)
         carry["stack"] = _accumulate_at(carry["stack"], cell["weight_chunk"], made)
 
-    def run_embed_backward(self, carry: Carry, cell: Cell) -> None:
-        """Add the embedding's gradients of the microbatch whose backward has left stage 0."""
+    def embed(self, microbatch: jax.Array | int) -> jax.Array:
+        """Return the embedding x of a microbatch; of the first one where there is none (-1)."""
+        return self.program.embed(self.shared, self.context(microbatch))
+
+    def embed_next(self, phase: Phase, carry: Carry, cell: Cell) -> None:
+        """Embed the microbatch that enters stage 0 at the next tick.
+
+        Nothing else in this tick needs it, so its sum over the stages can run beside the layers.
+        """
+        if phase.embed:
+            carry["embedded"] = self.embed(cell["embed_microbatch"])
+
+    def run_embed_backward(self, carry: Carry, microbatch: jax.Array | int) -> None:
+        """Add the embedding's gradients of the microbatch whose backward has just left stage 0."""
         # The embedding runs again for its vjp: cheaper than to keep residuals over a round trip.
-        context = self.context(cell["embed_backward_microbatch"])
-        entered = (self.stage == 0) & (cell["embed_backward_microbatch"] >= 0)
+        context = self.context(microbatch)
+        entered = (self.stage == 0) & (microbatch >= 0)
         _, pull = jax.vjp(lambda shared: self.program.embed(shared, context), self.shared)
         (dshared,) = pull(jnp.where(entered, carry["cotangent"], 0))
         carry["shared"] = _accumulate(carry["shared"], dshared)
@@ -453,7 +481,7 @@ class _Executor:
         weights = _read(self.stack, cell[f"{kind}_chunk"])
         return weights, self.context(cell[f"{kind}_microbatch"])
 
-    def context(self, microbatch: jax.Array) -> Tree:
+    def context(self, microbatch: jax.Array | int) -> Tree:
         """Return the context of a microbatch; a stage without work (-1) takes that of the first."""
         return self.program.context_of(jnp.maximum(microbatch, 0))
 

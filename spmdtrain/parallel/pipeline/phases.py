@@ -18,7 +18,7 @@ class Phase:
     """A run of ticks [start, stop) in which the same kinds of work are present on some stage.
 
     The flags `forward`, `backward` and `weight` hold for every tick of the run. The flags from
-    `embed` on say that some tick of it has such an event, and do not split runs.
+    `enter` on say that some tick of it has such an event, and do not split runs.
     """
 
     start: int
@@ -26,6 +26,7 @@ class Phase:
     forward: bool
     backward: bool
     weight: bool
+    enter: bool
     embed: bool
     head: bool
     arrive_forward: bool
@@ -92,6 +93,7 @@ def _split_runs(table: Table, same: np.ndarray) -> tuple[Phase, ...]:
     kinds = _kinds_of_work(table)
     events = np.stack(  # in the order of Phase's fields
         [
+            table.entering_microbatch >= 0,
             table.embed_microbatch >= 0,
             table.head_microbatch >= 0,
             (arriving_forward(table)[..., 0] >= 0).any(1),

@@ -8,17 +8,24 @@ tick a stage runs at most one unit of each kind of work. A *slot* is an element 
 
 One tick does the following on every stage, in this order. An executor need know no more.
 
-1. What the neighbours sent at the end of the last tick arrives. The activation of the stage before
+1. The microbatch whose last backward ran on stage 0 in the tick before has the backward of its
+   embedding.
+2. What the neighbours sent at the end of the last tick arrives. The activation of the stage before
    (for stage 0: of the last stage, for the next chunk) goes into `stash[arrive_forward_slot]`, the
    cotangent of the stage behind into `cotangents[arrive_backward_slot]`. It can be read without a
    slot during this one tick only: what is used later waits in its slot.
-2. The forward reads its input from `stash[forward_slot]` (stage 0, chunk 0: from the embedding)
-   and leaves there what its backward needs.
-3. The head runs after a forward of the last chunk on the last stage. The cotangent that it yields
+3. The forward reads its input from `stash[forward_slot]` (stage 0, chunk 0: what was embedded in
+   the tick before) and leaves there what its backward needs.
+4. The head runs after a forward of the last chunk on the last stage. The cotangent that it yields
    goes into `cotangents[head_slot]`.
-4. The backward reads `stash[backward_slot]` and `cotangents[cotangent_slot]`. If it is split, it
+5. The backward reads `stash[backward_slot]` and `cotangents[cotangent_slot]`. If it is split, it
    leaves in `deferred[defer_slot]` what the weight gradient needs besides the stash.
-5. The weight gradient reads `stash[weight_slot]` and `deferred[resume_slot]`.
+6. The weight gradient reads `stash[weight_slot]` and `deferred[resume_slot]`.
+7. The microbatch that enters stage 0 in the next tick is embedded.
+
+The embedding of the first tick comes before it, the last backward of an embedding after the last
+tick. A tick apart from their units, both fall on the ticks in which the interleaved schedules run
+the head. Their other ticks have no work on the vocabulary at all, and no sum over the stages.
 
 A ring holds its slots and one more, the trash, whose index is the number of slots. Stages without
 work, and arrivals that nobody waits for, write there, so that nothing need be selected.
@@ -104,14 +111,27 @@ class Table:
         return not np.array_equal(arrives, runs)
 
     @property
-    def embed_microbatch(self) -> np.ndarray:
-        """[ticks]: the microbatch whose embedding enters stage 0 at this tick, or -1."""
+    def entering_microbatch(self) -> np.ndarray:
+        """[ticks]: the microbatch whose first forward, on stage 0, runs at this tick, or -1."""
         return np.where(self.forward_chunk[:, 0] == 0, self.forward_microbatch[:, 0], -1)
 
     @property
-    def embed_backward_microbatch(self) -> np.ndarray:
+    def leaving_microbatch(self) -> np.ndarray:
         """[ticks]: the microbatch whose last backward, on stage 0, runs at this tick, or -1."""
         return np.where(self.backward_chunk[:, 0] == 0, self.backward_microbatch[:, 0], -1)
+
+    @property
+    def embed_microbatch(self) -> np.ndarray:
+        """[ticks]: the microbatch that is embedded at this tick, or -1; it enters at the next."""
+        return np.append(self.entering_microbatch[1:], np.int32(-1))
+
+    @property
+    def embed_backward_microbatch(self) -> np.ndarray:
+        """[ticks]: the microbatch whose embedding has its backward at this tick, or -1.
+
+        It has left stage 0 at the tick before.
+        """
+        return np.append(np.int32(-1), self.leaving_microbatch[:-1])
 
     @property
     def head_microbatch(self) -> np.ndarray:

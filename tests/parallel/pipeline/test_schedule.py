@@ -202,7 +202,13 @@ def test_phases_part_the_ticks_where_the_kinds_of_work_change(table):
         for kind in ("forward", "backward", "weight"):
             present = (units_of(table, kind)[phase.start : phase.stop, :, 0] >= 0).any(1)
             assert present.all() if getattr(phase, kind) else not present.any()
-        for flag, by_tick in (("embed", table.embed_microbatch), ("head", table.head_microbatch)):
+        events = {
+            "enter": table.entering_microbatch,
+            "embed": table.embed_microbatch,
+            "head": table.head_microbatch,
+            "embed_backward": table.embed_backward_microbatch,
+        }
+        for flag, by_tick in events.items():
             assert getattr(phase, flag) == bool((by_tick[phase.start : phase.stop] >= 0).any())
     kinds = [(phase.forward, phase.backward, phase.weight) for phase in found]
     assert all(one != other for one, other in zip(kinds, kinds[1:], strict=False))
@@ -230,12 +236,10 @@ def test_slots_are_as_few_as_live_units(table):
 def test_embedding_and_head_see_every_microbatch_once():
     for kind in SCHEDULE_KINDS:
         table = build(kind, 4, 8, 2 if kind == "interleaved" else 1)
-        for by_tick in (
-            table.embed_microbatch,
-            table.head_microbatch,
-            table.embed_backward_microbatch,
-        ):
-            assert sorted(by_tick[by_tick >= 0].tolist()) == list(range(8)), kind
+        embedded = [table.entering_microbatch[0], *table.embed_microbatch]
+        gradients = [*table.embed_backward_microbatch, table.leaving_microbatch[-1]]
+        for by_tick in (embedded, table.head_microbatch, gradients):
+            assert sorted(at for at in by_tick if at >= 0) == list(range(8)), kind
 
 
 @pytest.mark.parametrize(
@@ -257,6 +261,19 @@ def test_what_cannot_be_built_is_refused_with_what_can(kind, stages, microbatche
         build(kind, stages, microbatches, chunks)
 
 
+@pytest.mark.parametrize(("kind", "chunks"), [("interleaved", 3), ("zero_bubble", 2)])
+def test_a_steady_tick_without_the_head_has_no_work_on_the_vocabulary(kind, chunks):
+    phases = [
+        phase
+        for each in rounds(build(kind, 4, 128, chunks))
+        for phase in each.phases
+        if each.repeats > 1
+    ]
+    assert {phase.head for phase in phases} == {True, False}
+    for phase in phases:
+        assert phase.embed == phase.embed_backward == phase.head
+
+
 def test_tables_cannot_be_written_to_and_compare_by_value():
     table = one_f_one_b(2, 4)
     assert table == one_f_one_b(2, 4)
@@ -272,7 +289,8 @@ def test_rounds_go_through_every_tick_once_with_all_work_that_a_tick_has(table):
         kind: (units_of(table, kind)[..., 0] >= 0).any(1)
         for kind in ("forward", "backward", "weight")
     }
-    work |= {"embed": table.embed_microbatch >= 0, "head": table.head_microbatch >= 0}
+    work |= {"enter": table.entering_microbatch >= 0, "embed": table.embed_microbatch >= 0}
+    work["head"] = table.head_microbatch >= 0
     work["embed_backward"] = table.embed_backward_microbatch >= 0
     tick = 0
     for each in rounds(table):
