@@ -319,7 +319,6 @@ def test_devices_of_tensor_sum_different_tokens_over_the_stages(settings):
     setup = prepared(*layout)
     config = setup.config
     activation = 4 * config.train.microbatch * config.train.sequence_length * config.model.embed
-    activation //= setup.mesh.shape["data"]
     sums = [
         each.bytes
         for each in hlo.instructions(partitioned_text(*layout), setup.mesh.shape)
