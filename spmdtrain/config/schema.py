@@ -411,6 +411,36 @@ class Muon(OptimizerConfig):
     epsilon: Positive = Field(default=1e-8, description="of AdamW")
 
 
+class ScheduleFreeAdamW(OptimizerConfig):
+    """arXiv:2405.15682: AdamW whose weights are an average, in the place of a falling rate.
+
+    Evaluations, samples and checkpoints have the average. The training loss is that of a point near
+    it, where gradients are taken. A warm-up is needed as with AdamW; the rate stays constant.
+    """
+
+    moments: ClassVar[int] = 2
+
+    name: Literal["schedule_free_adamw"] = "schedule_free_adamw"
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
+        default="constant", description="constant: the average takes the place of a fall"
+    )
+    beta1: Fraction = Field(
+        default=0.9,
+        description="gradients are taken so far from the newest point (0) to the average (1)",
+    )
+    beta2: Fraction = 0.999
+    epsilon: Positive = 1e-8
+
+    @model_validator(mode="after")
+    def _stays_constant(self):
+        if self.schedule != "constant":
+            raise ValueError(
+                f"optimizer.schedule={self.schedule!r}: the average of schedule_free_adamw takes "
+                "the place of a falling rate; set optimizer.schedule='constant'"
+            )
+        return self
+
+
 class Sgd(OptimizerConfig):
     moments: ClassVar[int] = 1
 
@@ -636,7 +666,8 @@ class RunConfig(Settings):
     pipeline: PipelineConfig = PipelineConfig()
     train: TrainConfig = TrainConfig()
     optimizer: Annotated[
-        Adafactor | AdamW | Lamb | Lion | Muon | Sgd, Field(discriminator="name")
+        Adafactor | AdamW | Lamb | Lion | Muon | ScheduleFreeAdamW | Sgd,
+        Field(discriminator="name"),
     ] = AdamW()
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
@@ -707,6 +738,12 @@ class RunConfig(Settings):
             )
         if self.optimizer.final_learning_rate > self.optimizer.learning_rate:
             raise ValueError("optimizer.final_learning_rate is above optimizer.learning_rate")
+        narrow = self.precision.params
+        if isinstance(self.optimizer, ScheduleFreeAdamW) and narrow != "float32":
+            raise ValueError(
+                f"precision.params={narrow!r}: an average of n steps moves by 1 / n, which rounds "
+                "to nothing there; set precision.params='float32' for schedule_free_adamw"
+            )
         late = [step for step in self.log.profile if step > self.train.steps]
         if late:
             raise ValueError(f"log.profile={late} lies beyond train.steps={self.train.steps}")

@@ -59,7 +59,7 @@ from spmdtrain.train.batch import to_devices
 from spmdtrain.train.grad_pipeline import describe
 from spmdtrain.train.learning_rates import Schedule
 from spmdtrain.train.optimizers import Optimizer
-from spmdtrain.train.setup import Setup, init_state, shard, with_ema_of_weights
+from spmdtrain.train.setup import Setup, init_state, shard, with_weights
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_eval_step, make_step
 from spmdtrain.train.token_loss import TokenLoss
@@ -213,7 +213,7 @@ def begin(setup: Setup, reporter: Reporter) -> TrainState:
     params = _weights_of(Path(source), setup, reporter) if source else None
     state = init_state(setup)
     if params is not None:
-        state = with_ema_of_weights(setup, replace(state, params=params))
+        state = with_weights(setup, state, params)
     reporter.event("started", 0, mesh=dict(setup.mesh.shape), init_from=source)
     return state
 

@@ -9,6 +9,7 @@ is frozen: it has no moments, and its gradient counts nowhere.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,16 +22,24 @@ from spmdtrain.models.abstract import Parameter
 OptimizerState = dict[str, Any]  # by dotted parameter path; frozen parameters have none
 
 
+GradientPoint = Callable[[Any, jax.Array], jax.Array]
+
+
 @dataclass(frozen=True)
 class Rule:
     """The update of one parameter: x - learning rate x `rate` x update.
 
     `transformation` makes the update from the gradient of one layer, as `optax.scale_by_adam()`
     does. It must not scale by the learning rate itself.
+
+    `gradient_point(state, x)` is where the gradient is taken, element by element; None: at x. A
+    rule that has one is given learning rate x `rate` as `learning_rate=`, and its update holds it
+    (schedule_free.py).
     """
 
     transformation: optax.GradientTransformation
     rate: float = 1.0
+    gradient_point: GradientPoint | None = None
 
 
 Rules = Mapping[str, Rule]  # by dotted parameter path
@@ -77,7 +86,7 @@ def _check_direction(path: str, parameter: Parameter, rule: Rule) -> None:
     values = jnp.ones(small)
     gradient = jnp.ones(small)
     state = rule.transformation.init(values)
-    update, _ = rule.transformation.update(gradient, state, values)
+    update, _ = _update_of(rule, jnp.float32(1))(gradient, state, values)
     if float(jnp.vdot(jnp.asarray(update), gradient)) < 0:
         raise ConfigError(
             f"optimizer= holds a learning rate: its update of {path} points against the gradient",
@@ -103,10 +112,12 @@ def updates(
     gradients: Mapping[str, jax.Array],
     state: OptimizerState,
     values: Mapping[str, jax.Array],
+    rate: jax.Array | float = 1.0,
 ) -> tuple[dict[str, jax.Array], OptimizerState]:
     """(updates, new state) by parameter.
 
-    An update is still to be scaled by its rate, and subtracted.
+    An update is still to be scaled by its rate, as `scaled` does, and subtracted. `rate` is the
+    learning rate, for rules that hold it.
 
     Gradients may be more precise than the state (`precision.params` below `precision.accumulate`):
     the rule computes in the wider dtype of the two, and every leaf of the state keeps the dtype
@@ -115,10 +126,39 @@ def updates(
     found = {}
     kept = {}
     for path, rule in rules.items():
-        update = _over_stack(rule.transformation.update, parameters[path].stacked)
+        update = _over_stack(_update_of(rule, rate), parameters[path].stacked)
         found[path], new = update(gradients[path], state[path], values[path])
         kept[path] = jax.tree.map(lambda new, old: new.astype(old.dtype), new, state[path])
     return found, kept
+
+
+def _update_of(rule: Rule, rate: jax.Array | float) -> Callable:
+    """`update(gradient, state, value)` of one layer, for a learning rate."""
+    if rule.gradient_point is None:
+        return rule.transformation.update
+    holds_rate = optax.with_extra_args_support(rule.transformation)
+    return partial(holds_rate.update, learning_rate=rule.rate * rate)
+
+
+def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
+    """What is subtracted from the parameter, float32."""
+    update = update.astype(jnp.float32)
+    if rule.gradient_point is not None:
+        return update
+    own_rate = rate if rule.rate == 1 else rule.rate * rate
+    return own_rate * update
+
+
+def gradient_points(
+    rules: Rules, values: Mapping[str, jax.Array], state: OptimizerState
+) -> dict[str, jax.Array]:
+    """Where the gradient of each parameter is taken, in its dtype and as it rests."""
+    points = dict(values)
+    for path, rule in rules.items():
+        if rule.gradient_point is not None:
+            x = values[path]
+            points[path] = rule.gradient_point(state[path], x).astype(x.dtype)
+    return points
 
 
 def _over_stack(function: Callable, stacked: int) -> Callable:

@@ -169,6 +169,22 @@ def init_state(setup: Setup) -> TrainState:
     return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
 
 
+def with_weights(setup: Setup, state: TrainState, params: dict[str, jax.Array]) -> TrainState:
+    """The state of a new run that begins with these weights: its average and moments do too."""
+    state = replace(state, params=params)
+    if any(rule.gradient_point for rule in setup.optimizer.values()):
+        padding = setup.padding
+
+        def begin(params: dict[str, jax.Array]) -> optimizers.OptimizerState:
+            values = {path: padding.from_rest(path, x) for path, x in params.items()}
+            fresh = optimizers.init(setup.optimizer, setup.model.parameters, values)
+            return {path: padding.tree_to_rest(path, tree) for path, tree in fresh.items()}
+
+        shardings = jax.tree.map(lambda x: x.sharding, setup.state.opt_state)
+        state = replace(state, opt_state=jax.jit(begin, out_shardings=shardings)(params))
+    return with_ema_of_weights(setup, state)
+
+
 def with_ema_of_weights(setup: Setup, state: TrainState) -> TrainState:
     """The state with an average, if the settings ask for one, that begins with its weights."""
     if not setup.state.ema:

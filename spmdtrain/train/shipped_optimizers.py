@@ -12,15 +12,26 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import jax
 import optax
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import Adafactor, AdamW, Lamb, Lion, Muon, OptimizerConfig, Sgd
+from spmdtrain.config.schema import (
+    Adafactor,
+    AdamW,
+    Lamb,
+    Lion,
+    Muon,
+    OptimizerConfig,
+    ScheduleFreeAdamW,
+    Sgd,
+)
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.train.optimizers import Rule, Rules
+from spmdtrain.train.optimizers import GradientPoint, Rule, Rules
+from spmdtrain.train.schedule_free import gradient_point, schedule_free
 
 Transformation = optax.GradientTransformation
 # Dims of the tables that are read row by row: no update of theirs is a matrix's.
@@ -34,17 +45,20 @@ def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule |
     It gives None for a parameter that a group freezes.
     """
     build = BUILDERS[type(config)]
+    point: GradientPoint | None = None
+    if isinstance(config, ScheduleFreeAdamW):
+        point = partial(gradient_point, config.beta1)
 
     def choose(path: str, parameter: Parameter) -> Rule | None:
         group = next((each for each in config.groups if fnmatchcase(path, each.match)), None)
         if group is None:
-            return Rule(build(config, path, parameter))
+            return Rule(build(config, path, parameter), gradient_point=point)
         if group.frozen:
             return None
         own = config
         if group.weight_decay is not None:
             own = config.model_copy(update={"weight_decay": group.weight_decay})
-        return Rule(build(own, path, parameter), group.rate)
+        return Rule(build(own, path, parameter), group.rate, point)
 
     return choose
 
@@ -133,6 +147,20 @@ def _muon(config: Muon, path: str, parameter: Parameter) -> Transformation:
     return optax.chain(orthogonal, optax.scale(size), *_decay(config, path, parameter))
 
 
+def _schedule_free_adamw(
+    config: ScheduleFreeAdamW, path: str, parameter: Parameter
+) -> Transformation:
+    """AdamW without momentum, whose weights are an average (arXiv:2405.15682).
+
+    Weight decay acts at the point where the gradient is taken.
+    """
+    squares = optax.scale_by_rms(
+        config.beta2, config.epsilon, eps_in_sqrt=False, bias_correction=True
+    )
+    base = optax.chain(squares, *_decay(config, path, parameter))
+    return schedule_free(base, config.beta1)
+
+
 def _sgd(config: Sgd, path: str, parameter: Parameter) -> Transformation:
     """Momentum of gradients with the weight decay in them."""
     rule = optax.chain(optax.trace(config.momentum))
@@ -161,5 +189,6 @@ BUILDERS: Mapping[type[OptimizerConfig], Callable[[Any, str, Parameter], Transfo
     Lamb: _lamb,
     Lion: _lion,
     Muon: _muon,
+    ScheduleFreeAdamW: _schedule_free_adamw,
     Sgd: _sgd,
 }

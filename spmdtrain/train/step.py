@@ -39,12 +39,13 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
     find_gradients = make_gradients(setup)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        points = optimizers.gradient_points(setup.optimizer, state.params, state.opt_state)
         with matmuls(config.precision.compute):
-            gradients, sums = find_gradients(state.params, state.step, batch)
+            gradients, sums = find_gradients(points, state.step, batch)
         gradients = {path: g for path, g in gradients.items() if path in setup.optimizer}
         gradients, norm = optimizers.clip(gradients, config.train.clip)
-        updates, opt_state = _update(setup, gradients, state)
         rate = setup.learning_rate(state.step)
+        updates, opt_state = _update(setup, gradients, state, rate)
         params = _apply(setup.optimizer, state.params, updates, rate)
         found = means(setup, sums)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
@@ -118,7 +119,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 
 
 def _update(
-    setup: Setup, gradients: dict[str, jax.Array], state: TrainState
+    setup: Setup, gradients: dict[str, jax.Array], state: TrainState, rate: jax.Array
 ) -> tuple[dict, OptimizerState]:
     """(updates, new optimizer state), all as parameters rest. The rules see no padding: a mean over
     a layer's weights must not count it."""
@@ -129,6 +130,7 @@ def _update(
         {path: padding.from_rest(path, x) for path, x in gradients.items()},
         {path: padding.tree_from_rest(path, tree) for path, tree in state.opt_state.items()},
         {path: padding.from_rest(path, x) for path, x in state.params.items()},
+        rate,
     )
     return (
         {path: padding.to_rest(path, x) for path, x in updates.items()},
@@ -147,8 +149,7 @@ def _apply(
     def stepped(path: str, x: jax.Array) -> jax.Array:
         if path not in rules:
             return x
-        own_rate = rate if rules[path].rate == 1 else rules[path].rate * rate
-        update = updates[path].astype(jnp.float32)
-        return (x.astype(jnp.float32) - own_rate * update).astype(x.dtype)
+        update = optimizers.scaled(rules[path], updates[path], rate)
+        return (x.astype(jnp.float32) - update).astype(x.dtype)
 
     return {path: stepped(path, x) for path, x in params.items()}

@@ -36,6 +36,7 @@ NAN = "tests/parallel/pipeline/test_executor.py -k nan"
 PIPELINE_RUN = "tests/train/test_pipeline_run.py"
 OPTIMIZER = "tests/train/test_optimizer.py"
 EMA = "tests/train/test_ema.py"
+SCHEDULE_FREE = "tests/train/test_schedule_free.py"
 PRECISION = "tests/train/test_precision.py"
 RESUME = "tests/running/test_resume.py"
 NOISE = "tests/train/test_noise.py"
@@ -417,6 +418,34 @@ BREAKAGES = [
         "rate = setup.learning_rate(state.step)",
         "rate = setup.learning_rate(state.step + 1)",
         f"{LAYOUTS} -k learning_rate",
+    ),
+    Breakage(
+        "a schedule-free gradient is taken at the average",
+        "train/step.py",
+        "points = optimizers.gradient_points(setup.optimizer, state.params, state.opt_state)",
+        "points = state.params",
+        f"{SCHEDULE_FREE} -k pipeline",
+    ),
+    Breakage(
+        "steps of the warm-up count too much in the schedule-free average",
+        "train/schedule_free.py",
+        "weight_sum = state.weight_sum + largest_rate**2",
+        "weight_sum = state.weight_sum + learning_rate * largest_rate",
+        f"{SCHEDULE_FREE} -k optax",
+    ),
+    Breakage(
+        "schedule-free weights decay at the average",
+        "train/schedule_free.py",
+        "direction, base_state = base.update(updates, state.base, y)",
+        "direction, base_state = base.update(updates, state.base, params)",
+        f"{SCHEDULE_FREE} -k optax",
+    ),
+    Breakage(
+        "a run from the weights of another has a z of its own",
+        "train/setup.py",
+        "if any(rule.gradient_point for rule in setup.optimizer.values()):",
+        "if not setup.optimizer:",
+        f"{SCHEDULE_FREE} -k another",
     ),
     Breakage(
         "the average of the weights is updated before they are",
