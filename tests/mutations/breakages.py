@@ -477,9 +477,9 @@ BREAKAGES = [
     ),
     Breakage(
         "a run that begins with another's weights averages fresh ones",
-        "running/loop.py",
-        "state = with_ema_of_weights(setup, replace(state, params=params))",
-        "state = replace(state, params=params)",
+        "train/setup.py",
+        "return with_ema_of_weights(setup, state)",
+        "return state",
         f"{EMA} -k another_run",
     ),
     # The run
