@@ -189,8 +189,8 @@ def our_software(config: RunConfig, hardware: Hardware) -> Software:
     Attention is one kernel where cuDNN has one. Elsewhere XLA computes it in tiles and writes the
     scores to memory.
     """
-    bfloat16 = config.precision.compute == "bfloat16"
+    narrow = config.precision.compute != "float32"
     segments = config.data.packing != "stream"
     amd = hardware.name.startswith("mi")
-    fused = config.model.attention != "xla" and bfloat16 and not segments and not amd
+    fused = config.model.attention != "xla" and narrow and not segments and not amd
     return software("spmdtrain" if fused else "spmdtrain-xla", hardware.name)

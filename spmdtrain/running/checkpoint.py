@@ -47,6 +47,8 @@ from spmdtrain.running.checkpoint_meta import (
     others_text,
     recent_of,
     rows_of,
+    scale_of,
+    scale_values,
     unpadded_leaves,
 )
 from spmdtrain.running.fingerprint import Fingerprint, fingerprint, fingerprints
@@ -127,6 +129,8 @@ class Checkpoints:
             "fingerprints": fingerprints(arrays),
             "recent": rows_of(state.recent),
         } | meta
+        if state.loss_scale is not None:
+            meta["loss_scale"] = scale_values(state.loss_scale)
         meta["digest"] = digest(meta)
         saved = ocp.args.Composite(
             **{item: ocp.args.PyTreeSave(tree) for item, tree in items.items()},
@@ -162,7 +166,17 @@ class Checkpoints:
             (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
         )
         recent = recent_of(meta.get("recent", []), abstract.recent)
-        state = TrainState(counter, found["params"], found["state"], recent, found.get("ema", {}))
+        scale = scale_of(
+            meta.get("loss_scale"), abstract.loss_scale, self._asked_setup().config.precision
+        )
+        state = TrainState(
+            step=counter,
+            params=found["params"],
+            opt_state=found["state"],
+            recent=recent,
+            ema=found.get("ema", {}),
+            loss_scale=scale,
+        )
         return state if state.ema else with_ema_of_weights(self._asked_setup(), state), meta
 
     def restore_params(

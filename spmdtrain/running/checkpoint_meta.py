@@ -11,6 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmdtrain.config.schema import PrecisionConfig
+from spmdtrain.train.loss_scale import LossScale
+
 FORMAT = 2
 WITHOUT_FINGERPRINTS = 1  # the format before
 # Of the names of an item's leaves, in meta. No parameter has a blank in its name.
@@ -106,6 +109,30 @@ def recent_of(
     if newest:
         whole[-len(newest) :] = newest
     return jax.make_array_from_callback(whole.shape, asked.sharding, lambda index: whole[index])
+
+
+def scale_values(loss_scale: LossScale | None) -> list[float] | None:
+    """The scale of the loss and its good steps; float32 is exact in JSON."""
+    if loss_scale is None:
+        return None
+    return [float(loss_scale.scale), int(loss_scale.good_steps)]
+
+
+def scale_of(
+    values: list[float] | None, asked: LossScale | None, precision: PrecisionConfig
+) -> LossScale | None:
+    """`TrainState.loss_scale` of these values, or that of the first step.
+
+    A checkpoint of before, or of another `precision.compute`, has none.
+    """
+    if asked is None:
+        return None
+    scale, good_steps = values or (precision.first_loss_scale, 0)
+
+    def scalar(value: float, like: jax.Array) -> jax.Array:
+        return jax.make_array_from_callback((), like.sharding, lambda _: like.dtype.type(value))
+
+    return LossScale(scalar(scale, asked.scale), scalar(good_steps, asked.good_steps))
 
 
 def digest(meta: Meta) -> str:

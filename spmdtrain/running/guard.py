@@ -97,8 +97,11 @@ class Guard:
     def check(self, step: int, figures: Mapping[str, Any]) -> None:
         """Judges the figures of `step`, and reports the samples that it skipped.
 
+        A step that was left because the scale of the loss was too large is none of its business.
         Raises DivergedError where the run is to abort, and GoBack where it is to go back.
         """
+        if figures.get("overflow"):  # the scale of the loss was too large: the batch is not bad
+            return
         if not self._is_bad(figures):
             self._record.in_a_row = 0
             return

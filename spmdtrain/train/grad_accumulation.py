@@ -40,44 +40,50 @@ BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Makes `(params, step, batch) -> (gradients of the mean objective, sums)`.
+    """Makes `(params, step, batch, cotangent) -> (gradients of the mean objective, sums)`.
 
-    Both are over all microbatches and shards. `sums`: tokens (unmasked), loss, and the other losses
-    of the head and the blocks; float32 scalars, or vectors as `loss.means` takes them. The
-    objective is the sum of all losses.
+    The backward pass starts from `cotangent`, a float32 scalar, and gradients are divided by it in
+    the end; None: 1. Gradients and sums are over all microbatches and shards. `sums`: tokens
+    (unmasked), loss, and the other losses of the head and the blocks; float32 scalars, or vectors
+    as `loss.means` takes them. The objective is the sum of all losses.
     """
     accumulate = setup.config.precision.accumulate
     context = make_context(setup)
     forward = _make_forward(setup, training=True)
 
-    def minimised(params, microbatch: Batch, step):
+    def minimised(params, microbatch: Batch, step, cotangent):
         losses = forward(params, microbatch, context(microbatch, step))
-        return objective(losses), losses | count_tokens(setup, microbatch, training=True)
+        total = objective(losses)
+        if cotangent is not None:
+            total = total * cotangent
+        return total, losses | count_tokens(setup, microbatch, training=True)
 
-    def of_microbatch(params, microbatch: Batch, step):
-        (_, sums), gradients = jax.value_and_grad(minimised, has_aux=True)(params, microbatch, step)
+    def of_microbatch(params, microbatch: Batch, step, cotangent):
+        find = jax.value_and_grad(minimised, has_aux=True)
+        (_, sums), gradients = find(params, microbatch, step, cotangent)
         return cast(gradients, accumulate), sums
 
-    def accumulated(params, step, batch: Batch):
+    def accumulated(params, step, batch: Batch, cotangent):
         first = {name: x[0] for name, x in batch.items()}
         if batch["tokens"].shape[0] == 1:
-            return of_microbatch(params, first, step)
-        shapes = jax.eval_shape(of_microbatch, params, first, step)[1]
+            return of_microbatch(params, first, step, cotangent)
+        shapes = jax.eval_shape(of_microbatch, params, first, step, cotangent)[1]
         no_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
         def add(totals, microbatch):
-            return jax.tree.map(jnp.add, totals, of_microbatch(params, microbatch, step)), None
+            found = of_microbatch(params, microbatch, step, cotangent)
+            return jax.tree.map(jnp.add, totals, found), None
 
         totals, _ = jax.lax.scan(add, (zero_gradients(setup, params), no_sums), batch)
         return totals
 
-    def local(params, step, batch: Batch):
-        gradients, sums = accumulated(_over_data(setup, params), step, batch)
+    def local(params, step, batch: Batch, cotangent):
+        gradients, sums = accumulated(_over_data(setup, params), step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
-        return mean_gradients(setup, gradients, total_of(sums["tokens"])), sums
+        return mean_gradients(setup, gradients, total_of(sums["tokens"]), cotangent), sums
 
     resting = _resting(setup)
-    in_specs = (resting, P(), BATCH)
+    in_specs = (resting, P(), BATCH, P())
     out_specs = (resting, P())
     return manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 

@@ -54,15 +54,16 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     keep = setup.config.train.remat != "full"
     table_axes = _table_axes(setup)
 
-    def local(params, step, batch: Batch):
-        program = _program(setup, table_axes, batch, step, training=True)
+    def local(params, step, batch: Batch, cotangent):
+        program = _program(setup, table_axes, batch, step, cotangent, training=True)
         totals = _split(setup.model, zero_gradients(setup, params))
         weights = _split(setup.model, params)
         of_head, of_layers, shared, stack = gradients(
             program, setup.table, setup.model.layout, *weights, totals, keep
         )
         sums = _sums(setup, of_head, of_layers, batch, training=True)
-        return mean_gradients(setup, {**shared, **stack}, total_of(sums["tokens"])), sums
+        tokens = total_of(sums["tokens"])
+        return mean_gradients(setup, {**shared, **stack}, tokens, cotangent), sums
 
     specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     return _gathered(setup, local, (specs, P()))
@@ -72,31 +73,32 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     """Does what `grad_accumulation.make_losses` does."""
     table_axes = _table_axes(setup)
 
-    def local(params, step, batch: Batch):
-        program = _program(setup, table_axes, batch, step, training=False)
+    def local(params, step, batch: Batch, cotangent):
+        program = _program(setup, table_axes, batch, step, cotangent, training=False)
         weights = _split(setup.model, params)
         of_head, of_layers = losses(program, setup.table, setup.model.layout, *weights)
         return _sums(setup, of_head, of_layers, batch, training=False)
 
     run = _gathered(setup, local, P())
-    return lambda params, batch: run(params, None, batch)
+    return lambda params, batch: run(params, None, batch, None)
 
 
 def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
-    """`local(params, step, batch)` in the manual region, with weights in compute precision and
-    whole over the axes of the batch."""
+    """`local(params, step, batch, cotangent)` in the manual region, with weights in compute
+    precision and whole over the axes of the batch."""
     whole = {path: drop_axes(BATCH_AXES, spec) for path, spec in setup.specs.items()}
     params_specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in whole.items()}
-    in_specs = (params_specs, P(), P(None, BATCH_AXES))
+    in_specs = (params_specs, P(), P(None, BATCH_AXES), P())
     region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 
     def gather(path: str, x: jax.Array) -> jax.Array:
         gathered = jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, whole[path]))
         return setup.padding.rest_to_use(path, gathered)
 
-    def run(params, step, batch: Batch):
+    def run(params, step, batch: Batch, cotangent):
         params = cast(params, setup.config.precision.compute)
-        return region({path: gather(path, x) for path, x in params.items()}, step, batch)
+        gathered = {path: gather(path, x) for path, x in params.items()}
+        return region(gathered, step, batch, cotangent)
 
     return run
 
@@ -141,12 +143,14 @@ def _program(
     table_axes: tuple[str, ...],
     batch: Batch,
     step: jax.Array | None,
+    cotangent: jax.Array | None,
     *,
     training: bool,
 ) -> Program:
     """The program that stages run on this batch.
 
-    `table_axes` are what `_table_axes` gives. Without a step there is no dropout.
+    `table_axes` are what `_table_axes` gives. Without a step there is no dropout. `cotangent`: of
+    the objective; None: 1.
     """
     model = setup.model
     forward_context = make_context(setup)
@@ -171,8 +175,14 @@ def _program(
 
     # Under "full" the executor runs whole chunks again by itself.
     remat = "dots" if setup.config.train.remat == "dots" else "none"
-    sum_over_stages = make_sliced_sum(setup.rules, "pipeline", MANUAL_AXES)
-    return Program(embed, rematerialised(layer, remat), head, context_of, sum_over_stages)
+    return Program(
+        embed=embed,
+        layer=rematerialised(layer, remat),
+        head=head,
+        context_of=context_of,
+        sum_over_stages=make_sliced_sum(setup.rules, "pipeline", MANUAL_AXES),
+        cotangent=cotangent,
+    )
 
 
 def _split(

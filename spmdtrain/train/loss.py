@@ -184,14 +184,19 @@ def sum_over_shards(sums: dict[str, jax.Array], rules: Rules) -> dict[str, jax.A
 
 
 def mean_gradients(
-    setup: Setup, gradients: dict[str, jax.Array], tokens: jax.Array
+    setup: Setup,
+    gradients: dict[str, jax.Array],
+    tokens: jax.Array,
+    cotangent: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """Accumulated gradients reduced over the manual axes, then divided by the number of `tokens`
-    (unmasked, of the whole batch)."""
+    (unmasked, of the whole batch), and by the cotangent that the objective had, if it was not 1."""
     automatic = {path: drop_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     padded = {path: setup.padding.use_to_rest(path, x) for path, x in gradients.items()}
     reduced = reduce_gradients(padded, setup.reductions, automatic)
     count = jnp.maximum(tokens, 1)
+    if cotangent is not None:
+        count = count * cotangent
     return {path: (gradient / count).astype(gradient.dtype) for path, gradient in reduced.items()}
 
 

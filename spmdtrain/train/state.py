@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast
 from spmdtrain.parallel.padding import Padding, Shape
-from spmdtrain.train import ema, optimizers, spikes
+from spmdtrain.train import ema, loss_scale, optimizers, spikes
+from spmdtrain.train.loss_scale import LossScale
 
 Specs = Mapping[str, P]  # by dotted parameter path
 
@@ -30,7 +31,7 @@ class TrainState:
     Frozen parameters have no `opt_state`. `recent`: loss and gradient norm of the last good steps,
     float32 [window, 2], where steps are judged by them (spikes.py). `ema`: the exponential moving
     average of the parameters that are trained, float32, which rests as they do; empty without
-    `optimizer.ema`.
+    `optimizer.ema`. `loss_scale`: of float16 (loss_scale.py).
     """
 
     step: jax.Array
@@ -38,6 +39,7 @@ class TrainState:
     opt_state: optimizers.OptimizerState
     recent: jax.Array | None = None
     ema: dict[str, jax.Array] = field(default_factory=dict)
+    loss_scale: LossScale | None = None
 
     @property
     def averaged(self) -> dict[str, jax.Array]:
@@ -75,6 +77,7 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
         opt_state={path: moments_of(path, state) for path, state in shapes.opt_state.items()},
         recent=None if shapes.recent is None else _leaf(shapes.recent, mesh, P()),
         ema={path: _leaf(x, mesh, specs[path]) for path, x in shapes.ema.items()},
+        loss_scale=jax.tree.map(lambda x: _leaf(x, mesh, P()), shapes.loss_scale),
     )
 
 
@@ -115,6 +118,7 @@ def fresh_state(
         opt_state={path: padding.tree_to_rest(path, x) for path, x in opt_state.items()},
         recent=None if recent is None else jnp.array(recent),
         ema=ema.begin(at_rest, rules) if config.optimizer.ema else {},
+        loss_scale=loss_scale.begin(config.precision),
     )
 
 

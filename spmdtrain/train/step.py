@@ -13,9 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config.schema import GuardConfig
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import matmuls
-from spmdtrain.train import ema, grad_accumulation, grad_pipeline, optimizers, spikes
+from spmdtrain.train import (
+    ema,
+    grad_accumulation,
+    grad_pipeline,
+    loss_scale,
+    optimizers,
+    spikes,
+)
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.loss import means
@@ -33,7 +40,8 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
     (before clipping), learning_rate, tokens (unmasked); of a mixture loss/SOURCE and tokens/SOURCE,
     both 0 where the source has no tokens in the batch; side_loss where blocks have one; skipped
     (0 or 1) where a bad step leaves the state, and loss_limit and grad_norm_limit where it is
-    judged by the steps before (spikes.py).
+    judged by the steps before (spikes.py). With float16 loss_scale, and overflow (0 or 1) where the
+    scale was too large, which leaves the state too.
     """
     config = setup.config
     find_gradients = make_gradients(setup)
@@ -41,7 +49,8 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         points = optimizers.gradient_points(setup.optimizer, state.params, state.opt_state)
         with matmuls(config.precision.compute):
-            gradients, sums = find_gradients(points, state.step, batch)
+            cotangent = loss_scale.cotangent(config, state.loss_scale)
+            gradients, sums = find_gradients(points, state.step, batch, cotangent)
         gradients = {path: g for path, g in gradients.items() if path in setup.optimizer}
         gradients, norm = optimizers.clip(gradients, config.train.clip)
         rate = setup.learning_rate(state.step)
@@ -50,9 +59,11 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
         found = means(setup, sums)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
         averaged = ema.update(state.ema, config.optimizer.ema, params)
-        after = TrainState(state.step + 1, params, opt_state, state.recent, averaged)
-        if config.guard.in_step:
-            after, judged = _judge(config.guard, after, state, jnp.stack([found["loss"], norm]))
+        after = replace(
+            state, step=state.step + 1, params=params, opt_state=opt_state, ema=averaged
+        )
+        if config.guard.in_step or state.loss_scale is not None:
+            after, judged = _judge(config, after, state, jnp.stack([found["loss"], norm]))
             metrics |= judged
         return after, metrics
 
@@ -61,13 +72,19 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
 
 
 def _judge(
-    guard: GuardConfig, after: TrainState, before: TrainState, figures: jax.Array
+    config: RunConfig, after: TrainState, before: TrainState, figures: jax.Array
 ) -> tuple[TrainState, Metrics]:
     """The state that a step with this loss and gradient norm [2] leaves, and what is said of it."""
-    most = spikes.limits(guard, before.recent)
+    most = spikes.limits(config.guard, before.recent)
     good = spikes.is_good(figures, most)
     after = _unless_skipped(good, after, before)
     judged = {"skipped": 1.0 - good.astype(jnp.float32)}
+    if before.loss_scale is not None:
+        scale = loss_scale.after_step(before.loss_scale, config.precision, *figures)
+        after = replace(after, loss_scale=scale)
+        overflow = loss_scale.is_too_large(before.loss_scale, *figures)
+        judged["loss_scale"] = before.loss_scale.scale
+        judged["overflow"] = overflow.astype(jnp.float32)
     if before.recent is None:
         return after, judged
     after = replace(after, recent=spikes.remember(before.recent, figures, good))
@@ -98,14 +115,18 @@ def make_eval_step(setup: Setup) -> Callable[..., Any]:
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """`(params, step, batch) -> (gradients of the mean objective, sums)`, by the way that the
-    mesh asks for."""
+    """`(params, step, batch, cotangent=None) -> (gradients of the mean objective, sums)`, by the
+    way that the mesh asks for. `cotangent`: what the backward pass starts from, see loss_scale.py.
+    """
     way = grad_pipeline if setup.schedule else grad_accumulation
     gradients = way.make_gradients(setup)
     corrupt = make_corrupt(setup)
-    if corrupt is None:
-        return gradients
-    return lambda params, step, batch: gradients(params, step, corrupt(batch))
+
+    def find(params, step, batch: Batch, cotangent: jax.Array | None = None):
+        given = batch if corrupt is None else corrupt(batch)
+        return gradients(params, step, given, cotangent)
+
+    return find
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:

@@ -36,6 +36,7 @@ NAN = "tests/parallel/pipeline/test_executor.py -k nan"
 PIPELINE_RUN = "tests/train/test_pipeline_run.py"
 OPTIMIZER = "tests/train/test_optimizer.py"
 EMA = "tests/train/test_ema.py"
+LOSS_SCALE = "tests/train/test_loss_scale.py"
 SCHEDULE_FREE = "tests/train/test_schedule_free.py"
 PRECISION = "tests/train/test_precision.py"
 RESUME = "tests/running/test_resume.py"
@@ -128,8 +129,8 @@ BREAKAGES = [
     Breakage(
         "a side loss has no gradient",
         "train/grad_accumulation.py",
-        "return objective(losses), losses | count_tokens(",
-        'return losses["loss"], losses | count_tokens(',
+        "total = objective(losses)",
+        'total = losses["loss"]',
         f"{PIPELINE_RUN} -k side_losses",
     ),
     Breakage(
@@ -418,6 +419,41 @@ BREAKAGES = [
         "rate = setup.learning_rate(state.step)",
         "rate = setup.learning_rate(state.step + 1)",
         f"{LAYOUTS} -k learning_rate",
+    ),
+    Breakage(
+        "side losses of a pipeline are not scaled with the loss",
+        "parallel/pipeline/executor.py",
+        "dsides = self.cotangents_of(counts)",
+        "dsides = counts",
+        f"{LOSS_SCALE} -k divides",
+    ),
+    Breakage(
+        "gradients keep the scale of the loss",
+        "train/loss.py",
+        "count = count * cotangent",
+        "count = count * 1",
+        f"{LOSS_SCALE} -k within_float16",
+    ),
+    Breakage(
+        "a step that overflowed changes the weights",
+        "train/step.py",
+        "if config.guard.in_step or state.loss_scale is not None:",
+        "if config.guard.in_step:",
+        f"{LOSS_SCALE} -k 'changes_no_weight and one'",
+    ),
+    Breakage(
+        "good steps before an overflow count on after it",
+        "train/loss_scale.py",
+        "good_steps = jnp.where(jnp.isfinite(grad_norm), loss_scale.good_steps + 1, 0)",
+        "good_steps = loss_scale.good_steps + 1",
+        f"{LOSS_SCALE} -k count_anew",
+    ),
+    Breakage(
+        "a checkpoint loses the scale of the loss",
+        "running/checkpoint_meta.py",
+        "scale, good_steps = values or (precision.first_loss_scale, 0)",
+        "scale, good_steps = precision.first_loss_scale, 0",
+        f"{LOSS_SCALE} -k to_the_bit",
     ),
     Breakage(
         "a schedule-free gradient is taken at the average",

@@ -25,6 +25,8 @@ from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.shipped_optimizers import is_matrix, shipped_rules
 from spmdtrain.train.step import make_gradients
 
+pytestmark = pytest.mark.long
+
 STEPS = 4
 NUMBERS = (
     "optimizer.name=schedule_free_adamw",

@@ -76,6 +76,7 @@ class Program:
     - `head(shared, x, context) -> losses`, the same values on every stage
     - `context_of(microbatch) -> context`: `microbatch` is a traced index
     - `sum_over_stages(x) -> x`: the sum of an activation over `pipeline`
+    - `cotangent`: of the objective, a float32 scalar that gradients are multiples of; None: 1
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -83,6 +84,7 @@ class Program:
     head: Callable[[Tree, jax.Array, Tree], Losses]
     context_of: Callable[[jax.Array], Tree]
     sum_over_stages: Callable[[jax.Array], jax.Array] = sum_over_stages
+    cotangent: jax.Array | None = None
 
 
 def losses(
@@ -376,10 +378,17 @@ class _Executor:
             return self.head_losses_of(shared, y, cell)
 
         found, pull, leaves = jax.vjp(losses_of, self.shared, y, has_aux=True)
-        dshared, dy = pull(jax.tree.map(jnp.ones_like, found))
+        dshared, dy = pull(self.cotangents_of(jax.tree.map(jnp.ones_like, found)))
         carry["losses"] = _accumulate(carry["losses"], found)
         carry["shared"] = _accumulate(carry["shared"], _mask(leaves, dshared))
         return dy
+
+    def cotangents_of(self, counts: Losses) -> Losses:
+        """Return the cotangent of each loss, which counts so often in the sum."""
+        cotangent = self.program.cotangent
+        if cotangent is None:
+            return counts
+        return jax.tree.map(lambda count: count * cotangent, counts)
 
     def run_backward(self, carry: Carry, dy: jax.Array, cell: Cell) -> jax.Array:
         """Run one chunk's backward and return the cotangent of its input.
@@ -388,8 +397,9 @@ class _Executor:
         instead what the weight gradient will need.
         """
         has_work = cell["backward_microbatch"] >= 0
-        # Side losses are added as they are: the cotangent of each is 1.
-        dsides = jax.tree.map(lambda loss: has_work.astype(loss.dtype), self.side_losses)
+        # Side losses are added as they are: the cotangent of each is that of the sum.
+        counts = jax.tree.map(lambda loss: has_work.astype(loss.dtype), self.side_losses)
+        dsides = self.cotangents_of(counts)
         kept = _read(carry["stash"], cell["backward_slot"])
         if not self.keep:
             _, _, kept = self.run_layers("backward", kept, cell, keep=True)

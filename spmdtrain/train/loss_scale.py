@@ -1,0 +1,72 @@
+"""Dynamic loss scaling, for float16 (Micikevicius et al. 2018, arXiv:1710.03740).
+
+float16 ends at 65504, and below 6e-8 it is 0. The backward pass starts from the scale instead of
+from 1, so that small gradients do not vanish, and gradients are divided by it in float32 once they
+are reduced. Where one of them is not finite the scale was too large: the step leaves the state as
+it is, bit for bit, and the scale halves. After `precision.loss_scale_steps` steps without that, one
+after the other, it doubles.
+
+The scale counts for the mean loss of a batch. Losses are sums over tokens here, so that a backward
+pass starts from the scale over the tokens of a step, as `cotangent` says. The losses themselves are
+never scaled.
+
+At `LEAST` a gradient that is not finite is no matter of the scale any more, and neither is a loss
+that is not finite at any scale: that is a bad step, which `[guard]` has its say about.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.config.schema import PrecisionConfig, RunConfig
+
+LEAST = 1.0
+MOST = 2.0**32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """The scale of the next step, a float32 scalar, and how many steps since it last changed had
+    finite gradients, an int32 scalar."""
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+
+def begin(precision: PrecisionConfig) -> LossScale | None:
+    """The scale of the first step; None where nothing is computed in float16."""
+    if precision.compute != "float16":
+        return None
+    return LossScale(jnp.float32(precision.first_loss_scale), jnp.int32(0))
+
+
+def cotangent(config: RunConfig, loss_scale: LossScale | None) -> jax.Array | None:
+    """The cotangent of the sum of all losses, a float32 scalar; None: 1.
+
+    It is the scale over the tokens of a batch, rounded to a power of two, whatever the layout is.
+    """
+    if loss_scale is None:
+        return None
+    tokens = config.train.global_batch * config.train.sequence_length
+    return loss_scale.scale * 2.0 ** -round(math.log2(tokens))
+
+
+def is_too_large(loss_scale: LossScale, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
+    """True where the scale is why a gradient is not finite. `grad_norm`: of the divided ones."""
+    return jnp.isfinite(loss) & ~jnp.isfinite(grad_norm) & (loss_scale.scale > LEAST)
+
+
+def after_step(
+    loss_scale: LossScale, precision: PrecisionConfig, loss: jax.Array, grad_norm: jax.Array
+) -> LossScale:
+    """The scale for the step after one with this loss and gradient norm."""
+    scale = loss_scale.scale
+    good_steps = jnp.where(jnp.isfinite(grad_norm), loss_scale.good_steps + 1, 0)
+    grows = good_steps >= precision.steps_per_loss_scale
+    grown = jnp.where(grows, jnp.minimum(2 * scale, MOST), scale)
+    halved = jnp.maximum(scale / 2, LEAST)
+    too_large = is_too_large(loss_scale, loss, grad_norm)
+    return LossScale(jnp.where(too_large, halved, grown), jnp.where(grows, 0, good_steps))
