@@ -141,6 +141,7 @@ def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Har
     from spmdtrain.planner import anchor, deviceless, report, traffic
     from spmdtrain.planner.estimate import estimate as estimate_config
     from spmdtrain.planner.estimate import with_vocab
+    from spmdtrain.planner.own_model import describe
 
     config = with_vocab(config)
     found = estimate_config(config, parsed.devices, hardware)
@@ -152,10 +153,7 @@ def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Har
     values = report.estimate_values(found)
     texts = [report.estimate_text(found)]
     if config.model.make:
-        texts.append(
-            f"{config.model.make}: its parameters, and its FLOPs as its program has them; "
-            "the rest is that of a transformer with as many"
-        )
+        texts.append(describe(config))
     if parsed.anchor is not None:
         values["anchor"] = scale
         texts.append(report.anchor_text(parsed.anchor, scale))
@@ -215,6 +213,7 @@ def plan(parsed: argparse.Namespace) -> int:
 
 def _plan_layout(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
     from spmdtrain.planner import report
+    from spmdtrain.planner.own_model import describe
     from spmdtrain.planner.plan import best_of_each_mesh
     from spmdtrain.planner.plan import plan as plan_config
 
@@ -225,6 +224,8 @@ def _plan_layout(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardw
     if parsed.json:
         print(json.dumps(report.plan_values(shown)))
     else:
+        if config.model.make:
+            print(describe(config), end="\n\n")
         print(report.plan_text(shown, plans))
     return DONE
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.flops import model_flops_per_token
 from spmdtrain.planner.hardware import Hardware, described, devices_per_host, swept
 from spmdtrain.planner.memory import Memory, exact_state, step_memory
+from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.software import Software, software
 from spmdtrain.planner.step_time import StepTime, step_time
-from spmdtrain.planner.workload import ModelShape, Workload, workload_of
+from spmdtrain.planner.workload import Workload, workload_of
 from spmdtrain.train.checkpoint_interval import CheckpointPlan, plan_checkpoints
 
 if TYPE_CHECKING:
@@ -91,31 +91,13 @@ def estimate_on_mesh(
     """`estimate` on a mesh of these sizes (none -1)."""
     state = exact_state(config, sizes, optimizer)
     workload = workload_of(config, sizes)
+    resident = None
     if config.model.make:
-        workload = replace(workload, model=shape_of_own(config, workload.model))
+        own = OwnModel(config, optimizer)
+        resident = own.state(workload).resident
+        workload = replace(workload, model=own.shape)
     time = step_time(workload, hardware, our_software(config, hardware))
-    return Estimate(time, step_memory(workload, state))
-
-
-def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """The transformer that stands for a model of one's own: `shape`, with as many FLOPs a token.
-
-    They are counted in the model's own program and differ in the width of the mlp. A program whose
-    FLOPs cannot be counted leaves the shape as it is.
-    """
-    from spmdtrain.models.abstract import build_model
-    from spmdtrain.models.choose import choose_model
-    from spmdtrain.models.flops import counted_flops_per_token
-
-    config, make = choose_model(config)
-    length = config.train.sequence_length
-    counted = counted_flops_per_token(config, build_model(config, make))
-    if counted is None:
-        return shape
-    missing = (counted - model_flops_per_token(shape, length)) / 6 / shape.layers
-    matrices = 3 if shape.gated else 2  # of the mlp, embed x ffn each
-    ffn = shape.ffn + missing / (matrices * shape.embed)
-    return replace(shape, ffn=max(1, round(ffn)))
+    return Estimate(time, step_memory(workload, state, resident))
 
 
 def sweep(

@@ -58,12 +58,20 @@ class Memory:
         return asdict(self) | {"total": self.total}
 
 
-def step_memory(workload: Workload, state: tuple[int, int] | None = None) -> Memory:
-    """The memory of one step. `state`: (parameter, optimizer) bytes, if `exact_state` read them."""
+def step_memory(
+    workload: Workload, state: tuple[int, int] | None = None, resident: float | None = None
+) -> Memory:
+    """The memory of one step.
+
+    `state`: (parameter, optimizer) bytes, if `exact_state` read them. `resident`: as
+    `resident_elements` counts them, where the model is not a shipped one.
+    """
     parameters, optimizer = state or closed_form_state(workload)
+    if resident is None:
+        resident = resident_elements(workload)
     if workload.mesh.pipeline == 1:
-        return _accumulated_memory(workload, parameters, optimizer)
-    return _pipelined_memory(workload, parameters, optimizer)
+        return _accumulated_memory(workload, parameters, optimizer, resident)
+    return _pipelined_memory(workload, parameters, optimizer, resident)
 
 
 # Parameters and optimizer
@@ -200,7 +208,9 @@ def _with_trash(slots: int) -> int:
 # The two executors
 
 
-def _accumulated_memory(workload: Workload, parameters: int, optimizer: int) -> Memory:
+def _accumulated_memory(
+    workload: Workload, parameters: int, optimizer: int, resident: float
+) -> Memory:
     """Microbatches one after the other.
 
     One of three moments is the fullest: the head, a layer's backward, or the optimizer. With ZeRO-1
@@ -212,7 +222,7 @@ def _accumulated_memory(workload: Workload, parameters: int, optimizer: int) -> 
     at_rest = parameters / workload.stored_bytes
     elements = at_rest
     if workload.zero:
-        elements = resident_elements(workload) / workload.mesh.fsdp
+        elements = resident / workload.mesh.fsdp
     copied = size < workload.stored_bytes or elements > at_rest
     compute_copy = size * elements if copied else 0.0
     gradients = size * elements
@@ -268,7 +278,9 @@ def _accumulated_memory(workload: Workload, parameters: int, optimizer: int) -> 
     )
 
 
-def _pipelined_memory(workload: Workload, parameters: int, optimizer: int) -> Memory:
+def _pipelined_memory(
+    workload: Workload, parameters: int, optimizer: int, elements: float
+) -> Memory:
     """The rings of the schedule's table, one float32 gradient, and a tick's working set.
 
     Weights are gathered over `fsdp` once per step, in compute precision.
@@ -276,7 +288,6 @@ def _pipelined_memory(workload: Workload, parameters: int, optimizer: int) -> Me
     model = workload.model
     mesh = workload.mesh
     size = workload.compute_bytes
-    elements = resident_elements(workload)
     layers_per_chunk = workload.layers_per_stage // workload.chunks
     kept = layers_per_chunk * kept_bytes(workload)
     deferred = layers_per_chunk * deferred_bytes(workload)

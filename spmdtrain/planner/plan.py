@@ -15,6 +15,7 @@ from spmdtrain.planner.estimate import Estimate, our_software, with_vocab
 from spmdtrain.planner.hardware import Hardware, described, devices_per_host
 from spmdtrain.planner.megatron_memory import megatron_memory
 from spmdtrain.planner.memory import SAFE_SHARE, Memory, step_memory
+from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.schedules import SCHEDULES
 from spmdtrain.planner.software import Software
 from spmdtrain.planner.step_time import step_time
@@ -88,19 +89,28 @@ def plan(config: RunConfig, devices: int, hardware: Hardware | str) -> list[Plan
         }
     )
     workload = workload_of(unsplit, unsplit.mesh.sizes)
-    return search(workload, devices, hardware, our_software(unsplit, hardware))
+    own = OwnModel(unsplit) if config.model.make else None
+    return search(workload, devices, hardware, our_software(unsplit, hardware), own)
 
 
-def search(workload: Workload, devices: int, hardware: Hardware, software: Software) -> list[Plan]:
+def search(
+    workload: Workload,
+    devices: int,
+    hardware: Hardware,
+    software: Software,
+    own: OwnModel | None = None,
+) -> list[Plan]:
     """Layouts of `workload` on `devices` devices, fastest first.
+
+    `own`: the model, where it is not a shipped one; `workload` then has the sizes of its settings.
 
     After those that fit comes, of each mesh on which nothing fits, what needs least memory.
     ConfigError if nothing fits at all.
     """
     fitting: list[tuple[Workload, Memory]] = []
     leanest: dict[MeshShape, tuple[Workload, Memory]] = {}
-    for candidate in candidates(workload, devices, hardware, software):
-        memory = memory_of(candidate, software)
+    for candidate in candidates(workload, devices, hardware, software, own):
+        memory = memory_of(candidate, software, own)
         mesh = candidate.mesh
         if memory.fits(hardware):
             fitting.append((candidate, memory))
@@ -113,9 +123,11 @@ def search(workload: Workload, devices: int, hardware: Hardware, software: Softw
         for candidate, memory in fitting + misfits
     ]
     plans.sort(key=lambda plan: (not plan.fits, plan.seconds))
+    if not plans and own and own.refusal:
+        raise own.refusal
     if not plans or not plans[0].fits:
         smallest = min(plans, key=lambda plan: plan.memory.total, default=None)
-        raise _nothing_fits(workload, devices, hardware, software, smallest)
+        raise _nothing_fits(workload, devices, hardware, software, smallest, own)
     return [replace(plan, why=why_not(plan, plans[0])) for plan in plans]
 
 
@@ -145,7 +157,10 @@ def why_not(plan: Plan, best: Plan) -> str:
     return f"{term.replace('_', ' ')} +{more[term]:.3g} s ({time.bound_by(term)})"
 
 
-def memory_of(workload: Workload, software: Software) -> Memory:
+def memory_of(workload: Workload, software: Software, own: OwnModel | None = None) -> Memory:
+    if own:
+        state = own.state(workload)
+        return step_memory(workload, (state.parameters, state.optimizer), state.resident)
     return step_memory(workload) if software.lockstep else megatron_memory(workload)
 
 
@@ -153,13 +168,22 @@ def memory_of(workload: Workload, software: Software) -> Memory:
 
 
 def candidates(
-    workload: Workload, devices: int, hardware: Hardware, software: Software
+    workload: Workload,
+    devices: int,
+    hardware: Hardware,
+    software: Software,
+    own: OwnModel | None = None,
 ) -> Iterator[Workload]:
     """Every layout that divides the devices, the batch and the model.
 
     Of a mesh on which not even the leanest layout fits, that one alone: it says what is missing.
     """
-    for mesh in mesh_shapes(workload.model, workload.sequence_length, devices, hardware):
+    divided = workload.model
+    allowed = own.allows if own else None  # None: filter lets all pass
+    if own:
+        divided = own.divided
+        workload = replace(workload, model=own.shape)
+    for mesh in mesh_shapes(divided, workload.sequence_length, devices, hardware):
         if workload.global_batch % mesh.batch_shards:
             continue
         # Other software is searched as Megatron-LM: pipeline, data and tensor.
@@ -176,11 +200,14 @@ def candidates(
         # ZeRO-1 splits over `data`; other software is searched as it was published, without.
         zeros = (0, 1) if mesh.data > 1 and software.lockstep else (0,)
         leanest = min(
-            _lean_layouts(lean, zeros[-1]),
-            key=lambda each: memory_of(each, software).total,
+            filter(allowed, _lean_layouts(lean, zeros[-1])),
+            key=lambda each: memory_of(each, software, own).total,
+            default=None,
         )
-        if memory_of(leanest, software).fits(hardware):
-            yield from _layouts_on_mesh(lean, zeros, software)
+        if leanest is None:
+            continue
+        if memory_of(leanest, software, own).fits(hardware):
+            yield from filter(allowed, _layouts_on_mesh(lean, zeros, software))
         else:
             yield leanest
 
@@ -283,6 +310,7 @@ def _nothing_fits(
     hardware: Hardware,
     software: Software,
     smallest: Plan | None,
+    own: OwnModel | None,
 ) -> ConfigError:
     """The error that says what is missing. `smallest`: the plan that needs least memory."""
     asked = f"{workload.model.parameters / 1e9:.3g} G parameters, {devices} x {hardware.name}"
@@ -291,9 +319,9 @@ def _nothing_fits(
     needed = smallest.memory.total
     safe = SAFE_SHARE * hardware.memory
     more = devices
-    while more < MOST_DEVICES and not _fits_on(smallest.workload, more, hardware, software):
+    while more < MOST_DEVICES and not _fits_on(smallest.workload, more, hardware, software, own):
         more *= 2
-    if _fits_on(smallest.workload, more, hardware, software):
+    if _fits_on(smallest.workload, more, hardware, software, own):
         fix = f"--devices {more}"
     else:
         fix = f"devices with {needed / SAFE_SHARE / 1e9:.0f} GB"
@@ -322,10 +350,16 @@ def _nothing_divides(
     )
 
 
-def _fits_on(workload: Workload, devices: int, hardware: Hardware, software: Software) -> bool:
+def _fits_on(
+    workload: Workload,
+    devices: int,
+    hardware: Hardware,
+    software: Software,
+    own: OwnModel | None,
+) -> bool:
     """True if some layout fits on `devices`, with at least one sequence for each of them."""
     grown = replace(workload, global_batch=max(workload.global_batch, devices))
     return any(
-        memory_of(candidate, software).fits(hardware)
-        for candidate in candidates(grown, devices, hardware, software)
+        memory_of(candidate, software, own).fits(hardware)
+        for candidate in candidates(grown, devices, hardware, software, own)
     )

@@ -65,7 +65,7 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
         shape = padding.at_rest[path]
         stacked = model.parameters[path].stacked
         return jax.tree.map(
-            lambda x: _leaf(x, mesh, _spec_beside(x, shape, stacked, specs[path])), state
+            lambda x: _leaf(x, mesh, spec_beside(x.shape, shape, stacked, specs[path])), state
         )
 
     shapes = jax.eval_shape(
@@ -86,16 +86,16 @@ def _leaf(x: Any, mesh: Mesh, spec: P) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def _spec_beside(x: jax.ShapeDtypeStruct, shape: Shape, stacked: int, spec: P) -> P:
-    """The spec of an optimizer leaf.
+def spec_beside(leaf: Shape, shape: Shape, stacked: int, spec: P) -> P:
+    """The spec of an optimizer leaf of this shape, beside a parameter of `shape` at rest.
 
     It is the parameter's if the leaf has its shape, as a moment has. Else its layers lie as the
     parameter's do, and the rest is whole.
     """
-    if x.shape == shape:
+    if leaf == shape:
         return spec
     stack = shape[:stacked]
-    if x.shape[: len(stack)] == stack:
+    if leaf[: len(stack)] == stack:
         return P(*spec[: len(stack)])
     return P()
 

@@ -518,6 +518,20 @@ BREAKAGES = [
         "return state",
         f"{EMA} -k another_run",
     ),
+    Breakage(
+        "a plan forgets the average of an own model's weights",
+        "planner/own_model.py",
+        "if self._config.optimizer.ema:",
+        "if not self._config.optimizer:",
+        "tests/planner/test_plan.py -k weights_and_moments",
+    ),
+    Breakage(
+        "a plan counts an own model's moments as if they rested whole",
+        "planner/own_model.py",
+        "spec = spec_beside(shape, at_rest, stacked, specs[path])",
+        "spec = specs[path] if leaves is params.get(path) else jax.sharding.PartitionSpec()",
+        "tests/planner/test_plan.py -k weights_and_moments",
+    ),
     # The run
     Breakage(
         "the second resume reads other data",

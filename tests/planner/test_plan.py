@@ -3,19 +3,24 @@
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, load
+from spmdtrain.models.abstract import build_model
+from spmdtrain.models.choose import choose_model
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.hardware import DEVICES
-from spmdtrain.planner.memory import SAFE_SHARE
+from spmdtrain.planner.memory import SAFE_SHARE, exact_state
+from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.plan import plan as plan_config
 from spmdtrain.planner.plan import search
 from spmdtrain.planner.software import software
 from spmdtrain.planner.workload import MeshShape, ModelShape, Workload
 
+ROOT = Path(__file__).parent.parent.parent
 A100 = DEVICES["a100-80"]
 H100 = DEVICES["h100"]
 TRILLION = Workload(
@@ -137,3 +142,34 @@ def test_a_plan_uses_all_devices_and_the_estimate_takes_it(config, devices):
     assert {each.workload.mesh.devices for each in (best, *others)} == {devices}
     pasted = load(config, [*settings, *best.settings])
     assert estimate(pasted, devices, "H100").time.seconds == pytest.approx(best.seconds, rel=0.02)
+
+
+# Models of one's own
+
+
+def test_a_plan_counts_the_weights_and_moments_of_an_own_model_exactly(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = ["model.extra.state=96", "optimizer.ema=0.9", "train.global_batch=64"]
+    config = load("examples/hybrid.toml", settings).with_vocab(251)
+    plans = plan_config(config, 16, "h100")
+    by_layout = {(p.workload.mesh, p.workload.chunks, p.workload.zero): p for p in plans}
+    some = list(by_layout.values())[::6]
+    assert {plan.workload.zero for plan in some} == {0, 1}
+    assert {plan.workload.mesh.pipeline for plan in some} >= {1, 2}
+    assert {plan.workload.mesh.tensor for plan in some} >= {1, 2}
+    for plan in some:
+        sizes = plan.workload.mesh.sizes
+        laid_out = load("examples/hybrid.toml", [*settings, *plan.settings]).with_vocab(251)
+        held = (plan.memory.parameters, plan.memory.optimizer)
+        assert held == exact_state(laid_out, sizes), plan.settings
+    unsplit = OwnModel(config).state(replace(plans[0].workload, mesh=MeshShape()))
+    size = build_model(*choose_model(config)).size
+    assert unsplit.resident == size
+    assert unsplit.parameters == 4 * size
+
+
+def test_a_plan_of_an_own_model_says_what_of_it_is_its_own(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", "examples/hybrid.toml", "--devices", "2", "--hardware", "h100"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("examples/hybrid.py:Hybrid: parameters, gradients, optimizer state")

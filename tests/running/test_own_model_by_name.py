@@ -108,7 +108,7 @@ def test_show_and_estimate_take_it_too(here, capsys):
     assert "blocks.layer.block.0.attention.in_e3s" in printed
     assert main(["estimate", "hybrid.toml", "--hardware", "h100", *settings]) == 0
     assert (
-        "hybrid.py:Hybrid: its parameters, and its FLOPs as its program has them"
+        "hybrid.py:Hybrid: parameters, gradients, optimizer state and FLOPs are its own;"
         in capsys.readouterr().out
     )
     flops = {}
