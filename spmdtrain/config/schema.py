@@ -312,6 +312,7 @@ class OptimizerConfig(Settings):
     """
 
     moments: ClassVar[int]  # elements of optimizer state per element of a parameter
+    gradients_at_weights: ClassVar[bool] = True  # False: at a point that a step derives from them
 
     learning_rate: Positive = 1e-3
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -419,6 +420,7 @@ class ScheduleFreeAdamW(OptimizerConfig):
     """
 
     moments: ClassVar[int] = 2
+    gradients_at_weights: ClassVar[bool] = False
 
     name: Literal["schedule_free_adamw"] = "schedule_free_adamw"
     schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(

@@ -223,7 +223,8 @@ def _accumulated_memory(
     elements = at_rest
     if workload.zero:
         elements = resident / workload.mesh.fsdp
-    copied = size < workload.stored_bytes or elements > at_rest
+    narrower = size < workload.stored_bytes
+    copied = narrower or elements > at_rest or not workload.gradients_at_weights
     compute_copy = size * elements if copied else 0.0
     gradients = size * elements
     sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
@@ -305,7 +306,9 @@ def _pipelined_memory(
         + rings.cotangents * stream_bytes
         + carried
     )
-    copies = size < workload.stored_bytes or mesh.fsdp > 1 or bool(workload.zero)
+    narrower = size < workload.stored_bytes
+    gathers = mesh.fsdp > 1 or bool(workload.zero)
+    copies = narrower or gathers or not workload.gradients_at_weights
     weights = size * elements if copies else 0.0
     # A chunk's gradients, before they are added to the sum.
     chunk_gradients = size * layers_per_chunk * _layer_elements(model, mesh.tensor)

@@ -143,6 +143,7 @@ class Workload:
     dtype: str = "bfloat16"  # of the computation
     stored_bytes: int = 4  # of a weight at rest, and of each moment
     moments: int = 2  # that the optimizer keeps of each weight
+    gradients_at_weights: bool = True  # False: at a point beside them, which a step holds as well
     ema: bool = False  # whether an average of the weights is kept
 
     @property
@@ -237,5 +238,6 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         dtype=config.precision.compute,
         stored_bytes=4 if config.precision.params == "float32" else 2,
         moments=config.optimizer.moments,
+        gradients_at_weights=config.optimizer.gradients_at_weights,
         ema=config.optimizer.ema is not None,
     )

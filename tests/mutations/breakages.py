@@ -350,9 +350,9 @@ BREAKAGES = [
     Breakage(
         "moments rest whole",
         "train/state.py",
-        """    if x.shape == shape:
+        """    if leaf == shape:
         return spec""",
-        """    if x.shape == shape:
+        """    if leaf == shape:
         return P()""",
         f"{LAYOUTS} -k zero_halves",
     ),

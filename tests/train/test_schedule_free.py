@@ -19,6 +19,8 @@ import spmdtrain as st
 from spmdtrain.config import AdamW, ConfigError
 from spmdtrain.config.schema import ScheduleFreeAdamW
 from spmdtrain.models.abstract import Parameter
+from spmdtrain.planner.memory import step_memory
+from spmdtrain.planner.workload import MeshShape, workload_of
 from spmdtrain.running import loop
 from spmdtrain.train import optimizers
 from spmdtrain.train.setup import init_state, shard
@@ -190,6 +192,16 @@ def test_a_run_from_the_weights_of_another_begins_all_its_points_there(split, tm
     rate = tiny(*NUMBERS).optimizer.learning_rate
     for path in begin:
         assert np.max(np.abs(after[path] - begin[path])) < 2 * rate
+
+
+def test_the_planner_counts_the_point_of_the_gradients():
+    """z is a moment, and float32 weights have no other copy in compute precision."""
+    adamw, ours = (
+        step_memory(workload_of(tiny(*name).with_vocab(64), MeshShape().sizes))
+        for name in ((), NUMBERS)
+    )
+    assert ours.optimizer == adamw.optimizer
+    assert ours.total - adamw.total == pytest.approx(adamw.parameters, rel=0.01)
 
 
 @pytest.mark.parametrize(
