@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
-from spmdtrain.models.buffer import Buffer
+from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.model import LanguageModel
@@ -216,7 +216,8 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
     def table(state, tokens_bt):
         model = nnx.merge(graphdef, state)
         ctx = ForwardContext(tokens_bt)
-        return model.head(model.embed(tokens_bt, ctx), ctx)[1]
+        with refusing_writes(model):
+            return model.head(model.embed(tokens_bt, ctx), ctx)[1]
 
     tokens = jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32)
     rows = jax.eval_shape(table, state, tokens).shape[0]

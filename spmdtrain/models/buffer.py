@@ -1,6 +1,12 @@
 """Arrays of a model that are not trained."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 from flax import nnx
+
+from spmdtrain.config.errors import ConfigError
 
 
 class Buffer(nnx.Variable):
@@ -8,5 +14,28 @@ class Buffer(nnx.Variable):
 
     It is made as a parameter is, `Buffer(x, out_sharding=("embed", "ffn"))`, and lies on the mesh,
     in checkpoints and in memory as one; optimizers pass it over, and it has no moments. Its values
-    are those that the model was made with, floating, for good: a forward pass cannot change them.
+    are those that the model was made with, floating, for good: a forward pass that changes them is
+    refused.
     """
+
+
+@contextlib.contextmanager
+def refusing_writes(module: nnx.Module) -> Iterator[None]:
+    """A context to trace a part of the forward pass in. ConfigError where it changes an array.
+
+    The change would be lost: a step keeps what its optimizer changes, and nothing else.
+    """
+    before = _arrays(module)
+    yield
+    for path, array in _arrays(module).items():
+        if path in before and before[path] is not array:
+            raise ConfigError(
+                f"a forward pass changes {path} of a {type(module).__name__}, which no step keeps",
+                fix="what is learned as nnx.Param, or a norm without running statistics",
+            )
+
+
+def _arrays(module: nnx.Module) -> dict[str, Any]:
+    """The arrays of a module's parameters and buffers, by dotted path."""
+    flat = nnx.to_flat_state(nnx.state(module, (nnx.Param, Buffer)))
+    return {".".join(map(str, path)): variable.get_raw_value() for path, variable in flat}

@@ -12,6 +12,7 @@ from flax import nnx
 
 from pallas_kernels.attention import saveable as attention_saveable
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.models.buffer import refusing_writes
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.gather import LAYER_AXES
 
@@ -95,7 +96,8 @@ def run_block(
     block: nnx.Module, x: jax.Array, ctx: ForwardContext, number: jax.Array | int
 ) -> tuple[jax.Array, SideLosses]:
     """Layer `number` of a stack, which `block` holds the weights of: (x, its side losses)."""
-    out = block(x, ctx.at_layer(number))
+    with refusing_writes(block):
+        out = block(x, ctx.at_layer(number))
     y, given = out if isinstance(out, tuple) else (out, {})
     side_losses = _by_name(given, type(block).__name__)
     if (y.shape, y.dtype) != (x.shape, x.dtype):

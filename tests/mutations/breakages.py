@@ -519,6 +519,13 @@ BREAKAGES = [
         f"{EMA} -k another_run",
     ),
     Breakage(
+        "a layer may change its variables, which are forgotten",
+        "models/buffer.py",
+        "if path in before and before[path] is not array:",
+        "if path not in before:",
+        "tests/train/test_own_model.py -k not_forgotten",
+    ),
+    Breakage(
         "a plan forgets the average of an own model's weights",
         "planner/own_model.py",
         "if self._config.optimizer.ema:",

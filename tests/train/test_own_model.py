@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.buffer import Buffer
-from spmdtrain.models.layers import weight
+from spmdtrain.models.layers import Mlp, weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
-from spmdtrain.running.loop import run
+from spmdtrain.running.loop import lower_step, run
 from spmdtrain.running.restore import weights
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients, make_losses
@@ -331,3 +331,34 @@ def test_a_variable_that_nobody_would_update_is_refused(kind, values):
         match=f"extra: a {kind.__name__} of .*; try floating nnx.Param or spmdtrain.Buffer",
     ):
         build_model(tiny(*SMALLEST), Model)
+
+
+def test_a_forward_pass_that_changes_a_variable_is_refused_and_not_forgotten():
+    """Running statistics, say: each step would begin with those of the first."""
+
+    class Counts(Mlp):
+        def __init__(self, config, rngs: nnx.Rngs):
+            super().__init__(config, rngs)
+            self.seen = Buffer(jnp.zeros(()))
+
+        def __call__(self, x_bte, ctx):
+            self.seen[...] += 1
+            return super().__call__(x_bte, ctx)
+
+    class CountsAtTheEnd(Transformer):
+        def __init__(self, config, rngs: nnx.Rngs):
+            super().__init__(config, rngs)
+            self.seen = Buffer(jnp.zeros(()))
+
+        def head(self, x_bte, ctx):
+            self.seen[...] += 1
+            return super().head(x_bte, ctx)
+
+    said = "a forward pass changes {} of a {}, which no step keeps; try .*running statistics"
+    with pytest.raises(ConfigError, match=said.format("seen", "CountsAtTheEnd")):
+        build_model(tiny(*SMALLEST), CountsAtTheEnd)
+    in_layers = partial(Transformer, mlp=Counts)
+    for layout in ((), ("mesh.pipeline=2", "train.microbatch=4")):
+        setup = shard(tiny(*SMALLEST, *layout), in_layers, jax.devices()[: mesh_of(layout)])
+        with pytest.raises(ConfigError, match=said.format("mlp.seen", "Block")):
+            lower_step(setup)
