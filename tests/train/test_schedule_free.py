@@ -33,9 +33,9 @@ STEPS = 4
 NUMBERS = (
     "optimizer.name=schedule_free_adamw",
     "optimizer.weight_decay=0.1",
-    "optimizer.learning_rate=1e-2",
+    "optimizer.learning_rate=3e-2",
     "optimizer.warmup=2",
-    "optimizer.epsilon=1e-2",  # a gradient that is 0 but for rounding stays so
+    "optimizer.epsilon=0.1",  # a gradient that is 0 but for rounding stays so
 )
 MESH = ("mesh.pipeline=2", "mesh.data=2", "mesh.fsdp=2", "train.zero=1", "train.microbatch=2")
 Weights = dict[str, jax.Array]
