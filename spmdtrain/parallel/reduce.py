@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +109,15 @@ def _in_float32_on_cpu(collective: Callable[[jax.Array], jax.Array], x: jax.Arra
     return jax.lax.platform_dependent(x, cpu=widened, default=collective)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def scatter_sum(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Sum x over `axes`, and leave each device its slice of dim `dim`; the first axis is major.
+    """Sum x over `axes`, and leave each device its slice of dim `dim`; the first axis is major."""
+    scattered: Any = _scatter_sum(x, axes, dim)
+    return scattered
 
-    The transpose gathers. It is written down for the same reason as that of `_psum`.
-    """
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _scatter_sum(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Do what `scatter_sum` says. The transpose gathers; it is written down as that of `_psum`."""
     scatter = partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
     return _in_float32_on_cpu(scatter, x)
 
@@ -122,7 +126,7 @@ def _gather_cotangent(axes: tuple[str, ...], dim: int, _, dx: jax.Array) -> tupl
     return (jax.lax.all_gather(dx, axes, axis=dim, tiled=True),)
 
 
-scatter_sum.defvjp(lambda x, axes, dim: (scatter_sum(x, axes, dim), None), _gather_cotangent)
+_scatter_sum.defvjp(lambda x, axes, dim: (_scatter_sum(x, axes, dim), None), _gather_cotangent)
 
 
 def reduce_gradients(
