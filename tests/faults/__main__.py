@@ -1,22 +1,32 @@
 """`make faults`: every case in full. A JSON line for each, and docs/faults.md from such lines.
 
-python -m faults [--times N] [NAMES ...] >> FILE
+python -m faults [--times N] [--minutes M] [NAMES ...] >> FILE
 python -m faults --write FILE
+
+SIGTERM lets the case that runs end after its turn, with the figures that it has, and no other case
+begin.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+COMPILED = tempfile.TemporaryDirectory(prefix="faults-compiled-")  # children read it too
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
-from faults.cases import CASES, Case, Figures  # noqa: E402
+from faults.cases import CASES, Case  # noqa: E402
+from faults.turns import Figures, Turns  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 HEAD = """# Faults
@@ -56,6 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="faults")
     parser.add_argument("names", nargs="*", help="of cases; all unless given")
     parser.add_argument("--times", type=int, help="how often, in place of each case's own number")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no turn begins after them")
     parser.add_argument(
         "--write", metavar="FILE", help="runs nothing; writes the page of its lines"
     )
@@ -63,18 +74,27 @@ def main() -> int:
     if parsed.write:
         write_page(Path(parsed.write).read_text().splitlines())
         return 0
+    ended: list[int] = []
     kept = True
     for case in CASES:
-        if parsed.names and case.name not in parsed.names:
+        if ended or (parsed.names and case.name not in parsed.names):
             continue
+        turns = Turns(parsed.times or case.full, 60 * parsed.minutes)
+
+        def end(number: int, _: Any, turns: Turns = turns) -> None:
+            ended.append(number)
+            turns.end()
+
+        signal.signal(signal.SIGTERM, end)
         start = time.monotonic()
         with (
             tempfile.TemporaryDirectory(prefix="faults-") as folder,
             contextlib.redirect_stdout(sys.stderr),
         ):
-            figures = case.run(Path(folder), parsed.times or case.full)
+            figures = case.run(Path(folder), turns)
         seconds = round(time.monotonic() - start)
-        print(json.dumps({"case": case.name, **figures, "seconds": seconds}), flush=True)
+        line = {"case": case.name, "times": turns.taken, **figures, "seconds": seconds}
+        print(json.dumps(line), flush=True)
         kept = kept and figures["passed"]
     return 0 if kept else 1
 

@@ -25,6 +25,19 @@ def flip_bit(folder: Path, draw: random.Random) -> str:
     return f"bit {bit} of {path.relative_to(folder)}"
 
 
+def flip_weight(folder: Path) -> None:
+    """Flips a bit in the middle of the largest array of the weights, which only its fingerprint
+    protects.
+    """
+    files = files_of(folder / "params")
+    largest = max(
+        (path for path in files if path.parent.name == "d"), key=lambda path: path.stat().st_size
+    )
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
 def cut(folder: Path, draw: random.Random) -> str:
     """Truncates or deletes one file, or deletes a whole item. Returns what it did."""
     kind = draw.choice(["truncate", "delete", "delete", "item"])

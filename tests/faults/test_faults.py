@@ -5,11 +5,12 @@ slow` only.
 import pytest
 
 from faults.cases import CASES
+from faults.turns import Turns
 
 pytestmark = pytest.mark.long
 
 
-SLOW = {"soak", "fewer", "watched", "bad steps"}
+SLOW = {"soak", "fewer", "watched", "bad steps", "SIGKILL of a rank"}
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,6 @@ SLOW = {"soak", "fewer", "watched", "bad steps"}
     ],
 )
 def test_the_promise_is_kept(case, tmp_path):
-    figures = case.run(tmp_path, case.quick)
+    figures = case.run(tmp_path, Turns(case.quick))
     print(figures)
     assert figures["passed"], figures
