@@ -47,7 +47,7 @@ from spmdtrain.running.profile import profiled
 from spmdtrain.running.progress import Progress, quantity
 from spmdtrain.running.replicas import ReplicaCheck
 from spmdtrain.running.reporter import Hook, Reporter, check
-from spmdtrain.running.restore import newest
+from spmdtrain.running.restore import read_newest_good
 from spmdtrain.running.resume import Found, newest_good, set_aside_damaged
 from spmdtrain.running.rollback import go_back
 from spmdtrain.running.save_interval import SaveInterval
@@ -219,10 +219,13 @@ def begin(setup: Setup, reporter: Reporter) -> TrainState:
 
 
 def _weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
-    """The newest parameters of another run."""
+    """The newest parameters of another run that are as they were saved."""
     with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
-        step = newest(checkpoints, run)
-        params, meta = checkpoints.restore_params(step, setup.state.params)
+        _, (params, meta), line = read_newest_good(
+            checkpoints, run, lambda step: checkpoints.restore_params(step, setup.state.params)
+        )
+    if line:
+        reporter.say(line)
     for line in check_model_code(
         meta.get("model_code"), code_of(setup), f"train.init_from='{run}'"
     ):

@@ -16,7 +16,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.running.identity import code_of
 from spmdtrain.running.model_code import check_model_code
-from spmdtrain.running.restore import chosen_step, read_document, refuse_own_code
+from spmdtrain.running.restore import read_document, read_step, refuse_own_code
 from spmdtrain.train.setup import Setup, shard
 
 # What may be set where a run is read: what belongs to the devices, and not to the run.
@@ -58,8 +58,9 @@ def open_run(
     settable: Sequence[str] = OF_DEVICES,
     ema: bool = False,
 ) -> OpenedRun:
-    """The weights of `run` after `step` steps (default: the newest), ready to compute with.
+    """The weights of `run` after `step` steps, ready to compute with.
 
+    Without `step` it is the newest that is as it was saved: see `read_step` in restore.py.
     `make` is what the run was trained with, a class or its name as in `model.make`. The mesh is one
     device unless `overrides` set `mesh.*`; they may set what is in `settable` and nothing else.
     With `ema` the weights are the average that was kept with `optimizer.ema`. Raises UserError.
@@ -80,8 +81,12 @@ def open_run(
     config = from_resolved(saved, overrides)
     setup = shard(_with_batch(config), make, _devices(config))
     with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
-        at = chosen_step(checkpoints, run, step)
-        params, meta = checkpoints.restore_params(at, setup.state.params, ema=ema)
+        at, (params, meta) = read_step(
+            checkpoints,
+            run,
+            step,
+            lambda at: checkpoints.restore_params(at, setup.state.params, ema=ema),
+        )
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
     end = saved.get("end_of_text")
     return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end)

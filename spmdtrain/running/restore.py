@@ -1,21 +1,31 @@
-"""Reads what a run has left: its configuration, weights and state. Changes nothing."""
+"""Reads what a run has left: its configuration, weights and state. Changes nothing.
+
+Whoever asks for no step gets the newest that is as it was saved, and a line where that is not the
+newest there is. A step that was asked for is read or refused.
+"""
 
 import contextlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
-from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.checkpoint_meta import Meta
 from spmdtrain.running.identity import code_of
 from spmdtrain.running.model_code import SHIPPED, check_model_code
+from spmdtrain.running.resume import read_newest
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
+
+T = TypeVar("T")
 
 
 def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -30,17 +40,22 @@ def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainState:
-    """The state of `run` after `step` steps (default: the newest), read into the shards of `setup`.
+    """The state of `run` after `step` steps, read into the shards of `setup`.
+
+    Without `step` it is the newest that is as it was saved: see `read_step`.
 
     The mesh of `setup` may differ from the run's. Raises CheckpointError where there is no such
     checkpoint, or it does not fit the model and the optimizer of `setup`, or is of another model,
     or has no average of the weights where `setup` is to keep one: only `run` begins one on the way.
     """
     with _opened(run, setup) as checkpoints:
-        at = chosen_step(checkpoints, Path(run), step)
-        if setup.state.ema:
-            checkpoints.check_ema(at)
-        state, meta = checkpoints.restore(at, setup.state)
+
+        def read(at: int) -> tuple[TrainState, Meta]:
+            if setup.state.ema:
+                checkpoints.check_ema(at)
+            return checkpoints.restore(at, setup.state)
+
+        at, (state, meta) = read_step(checkpoints, Path(run), step, read)
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
     return state
 
@@ -48,7 +63,7 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
 def weights(
     run: str | Path, step: int | None = None, *, ema: bool = False
 ) -> dict[str, np.ndarray]:
-    """The parameters of `run` after `step` steps (default: the newest) as plain arrays.
+    """The parameters of `run` after `step` steps as plain arrays; as `restore` chooses the step.
 
     By dotted path, whole, in the dtype in which they rest; those of the layers are stacked,
     [layers, ...], in order, whatever pipeline wrote them. With `ema` each that was trained is its
@@ -56,7 +71,10 @@ def weights(
     devices. Raises CheckpointError where there is no such checkpoint, or no average in it.
     """
     with _opened(run, None) as checkpoints:
-        return checkpoints.read_weights(chosen_step(checkpoints, Path(run), step), ema=ema)
+        _, found = read_step(
+            checkpoints, Path(run), step, lambda at: checkpoints.read_weights(at, ema=ema)
+        )
+    return found
 
 
 def read_document(run: Path) -> tuple[dict[str, Any], str | None]:
@@ -93,25 +111,61 @@ def refuse_own_code(run: Path, saved: dict[str, Any], named: str | None) -> None
         )
 
 
-def newest(checkpoints: Checkpoints, run: Path) -> int:
-    """The newest step; CheckpointError where there is none."""
-    found = checkpoints.newest()
-    if found is None:
+def read_step(
+    checkpoints: Checkpoints, run: Path, asked: int | None, read: Callable[[int], T]
+) -> tuple[int, T]:
+    """The step that is read, and what `read(step)` gives.
+
+    Where no step was asked for, a newer one that is damaged costs a line on standard error, and the
+    one before it is read. A step that was asked for and is damaged is refused: DamagedError names
+    the newest that could be read. CheckpointError where there is none.
+    """
+    if asked is None:
+        step, found, line = read_newest_good(checkpoints, run, read)
+        if line and jax.process_index() == 0:
+            print(f"spmdtrain: {line}", file=sys.stderr)
+        return step, found
+    there = checkpoints.steps()
+    if asked not in there:
+        listed = ", ".join(map(str, there)) or "none"
+        raise CheckpointError(f"{run} holds no checkpoint of step {asked}", found=listed)
+    try:
+        return asked, read(asked)
+    except DamagedError as error:
+        others = (step for step in reversed(there) if step != asked)
+        good = next((step for step in others if _is_good(step, read)), None)
+        fix = "another run: no step of this one can be read"
+        if good is not None:
+            fix = f"--step {good}"
+        raise DamagedError(error.what, fix=fix) from error
+
+
+def read_newest_good(
+    checkpoints: Checkpoints, run: Path, read: Callable[[int], T]
+) -> tuple[int, T, str]:
+    """The newest step that is as it was saved, what `read(step)` gives, and a line.
+
+    The line is "" unless a newer step is damaged. CheckpointError where there is none at all.
+    """
+    read_one = read_newest(checkpoints, read)
+    if read_one is None:
         fix = "training first: spmdtrain train CONFIG --run RUN"
         raise CheckpointError(f"{run} holds no checkpoint", fix=fix)
-    return found
+    step, found, damaged = read_one
+    if not damaged:
+        return step, found, ""
+    newest, *more = damaged.values()
+    others = f", and {len(more)} more are" if more else ""
+    return step, found, f"{newest.what}{others}; step {step} is read in its place"
+
+
+def _is_good(step: int, read: Callable[[int], Any]) -> bool:
+    try:
+        read(step)
+    except DamagedError:
+        return False
+    return True
 
 
 def _opened(run: str | Path, setup: Setup | None) -> contextlib.closing[Checkpoints]:
     return contextlib.closing(Checkpoints(Path(run), setup, keep=None))
-
-
-def chosen_step(checkpoints: Checkpoints, run: Path, asked: int | None) -> int:
-    """The step that was asked for, or the newest; CheckpointError where there is none."""
-    if asked is None:
-        return newest(checkpoints, run)
-    there = checkpoints.steps()
-    if asked not in there:
-        found = ", ".join(map(str, there)) or "none"
-        raise CheckpointError(f"{run} holds no checkpoint of step {asked}", found=found)
-    return asked

@@ -3,13 +3,17 @@
 A newer one that is damaged is set aside, not deleted, and the run takes its steps again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from spmdtrain.config.errors import CheckpointError, DamagedError
 from spmdtrain.running.checkpoint import QUARANTINE, Checkpoints
 from spmdtrain.running.checkpoint_meta import Meta, has_fingerprints
 from spmdtrain.running.reporter import Reporter
 from spmdtrain.train.state import TrainState
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,22 +29,35 @@ class Found:
 def newest_good(
     checkpoints: Checkpoints, abstract: TrainState, before: int | None = None
 ) -> Found | None:
-    """Reads the newest checkpoint, or the newest before those that are damaged; None if there is
-    none at all. Changes nothing. With `before`, only those of earlier steps are looked at.
+    """Reads the newest state, or the newest before those that are damaged; see `read_newest`.
 
-    Raises CheckpointError where one does not fit `abstract`, or all that there are are damaged: a
-    run does not begin anew by itself.
+    Raises CheckpointError where one does not fit `abstract`.
+    """
+    found = read_newest(checkpoints, lambda step: checkpoints.restore(step, abstract), before)
+    if found is None:
+        return None
+    step, (state, meta), damaged = found
+    return Found(step, state, meta, damaged)
+
+
+def read_newest(
+    checkpoints: Checkpoints, read: Callable[[int], T], before: int | None = None
+) -> tuple[int, T, dict[int, DamagedError]] | None:
+    """Calls `read(step)` for the newest checkpoint, and for older ones while it finds damage.
+
+    Returns the step, what was read, and why each newer step could not be, newest first; None if
+    there is no checkpoint at all. Changes nothing. With `before`, only those of earlier steps are
+    looked at. Raises CheckpointError where all that there are are damaged: a run does not begin
+    anew by itself.
     """
     damaged: dict[int, DamagedError] = {}
     for step in reversed(checkpoints.steps()):
         if before is not None and step >= before:
             continue
         try:
-            state, meta = checkpoints.restore(step, abstract)
+            return step, read(step), damaged
         except DamagedError as error:
             damaged[step] = error
-            continue
-        return Found(step, state, meta, damaged)
     if not damaged:
         return None
     _, newest = next(iter(damaged.items()))

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -87,11 +88,13 @@ def main() -> int:
 
         signal.signal(signal.SIGTERM, end)
         start = time.monotonic()
-        with (
-            tempfile.TemporaryDirectory(prefix="faults-") as folder,
-            contextlib.redirect_stdout(sys.stderr),
-        ):
+        folder = tempfile.mkdtemp(prefix="faults-")
+        with contextlib.redirect_stdout(sys.stderr):
             figures = case.run(Path(folder), turns)
+        if figures["passed"]:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            print(f"{case.name}: what it left is in {folder}", file=sys.stderr)
         seconds = round(time.monotonic() - start)
         line = {"case": case.name, "times": turns.taken, **figures, "seconds": seconds}
         print(json.dumps(line), flush=True)

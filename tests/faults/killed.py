@@ -30,13 +30,16 @@ from faults.runs import (
 from faults.saving import PHASES, SETTINGS
 from faults.turns import Figures, Turns
 from spmdtrain.data.source import open_data
+from spmdtrain.launch.launch import EXIT_SECONDS
+from spmdtrain.launch.ranks import TERM_SECONDS
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.running.resume import newest_good
 from spmdtrain.train.setup import shard
 
 EACH_STEP = (ENDLESS, "checkpoint.every=1", *SMALLEST)
-SOON = 15.0  # seconds in which a process ends after another did, docs/launch.md
+PAIR = 2  # processes
+BEGINS = 5  # one kill in so many comes while the processes begin
 
 
 def sigkills(folder: Path, turns: Turns) -> Figures:
@@ -101,23 +104,29 @@ def kills_of_a_rank(folder: Path, turns: Turns) -> Figures:
     draw = random.Random(0)
     run = folder / "killed"
     launcher = command(folder, "killed", launch=("launch", "--local-processes", "2"))
-    gone: list[float] = []
+    training: list[float] = []
+    beginning: list[float] = []
     for number in turns:
         before = acknowledged(run)
-        if number % 5 == 4:
-            wait_until(lambda: len(ranks_of(launcher)) == 2, launcher, PATIENT)  # noqa: PLR2004
+        begins = number % BEGINS == BEGINS - 1
+        if begins:
             time.sleep(draw.uniform(0, 8))
         else:
             wait_until(lambda before=before: acknowledged(run) > before, launcher, PATIENT)
             time.sleep(draw.uniform(0, 1))
+        wait_until(lambda: len(ranks_of(launcher)) == PAIR, launcher, PATIENT)
         ranks = ranks_of(launcher)
-        if launcher.poll() is not None or not ranks:
+        if not ranks:
             break
         victim = draw.choice(ranks)
         others = [pid for pid in ranks if pid != victim]
         hit = time.monotonic()
         kill(victim)
-        gone.append(seconds_until_gone(others, hit))
+        seconds = seconds_until_gone(others, hit)
+        if begins:
+            beginning.append(seconds)
+        else:
+            training.append(seconds)
     last = acknowledged(run)
     wait_until(lambda: acknowledged(run) > last, launcher, PATIENT)
     launcher.terminate()
@@ -125,18 +134,22 @@ def kills_of_a_rank(folder: Path, turns: Turns) -> Figures:
     reached = acknowledged(run)
     lost = acknowledged_and_lost(run)
     damaged = len(events(run, "quarantined"))
-    control, want = undisturbed(folder, reached, processes=2)
-    same = losses(run) == want
+    control, want = undisturbed(folder, reached, PAIR)
+    got = losses(run)
+    same = all(got.get(step) == want[step] for step in want)
     return {
         "acknowledged_and_lost": lost,
         "listed_and_unrestorable": damaged,
-        "until_the_other_is_gone": spread(gone),
+        "until_the_other_is_gone": spread(training),
+        "the_same_while_they_begin": spread(beginning),
+        "exit_code": ended,
         "steps": reached,
         "losses_are_those_of_the_undisturbed_run": same,
         "control": f"the undisturbed run ends with {control}",
         "passed": lost == damaged == control == 0
-        and len(gone) == turns.taken
-        and max(gone) <= SOON
+        and len(training) + len(beginning) == turns.taken
+        and max(training) <= EXIT_SECONDS
+        and max(beginning, default=0) <= EXIT_SECONDS + TERM_SECONDS + 1
         and ended == 3
         and same,
     }

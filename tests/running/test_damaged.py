@@ -5,14 +5,18 @@ others.
 import contextlib
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from faults.damage import cut, flip_bit
 from helpers import assert_same_bits, tiny
 
+import spmdtrain as st
+from spmdtrain.cli import main
 from spmdtrain.config.errors import CheckpointError, DamagedError
 from spmdtrain.running import loop, restore
 from spmdtrain.running.checkpoint import Checkpoints
@@ -63,6 +67,10 @@ def found_in(run: Path, setup: Setup):
 
 def newest(run: Path) -> Path:
     return run / "checkpoints" / str(NEWEST)
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
 def event_steps(run: Path, name: str) -> list[int]:
@@ -151,16 +159,55 @@ def test_a_run_does_not_begin_anew_where_all_is_damaged(run):
     assert CheckpointError.exit_code == 6
 
 
-def test_who_only_reads_is_refused_and_changes_nothing(run, setup):
-    """Weights for another run, for a sample, for a notebook."""
+FELL_BACK = "/checkpoints/3 is damaged: .* is not as it was saved.*; step 2 is read in its place\n"
+
+
+def test_who_only_reads_gets_the_newest_good_step_and_changes_nothing(run, setup, truth, capsys):
+    """In Python and at the command line; one line on standard error says so."""
     alter_data(run)
-    says = r"checkpoints/3 is damaged: .* is not as it was saved; try resuming the run, .* step 2"
+    before = files_of(run)
+    assert_same_bits(restore.restore(run, setup), truth[NEWEST - 1])
+    assert re.fullmatch(f"spmdtrain: checkpoint .*{FELL_BACK}", capsys.readouterr().err)
+    found = restore.weights(run)
+    assert found.keys() == truth[NEWEST - 1].params.keys()
+    for path, weight in found.items():
+        assert np.array_equal(weight, truth[NEWEST - 1].params[path])
+    assert re.fullmatch(f"spmdtrain: checkpoint .*{FELL_BACK}", capsys.readouterr().err)
+    assert main(["eval", str(run), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["step"] == NEWEST - 1
+    assert re.fullmatch(f"spmdtrain: checkpoint .*{FELL_BACK}", said.err)
+    st.generate(run, [1, 2], 2)
+    assert re.fullmatch(f"spmdtrain: checkpoint .*{FELL_BACK}", capsys.readouterr().err)
+    assert files_of(run) == before
+
+
+def test_a_damaged_step_that_was_asked_for_is_refused_and_a_good_one_named(run, setup, capsys):
+    alter_data(run)
+    shutil.rmtree(run / "checkpoints" / str(NEWEST - 1) / "params")
+    before = files_of(run)
+    says = r"checkpoints/3 is damaged: .* is not as it was saved.*; try --step 1$"
     with pytest.raises(DamagedError, match=says):
-        restore.restore(run, setup)
+        restore.restore(run, setup, NEWEST)
     with pytest.raises(DamagedError, match=says):
+        restore.weights(run, NEWEST)
+    assert main(["eval", str(run), "--step", str(NEWEST)]) == CheckpointError.exit_code
+    assert re.fullmatch("spmdtrain: checkpoint .*; try --step 1\n", capsys.readouterr().err)
+    assert restore.weights(run, 1).keys() == setup.state.params.keys()
+    shutil.rmtree(run / "checkpoints" / "1" / "params")
+    with pytest.raises(DamagedError, match="as it was saved.*; try another run: no step of this"):
+        restore.weights(run, NEWEST)
+    with pytest.raises(CheckpointError, match="all 3 checkpoints of the run are damaged; "):
         restore.weights(run)
-    with pytest.raises(DamagedError, match=says):
-        loop.run(tiny(*SETTINGS, f"train.init_from={run}"), run.parent / "other", **ONE)
+    assert files_of(run).items() <= before.items()
+
+
+def test_another_run_begins_with_the_newest_good_weights(run, capsys):
+    alter_data(run)
+    other = run.parent / "other"
+    loop.run(tiny(*SETTINGS, f"train.init_from={run}"), other, **ONE)
+    said = capsys.readouterr()
+    assert re.search(FELL_BACK, said.out) and said.err == ""
     assert newest(run).is_dir()
 
 
