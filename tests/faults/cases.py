@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults.damage import cut, flip_bit
-from faults.files import attacks, damaged
+from faults.disks import slow_disk
+from faults.endings import asked_to_end, failures
+from faults.files import attacks, damaged, damaged_for_two
 from faults.killed import fewer, kills_of_a_rank, kills_while_saving, sigkills
 from faults.numbers import bad_steps, flipped_copies, watched
 from faults.soak import soak
@@ -38,6 +40,20 @@ CASES = [
     ),
     Case("cuts", "The same, where files are cut or missing.", damaged(cut), 6, 50),
     Case(
+        "damage for two",
+        "Two processes agree on the step before, where one of them finds its part damaged.",
+        damaged_for_two,
+        1,
+        6,
+    ),
+    Case(
+        "slow disk",
+        "Saving in the background holds no step; one save waits for the one before it.",
+        slow_disk,
+        1,
+        3,
+    ),
+    Case(
         "hostile",
         "A run directory from somebody else is refused; nothing outside it is touched.",
         attacks,
@@ -64,6 +80,20 @@ CASES = [
         kills_while_saving,
         3,
         12,
+    ),
+    Case(
+        "failures",
+        "A process that dies, fails or hangs ends all, with the code that the docs say.",
+        failures,
+        1,
+        10,
+    ),
+    Case(
+        "asked to end",
+        "SIGTERM lets the step in flight end and saves it; a second one ends the process at once.",
+        asked_to_end,
+        1,
+        4,
     ),
     Case(
         "fewer",

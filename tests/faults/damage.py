@@ -25,14 +25,15 @@ def flip_bit(folder: Path, draw: random.Random) -> str:
     return f"bit {bit} of {path.relative_to(folder)}"
 
 
-def flip_weight(folder: Path) -> None:
+def flip_weight(folder: Path, written_by: int | None = None) -> None:
     """Flips a bit in the middle of the largest array of the weights, which only its fingerprint
-    protects.
+    protects; `written_by`: of those that this process has written.
     """
-    files = files_of(folder / "params")
-    largest = max(
-        (path for path in files if path.parent.name == "d"), key=lambda path: path.stat().st_size
-    )
+    root = folder / "params"
+    if written_by is not None:
+        root /= f"ocdbt.process_{written_by}"
+    arrays = [path for path in files_of(root) if path.parent.name == "d"]
+    largest = max(arrays, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)

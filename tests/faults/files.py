@@ -15,7 +15,8 @@ from helpers import tiny
 
 from faults.hostile import ATTACKS
 from faults.hostile import Case as Hostile
-from faults.runs import SMALLEST
+from faults.damage import flip_weight
+from faults.runs import SMALLEST, command, configure, events, losses
 from faults.turns import Figures, Turns
 from spmdtrain.config import CheckpointError
 from spmdtrain.running import loop, restore
@@ -65,6 +66,35 @@ def damaged(break_it: Callable[[Path, random.Random], str]) -> Callable[[Path, T
         }
 
     return run
+
+
+def damaged_for_two(folder: Path, turns: Turns) -> Figures:
+    """Two processes hold half of each weight; the newest checkpoint is damaged in the half that
+    one of them wrote, and reads.
+    """
+    configure(folder, *SAVED, "mesh.fsdp=2")
+    launch = ("launch", "--local-processes", "2")
+    more = f"--set=train.steps={NEWEST + 1}"
+    codes = [command(folder, "saved", launch=launch).wait()]
+    shutil.copytree(folder / "saved", folder / "undisturbed")
+    codes += [command(folder, "undisturbed", more, launch=launch).wait()]
+    alarms = len(events(folder / "undisturbed", "quarantined"))
+    agreed = 0
+    for number in turns:
+        run = folder / f"{number}"
+        shutil.copytree(folder / "saved", run)
+        flip_weight(run / "checkpoints" / str(NEWEST), written_by=number % 2)
+        code = command(folder, run.name, more, launch=launch).wait()
+        [went_on] = [event["from_step"] for event in events(run, "resumed")]
+        set_aside = [event["step"] for event in events(run, "quarantined")]
+        same = losses(run) == losses(folder / "undisturbed")
+        agreed += code == 0 and went_on == NEWEST - 1 and set_aside == [NEWEST] and same
+    return {
+        "went_on_together_from_the_step_before": f"{agreed} of {turns.taken}",
+        "false_alarms": alarms,
+        "control": f"without damage both go on from the newest, and end with {codes[-1]}",
+        "passed": agreed == turns.taken and alarms == 0 and codes == [0, 0],
+    }
 
 
 def same_bits(got: Any, want: Any) -> bool:

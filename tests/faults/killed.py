@@ -134,7 +134,7 @@ def kills_of_a_rank(folder: Path, turns: Turns) -> Figures:
     reached = acknowledged(run)
     lost = acknowledged_and_lost(run)
     damaged = len(events(run, "quarantined"))
-    control, want = undisturbed(folder, reached, PAIR)
+    control, want = undisturbed(folder, reached, processes=PAIR)
     got = losses(run)
     same = all(got.get(step) == want[step] for step in want)
     return {

@@ -42,12 +42,14 @@ def command(folder: Path, run: str, *more: str, launch: Sequence[str] = ()) -> s
     return start(folder, ("-m", "spmdtrain.cli", *launch, *train), run)
 
 
-def undisturbed(folder: Path, steps: int, processes: int = 1) -> tuple[int, dict[int, float]]:
+def undisturbed(
+    folder: Path, steps: int, run: str = "undisturbed", *, processes: int = 1
+) -> tuple[int, dict[int, float]]:
     """Exit code and losses of the same run where nothing happens; it saves nothing on the way."""
     launch = ("launch", "--local-processes", str(processes)) if processes > 1 else ()
     more = (f"--set=train.steps={steps}", "--set=checkpoint.every=0")
-    code = command(folder, "undisturbed", *more, launch=launch).wait()
-    return code, losses(folder / "undisturbed")
+    code = command(folder, run, *more, launch=launch).wait()
+    return code, losses(folder / run)
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds: float) -> bool:

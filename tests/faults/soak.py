@@ -97,7 +97,7 @@ def soak(folder: Path, turns: Turns) -> Figures:
     launched.process.terminate()
     endings.append(launched.ended())
     reached = acknowledged(run)
-    control, want = undisturbed(folder, reached, PROCESSES)
+    control, want = undisturbed(folder, reached, processes=PROCESSES)
     got = losses(run)
     same = all(got.get(step) == want[step] for step in want)
     codes = [code for code, _, _ in endings]

@@ -10,7 +10,17 @@ from faults.turns import Turns
 pytestmark = pytest.mark.long
 
 
-SLOW = {"soak", "fewer", "watched", "bad steps", "SIGKILL of a rank"}
+# They start processes, in pairs and often.
+SLOW = {
+    "soak",
+    "fewer",
+    "watched",
+    "bad steps",
+    "SIGKILL of a rank",
+    "failures",
+    "asked to end",
+    "damage for two",
+}
 
 
 @pytest.mark.parametrize(
