@@ -75,6 +75,18 @@ def test_the_loop_and_the_bare_step_of_the_overhead_benchmark_train_the_same(tmp
     assert "loop / bare" in shown
 
 
+def test_the_guards_benchmark_times_every_guard_of_a_run(tmp_path):
+    settings = [part for key, value in OVERHEAD.items() for part in ("--set", f"{key}={value}")]
+    sizes = ("--steps", "20", "--rounds", "1", "--set", "checkpoint.every=5")
+    out = tmp_path / "guards.json"
+    result, shown = ran(["benchmarks/guards.py", *sizes, "--json", str(out), *settings], out)
+    assert len(result["host_us"]) == 5 and min(result["host_us"].values()) > 0
+    assert len(result["save_ms"]) == 4 and min(result["save_ms"].values()) > 0
+    assert result["save_ms"]["fingerprints"] < result["save_ms"]["all of saving"]
+    assert result["host_ms"] == pytest.approx(sum(result["host_us"].values()) / 1000)
+    assert "a save holds the loop for" in shown
+
+
 def test_the_pipelines_of_the_benchmark_have_the_same_gradients(tmp_path):
     settings = [part for key, value in PIPELINE.items() for part in ("--set", f"{key}={value}")]
     out = tmp_path / "pipeline.json"

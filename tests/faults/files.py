@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from helpers import tiny
 
+from faults.damage import flip_weight
 from faults.hostile import ATTACKS
 from faults.hostile import Case as Hostile
-from faults.damage import flip_weight
 from faults.runs import SMALLEST, command, configure, events, losses
 from faults.turns import Figures, Turns
 from spmdtrain.config import CheckpointError
