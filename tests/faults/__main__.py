@@ -27,6 +27,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 from faults.cases import CASES, Case  # noqa: E402
+from faults.experiments import EXPERIMENTS  # noqa: E402
 from faults.turns import Figures, Turns  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -39,6 +40,17 @@ switched off, or nothing is broken.
 
 | case | promise | times | measured | control | kept |
 |---|---|---|---|---|---|
+"""
+COST = """
+The figures are from a busy machine with two cores, on simulated devices: seconds are upper bounds.
+A process that hangs was given 5 s a step (`--step-seconds`), in the soak 10 s; the rest of its time
+is for the stacks and for ending. What the guards cost beside a step is printed by
+`make bench-guards`.
+
+## What is broken, and where
+
+| experiment | cases and tests |
+|---|---|
 """
 OWN_COLUMNS = ("case", "times", "control", "passed", "seconds")
 
@@ -60,7 +72,8 @@ def write_page(lines: list[str]) -> None:
     """The page of these results; of a case that ran twice, the last."""
     results = {found["case"]: found for found in map(json.loads, lines)}
     rows = [row(case, results[case.name]) for case in CASES if case.name in results]
-    PAGE.write_text(HEAD + "".join(rows))
+    proofs = [f"| {what} | {', '.join(found)} |\n" for what, found in EXPERIMENTS.items()]
+    PAGE.write_text(HEAD + "".join(rows) + COST + "".join(proofs))
 
 
 def main() -> int:
