@@ -534,8 +534,8 @@ TABLE = {
     ),
     "sample an empty step": (
         CHECKPOINT,
-        "checkpoints/7 is damaged|goes on from step 2",
-        sample(run="empty_step"),
+        "checkpoints/7 is damaged|try --step 2",
+        [*sample(run="empty_step"), "--step", "7"],
     ),
     "no file of prompts": (
         CONFIG,

@@ -115,11 +115,21 @@ def _add_show(commands) -> None:
     show.set_defaults(command=running.show)
 
 
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--step",
+        type=positive_int,
+        metavar="N",
+        help="of the checkpoint (default: the newest that is not damaged)",
+    )
+
+
 def _add_sample(commands) -> None:
     sample = commands.add_parser("sample", help="text from a trained run")
     sample.add_argument("run", metavar="RUN", help="run directory")
     add_make(sample)
     add_ema(sample)
+    _add_step(sample)
     sample.add_argument("--prompt", help="text to go on from (default: a line break)")
     sample.add_argument(
         "--prompts", metavar="FILE", help="a prompt on each line, all made as one batch"
@@ -172,9 +182,7 @@ def _add_eval(commands) -> None:
         metavar="FILE",
         help="texts or token files (default: the validation data of the run)",
     )
-    evaluate.add_argument(
-        "--step", type=positive_int, metavar="N", help="of the checkpoint (default: the newest)"
-    )
+    _add_step(evaluate)
     evaluate.add_argument(
         "--field", default="text", metavar="NAME", help="of the text in JSON lines and tables"
     )

@@ -116,6 +116,7 @@ def sample(parsed: argparse.Namespace) -> int:
         parsed.run,
         prompts,
         parsed.length,
+        step=parsed.step,
         choice=choice,
         seed=parsed.seed,
         stop=parsed.stop,

@@ -53,6 +53,7 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     prompt: str | Sequence[Any] | np.ndarray,
     length: int | None = None,
     *,
+    step: int | None = None,
     choice: Choice = Choice(),  # noqa: B008 - it is frozen
     seed: int = 0,
     stop: Sequence[str] = (),
@@ -60,7 +61,8 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     make: MakeModel | str | None = None,
     ema: bool = False,
 ) -> str | list[str] | np.ndarray:
-    """`prompt` and at most `length` tokens after it, by the newest weights of `run`.
+    """`prompt` and at most `length` tokens after it, by the weights of `run` after `step` steps
+    (default: the newest that are not damaged).
 
     A prompt of text gives text, and a list of them a list, made as one batch; one of token ids
     [time] or [batch, time] gives ids. `length` defaults to as many tokens as the model was made
@@ -70,7 +72,7 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     `make` is what the run was trained with, a class or its name as in `model.make`. With `ema`
     the average of the weights makes it, which the run has with `optimizer.ema`. Raises UserError.
     """
-    opened = open_run(run, make=make, overrides=overrides, ema=ema)
+    opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
     setup = opened.setup
     _refuse_pipeline(setup.mesh)
     texts = _texts(prompt)

@@ -80,7 +80,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
         return _sums(setup, of_head, of_layers, batch, training=False)
 
     run = _gathered(setup, local, P())
-    return lambda params, batch: run(params, None, batch, None)
+    return lambda params, batch: run(params, None, batch)
 
 
 def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
@@ -95,7 +95,7 @@ def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
         gathered = jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, whole[path]))
         return setup.padding.rest_to_use(path, gathered)
 
-    def run(params, step, batch: Batch, cotangent):
+    def run(params, step, batch: Batch, cotangent: jax.Array | None = None):
         params = cast(params, setup.config.precision.compute)
         gathered = {path: gather(path, x) for path, x in params.items()}
         return region(gathered, step, batch, cotangent)

@@ -38,7 +38,7 @@ from spmdtrain.train import grad_accumulation, loss, setup
 pytestmark = pytest.mark.long
 
 # A pipeline under two schedules, stopped under the one and resumed under the other.
-SEEDS = (1,)
+SEEDS = (48,)
 TWO = {"train.steps": 2}
 # Weights over an axis of the batch and an automatic one, used inside of a layer that is recomputed:
 # XLA once ended the process here.

@@ -118,7 +118,8 @@ print(calls, gathers)
 
 
 @pytest.mark.skipif(
-    not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin"
+    jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
+    reason="needs jax 0.11 and its CUDA plugin",
 )
 @pytest.mark.parametrize(("attention", "stages"), [("triton", 2), ("mosaic", 1)])
 def test_a_step_for_8_gpus_gathers_nothing_around_its_kernels(attention, stages):
