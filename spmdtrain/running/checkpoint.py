@@ -409,7 +409,7 @@ class Checkpoints:
             wrong = error
         if wrong is not None:
             any_process(True)
-            cause = " ".join(str(wrong.__cause__ or wrong).split())[:200]
+            cause = " ".join(str(wrong.__cause__ or wrong).split())[:200].rstrip(".")
             raise self._damaged(step, f"it cannot be read: {cause}") from wrong
         if any_process(False):
             raise self._damaged(step, "another process cannot read it")

@@ -41,12 +41,15 @@ from spmdtrain.train.token_loss import Losses
 
 
 def describe(table: Table, layout: Layout) -> str:
-    """The schedule in one line, and what padding costs."""
-    if not layout.padding:
-        return headline(table)
-    more = layout.places / layout.layers - 1
-    padded = f"{layout.layers} layers in {layout.places} places, {more:.0%} more layer work"
-    return f"{headline(table)}; {padded}"
+    """The schedule in one line, what padding costs, and how a large bubble shrinks."""
+    parts = [headline(table)]
+    if layout.padding:
+        more = layout.places / layout.layers - 1
+        padded = f"{layout.layers} layers in {layout.places} places"
+        parts.append(f"{padded}, {more:.0%} more layer work")
+    if table.microbatches < table.stages:
+        parts.append("a smaller train.microbatch makes more of them, and the bubble smaller")
+    return "; ".join(parts)
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:

@@ -1,0 +1,21 @@
+"""The line that a run with a pipeline begins with."""
+
+import pytest
+
+from spmdtrain.parallel.pipeline.layout import Layout
+from spmdtrain.parallel.pipeline.schedule import one_f_one_b
+from spmdtrain.train.grad_pipeline import describe
+
+PADS = "7 layers in 8 places, 14% more layer work"
+SHRINKS = "a smaller train.microbatch makes more of them, and the bubble smaller"
+
+
+@pytest.mark.parametrize(
+    ("layers", "microbatches", "said"),
+    [(8, 4, []), (7, 4, [PADS]), (8, 1, [SHRINKS]), (7, 1, [PADS, SHRINKS])],
+)
+def test_it_says_what_padding_costs_and_how_the_bubble_shrinks(layers, microbatches, said):
+    layout = Layout(chunks=1, stages=2, per_chunk=4, layers=layers)
+    sizes, *more = describe(one_f_one_b(2, microbatches), layout).split("; ")
+    assert sizes.startswith("1f1b: 2 stages")
+    assert more == said
