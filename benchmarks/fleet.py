@@ -227,8 +227,9 @@ def _overview(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
             continue
         xla = _xla_bytes(result) / GIGA
         ours = result["memory_bytes_per_device"]["total"] / GIGA
-        sent = sum(each["sent"] for each in result["compiled"]["traffic"])
-        hidden = sum(each["sent_beside_work"] for each in result["compiled"]["traffic"])
+        traffic = result["compiled"]["traffic"] or []
+        sent = sum(each["sent"] for each in traffic)
+        hidden = sum(each["sent_beside_work"] for each in traffic)
         published = layout.published[0] if layout.published else ""
         cells = (
             title,
@@ -252,7 +253,7 @@ def _traffic(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
         if "refused" in result:
             continue
         by_axis = defaultdict(list)
-        for each in result["compiled"]["traffic"]:
+        for each in result["compiled"]["traffic"] or []:
             by_axis[each["axis"]].append(each)
         title = _title(layout)
         for axis, listed in by_axis.items():

@@ -53,6 +53,10 @@ class Collective:
         return sum(self.bytes_by_dtype.values())
 
 
+# What the functions below raise for a text that they cannot read.
+UNREADABLE = (AssertionError, ValueError, LookupError)
+
+
 def report(
     compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, seconds: float
 ) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def report(
     found = {"memory": memory(compiled), "calls": calls(text), "compile_seconds": seconds}
     try:
         return found | {"collectives": collectives(text, dict(mesh.shape))}
-    except (AssertionError, ValueError, LookupError) as error:
+    except UNREADABLE as error:
         return found | {"collectives": None, "unread": str(error)}
 
 

@@ -23,7 +23,8 @@ def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> 
     """Compiles the step and gives what RUN/compiled.json holds (hlo.report), "overlap"
     (hlo.overlaps) and "traffic" (hlo.traffic).
 
-    `model.vocab` must be set.
+    The last two are None where they cannot be read off the text, as where XLA does not say how
+    often a loop runs; `unread` is the reason. `model.vocab` must be set.
     """
     from spmdtrain.parallel import hlo
 
@@ -32,7 +33,10 @@ def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> 
     found = hlo.report(made, mesh, time.perf_counter() - start)
     text = made.as_text()
     axes = dict(mesh.shape)
-    return found | {"overlap": hlo.overlaps(text, axes), "traffic": hlo.traffic(text, axes)}
+    try:
+        return found | {"overlap": hlo.overlaps(text, axes), "traffic": hlo.traffic(text, axes)}
+    except hlo.UNREADABLE as error:
+        return found | {"overlap": None, "traffic": None, "unread": str(error)}
 
 
 def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tuple[Any, Any]:

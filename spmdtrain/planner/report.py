@@ -199,18 +199,20 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[s
     ]
     for name, ours, theirs in _compared_memory(compiled["memory"], memory):
         lines.append(f"  {name:<36}{ours / 1e9:>9.3f} {theirs / 1e9:>9.3f}")
-    for each in compiled["collectives"]:
+    for each in compiled["collectives"] or []:
         in_a_loop = "  in a loop" if each["inside_loop"] else ""
         lines.append(
             f"  {each['count']:>3} x {each['kind']:<20} over {each['axis']:<16}"
             f"{each['bytes'] / 1e6:>10.2f} MB{in_a_loop}"
         )
-    for each in compiled["overlap"]:
+    for each in compiled["overlap"] or []:
         lines.append(
             f"  {each['beside_work']:>3} of {each['count']} {each['kind']} over {each['axis']} "
             "run beside matmuls or loops"
         )
-    for axis, sent, hidden in sent_by_axis(compiled["traffic"]):
+    if "unread" in compiled:
+        lines.append(f"  what crosses the network in a step is not known: {compiled['unread']}")
+    for axis, sent, hidden in sent_by_axis(compiled["traffic"] or []):
         theory = f"{needed[axis] / 1e9:.2f}" if axis in needed else "nothing"
         lines.append(
             f"  {sent / 1e9:>9.2f} GB sent over {axis} in a step, {hidden / sent:.0%} beside work; "

@@ -5,13 +5,17 @@ benchmarks/planner/memory.py compares more layouts.
 
 import importlib.util
 
+import jax
 import pytest
 from compiled_estimates import compiled_estimate
 from jax.experimental import topologies
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from spmdtrain.config import ConfigError
-from spmdtrain.planner import deviceless
+from spmdtrain.config import ConfigError, RunConfig
+from spmdtrain.planner import deviceless, report
 from spmdtrain.planner.hardware import DEVICES
+from spmdtrain.planner.memory import Memory
 
 pytestmark = pytest.mark.long
 
@@ -56,6 +60,24 @@ def test_total_memory(settings, tmp_path):
     held = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
     assert found["memory_bytes_per_device"]["total"] == pytest.approx(held, rel=0.2)
     assert found["compiled"]["collectives"]
+
+
+def test_a_loop_of_unknown_length_costs_what_crosses_the_network_and_no_more(monkeypatch):
+    mesh = Mesh(jax.devices()[:2], ("data",))
+
+    def summed(x):
+        return jax.lax.while_loop(lambda y: y.sum() > 1, lambda y: jax.lax.psum(y, "data") / 3, x)
+
+    region = jax.shard_map(
+        summed, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    made = jax.jit(region).lower(jax.ShapeDtypeStruct((4,), "float32")).compile()
+    monkeypatch.setattr(deviceless, "executable", lambda *_: (made, mesh))
+    found = deviceless.compile_step(RunConfig(), {}, DEVICES["h100"])
+    assert found["traffic"] is found["overlap"] is None
+    text = report.compiled_text(found, Memory(1, 1, 1, 1, 1, 1), {})
+    assert "is not known: nothing says how often the loop around" in text
+    assert "all-reduce" in text
 
 
 def test_without_the_compiler_there_is_one_line(monkeypatch):
