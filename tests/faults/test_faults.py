@@ -20,6 +20,7 @@ SLOW = {
     "failures",
     "asked to end",
     "damage for two",
+    "slow disk",  # its promise is one of seconds: on a machine without other work only
 }
 
 
