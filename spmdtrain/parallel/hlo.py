@@ -53,7 +53,7 @@ class Collective:
         return sum(self.bytes_by_dtype.values())
 
 
-# What the functions below raise for a text that they cannot read.
+# The functions below raise these for a text that they cannot read.
 UNREADABLE = (AssertionError, ValueError, LookupError)
 
 

@@ -71,17 +71,17 @@ def all_reduce_seconds(moved: float, group: Group, hardware: Hardware) -> float:
     the logarithm of the hosts (S. Jeaugey, Massively Scale Your Deep Learning Training with NCCL
     2.4, 2019).
     """
-    ring = 2 * all_gather_seconds(moved, group, hardware)
-    return ring - 2 * max(0.0, ring_latency(group, hardware) - _tree_latency(group, hardware))
+    ring = ring_latency(group, hardware)
+    saved = max(0.0, ring - _tree_latency(group, hardware))
+    return 2 * (all_gather_seconds(moved, group, hardware) - saved)
 
 
 def _tree_latency(group: Group, hardware: Hardware) -> float:
     """Seconds from the leaves of a binary tree of hosts to its root; on a host a chain."""
     on_a_host = _members_on_a_host(group, hardware)
     hosts = math.ceil(group.size / on_a_host)
-    return (on_a_host - 1) * hardware.link_latency + math.ceil(
-        math.log2(hosts)
-    ) * hardware.network_latency
+    levels = math.ceil(math.log2(hosts))
+    return (on_a_host - 1) * hardware.link_latency + levels * hardware.network_latency
 
 
 def send_seconds(moved: float, stride: int, hardware: Hardware) -> float:

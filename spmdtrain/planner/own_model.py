@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class OwnState(NamedTuple):
-    """What rests on one device.
+    """The state that rests on one device.
 
     Bytes of `parameters` and of the `optimizer` (with an average of the weights). `resident`: the
     elements that it would have if `data` and `fsdp` split no weight.
@@ -48,7 +48,7 @@ class OwnModel:
         self._states = cache(self._state)
 
     def state(self, workload: Workload) -> OwnState:
-        """What rests on a device in this layout. ConfigError where a run would refuse it."""
+        """The state of a device in this layout. ConfigError where a run would refuse it."""
         return self._states(workload.mesh, workload.chunks, workload.zero)
 
     def allows(self, workload: Workload) -> bool:

@@ -141,7 +141,7 @@ def _update_of(rule: Rule, rate: jax.Array | float) -> Callable:
 
 
 def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
-    """What is subtracted from the parameter, float32."""
+    """The update as it is subtracted from the parameter, float32."""
     update = update.astype(jnp.float32)
     if rule.gradient_point is not None:
         return update
@@ -152,7 +152,7 @@ def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
 def gradient_points(
     rules: Rules, values: Mapping[str, jax.Array], state: OptimizerState
 ) -> dict[str, jax.Array]:
-    """Where the gradient of each parameter is taken, in its dtype and as it rests."""
+    """The point at which each gradient is taken, in its parameter's dtype and as that rests."""
     points = dict(values)
     for path, rule in rules.items():
         if rule.gradient_point is not None:

@@ -1,4 +1,4 @@
-"""What may go wrong with a run, and which case of the battery or which plain test breaks it so.
+"""The ways in which a run may go wrong, and the case or plain test that breaks it so.
 
 A proof is the name of a case of cases.py, or FILE::TEST below tests/.
 """

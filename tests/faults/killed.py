@@ -86,7 +86,7 @@ def sigkills(folder: Path, turns: Turns) -> Figures:
 
 
 def acknowledged_and_lost(run: Path) -> int:
-    """How often the run went on from before a step of which it had said that it is saved."""
+    """Count how often the run went on from before a step that it had called saved."""
     said = lost = 0
     for line in lines(run / "events.jsonl"):
         if line["event"] == "saved":

@@ -157,7 +157,7 @@ def two_processes(folder: Path, kind: str) -> tuple[list[int], list[dict], str]:
 
 
 def watched(folder: Path, turns: Turns) -> Figures:
-    """Of two processes one is slow, or has a device whose bits flip: it is named."""
+    """One of two processes is slow, or has a device whose bits flip: it is named."""
     steps = []
     right = 0
     for number in turns:

@@ -53,7 +53,7 @@ def undisturbed(
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds: float) -> bool:
-    """Whether the condition came true before the process ended, and within the seconds."""
+    """True if the condition came true before the process ended, and within the seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         if condition():

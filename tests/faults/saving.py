@@ -52,7 +52,7 @@ def kill_at(phase: str, step: int, run: Path) -> None:
         return call
 
     def in_callback(make: Callable) -> Callable:
-        """What `make` gives is called when all arrays are on disk."""
+        """Call what `make` gives when all arrays are on disk."""
         return lambda *given, **named: before(make(*given, **named))
 
     def half_deleted(delete: Callable) -> Callable:

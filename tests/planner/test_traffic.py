@@ -54,6 +54,18 @@ def test_tensor_sums_activations(remat, sums):
     assert sent == {"tensor": 2 * 8 * sums * x / 2}
 
 
+def test_devices_of_tensor_share_the_sums_over_the_stages_and_with_a_split_stream_the_hops():
+    x = 2 * 16 * 8 * 2
+    mesh = MeshShape(pipeline=2, tensor=2)
+    of_stages = {"schedule": "interleaved", "chunks": 2}
+    whole = needed_traffic(workload(mesh, **of_stages))
+    split = needed_traffic(workload(mesh, **of_stages, sequence_parallel=True))
+    sums = 2 * 4 / 2 / 2
+    assert whole["pipeline"] == 8 * (2 * 1.5 + sums) * x
+    assert split["pipeline"] == 8 * (2 * 1.5 / 2 + sums) * x
+    assert whole["tensor"] - split["tensor"] == 8 * 3 * x / 2  # slices put together again
+
+
 def test_a_pipeline_sends_hops_and_sums_of_the_vocabulary():
     x = 2 * 16 * 8 * 2
     sent = needed_traffic(workload(MeshShape(pipeline=2), schedule="interleaved", chunks=2))
