@@ -16,9 +16,10 @@ from flax import nnx
 
 from spmdtrain.config import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import STREAM, weight
+from spmdtrain.models.layers import weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
+from spmdtrain.parallel.axes import STREAM
 
 
 @dataclass(frozen=True)

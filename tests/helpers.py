@@ -13,6 +13,7 @@ import numpy as np
 
 from spmdtrain.config import RunConfig, from_resolved, resolved
 from spmdtrain.data.batches import ReadAhead
+from spmdtrain.parallel.axes import AXES
 from spmdtrain.running import loop
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.state import TrainState
@@ -52,11 +53,14 @@ MESHES = {
 SPLIT = [mesh for mesh in MESHES if mesh != "one device"]
 
 
+MESH_SIZES = tuple(f"mesh.{axis}=" for axis in AXES)
+
+
 def mesh_of(overrides: Sequence[str]) -> int:
     """How many devices the `mesh.axis=n` strings ask for."""
     return int(
         np.prod(
-            [int(text.partition("=")[2]) for text in overrides if text.startswith("mesh.")],
+            [int(text.partition("=")[2]) for text in overrides if text.startswith(MESH_SIZES)],
             initial=1,
         )
     )

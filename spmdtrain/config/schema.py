@@ -178,6 +178,11 @@ class MeshConfig(Settings):
     tensor: int = Field(
         default=1, description="heads, ffn and vocabulary are split; wants the fastest links"
     )
+    collective_matmul: bool = Field(
+        default=False,
+        description="matmuls over tensor run in pieces, beside the tokens that they gather or "
+        "scatter; wants rules.activations.stream_time = context,tensor",
+    )
     elastic: bool = Field(
         default=True,
         description="a run that is resumed on another number of devices takes other sizes of data "

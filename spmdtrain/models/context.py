@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmdtrain.parallel.tensor_matmul import TensorMatmul
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -25,7 +27,8 @@ from flax import nnx
         "lookup",
         "gather",
         "remat",
-        "stream_is_split",
+        "column_parallel",
+        "row_parallel",
         "dropout_rate",
     ],
 )
@@ -47,8 +50,10 @@ class ForwardContext:
     gather: Callable[[nnx.State], nnx.State] = lambda state: state
     # The part of the forward that backward computes again; see stack.rematerialised.
     remat: Literal["none", "weights", "dots", "full"] = "none"
-    # True if more mesh axes split the residual stream than split the tokens of attention.
-    stream_is_split: bool = False
+    # (x [b, t, e], weight [e, *f], logical axes of f) -> [b, t, *f]: from the residual stream.
+    column_parallel: TensorMatmul = lambda x, weight, _: jnp.tensordot(x, weight, 1)
+    # (h [b, t, *f], weight [*f, e], logical axes of f) -> [b, t, e]: back to it.
+    row_parallel: TensorMatmul = lambda h, weight, _: jnp.tensordot(h, weight, weight.ndim - 1)
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None

@@ -22,7 +22,6 @@ from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.regions import Whole
 
-STREAM = ("batch", "stream_time", "embed")  # the logical axes of the residual stream
 # The standard deviation of every weight matrix, as in GPT-2; residual projections divide it by
 # sqrt(2 layers).
 INIT_STD = 0.02
@@ -91,21 +90,6 @@ def rotate(x_btkgd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Arr
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
-def project(equation: str, x_bte: jax.Array, weight: jax.Array, ctx: ForwardContext) -> jax.Array:
-    """Computes `einsum(equation, x, weight)` on the residual stream x, its tokens gathered.
-
-    Where the stream is split over `tensor` too (sequence parallelism), a device keeps its own
-    tokens for the backward pass and gathers again there (arXiv:2205.05198, section 4.2.2).
-    """
-
-    def whole(x_bte: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.einsum(equation, ctx.constrain(x_bte, "batch", "time", "embed"), weight)
-
-    if ctx.stream_is_split and ctx.remat in ("none", "weights"):
-        whole = recomputed(whole)
-    return whole(x_bte, weight)
-
-
 Position = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -165,10 +149,11 @@ class Attention(nnx.Module):
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
-        qkv = project("bte,eknd->btknd", x_bte, self.qkv_eknd[...], ctx)
+        of_qkv = ("kv_heads", None, "head_dim")
+        qkv = ctx.column_parallel(x_bte, self.qkv_eknd[...], of_qkv)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
-        qkv = ctx.constrain(qkv, "batch", "time", "kv_heads", None, "head_dim")
+        qkv = ctx.constrain(qkv, "batch", "time", *of_qkv)
         position = self.position
         if position is None and self.theta:
             position = partial(rotate, theta=self.theta)
@@ -188,9 +173,8 @@ class Attention(nnx.Module):
             k = cache.k_bskd
             v = cache.v_bskd
         attended = self._attend(q, k, v, ctx, cache)
-        attended = ctx.constrain(attended, "batch", "time", "kv_heads", None, "head_dim")
-        y = jnp.einsum("btkgd,kgde->bte", attended, self.out_kgde[...])
-        y = ctx.constrain(y, *STREAM)
+        attended = ctx.constrain(attended, "batch", "time", *of_qkv)
+        y = ctx.row_parallel(attended, self.out_kgde[...], of_qkv)
         if self.out_bias is not None:
             y = y + self.out_bias[...]
         return y, cache
@@ -267,13 +251,12 @@ class Mlp(nnx.Module):
             self.down_bias = None
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
-        h = project("bte,e...f->bt...f", x_bte, self.up_ef[...], ctx)
+        h = ctx.column_parallel(x_bte, self.up_ef[...], self.up_axes)
         if self.up_bias is not None:
             h = h + self.up_bias[...]
         h = ctx.constrain(h, "batch", "time", *self.up_axes)
         h = swiglu(h) if self.gated else gelu(h)
-        y = jnp.einsum("btf,fe->bte", h, self.down_fe[...])
-        y = ctx.constrain(y, *STREAM)
+        y = ctx.row_parallel(h, self.down_fe[...], ("ffn",))
         if self.down_bias is not None:
             y = y + self.down_bias[...]
         return y

@@ -14,6 +14,7 @@ from pallas_kernels.attention import saveable as attention_saveable
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.buffer import refusing_writes
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.parallel import collective_matmul
 from spmdtrain.parallel.gather import LAYER_AXES
 
 
@@ -29,7 +30,10 @@ SideLosses = dict[str, jax.Array]  # by name, float32 scalars
 POLICIES = {
     "weights": _but_gathered_weights,
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, attention_saveable
+        jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable, attention_saveable
+        ),
+        jax.checkpoint_policies.save_only_these_names(collective_matmul.SAVED),
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }

@@ -12,8 +12,9 @@ from flax import nnx
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import STREAM, Attention, Cache, Embedding, Mlp, Norm, weight
+from spmdtrain.models.layers import Attention, Cache, Embedding, Mlp, Norm, weight
 from spmdtrain.models.stack import Stack
+from spmdtrain.parallel.axes import STREAM
 
 EMBED_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2  # where dropout acts
 MakeNorm = Callable[[TransformerConfig], nnx.Module]
@@ -112,7 +113,7 @@ class Transformer(nnx.Module):
         The loss never forms all of them.
         """
         table = self.tokens.table_ve if self.unembed_ve is None else self.unembed_ve
-        return ctx.constrain(self.norm(x_bte, ctx), "batch", "time", "embed"), table[...]
+        return ctx.constrain(self.norm(x_bte, ctx), *STREAM), table[...]
 
     def extend(
         self, tokens_bt: jax.Array, ctx: ForwardContext, cache: Cache

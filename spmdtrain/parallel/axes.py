@@ -51,6 +51,7 @@ ACTIVATION_RULES: AxisRules = {
 # Leading dims of stacked layers. An optimizer sees one layer's tensor, without them.
 STACK_AXES = ("chunk", "stage", "layer")
 BATCH_AXES = ACTIVATION_RULES["batch"]
+STREAM = ("batch", "stream_time", "embed")  # the dims of the residual stream
 
 # The setting that a logical axis takes its size from, for messages. Those of heads are left out,
 # because they depend on each other.

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of, locally
-from spmdtrain.parallel.axes import BATCH_AXES, Rules
+from spmdtrain.parallel.axes import BATCH_AXES, STREAM, Rules
 from spmdtrain.parallel.reduce import psum_tree, scatter_sum
 from spmdtrain.parallel.specs import axes_of_dim
 
@@ -78,10 +78,9 @@ def make_sliced_sum(
     """
 
     def sum_slices(x: jax.Array) -> jax.Array:
-        stream = ("batch", "stream_time", "embed")
-        if x.ndim != len(stream):
+        if x.ndim != len(STREAM):
             return psum_tree(x, (axis,))
-        rests = rules.activation_spec(stream, x.shape, drop=manual)
+        rests = rules.activation_spec(STREAM, x.shape, drop=manual)
         slices = split_time(rests, x.shape, rules.sizes)
         constrain = jax.lax.with_sharding_constraint
         if slices == rests:
@@ -108,9 +107,14 @@ def split_time(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> P:
 
 @dataclass(frozen=True)
 class Whole:
-    """A dim that rests split as the logical axis `name` and comes whole; for `local_map`."""
+    """A dim that rests split as the logical axis `name` and comes whole; for `local_map`.
+
+    Or not quite whole: over the mesh axes of the logical axis `but_for` it stays split. They must
+    be the first ones that split `name`.
+    """
 
     name: str
+    but_for: str | None = None
 
 
 Name = str | Whole | None  # of one dim
@@ -142,7 +146,7 @@ def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
                 continue
             spec = rules.activation_spec(list(map(_resting, names_of_x)), x.shape, drop=manual)
             specs.append(spec)
-            gathers.append(_gathers(names_of_x, spec))
+            gathers.append(_gathers(rules, names_of_x, spec))
             named = zip(names_of_x, spec, strict=True)
             parts |= {name: part for name, part in named if not isinstance(name, Whole)}
         axes = [axes_of(spec) for spec in specs]
@@ -178,12 +182,16 @@ def _resting(name: Name) -> str | None:
     return name.name if isinstance(name, Whole) else name
 
 
-def _gathers(names: Sequence[Name], spec: P) -> list[tuple[int, tuple[str, ...]]]:
+def _gathers(rules: Rules, names: Sequence[Name], spec: P) -> list[tuple[int, tuple[str, ...]]]:
     """(dim, the mesh axes to gather it over) of every dim that rests split and comes whole."""
-    dims = enumerate(zip(names, spec, strict=True))
-    return [
-        (dim, axes_of_dim(part)) for dim, (name, part) in dims if isinstance(name, Whole) and part
-    ]
+    found = []
+    for dim, (name, part) in enumerate(zip(names, spec, strict=True)):
+        if isinstance(name, Whole):
+            kept = rules.activations[name.but_for] if name.but_for else ()
+            over = tuple(axis for axis in axes_of_dim(part) if axis not in kept)
+            if over:
+                found.append((dim, over))
+    return found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -12,6 +12,7 @@ only.
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import pkgutil
 import re
@@ -26,16 +27,20 @@ KNOWN_BEFORE = (0, 13)
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. `changed`: what it changed in the text that `make fleet`'s compiler gave."""
+    """One flag. `changed`: what it changed in the text that `make fleet`'s compiler gave.
+
+    first: the oldest jaxlib that it is set with.
+    """
 
     name: str
-    value: bool
+    value: bool | int
     why: str
     since: str
     changed: str
+    first: tuple[int, int] = KNOWN_SINCE
 
     def __str__(self) -> str:
-        return f"--{self.name}={str(self.value).lower()}"
+        return f"--{self.name}={json.dumps(self.value)}"
 
 
 FLAGS = (
@@ -47,6 +52,23 @@ FLAGS = (
         since="needed with jax 0.12 (8 and 128 devices compile without it, as do 256 numbers)",
         changed="llama3_8b on fsdp 64 compiles instead of ending the process",
     ),
+    Flag(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,
+        why="collectives are scheduled beside work; XLA does so by itself on H100, not on A100",
+        since="with jax 0.10 to 0.12",
+        changed="gpt_1t on 3072 A100: 45 % of the bytes are sent beside work, not 22 %, for 0.8 GB",
+    ),
+    Flag(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        4,
+        why="gathers over `fsdp` may be under way beside collectives over `tensor`; XLA still "
+        "keeps those apart that share more than one device",
+        since="with jax 0.11: before, XLA could run them on streams that did not wait for each "
+        "other (openxla/xla#40520)",
+        changed="llama3_70b on fsdp 8 x tensor 8 of H100: 60 %, not 32 %, for no memory",
+        first=(0, 11),
+    ),
 )
 
 
@@ -56,10 +78,11 @@ def wanted() -> tuple[Flag, ...]:
     XLA_FLAGS may also be the name of a file with flags; that person gets exactly those.
     """
     given = os.environ.get("XLA_FLAGS", "").strip()
-    if not KNOWN_SINCE <= _jaxlib_version() < KNOWN_BEFORE or given and not given.startswith("-"):
+    installed = _jaxlib_version()
+    if installed >= KNOWN_BEFORE or given and not given.startswith("-"):
         return ()
     named = set(re.findall(r"(?:^|\s)--?(\w+)", given))
-    return tuple(flag for flag in FLAGS if flag.name not in named)
+    return tuple(flag for flag in FLAGS if flag.name not in named and flag.first <= installed)
 
 
 def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:

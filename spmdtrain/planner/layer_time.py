@@ -17,7 +17,7 @@ from spmdtrain.planner.kernel_time import (
     matmul_seconds,
     memory_seconds,
 )
-from spmdtrain.planner.software import Software
+from spmdtrain.planner.software import LOST_BESIDE_COLLECTIVES, Software
 from spmdtrain.planner.workload import Group, ModelShape, Workload, bytes_of
 
 
@@ -49,6 +49,7 @@ class LayerSizes:
     tensor: int
     context: Group
     sequence_parallel: bool
+    collective_matmul: bool
     remat: str
     dtype: str
 
@@ -81,6 +82,7 @@ def _layer_sizes(workload: Workload, tensor: int) -> LayerSizes:
         tensor=tensor,
         context=workload.mesh.group("context"),
         sequence_parallel=workload.sequence_parallel,
+        collective_matmul=workload.collective_matmul,
         remat=workload.remat,
         dtype=workload.dtype,
     )
@@ -118,10 +120,6 @@ def _half_time(
     forward_bytes = own.forward_bytes + (5.5 if sizes.model.dropout else 5) * norm_bytes
     backward_bytes = own.backward_bytes + (6.5 if sizes.model.dropout else 6) * norm_bytes
 
-    tensor_group = Group(sizes.tensor, 1)
-    tensor_sum = all_reduce_seconds(sizes.activation_bytes, tensor_group, hardware)
-    tensor_sum = tensor_sum * (1 - software.tensor_overlap)
-
     work = {
         "matmul": own.matmul,
         "attention": own.attention,
@@ -130,12 +128,31 @@ def _half_time(
             software.elementwise_factor * memory_seconds(backward_bytes, hardware),
             0.0,
         ),
-        "tensor_collectives": Work(tensor_sum, tensor_sum, 0.0),
+        "tensor_collectives": _tensor_collectives(sizes, own.matmul, hardware, software),
         # The backward gathers keys and values again and scatters their gradients.
         "context_collectives": Work(own.context_gather, 2 * own.context_gather, 0.0),
     }
     again = _recomputation(sizes.remat, work)
     return work | {"recompute": Work(0.0, again, 0.0)}
+
+
+def _tensor_collectives(
+    sizes: LayerSizes, matmul: Work, hardware: Hardware, software: Software
+) -> Work:
+    """Seconds of the sums over `tensor` that `matmul`, the half's own, does not hide."""
+    group = Group(sizes.tensor, 1)
+    one_sum = all_reduce_seconds(sizes.activation_bytes, group, hardware)
+    if not sizes.collective_matmul:
+        exposed = one_sum * (1 - software.tensor_overlap)
+        return Work(exposed, exposed, 0.0)
+
+    def left_over(moving: float, matmul: float) -> float:
+        # Of n pieces, one has been here all along. Matmuls beside collectives take longer.
+        hidden = min(moving, (sizes.tensor - 1) / sizes.tensor * matmul)
+        return moving - hidden + LOST_BESIDE_COLLECTIVES * hidden
+
+    # For the gradient of the weights the input's tokens are gathered again: half a sum.
+    return Work(left_over(one_sum, matmul.forward), left_over(1.5 * one_sum, matmul.backward), 0.0)
 
 
 def _recomputation(remat: str, work: Mapping[str, Work]) -> float:
@@ -196,11 +213,16 @@ def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Hal
 def _matmul_work(
     sizes: LayerSizes, columns: int, inner: int, hardware: Hardware, software: Software
 ) -> Work:
-    """[tokens, inner] x [inner, columns] and the matmuls of its two gradients."""
+    """[tokens, inner] x [inner, columns] and the matmuls of its two gradients.
+
+    A collective matmul is several of fewer tokens each; for the weights there is one.
+    """
     seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=sizes.dtype)
+    pieces = sizes.tensor if sizes.collective_matmul else 1
+    tokens = -(-sizes.tokens // pieces)
     return Work(
-        forward=seconds(sizes.tokens, columns, inner),
-        backward=seconds(sizes.tokens, inner, columns),
+        forward=pieces * seconds(tokens, columns, inner),
+        backward=pieces * seconds(tokens, inner, columns),
         weight=seconds(inner, columns, sizes.tokens),
     )
 

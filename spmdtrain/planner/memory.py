@@ -252,6 +252,7 @@ def _accumulated_memory(
         + activations
         + _recomputed_bytes(workload)
         + _workspace_bytes(workload)
+        + _gathered_token_bytes(workload)
     )
     at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0)
 
@@ -320,8 +321,11 @@ def _pipelined_memory(
         working = 2 * layers_per_chunk * recomputed
     else:
         working = 2 * kept + recomputed
+    working += _gathered_token_bytes(workload)
     if layers_per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
         working += _workspace_bytes(workload)
+    elif workload.chunks > 1:  # its weights are cut out of those of the stage, beside a tick's work
+        working += size * _layer_elements(model, mesh.tensor)
     if rings.deferred:
         working += 2 * deferred
     logits = _logit_bytes(workload, mesh.pipeline * mesh.tensor)
@@ -382,6 +386,13 @@ def _recomputed_bytes(workload: Workload) -> float:
     if workload.remat == "none":
         return 0.0
     return kept_bytes(workload, "none")
+
+
+def _gathered_token_bytes(workload: Workload) -> float:
+    """What collective matmuls put together in a layer's backward: the input of the two matmuls that
+    gather and the gradient of the two that scatter, each with the tokens of all devices.
+    """
+    return 4.0 * workload.activation_bytes if workload.collective_matmul else 0.0
 
 
 def _workspace_bytes(workload: Workload) -> float:

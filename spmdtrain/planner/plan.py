@@ -18,7 +18,7 @@ from spmdtrain.planner.memory import SAFE_SHARE, Memory, step_memory
 from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.schedules import SCHEDULES
 from spmdtrain.planner.software import Software
-from spmdtrain.planner.step_time import step_time
+from spmdtrain.planner.step_time import StepTime, step_time
 from spmdtrain.planner.workload import MeshShape, ModelShape, Workload, workload_of
 
 # Layouts this close to the best are as good as it, for all the model knows.
@@ -70,6 +70,7 @@ class Plan:
             ]
         if workload.sequence_parallel:
             settings.append("rules.activations.stream_time=context,tensor")
+            settings.append(f"mesh.collective_matmul={str(workload.collective_matmul).lower()}")
         return settings
 
 
@@ -119,7 +120,7 @@ def search(
     meshes_that_fit = {candidate.mesh for candidate, _ in fitting}
     misfits = [found for mesh, found in leanest.items() if mesh not in meshes_that_fit]
     plans = [
-        Plan(Estimate(step_time(candidate, hardware, software, closed_form=True), memory))
+        Plan(Estimate(_fastest_matmuls(candidate, hardware, software), memory))
         for candidate, memory in fitting + misfits
     ]
     plans.sort(key=lambda plan: (not plan.fits, plan.seconds))
@@ -210,6 +211,15 @@ def candidates(
             yield from filter(allowed, _layouts_on_mesh(lean, zeros, software))
         else:
             yield leanest
+
+
+def _fastest_matmuls(workload: Workload, hardware: Hardware, software: Software) -> StepTime:
+    """The step with the matmuls over `tensor` whole or in pieces, whichever is faster."""
+    ways = [workload]
+    if software.lockstep and workload.sequence_parallel:
+        ways = [replace(workload, collective_matmul=pieces) for pieces in (False, True)]
+    times = [step_time(way, hardware, software, closed_form=True) for way in ways]
+    return min(times, key=lambda time: time.seconds)
 
 
 def _sequence_parallel(workload: Workload, mesh: MeshShape, software: Software) -> bool:

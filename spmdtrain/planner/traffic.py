@@ -54,11 +54,16 @@ def _data_bytes(workload: Workload) -> float:
 def _tensor_bytes(workload: Workload) -> float:
     """Activations that are summed: two per layer in the forward and two in the backward.
 
-    With remat "full" the first of them is summed again. The embedding and the input's gradient of
+    With remat "full" the first of them is summed again. With sequence parallelism a sum is a gather
+    before a matmul and a scatter behind one, each half as much; the tokens that the two matmuls
+    of a layer gathered are gathered again for the gradients of their weights, and for remat "full"
+    (arXiv:2205.05198, section 4.2.2). The embedding and the input's gradient of
     the head are sums over `tensor` too. Where stages share the vocabulary, three slices of a stream
     that is whole are gathered besides; a gather moves half of what a sum does.
     """
-    per_layer = 5 if workload.remat == "full" else 4
+    per_layer = 5.0 if workload.remat == "full" else 4.0
+    if workload.stream_ways > 1:
+        per_layer += 3 / 2 if workload.remat == "full" else 1
     sums = workload.layers_per_stage * per_layer + 2.0
     if workload.mesh.pipeline > 1 and workload.sum_ways > workload.stream_ways:
         sums += 3 / 2

@@ -139,6 +139,7 @@ class Workload:
     remat: str = "none"
     zero: int = 0
     sequence_parallel: bool = False
+    collective_matmul: bool = False  # only with sequence_parallel
     short_ends: int = 0  # layers that the first and the last stage have fewer than the others
     dtype: str = "bfloat16"  # of the computation
     stored_bytes: int = 4  # of a weight at rest, and of each moment
@@ -224,6 +225,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
     train = config.train
     pipelined = mesh.pipeline > 1
     stream_axes = config.rules.activations.get("stream_time", ())
+    sequence_parallel = "tensor" in stream_axes and mesh.tensor > 1
     return Workload(
         model=model_shape(config),
         sequence_length=train.sequence_length,
@@ -234,7 +236,8 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         chunks=config.pipeline.chunks if pipelined else 1,
         remat=train.remat,
         zero=train.zero,
-        sequence_parallel="tensor" in stream_axes and mesh.tensor > 1,
+        sequence_parallel=sequence_parallel,
+        collective_matmul=sequence_parallel and config.mesh.collective_matmul,
         dtype=config.precision.compute,
         stored_bytes=4 if config.precision.params == "float32" else 2,
         moments=config.optimizer.moments,

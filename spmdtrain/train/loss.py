@@ -17,8 +17,15 @@ from spmdtrain.models.context import ForwardContext, sample_noise
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
-from spmdtrain.parallel.regions import MANUAL_AXES, make_constrain, make_local_map
-from spmdtrain.parallel.specs import drop_axes
+from spmdtrain.parallel.regions import MANUAL_AXES, Name, Whole, make_constrain, make_local_map
+from spmdtrain.parallel.specs import axes_of_dim, drop_axes
+from spmdtrain.parallel.tensor_matmul import (
+    make_column_parallel,
+    make_find_ring,
+    make_row_parallel,
+    no_ring,
+    stream_is_split,
+)
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
@@ -38,8 +45,12 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     if remat == "none" and setup.gathers_by_layer:
         remat = "weights"
 
-    stream_spec = rules.activation_spec(("stream_time",), (0,))
-    stream_is_split = stream_spec != rules.activation_spec(("time",), (0,))
+    find_ring = no_ring
+    if setup.config.mesh.collective_matmul:
+        find_ring = make_find_ring(rules, MANUAL_AXES)
+    gathers_again = stream_is_split(rules) and remat in ("none", "weights")
+    column_parallel = make_column_parallel(constrain, find_ring, gathers_again=gathers_again)
+    row_parallel = make_row_parallel(constrain, find_ring)
 
     def context(microbatch: Batch, step: jax.Array | None = None) -> ForwardContext:
         tokens_bt = microbatch["tokens"]
@@ -58,7 +69,8 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             lookup=lookup,
             gather=gather,
             remat=remat,
-            stream_is_split=stream_is_split,
+            column_parallel=column_parallel,
+            row_parallel=row_parallel,
             dropout_rate=dropout,
             noise_b=noise_b,
         )
@@ -112,13 +124,28 @@ def make_head_losses(
         rules.activation_spec((*token, "vocab"), logits_shape, drop=MANUAL_AXES)
         mask_bt = microbatch["mask"].astype(jnp.float32)
         arrays = (hidden_bte, table_ve, microbatch["targets"], mask_bt)
-        names = ((*token, None), ("vocab", None), token, token)
+        names = (("batch", hidden_time(rules), None), ("vocab", None), token, token)
         if training and "source" in microbatch:
             arrays = (*arrays, _by_source(setup, microbatch))
             names = (*names, ("batch", None))
         return ctx.local_map(local, arrays, names, ())
 
     return head_losses
+
+
+def hidden_time(rules: Rules) -> Name:
+    """How the tokens of the head's input come to the loss.
+
+    Where the stream is split further than the targets (sequence parallelism), they are gathered
+    there, and their gradient, a sum over the parts of the vocabulary, is scattered. Summed whole,
+    it would be twice the traffic.
+    """
+    (stream,) = rules.activation_spec(("stream_time",), (0,))
+    (targets,) = rules.activation_spec(("time",), (0,))
+    outer = axes_of_dim(targets)
+    if axes_of_dim(stream)[: len(outer)] == outer:
+        return Whole("stream_time", but_for="time")
+    return "time"
 
 
 def join_losses(of_head: Losses, of_layers: Losses) -> Losses:

@@ -25,6 +25,7 @@ from spmdtrain.parallel.pipeline.choose import choose_table
 from spmdtrain.parallel.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
 from spmdtrain.parallel.regions import MANUAL_AXES
+from spmdtrain.parallel.tensor_matmul import check_collective_matmul
 from spmdtrain.train import ema, optimizers, token_loss
 from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
 from spmdtrain.train.learning_rates import Schedule, make_schedule
@@ -122,6 +123,8 @@ def shard_on(
     """`shard` on a mesh that is there already, an abstract one say."""
     config, make = choose_model(config, make)
     rules = make_rules(config.rules, mesh.shape)
+    if config.mesh.collective_matmul:
+        check_collective_matmul(rules)
     batch_shape = cut_batch(config.train, rules)
     stages = mesh.shape["pipeline"]
     table = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None

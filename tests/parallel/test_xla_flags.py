@@ -8,13 +8,15 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jaxlib
 import pytest
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
 from spmdtrain.parallel import xla_flags
 
-ALL = [str(flag) for flag in xla_flags.FLAGS]
+JAXLIB = tuple(map(int, jaxlib.__version__.split(".")[:2]))
+ALL = [str(flag) for flag in xla_flags.FLAGS if flag.first <= JAXLIB]
 ONE = xla_flags.FLAGS[0]
 
 
@@ -31,7 +33,8 @@ def gpu_plugin(monkeypatch):
 
 def test_the_installed_jaxlib_knows_every_flag():
     """XLA ends the process at one that it does not know."""
-    environment = os.environ | {"XLA_FLAGS": " ".join(ALL), "JAX_PLATFORMS": "cpu"}
+    every = " ".join(map(str, xla_flags.FLAGS))
+    environment = os.environ | {"XLA_FLAGS": every, "JAX_PLATFORMS": "cpu"}
     program = "import jax; print(jax.numpy.ones(3).sum())"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
@@ -46,6 +49,15 @@ def test_flags_are_added_once():
     assert os.environ["XLA_FLAGS"].split() == ["--xla_dump_to=here", *ALL]
     assert st.set_xla_flags() == ()
     assert len(os.environ["XLA_FLAGS"].split()) == 1 + len(ALL)
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+def test_an_older_jaxlib_gets_those_that_are_safe_with_it(monkeypatch):
+    monkeypatch.setattr(xla_flags.importlib.metadata, "version", lambda _: "0.10.2")
+    assert list(st.set_xla_flags()) == [
+        "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false",
+        "--xla_gpu_enable_latency_hiding_scheduler=true",
+    ]
 
 
 @pytest.mark.usefixtures("gpu_plugin")

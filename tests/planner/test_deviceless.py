@@ -62,6 +62,24 @@ def test_total_memory(settings, tmp_path):
     assert found["compiled"]["collectives"]
 
 
+@plugin
+@pytest.mark.parametrize("hardware", ["a100-80", "h100"])
+def test_the_pieces_of_a_collective_matmul_travel_beside_matmuls(hardware, tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    settings = (
+        "mesh.tensor=8",
+        "train.remat=full",
+        "rules.activations.stream_time=context,tensor",
+        "mesh.collective_matmul=true",
+    )
+    found = compiled_estimate([str(path), "--hardware", hardware], settings)
+    pieces = [each for each in found["compiled"]["traffic"] if each["kind"] == "collective-permute"]
+    sent = sum(each["sent"] for each in pieces)
+    assert sent > 0
+    assert sum(each["sent_beside_work"] for each in pieces) > 0.9 * sent
+
+
 def test_a_loop_of_unknown_length_costs_what_crosses_the_network_and_no_more(monkeypatch):
     mesh = Mesh(jax.devices()[:2], ("data",))
 

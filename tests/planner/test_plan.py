@@ -18,6 +18,7 @@ from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.plan import plan as plan_config
 from spmdtrain.planner.plan import search
 from spmdtrain.planner.software import software
+from spmdtrain.planner.step_time import step_time
 from spmdtrain.planner.workload import MeshShape, ModelShape, Workload
 
 ROOT = Path(__file__).parent.parent.parent
@@ -89,6 +90,19 @@ def test_the_residual_stream_is_split_wherever_tensor_divides_the_tokens():
     odd = replace(LLAMA_8B, sequence_length=4095)
     plans = search(odd, 64, H100, software("spmdtrain", "h100"))
     assert not any(setting in plan.settings for plan in plans)
+
+
+def test_matmuls_go_in_pieces_where_that_is_faster():
+    fastest = {}
+    for plan in search(LLAMA_8B, 64, H100, software("spmdtrain", "h100")):
+        workload = plan.workload
+        if workload.sequence_parallel and plan.fits:
+            other = replace(workload, collective_matmul=not workload.collective_matmul)
+            slower = step_time(other, H100, plan.estimate.time.software, closed_form=True)
+            assert plan.seconds <= slower.seconds
+            fastest[workload.collective_matmul] = plan.settings
+    assert "mesh.collective_matmul=true" in fastest[True]
+    assert "mesh.collective_matmul=false" in fastest[False]
 
 
 def test_what_fits_nowhere_is_one_line_with_what_would_help():

@@ -102,3 +102,27 @@ def test_work_hides_no_more_of_gathers_than_it_lasts():
     lost = LOST_BESIDE_COLLECTIVES
     expected = overlap * more_work["recompute"] * (1 - lost) / (1 - overlap * lost)
     assert hidden == pytest.approx(expected)
+
+
+def test_a_collective_matmul_hides_behind_matmuls_of_fewer_tokens():
+    whole = replace(workload(tensor=8), sequence_parallel=True)
+    pieces = replace(whole, collective_matmul=True)
+    exposed = replace(OURS, tensor_overlap=0.0)  # of whole matmuls, to know what moves
+
+    fast = swept(H100, "link_bandwidth", 10 * H100.link_bandwidth)
+    moved = layer_time(whole, fast, exposed)["tensor_collectives"]
+    left = layer_time(pieces, fast, OURS)["tensor_collectives"]
+    assert left.forward == pytest.approx(LOST_BESIDE_COLLECTIVES * moved.forward)
+    assert left.backward == pytest.approx(1.5 * LOST_BESIDE_COLLECTIVES * moved.backward)
+
+    slow = swept(H100, "link_bandwidth", H100.link_bandwidth / 100)
+    moved = layer_time(whole, slow, exposed)["tensor_collectives"]
+    left, matmul = (
+        layer_time(pieces, slow, OURS)[term] for term in ("tensor_collectives", "matmul")
+    )
+    hidden = 7 / 8 * matmul.forward
+    saved = (1 - LOST_BESIDE_COLLECTIVES) * hidden
+    assert left.forward == pytest.approx(moved.forward - saved)
+
+    assert matmul.forward > layer_time(whole, slow, OURS)["matmul"].forward
+    assert matmul.weight == layer_time(whole, slow, OURS)["matmul"].weight

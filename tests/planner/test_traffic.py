@@ -47,10 +47,13 @@ def test_zero_scatters_float32_and_gathers_what_it_computes_with():
     assert needed_traffic(workload(MeshShape(data=2), zero=1)) == {"data": ALL * 6 / 2}
 
 
-@pytest.mark.parametrize(("remat", "sums"), [("none", 18), ("full", 22)])
-def test_tensor_sums_activations(remat, sums):
+@pytest.mark.parametrize(
+    ("remat", "split", "sums"),
+    [("none", False, 18), ("full", False, 22), ("none", True, 22), ("full", True, 28)],
+)
+def test_tensor_sums_activations(remat, split, sums):
     x = 2 * 16 * 8 * 2
-    sent = needed_traffic(workload(MeshShape(tensor=2), remat=remat))
+    sent = needed_traffic(workload(MeshShape(tensor=2), remat=remat, sequence_parallel=split))
     assert sent == {"tensor": 2 * 8 * sums * x / 2}
 
 
@@ -63,7 +66,9 @@ def test_devices_of_tensor_share_the_sums_over_the_stages_and_with_a_split_strea
     sums = 2 * 4 / 2 / 2
     assert whole["pipeline"] == 8 * (2 * 1.5 + sums) * x
     assert split["pipeline"] == 8 * (2 * 1.5 / 2 + sums) * x
-    assert whole["tensor"] - split["tensor"] == 8 * 3 * x / 2  # slices put together again
+    put_together = 8 * 3 * x / 2  # slices, again
+    gathered = 8 * 2 * 2 * x / 2  # tokens, for the gradients of the weights of a stage's two layers
+    assert whole["tensor"] - split["tensor"] == put_together - gathered
 
 
 def test_a_pipeline_sends_hops_and_sums_of_the_vocabulary():

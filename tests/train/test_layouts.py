@@ -39,6 +39,7 @@ CROSSWISE = (
 THIRDS = ("model.vocab=67", "train.global_batch=12", *UNEVEN)  # no mesh divides the vocabulary
 
 SEQUENCE_PARALLEL = ("rules.activations.stream_time=context,tensor",)
+COLLECTIVE_MATMUL = (*SEQUENCE_PARALLEL, "mesh.collective_matmul=true")
 # Of two layers: the second chunk is padding.
 INTERLEAVED = ("pipeline.schedule=interleaved", "pipeline.chunks=2")
 
@@ -81,6 +82,18 @@ LAYOUTS = [
             "mesh.tensor=2",
             "train.microbatch=4",
             *SEQUENCE_PARALLEL,
+        ),
+    ),
+    (NOISY, ("mesh.fsdp=2", "mesh.tensor=4", "train.remat=dots", *COLLECTIVE_MATMUL)),
+    (
+        LLAMA,
+        (
+            "mesh.pipeline=2",
+            "mesh.context=2",
+            "mesh.tensor=2",
+            "train.microbatch=4",
+            "train.remat=full",
+            *COLLECTIVE_MATMUL,
         ),
     ),
     # XLA aborts where it has to partition lookups split like these, and their gradients.
