@@ -12,6 +12,7 @@ cores.
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -168,6 +169,7 @@ COLUMNS = """\
 matmul or a loop of layers between start and end. *Step*: predicted, and as published
 where the same work was.
 """
+PER_HOST = 8  # devices, of all clusters above
 BYTES = """\
 GB of each collective's output on one device in one step, `in loops + outside`. *Sent* is
 what a ring sends for them all, *needed* what theory asks of the layout
@@ -190,6 +192,8 @@ def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
             *_overview(found),
             "",
             *COLUMNS.splitlines(),
+            "",
+            *_hidden_in_all(found),
             "",
             "## Bytes",
             "",
@@ -244,6 +248,31 @@ def _overview(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _hidden_in_all(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
+    """One sentence: the share of all bytes that is sent beside work, between hosts and inside."""
+    sent = {True: 0.0, False: 0.0}
+    hidden = {True: 0.0, False: 0.0}
+    for _, result in found:
+        for each in result.get("compiled", {}).get("traffic") or []:
+            between = _crosses_hosts(each["axis"], result["layout"])
+            sent[between] += each["sent"]
+            hidden[between] += each["sent_beside_work"]
+    shares = {between: hidden[between] / max(1.0, sent[between]) for between in sent}
+    return [
+        f"Of all bytes of these layouts, {shares[True]:.0%} of those over axes that cross hosts",
+        f"and {shares[False]:.0%} of those over axes inside a host are hidden.",
+    ]
+
+
+def _crosses_hosts(axes: str, sizes: dict[str, Any]) -> bool:
+    """True if a group of devices along `axes` ("pipeline+tensor") is on more than one host."""
+    return any(
+        math.prod(sizes[inner] for inner in AXES[AXES.index(axis) :]) > PER_HOST
+        for axis in axes.split("+")
+        if axis != "none"
+    )
 
 
 def _traffic(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:

@@ -129,12 +129,15 @@ def test_the_page_compares_bytes_with_theory():
                 "alias_bytes": 2e9,
                 "temp_bytes": 2e9,
             },
-            "traffic": [sent],
+            "traffic": [sent, sent | {"axis": "tensor", "sent_beside_work": 0.6e9}],
         },
+        "layout": dict.fromkeys(fleet.AXES, 1) | {"fsdp": 2, "tensor": 8},
     }
     layout = fleet.Layout("llama3_8b", "h100", 8, "fsdp=8", published=(2.5, "a paper"))
     lines = fleet.page([(layout, result)]).splitlines()
     title = "llama3_8b on 8 h100, fsdp&nbsp;8"
-    assert f"| {title} | yes | 8 | 5.0 | 4.0 | 1.25 | 50% | 1.25 | 2.5 |" in lines
+    assert f"| {title} | yes | 8 | 5.0 | 4.0 | 1.25 | 35% | 1.25 | 2.5 |" in lines
     assert f"| {title} | fsdp | 4 + 0 |  |  |  |  | 3 | 2 | 50% |" in lines
     assert f"- {title}: 2.5 s. a paper" in lines
+    hidden = " ".join(lines[lines.index("## Bytes") - 3 : lines.index("## Bytes")])
+    assert "50% of those over axes that cross hosts and 20% of those" in hidden
