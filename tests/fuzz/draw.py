@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fuzz import schedule_files
-from fuzz.rules import draw_rules
+from fuzz.rules import ACTIVATIONS, draw_rules, legal, sizes_of
 from fuzz.settings import (
     BASE,
     BASE_FILE,
@@ -28,6 +28,7 @@ from fuzz.settings import (
 )
 from spmdtrain.config import ConfigError, RunConfig, load
 from spmdtrain.config.schema import MeshConfig
+from spmdtrain.parallel.axes import ACTIVATION_RULES
 
 AXES = tuple(MeshConfig().sizes)
 BATCH = ("data", "fsdp", "expert")
@@ -211,7 +212,21 @@ def draw_layout(random: random.Random, numbers: Values) -> Values:
     for key in ("model.attention", "train.zero"):
         if random.random() < SET:
             drawn[key] = random.choice(values_of(key))
+    longer = mesh["tensor"] > 1 and random.random() < SET
+    if longer and (stream := _stream_over_tensor(config, mesh, drawn)):
+        drawn["rules.activations.stream_time"] = stream
+        drawn["mesh.collective_matmul"] = random.choice(values_of("mesh.collective_matmul"))
     return drawn
+
+
+def _stream_over_tensor(
+    config: RunConfig, mesh: Mapping[str, int], drawn: Values
+) -> tuple[str, ...]:
+    """Axes of the stream's tokens with `tensor` as the last one; none where it cannot be."""
+    base = ACTIVATION_RULES.items()
+    table = {name: drawn.get(f"rules.activations.{name}", axes) for name, axes in base}
+    table["stream_time"] = (*table["time"], "tensor")
+    return table["stream_time"] if legal(table, ACTIVATIONS, sizes_of(config), mesh) else ()
 
 
 def draw_habits(random: random.Random) -> Values:

@@ -72,6 +72,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "mesh.expert": (1, 2, 4, 8),
     "mesh.context": (1, 2, 4, 8),
     "mesh.tensor": (1, 2, 4, 8),
+    "mesh.collective_matmul": (False, True),
     "pipeline.schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
     "pipeline.chunks": (1, 1, 2, 3),
     "train.microbatch": (None, 1, 2, 3, 4),
