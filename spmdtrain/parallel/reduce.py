@@ -5,6 +5,7 @@ This is called after all microbatches, in the region that is manual over these a
 gradients that each shard of the batch has accumulated on its own.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.specs import axes_of_dim
 
 
@@ -30,27 +32,38 @@ class Reduction:
     scatter: tuple[tuple[str, int], ...] = ()
 
 
-def scatter_dim(shape: Sequence[int], spec: P, data: int, stacked: int = 0) -> int | None:
-    """Choose the dim of a gradient that ZeRO-1 splits over `data` devices.
+def scatter_dim(
+    shape: Sequence[int], spec: P, sizes: Mapping[str, int], stacked: int = 0
+) -> int | None:
+    """Choose the dim of a gradient that ZeRO-1 splits over `data`.
 
-    It is the largest dim that divides and that no mesh axis splits yet: to scatter one that is
-    split would move more data. Where none divides, it is the largest that can be padded without
-    being doubled; the first `stacked` dims, which count layers, cannot. None, if there is no such
-    dim either: then the gradient stays whole.
+    It is the largest dim that divides and that no mesh axis splits yet. Where none divides, it is
+    the largest that only other axes of the batch split and that divides by `data` as well. The last
+    resort is a dim that can be padded without being doubled; the first `stacked` dims, which count
+    layers, cannot. None, if there is no such dim either: then the gradient stays whole.
+    `sizes`: of all mesh axes.
     """
-    parts = [*spec, *[None] * (len(shape) - len(spec))]
-    whole = [dim for dim, size in enumerate(shape) if parts[dim] is None and size]
+    data = sizes["data"]
+    parts = [axes_of_dim(part) for part in spec]
+    parts += [()] * (len(shape) - len(parts))
+    whole = [dim for dim, size in enumerate(shape) if not parts[dim] and size]
     even = [dim for dim in whole if shape[dim] % data == 0]
+    shared = []
+    for dim, axes in enumerate(parts):
+        ways = data * math.prod(sizes[axis] for axis in axes)
+        if axes and set(axes) <= set(BATCH_AXES) and shape[dim] and shape[dim] % ways == 0:
+            shared.append(dim)
     padded = [dim for dim in whole if shape[dim] > data and dim >= stacked]
-    return max(even or padded, key=lambda dim: shape[dim], default=None)
+    return max(even or shared or padded, key=lambda dim: shape[dim], default=None)
 
 
 def scattered_spec(spec: P, dim: int | None) -> P:
-    """Return `spec` with `data` splitting `dim` as well; None changes nothing."""
+    """Return `spec` with `data` as the minor axis of `dim`; None changes nothing."""
     if dim is None:
         return spec
     parts = [*spec, *[None] * (dim + 1 - len(spec))]
-    parts[dim] = "data"
+    axes = (*axes_of_dim(parts[dim]), "data")
+    parts[dim] = axes if len(axes) > 1 else "data"
     return P(*parts)
 
 

@@ -99,12 +99,32 @@ def exact_state(
 
 
 def closed_form_state(workload: Workload) -> tuple[int, int]:
-    """`exact_state` for a search: a few per mille off where a dim is not split."""
+    """`exact_state` for a search: a few per cent off where a dim is not split or is padded."""
     elements = resident_elements(workload) / workload.mesh.fsdp
-    zero_ways = workload.mesh.data if workload.zero else 1
-    parameters = int(workload.stored_bytes * elements / zero_ways)
-    optimizer = int(workload.optimizer_bytes * elements / zero_ways)
-    return parameters, optimizer
+    if workload.zero:
+        whole = _whole_under_zero(workload)
+        elements = whole + (elements - whole) / workload.mesh.data
+    return int(workload.stored_bytes * elements), int(workload.optimizer_bytes * elements)
+
+
+def _whole_under_zero(workload: Workload) -> float:
+    """Weight elements on a device that ZeRO-1 cannot split, because `reduce.scatter_dim` finds no
+    dim: fsdp and tensor split both of a matrix, and `data` divides none of them.
+
+    Those of attention have a dim that can be padded, that of a head.
+    """
+    mesh = workload.mesh
+    model = workload.model
+    if mesh.fsdp == 1 or model.embed % (mesh.fsdp * mesh.data) == 0:
+        return 0.0
+    whole = 0.0
+    layers = workload.layers_per_stage // workload.chunks
+    if mesh.tensor > 1 and workload.chunks % mesh.data and layers % mesh.data:
+        mlp = model.embed * (model.up_width + model.ffn)
+        whole += workload.layers_per_stage * mlp / mesh.tensor
+    if mesh.tensor * mesh.pipeline > 1:
+        whole += _outside_elements(workload)
+    return whole / mesh.fsdp
 
 
 def resident_elements(workload: Workload) -> float:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.partition import axes_of
 from spmdtrain.models.abstract import cast
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.axes import BATCH_AXES
@@ -121,7 +122,7 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
 
     def whole(path: str, x: jax.Array) -> jax.Array:
         spec = setup.specs[path]
-        if "data" not in spec:
+        if "data" not in axes_of(spec):
             return x
         gathered = gather_over(("data",), spec, x.astype(setup.config.precision.compute))
         gathered = setup.padding.rest_to_use(path, gathered)

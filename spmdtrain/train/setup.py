@@ -228,7 +228,7 @@ def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[s
     data = rules.sizes["data"]
     if zero and data > 1:
         for path, shape in in_use.items():
-            dim = scatter_dim(shape, specs[path], data, model.parameters[path].stacked)
+            dim = scatter_dim(shape, specs[path], rules.sizes, model.parameters[path].stacked)
             if dim is not None:
                 specs[path] = scattered_spec(specs[path], dim)
                 at_rest[path] = (*shape[:dim], round_up(shape[dim], data), *shape[dim + 1 :])

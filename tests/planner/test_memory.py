@@ -59,6 +59,28 @@ def test_the_closed_form_of_the_state_is_close():
         assert closed_form == pytest.approx(exact, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("layers", "data", "fsdp", "tensor"),
+    [(4, 2, 2, 2), (3, 2, 2, 2), (3, 3, 2, 2), (4, 3, 2, 2), (4, 3, 2, 1), (4, 3, 1, 2)],
+)
+def test_the_closed_form_knows_what_zero_leaves_whole(layers, data, fsdp, tensor):
+    """By the layers, beside fsdp, by the layers again, not at all, padded, padded."""
+    settings = (
+        f"model.layers={layers}",
+        "model.embed=256",
+        "model.ffn=1024",
+        "train.zero=1",
+        "train.global_batch=12",
+        f"mesh.data={data}",
+        f"mesh.fsdp={fsdp}",
+        f"mesh.tensor={tensor}",
+    )
+    config = tiny(*settings)
+    sizes = dict(config.mesh.sizes)
+    closed_form = memory.closed_form_state(workload_of(config, sizes))
+    assert closed_form == pytest.approx(memory.exact_state(config, sizes), rel=0.05)
+
+
 def _kept_and_deferred(config) -> tuple[int, int]:
     """Bytes of (LayerGradient.kept, LayerGradient.deferred) for two sequences.
 

@@ -98,6 +98,23 @@ LAYOUTS = [
     ),
     # XLA aborts where it has to partition lookups split like these, and their gradients.
     ((), ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", *CROSSWISE)),
+    # Nothing but a dim that fsdp splits divides by `data`, or can be padded.
+    (
+        ("model.layers=3",),
+        ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1", "train.microbatch=2"),
+    ),
+    (
+        ("model.layers=6",),
+        (
+            "mesh.pipeline=2",
+            "mesh.data=2",
+            "mesh.fsdp=2",
+            "train.zero=1",
+            "train.microbatch=2",
+            "rules.parameters.ffn=fsdp",
+            "rules.parameters.embed=",
+        ),
+    ),
     (THIRDS, ("mesh.data=3", "train.zero=1", "train.microbatch=2")),
     (
         THIRDS,
