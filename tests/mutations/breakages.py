@@ -44,6 +44,7 @@ NOISE = "tests/train/test_noise.py"
 DAMAGED = "tests/running/test_damaged.py"
 DATA_ROOM = "tests/data"
 PADDING = "tests/parallel/test_padding.py"
+COLLECTIVE = "tests/parallel/test_collective_matmul.py"
 
 BREAKAGES = [
     # How gradients cross
@@ -86,7 +87,7 @@ BREAKAGES = [
     Breakage(
         "ZeRO-1 takes a dim that is split already",
         "parallel/reduce.py",
-        "if parts[dim] is None and size]",
+        "if not parts[dim] and size]",
         "if size]",
         REDUCE,
     ),
@@ -252,6 +253,41 @@ BREAKAGES = [
         "return jnp.where(real, y, x), _mask(real, side_losses)",
         "return y, _mask(real, side_losses)",
         PADDED,
+    ),
+    Breakage(
+        "the pieces of a collective matmul are put down in the wrong direction",
+        "parallel/collective_matmul.py",
+        "y = _put(y, piece @ matrix, here + hop, ring)",
+        "y = _put(y, piece @ matrix, here - hop, ring)",
+        f"{COLLECTIVE} -k 'plain_matmul and gather'",
+    ),
+    Breakage(
+        "a tokens' shard's gradient of a weight is taken for the whole",
+        "parallel/collective_matmul.py",
+        "        return (*axes_of_dim(self.wide[0]), *axes_of_dim(self.wide[1]))\n",
+        "        return axes_of_dim(self.wide[0])\n",
+        f"{COLLECTIVE} -k plain_matmul",
+    ),
+    Breakage(
+        "remat 'dots' sends the pieces a second time",
+        "models/stack.py",
+        "jax.checkpoint_policies.save_only_these_names(collective_matmul.SAVED)",
+        "jax.checkpoint_policies.nothing_saveable",
+        f"{COLLECTIVE} -k 'just_what_theory_needs and dots'",
+    ),
+    Breakage(
+        "the gradient of the head's input is summed whole",
+        "train/loss.py",
+        '        return Whole("stream_time", but_for="time")\n',
+        '        return "time"\n',
+        f"{COLLECTIVE} -k 'just_what_theory_needs and full'",
+    ),
+    Breakage(
+        "ZeRO-1 shares no dim with fsdp",
+        "parallel/reduce.py",
+        "return max(even or shared or padded,",
+        "return max(even or padded,",
+        f"{REDUCE} -k shares_a_dim",
     ),
     # One microbatch
     Breakage(
