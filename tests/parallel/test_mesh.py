@@ -67,7 +67,8 @@ def hosts_of(group):
 
 
 def test_mesh_axes_are_those_of_the_config_in_the_same_order():
-    assert tuple(MeshConfig.model_fields) == (*AXES, "elastic")
+    assert tuple(MeshConfig.model_fields) == (*AXES, "collective_matmul", "elastic")
+    assert tuple(MeshConfig().sizes) == AXES
 
 
 @given(st.lists(st.integers(1, 6), min_size=6, max_size=6), st.sampled_from([None, *AXES]))
