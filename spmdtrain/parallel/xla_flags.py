@@ -64,8 +64,7 @@ FLAGS = (
         4,
         why="gathers over `fsdp` may be under way beside collectives over `tensor`; XLA still "
         "keeps those apart that share more than one device",
-        since="with jax 0.11: before, XLA could run them on streams that did not wait for each "
-        "other (openxla/xla#40520)",
+        since="with jax 0.11: before, XLA's authors call the outcome undefined (openxla/xla#40520)",
         changed="llama3_70b on fsdp 8 x tensor 8 of H100: 60 %, not 32 %, for no memory",
         first=(0, 11),
     ),

@@ -18,7 +18,7 @@ from spmdtrain.planner.memory import SAFE_SHARE, Memory, step_memory
 from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.schedules import SCHEDULES
 from spmdtrain.planner.software import Software
-from spmdtrain.planner.step_time import StepTime, step_time
+from spmdtrain.planner.step_time import step_time
 from spmdtrain.planner.workload import MeshShape, ModelShape, Workload, workload_of
 
 # Layouts this close to the best are as good as it, for all the model knows.
@@ -120,7 +120,7 @@ def search(
     meshes_that_fit = {candidate.mesh for candidate, _ in fitting}
     misfits = [found for mesh, found in leanest.items() if mesh not in meshes_that_fit]
     plans = [
-        Plan(Estimate(_fastest_matmuls(candidate, hardware, software), memory))
+        Plan(_best_matmuls(candidate, memory, hardware, software, own))
         for candidate, memory in fitting + misfits
     ]
     plans.sort(key=lambda plan: (not plan.fits, plan.seconds))
@@ -213,13 +213,22 @@ def candidates(
             yield leanest
 
 
-def _fastest_matmuls(workload: Workload, hardware: Hardware, software: Software) -> StepTime:
-    """The step with the matmuls over `tensor` whole or in pieces, whichever is faster."""
-    ways = [workload]
-    if software.lockstep and workload.sequence_parallel:
-        ways = [replace(workload, collective_matmul=pieces) for pieces in (False, True)]
-    times = [step_time(way, hardware, software, closed_form=True) for way in ways]
-    return min(times, key=lambda time: time.seconds)
+def _best_matmuls(
+    workload: Workload,
+    memory: Memory,
+    hardware: Hardware,
+    software: Software,
+    own: OwnModel | None,
+) -> Estimate:
+    """The step with the matmuls over `tensor` whole, which holds `memory`, or in pieces: the faster
+    of those that fit."""
+    whole = Estimate(step_time(workload, hardware, software, closed_form=True), memory)
+    if not (software.lockstep and workload.sequence_parallel):
+        return whole
+    cut = replace(workload, collective_matmul=True)
+    time = step_time(cut, hardware, software, closed_form=True)
+    pieces = Estimate(time, memory_of(cut, software, own))
+    return min(whole, pieces, key=lambda each: (not each.fits, each.time.seconds))
 
 
 def _sequence_parallel(workload: Workload, mesh: MeshShape, software: Software) -> bool:

@@ -23,6 +23,7 @@ from spmdtrain.models.layers import Cache
 from spmdtrain.models.sampling import choose
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.regions import make_constrain, make_local_map
+from spmdtrain.parallel.tensor_matmul import make_column_parallel, make_row_parallel, no_ring
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.running.opened import OpenedRun, open_run
 from spmdtrain.train.setup import Setup
@@ -271,9 +272,12 @@ def _whole_batch(rules: Rules) -> Rules:
 
 
 def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
+    constrain = make_constrain(rules)
     return ForwardContext(
         positions_bt,
-        constrain=make_constrain(rules),
+        constrain=constrain,
+        column_parallel=make_column_parallel(constrain, no_ring, gathers_again=False),
+        row_parallel=make_row_parallel(constrain, no_ring),
         local_map=make_local_map(rules),
         lookup=make_lookup(rules),
         gather=make_gather(rules),

@@ -13,7 +13,7 @@ from spmdtrain.models.abstract import build_model
 from spmdtrain.models.choose import choose_model
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.hardware import DEVICES
-from spmdtrain.planner.memory import SAFE_SHARE, exact_state
+from spmdtrain.planner.memory import SAFE_SHARE, exact_state, step_memory
 from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.plan import plan as plan_config
 from spmdtrain.planner.plan import search
@@ -92,17 +92,20 @@ def test_the_residual_stream_is_split_wherever_tensor_divides_the_tokens():
     assert not any(setting in plan.settings for plan in plans)
 
 
-def test_matmuls_go_in_pieces_where_that_is_faster():
-    fastest = {}
+def test_matmuls_go_in_pieces_where_that_is_faster_and_fits():
+    found = {}
     for plan in search(LLAMA_8B, 64, H100, software("spmdtrain", "h100")):
         workload = plan.workload
+        assert plan.memory == step_memory(workload)
         if workload.sequence_parallel and plan.fits:
             other = replace(workload, collective_matmul=not workload.collective_matmul)
-            slower = step_time(other, H100, plan.estimate.time.software, closed_form=True)
-            assert plan.seconds <= slower.seconds
-            fastest[workload.collective_matmul] = plan.settings
-    assert "mesh.collective_matmul=true" in fastest[True]
-    assert "mesh.collective_matmul=false" in fastest[False]
+            time = step_time(other, H100, plan.estimate.time.software, closed_form=True)
+            fits = step_memory(other).fits(H100)
+            assert plan.seconds <= time.seconds or not fits
+            found[workload.collective_matmul, fits] = plan.settings
+    assert "mesh.collective_matmul=true" in found[True, True]
+    assert "mesh.collective_matmul=false" in found[False, True]
+    assert (False, False) in found  # where pieces would not fit
 
 
 def test_what_fits_nowhere_is_one_line_with_what_would_help():
