@@ -155,6 +155,9 @@ def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
     dmask = join(dmask, mask_bt.shape)
     if weight_ve.dtype != jnp.float16:  # float16 overflows at a sum over many tokens
         dweight = dweight.astype(weight_ve.dtype)
+    # XLA would join this rounding with the next use of the gradient, behind the backward pass of
+    # all layers, and keep it in float32 until then.
+    dx, dweight = jax.lax.optimization_barrier((dx, dweight))
     like_weight = jnp.zeros((0,), weight_ve.dtype)  # its dtype, for the backward pass
     return sums, (dx, dweight, dmask, like_weight)
 
