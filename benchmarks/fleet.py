@@ -99,6 +99,15 @@ LAYOUTS = (
         published=(12.06, "Llama 3, table 4: the same work on each of 8192 H100"),
     ),
     Layout(
+        "llama3_405b",
+        "h100",
+        16384,
+        "pipeline=16 data=8 context=16 tensor=8",
+        "train.sequence_length=131072 model.max_length=131072 train.global_batch=128 "
+        "train.remat=dots pipeline.chunks=8",
+        published=(10.92, "Llama 3, table 4"),
+    ),
+    Layout(
         "gpt3_175b",
         "a100-80",
         64,

@@ -21,6 +21,7 @@ from spmdtrain.config.schema import PrecisionConfig, RunConfig
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers import MatmulWeight
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
@@ -41,6 +42,7 @@ class Parameter:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     is_trained: bool = True
+    is_of_matmuls: bool = False  # a `MatmulWeight`
 
     @property
     def stacked(self) -> int:
@@ -172,7 +174,12 @@ def _parameter(path: tuple, variable: nnx.Variable, layout: Layout) -> Parameter
     if path[0] == "blocks" and axes[:1] == ("layer",):
         shape = layout.shape + shape[1:]
         axes = layout.axes + axes[1:]
-    return Parameter(shape, axes, is_trained=isinstance(variable, nnx.Param))
+    return Parameter(
+        shape,
+        axes,
+        is_trained=isinstance(variable, nnx.Param),
+        is_of_matmuls=isinstance(variable, MatmulWeight),
+    )
 
 
 def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
@@ -297,7 +304,8 @@ def _map_weights(
     """`function(variable, its logical axes)` in the place of each weight.
 
     Stacked weights are left to the scan that slices them. A slice that has come out of a stack
-    names the axes of its layers still, but has no dims for them any more.
+    names the axes of its layers still, but has no dims for them any more. Copies of a weight
+    (`copies.py`), with a dim more than it has names, need nothing.
     """
 
     def mapped(variable: nnx.Variable) -> nnx.Variable:

@@ -27,11 +27,26 @@ from spmdtrain.parallel.regions import Whole
 INIT_STD = 0.02
 
 
+class MatmulWeight(nnx.Param):
+    """A weight that only `ctx.column_parallel` or `ctx.row_parallel` reads.
+
+    In training on a mesh with `context` it comes to them as copies, one for each part of the
+    tokens. The parts of its gradient are then summed once a step (`parallel/copies.py`).
+    """
+
+
 def weight(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD
 ) -> nnx.Param:
     """Draws weights from the normal distribution; `axes` are the logical axes of the dims."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
+
+
+def matmul_weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD
+) -> MatmulWeight:
+    """`weight`, for `ctx.column_parallel` or `ctx.row_parallel` alone."""
+    return MatmulWeight(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
 
 
 def bias(size: int, axis: str) -> nnx.Param:
@@ -141,8 +156,9 @@ class Attention(nnx.Module):
         qkv_shape = (config.embed, self.heads, slots, self.dim)
         out_shape = (self.heads, self.group, self.dim, config.embed)
         out_std = INIT_STD * (2 * config.layers) ** -0.5
-        self.qkv_eknd = weight(rngs, qkv_shape, ("embed", "kv_heads", None, "head_dim"))
-        self.out_kgde = weight(rngs, out_shape, ("kv_heads", None, "head_dim", "embed"), out_std)
+        self.qkv_eknd = matmul_weight(rngs, qkv_shape, ("embed", "kv_heads", None, "head_dim"))
+        out_axes = ("kv_heads", None, "head_dim", "embed")
+        self.out_kgde = matmul_weight(rngs, out_shape, out_axes, out_std)
         self.qkv_bias = bias(self.heads * slots * self.dim, "kv_heads") if config.bias else None
         self.out_bias = bias(config.embed, "norm") if config.bias else None
 
@@ -241,8 +257,9 @@ class Mlp(nnx.Module):
             self.up_shape = (hidden,)
             self.up_axes = ("ffn",)
         down_std = INIT_STD * (2 * config.layers) ** -0.5
-        self.up_ef = weight(rngs, (config.embed, *self.up_shape), ("embed", *self.up_axes))
-        self.down_fe = weight(rngs, (hidden, config.embed), ("ffn", "embed"), down_std)
+        up_shape = (config.embed, *self.up_shape)
+        self.up_ef = matmul_weight(rngs, up_shape, ("embed", *self.up_axes))
+        self.down_fe = matmul_weight(rngs, (hidden, config.embed), ("ffn", "embed"), down_std)
         if config.bias:
             self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes)
             self.down_bias = bias(config.embed, "norm")

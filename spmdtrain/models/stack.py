@@ -14,7 +14,7 @@ from pallas_kernels.attention import saveable as attention_saveable
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.buffer import refusing_writes
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.parallel import collective_matmul
+from spmdtrain.parallel import tensor_matmul
 from spmdtrain.parallel.gather import LAYER_AXES
 
 
@@ -33,7 +33,7 @@ POLICIES = {
         jax.checkpoint_policies.save_from_both_policies(
             jax.checkpoint_policies.dots_with_no_batch_dims_saveable, attention_saveable
         ),
-        jax.checkpoint_policies.save_only_these_names(collective_matmul.SAVED),
+        jax.checkpoint_policies.save_only_these_names(tensor_matmul.SAVED),
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }

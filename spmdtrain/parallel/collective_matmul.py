@@ -6,23 +6,23 @@ reduce-scatter, are cut into n pieces around a ring of n devices: a device multi
 it has while another one travels. XLA sees permutes that nothing waits for, and lets them run beside
 the matmuls.
 
+A weight comes as copies, one for each part of the tokens that another axis splits (`copies.py`).
+
 b: sequences, t: tokens of this device when it has them all, e: width of the residual stream,
-f: the dims behind it (heads, ffn), of which a device has its own part.
+f: the dims behind it (heads, ffn), of which a device has its own part, c: copies of a weight.
 """
 
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import locally
 from spmdtrain.parallel.specs import axes_of_dim
-
-SAVED = "collective_matmul"  # the checkpoint_name of a product, for remat "dots"
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,38 @@ class Ring:
 
     @property
     def column(self) -> P:
-        """Where a weight [e, *f] rests."""
-        return P(None, *self.wide[2:])
+        """Where a weight [c, e, *f] rests."""
+        return P(self.token_axes or None, None, *self.wide[2:])
 
     @property
     def row(self) -> P:
-        """Where a weight [*f, e] rests."""
-        return P(*self.wide[2:], None)
+        """Where a weight [c, *f, e] rests."""
+        return P(self.token_axes or None, *self.wide[2:], None)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes over which the gradient of a weight is still to be summed."""
+        """The axes whose devices have different tokens, and each a copy of a weight."""
         return (*axes_of_dim(self.wide[0]), *axes_of_dim(self.wide[1]))
+
+    def copy(self, weight: jax.Array) -> jax.Array:
+        """The copies [c, ...] of a weight; their gradients are summed on the way back."""
+        sizes = jax.sharding.get_abstract_mesh().shape
+        count = math.prod(sizes[axis] for axis in self.token_axes)
+        return jnp.broadcast_to(weight, (count, *weight.shape))
 
 
 def gather_matmul(x: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
-    """`x @ weight` [b, t, *f], from x [b, t, e], whose tokens are gathered, and weight [e, *f]."""
-    return checkpoint_name(_gather_and_multiply(x, weight, ring), SAVED)
+    """`x @ weight` [b, t, *f], from x [b, t, e], whose tokens are gathered, and weight
+    [c, e, *f].
+    """
+    product: Any = _gather_and_multiply(x, weight, ring)
+    return product
 
 
 def matmul_scatter(h: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
-    """`h @ weight` [b, t, e], summed over the ring, its tokens scattered; weight [*f, e]."""
-    return checkpoint_name(_multiply_and_scatter(h, weight, ring), SAVED)
+    """`h @ weight` [b, t, e], summed over the ring, its tokens scattered; weight [c, *f, e]."""
+    product: Any = _multiply_and_scatter(h, weight, ring)
+    return product
 
 
 # Column-parallel: from the stream to f
@@ -74,7 +84,7 @@ def matmul_scatter(h: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
 def _gather_and_multiply(x: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
     def local(x: jax.Array, weight: jax.Array) -> jax.Array:
         y, _ = _gather_pieces(x, _as_matrix(weight, 1), ring)
-        return y.reshape(*y.shape[:2], *weight.shape[1:])
+        return y.reshape(*y.shape[:2], *weight.shape[2:])
 
     return locally(local, (ring.stream, ring.column), ring.wide)(x, weight)
 
@@ -90,9 +100,8 @@ def _gather_and_multiply_backward(ring: Ring, kept, dy: jax.Array):
         dx, whole = _scatter_and_gather_pieces(dy, _as_matrix(weight, 1).T, x, ring)
         return dx, _weight_gradient(whole, dy, weight)
 
-    out = (ring.stream, _of_each_token_shard(ring, ring.column))
-    dx, dw = locally(local, (ring.stream, ring.column, ring.wide), out)(*kept, dy)
-    return dx, dw.sum(0)
+    specs = (ring.stream, ring.column, ring.wide)
+    return locally(local, specs, (ring.stream, ring.column))(*kept, dy)
 
 
 _gather_and_multiply.defvjp(_gather_and_multiply_forward, _gather_and_multiply_backward)
@@ -104,7 +113,7 @@ _gather_and_multiply.defvjp(_gather_and_multiply_forward, _gather_and_multiply_b
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _multiply_and_scatter(h: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
     def local(h: jax.Array, weight: jax.Array) -> jax.Array:
-        return _scatter_pieces(_as_matrices(h), _as_matrix(weight, weight.ndim - 1), ring)
+        return _scatter_pieces(_as_matrices(h), _as_matrix(weight, weight.ndim - 2), ring)
 
     return locally(local, (ring.wide, ring.row), ring.stream)(h, weight)
 
@@ -115,19 +124,18 @@ def _multiply_and_scatter_forward(h: jax.Array, weight: jax.Array, ring: Ring):
 
 def _multiply_and_scatter_backward(ring: Ring, kept, dy: jax.Array):
     def local(h: jax.Array, weight: jax.Array, dy: jax.Array):
-        matrix = _as_matrix(weight, weight.ndim - 1)
+        matrix = _as_matrix(weight, weight.ndim - 2)
         dh, whole = _gather_pieces(dy, matrix.T, ring)
         return dh.reshape(h.shape), _weight_gradient(_as_matrices(h), whole, weight)
 
-    out = (ring.wide, _of_each_token_shard(ring, ring.row))
-    dh, dw = locally(local, (ring.wide, ring.row, ring.stream), out)(*kept, dy)
-    return dh, dw.sum(0)
+    specs = (ring.wide, ring.row, ring.stream)
+    return locally(local, specs, (ring.wide, ring.row))(*kept, dy)
 
 
 _multiply_and_scatter.defvjp(_multiply_and_scatter_forward, _multiply_and_scatter_backward)
 
 
-# On one device: arrays are its own parts, weights are matrices
+# On one device: arrays are its own parts, a weight is its one copy, as a matrix
 
 
 def _gather_pieces(x: jax.Array, matrix: jax.Array, ring: Ring) -> tuple[jax.Array, jax.Array]:
@@ -213,18 +221,15 @@ def _put(x: jax.Array, piece: jax.Array, place: jax.Array, ring: Ring) -> jax.Ar
 
 
 def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array) -> jax.Array:
-    """The gradient [1, *weight.shape] of `x @ weight`, from the tokens that are here."""
-    return jnp.einsum("bti,bto->io", x, dy).reshape(1, *weight.shape)
-
-
-def _of_each_token_shard(ring: Ring, spec: P) -> P:
-    """`spec`, with a leading dim that tells devices with different tokens apart."""
-    return P(ring.token_axes or None, *spec)
+    """The gradient of `x @ weight`, from the tokens that are here."""
+    return jnp.einsum("bti,bto->io", x, dy).reshape(weight.shape)
 
 
 def _as_matrix(weight: jax.Array, rows: int) -> jax.Array:
-    """The weight with its first `rows` dims as one, and the others as one."""
-    return weight.reshape(math.prod(weight.shape[:rows]), -1)
+    """The one copy of a weight that is here, with its first `rows` dims as one, and the others
+    as one.
+    """
+    return weight.reshape(math.prod(weight.shape[1 : 1 + rows]), -1)
 
 
 def _as_matrices(h: jax.Array) -> jax.Array:

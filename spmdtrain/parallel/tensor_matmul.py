@@ -5,6 +5,9 @@
 (sequence parallelism, arXiv:2205.05198), the first gathers tokens and the second scatters its sum:
 around the matmul, or with `mesh.collective_matmul` beside it.
 
+Where `context` splits the tokens, a weight may come as copies, with a leading dim more than its
+names say (`copies.py`).
+
 b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn.
 """
 
@@ -12,12 +15,16 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.axes import STREAM, Rules
 from spmdtrain.parallel.collective_matmul import Ring, gather_matmul, matmul_scatter
+from spmdtrain.parallel.copies import multiply_copies
 from spmdtrain.parallel.specs import axes_of_dim
+
+SAVED = "tensor_matmul"  # the checkpoint_name of a product, for remat "dots"
 
 Names = Sequence[str | None]  # the logical axes of f
 # (x, weight, names) -> its product
@@ -26,37 +33,67 @@ FindRing = Callable[[tuple[int, ...], tuple[int, ...], Names], Ring | None]
 
 
 def make_column_parallel(
-    constrain: Callable[..., jax.Array], find_ring: FindRing, *, gathers_again: bool
+    constrain: Callable[..., jax.Array],
+    find_ring: FindRing,
+    *,
+    gathers_again: bool = False,
+    copies: int = 1,
 ) -> TensorMatmul:
     """`column_parallel(x [b, t, e], weight [e, *f], names of f) -> [b, t, *f]`.
 
     `gathers_again`: where tokens are gathered, a device keeps its own ones for the backward pass
     and gathers again there (arXiv:2205.05198, section 4.2.2).
+    `copies`: the weight may also be so many copies [copies, e, *f].
     """
 
     def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.tensordot(constrain(x, "batch", "time", "embed"), weight, 1)
 
+    def multiply_each(x: jax.Array, weights: jax.Array) -> jax.Array:
+        y = multiply_copies(constrain(x, "batch", "time", "embed"), weights, 1)
+        return checkpoint_name(y, SAVED)
+
     if gathers_again:
         multiply = jax.checkpoint(multiply, prevent_cse=False)
+        multiply_each = jax.checkpoint(multiply_each, prevent_cse=False)
 
     def column_parallel(x: jax.Array, weight: jax.Array, names: Names) -> jax.Array:
-        ring = find_ring(x.shape, (*x.shape[:2], *weight.shape[1:]), names)
-        return multiply(x, weight) if ring is None else gather_matmul(x, weight, ring)
+        has_copies = _has_copies(weight, names, copies)
+        width = weight.shape[2:] if has_copies else weight.shape[1:]
+        ring = find_ring(x.shape, (*x.shape[:2], *width), names)
+        if ring is not None:
+            weights = weight if has_copies else ring.copy(weight)
+            return checkpoint_name(gather_matmul(x, weights, ring), SAVED)
+        return multiply_each(x, weight) if has_copies else multiply(x, weight)
 
     return column_parallel
 
 
-def make_row_parallel(constrain: Callable[..., jax.Array], find_ring: FindRing) -> TensorMatmul:
-    """`row_parallel(h [b, t, *f], weight [*f, e], names of f) -> [b, t, e]`."""
+def make_row_parallel(
+    constrain: Callable[..., jax.Array], find_ring: FindRing, *, copies: int = 1
+) -> TensorMatmul:
+    """`row_parallel(h [b, t, *f], weight [*f, e], names of f) -> [b, t, e]`.
+
+    `copies`: the weight may also be so many copies [copies, *f, e].
+    """
 
     def row_parallel(h: jax.Array, weight: jax.Array, names: Names) -> jax.Array:
+        has_copies = _has_copies(weight, names, copies)
         ring = find_ring((*h.shape[:2], weight.shape[-1]), h.shape, names)
         if ring is not None:
-            return matmul_scatter(h, weight, ring)
+            weights = weight if has_copies else ring.copy(weight)
+            return checkpoint_name(matmul_scatter(h, weights, ring), SAVED)
+        if has_copies:
+            y = constrain(multiply_copies(h, weight, weight.ndim - 2), *STREAM)
+            return checkpoint_name(y, SAVED)
         return constrain(jnp.tensordot(h, weight, weight.ndim - 1), *STREAM)
 
     return row_parallel
+
+
+def _has_copies(weight: jax.Array, names: Names, copies: int) -> bool:
+    """True of [c, e, *f] and [c, *f, e], where a weight alone is [e, *f] or [*f, e]."""
+    return copies > 1 and weight.ndim == len(names) + 2
 
 
 def stream_is_split(rules: Rules) -> bool:

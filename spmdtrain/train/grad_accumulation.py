@@ -23,6 +23,7 @@ from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.loss import (
+    add_copies,
     count_tokens,
     join_losses,
     make_context,
@@ -79,7 +80,8 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         return totals
 
     def local(params, step, batch: Batch, cotangent):
-        gradients, sums = accumulated(_over_data(setup, params), step, batch, cotangent)
+        weights = add_copies(setup, _over_data(setup, params))
+        gradients, sums = accumulated(weights, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
         return mean_gradients(setup, gradients, total_of(sums["tokens"]), cotangent), sums
 
@@ -95,10 +97,10 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     forward = _make_forward(setup, training=False)
 
     def local(params, batch: Batch):
-        params = _over_data(setup, params)
+        weights = add_copies(setup, _over_data(setup, params))
 
         def one(_, microbatch):
-            losses = forward(params, microbatch, context(microbatch))
+            losses = forward(weights, microbatch, context(microbatch))
             return None, losses | count_tokens(setup, microbatch, training=False)
 
         _, sums = jax.lax.scan(one, None, batch)

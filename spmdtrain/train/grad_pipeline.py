@@ -27,6 +27,7 @@ from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum, manual_regi
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes, keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.loss import (
+    add_copies,
     count_tokens,
     join_losses,
     make_context,
@@ -59,10 +60,10 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
     def local(params, step, batch: Batch, cotangent):
         program = _program(setup, table_axes, batch, step, cotangent, training=True)
-        totals = _split(setup.model, zero_gradients(setup, params))
-        weights = _split(setup.model, params)
+        weights = add_copies(setup, params)
+        totals = _split(setup.model, zero_gradients(setup, weights))
         of_head, of_layers, shared, stack = gradients(
-            program, setup.table, setup.model.layout, *weights, totals, keep
+            program, setup.table, setup.model.layout, *_split(setup.model, weights), totals, keep
         )
         sums = _sums(setup, of_head, of_layers, batch, training=True)
         tokens = total_of(sums["tokens"])
@@ -78,7 +79,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 
     def local(params, step, batch: Batch, cotangent):
         program = _program(setup, table_axes, batch, step, cotangent, training=False)
-        weights = _split(setup.model, params)
+        weights = _split(setup.model, add_copies(setup, params))
         of_head, of_layers = losses(program, setup.table, setup.model.layout, *weights)
         return _sums(setup, of_head, of_layers, batch, training=False)
 
@@ -95,7 +96,9 @@ def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
     region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 
     def gather(path: str, x: jax.Array) -> jax.Array:
-        gathered = jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, whole[path]))
+        # Where it rests, too: else XLA may gather first and cast then, which sends float32.
+        resting = jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, setup.specs[path]))
+        gathered = jax.lax.with_sharding_constraint(resting, NamedSharding(setup.mesh, whole[path]))
         return setup.padding.rest_to_use(path, gathered)
 
     def run(params, step, batch: Batch, cotangent: jax.Array | None = None):

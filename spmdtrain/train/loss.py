@@ -5,6 +5,7 @@ table.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,8 +50,11 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     if setup.config.mesh.collective_matmul:
         find_ring = make_find_ring(rules, MANUAL_AXES)
     gathers_again = stream_is_split(rules) and remat in ("none", "weights")
-    column_parallel = make_column_parallel(constrain, find_ring, gathers_again=gathers_again)
-    row_parallel = make_row_parallel(constrain, find_ring)
+    copies = max(each.ways for each in setup.copies.values())
+    column_parallel = make_column_parallel(
+        constrain, find_ring, gathers_again=gathers_again, copies=copies
+    )
+    row_parallel = make_row_parallel(constrain, find_ring, copies=copies)
 
     def context(microbatch: Batch, step: jax.Array | None = None) -> ForwardContext:
         tokens_bt = microbatch["tokens"]
@@ -218,21 +222,38 @@ def mean_gradients(
 ) -> dict[str, jax.Array]:
     """Accumulated gradients reduced over the manual axes, then divided by the number of `tokens`
     (unmasked, of the whole batch), and by the cotangent that the objective had, if it was not 1."""
-    automatic = {path: drop_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
-    padded = {path: setup.padding.use_to_rest(path, x) for path, x in gradients.items()}
-    reduced = reduce_gradients(padded, setup.reductions, automatic)
+    reduced = _reduce(setup, gradients)
     count = jnp.maximum(tokens, 1)
     if cotangent is not None:
         count = count * cotangent
     return {path: (gradient / count).astype(gradient.dtype) for path, gradient in reduced.items()}
 
 
-def zero_gradients(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Zeros to accumulate gradients in, inside the manual region."""
+def _reduce(setup: Setup, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Accumulated gradients summed over all devices that share a weight, and scattered where it
+    rests split. Copies are summed last, when their slices are small.
+    """
+    padded, reductions, automatic = {}, {}, {}
+    for path, gradient in gradients.items():
+        copies = setup.copies[path]
+        padded[path] = copies.each(partial(setup.padding.use_to_rest, path), gradient)
+        reductions[path] = copies.reduction(setup.reductions[path])
+        automatic[path] = drop_axes(MANUAL_AXES, copies.spec(setup.specs[path]))
+    reduced = reduce_gradients(padded, reductions, automatic)
+    return {path: setup.copies[path].sum(x, setup.specs[path]) for path, x in reduced.items()}
+
+
+def zero_gradients(setup: Setup, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Zeros to accumulate gradients in, inside the manual region, of `add_copies`' weights."""
     dtype = setup.config.precision.accumulate
 
     def zeros(path: str, x: jax.Array) -> jax.Array:
-        spec = drop_axes(MANUAL_AXES, setup.specs[path])
+        spec = drop_axes(MANUAL_AXES, setup.copies[path].spec(setup.specs[path]))
         return jax.lax.with_sharding_constraint(jnp.zeros(x.shape, dtype), spec)
 
-    return {path: zeros(path, x) for path, x in params.items()}
+    return {path: zeros(path, x) for path, x in weights.items()}
+
+
+def add_copies(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The parameters inside the manual region, the weights of matmuls as copies."""
+    return {path: setup.copies[path].add(x, setup.specs[path]) for path, x in params.items()}

@@ -18,6 +18,7 @@ from spmdtrain.models.abstract import AbstractModel, build_model
 from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.models.context import random_key
 from spmdtrain.parallel.axes import Rules, make_rules
+from spmdtrain.parallel.copies import Copies, copies_of
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.padding import Padding, Shape, pad_vocabulary, round_up
@@ -56,6 +57,7 @@ class Setup:
     )
     padding: Padding  # of the parameters, where the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
+    copies: Mapping[str, Copies]  # of the weights, where several devices share one sequence
     state: TrainState  # abstract: shapes, dtypes and shardings
 
     @property
@@ -144,6 +146,16 @@ def shard_on(
         scattered = gathered_axes(spec) if table is None else ()
         return reduction(spec, [axis for axis in reduced if axis not in scattered])
 
+    def copies(path: str) -> Copies:
+        """None where layers gather the weight: they scatter its gradient in each microbatch, and
+        do so over the axes of the tokens as well.
+        """
+        parameter = model.parameters[path]
+        by_layer = table is None and gathered_axes(specs[path])
+        if by_layer or not parameter.is_of_matmuls:
+            return Copies()
+        return copies_of(rules, specs[path], parameter.stacked)
+
     return Setup(
         config=config,
         make=make,
@@ -158,6 +170,7 @@ def shard_on(
         specs=specs,
         padding=padding,
         reductions={path: reduction_of(spec) for path, spec in specs.items()},
+        copies={path: copies(path) for path in specs},
         state=abstract_state(model, update_rules, config, mesh, specs, padding),
     )
 

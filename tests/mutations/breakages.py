@@ -137,8 +137,8 @@ BREAKAGES = [
     Breakage(
         "evaluation drops out",
         "train/grad_accumulation.py",
-        "forward(params, microbatch, context(microbatch))",
-        "forward(params, microbatch, context(microbatch, jnp.int32(0)))",
+        "forward(weights, microbatch, context(microbatch))",
+        "forward(weights, microbatch, context(microbatch, jnp.int32(0)))",
         f"{PIPELINE_RUN} -k evaluation",
     ),
     # Pipelines
@@ -271,9 +271,30 @@ BREAKAGES = [
     Breakage(
         "remat 'dots' sends the pieces a second time",
         "models/stack.py",
-        "jax.checkpoint_policies.save_only_these_names(collective_matmul.SAVED)",
+        "jax.checkpoint_policies.save_only_these_names(tensor_matmul.SAVED)",
         "jax.checkpoint_policies.nothing_saveable",
         f"{COLLECTIVE} -k 'just_what_theory_needs and dots'",
+    ),
+    Breakage(
+        "a weight has one gradient for all parts of the tokens",
+        "train/setup.py",
+        "        return copies_of(rules, specs[path], parameter.stacked)\n",
+        "        return Copies()\n",
+        f"{LAYOUTS} -k gradients_of_matmuls",
+    ),
+    Breakage(
+        "the gradients of a weight's copies are averaged",
+        "parallel/copies.py",
+        "copies.sum(self.dim)",
+        "copies.mean(self.dim)",
+        f"'{LAYOUT}[packing=documents data=2 context=2 zero=1 microbatch=2 remat=dots]'",
+    ),
+    Breakage(
+        "remat 'dots' multiplies the copies of a weight again",
+        "parallel/tensor_matmul.py",
+        "        return checkpoint_name(y, SAVED)\n\n    if gathers_again",
+        "        return y\n\n    if gathers_again",
+        f"{LAYOUTS} -k products_of_copies",
     ),
     Breakage(
         "the gradient of the head's input is summed whole",

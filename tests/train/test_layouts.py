@@ -1,10 +1,13 @@
 """The sentence that sells the framework: on every mesh it trains the same as on one device."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
 from helpers import compiled_step, partitioned_text, prepared, trained
 
+from pallas_kernels.partition import axes_of
 from spmdtrain.parallel import hlo
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.train.learning_rates import learning_rate
@@ -95,6 +98,19 @@ LAYOUTS = [
             "train.remat=full",
             *COLLECTIVE_MATMUL,
         ),
+    ),
+    (
+        NOISY,
+        (
+            "mesh.pipeline=2",
+            "mesh.context=4",
+            "train.microbatch=4",
+            "pipeline.schedule=zero_bubble",
+        ),
+    ),
+    (
+        UNEVEN,
+        ("mesh.data=2", "mesh.context=2", "train.zero=1", "train.microbatch=2", "train.remat=dots"),
     ),
     # XLA aborts where it has to partition lookups split like these, and their gradients.
     ((), ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", *CROSSWISE)),
@@ -254,6 +270,48 @@ def test_gradients_of_keys_and_values_are_scattered_over_context():
     assert scattered == [keys, keys]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("mesh.context=4",),
+        ("mesh.data=2", "mesh.context=2", "train.remat=dots", "train.zero=1"),
+        ("mesh.pipeline=2", "mesh.context=2", "pipeline.schedule=zero_bubble"),
+        ("mesh.context=2", "mesh.tensor=2", *COLLECTIVE_MATMUL),
+    ],
+    ids=" ".join,
+)
+def test_gradients_of_matmuls_cross_context_once_a_step(layout):
+    layout = (*layout, "train.microbatch=4")
+    setup = prepared(*layout)
+    sizes = setup.mesh.shape
+    sums = [
+        each
+        for each in hlo.instructions(partitioned_text(*layout), sizes)
+        if each.kind == "all-reduce" and "context" in each.axis.split("+")
+    ]
+    table = 4 * setup.model.parameters["tokens.table_ve"].size  # the largest of what is no matmul
+    assert max(each.bytes for each in sums if each.inside_loop) <= table
+
+    def bytes_here(path: str) -> int:
+        axes = axes_of(setup.specs[path])
+        return 4 * setup.model.parameters[path].size // math.prod(sizes[axis] for axis in axes)
+
+    of_matmuls = {path for path, each in setup.model.parameters.items() if each.is_of_matmuls}
+    once = [each.bytes for each in sums if not each.inside_loop]
+    assert len(of_matmuls) == 4
+    for path in of_matmuls:
+        assert bytes_here(path) in once, path
+
+
+def test_remat_dots_keeps_the_products_of_copies():
+    def matmuls(*settings: str) -> int:
+        return partitioned_text("model.layers=1", *settings).count(" dot(")
+
+    kept = matmuls("mesh.context=2", "train.remat=dots")
+    assert kept == matmuls("mesh.data=2", "train.remat=dots")
+    assert kept + 4 <= matmuls("mesh.context=2", "train.remat=full")
+
+
 def test_zero_halves_the_state_on_two_data_shards():
     """Parameters and both moments of Adam, each in float32."""
     whole = hlo.memory(compiled_step("mesh.data=2"))
@@ -264,15 +322,27 @@ def test_zero_halves_the_state_on_two_data_shards():
     assert 0.45 * state <= saved <= 0.5 * state
 
 
-def test_zero_gathers_weights_once_a_step_in_compute_precision():
-    layout = ("mesh.data=4", "train.zero=1", "train.microbatch=1", "precision.compute=bfloat16")
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("mesh.data=4",),
+        ("mesh.pipeline=2", "mesh.data=2"),
+        ("mesh.pipeline=2", "mesh.data=2", "mesh.context=2"),
+    ],
+    ids=" ".join,
+)
+def test_zero_gathers_weights_once_a_step_in_compute_precision(mesh):
+    layout = (*mesh, "train.zero=1", "train.microbatch=1", "precision.compute=bfloat16")
     text = partitioned_text(*layout)
     setup = prepared(*layout)
     found = hlo.instructions(text, setup.mesh.shape)
     gathered = [each for each in found if each.kind == "all-gather" and each.axis == "data"]
     assert not any(each.inside_loop for each in gathered)
+    stages = setup.mesh.shape["pipeline"]
     assert sum(each.bytes for each in gathered) == 2 * sum(
-        p.size for path, p in setup.model.parameters.items() if "data" in setup.specs[path]
+        parameter.size // (stages if "pipeline" in axes_of(setup.specs[path]) else 1)
+        for path, parameter in setup.model.parameters.items()
+        if "data" in axes_of(setup.specs[path])
     )
 
 

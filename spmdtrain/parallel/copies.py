@@ -1,0 +1,98 @@
+"""Copies of a matmul's weight, one for each part of the tokens, so that the parts of its gradient
+are summed once a step.
+
+An axis like `context` splits the tokens inside a sequence, and each of its devices finds a part of
+every weight's gradient. The axis is left to XLA, which would sum the parts as soon as it has them:
+in every layer of every microbatch. So the weight gets a dim that counts the parts. Each device
+along the axis holds the copy that multiplies its own tokens, which is no more memory than the
+weight that they would share. The parts of the gradient then stay apart until a step has them all.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.partition import axes_of
+from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.reduce import Reduction
+from spmdtrain.parallel.regions import MANUAL_AXES
+from spmdtrain.parallel.specs import axes_of_dim, drop_axes
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies of one weight, inside the region of the training step.
+
+    axes: the mesh axes that split the tokens and not the weight, major first; () for no copies.
+    ways: devices along them.
+    dim: the dim that counts copies. It stands behind the dims that stack layers.
+    """
+
+    axes: tuple[str, ...] = ()
+    ways: int = 1
+    dim: int = 0
+
+    def add(self, x: jax.Array, spec: P) -> jax.Array:
+        """The copies of the weight x, which rests as `spec` says."""
+        if not self.axes:
+            return x
+        shape = (*x.shape[: self.dim], self.ways, *x.shape[self.dim :])
+        copies = jnp.broadcast_to(jnp.expand_dims(x, self.dim), shape)
+        return jax.lax.with_sharding_constraint(copies, drop_axes(MANUAL_AXES, self.spec(spec)))
+
+    def each(self, function: Callable[[jax.Array], jax.Array], copies: jax.Array) -> jax.Array:
+        """`function` of each copy."""
+        if not self.axes:
+            return function(copies)
+        return jax.vmap(function, self.dim, self.dim)(copies)
+
+    def sum(self, copies: jax.Array, spec: P) -> jax.Array:
+        """The sum of the copies, which rests as `spec` says."""
+        if not self.axes:
+            return copies
+        return jax.lax.with_sharding_constraint(copies.sum(self.dim), drop_axes(MANUAL_AXES, spec))
+
+    def spec(self, spec: P) -> P:
+        """Where the copies of a weight are that rests as `spec` says."""
+        if not self.axes:
+            return spec
+        return P(*spec[: self.dim], self.axes, *spec[self.dim :])
+
+    def reduction(self, reduction: Reduction) -> Reduction:
+        """The `reduction` of a gradient, for all its copies at once."""
+        if not self.axes:
+            return reduction
+        scatter = tuple((axis, dim + (dim >= self.dim)) for axis, dim in reduction.scatter)
+        return Reduction(reduction.sum, scatter)
+
+
+def copies_of(rules: Rules, spec: P, stacked: int = 0) -> Copies:
+    """The copies of a matmul's weight that rests as `spec` says; its first `stacked` dims count
+    layers.
+
+    There are none where a mesh axis that splits tokens splits the weight too.
+    """
+    _, over_time = rules.activation_spec(("batch", "time"), (0, 0), drop=MANUAL_AXES)
+    axes = axes_of_dim(over_time)
+    if not axes or axes_of(spec) & set(axes):
+        return Copies()
+    return Copies(axes, math.prod(rules.sizes[axis] for axis in axes), stacked)
+
+
+def multiply_copies(x: jax.Array, copies: jax.Array, contracted: int) -> jax.Array:
+    """The matmul of x [b, t, *i] and the copies [c, *i, *o] of a weight: [b, t, *o].
+
+    Each copy multiplies its own c-th part of the tokens. `contracted`: the number of dims i.
+    """
+    batch, tokens = x.shape[:2]
+    count = copies.shape[0]
+    x = x.reshape(batch, count, tokens // count, *x.shape[2:])
+    dims_of_x = tuple(range(3, 3 + contracted))
+    dims_of_copies = tuple(range(1, 1 + contracted))
+    dims = ((dims_of_x, dims_of_copies), ((1,), (0,)))
+    y = jax.lax.dot_general(x, copies, dims)  # [c, b, t / c, *o]
+    return jnp.moveaxis(y, 0, 1).reshape(batch, tokens, *y.shape[3:])
