@@ -390,14 +390,14 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
     """Logits of one chunk of the vocabulary, which is split `ways` ways.
 
     They are kept in float32, and in compute precision for the matmuls of the gradients. With more
-    than one chunk, two float32 gradients of the table sum up over them.
+    than one chunk, a float32 gradient of the table sums up over them.
     """
     rows = workload.model.vocab / ways
     chunks = max(1, math.ceil(workload.tokens * rows / CHUNK_LOGITS))
     logits = workload.tokens * rows / chunks * (FLOAT32 + workload.compute_bytes)
     table_gradients = 0.0
     if chunks > 1:
-        table_gradients = 2 * FLOAT32 * rows * workload.model.embed
+        table_gradients = FLOAT32 * rows * workload.model.embed
     return logits + table_gradients
 
 
