@@ -1,5 +1,7 @@
 """Linear + cross-entropy against its definition in float64, also with a split vocabulary."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,6 +209,15 @@ def test_a_gradient_is_rounded_after_it_is_scaled():
     x, targets = jnp.ones((1, 70000, 8), jnp.float16), jnp.zeros((1, 70000), int)
     mean = jax.jit(jax.grad(lambda weight: linear_cross_entropy(x, weight, targets) / 70000))
     np.testing.assert_allclose(mean(jnp.zeros((16, 8), jnp.float16))[0], -15 / 16, rtol=1e-3)
+
+
+def test_the_gradient_of_the_table_waits_in_the_precision_of_the_table():
+    x = jnp.ones((2, 8, 16), jnp.bfloat16)
+    table = jnp.ones((96, 16), jnp.bfloat16)
+    targets = jnp.zeros((2, 8), jnp.int32)
+    loss = jax.jit(jax.grad(lambda table: linear_cross_entropy(x, table, targets)))
+    barriers = re.findall(r"optimization_barrier.*", loss.lower(table).as_text())
+    assert any("tensor<96x16xbf16>" in barrier for barrier in barriers)
 
 
 def test_logits_are_never_whole():
