@@ -104,7 +104,7 @@ LAYOUTS = (
         16384,
         "pipeline=16 data=8 context=16 tensor=8",
         "train.sequence_length=131072 model.max_length=131072 train.global_batch=128 "
-        "train.remat=dots pipeline.chunks=8",
+        "pipeline.chunks=8",
         published=(10.92, "Llama 3, table 4"),
     ),
     Layout(
