@@ -710,11 +710,11 @@ REFUSED_BEFORE_JAX = (
 )
 
 
-def from_anew(arguments: list[str], prefix: str) -> tuple[subprocess.CompletedProcess, float]:
-    """The command line as a program of its own that runs `prefix` first, and the processor seconds
-    it took.
-    """
-    program = f"{prefix}; import sys; from spmdtrain.cli import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "import sys; from spmdtrain.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def from_anew(program: str, *arguments: str) -> tuple[subprocess.CompletedProcess, float]:
+    """Python code as a program of its own, and the processor seconds it took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -734,7 +734,7 @@ def from_anew(arguments: list[str], prefix: str) -> tuple[subprocess.CompletedPr
 def test_what_needs_no_device_is_refused_before_jax_is_imported_and_within_a_second(name):
     code, _, arguments = TABLE[name]
     without_jax = "import sys; sys.modules['jax'] = None"  # an import of it fails, with a traceback
-    done, seconds = from_anew(arguments, without_jax)
+    done, seconds = from_anew(f"{without_jax}; {COMMAND}", *arguments)
     assert done.returncode == code, done.stderr
     checked(done.stderr)
     assert seconds < 1
@@ -743,19 +743,24 @@ def test_what_needs_no_device_is_refused_before_jax_is_imported_and_within_a_sec
 @pytest.mark.parametrize(
     "name", ["missing text", "sample no run", "mesh too large", "resume a cut step"]
 )
-def test_a_program_of_its_own_gives_the_same_line_within_three_seconds(name):
+def test_a_program_of_its_own_gives_the_same_line_soon_after_its_libraries_are_imported(name):
     """Threads of XLA and Orbax write where this process cannot look: only a program's own stderr
     shows all of it.
+
+    Its processor seconds are held against those of the imports alone, measured in turn: a busy
+    machine slows both. Of a few pairs the quickest of each counts.
     """
     code, words, arguments = TABLE[name]
-    best = float("inf")
-    # Work on the other core slows this one down too: the quickest of three tries counts.
-    for _ in range(3):
-        done, seconds = from_anew(arguments, "pass")
+    refusals, imports = [], []
+    for _ in range(4):
+        done, seconds = from_anew(COMMAND, *arguments)
         assert done.returncode == code, done.stderr
         line = checked(done.stderr)
         assert [word for word in words.split("|") if word not in line] == [], line
-        best = min(best, seconds)
-        if best < 3:
+        refusals.append(seconds)
+        alone, seconds = from_anew("import jax, flax.nnx, optax, orbax.checkpoint")
+        assert alone.returncode == 0, alone.stderr
+        imports.append(seconds)
+        if min(refusals) < 1.5 * min(imports):
             break
-    assert best < 3  # of the processor: waiting does not count
+    assert min(refusals) < 1.5 * min(imports)
