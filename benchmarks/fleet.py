@@ -6,6 +6,9 @@ Each layout is a process of its own (`spmdtrain estimate CONFIG --compile --json
 the process where it cannot compile: that is a row of the table then. What a process found is kept
 in runs/fleet/NAME.json; the page is made of all that lie there, so `--only` compiles some again.
 
+Once all layouts are there, spmdtrain/planner/fleet_overlap.json is written too: the shares of a
+step's traffic that the planner takes for hidden.
+
 Needs what `make cuda-compiler` installs, jax 0.11 or later. One to two minutes a layout on two
 cores.
 """
@@ -21,10 +24,15 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
+
+from spmdtrain.planner.overlap import FLEET, hidden_shares
+from spmdtrain.planner.software import fitted_on
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "fleet"
+SHARES = ROOT / "spmdtrain" / "planner" / FLEET
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 GIGA = 1e9
 
@@ -166,6 +174,31 @@ def kept_file(layout: Layout) -> Path:
     return KEPT / f"{re.sub(r'[^a-z0-9]+', '_', layout.name.lower())}.json"
 
 
+# What the planner takes from it
+
+
+def overlap_of_fleet(
+    found: list[tuple[Layout, dict[str, Any]]],
+) -> dict[str, dict[str, float]]:
+    """Family of GPUs -> kind of traffic -> share sent beside work, the mean over layouts."""
+    shares = defaultdict(lambda: defaultdict(list))
+    for layout, result in found:
+        traffic = result.get("compiled", {}).get("traffic")
+        if not traffic:
+            continue
+        of_layout = hidden_shares(
+            traffic,
+            pipelined=result["layout"]["pipeline"] > 1,
+            collective_matmul=result["layout"]["collective_matmul"],
+        )
+        for kind, share in of_layout.items():
+            shares[fitted_on(layout.hardware)][kind].append(share)
+    return {
+        family: {kind: round(mean(listed), 3) for kind, listed in sorted(kinds.items())}
+        for family, kinds in sorted(shares.items())
+    }
+
+
 # The page
 
 
@@ -185,6 +218,12 @@ what a ring sends for them all, *needed* what theory asks of the layout
 (`spmdtrain/planner/traffic.py`). With fsdp and context and no pipeline, gradients are scattered
 over context first: more crosses context than needed, and less fsdp. Compare their sums.
 """
+OVERLAP = """\
+Share of each kind of traffic that is hidden, the mean over the layouts above that have it. `plan`
+and `estimate` count with these; `estimate --compile` and `plan --compile` with what the compiled
+step itself hides. *Vocabulary* are sums over `pipeline`, *hops* what a stage sends to the next one.
+"""
+KINDS = ("tensor", "collective_matmul", "context", "fsdp", "data", "vocabulary", "hops")
 
 
 def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
@@ -210,6 +249,12 @@ def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
             *BYTES.splitlines(),
             "",
             *_traffic(found),
+            "",
+            "## What the planner takes for hidden",
+            "",
+            *OVERLAP.splitlines(),
+            "",
+            *overlap_table(overlap_of_fleet(found)),
             "",
             "## Published",
             "",
@@ -319,6 +364,14 @@ def _split(listed: list[dict[str, Any]], kind: str) -> str:
     return f"{inside / GIGA:.4g} + {outside / GIGA:.4g}"
 
 
+def overlap_table(shares: dict[str, dict[str, float]]) -> list[str]:
+    lines = _heading(("GPUs", *(kind.replace("_", " ") for kind in KINDS)))
+    for family, kinds in shares.items():
+        cells = [f"{kinds[kind]:.1%}" if kind in kinds else "" for kind in KINDS]
+        lines.append(f"| {' | '.join([family, *cells])} |")
+    return lines
+
+
 def _sources(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
     return [
         f"- {_title(layout)}: {layout.published[0]} s. {layout.published[1]}"
@@ -369,6 +422,8 @@ def main() -> None:
     Path(chosen.page).parent.mkdir(parents=True, exist_ok=True)
     Path(chosen.page).write_text(page(found), encoding="utf-8")
     print(f"{chosen.page}: {len(found)} of {len(LAYOUTS)} layouts")
+    if len(found) == len(LAYOUTS):
+        SHARES.write_text(json.dumps(overlap_of_fleet(found), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,8 @@ def test_the_page_compares_bytes_with_theory():
             },
             "traffic": [sent, sent | {"axis": "tensor", "sent_beside_work": 0.6e9}],
         },
-        "layout": dict.fromkeys(fleet.AXES, 1) | {"fsdp": 2, "tensor": 8},
+        "layout": dict.fromkeys(fleet.AXES, 1)
+        | {"fsdp": 2, "tensor": 8, "collective_matmul": False},
     }
     layout = fleet.Layout("llama3_8b", "h100", 8, "fsdp=8", published=(2.5, "a paper"))
     lines = fleet.page([(layout, result)]).splitlines()
@@ -141,3 +142,34 @@ def test_the_page_compares_bytes_with_theory():
     assert f"- {title}: 2.5 s. a paper" in lines
     hidden = " ".join(lines[lines.index("## Bytes") - 3 : lines.index("## Bytes")])
     assert "50% of those over axes that cross hosts and 20% of those" in hidden
+    assert "| h100 | 20.0% |  |  | 50.0% |  |  |  |" in lines
+
+
+def test_the_planner_takes_the_mean_over_layouts():
+    def result(hidden: float, sent: float, collective_matmul: bool = False) -> dict:
+        traffic = {"kind": "all-gather", "axis": "tensor", "sent": sent}
+        return {
+            "layout": {"pipeline": 1, "collective_matmul": collective_matmul},
+            "compiled": {"traffic": [traffic | {"sent_beside_work": hidden * sent}]},
+        }
+
+    h100 = fleet.Layout("llama3_8b", "h100", 8)
+    a100 = fleet.Layout("gpt_1t", "a100-80", 8)
+    found = [
+        (h100, result(0.5, 1.0)),
+        (h100, result(0.25, 9.0)),
+        (h100, result(1.0, 1.0, collective_matmul=True)),
+        (a100, result(0.125, 1.0)),
+        (a100, {"refused": "a reason"}),
+    ]
+    assert fleet.overlap_of_fleet(found) == {
+        "a100": {"tensor": 0.125},
+        "h100": {"collective_matmul": 1.0, "tensor": 0.375},
+    }
+
+
+def test_the_page_and_the_planner_have_the_same_shares():
+    lines = (ROOT / "docs" / "fleet.md").read_text().splitlines()
+    table = fleet.overlap_table(json.loads(fleet.SHARES.read_text()))
+    start = lines.index(table[0])
+    assert lines[start : start + len(table)] == table

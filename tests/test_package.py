@@ -66,7 +66,7 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(built):
 
 def _sources(house: str) -> list[Path]:
     sources = [*(ROOT / house).rglob("*.py"), *(ROOT / house).rglob("*.pyi")]
-    return [*sources, ROOT / house / "py.typed"]
+    return [*sources, *(ROOT / house / "planner").glob("*.json"), ROOT / house / "py.typed"]
 
 
 @pytest.mark.slow

@@ -150,6 +150,11 @@ def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Har
         scale = anchor.anchor_scale(Path(parsed.anchor), hardware)
         found = found.scaled(scale)
 
+    compiled = None
+    if parsed.compile:
+        compiled = deviceless.compile_step(config, found.workload.mesh.sizes, hardware)
+        found = found.as_compiled(compiled["traffic"] or [])
+
     values = report.estimate_values(found)
     texts = [report.estimate_text(found)]
     if config.model.make:
@@ -157,8 +162,7 @@ def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Har
     if parsed.anchor is not None:
         values["anchor"] = scale
         texts.append(report.anchor_text(parsed.anchor, scale))
-    if parsed.compile:
-        compiled = deviceless.compile_step(config, found.workload.mesh.sizes, hardware)
+    if compiled is not None:
         needed = traffic.needed_traffic(found.workload)
         values["compiled"] = compiled
         values["needed_traffic"] = needed

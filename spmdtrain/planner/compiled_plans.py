@@ -1,6 +1,7 @@
 """The best layouts compiled, and ranked again by what XLA says: `spmdtrain plan --compile K`.
 
-A formula cannot know whether XLA compiles a layout, and is a few per cent off in what it holds.
+A formula cannot know whether XLA compiles a layout, is a few per cent off in what it holds, and
+takes what the fleet hides of its traffic for what this layout will hide.
 Each layout is compiled in a process of its own, because XLA ends the process where it cannot.
 """
 
@@ -19,10 +20,15 @@ LONGEST = 1200  # seconds for one layout; 1T over 3072 devices takes about 60
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """A layout, the bytes that it holds on a device by XLA's account, or why it did not compile."""
+    """A layout, and what its compiled step says of it.
+
+    held: bytes on a device by XLA's account; None where it did not compile, for `problem`.
+    seconds: of a step, predicted with what the compiled step hides of its traffic.
+    """
 
     plan: Plan
     held: int | None
+    seconds: float
     problem: str = ""
 
     @property
@@ -32,13 +38,14 @@ class CompiledPlan:
 
 
 def compile_plans(plans: Sequence[Plan], arguments: Sequence[str]) -> list[CompiledPlan]:
-    """Compile each of `plans` for its GPUs, and rank them: first what fits, then by predicted time.
+    """Compile each of `plans` for its GPUs, and rank them: first what fits, then by the time that
+    is predicted of the compiled step.
 
     `arguments` are those of `spmdtrain estimate` that all have in common: the config, --hardware,
     --devices and the settings that were typed. A minute or two for each layout on two cores.
     """
     found = [_compile_plan(plan, arguments) for plan in plans]
-    return sorted(found, key=lambda each: (not each.fits, each.held is None, each.plan.seconds))
+    return sorted(found, key=lambda each: (not each.fits, each.held is None, each.seconds))
 
 
 def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
@@ -55,13 +62,14 @@ def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
             timeout=LONGEST,
         )
     except subprocess.TimeoutExpired:
-        return CompiledPlan(plan, None, f"XLA was not done after {LONGEST} s")
+        return CompiledPlan(plan, None, plan.seconds, f"XLA was not done after {LONGEST} s")
     if done.returncode:
-        return CompiledPlan(plan, None, _reason(done.returncode, done.stderr))
-    memory = json.loads(done.stdout.splitlines()[-1])["compiled"]["memory"]
+        return CompiledPlan(plan, None, plan.seconds, _reason(done.returncode, done.stderr))
+    answer = json.loads(done.stdout.splitlines()[-1])
+    memory = answer["compiled"]["memory"]
     held = memory["argument_bytes"] + memory["temp_bytes"]
     held += memory["output_bytes"] - memory["alias_bytes"]
-    return CompiledPlan(plan, held)
+    return CompiledPlan(plan, held, answer["step_seconds"])
 
 
 def _reason(code: int, errors: str) -> str:

@@ -8,12 +8,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.hardware import Hardware, described, devices_per_host, swept
 from spmdtrain.planner.memory import Memory, exact_state, step_memory
+from spmdtrain.planner.overlap import hidden_shares
 from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.software import Software, software
 from spmdtrain.planner.step_time import StepTime, step_time
@@ -58,6 +59,19 @@ class Estimate:
             save_seconds=state / TO_HOST_BANDWIDTH,
             devices=self.workload.mesh.devices,
         )
+
+    def as_compiled(self, traffic: Sequence[Mapping[str, Any]]) -> "Estimate":
+        """The same, with what the compiled step hides of its traffic (`hlo.traffic`)."""
+        workload = self.workload
+        shares = hidden_shares(
+            traffic,
+            pipelined=workload.mesh.pipeline > 1,
+            collective_matmul=workload.collective_matmul,
+        )
+        software = self.time.software
+        compiled = replace(software, overlap=replace(software.overlap, **shares))
+        time = step_time(workload, self.hardware, compiled)
+        return replace(self, time=replace(time, scale=self.time.scale))
 
     def scaled(self, scale: float) -> "Estimate":
         """The same with all times multiplied by `scale` (anchor.py)."""

@@ -17,7 +17,8 @@ from spmdtrain.planner.kernel_time import (
     matmul_seconds,
     memory_seconds,
 )
-from spmdtrain.planner.software import LOST_BESIDE_COLLECTIVES, Software
+from spmdtrain.planner.overlap import LOST_BESIDE_COLLECTIVES, exposed
+from spmdtrain.planner.software import Software
 from spmdtrain.planner.workload import Group, ModelShape, Workload, bytes_of
 
 
@@ -143,12 +144,13 @@ def _tensor_collectives(
     group = Group(sizes.tensor, 1)
     one_sum = all_reduce_seconds(sizes.activation_bytes, group, hardware)
     if not sizes.collective_matmul:
-        exposed = one_sum * (1 - software.tensor_overlap)
-        return Work(exposed, exposed, 0.0)
+        alone = exposed(one_sum, software.overlap.tensor)
+        return Work(alone, alone, 0.0)
 
     def left_over(moving: float, matmul: float) -> float:
         # Of n pieces, one has been here all along. Matmuls beside collectives take longer.
-        hidden = min(moving, (sizes.tensor - 1) / sizes.tensor * matmul)
+        beside = (sizes.tensor - 1) / sizes.tensor * matmul
+        hidden = min(software.overlap.collective_matmul * moving, beside)
         return moving - hidden + LOST_BESIDE_COLLECTIVES * hidden
 
     # For the gradient of the weights the input's tokens are gathered again: half a sum.
@@ -188,7 +190,7 @@ def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -
         attention=_attention_work(sizes, hardware, software),
         forward_bytes=2 * model.qkv_width * column_bytes,
         backward_bytes=5 / 3 * model.qkv_width * column_bytes,
-        context_gather=context_gather * (1 - software.tensor_overlap),
+        context_gather=exposed(context_gather, software.overlap.context),
     )
 
 

@@ -29,6 +29,7 @@ from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.layer_time import half_time
 from spmdtrain.planner.memory import SAFE_SHARE, exact_state, step_memory
+from spmdtrain.planner.overlap import exposed
 from spmdtrain.planner.software import Software
 from spmdtrain.planner.step_time import vocabulary_seconds
 from spmdtrain.planner.workload import Group, Workload, workload_of
@@ -203,7 +204,7 @@ def cost_of(
         repeats = workload.accumulation * workload.layers_per_stage
         if workload.remat == "full":
             forward *= 2  # the backward runs it again
-        between = (1 - software.tensor_overlap) * (forward + backward)
+        between = exposed(forward + backward, software.overlap.tensor)
     if way == "tokens":  # each device has the gradients of its own tokens
         gradients = workload.compute_bytes * _weight_elements(kind, workload)
         work += all_reduce_seconds(gradients, workload.mesh.group("tensor"), hardware)

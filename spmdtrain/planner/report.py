@@ -30,6 +30,8 @@ def estimate_values(estimate: Estimate) -> dict[str, Any]:
         "chunks": workload.chunks,
         "remat": workload.remat,
         "zero": workload.zero,
+        "sequence_parallel": workload.sequence_parallel,
+        "collective_matmul": workload.collective_matmul,
     }
     return {
         "step_seconds": time.seconds,
@@ -41,6 +43,7 @@ def estimate_values(estimate: Estimate) -> dict[str, Any]:
         "memory_bytes_per_device": estimate.memory.by_category(),
         "breakdown_seconds": {term: time.scale * seconds for term, seconds in time.terms.items()},
         "bound_by": {term: time.bound_by(term) for term in time.terms},
+        "overlap": asdict(time.software.overlap),
         "layout": layout,
         "devices": workload.mesh.devices,
         "hardware": estimate.hardware.name,
@@ -288,17 +291,23 @@ def plan_text(shown: Sequence[Plan], found: Sequence[Plan]) -> str:
 def compiled_plans_values(compiled: Sequence[CompiledPlan]) -> list[dict[str, Any]]:
     return [
         estimate_values(each.plan.estimate)
-        | {"xla_bytes_per_device": each.held, "fits": each.fits, "problem": each.problem}
+        | {"xla_bytes_per_device": each.held, "compiled_step_seconds": each.seconds}
+        | {"fits": each.fits, "problem": each.problem}
         for each in compiled
     ]
 
 
 def compiled_plans_text(compiled: Sequence[CompiledPlan]) -> str:
-    """A table, best first, with XLA's memory beside the formula's, and the line to paste."""
-    rows: list[tuple[str, ...]] = [("XLA", *PLAN_COLUMNS)]
+    """A table, best first, and the line to paste.
+
+    Before the columns of `plan`: memory by XLA, and the step with what XLA hides of its traffic.
+    """
+    rows: list[tuple[str, ...]] = [("XLA", "compiled", *PLAN_COLUMNS)]
     for each in compiled:
-        held = "-" if each.held is None else f"{each.held / 1e9:.1f} GB"
-        rows.append((held, *_plan_cells(each.plan)))
+        own = ("-", "-")
+        if each.held is not None:
+            own = (f"{each.held / 1e9:.1f} GB", f"{each.seconds:.4g} s")
+        rows.append((*own, *_plan_cells(each.plan)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     notes = ["", *map(_compiled_note, compiled)]
     table = [

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmdtrain.parallel.pipeline.timing import Times
+from spmdtrain.parallel.pipeline.timing import Times, exposed_hop
 
 
 class Pipeline(NamedTuple):
@@ -59,12 +59,12 @@ class Schedule:
 # In lockstep
 
 
-def lockstep_seconds(kind: str, pipeline: Pipeline, times: Times) -> float:
+def lockstep_seconds(kind: str, pipeline: Pipeline, times: Times, overlap: float = 1.0) -> float:
     """The time of a whole schedule: `timing.lockstep_time` of the table of that name.
 
     A tick lasts as long as the kinds of work in it take together. An activation is sent beside the
     same tick's backward and weight gradient, a cotangent beside the weight gradient and the next
-    tick's forward; what a send takes longer than that is added.
+    tick's forward, this share of it (`overlap`); what a send takes longer than that is added.
     """
     p, m, v = pipeline
     schedule = SCHEDULES[kind]
@@ -85,9 +85,9 @@ def lockstep_seconds(kind: str, pipeline: Pipeline, times: Times) -> float:
     sends_activation = tick < units + p - 2
     sends_cotangent = runs_backward & (tick < tick[-1])
     next_forward = np.append(forward[1:], 0.0)
-    exposed_activation = sends_activation * np.maximum(0.0, times.hop - (backward + weight))
-    exposed_cotangent = sends_cotangent * np.maximum(0.0, times.hop - (weight + next_forward))
-    exposed = exposed_activation + exposed_cotangent
+    activations = exposed_hop(times.hop, backward + weight, overlap)
+    cotangents = exposed_hop(times.hop, weight + next_forward, overlap)
+    exposed = sends_activation * activations + sends_cotangent * cotangents
     return float((forward + backward + weight + exposed).sum())
 
 

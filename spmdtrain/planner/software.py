@@ -10,6 +10,8 @@ names as training tables. Nothing else is fitted.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from spmdtrain.planner.overlap import Overlap, fleet_overlap, saving
+
 # Shares of data-sheet bandwidth.
 LINK_SHARE = 0.8  # that ring collectives reach (NCCL, on NVLink and on InfiniBand)
 SEND_SHARE = 0.2  # of that, that one send inside a host reaches: 47 GB/s on A100 (zb_table9)
@@ -27,17 +29,10 @@ WAVE_ROUNDING = 0.6  # share of a partly filled last wave of tiles that is waite
 INNER_OVERHEAD = 36  # added to the inner dim: filling and draining a tile's software pipeline
 LAUNCH_SECONDS = 5e-6  # of every kernel
 
-# Work beside a collective takes 18.9 % longer, on average over models, sizes and devices, and 40 %
-# at most (arXiv 2507.03114). This is the share of such a second that is lost.
-LOST_BESIDE_COLLECTIVES = 1 - 1 / 1.189
-
 
 @dataclass(frozen=True)
 class Software:
-    """The constants of one framework.
-
-    An overlap is the share of a collective that is hidden behind work.
-    """
+    """The constants of one framework."""
 
     name: str
     matmul_share: float = 0.93  # of the rate that Hardware.matmul x peak gives
@@ -47,10 +42,8 @@ class Software:
     host_wait: float = 0.0  # s that a stage waits for its host per microbatch and direction
     attention_share: float = 0.0  # of peak, of fused attention; 0: scores are written to memory
     score_bytes: int = 2  # of one score that is written to memory
-    tensor_overlap: float = 0.0
-    data_overlap: float = 0.0
-    fsdp_overlap: float = 0.8  # share of the layers' work that fsdp's collectives can run beside
-    send_overlap: float = 0.0
+    overlap: Overlap = Overlap()  # what is sent beside work
+    work_beside_gathers: float = 0.8  # share of the layers' work that fsdp's traffic runs beside
     all_network_cards: bool = True  # whether a ring over hosts uses all network cards of a host
     gathers_per_layer: int = 1  # all-gathers in which one layer's weights come over `fsdp`
     sends_split: bool = True  # a send carries 1 / tensor of the activation, gathered on arrival
@@ -108,9 +101,9 @@ def software_table(
         score_factor=scores,
         straggler_share=stragglers,
         attention_share=0.5,
-        tensor_overlap=0.7,
-        data_overlap=0.7,
-        send_overlap=0.7,
+        overlap=Overlap(
+            tensor=saving(0.7), context=saving(0.7), data=saving(0.7), hops=saving(0.7)
+        ),
         gradient_bytes=4,
         gathered_parameter_bytes=2,
     )
@@ -118,10 +111,8 @@ def software_table(
         megatron_core,
         name="compiled",
         elementwise_factor=0.8 * elementwise,
-        tensor_overlap=0.3,
-        send_overlap=0.0,
+        overlap=Overlap(tensor=saving(0.3), context=saving(0.3)),
         gathered_parameter_bytes=0,
-        data_overlap=0.0,
         host_seconds=0.002,
     )
     ours = replace(
@@ -131,15 +122,20 @@ def software_table(
         lockstep=True,
         sends_split=False,
         scattered_gradient_bytes=4,
+        overlap=fleet_overlap("h100"),
     )
+    on_a100 = fleet_overlap("a100")
     torchtitan = replace(
         compiled, name="torchtitan", attention_share=0.34, scattered_gradient_bytes=4
     )
     frameworks = [
-        (ours, {"attention_share": 0.6}),
-        (replace(ours, name="spmdtrain-xla", attention_share=0.0), {}),
+        (ours, {"attention_share": 0.6, "overlap": on_a100}),
+        (
+            replace(ours, name="spmdtrain-xla", attention_share=0.0),
+            {"overlap": on_a100},
+        ),
         (megatron_2021, {}),
-        (replace(megatron_2021, name="megatron-2022", tensor_overlap=0.3), {}),
+        (replace(megatron_2021, name="megatron-2022", overlap=Overlap(tensor=saving(0.3))), {}),
         # DeepSpeed's ZeRO-3 gathers each module's weights on their own: QKV, projection, two of
         # the MLP and two norms.
         (
@@ -162,8 +158,8 @@ def software_table(
     ]
     return {
         framework.name: {
-            "a100": replace(framework, matmul_share=a100_matmul, **on_a100),
+            "a100": replace(framework, matmul_share=a100_matmul, **there),
             "h100": replace(framework, matmul_share=h100_matmul),
         }
-        for framework, on_a100 in frameworks
+        for framework, there in frameworks
     }

@@ -22,8 +22,9 @@ from spmdtrain.planner.flops import model_flops_per_token
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.layer_time import Work, layer_time
+from spmdtrain.planner.overlap import LOST_BESIDE_COLLECTIVES, exposed
 from spmdtrain.planner.schedules import SCHEDULES, Pipeline, lockstep_seconds
-from spmdtrain.planner.software import LOST_BESIDE_COLLECTIVES, Software
+from spmdtrain.planner.software import Software
 from spmdtrain.planner.workload import Workload
 
 # Bytes per parameter that the optimizer moves: gradient, weight and two moments read, weight and
@@ -158,7 +159,7 @@ def _work_terms(
     terms["head"] = microbatches * head / workload.mesh.pipeline
     if workload.mesh.pipeline > 1:
         one = _vocabulary_collective_seconds(workload, hardware)
-        terms["vocabulary_collectives"] = microbatches * one
+        terms["vocabulary_collectives"] = exposed(microbatches * one, software.overlap.vocabulary)
     return terms
 
 
@@ -252,7 +253,7 @@ def _pipeline_terms(
     # gradients.
     if not software.lockstep and not SCHEDULES[workload.schedule].splits_backward:
         sends = 2 * microbatches * workload.chunks
-        terms["pipeline_hops"] = sends * one_send * (1 - software.send_overlap)
+        terms["pipeline_hops"] = exposed(sends * one_send, software.overlap.hops)
     return terms
 
 
@@ -270,10 +271,10 @@ def _bubble_seconds(
         return SCHEDULES[schedule].order_bubble(pipeline, times)
     cells = pipeline.microbatches * pipeline.chunks * pipeline.stages
     if closed_form or (schedule in SCHEDULES and cells > LARGEST_TABLE):
-        whole = lockstep_seconds(schedule, pipeline, times)
+        whole = lockstep_seconds(schedule, pipeline, times, software.overlap.hops)
     else:
         table = choose_table(schedule, pipeline.stages, pipeline.chunks, pipeline.microbatches)
-        whole = timing.lockstep_time(table, times)
+        whole = timing.lockstep_time(table, times, software.overlap.hops)
     return whole - pipeline.microbatches * times.microbatch
 
 
@@ -288,7 +289,8 @@ def _fsdp_seconds(
     With a pipeline this happens once per step, beside nothing. Without one it happens for each
     microbatch: the layers' weights are gathered for the forward and for the backward and their
     gradients scattered after it, beside the layers' work (`stage_seconds` per microbatch), which
-    is slowed by it. The first gather, and what lies outside the layers, runs beside nothing.
+    is slowed by it. Where no share of it is known to run beside work, it is all but the first
+    gather and what lies outside the layers.
     """
     if workload.mesh.fsdp == 1:
         return 0.0
@@ -308,13 +310,15 @@ def _fsdp_seconds(
     outside = workload.model.outside_parameters / workload.mesh.tensor
     pieces = software.gathers_per_layer
     beside_work = (2 + scatter_cost) * all_gather(layers * layer * size, pieces=layers * pieces)
-    # Collectives slow the work beside them, and slower work hides more of them.
-    slowing = 1 - LOST_BESIDE_COLLECTIVES * software.fsdp_overlap
-    hidden = min(beside_work, software.fsdp_overlap * stage_seconds / slowing)
     first_layer = all_gather(layer * size, pieces=pieces)
     alone = first_layer + (1 + scatter_cost) * all_gather(outside * size)
-    exposed = alone + beside_work - hidden + LOST_BESIDE_COLLECTIVES * hidden
-    return workload.accumulation * exposed
+    moving = beside_work + alone
+    if software.overlap.fsdp is not None:
+        beside_work = software.overlap.fsdp * moving
+    # Collectives slow the work beside them, and slower work hides more of them.
+    slowing = 1 - LOST_BESIDE_COLLECTIVES * software.work_beside_gathers
+    hidden = min(beside_work, software.work_beside_gathers * stage_seconds / slowing)
+    return workload.accumulation * (moving - hidden + LOST_BESIDE_COLLECTIVES * hidden)
 
 
 def _reduction_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
@@ -332,7 +336,7 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
         hardware=hardware,
         all_cards=software.all_network_cards,
     )
-    return (ring(scattered) + ring(gathered)) * (1 - software.data_overlap)
+    return exposed(ring(scattered) + ring(gathered), software.overlap.data)
 
 
 def _gathered_over_data(workload: Workload, software: Software) -> int:

@@ -6,7 +6,7 @@ import subprocess
 from spmdtrain.planner import compiled_plans, report
 from spmdtrain.planner.compiled_plans import compile_plans
 from spmdtrain.planner.hardware import DEVICES
-from spmdtrain.planner.plan import best_of_each_mesh, search
+from spmdtrain.planner.plan import Plan, best_of_each_mesh, search
 from spmdtrain.planner.software import software
 from spmdtrain.planner.workload import ModelShape, Workload
 
@@ -16,21 +16,15 @@ WORKLOAD = Workload(MODEL, sequence_length=1024, global_batch=64, microbatch=1)
 GIGABYTE = 10**9
 
 
-def compiled(held: int) -> str:
+def compiled(held: int, seconds: float) -> str:
     """What `estimate --compile --json` prints of a step that holds so many bytes."""
     memory = {"argument_bytes": held, "temp_bytes": 0, "output_bytes": 5, "alias_bytes": 5}
-    return "a warning\n" + json.dumps({"compiled": {"memory": memory}}) + "\n"
+    answer = {"step_seconds": seconds, "compiled": {"memory": memory}}
+    return f"a warning\n{json.dumps(answer)}\n"
 
 
-def test_what_does_not_compile_or_fit_comes_last_with_its_reason(monkeypatch):
-    plans = best_of_each_mesh(search(WORKLOAD, 8, H100, software("spmdtrain", "h100")), 4)
-    assert len(plans) == 4
-    answers = [
-        (1, "", "spmdtrain: one clear line\n"),
-        (0, compiled(90 * GIGABYTE), ""),
-        (-6, "", 'loc("fused"): error: size mismatch\n*** Begin stack trace ***\n'),
-        (0, compiled(9 * GIGABYTE), ""),
-    ]
+def answer_with(monkeypatch, answers: list[tuple[int, str, str]]) -> list[list[str]]:
+    """Let each compile end with the next of these (code, output, errors); the list of commands."""
     commands = []
 
     def run(command, **_):
@@ -38,6 +32,23 @@ def test_what_does_not_compile_or_fit_comes_last_with_its_reason(monkeypatch):
         return subprocess.CompletedProcess(command, *answers[len(commands) - 1])
 
     monkeypatch.setattr(compiled_plans.subprocess, "run", run)
+    return commands
+
+
+def best_plans(count: int) -> list[Plan]:
+    return best_of_each_mesh(search(WORKLOAD, 8, H100, software("spmdtrain", "h100")), count)
+
+
+def test_what_does_not_compile_or_fit_comes_last_with_its_reason(monkeypatch):
+    plans = best_plans(4)
+    assert len(plans) == 4
+    answers = [
+        (1, "", "spmdtrain: one clear line\n"),
+        (0, compiled(90 * GIGABYTE, 1.0), ""),
+        (-6, "", 'loc("fused"): error: size mismatch\n*** Begin stack trace ***\n'),
+        (0, compiled(9 * GIGABYTE, 2.0), ""),
+    ]
+    commands = answer_with(monkeypatch, answers)
     ranked = compile_plans(plans, ["model.toml", "--devices", "8"])
     assert [each.plan for each in ranked] == [plans[3], plans[1], plans[0], plans[2]]
     assert [each.held for each in ranked] == [9 * GIGABYTE, 90 * GIGABYTE, None, None]
@@ -54,3 +65,14 @@ def test_what_does_not_compile_or_fit_comes_last_with_its_reason(monkeypatch):
     assert "does not compile: one clear line" in text
     nothing = report.compiled_plans_text(ranked[1:])
     assert nothing.splitlines()[-1].startswith("none of them fits")
+
+
+def test_the_time_predicted_of_the_compiled_step_decides(monkeypatch):
+    plans = best_plans(3)
+    seconds = (1.5, 0.5, 1.0)
+    answers = [(0, compiled(GIGABYTE, each), "") for each in seconds]
+    answer_with(monkeypatch, answers)
+    ranked = compile_plans(plans, ["model.toml"])
+    assert [each.plan for each in ranked] == [plans[1], plans[2], plans[0]]
+    assert report.compiled_plans_text(ranked).splitlines()[1].split()[2:4] == ["0.5", "s"]
+    assert report.compiled_plans_values(ranked)[0]["compiled_step_seconds"] == 0.5

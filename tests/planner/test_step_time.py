@@ -12,12 +12,15 @@ from spmdtrain.planner.collective_time import all_gather_seconds, ring_latency, 
 from spmdtrain.planner.flops import model_flops_per_token
 from spmdtrain.planner.hardware import DEVICES, swept
 from spmdtrain.planner.layer_time import layer_time
-from spmdtrain.planner.software import LOST_BESIDE_COLLECTIVES, software
+from spmdtrain.planner.overlap import LOST_BESIDE_COLLECTIVES, Overlap
+from spmdtrain.planner.software import software
 from spmdtrain.planner.step_time import step_time
 from spmdtrain.planner.workload import Group, MeshShape, ModelShape, Workload, model_shape
 
 H100 = DEVICES["h100"]
 OURS = software("spmdtrain", "h100")
+# With shares that a test can write down, and not those of the fleet.
+PLAIN = replace(OURS, overlap=Overlap())
 MODEL = ModelShape(layers=8, embed=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=32768)
 WORKLOAD = Workload(MODEL, sequence_length=1024, global_batch=64, microbatch=1)
 
@@ -28,7 +31,8 @@ def workload(**mesh: int) -> Workload:
 
 def test_a_pipeline_takes_the_time_of_the_table_that_runs():
     interleaved = replace(workload(pipeline=4), schedule="interleaved", chunks=2)
-    bubble = step_time(interleaved, H100, OURS).terms["pipeline_bubble"]
+    half = replace(OURS, overlap=Overlap(hops=0.5))
+    bubble = step_time(interleaved, H100, half).terms["pipeline_bubble"]
     layers_per_stage = 2
     layer = layer_time(interleaved, H100, OURS)
     forward, backward, weight = (
@@ -38,7 +42,7 @@ def test_a_pipeline_takes_the_time_of_the_table_that_runs():
     hop = send_seconds(activation_bytes, 1, H100)
     times = timing.Times(forward, backward, weight, hop)
     table = schedule.build("interleaved", 4, 64, 2)
-    idle = timing.lockstep_time(table, times) - 64 * times.microbatch
+    idle = timing.lockstep_time(table, times, overlap=0.5) - 64 * times.microbatch
     assert bubble == pytest.approx(idle)
 
 
@@ -82,20 +86,26 @@ def test_a_ring_takes_one_hop_per_host_over_the_network():
 def test_gathers_slow_the_work_beside_them_and_the_first_and_last_stand_alone():
     all_gather = partial(all_gather_seconds, group=Group(8, 1), hardware=H100)
     split = replace(workload(fsdp=8), microbatch=8)
-    found = step_time(split, H100, OURS).terms["fsdp_collectives"]
+    found = step_time(split, H100, PLAIN).terms["fsdp_collectives"]
     # Weights are gathered twice, 2 bytes each, and their gradients scattered once, 4 bytes each.
     layers = 4 * all_gather(2 * 8 * MODEL.layer_parameters, pieces=8)
     first_layer = all_gather(2 * MODEL.layer_parameters)
     outside = 3 * all_gather(2 * MODEL.outside_parameters)
     assert found == pytest.approx(first_layer + outside + LOST_BESIDE_COLLECTIVES * layers)
 
+    # Where a compiled step has said which share of all this runs beside work, that counts.
+    told = replace(OURS, overlap=Overlap(fsdp=0.75))
+    moving = first_layer + outside + layers
+    expected = 0.25 * moving + LOST_BESIDE_COLLECTIVES * 0.75 * moving
+    assert step_time(split, H100, told).terms["fsdp_collectives"] == pytest.approx(expected)
+
 
 def test_work_hides_no_more_of_gathers_than_it_lasts():
     slow = replace(H100, link_bandwidth=1e9)  # a step is nothing but collectives
     split = replace(workload(fsdp=8), microbatch=8)
-    fast = step_time(split, H100, OURS).terms["fsdp_collectives"]
-    less_work = step_time(split, slow, OURS).terms
-    more_work = step_time(replace(split, remat="full"), slow, OURS).terms
+    fast = step_time(split, H100, PLAIN).terms["fsdp_collectives"]
+    less_work = step_time(split, slow, PLAIN).terms
+    more_work = step_time(replace(split, remat="full"), slow, PLAIN).terms
     assert less_work["fsdp_collectives"] > 100 * fast
     hidden = less_work["fsdp_collectives"] - more_work["fsdp_collectives"]
     overlap = 0.8  # of the work, a fifth runs beside nothing
@@ -107,18 +117,18 @@ def test_work_hides_no_more_of_gathers_than_it_lasts():
 def test_a_collective_matmul_hides_behind_matmuls_of_fewer_tokens():
     whole = replace(workload(tensor=8), sequence_parallel=True)
     pieces = replace(whole, collective_matmul=True)
-    exposed = replace(OURS, tensor_overlap=0.0)  # of whole matmuls, to know what moves
-
     fast = swept(H100, "link_bandwidth", 10 * H100.link_bandwidth)
-    moved = layer_time(whole, fast, exposed)["tensor_collectives"]
-    left = layer_time(pieces, fast, OURS)["tensor_collectives"]
+    moved = layer_time(whole, fast, PLAIN)["tensor_collectives"]
+    left = layer_time(pieces, fast, PLAIN)["tensor_collectives"]
     assert left.forward == pytest.approx(LOST_BESIDE_COLLECTIVES * moved.forward)
     assert left.backward == pytest.approx(1.5 * LOST_BESIDE_COLLECTIVES * moved.backward)
+    none = replace(OURS, overlap=Overlap(collective_matmul=0.0))
+    assert layer_time(pieces, fast, none)["tensor_collectives"].forward == moved.forward
 
     slow = swept(H100, "link_bandwidth", H100.link_bandwidth / 100)
-    moved = layer_time(whole, slow, exposed)["tensor_collectives"]
+    moved = layer_time(whole, slow, PLAIN)["tensor_collectives"]
     left, matmul = (
-        layer_time(pieces, slow, OURS)[term] for term in ("tensor_collectives", "matmul")
+        layer_time(pieces, slow, PLAIN)[term] for term in ("tensor_collectives", "matmul")
     )
     hidden = 7 / 8 * matmul.forward
     saved = (1 - LOST_BESIDE_COLLECTIVES) * hidden

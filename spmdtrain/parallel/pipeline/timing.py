@@ -67,13 +67,13 @@ Orders = list[list[Operation]]  # for each stage
 # Lockstep
 
 
-def lockstep_ticks(table: Table, times: Times, overlap: bool = True) -> np.ndarray:
+def lockstep_ticks(table: Table, times: Times, overlap: float = 1.0) -> np.ndarray:
     """Return [ticks]: how long each lasts, with what its hops add.
 
     A hop adds what it takes longer than the work that can run beside it. Beside an activation's
     hop run the backward and the weight gradient of its tick; beside a cotangent's, the weight
-    gradient of its tick and the forward of the next. With `overlap=False` nothing runs beside a
-    hop. A single stage has no hops.
+    gradient of its tick and the forward of the next. `overlap`: the share of a hop that may run
+    beside work. A single stage has no hops.
     """
     cost = _chunk_times(table.split, table.chunks, times)
     work = {}
@@ -93,16 +93,22 @@ def lockstep_ticks(table: Table, times: Times, overlap: bool = True) -> np.ndarr
     ):
         # What arrives at a tick was sent at the end of the tick before.
         hops = np.append((arriving[1:, :, 0] >= 0).any(axis=1), False)
-        ticks += hops * np.maximum(0.0, times.hop - overlap * beside)
+        ticks += hops * exposed_hop(times.hop, beside, overlap)
     return ticks
 
 
-def lockstep_time(table: Table, times: Times, overlap: bool = True) -> float:
+def exposed_hop(hop: float, beside: np.ndarray, overlap: float) -> np.ndarray:
+    """Return what a hop of `hop` seconds adds to each tick, where the share `overlap` of it may run
+    beside work of `beside` seconds."""
+    return hop - np.minimum(overlap * hop, beside)
+
+
+def lockstep_time(table: Table, times: Times, overlap: float = 1.0) -> float:
     """Return the time of the whole schedule, all microbatches."""
     return float(lockstep_ticks(table, times, overlap).sum())
 
 
-def bubble_fraction(table: Table, times: Times | None = None, overlap: bool = True) -> float:
+def bubble_fraction(table: Table, times: Times | None = None, overlap: float = 1.0) -> float:
     """Return idle / total: the share of the time in which a stage has no work of its own.
 
     Hops that add time count as idle.
@@ -112,7 +118,7 @@ def bubble_fraction(table: Table, times: Times | None = None, overlap: bool = Tr
     return 1 - table.microbatches * times.microbatch / total
 
 
-def bubble_over_ideal(table: Table, times: Times | None = None, overlap: bool = True) -> float:
+def bubble_over_ideal(table: Table, times: Times | None = None, overlap: float = 1.0) -> float:
     """Return idle / work, as Narayanan et al. (arXiv 2104.04473, section 2.2) state the bubble.
 
     For interleaved 1F1B they find (p - 1) / (v m). Here it is read off the table, like
@@ -123,7 +129,7 @@ def bubble_over_ideal(table: Table, times: Times | None = None, overlap: bool = 
     return lockstep_time(table, times, overlap) / ideal - 1
 
 
-def lockstep_spans(table: Table, times: Times, overlap: bool = True) -> list[Span]:
+def lockstep_spans(table: Table, times: Times, overlap: float = 1.0) -> list[Span]:
     """Return when each unit runs.
 
     Within a tick all stages run their forwards together, then backwards, then weight gradients.

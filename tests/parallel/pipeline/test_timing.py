@@ -125,8 +125,11 @@ def test_a_hop_sticks_out_only_where_there_is_no_work_beside_it():
     # Fill: two ticks. Steady: none; its last cotangent, like those of the drain, meets no forward.
     # Last tick: no hop.
     assert extra.tolist() == [0.5, 0.5, 0, 0, 0, 0, 0, 0.5, 0.5, 0]
-    bare = lockstep_ticks(table, times, overlap=False) - lockstep_ticks(table, Times())
+    bare = lockstep_ticks(table, times, overlap=0.0) - lockstep_ticks(table, Times())
     assert bare.tolist() == [0.5, 0.5, 1, 1, 1, 1, 1, 0.5, 0.5, 0]
+    half = lockstep_ticks(table, times, overlap=0.5) - lockstep_ticks(table, Times())
+    # Steady ticks: half of an activation's hop and half of a cotangent's.
+    assert half.tolist() == [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0]
     assert lockstep_time(one_f_one_b(1, 6), times) == lockstep_time(one_f_one_b(1, 6), Times())
     wrapped = interleaved(1, 6, 2)  # one stage hands its chunks to itself
     assert lockstep_time(wrapped, times) == lockstep_time(wrapped, Times())
@@ -147,9 +150,7 @@ def test_without_lockstep_no_table_is_slower_and_no_stage_works_at_two_things(
 ):
     table = build(kind, stages, groups * stages, 2 if kind == "interleaved" else 1)
     times = Times(1.0, 1.5, 0.7, hop)
-    assert (
-        order_time(table_orders(table), times) <= lockstep_time(table, times, overlap=False) + 1e-9
-    )
+    assert order_time(table_orders(table), times) <= lockstep_time(table, times, overlap=0.0) + 1e-9
     for spans in (lockstep_spans(table, times), order_spans(table_orders(table), times)):
         for stage in range(stages):
             own = sorted((span.start, span.stop) for span in spans if span.stage == stage)

@@ -1,0 +1,80 @@
+"""The share of each kind of traffic that travels beside work, and what hiding it costs.
+
+For this framework the shares are read off compiled steps: off the very step, where it has been
+compiled (`estimate --compile`, `plan --compile`), else they are means over the fleet
+(fleet_overlap.json, which `make fleet` writes). For other frameworks they are assumed
+(software.py).
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# Work beside a collective takes 18.9 % longer, on average over models, sizes and devices, and 40 %
+# at most (arXiv 2507.03114). This is the share of such a second that is lost.
+LOST_BESIDE_COLLECTIVES = 1 - 1 / 1.189
+
+FLEET = "fleet_overlap.json"  # beside this file
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Kind of traffic -> share of its bytes that a step sends beside work."""
+
+    tensor: float = 0.0  # activations over `tensor`, around whole matmuls
+    collective_matmul: float = 1.0  # the same, beside matmuls in pieces
+    context: float = 0.0  # keys, values and their gradients
+    fsdp: float | None = None  # weights and their gradients; None: of all layers but the first
+    data: float = 0.0  # gradients, and with ZeRO-1 new weights
+    vocabulary: float = 0.0  # sums over `pipeline`
+    hops: float = 0.0  # what a stage sends to the next one
+
+
+def exposed(seconds: float, share: float) -> float:
+    """Seconds that a collective of `seconds` adds to a step that hides this share of it."""
+    hidden = share * seconds
+    return seconds - hidden + LOST_BESIDE_COLLECTIVES * hidden
+
+
+def saving(share: float) -> float:
+    """The share to hide, so that this `share` of the seconds is saved."""
+    return share / (1 - LOST_BESIDE_COLLECTIVES)
+
+
+def hidden_shares(
+    traffic: Sequence[Mapping[str, Any]], *, pipelined: bool, collective_matmul: bool
+) -> dict[str, float]:
+    """Fields of `Overlap` -> shares, of what a compiled step sends (`hlo.traffic`).
+
+    A kind of which the step sends nothing is left out, and so are sums over several axes at once,
+    which are small. With a pipeline, weights cross `fsdp` once a step and beside nothing: the
+    formulas know that without a share.
+    """
+    sent: dict[str, float] = defaultdict(float)
+    hidden: dict[str, float] = defaultdict(float)
+    for each in traffic:
+        kind = each["axis"]
+        if kind == "pipeline":
+            kind = "hops" if each["kind"] == "collective-permute" else "vocabulary"
+        elif kind == "tensor" and collective_matmul:
+            kind = "collective_matmul"
+        elif kind == "fsdp" and pipelined:
+            continue
+        if kind in Overlap.__dataclass_fields__:
+            sent[kind] += each["sent"]
+            hidden[kind] += each["sent_beside_work"]
+    return {kind: hidden[kind] / total for kind, total in sent.items() if total}
+
+
+@cache
+def fleet_overlap(family: str) -> Overlap:
+    """The means over the fleet's layouts on GPUs of this family, "a100" or "h100".
+
+    Of what the layouts on A100s do not send, those on H100s tell.
+    """
+    tables = json.loads(Path(__file__).with_name(FLEET).read_text(encoding="utf-8"))
+    return Overlap(**(tables["h100"] | tables[family]))
