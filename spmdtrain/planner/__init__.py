@@ -19,6 +19,7 @@ The three descriptions that every formula takes:
 Parts of the formulas:
 
     collective_time.py  seconds of an all-reduce, an all-gather, a send
+    overlap.py          which share of them is hidden, read off compiled steps
     schedules.py        closed forms of the pipeline schedules, looked up by name
     flops.py            FLOPs as papers count them
     megatron_memory.py  bytes that published runs of other frameworks held
