@@ -19,6 +19,7 @@ def start_jax(parsed: argparse.Namespace) -> None:
     if parsed.simulate_devices is not None:
         processes.simulate_devices(parsed.simulate_devices)
     xla_flags.set_xla_flags()
+    xla_flags.set_memory_share()
     if not has_nvidia_driver():
         # jax's CUDA plugin may be there for `make cuda-compiler`. On a machine without GPU it logs
         # a traceback over the libraries that it lacks.

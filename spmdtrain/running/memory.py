@@ -1,19 +1,19 @@
 """Reports in one line that a step needs more memory than a device has."""
 
-import os
 from typing import Any
 
 import jax
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.parallel.xla_flags import (
+    LARGEST_MEMORY_SHARE,
+    MEMORY_SHARE_VARIABLE,
+    memory_share,
+)
 from spmdtrain.running.summary import held_bytes
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import bytes_per_device
 
-# The setting for the share of a GPU's memory that jax takes when it starts, and its default.
-SHARE_SETTING = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-DEFAULT_SHARE = 0.75
-LARGEST_SHARE = 0.92  # leaves room for what CUDA and NCCL hold beside the tensors
 EXHAUSTED = "RESOURCE_EXHAUSTED"
 
 
@@ -90,12 +90,14 @@ def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
 
 def _larger_share(needed: int | None, available: int | None) -> str:
     """The setting by which jax takes enough of the memory, if that is all that is wrong."""
-    if not needed or not available or SHARE_SETTING in os.environ:
+    if not needed or not available:
         return ""
-    whole = available / DEFAULT_SHARE
-    if needed > LARGEST_SHARE * whole:
+    share = memory_share()
+    whole = available / share
+    if needed > LARGEST_MEMORY_SHARE * whole:
         return ""
-    return f"{SHARE_SETTING}={LARGEST_SHARE} before the command: jax takes {DEFAULT_SHARE} of it"
+    larger = f"{MEMORY_SHARE_VARIABLE}={LARGEST_MEMORY_SHARE}"
+    return f"{larger} before the command: jax takes {share:g} of it"
 
 
 def _size(count: float) -> str:

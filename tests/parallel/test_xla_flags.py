@@ -14,6 +14,7 @@ import pytest
 import spmdtrain as st
 from spmdtrain.config import ConfigError
 from spmdtrain.parallel import xla_flags
+from spmdtrain.planner.memory import SAFE_SHARE
 
 JAXLIB = tuple(map(int, jaxlib.__version__.split(".")[:2]))
 ALL = [str(flag) for flag in xla_flags.FLAGS if flag.first <= JAXLIB]
@@ -57,6 +58,7 @@ def test_an_older_jaxlib_gets_those_that_are_safe_with_it(monkeypatch):
     assert list(st.set_xla_flags()) == [
         "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false",
         "--xla_gpu_enable_latency_hiding_scheduler=true",
+        "--xla_gpu_memory_limit_slop_factor=100",
     ]
 
 
@@ -114,3 +116,24 @@ def test_a_started_jax_is_refused(monkeypatch):
         ConfigError, match="jax has already started.*before anything that touches a device"
     ):
         st.set_xla_flags()
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+@pytest.mark.parametrize("said", ["0.5", None])
+def test_jax_takes_what_the_planner_calls_safe_unless_a_person_said_how_much(monkeypatch, said):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setenv(name, said or "")  # undone after the test, whatever is set in between
+    if not said:
+        del os.environ[name]
+    assert f"# {name}=0.85{'   (left to you)' if said else ''}\n" in xla_flags.as_comment()
+    xla_flags.set_memory_share()
+    assert os.environ[name] == (said or "0.85")
+    assert xla_flags.MEMORY_SHARE > SAFE_SHARE > xla_flags.JAX_MEMORY_SHARE
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+def test_without_gpus_nothing_is_said_of_their_memory(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    xla_flags.set_memory_share()
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ

@@ -35,7 +35,7 @@ def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, m
     memory_of = memory.held_bytes
     monkeypatch.setattr(memory, "held_bytes", held)
     monkeypatch.setattr(memory, "available_bytes", lambda _: limit)
-    monkeypatch.setenv(memory.SHARE_SETTING, "0.9")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     assert main(["train", "tiny.toml"]) == ConfigError.exit_code
     said = capsys.readouterr().err
     pattern = (
@@ -70,11 +70,15 @@ def test_what_jax_raises_at_run_time_is_the_same_line(tmp_path, monkeypatch):
 
 
 def test_the_share_that_jax_takes_is_named_where_it_is_all_that_is_wrong(monkeypatch):
-    monkeypatch.delenv(memory.SHARE_SETTING, raising=False)
-    assert memory._larger_share(70, 60).startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.92")
+    share = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.delenv(share, raising=False)
+    larger = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 before the command: jax takes 0.75 of it"
+    assert memory._larger_share(70, 60) == larger
     assert memory._larger_share(80, 60) == "", "80 of 80 does not fit at all"
-    monkeypatch.setenv(memory.SHARE_SETTING, "0.9")
-    assert memory._larger_share(70, 60) == ""
+    monkeypatch.setenv(share, "0.85")
+    assert memory._larger_share(70, 68) == larger.replace("0.75", "0.85")
+    monkeypatch.setenv(share, "0.92")
+    assert memory._larger_share(70, 60) == "", "jax takes all that it should"
 
 
 def test_the_cheapest_change_comes_first_and_the_impossible_has_none():
