@@ -9,7 +9,7 @@ compiled (`estimate --compile`, `plan --compile`), else they are means over the 
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ def hidden_shares(
     which are small. With a pipeline, weights cross `fsdp` once a step and beside nothing: the
     formulas know that without a share.
     """
+    kinds = {field.name for field in fields(Overlap)}
     sent: dict[str, float] = defaultdict(float)
     hidden: dict[str, float] = defaultdict(float)
     for each in traffic:
@@ -64,7 +65,7 @@ def hidden_shares(
             kind = "collective_matmul"
         elif kind == "fsdp" and pipelined:
             continue
-        if kind in Overlap.__dataclass_fields__:
+        if kind in kinds:
             sent[kind] += each["sent"]
             hidden[kind] += each["sent_beside_work"]
     return {kind: hidden[kind] / total for kind, total in sent.items() if total}

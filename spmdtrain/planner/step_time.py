@@ -271,7 +271,9 @@ def _bubble_seconds(
         return SCHEDULES[schedule].order_bubble(pipeline, times)
     cells = pipeline.microbatches * pipeline.chunks * pipeline.stages
     if closed_form or (schedule in SCHEDULES and cells > LARGEST_TABLE):
-        whole = lockstep_seconds(schedule, pipeline, times, software.overlap.hops)
+        # A search takes software that runs its own orders for one that hides what it can.
+        hops = software.overlap.hops if software.lockstep else 1.0
+        whole = lockstep_seconds(schedule, pipeline, times, hops)
     else:
         table = choose_table(schedule, pipeline.stages, pipeline.chunks, pipeline.microbatches)
         whole = timing.lockstep_time(table, times, software.overlap.hops)
