@@ -45,6 +45,7 @@ DAMAGED = "tests/running/test_damaged.py"
 DATA_ROOM = "tests/data"
 PADDING = "tests/parallel/test_padding.py"
 COLLECTIVE = "tests/parallel/test_collective_matmul.py"
+OVERLAP = "tests/planner/test_overlap.py"
 
 BREAKAGES = [
     # How gradients cross
@@ -837,5 +838,55 @@ BREAKAGES = [
         'return cls(kept.get("in_a_row", 0), [',
         "return cls(0, [",
         "tests/running/test_rollback.py -k resumed",
+    ),
+    # What the planner takes for hidden
+    Breakage(
+        "hops count as sums of the vocabulary",
+        "planner/overlap.py",
+        'if each["kind"] == "collective-permute" else "vocabulary"',
+        'if each["kind"] == "all-gather" else "vocabulary"',
+        OVERLAP,
+    ),
+    Breakage(
+        "weights that cross fsdp once a step count as hidden in layers",
+        "planner/overlap.py",
+        'elif kind == "fsdp" and pipelined:',
+        'elif kind == "fsdp" and not pipelined:',
+        OVERLAP,
+    ),
+    Breakage(
+        "what is hidden costs the work beside it nothing",
+        "planner/overlap.py",
+        "return seconds - hidden + LOST_BESIDE_COLLECTIVES * hidden",
+        "return seconds - hidden",
+        OVERLAP,
+    ),
+    Breakage(
+        "vocabulary sums are hidden as the hops are",
+        "planner/step_time.py",
+        "exposed(microbatches * one, software.overlap.vocabulary)",
+        "exposed(microbatches * one, software.overlap.hops)",
+        OVERLAP,
+    ),
+    Breakage(
+        "a compiled step forgets what its run was anchored on",
+        "planner/estimate.py",
+        "return replace(self, time=replace(time, scale=self.time.scale))",
+        "return replace(self, time=time)",
+        OVERLAP,
+    ),
+    Breakage(
+        "compiled plans are ranked by what the fleet hides",
+        "planner/compiled_plans.py",
+        "key=lambda each: (not each.fits, each.held is None, each.seconds)",
+        "key=lambda each: (not each.fits, each.held is None, each.plan.seconds)",
+        "tests/planner/test_compiled_plans.py",
+    ),
+    Breakage(
+        "jax takes less memory than the planner calls safe",
+        "parallel/xla_flags.py",
+        "MEMORY_SHARE = 0.85",
+        "MEMORY_SHARE = 0.75",
+        "tests/parallel/test_xla_flags.py -k safe",
     ),
 ]
