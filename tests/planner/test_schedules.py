@@ -20,13 +20,13 @@ def tables() -> Iterator[tuple[str, Pipeline, schedule.Table]]:
         yield kind, Pipeline(p, m, v), table
 
 
-@pytest.mark.parametrize("hop", [0.0, 0.3, 5.0])
-def test_lockstep_seconds_are_those_of_the_table(hop):
+@pytest.mark.parametrize(("hop", "overlap"), [(0.0, 1.0), (0.3, 1.0), (5.0, 1.0), (0.3, 0.4)])
+def test_lockstep_seconds_are_those_of_the_table(hop, overlap):
     times = timing.Times(0.7, 1.1, 0.4, hop)
     checked = 0
     for kind, pipeline, table in tables():
-        seconds = timing.lockstep_time(table, times)
-        assert lockstep_seconds(kind, pipeline, times) == pytest.approx(seconds)
+        seconds = timing.lockstep_time(table, times, overlap)
+        assert lockstep_seconds(kind, pipeline, times, overlap) == pytest.approx(seconds)
         checked += 1
     assert checked > 33
 
