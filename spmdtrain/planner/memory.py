@@ -344,8 +344,8 @@ def _pipelined_memory(
     working += _gathered_token_bytes(workload)
     if layers_per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
         working += _workspace_bytes(workload)
-    elif workload.chunks > 1:  # its weights are cut out of those of the stage, beside a tick's work
-        working += size * _layer_elements(model, mesh.tensor)
+    if workload.chunks > 1:  # its weights are cut out of those of the stage, beside a tick's work
+        working += size * layers_per_chunk * _layer_elements(model, mesh.tensor)
     if rings.deferred:
         working += 2 * deferred
     logits = _logit_bytes(workload, mesh.pipeline * mesh.tensor)
