@@ -82,8 +82,10 @@ FLAGS = (
 )
 
 # The share of a GPU's memory that jax takes when it starts, and no more later. By itself it takes
-# less (0.75) than the 80 % that the planner calls safe.
-MEMORY_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# less (0.75) than the 80 % that the planner calls safe. jax still reads the old name of the
+# variable, but refuses to start with both.
+MEMORY_SHARE_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+OLD_MEMORY_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 JAX_MEMORY_SHARE = 0.75
 MEMORY_SHARE = 0.85
 LARGEST_MEMORY_SHARE = 0.92  # leaves room for what CUDA and NCCL hold beside the tensors
@@ -131,12 +133,19 @@ def set_memory_share() -> None:
     To be called before anything that touches a device.
     """
     if runs_on_gpus():
-        os.environ.setdefault(MEMORY_SHARE_VARIABLE, str(MEMORY_SHARE))
+        os.environ.setdefault(memory_share_variable(), str(MEMORY_SHARE))
 
 
 def memory_share() -> float:
     """The share of each GPU's memory that jax takes."""
-    return float(os.environ.get(MEMORY_SHARE_VARIABLE, JAX_MEMORY_SHARE))
+    return float(os.environ.get(memory_share_variable(), JAX_MEMORY_SHARE))
+
+
+def memory_share_variable() -> str:
+    """The variable that says it: the one that is set, else jax's name of today."""
+    if OLD_MEMORY_SHARE_VARIABLE in os.environ:
+        return OLD_MEMORY_SHARE_VARIABLE
+    return MEMORY_SHARE_VARIABLE
 
 
 def runs_on_gpus() -> bool:
@@ -157,9 +166,10 @@ def as_comment() -> str:
     for flag in FLAGS:
         yours = "" if flag in wanted() else "   (left to you)"
         lines += [f"#   {flag}{yours}", f"#     {flag.why}"]
-    yours = "   (left to you)" if MEMORY_SHARE_VARIABLE in os.environ else ""
+    variable = memory_share_variable()
+    yours = "   (left to you)" if variable in os.environ else ""
     lines += [
-        f"# {MEMORY_SHARE_VARIABLE}={MEMORY_SHARE}{yours}",
+        f"# {variable}={MEMORY_SHARE}{yours}",
         f"#     the share of a GPU's memory that jax takes; by itself it takes {JAX_MEMORY_SHARE}",
     ]
     return "\n".join(lines)

@@ -7,8 +7,8 @@ import jax
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.xla_flags import (
     LARGEST_MEMORY_SHARE,
-    MEMORY_SHARE_VARIABLE,
     memory_share,
+    memory_share_variable,
 )
 from spmdtrain.running.summary import held_bytes
 from spmdtrain.train.setup import Setup
@@ -96,7 +96,7 @@ def _larger_share(needed: int | None, available: int | None) -> str:
     whole = available / share
     if needed > LARGEST_MEMORY_SHARE * whole:
         return ""
-    larger = f"{MEMORY_SHARE_VARIABLE}={LARGEST_MEMORY_SHARE}"
+    larger = f"{memory_share_variable()}={LARGEST_MEMORY_SHARE}"
     return f"{larger} before the command: jax takes {share:g} of it"
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import jaxlib
 import pytest
+from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
@@ -118,22 +119,40 @@ def test_a_started_jax_is_refused(monkeypatch):
         st.set_xla_flags()
 
 
-@pytest.mark.usefixtures("gpu_plugin")
-@pytest.mark.parametrize("said", ["0.5", None])
-def test_jax_takes_what_the_planner_calls_safe_unless_a_person_said_how_much(monkeypatch, said):
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    monkeypatch.setenv(name, said or "")  # undone after the test, whatever is set in between
-    if not said:
+SHARE = "XLA_CLIENT_MEM_FRACTION"
+OLD_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@pytest.fixture
+def nothing_said_of_memory(monkeypatch):
+    for name in (SHARE, OLD_SHARE):
+        monkeypatch.setenv(name, "")  # so that it is undone after the test, whatever sets it
         del os.environ[name]
-    assert f"# {name}=0.85{'   (left to you)' if said else ''}\n" in xla_flags.as_comment()
+
+
+@pytest.mark.usefixtures("gpu_plugin", "nothing_said_of_memory")
+def test_jax_takes_what_the_planner_calls_safe():
+    assert f"# {SHARE}=0.85\n" in xla_flags.as_comment()
     xla_flags.set_memory_share()
-    assert os.environ[name] == (said or "0.85")
+    assert os.environ[SHARE] == "0.85"
+    assert OLD_SHARE not in os.environ
     assert xla_flags.MEMORY_SHARE > SAFE_SHARE > xla_flags.JAX_MEMORY_SHARE
+    assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == xla_flags.memory_share()
 
 
-@pytest.mark.usefixtures("gpu_plugin")
+@pytest.mark.usefixtures("gpu_plugin", "nothing_said_of_memory")
+@pytest.mark.parametrize("name", [SHARE, OLD_SHARE])
+def test_jax_takes_what_a_person_said(monkeypatch, name):
+    monkeypatch.setenv(name, "0.5")
+    xla_flags.set_memory_share()
+    # jax refuses to start where both are set.
+    assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.5
+    assert xla_flags.memory_share() == 0.5
+    assert f"# {name}=0.85   (left to you)\n" in xla_flags.as_comment()
+
+
+@pytest.mark.usefixtures("gpu_plugin", "nothing_said_of_memory")
 def test_without_gpus_nothing_is_said_of_their_memory(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     xla_flags.set_memory_share()
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+    assert SHARE not in os.environ

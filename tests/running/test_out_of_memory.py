@@ -70,15 +70,19 @@ def test_what_jax_raises_at_run_time_is_the_same_line(tmp_path, monkeypatch):
 
 
 def test_the_share_that_jax_takes_is_named_where_it_is_all_that_is_wrong(monkeypatch):
-    share = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    share, old = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     monkeypatch.delenv(share, raising=False)
-    larger = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 before the command: jax takes 0.75 of it"
+    monkeypatch.delenv(old, raising=False)
+    larger = "XLA_CLIENT_MEM_FRACTION=0.92 before the command: jax takes 0.75 of it"
     assert memory._larger_share(70, 60) == larger
     assert memory._larger_share(80, 60) == "", "80 of 80 does not fit at all"
     monkeypatch.setenv(share, "0.85")
     assert memory._larger_share(70, 68) == larger.replace("0.75", "0.85")
     monkeypatch.setenv(share, "0.92")
     assert memory._larger_share(70, 60) == "", "jax takes all that it should"
+    monkeypatch.delenv(share)
+    monkeypatch.setenv(old, "0.75")  # jax refuses both
+    assert memory._larger_share(70, 60) == larger.replace(share, old)
 
 
 def test_the_cheapest_change_comes_first_and_the_impossible_has_none():
