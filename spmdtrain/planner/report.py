@@ -221,6 +221,8 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[s
             f"  {sent / 1e9:>9.2f} GB sent over {axis} in a step, {hidden / sent:.0%} beside work; "
             f"theory needs {theory}"
         )
+    if compiled["traffic"]:
+        lines.append("  the predicted step takes these shares for hidden")
     for name, count in compiled["calls"].items():
         lines.append(f"  {count:>3} x {name} called")
     return "\n".join(lines)

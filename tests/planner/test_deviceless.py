@@ -74,10 +74,19 @@ def test_the_pieces_of_a_collective_matmul_travel_beside_matmuls(hardware, tmp_p
         "mesh.collective_matmul=true",
     )
     found = compiled_estimate([str(path), "--hardware", hardware], settings)
-    pieces = [each for each in found["compiled"]["traffic"] if each["kind"] == "collective-permute"]
-    sent = sum(each["sent"] for each in pieces)
-    assert sent > 0
-    assert sum(each["sent_beside_work"] for each in pieces) > 0.9 * sent
+    traffic = found["compiled"]["traffic"]
+    pieces = [each for each in traffic if each["kind"] == "collective-permute"]
+    assert total(pieces, "sent") > 0
+    assert total(pieces, "sent_beside_work") > 0.9 * total(pieces, "sent")
+
+    # The predicted step counts with what this very step hides.
+    share = total(traffic, "sent_beside_work") / total(traffic, "sent")
+    assert {each["axis"] for each in traffic} == {"tensor"}
+    assert found["overlap"]["collective_matmul"] == pytest.approx(share)
+
+
+def total(traffic: list[dict], key: str) -> float:
+    return sum(each[key] for each in traffic)
 
 
 def test_a_loop_of_unknown_length_costs_what_crosses_the_network_and_no_more(monkeypatch):
@@ -96,6 +105,7 @@ def test_a_loop_of_unknown_length_costs_what_crosses_the_network_and_no_more(mon
     text = report.compiled_text(found, Memory(1, 1, 1, 1, 1, 1), {})
     assert "is not known: nothing says how often the loop around" in text
     assert "all-reduce" in text
+    assert "takes these shares for hidden" not in text
 
 
 def test_without_the_compiler_there_is_one_line(monkeypatch):
