@@ -22,12 +22,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from spmdtrain.planner.overlap import FLEET, hidden_shares
+from spmdtrain.planner.overlap import FLEET, Overlap, hidden_shares
 from spmdtrain.planner.software import fitted_on
 
 ROOT = Path(__file__).parents[1]
@@ -223,7 +223,7 @@ Share of each kind of traffic that is hidden, the mean over the layouts above th
 and `estimate` count with these; `estimate --compile` and `plan --compile` with what the compiled
 step itself hides. *Vocabulary* are sums over `pipeline`, *hops* what a stage sends to the next one.
 """
-KINDS = ("tensor", "collective_matmul", "context", "fsdp", "data", "vocabulary", "hops")
+KINDS = [field.name for field in fields(Overlap)]
 
 
 def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:

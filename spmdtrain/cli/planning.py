@@ -153,7 +153,8 @@ def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Har
     compiled = None
     if parsed.compile:
         compiled = deviceless.compile_step(config, found.workload.mesh.sizes, hardware)
-        found = found.as_compiled(compiled["traffic"] or [])
+        if parsed.anchor is None:  # else its scale holds what the run has hidden
+            found = found.as_compiled(compiled["traffic"] or [])
 
     values = report.estimate_values(found)
     texts = [report.estimate_text(found)]

@@ -23,18 +23,23 @@ class CompiledPlan:
     """A layout, and what its compiled step says of it.
 
     held: bytes on a device by XLA's account; None where it did not compile, for `problem`.
-    seconds: of a step, predicted with what the compiled step hides of its traffic.
+    seconds: of a step, predicted with what the compiled step hides of its traffic; None likewise.
     """
 
     plan: Plan
-    held: int | None
-    seconds: float
+    held: int | None = None
+    seconds: float | None = None
     problem: str = ""
 
     @property
     def fits(self) -> bool:
         safe = SAFE_SHARE * self.plan.estimate.hardware.memory
         return self.held is not None and self.held <= safe
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """The smaller, the better."""
+        return not self.fits, self.held is None, self.seconds or self.plan.seconds
 
 
 def compile_plans(plans: Sequence[Plan], arguments: Sequence[str]) -> list[CompiledPlan]:
@@ -45,7 +50,7 @@ def compile_plans(plans: Sequence[Plan], arguments: Sequence[str]) -> list[Compi
     --devices and the settings that were typed. A minute or two for each layout on two cores.
     """
     found = [_compile_plan(plan, arguments) for plan in plans]
-    return sorted(found, key=lambda each: (not each.fits, each.held is None, each.seconds))
+    return sorted(found, key=lambda each: each.rank)
 
 
 def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
@@ -62,9 +67,9 @@ def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
             timeout=LONGEST,
         )
     except subprocess.TimeoutExpired:
-        return CompiledPlan(plan, None, plan.seconds, f"XLA was not done after {LONGEST} s")
+        return CompiledPlan(plan, problem=f"XLA was not done after {LONGEST} s")
     if done.returncode:
-        return CompiledPlan(plan, None, plan.seconds, _reason(done.returncode, done.stderr))
+        return CompiledPlan(plan, problem=_reason(done.returncode, done.stderr))
     answer = json.loads(done.stdout.splitlines()[-1])
     memory = answer["compiled"]["memory"]
     held = memory["argument_bytes"] + memory["temp_bytes"]

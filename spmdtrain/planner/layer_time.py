@@ -17,7 +17,7 @@ from spmdtrain.planner.kernel_time import (
     matmul_seconds,
     memory_seconds,
 )
-from spmdtrain.planner.overlap import LOST_BESIDE_COLLECTIVES, exposed
+from spmdtrain.planner.overlap import exposed, left_over
 from spmdtrain.planner.software import Software
 from spmdtrain.planner.workload import Group, ModelShape, Workload, bytes_of
 
@@ -147,14 +147,13 @@ def _tensor_collectives(
         alone = exposed(one_sum, software.overlap.tensor)
         return Work(alone, alone, 0.0)
 
-    def left_over(moving: float, matmul: float) -> float:
-        # Of n pieces, one has been here all along. Matmuls beside collectives take longer.
+    def in_pieces(moving: float, matmul: float) -> float:
+        # Of n pieces, one has been here all along.
         beside = (sizes.tensor - 1) / sizes.tensor * matmul
-        hidden = min(software.overlap.collective_matmul * moving, beside)
-        return moving - hidden + LOST_BESIDE_COLLECTIVES * hidden
+        return left_over(moving, min(software.overlap.collective_matmul * moving, beside))
 
     # For the gradient of the weights the input's tokens are gathered again: half a sum.
-    return Work(left_over(one_sum, matmul.forward), left_over(1.5 * one_sum, matmul.backward), 0.0)
+    return Work(in_pieces(one_sum, matmul.forward), in_pieces(1.5 * one_sum, matmul.backward), 0.0)
 
 
 def _recomputation(remat: str, work: Mapping[str, Work]) -> float:

@@ -34,10 +34,14 @@ class Overlap:
     hops: float = 0.0  # what a stage sends to the next one
 
 
+def left_over(seconds: float, hidden: float) -> float:
+    """Seconds that a collective of `seconds` adds to a step that hides `hidden` of them."""
+    return seconds - hidden + LOST_BESIDE_COLLECTIVES * hidden
+
+
 def exposed(seconds: float, share: float) -> float:
     """Seconds that a collective of `seconds` adds to a step that hides this share of it."""
-    hidden = share * seconds
-    return seconds - hidden + LOST_BESIDE_COLLECTIVES * hidden
+    return left_over(seconds, share * seconds)
 
 
 def saving(share: float) -> float:

@@ -221,8 +221,6 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[s
             f"  {sent / 1e9:>9.2f} GB sent over {axis} in a step, {hidden / sent:.0%} beside work; "
             f"theory needs {theory}"
         )
-    if compiled["traffic"]:
-        lines.append("  the predicted step takes these shares for hidden")
     for name, count in compiled["calls"].items():
         lines.append(f"  {count:>3} x {name} called")
     return "\n".join(lines)
@@ -307,7 +305,7 @@ def compiled_plans_text(compiled: Sequence[CompiledPlan]) -> str:
     rows: list[tuple[str, ...]] = [("XLA", "compiled", *PLAN_COLUMNS)]
     for each in compiled:
         own = ("-", "-")
-        if each.held is not None:
+        if each.held is not None and each.seconds is not None:
             own = (f"{each.held / 1e9:.1f} GB", f"{each.seconds:.4g} s")
         rows.append((*own, *_plan_cells(each.plan)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -22,7 +22,7 @@ from spmdtrain.planner.flops import model_flops_per_token
 from spmdtrain.planner.hardware import Hardware
 from spmdtrain.planner.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.layer_time import Work, layer_time
-from spmdtrain.planner.overlap import LOST_BESIDE_COLLECTIVES, exposed
+from spmdtrain.planner.overlap import LOST_BESIDE_COLLECTIVES, exposed, left_over
 from spmdtrain.planner.schedules import SCHEDULES, Pipeline, lockstep_seconds
 from spmdtrain.planner.software import Software
 from spmdtrain.planner.workload import Workload
@@ -311,16 +311,17 @@ def _fsdp_seconds(
     layer = workload.model.layer_parameters / workload.mesh.tensor
     outside = workload.model.outside_parameters / workload.mesh.tensor
     pieces = software.gathers_per_layer
-    beside_work = (2 + scatter_cost) * all_gather(layers * layer * size, pieces=layers * pieces)
+    of_layers = (2 + scatter_cost) * all_gather(layers * layer * size, pieces=layers * pieces)
     first_layer = all_gather(layer * size, pieces=pieces)
     alone = first_layer + (1 + scatter_cost) * all_gather(outside * size)
-    moving = beside_work + alone
+    moving = of_layers + alone
+    beside_work = of_layers
     if software.overlap.fsdp is not None:
         beside_work = software.overlap.fsdp * moving
     # Collectives slow the work beside them, and slower work hides more of them.
     slowing = 1 - LOST_BESIDE_COLLECTIVES * software.work_beside_gathers
     hidden = min(beside_work, software.work_beside_gathers * stage_seconds / slowing)
-    return workload.accumulation * (moving - hidden + LOST_BESIDE_COLLECTIVES * hidden)
+    return workload.accumulation * left_over(moving, hidden)
 
 
 def _reduction_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:

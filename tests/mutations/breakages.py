@@ -878,8 +878,8 @@ BREAKAGES = [
     Breakage(
         "compiled plans are ranked by what the fleet hides",
         "planner/compiled_plans.py",
-        "key=lambda each: (not each.fits, each.held is None, each.seconds)",
-        "key=lambda each: (not each.fits, each.held is None, each.plan.seconds)",
+        "self.seconds or self.plan.seconds",
+        "self.plan.seconds",
         "tests/planner/test_compiled_plans.py",
     ),
     Breakage(

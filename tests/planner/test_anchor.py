@@ -6,7 +6,9 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config import load, resolved
+from spmdtrain.parallel import xla_flags
 from spmdtrain.parallel.mesh import AXES
+from spmdtrain.planner import deviceless, report
 
 
 @pytest.fixture
@@ -28,6 +30,24 @@ def test_a_measured_run_anchors_the_estimate(config, measured, capsys):
     command = ["estimate", config, "--hardware", "h100", "--anchor", str(measured), "--json"]
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(4)
+
+
+def test_what_a_compiled_step_hides_moves_the_estimate_but_not_an_anchored_one(
+    config, measured, capsys, monkeypatch
+):
+    traffic = [{"kind": "all-reduce", "axis": "data", "sent": 1.0, "sent_beside_work": 1.0}]
+    monkeypatch.setattr(xla_flags, "set_xla_flags", lambda **_: ())  # jax has started already
+    monkeypatch.setattr(deviceless, "compile_step", lambda *_: {"traffic": traffic})
+    monkeypatch.setattr(report, "compiled_text", lambda *_: "")
+
+    def seconds(*options: str) -> float:
+        command = ["estimate", config, "--hardware", "h100", "--devices", "8", "--json", *options]
+        assert main([*command, "--set", "mesh.data=8"]) == 0
+        return json.loads(capsys.readouterr().out)["step_seconds"]
+
+    assert seconds("--compile") < seconds()
+    anchored = ("--anchor", str(measured))
+    assert seconds("--compile", *anchored) == seconds(*anchored)
 
 
 DAMAGED = {

@@ -105,7 +105,6 @@ def test_a_loop_of_unknown_length_costs_what_crosses_the_network_and_no_more(mon
     text = report.compiled_text(found, Memory(1, 1, 1, 1, 1, 1), {})
     assert "is not known: nothing says how often the loop around" in text
     assert "all-reduce" in text
-    assert "takes these shares for hidden" not in text
 
 
 def test_without_the_compiler_there_is_one_line(monkeypatch):
