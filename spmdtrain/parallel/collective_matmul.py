@@ -43,12 +43,12 @@ class Ring:
 
     @property
     def column(self) -> P:
-        """Where a weight [c, e, *f] rests."""
+        """The spec of a weight [c, e, *f]."""
         return P(self.token_axes or None, None, *self.wide[2:])
 
     @property
     def row(self) -> P:
-        """Where a weight [c, *f, e] rests."""
+        """The spec of a weight [c, *f, e]."""
         return P(self.token_axes or None, *self.wide[2:], None)
 
     @property

@@ -57,7 +57,7 @@ class Copies:
         return jax.lax.with_sharding_constraint(copies.sum(self.dim), drop_axes(MANUAL_AXES, spec))
 
     def spec(self, spec: P) -> P:
-        """Where the copies of a weight are that rests as `spec` says."""
+        """The spec of a weight's copies, where `spec` is that of the weight."""
         if not self.axes:
             return spec
         return P(*spec[: self.dim], self.axes, *spec[self.dim :])

@@ -50,8 +50,7 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
         stream_spec = rules.activation_spec(
             ("batch", "stream_time", None), (*ids.shape, table.shape[1]), drop=manual
         )
-        # Where the sum over `tensor` leaves each device some of the tokens, the sum over the stages
-        # is of those alone.
+        # If the sum over `tensor` leaves each device a part of the tokens, the stages sum only that.
         out_spec = rows_spec
         if axes == ("tensor",) and (by_hand or stream_spec != rows_spec):
             out_spec = split_time(rows_spec, ids.shape, rules.sizes)

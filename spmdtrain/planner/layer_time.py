@@ -148,7 +148,7 @@ def _tensor_collectives(
         return Work(alone, alone, 0.0)
 
     def in_pieces(moving: float, matmul: float) -> float:
-        # Of n pieces, one has been here all along.
+        # One of the pieces is here from the start: nothing travels beside its matmul.
         beside = (sizes.tensor - 1) / sizes.tensor * matmul
         return left_over(moving, min(software.overlap.collective_matmul * moving, beside))
 

@@ -409,8 +409,10 @@ def _recomputed_bytes(workload: Workload) -> float:
 
 
 def _gathered_token_bytes(workload: Workload) -> float:
-    """What collective matmuls put together in a layer's backward: the input of the two matmuls that
-    gather and the gradient of the two that scatter, each with the tokens of all devices.
+    """Bytes that collective matmuls put together in a layer's backward.
+
+    That is the input of the two matmuls that gather and the gradient of the two that scatter, each
+    with the tokens of all devices.
     """
     return 4.0 * workload.activation_bytes if workload.collective_matmul else 0.0
 

@@ -16,7 +16,7 @@ from spmdtrain.train.loss_scale import LossScale
 
 FORMAT = 2
 WITHOUT_FINGERPRINTS = 1  # the format before
-# Of the names of an item's leaves, in meta. No parameter has a blank in its name.
+# Item -> what its leaves' names begin with, in meta. No parameter has a blank in its name.
 PREFIX = {"params": "", "state": "optimizer.", "ema": "ema of "}
 MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]

@@ -96,7 +96,8 @@ def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
     region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 
     def gather(path: str, x: jax.Array) -> jax.Array:
-        # Where it rests, too: else XLA may gather first and cast then, which sends float32.
+        # Constrained before the gather too: else XLA may gather first and cast after, which sends
+        # float32.
         resting = jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, setup.specs[path]))
         gathered = jax.lax.with_sharding_constraint(resting, NamedSharding(setup.mesh, whole[path]))
         return setup.padding.rest_to_use(path, gathered)
