@@ -21,8 +21,8 @@ from spmdtrain.parallel.reduce import scatter_sum
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes
 
-# The axes of the batch over which layers gather their weights. Not over `data`: with ZeRO-1 a weight
-# is gathered over it once a step, before the first microbatch.
+# The axes of the batch over which layers gather their weights. `data` is not among them: ZeRO-1
+# gathers over it once a step, before the first microbatch.
 LAYER_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
 
 

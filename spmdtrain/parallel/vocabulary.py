@@ -50,7 +50,7 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
         stream_spec = rules.activation_spec(
             ("batch", "stream_time", None), (*ids.shape, table.shape[1]), drop=manual
         )
-        # If the sum over `tensor` leaves each device a part of the tokens, the stages sum only that.
+        # If the sum over `tensor` leaves a device only a part of the tokens, stages sum that part.
         out_spec = rows_spec
         if axes == ("tensor",) and (by_hand or stream_spec != rows_spec):
             out_spec = split_time(rows_spec, ids.shape, rules.sizes)
