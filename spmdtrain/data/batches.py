@@ -181,14 +181,16 @@ class EvalWindows:
         starts = self._span.start + indices * self._length
         rows = np.zeros((len(indices), self._length + 1), np.int32)
         mask = np.zeros((len(indices), self._length), np.float32)
-        for start in starts.tolist():
-            stop = min(start + self._length + 1, self._span.stop)
+        stops = np.minimum(starts + self._length + 1, self._span.stop)
+        inside = np.flatnonzero(stops - starts >= 2)  # at least one input and its target
+        parts = list(
+            zip(inside.tolist(), starts[inside].tolist(), stops[inside].tolist(), strict=True)
+        )
+        for _, start, stop in parts:
             self._corpus.will_need(start, stop)
-        for row, start in enumerate(starts.tolist()):
-            stop = min(start + self._length + 1, self._span.stop)
-            if stop - start >= 2:  # at least one input and its target
-                rows[row, : stop - start] = self._corpus.read(start, stop)
-                mask[row, : stop - start - 1] = self._corpus.counts(start + 1, stop)
+        for row, start, stop in parts:
+            rows[row, : stop - start] = self._corpus.read(start, stop)
+            mask[row, : stop - start - 1] = self._corpus.counts(start + 1, stop)
         return _make_batch(self._corpus, rows, starts, mask, indices, self._packing)
 
     def num_batches(self, batch_size: int, limit: int | None = None) -> int:

@@ -96,8 +96,10 @@ class Corpus:
         """Have the kernel read the tokens at the offsets start to stop - 1, and do not wait.
 
         Who is about to read many windows says so of all of them first. A disk then reads them side
-        by side, and not each when the one before has come.
+        by side, and not each when the one before has come. What lies outside the corpus is left
+        out, as in a slice.
         """
+        start = max(start, 0)
         index = bisect_right(self.mappings, start, key=lambda mapping: mapping.first) - 1
         while 0 <= index < len(self.mappings) and self.mappings[index].first < stop:
             self.mappings[index].will_need(start, stop)
@@ -136,6 +138,8 @@ class Mapping(NamedTuple):
         """Have the kernel read what lies here of the tokens start to stop - 1 of the corpus."""
         begin = max(start - self.first, 0) * self.itemsize
         end = min((stop - self.first) * self.itemsize, len(self.content))
+        if begin >= end:
+            return
         begin -= begin % mmap.PAGESIZE
         self.content.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
