@@ -16,7 +16,6 @@ from .planner.plan import plan as plan
 from .running.evaluate import evaluate as evaluate
 from .running.loop import Outcome as Outcome
 from .running.loop import batches as batches
-from .running.loop import make_evaluate as make_evaluate
 from .running.loop import run as run
 from .running.opened import OpenedRun as OpenedRun
 from .running.opened import open_run as open_run
@@ -27,6 +26,7 @@ from .running.sample import Choice as Choice
 from .running.sample import generate as generate
 from .running.sample import generate_ids as generate_ids
 from .running.sample import make_logits as make_logits
+from .train.evaluation import make_evaluate as make_evaluate
 from .train.optimizers import Rule as Rule
 from .train.setup import Setup as Setup
 from .train.setup import init_state as init_state

@@ -156,8 +156,22 @@ def evaluate(parsed: argparse.Namespace) -> int:
     parts = [f"loss {found['loss']:.4f}", f"perplexity {found['perplexity']:.4g}"]
     if found["bits_per_byte"] is not None:
         parts.append(f"{found['bits_per_byte']:.4f} bits per byte")
-    print(f"{'  '.join(parts)}  ({found['tokens']:,} tokens, step {found['step']})")
+    tokens = f"{found['tokens']:,} of {found['split_tokens']:,} tokens"
+    print(f"{'  '.join(parts)}  ({tokens}, step {found['step']})")
+    for name, count in found.items():
+        word, slash, source = name.partition("/")
+        if word == "tokens" and slash:
+            print(f"  {source}  {_source_loss(found, source)}  ({count:,} tokens)")
     return DONE
+
+
+def _source_loss(found: dict, source: str) -> str:
+    """Returns the words for the loss of one source of a mixture."""
+    if f"loss/{source}" not in found:
+        return "no token with a loss"
+    text = f"loss {found[f'loss/{source}']:.4f}"
+    bits = found.get(f"bits_per_byte/{source}")
+    return text if bits is None else f"{text}  {bits:.4f} bits per byte"
 
 
 def _evaluate_tasks(parsed: argparse.Namespace) -> int:

@@ -590,7 +590,8 @@ class EvalConfig(Settings):
         default=0, description="steps between evaluations, and once at the end; 0: never"
     )
     batches: Count | None = Field(
-        default=None, description="validation batches; default: the whole split"
+        default=None,
+        description="validation batches of train.global_batch windows; default: the whole split",
     )
 
 
@@ -746,6 +747,12 @@ class RunConfig(Settings):
     def with_vocab(self, vocab: int) -> "RunConfig":
         """Return the same run with `model.vocab` set, as the tokenizer says."""
         return self.model_copy(update={"model": self.model.model_copy(update={"vocab": vocab})})
+
+    @property
+    def eval_windows(self) -> int | None:
+        """The windows of each validation split that an evaluation takes; None: all of them."""
+        batches = self.eval.batches
+        return None if batches is None else batches * self.train.global_batch
 
     @property
     def max_length(self) -> int:

@@ -24,7 +24,7 @@ and with packing="documents" or "best_fit" (packing.py) as well:
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -192,16 +192,6 @@ class EvalWindows:
             rows[row, : stop - start] = self._corpus.read(start, stop)
             mask[row, : stop - start - 1] = self._corpus.counts(start + 1, stop)
         return _make_batch(self._corpus, rows, starts, mask, indices, self._packing)
-
-    def num_batches(self, batch_size: int, limit: int | None = None) -> int:
-        """Return how many batches hold all windows, at most `limit`."""
-        count = -(-self.windows // batch_size)
-        return count if limit is None else min(limit, count)
-
-    def batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Yield the windows in order, at most `limit` batches, all of full size."""
-        for step in range(self.num_batches(batch_size, limit)):
-            yield self.samples(batch_ids(step, batch_size))
 
 
 def _make_batch(

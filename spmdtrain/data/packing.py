@@ -132,11 +132,6 @@ class PackedWindows:
         self._plan = make_plan(corpus.document_starts, span, length)
         self.windows = self._plan.windows
 
-    def num_batches(self, batch_size: int, limit: int | None = None) -> int:
-        """Return how many batches hold all windows, at most `limit`."""
-        count = -(-self.windows // batch_size)
-        return count if limit is None else min(limit, count)
-
     def samples(self, indices: np.ndarray) -> Batch:
         """Return the batch of these windows; one behind the last is nothing but padding."""
         shape = (len(indices), self._length)
@@ -194,8 +189,8 @@ class PackedStream:
     def samples(self, indices: np.ndarray) -> Batch:
         """Return the batch of these global sample indices, whatever was asked before."""
         indices = np.asarray(indices, np.int64)
-        epoch, window = np.divmod(indices, self._windows.windows)
+        count = self._windows.windows
+        epoch, window = np.divmod(indices, count)
         if self._shuffle:
-            count = self._windows.windows
             window = permute(window, count, random_bits(self._seed, ORDER, epoch))
         return self._windows.samples(window) | {"sample": indices.astype(np.uint32)}

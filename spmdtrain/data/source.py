@@ -43,11 +43,12 @@ class Source:
 
 
 class Windows(Protocol):
-    """The samples of an evaluation, by index."""
+    """The samples of an evaluation, by index. From `windows` on they are nothing but padding."""
+
+    @property
+    def windows(self) -> int: ...
 
     def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]: ...
-
-    def num_batches(self, batch_size: int, limit: int | None = None) -> int: ...
 
 
 class EvalSet(NamedTuple):
@@ -56,6 +57,7 @@ class EvalSet(NamedTuple):
     name: str  # of the source in a mixture, else ""
     weight: float  # all weights add up to 1
     windows: Windows
+    tokens: int  # of the split that follow another, whether or not they have a loss
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class CorpusData:
             windows = PackedWindows(self.corpus, self.validation, length)
         else:
             windows = EvalWindows(self.corpus, self.validation, length, packing=packing)
-        return [EvalSet("", 1.0, windows)]
+        return [EvalSet("", 1.0, windows, self.validation.size - 1)]
 
     def describe(self, config: RunConfig) -> str:
         """Return what a run says of its data."""
@@ -156,7 +158,7 @@ class MixtureData:
         parts = zip(self.names, self.mixture.shares, self.sources, strict=True)
         for name, share, source in parts:
             (only,) = source.eval_sets(config)
-            sets.append(EvalSet(name, share, only.windows))
+            sets.append(only._replace(name=name, weight=share))
         return sets
 
     def describe(self, config: RunConfig) -> str:
@@ -188,7 +190,8 @@ class SourceData:
         return lambda indices: _read(self.source.tokens, config, indices)
 
     def eval_sets(self, config: RunConfig) -> list[EvalSet]:
-        return [EvalSet("", 1.0, SourceWindows(self.source, config))]
+        tokens = self.source.validation_samples * config.train.sequence_length
+        return [EvalSet("", 1.0, SourceWindows(self.source, config), tokens)]
 
     def describe(self, config: RunConfig) -> str:  # noqa: ARG002 - as the other kinds have it
         return "own samples"
@@ -200,6 +203,7 @@ class SourceWindows:
     def __init__(self, source: Source, config: RunConfig):
         self._source = source
         self._config = config
+        self.windows = source.validation_samples
 
     def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The batch of these samples; those beyond the last are masked."""
@@ -211,10 +215,6 @@ class SourceWindows:
         batch = _read(validation, self._config, np.minimum(indices, last))
         batch["mask"] *= (indices <= last)[:, None]
         return batch
-
-    def num_batches(self, batch_size: int, limit: int | None = None) -> int:
-        count = -(-self._source.validation_samples // batch_size)
-        return count if limit is None else min(limit, count)
 
 
 Data = CorpusData | MixtureData | SourceData

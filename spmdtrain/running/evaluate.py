@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.data.batches import Range, batch_ids
+from spmdtrain.config.load import COMMAND_LINE
+from spmdtrain.data.batches import Range
 from spmdtrain.data.corpus import Corpus, token_corpus
 from spmdtrain.data.documents import find_inputs, texts_in
-from spmdtrain.data.source import CorpusData, EvalSet, Windows, open_data
+from spmdtrain.data.source import CorpusData, EvalSet, open_data
 from spmdtrain.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_fingerprint
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.opened import OF_DEVICES, OpenedRun, open_run
-from spmdtrain.train.batch import to_devices
+from spmdtrain.train.evaluation import NOTHING, Predicted, mean_loss, window_losses
 from spmdtrain.train.step import make_eval_step
 
 SETTABLE = (
@@ -54,27 +54,59 @@ def evaluate(
     is the loss of the average of the weights, which the run has with `optimizer.ema`.
 
     Gives "loss" (nats a token), "perplexity", "bits_per_byte" (None where ids mean no text, or the
-    model restores some of the tokens), "tokens" and "bytes" that were predicted, and "step". Of a
-    mixture the loss is the mean of its sources' by their shares, and "loss/NAME" is that of each.
-    Raises UserError.
+    model restores some of the tokens), "tokens" and "bytes" that were predicted, "split_tokens" of
+    which "tokens" were, and "step". On validation data the loss is the one that the run reports at
+    this step, of the same windows.
+
+    Of a mixture, loss and bits per byte are those of text that has each source by its share;
+    "loss/NAME", "bits_per_byte/NAME" and "tokens/NAME" are of one source, the first two only where
+    a token of it has a loss. Raises UserError.
     """
     opened = open_run(run, step=step, make=make, overrides=overrides, settable=SETTABLE, ema=ema)
     sets = _eval_sets(opened, paths, field)
-    found = [_predicted(opened, each.windows) for each in sets]
-    if not all(tokens for _, tokens, _ in found):
-        raise DataError("there is nothing to evaluate: no token follows another")
-    losses = {each.name: nats / tokens for each, (nats, tokens, _) in zip(sets, found, strict=True)}
-    loss = sum(each.weight * losses[each.name] for each in sets)
-    nats, tokens, size = (sum(column) for column in zip(*found, strict=True))
-    figures = {
+    takes_all = paths and opened.config.origin.get("eval.batches") != COMMAND_LINE
+    limit = None if takes_all else opened.eval_windows
+    found = _predict(opened, sets, limit)
+    loss = mean_loss([predicted for predicted, _ in found])
+    if loss is None:
+        raise DataError(f"there is nothing to evaluate: {NOTHING}")
+    return {
         "step": opened.step,
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": nats / math.log(2) / size if size else None,
-        "tokens": int(tokens),
-        "bytes": size,
-    }
-    return figures | {f"loss/{name}": value for name, value in losses.items() if name}
+        "bits_per_byte": _bits_per_byte(found),
+        "tokens": sum(predicted.tokens for predicted, _ in found),
+        "split_tokens": sum(predicted.of_tokens for predicted, _ in found),
+        "bytes": sum(size for _, size in found),
+    } | _by_source(found)
+
+
+def _by_source(found: Sequence[tuple[Predicted, int]]) -> dict[str, Any]:
+    """Returns the figures of each source of a mixture."""
+    figures: dict[str, Any] = {}
+    for predicted, size in found:
+        if not predicted.name:
+            continue
+        figures[f"tokens/{predicted.name}"] = predicted.tokens
+        if predicted.tokens:
+            figures[f"loss/{predicted.name}"] = predicted.loss
+        if size:
+            figures[f"bits_per_byte/{predicted.name}"] = _bits_per_byte([(predicted, size)])
+    return figures
+
+
+def _bits_per_byte(found: Sequence[tuple[Predicted, int]]) -> float | None:
+    """Returns the bits per byte of text that has the tokens of each source by its share.
+
+    These are bits a token over bytes a token, each a mean by the shares. It is None where a source
+    has no bytes.
+    """
+    counted = [(predicted, size) for predicted, size in found if predicted.tokens]
+    if not all(size for _, size in counted):
+        return None
+    nats = sum(predicted.weight * predicted.loss for predicted, _ in counted)
+    size = sum(predicted.weight * size / predicted.tokens for predicted, size in counted)
+    return nats / math.log(2) / size
 
 
 def _eval_sets(opened: OpenedRun, paths: Sequence[str], field: str) -> list[EvalSet]:
@@ -117,29 +149,33 @@ def _ended(ids: np.ndarray, end: int | None) -> np.ndarray:
     return ids if end is None else np.append(ids, end)
 
 
-def _predicted(opened: OpenedRun, windows: Windows) -> tuple[float, float, int]:
-    """(sum of losses in nats, tokens, bytes of their text, 0 where ids mean none)"""
+def _predict(
+    opened: OpenedRun, sets: Sequence[EvalSet], limit: int | None
+) -> list[tuple[Predicted, int]]:
+    """Returns what the model predicted of each set, and the bytes of that text.
+
+    The bytes are 0 where ids mean no text. `limit`: windows of each set, or all.
+    """
     setup = opened.setup
     # It is not known here which tokens such a model restores, so neither are their bytes.
     has_bytes = opened.tokenizer_spec and setup.model.corrupt is None
     tokenizer = opened.tokenizer if has_bytes else None
-    config = setup.config
     step = make_eval_step(setup)
-    nats = 0.0
-    tokens = 0.0
-    size = 0
-    batch = config.train.global_batch
-    for index in range(windows.num_batches(batch, config.eval.batches)):
-        ids = batch_ids(index, batch)
-        placed = to_devices(windows.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
-        loss, count = jax.device_get(step(opened.params, placed))
-        nats += float(loss)
-        tokens += float(count)
-        if tokenizer is not None:
-            rows = windows.samples(ids)
-            is_text = rows["targets"] != opened.end_of_text
-            size += _bytes(tokenizer, rows["targets"], rows["mask"] * is_text)
-    return nats, tokens, size
+
+    def predict(each: EvalSet) -> tuple[Predicted, int]:
+        nats = 0.0
+        tokens = 0.0
+        size = 0
+        for ids, loss, count in window_losses(setup, step, opened.params, each.windows, limit):
+            nats += loss
+            tokens += count
+            if tokenizer is not None:
+                rows = each.windows.samples(ids)
+                is_text = rows["targets"] != opened.end_of_text
+                size += _bytes(tokenizer, rows["targets"], rows["mask"] * is_text)
+        return Predicted(each.name, each.weight, nats, int(tokens), each.tokens), size
+
+    return [predict(each) for each in sets]
 
 
 def _bytes(tokenizer: Tokenizer, targets: np.ndarray, mask: np.ndarray) -> int:

@@ -4,20 +4,18 @@
 """
 
 import contextlib
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import ReadAhead, batch_ids
-from spmdtrain.data.source import Data, Source, Tokens, Windows, open_data
+from spmdtrain.data.source import Data, Source, Tokens, open_data
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
@@ -55,13 +53,14 @@ from spmdtrain.running.saves import Saves
 from spmdtrain.running.sinks import MakeSink
 from spmdtrain.running.stragglers import Stragglers
 from spmdtrain.running.summary import Prediction
+from spmdtrain.train import evaluation
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.grad_pipeline import describe
 from spmdtrain.train.learning_rates import Schedule
 from spmdtrain.train.optimizers import Optimizer
 from spmdtrain.train.setup import Setup, init_state, shard, with_weights
 from spmdtrain.train.state import TrainState
-from spmdtrain.train.step import make_eval_step, make_step
+from spmdtrain.train.step import make_step
 from spmdtrain.train.token_loss import TokenLoss
 
 
@@ -264,53 +263,6 @@ def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> tuple[Callable, d
     return step, hlo.report(step, setup.mesh, time.perf_counter() - start)
 
 
-def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
-    """`evaluate(state) -> mean loss` over the validation split, or its first `eval.batches`.
-
-    Of a mixture it is the mean of its sources' losses by their shares.
-    """
-    figures = make_eval_figures(setup, data)
-    return lambda state: figures(replace(state, ema={}))["eval_loss"]
-
-
-def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
-    """`figures(state)`: {"eval_loss": mean loss}, and of a mixture "eval_loss/NAME" of each source.
-
-    See `make_evaluate`; `eval.batches` limits each source for itself. Where the state has an
-    average of the weights, "eval_loss_ema" and "eval_loss_ema/NAME" are of that.
-    """
-    config = setup.config
-    step = make_eval_step(setup)
-    size = config.train.global_batch
-    # Made once, when first asked for: packing the documents of a large corpus takes seconds.
-    eval_sets = functools.cache(lambda: data.eval_sets(config))
-
-    def mean_loss(params: dict[str, jax.Array], windows: Windows) -> float:
-        total = np.zeros(2)
-        for index in range(windows.num_batches(size, config.eval.batches)):
-            ids = batch_ids(index, size)
-            batch = to_devices(windows.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
-            total += jax.device_get(step(params, batch))
-        return float(total[0] / total[1])
-
-    def losses_of(params: dict[str, jax.Array], name: str) -> dict[str, float]:
-        sets = eval_sets()
-        losses = [mean_loss(params, each.windows) for each in sets]
-        weighted = [each.weight * loss for each, loss in zip(sets, losses, strict=True)]
-        by_name = {
-            f"{name}/{each.name}": loss
-            for each, loss in zip(sets, losses, strict=True)
-            if each.name
-        }
-        return {name: sum(weighted)} | by_name
-
-    def figures(state: TrainState) -> dict[str, float]:
-        found = losses_of(state.params, "eval_loss")
-        return found | losses_of(state.averaged, "eval_loss_ema") if state.ema else found
-
-    return figures
-
-
 def train_and_go_back(
     setup: Setup,
     opened: Data,
@@ -325,7 +277,7 @@ def train_and_go_back(
     `sample` is the global index of the first sample. `saves_from(step, sample)` gives what saves a
     run that goes on from there.
     """
-    evaluate = make_eval_figures(setup, opened)
+    evaluate = evaluation.make_eval_figures(setup, opened)
     done = int(state.step)
     with Interrupt(setup.mesh) as interrupt:
         while True:
@@ -373,8 +325,7 @@ def train(
         pulse.tell(pulse.EVALUATE, at)
         figures = evaluate(state)
         reporter.evaluated(at, **figures)
-        parts = [f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in figures.items()]
-        reporter.say(f"step {at}/{total}  {'  '.join(parts)}")
+        reporter.say(f"step {at}/{total}  {evaluation.describe(figures)}")
 
     def save(at: int, state: TrainState) -> None:
         pulse.tell(pulse.SAVE, at)

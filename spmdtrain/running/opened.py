@@ -34,6 +34,7 @@ class OpenedRun:
     params: dict[str, jax.Array]
     tokenizer_spec: dict | None
     end_of_text: int | None = None  # the id that ends each document of its data
+    eval_windows: int | None = None  # of each validation split; None: all, see RunConfig
 
     @property
     def config(self) -> RunConfig:
@@ -78,7 +79,11 @@ def open_run(
     saved["origin"] = {
         key: str(where) for key, where in saved["origin"].items() if not key.startswith(dropped)
     }
+    trained_batch = saved["config"]["train"]["global_batch"]
     config = from_resolved(saved, overrides)
+    # As many windows as the run itself evaluates on, however many are computed at once here.
+    asked = config.train.model_copy(update={"global_batch": trained_batch})
+    windows = config.model_copy(update={"train": asked}).eval_windows
     setup = shard(_with_batch(config), make, _devices(config))
     with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
         at, (params, meta) = read_step(
@@ -89,7 +94,7 @@ def open_run(
         )
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
     end = saved.get("end_of_text")
-    return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end)
+    return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end, windows)
 
 
 def _check_overrides(overrides: Sequence[str], settable: Sequence[str]) -> None:

@@ -1,0 +1,142 @@
+"""The loss on windows that never change: what `train`, `eval` and Python mean by an evaluation.
+
+A step has one evaluation. Its windows are those of the whole split, or the first
+`eval.batches x train.global_batch` of each set, and neither the mesh nor the number of windows that
+are computed at once decides which.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.batches import batch_ids
+from spmdtrain.data.source import Data, EvalSet, Windows
+from spmdtrain.train.batch import to_devices
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+from spmdtrain.train.step import make_eval_step
+
+Params = dict[str, jax.Array]
+NOTHING = "no token with a loss"
+
+
+class Predicted(NamedTuple):
+    """What a model predicted of one set: `nats` is the summed loss of `tokens` of its tokens."""
+
+    name: str  # of the source in a mixture, else ""
+    weight: float
+    nats: float
+    tokens: int
+    of_tokens: int  # of the whole split
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of a token, in nats; there must be one."""
+        return self.nats / self.tokens
+
+
+def window_losses(
+    setup: Setup, eval_step: Callable, params: Params, windows: Windows, limit: int | None
+) -> Iterator[tuple[np.ndarray, float, float]]:
+    """Yields (indices of windows, their summed loss in nats, tokens) of a batch at a time.
+
+    The batches hold the first `limit` windows, or all; `eval_step` is that of `make_eval_step`.
+    What is left of the last batch has the index `windows.windows`, which is that of padding.
+    """
+    size = setup.config.train.global_batch
+    stop = windows.windows if limit is None else min(limit, windows.windows)
+    for index in range(-(-stop // size)):
+        ids = batch_ids(index, size)
+        ids = np.where(ids < stop, ids, windows.windows)
+        batch = to_devices(windows.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
+        nats, tokens = jax.device_get(eval_step(params, batch))
+        yield ids, float(nats), float(tokens)
+
+
+def mean_loss(found: Sequence[Predicted]) -> float | None:
+    """Returns the mean of the sets' losses by their weights, of the sets that have a loss.
+
+    It is None where none has.
+    """
+    counted = [each for each in found if each.tokens]
+    if not counted:
+        return None
+    weight = sum(each.weight for each in counted)
+    return sum(each.weight * each.loss for each in counted) / weight
+
+
+def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
+    """Returns `figures(state)`: what an evaluation on the way reports.
+
+    They are "eval_loss" and "eval_tokens", and of a mixture "eval_loss/NAME" and
+    "eval_tokens/NAME" of each source; "eval_loss" is then the mean by their shares. A loss of no
+    token is left out. Where the state has an average of the weights, "eval_loss_ema" and
+    "eval_loss_ema/NAME" are of that.
+    """
+    step = make_eval_step(setup)
+    limit = setup.config.eval_windows
+    # Made once, when first asked for: packing the documents of a large corpus takes seconds.
+    eval_sets = functools.cache(lambda: data.eval_sets(setup.config))
+
+    def predict(params: Params, each: EvalSet) -> Predicted:
+        losses = list(window_losses(setup, step, params, each.windows, limit))
+        nats = sum(nats for _, nats, _ in losses)
+        tokens = sum(tokens for _, _, tokens in losses)
+        return Predicted(each.name, each.weight, nats, int(tokens), each.tokens)
+
+    def losses_of(params: Params, word: str) -> tuple[dict[str, float], dict[str, int]]:
+        found = [predict(params, each) for each in eval_sets()]
+        mean = mean_loss(found)
+        losses = {} if mean is None else {word: mean}
+        losses |= {f"{word}/{each.name}": each.loss for each in found if each.name and each.tokens}
+        counts = {"eval_tokens": sum(each.tokens for each in found)}
+        counts |= {f"eval_tokens/{each.name}": each.tokens for each in found if each.name}
+        return losses, counts | {"eval_split_tokens": sum(each.of_tokens for each in found)}
+
+    def figures(state: TrainState) -> dict[str, float]:
+        losses, counts = losses_of(state.params, "eval_loss")
+        if state.ema:
+            losses |= losses_of(state.averaged, "eval_loss_ema")[0]
+        return losses | counts
+
+    return figures
+
+
+def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
+    """Returns `evaluate(state)`: the mean loss over the validation split, as a run reports it.
+
+    Of a mixture it is the mean of its sources' losses by their shares. `evaluate` raises DataError
+    where no token has a loss.
+    """
+    figures = make_eval_figures(setup, data)
+
+    def evaluate(state: TrainState) -> float:
+        found = figures(replace(state, ema={}))
+        if "eval_loss" not in found:
+            raise DataError(f"there is nothing to evaluate: {NOTHING}")
+        return found["eval_loss"]
+
+    return evaluate
+
+
+def describe(figures: dict[str, float]) -> str:
+    """Returns what a run says of an evaluation: its losses, and on how many tokens they are."""
+    parts = [
+        f"{name.replace('_', ' ')} {value:.4f}"
+        for name, value in figures.items()
+        if name.startswith("eval_loss")
+    ]
+    tokens = f"({figures['eval_tokens']:,} of {figures['eval_split_tokens']:,} tokens)"
+    nothing = [
+        f"{name.partition('/')[2]}: {NOTHING}"
+        for name, value in figures.items()
+        if name.startswith("eval_tokens/") and not value
+    ]
+    if not figures["eval_tokens"]:
+        nothing = [f"no eval loss: {NOTHING}"]
+    return "  ".join([*parts, tokens, *nothing])
