@@ -1,21 +1,31 @@
 """Settle what must be settled before jax looks for devices."""
 
 import argparse
+import contextlib
 import gc
 import importlib
 import logging
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from spmdtrain.config import ConfigError, UserError
 
-def start_jax(parsed: argparse.Namespace) -> None:
+
+def start_jax(parsed: argparse.Namespace, *, alone: bool = False, find_devices: bool = True) -> None:
     """Import jax for a command that computes: with its devices, and joined with other processes.
 
-    Compiled programs are kept between runs, in the user's cache folder.
+    alone: other processes are joined only where the arguments name them, whatever a scheduler says.
+    find_devices: refuse a machine on which jax finds none. Compiled programs are kept between runs,
+    in the user's cache folder. Raises ConfigError where the environment is one that jax, XLA or a
+    scheduler cannot mean.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on its own choices
+    _forget_empty_variables()
     from spmdtrain.parallel import processes, xla_flags
 
+    xla_flags.check_given()
     if parsed.simulate_devices is not None:
         processes.simulate_devices(parsed.simulate_devices)
     xla_flags.set_xla_flags()
@@ -24,13 +34,51 @@ def start_jax(parsed: argparse.Namespace) -> None:
         # jax's CUDA plugin may be there for `make cuda-compiler`. On a machine without GPU it logs
         # a traceback over the libraries that it lacks.
         logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_plugin_error)
-    processes.start(parsed.coordinator, parsed.processes, parsed.process)
-    _import_libraries()
-    import jax
+    with _blaming_the_environment():
+        told = (parsed.coordinator, parsed.processes, parsed.process)
+        if told != (None, None, None) or not alone:
+            processes.start(*told)
+        _import_libraries()
+        import jax
+
+        if find_devices:
+            jax.local_devices()
 
     if not jax.config.values["jax_compilation_cache_dir"]:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "spmdtrain" / "compiled"))
+
+
+def _forget_empty_variables() -> None:
+    """An empty variable is as good as none; jax would read it as a number, an address or a path."""
+    for name, value in [*os.environ.items()]:
+        if name.startswith(("JAX_", "XLA_")) and not value.strip():
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def _blaming_the_environment() -> Iterator[None]:
+    """Turn what jax says of its variables and of missing devices into a line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, RuntimeError, AssertionError) as error:
+        said = " ".join(str(error).split())
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        if not said and platforms:  # what jax says of a GPU's platform without its plugin
+            said = f"no device of the platforms {platforms!r}"
+        if not re.search(r"jax[ _]flag|environment|backend|platforms|\bjax_\w+", said, re.I):
+            raise
+        given = {
+            name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))
+        }
+        named = [name for name in given if re.search(rf"\b{name}\b", said, re.I)] or [*given]
+        raise ConfigError(
+            f"jax does not start: {said[:300]}",
+            found=" ".join(f"{name}={given[name][:80]!r}" for name in named),
+            fix=" ".join(["unset", *named]) if named else "spmdtrain doctor",
+        ) from None
 
 
 def has_nvidia_driver() -> bool:
@@ -59,9 +107,12 @@ def _import_libraries() -> None:
 
 
 def without_devices() -> None:
-    """Keep jax from taking hold of a GPU, for a command that asks it for shapes only.
-
-    Call it before jax is imported, which is when jax reads the environment.
-    """
+    """Import jax for a command that asks it for shapes only, and takes hold of no GPU."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    _forget_empty_variables()
+    from spmdtrain.parallel import xla_flags
+
+    xla_flags.check_given()
+    with _blaming_the_environment():
+        _import_libraries()

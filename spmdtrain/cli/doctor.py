@@ -65,7 +65,7 @@ def gather(parsed: argparse.Namespace) -> Facts:
     said: list[str] = []
     listener = _Listener(said)
     logging.getLogger("jax").addHandler(listener)
-    start_jax(parsed)
+    start_jax(parsed, find_devices=False)
     import jax
 
     try:

@@ -84,7 +84,7 @@ def _prediction(config, name: str | None):
 def show(parsed: argparse.Namespace) -> int:
     """Print the config, the mesh and every parameter; with --svg, draw which devices hold what."""
     config = load(parsed.config, parsed.set)
-    start_jax(parsed)
+    start_jax(parsed, alone=True)
     from spmdtrain.running import sharding_svg
     from spmdtrain.running import show as shown
 

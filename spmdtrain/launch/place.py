@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.parallel.scheduler import starts_a_launcher_each
 
 HOSTS = "SPMDTRAIN_HOSTS"
 HOST = "SPMDTRAIN_HOST"
@@ -49,7 +50,7 @@ class Place:
 
 def find_place(environment: Mapping[str, str], processes: int) -> Place:
     """The place of this launcher, which is to start so many processes. Raises ConfigError."""
-    if _by_scheduler(environment):
+    if starts_a_launcher_each(environment):
         if processes > 1:
             raise ConfigError(
                 "Slurm and Open MPI start a launcher for each process",
@@ -70,11 +71,6 @@ def find_place(environment: Mapping[str, str], processes: int) -> Place:
             fix=f"{HOSTS}=2 {HOST}=0 {COORDINATOR}=NAME:12345, all three",
         )
     return Place(int(hosts), int(host), coordinator)
-
-
-def _by_scheduler(environment: Mapping[str, str]) -> bool:
-    in_slurm = "SLURM_PROCID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    return in_slurm or environment.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
 
 
 def _free_port() -> int:

@@ -25,6 +25,9 @@ from spmdtrain.parallel import coordinator
 
 KEY = "spmdtrain/lines"  # in jax's key-value store: port and token of the coordinator's news
 CONNECT_SECONDS = 60
+# jax aborts a process, with a stack of C++, that has waited 300 seconds for the others to start.
+START_SECONDS = 290
+SILENT_SECONDS = 10  # of waiting, before a line says for whom
 # How long a process may go on after news of another. The same mistake is often made by all, and
 # then each can say it itself.
 GRACE_SECONDS = 2
@@ -54,9 +57,12 @@ def join(**arguments) -> None:
 
     start_service = jaxlib.get_distributed_runtime_service
     jaxlib.get_distributed_runtime_service = start
+    met = threading.Event()
+    threading.Thread(target=_watch_the_start, args=(met,), name="start", daemon=True).start()
     try:
         jax.distributed.initialize(**arguments)
     finally:
+        met.set()
         jaxlib.get_distributed_runtime_service = start_service
 
     state: Any = distributed.global_state
@@ -73,6 +79,40 @@ def join(**arguments) -> None:
             fix="a network in which hosts reach all ports of each other, as collectives do",
         ) from None
     _hold(connection, token, state.process_id)
+
+
+def _watch_the_start(met: threading.Event) -> None:
+    """Say for whom this process waits, and end it in one line where they do not come."""
+    if met.wait(SILENT_SECONDS):
+        return
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    others = f"the other processes of {state.num_processes}, at {state.coordinator_address}"
+    if _has_no_address(state.coordinator_address):
+        waited = f"process {state.process_id} knows no host of the name that it is to reach"
+    else:
+        what = f"process {state.process_id} waits for {others}"
+        print(f"spmdtrain: {what}", file=sys.stderr, flush=True)
+        if met.wait(START_SECONDS - SILENT_SECONDS):
+            return
+        waited = f"process {state.process_id} has waited {START_SECONDS} s for others"
+    error = PeerLostError(
+        waited,
+        found=others,
+        fix="the same command on all hosts, or env -u SLURM_NTASKS -u OMPI_COMM_WORLD_SIZE "
+        "spmdtrain ... for one process",
+    )
+    print(f"spmdtrain: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
+def _has_no_address(address: str) -> bool:
+    try:
+        socket.getaddrinfo(address.rpartition(":")[0].strip("[]"), None)
+    except socket.gaierror as error:
+        return error.errno == socket.EAI_NONAME
+    return False
 
 
 def _hold(connection: socket.socket, token: str, process: int) -> None:
@@ -105,7 +145,11 @@ class _Coordinator:
         answer = said_back.readline() or '[null, "it did not start"]'
         self.port, wrong = json.loads(answer)
         if self.port is None:
-            raise RuntimeError(f"the coordinator of {arguments[0]}: {wrong}")
+            raise ConfigError(
+                f"the coordinator cannot listen at {arguments[0]}",
+                found=str(wrong),
+                fix="another port, 12346 say, on all processes",
+            )
 
     def shutdown(self) -> None:
         assert self._process.stdin is not None  # it is a pipe

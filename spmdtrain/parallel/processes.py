@@ -3,13 +3,12 @@
 Both must happen before jax looks for devices, so the command line calls these functions first.
 """
 
-import importlib.util
 import os
 import re
 import sys
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel import peers
+from spmdtrain.parallel import peers, scheduler
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 MOST_SIMULATED = 4096
@@ -67,7 +66,7 @@ def start(
     if (coordinator, processes, process) != (None, None, None):
         arguments = _from_arguments(coordinator, processes, process)
     else:
-        arguments = _from_launcher()
+        arguments = scheduler.arguments_for_jax(os.environ)
     if arguments is None:
         return
     import jax
@@ -136,7 +135,7 @@ def _check_address(coordinator: str, asked: str) -> None:
         bare = coordinator.removesuffix(f":{port}") if host else coordinator.rstrip(":")
         fix = f"--coordinator {bare}:12345"
         raise ConfigError("the coordinator has no port", asked=asked, fix=fix)
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
+    nodes = scheduler.number(os.environ, "SLURM_JOB_NUM_NODES") or 1
     if nodes > 1 and re.fullmatch(r"localhost|127\..*|\[::1\]|0\.0\.0\.0|\[::\]", host):
         raise ConfigError(
             f"other hosts cannot reach a coordinator at {host}",
@@ -144,56 +143,3 @@ def _check_address(coordinator: str, asked: str) -> None:
             found=f"{nodes} nodes",
             fix=f"--coordinator NAME_OF_FIRST_NODE:{port}",
         )
-
-
-def _from_launcher() -> dict | None:
-    """Read the environment that Slurm or Open MPI left; None where there is one process.
-
-    Open MPI is asked first, because mpirun may run inside a Slurm job.
-    """
-    environment = os.environ
-    if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        alone_on_host = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
-        method = {"cluster_detection_method": _open_mpi_method()}
-        return method | _local_devices(all_visible=alone_on_host)
-    tasks = int(environment.get("SLURM_NTASKS", 1))
-    single_step = environment.get("SLURM_STEP_NUM_TASKS") == "1"
-    if tasks == 1 or "SLURM_PROCID" not in environment or single_step:
-        return None
-    if "SLURM_STEP_NODELIST" not in environment:
-        raise ConfigError(
-            "a Slurm job of several tasks, but not started by srun",
-            found=f"SLURM_NTASKS={tasks}",
-            fix="srun spmdtrain ... (or SLURM_NTASKS=1 spmdtrain ... for one process)",
-        )
-    alone_on_host = environment.get("SLURM_STEP_NUM_NODES", "") == str(tasks)
-    own_gpus = "SLURM_GPUS_PER_TASK" in environment
-    method = {"cluster_detection_method": "slurm"}
-    return method | _local_devices(all_visible=alone_on_host or own_gpus)
-
-
-def _open_mpi_method() -> str:
-    """Return which of jax's detections can serve: only Open MPI before 5 says where rank 0 is."""
-    if "OMPI_MCA_orte_hnp_uri" in os.environ:
-        return "ompi"
-    if importlib.util.find_spec("mpi4py"):
-        return "mpi4py"
-    size = os.environ["OMPI_COMM_WORLD_SIZE"]
-    rank = os.environ.get("OMPI_COMM_WORLD_RANK", "I")
-    raise ConfigError(
-        "this Open MPI does not say where rank 0 is "
-        "(no OMPI_MCA_orte_hnp_uri; 5 and newer have none)",
-        found=f"OMPI_COMM_WORLD_SIZE={size} and no mpi4py",
-        fix=f"pip install mpi4py, or --coordinator HOST:PORT --processes {size} --process {rank}",
-    )
-
-
-def _local_devices(all_visible: bool) -> dict:
-    """Return jax's setting for the GPUs of this process.
-
-    Without one, jax gives a launched process one GPU, by its local rank. An empty list means all
-    that it sees. What the user has set is left alone.
-    """
-    if all_visible and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
-        return {"local_device_ids": []}
-    return {}

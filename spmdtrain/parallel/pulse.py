@@ -35,11 +35,15 @@ def begin() -> None:
     """Takes the launcher's pipe, if there is one, and prints all stacks on SIGUSR1 from now on."""
     global _pipe
     said = os.environ.pop(PIPE, "")
-    if not said:
+    if not said.isdecimal():
         return
-    _pipe = int(said)
-    os.set_blocking(_pipe, False)
-    os.set_inheritable(_pipe, False)
+    pipe = int(said[:9])
+    try:
+        os.set_blocking(pipe, False)
+        os.set_inheritable(pipe, False)
+    except OSError:  # left behind by a launcher that is not ours
+        return
+    _pipe = pipe
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # written in C: needs no free GIL
 
 

@@ -14,9 +14,11 @@ only.
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import pkgutil
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -127,23 +129,57 @@ def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
     return added
 
 
+def check_given() -> None:
+    """Raises ConfigError where XLA would end the process over what XLA_FLAGS says.
+
+    XLA parses it in C++ and aborts. So another process, which imports no more than XLA, does it
+    first: a tenth of a second, where a person has set the variable.
+    """
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    if not given:
+        return
+    program = "import jaxlib.xla_client as xla; xla.make_cpu_client()"
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
+    said = done.stderr.decode(errors="replace")
+    if done.returncode == 0 or "parse_flags_from_env" not in said:
+        return  # what else is wrong, jax says
+    wrong = re.findall(r"(?:parse_flags_from_env|command_line_flags)\S*\] (.*)", said)
+    raise ConfigError(
+        f"XLA does not take XLA_FLAGS: {wrong[0] if wrong else ''}"[:300],
+        found=f"XLA_FLAGS={given!r:.200}",
+        fix="unset XLA_FLAGS",
+    )
+
+
 def set_memory_share() -> None:
     """Lets jax take `MEMORY_SHARE` of each GPU's memory, unless a person said how much.
 
     To be called before anything that touches a device.
     """
+    memory_share()
     if runs_on_gpus():
         os.environ.setdefault(memory_share_variable(), str(MEMORY_SHARE))
 
 
 def memory_share() -> float:
-    """The share of each GPU's memory that jax takes."""
-    return float(os.environ.get(memory_share_variable(), JAX_MEMORY_SHARE))
+    """The share of each GPU's memory that jax takes. Raises ConfigError where it is no number."""
+    name = memory_share_variable()
+    text = os.environ.get(name) or str(JAX_MEMORY_SHARE)
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < math.inf:
+        raise ConfigError(
+            f"{name} is no share of a GPU's memory", found=f"{name}={text!r:.80}", fix=f"{name}=0.8"
+        )
+    return share
 
 
 def memory_share_variable() -> str:
     """The variable that says it: the one that is set, else jax's name of today."""
-    if OLD_MEMORY_SHARE_VARIABLE in os.environ:
+    if os.environ.get(OLD_MEMORY_SHARE_VARIABLE):
         return OLD_MEMORY_SHARE_VARIABLE
     return MEMORY_SHARE_VARIABLE
 

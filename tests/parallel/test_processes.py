@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import socket
@@ -8,7 +9,7 @@ import types
 import jax
 import pytest
 
-from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.errors import ConfigError, PeerLostError
 from spmdtrain.parallel import processes
 from spmdtrain.parallel.processes import simulate_devices, start
 
@@ -51,6 +52,7 @@ SRUN = {
 MPIRUN = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3",
 }
 
@@ -98,7 +100,7 @@ def test_a_launcher_is_detected(launched, case):
 
 def test_open_mpi_5_goes_through_mpi4py_where_it_is_installed(launched, monkeypatch):
     environment = {key: value for key, value in MPIRUN.items() if "uri" not in key}
-    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda _: types.SimpleNamespace())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: types.SimpleNamespace())
     assert launched(environment)["cluster_detection_method"] == "mpi4py"
 
 
@@ -187,7 +189,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("environment, given, message", REFUSALS)
 def test_a_wrong_launch_is_refused_in_one_line(launched, monkeypatch, environment, given, message):
-    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError) as refusal:
         launched(environment, **given)
     assert str(refusal.value) == message
@@ -314,3 +316,23 @@ def test_two_processes_share_a_mesh_and_a_python_handler_gets_sigterm(launch, ha
     finally:
         for worker in workers:
             worker.kill()
+
+
+ALONE = """
+import sys
+from spmdtrain.parallel import peers, processes
+peers.SILENT_SECONDS, peers.START_SECONDS = 0.5, 1.5
+processes.start(sys.argv[1], 2, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    "host, said", [("127.0.0.1", "has waited 1.5 s"), ("no.such.host.invalid", "knows no host")]
+)
+def test_processes_that_never_come_are_named_in_a_line(host, said):
+    """jax itself aborts with a stack of C++, minutes later."""
+    worker = python(ALONE, f"{host}:{free_port()}")
+    output, errors = worker.communicate(timeout=60)
+    assert worker.returncode == PeerLostError.exit_code, errors
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith("spmdtrain: process 1 ") and said in last

@@ -1,0 +1,154 @@
+"""What Slurm or Open MPI say in the environment of a process that they have started.
+
+A variable that is empty counts as one that is not there. Where a scheduler says that there are
+several processes, all that jax reads of it is checked here: jax itself would end in a traceback, or
+wait for processes that nobody has started.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+
+from spmdtrain.config.errors import ConfigError
+
+BY_SRUN = "srun spmdtrain ... (or SLURM_NTASKS=1 spmdtrain ... for one process)"
+SLURM_NEEDS = ("SLURM_JOB_ID", "SLURM_LOCALID")
+NODES = re.compile(r"[\w.-]+(\[[\d,-]+\][\w.-]*)?(,[\w.-]+(\[[\d,-]+\][\w.-]*)?)*", re.A)
+ORTE_URI = re.compile(r"\d+\.\d*;.*(tcp://[^,:]+[,:]|tcp6://\[[^],]+[],])", re.A)
+
+
+def arguments_for_jax(environment: Mapping[str, str]) -> dict | None:
+    """Returns arguments of `jax.distributed.initialize`; None where there is one process.
+
+    Open MPI is asked first, because mpirun may run inside a Slurm job. Raises ConfigError where the
+    environment says half of it, or something that is no number.
+    """
+    if (number(environment, "OMPI_COMM_WORLD_SIZE") or 1) > 1:
+        return _of_open_mpi(environment)
+    if not is_srun_of_several(environment):
+        return None
+    return _of_slurm(environment)
+
+
+def starts_a_launcher_each(environment: Mapping[str, str]) -> bool:
+    """True if a scheduler has started several processes, of which this is one."""
+    in_slurm = "SLURM_PROCID" in environment and (
+        number(environment, "SLURM_STEP_NUM_TASKS") or 1
+    ) > 1
+    return in_slurm or (number(environment, "OMPI_COMM_WORLD_SIZE") or 1) > 1
+
+
+def is_srun_of_several(environment: Mapping[str, str]) -> bool:
+    """True in one of several Slurm tasks, or in the batch script of such a job.
+
+    A shell inside a job has no SLURM_PROCID, and a shell that is itself a step is a step of one.
+    """
+    tasks = number(environment, "SLURM_NTASKS") or 1
+    of_one = number(environment, "SLURM_STEP_NUM_TASKS") == 1
+    return tasks > 1 and bool(environment.get("SLURM_PROCID", "").strip()) and not of_one
+
+
+def number(environment: Mapping[str, str], name: str) -> int | None:
+    """Returns the number that a variable holds; None where it is empty or not there."""
+    text = environment.get(name, "").strip()
+    if not text:
+        return None
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise ConfigError(
+            f"the variable {name} of the environment is no number",
+            found=f"{name}={text!r:.80}",
+            fix=f"unset {name}",
+        )
+    return int(text)
+
+
+def _of_slurm(environment: Mapping[str, str]) -> dict:
+    tasks = number(environment, "SLURM_NTASKS")
+    nodes = environment.get("SLURM_STEP_NODELIST", "").strip()
+    if not nodes:
+        raise ConfigError(
+            "a Slurm job of several tasks, but not started by srun",
+            found=f"SLURM_NTASKS={tasks}",
+            fix=BY_SRUN,
+        )
+    missing = [name for name in SLURM_NEEDS if number(environment, name) is None]
+    if missing:
+        raise ConfigError(
+            f"Slurm does not say {' and '.join(missing)} of this task", fix=BY_SRUN
+        )
+    if not NODES.fullmatch(nodes):
+        found = f"SLURM_STEP_NODELIST={nodes!r:.80}"
+        raise ConfigError("Slurm's list of nodes cannot be read", found=found, fix=BY_SRUN)
+    _check_rank(environment, "SLURM_PROCID", "SLURM_NTASKS", BY_SRUN)
+    alone_on_host = number(environment, "SLURM_STEP_NUM_NODES") == tasks
+    own_gpus = bool(environment.get("SLURM_GPUS_PER_TASK"))
+    return _arguments(environment, "slurm", all_visible=alone_on_host or own_gpus)
+
+
+def _of_open_mpi(environment: Mapping[str, str]) -> dict:
+    size = number(environment, "OMPI_COMM_WORLD_SIZE")
+    fix = f"--coordinator HOST:PORT --processes {size} --process I"
+    _check_rank(environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", fix)
+    alone_on_host = number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == 1
+    method = _open_mpi_method(environment)
+    if number(environment, "OMPI_COMM_WORLD_LOCAL_RANK") is None and not alone_on_host:
+        raise ConfigError("Open MPI does not say OMPI_COMM_WORLD_LOCAL_RANK", fix=fix)
+    return _arguments(environment, method, all_visible=alone_on_host)
+
+
+def _open_mpi_method(environment: Mapping[str, str]) -> str:
+    """Return which of jax's detections can serve: only Open MPI before 5 says where rank 0 is."""
+    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    if ORTE_URI.match(uri):
+        return "ompi"
+    if importlib.util.find_spec("mpi4py"):
+        return "mpi4py"
+    size = environment["OMPI_COMM_WORLD_SIZE"]
+    rank = environment.get("OMPI_COMM_WORLD_RANK", "I")
+    raise ConfigError(
+        "this Open MPI does not say where rank 0 is "
+        "(no OMPI_MCA_orte_hnp_uri; 5 and newer have none)",
+        found=f"OMPI_COMM_WORLD_SIZE={size} and no mpi4py",
+        fix=f"pip install mpi4py, or --coordinator HOST:PORT --processes {size} --process {rank}",
+    )
+
+
+def _check_rank(environment: Mapping[str, str], rank: str, size: str, fix: str) -> None:
+    at, of = number(environment, rank), number(environment, size)
+    if at is None or of is None or at >= of:
+        found = f"{rank}={environment.get(rank, '')} {size}={environment.get(size, '')}"
+        raise ConfigError("the environment names no process of this run", found=found, fix=fix)
+
+
+def _arguments(environment: Mapping[str, str], method: str, *, all_visible: bool) -> dict:
+    """Return what jax is told: how it finds the others, and which GPUs this process has.
+
+    By itself jax gives a launched process one GPU, by its local rank. An empty list means all that
+    it sees. What the user has set is left alone.
+    """
+    given = environment.get("JAX_LOCAL_DEVICE_IDS", "").strip()
+    if given and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", given, re.A):
+        raise ConfigError(
+            "JAX_LOCAL_DEVICE_IDS is no list of numbers",
+            found=f"JAX_LOCAL_DEVICE_IDS={given!r:.80}",
+            fix="unset JAX_LOCAL_DEVICE_IDS",
+        )
+    address = environment.get("JAX_COORDINATOR_ADDRESS")
+    if address is not None and not re.search(r".:\d{1,5}$", address, re.A):
+        raise ConfigError(
+            "JAX_COORDINATOR_ADDRESS is no HOST:PORT",
+            found=f"JAX_COORDINATOR_ADDRESS={address!r:.80}",
+            fix="unset JAX_COORDINATOR_ADDRESS",
+        )
+    port = number(environment, "JAX_COORDINATOR_PORT")
+    if port is not None and not 0 < port < 65536:
+        raise ConfigError(
+            "JAX_COORDINATOR_PORT is no port",
+            found=f"JAX_COORDINATOR_PORT={port}",
+            fix="unset JAX_COORDINATOR_PORT",
+        )
+    found: dict = {"cluster_detection_method": method}
+    if all_visible and not given:
+        found["local_device_ids"] = []
+    return found
