@@ -13,7 +13,9 @@ from pathlib import Path
 from spmdtrain.config import ConfigError, UserError
 
 
-def start_jax(parsed: argparse.Namespace, *, alone: bool = False, find_devices: bool = True) -> None:
+def start_jax(
+    parsed: argparse.Namespace, *, alone: bool = False, find_devices: bool = True
+) -> None:
     """Import jax for a command that computes: with its devices, and joined with other processes.
 
     alone: other processes are joined only where the arguments name them, whatever a scheduler says.

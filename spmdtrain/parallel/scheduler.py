@@ -6,7 +6,6 @@ wait for processes that nobody has started.
 """
 
 import importlib.util
-import os
 import re
 from collections.abc import Mapping
 
@@ -33,9 +32,9 @@ def arguments_for_jax(environment: Mapping[str, str]) -> dict | None:
 
 def starts_a_launcher_each(environment: Mapping[str, str]) -> bool:
     """True if a scheduler has started several processes, of which this is one."""
-    in_slurm = "SLURM_PROCID" in environment and (
-        number(environment, "SLURM_STEP_NUM_TASKS") or 1
-    ) > 1
+    in_slurm = (
+        "SLURM_PROCID" in environment and (number(environment, "SLURM_STEP_NUM_TASKS") or 1) > 1
+    )
     return in_slurm or (number(environment, "OMPI_COMM_WORLD_SIZE") or 1) > 1
 
 
@@ -74,9 +73,7 @@ def _of_slurm(environment: Mapping[str, str]) -> dict:
         )
     missing = [name for name in SLURM_NEEDS if number(environment, name) is None]
     if missing:
-        raise ConfigError(
-            f"Slurm does not say {' and '.join(missing)} of this task", fix=BY_SRUN
-        )
+        raise ConfigError(f"Slurm does not say {' and '.join(missing)} of this task", fix=BY_SRUN)
     if not NODES.fullmatch(nodes):
         found = f"SLURM_STEP_NODELIST={nodes!r:.80}"
         raise ConfigError("Slurm's list of nodes cannot be read", found=found, fix=BY_SRUN)

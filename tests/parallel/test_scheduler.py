@@ -1,4 +1,4 @@
-"""Whatever half of a scheduler's environment is there: one process, all that jax needs, or a line."""
+"""Any half of a scheduler's environment: one process, all that jax needs, or one line."""
 
 import os
 from unittest import mock
