@@ -534,6 +534,11 @@ class DataConfig(Settings):
     tokenizer: str = Field(
         default="bytes", description="bytes | characters | a Hugging Face tokenizer.json"
     )
+    dtype: Literal["uint16", "uint32"] | None = Field(
+        default=None,
+        description="of the ids in .bin files that do not say it; "
+        "by default the smallest that holds the vocabulary",
+    )
     validation_fraction: Fraction = Field(
         default=0.1, description="tail of the token stream kept for evaluation"
     )
@@ -565,6 +570,10 @@ class DataConfig(Settings):
             raise ValueError(
                 f"data.path={self.path!r} is not read by data.corpus={self.corpus!r}; "
                 "set data.corpus='text'"
+            )
+        if self.dtype and self.corpus != "tokens":
+            raise ValueError(
+                f"data.dtype={self.dtype!r} is that of token files, with data.corpus='tokens'"
             )
         if self.validation_path and (self.corpus != "tokens" or self.mix):
             raise ValueError(

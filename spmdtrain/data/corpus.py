@@ -6,15 +6,13 @@ start.
 
 import hashlib
 import math
-import mmap
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,12 +21,13 @@ from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.documents import COMPRESSIONS, format_of
 from spmdtrain.data.files import find_files, read_text
 from spmdtrain.data.foreign_tokens import ForeignTokens, is_foreign, open_foreign
+from spmdtrain.data.rows import Concatenated, StoredRow, reading
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.tokenizer import Tokenizer, from_spec, open_tokenizer, tokenizer_fingerprint
 from spmdtrain.data.tokens import (
     DTYPES,
     TokenSource,
-    Unmapped,
+    beyond_vocabulary,
     open_tokens,
     storage_dtype,
     token_paths,
@@ -54,9 +53,6 @@ STDLIB_LEFT_OUT = {
     "ensurepip",
     "distutils",
 }
-# A mapping holds its file open, and a process may have 1024 open, on some systems 256. Where there
-# are more files than this, each is opened whenever it is read.
-MOST_MAPPED = 128
 SYNTHETIC_VOCAB = 64
 SYNTHETIC_DOCUMENTS = 2048
 SYNTHETIC_LENGTH = 512  # of each document
@@ -67,18 +63,22 @@ class Corpus:
     """Token ids, where documents start in them, and a fingerprint."""
 
     # [tokens] uint16 or uint32; supports len() and slices
-    tokens: "np.ndarray | Unmapped | Concatenated"
+    tokens: np.ndarray | StoredRow | Concatenated
     document_starts: np.ndarray  # int64 offsets, strictly increasing, the first is 0
     vocab: int  # ids are < vocab
     tokenizer: Tokenizer | None  # None: the ids mean no text
     fingerprint: str  # hex; changes with content and tokenizer
     entropy: float | None = None  # nats per token that no model can beat, where it is known
     files: tuple[tuple[int, str], ...] = ()  # (first offset, path) of the files, for messages
-    mappings: tuple["Mapping", ...] = ()  # of the files, in their order, where they are mapped
-    loss: "np.ndarray | Concatenated | None" = None  # [tokens] uint8, 1: counts; None: all count
+    # (first offset, rows that begin there) of the files, in their order
+    rows: tuple[tuple[int, tuple[StoredRow, ...]], ...] = ()
+    # [tokens] uint8, 1: counts; None: all count
+    loss: np.ndarray | StoredRow | Concatenated | None = None
     end_of_text: int | None = None  # the id that ends each document, where one does
     has_documents: bool = True  # whether `document_starts` are known
     validation_start: int | None = None  # where the tokens begin that validate, if files do
+    # What version 0.1 took for the fingerprint, where that is another: its runs are known by it.
+    earlier_fingerprint: str | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids at the offsets start to stop - 1, int32.
@@ -99,10 +99,11 @@ class Corpus:
         by side, and not each when the one before has come. What lies outside the corpus is left
         out, as in a slice.
         """
-        start = max(start, 0)
-        index = bisect_right(self.mappings, start, key=lambda mapping: mapping.first) - 1
-        while 0 <= index < len(self.mappings) and self.mappings[index].first < stop:
-            self.mappings[index].will_need(start, stop)
+        index = max(bisect_right(self.rows, start, key=lambda entry: entry[0]) - 1, 0)
+        while index < len(self.rows) and self.rows[index][0] < stop:
+            first, rows = self.rows[index]
+            for row in rows:
+                row.will_need(start - first, stop - first)
             index += 1
 
     def counts(self, start: int, stop: int) -> np.ndarray:
@@ -121,55 +122,7 @@ class Corpus:
         assert self.files, f"id {token} at {offset} of a corpus we made is beyond its vocabulary"
         file = bisect_right(self.files, offset, key=lambda file: file[0]) - 1
         first, path = self.files[file]
-        raise DataError(
-            f"{path}: id {token} at token offset {offset - first} "
-            f"is beyond its vocabulary of {self.vocab}"
-        )
-
-
-class Mapping(NamedTuple):
-    """A file of tokens that is mapped, the first of which stands at the offset `first`."""
-
-    first: int
-    itemsize: int  # bytes of a token
-    content: mmap.mmap
-
-    def will_need(self, start: int, stop: int) -> None:
-        """Have the kernel read what lies here of the tokens start to stop - 1 of the corpus."""
-        begin = max(start - self.first, 0) * self.itemsize
-        end = min((stop - self.first) * self.itemsize, len(self.content))
-        if begin >= end:
-            return
-        begin -= begin % mmap.PAGESIZE
-        self.content.madvise(mmap.MADV_WILLNEED, begin, end - begin)
-
-
-class Concatenated:
-    """Several rows of tokens seen as one. It supports len(), and slices of step 1.
-
-    A slice reads only the parts that it touches.
-    """
-
-    def __init__(self, parts: Sequence["np.ndarray | Unmapped"]):
-        self.parts = parts  # none of them empty
-        self.bounds = [0, *accumulate(map(len, parts))]
-
-    def __len__(self) -> int:
-        return self.bounds[-1]
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        start, stop, step = span.indices(len(self))
-        assert step == 1
-        index = min(bisect_right(self.bounds, start), len(self.parts)) - 1
-        pieces = []
-        while not pieces or start < stop:  # an empty slice takes an empty piece, for its dtype
-            first = self.bounds[index]
-            end = self.bounds[index + 1]
-            piece_stop = max(start, min(stop, end))
-            pieces.append(self.parts[index][start - first : piece_stop - first])
-            start = end
-            index += 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        raise beyond_vocabulary(path, token, offset - first, self.vocab)
 
 
 def find_vocab(config: DataConfig, seed: int) -> int:
@@ -178,7 +131,8 @@ def find_vocab(config: DataConfig, seed: int) -> int:
     Raises DataError as `open_corpus` does.
     """
     if config.mix:
-        return token_corpus(_patterns(config.mix[0].path), config.tokenizer).vocab
+        path = _patterns(config.mix[0].path)
+        return token_corpus(path, config.tokenizer, dtype=config.dtype).vocab
     return open_corpus(config, None, seed).vocab
 
 
@@ -198,7 +152,7 @@ def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
         corpus = text_corpus(patterns, config.tokenizer)
     else:
         validation = _patterns(config.validation_path)
-        corpus = token_corpus(patterns, config.tokenizer, vocab, validation)
+        corpus = token_corpus(patterns, config.tokenizer, vocab, validation, config.dtype)
     if vocab is not None and corpus.vocab > vocab:
         raise DataError(
             "the corpus has token ids that the model has no row for",
@@ -322,59 +276,84 @@ def token_corpus(
     tokenizer: str = "bytes",
     vocab: int | None = None,
     validation: Iterable[str] = (),
+    dtype: str | None = None,
 ) -> Corpus:
     """Open token files, one behind the other.
 
     Token files bring their own tokenizer. `tokenizer` only checks that it is the one expected; as
     "bytes" is the default, which nobody need have written, it is taken to expect nothing. Files of
-    other programs bring none: theirs is `tokenizer`, or unknown, with `vocab` ids. The files that
-    `validation` names come last, and validate.
+    other programs bring none: theirs is `tokenizer`, or unknown, with `vocab` ids, and `dtype` is
+    that of ids in files that do not say it. The files that `validation` names come last, and
+    validate.
     """
     training = [_with_ending(pattern) for pattern in patterns]
     validating = [_with_ending(pattern) for pattern in validation]
-    sources = [_open_source(path) for path in find_files([*training, *validating])]
+    paths = find_files([*training, *validating])
     num_training = len(find_files(training))
-    kinds = [_tokenizer_of(source, tokenizer, vocab) for source in sources]
+    theirs = lru_cache(maxsize=1)(open_tokenizer)  # read once for all files
+    sources: list[TokenSource | ForeignTokens] = []
+    kinds: list[tuple[int, dict | None]] = []
+    for path in paths:
+        with reading(path):
+            source, kind = _open_source(path, tokenizer, vocab, dtype, theirs)
+        sources.append(source)
+        kinds.append(kind)
     first_vocab, spec = kinds[0]
     for source, (other_vocab, other_spec) in zip(sources, kinds, strict=True):
         same = tokenizer_fingerprint(other_spec) == tokenizer_fingerprint(spec)
         if other_vocab != first_vocab or not same:
-            paths = f"{sources[0].path} and {source.path}"
-            raise DataError(f"{paths} were made with different tokenizers")
+            both = f"{sources[0].path} and {source.path}"
+            raise DataError(f"{both} were made with different tokenizers")
     if tokenizer != "bytes" and spec:
         _check_tokenizer(tokenizer, spec, sources[0].path)
+    return _joined(sources, first_vocab, spec, num_training if validating else None)
 
-    mapped = len(sources) <= MOST_MAPPED
-    tokens = Concatenated([source.tokens if mapped else source.unmapped for source in sources])
+
+def _joined(
+    sources: Sequence[TokenSource | ForeignTokens],
+    vocab: int,
+    spec: dict | None,
+    num_training: int | None,
+) -> Corpus:
+    """Return one corpus of all files, of which the first `num_training` train (None: all)."""
+    tokens = Concatenated([source.row for source in sources])
+    offsets = tokens.bounds[:-1]  # at which each file starts
     loss = None
     if any(source.has_loss for source in sources):
-        parts = [source.loss if mapped else source.unmapped_loss for source in sources]
-        loss = Concatenated(parts)
+        one = np.uint8(1)
+        parts = [
+            np.broadcast_to(one, len(source.row)) if source.loss_row is None else source.loss_row
+            for source in sources
+        ]
+        loss = parts[0] if len(parts) == 1 else Concatenated(parts)
+    rows = [
+        (source.row,) if source.loss_row is None else (source.row, source.loss_row)
+        for source in sources
+    ]
+    starts = [
+        offset + source.document_starts for offset, source in zip(offsets, sources, strict=True)
+    ]
     ends = {source.end_of_text for source in sources}
-    offsets = tokens.bounds[:-1]  # at which each file starts
-    documents = []
-    files = []
-    mappings = []
-    for offset, source in zip(offsets, sources, strict=True):
-        documents.append(offset + source.document_starts)
-        files.append((offset, source.path))
-        if mapped:
-            mappings.append(Mapping(offset, source.dtype.itemsize, source.mapping))
-    fingerprints = " ".join(source.fingerprint for source in sources)
-    if validating:
-        fingerprints += f" {num_training}"
+
+    def united(fingerprints: Iterable[str]) -> str:
+        text = " ".join(fingerprints)
+        if num_training is not None:
+            text += f" {num_training}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
     return Corpus(
         tokens=tokens.parts[0] if len(sources) == 1 else tokens,
-        document_starts=np.concatenate(documents),
-        vocab=first_vocab,
+        document_starts=np.concatenate(starts),
+        vocab=vocab,
         tokenizer=from_spec(spec) if spec else None,
-        fingerprint=hashlib.sha256(fingerprints.encode()).hexdigest(),
-        files=tuple(files),
-        mappings=tuple(mappings),
+        fingerprint=united(source.fingerprint for source in sources),
+        files=tuple((at, source.path) for at, source in zip(offsets, sources, strict=True)),
+        rows=tuple(zip(offsets, rows, strict=True)),
         loss=loss,
         end_of_text=ends.pop() if len(ends) == 1 else None,
         has_documents=all(source.has_documents for source in sources),
-        validation_start=tokens.bounds[num_training] if validating else None,
+        validation_start=None if num_training is None else tokens.bounds[num_training],
+        earlier_fingerprint=united(source.earlier_fingerprint for source in sources),
     )
 
 
@@ -384,31 +363,39 @@ def _with_ending(pattern: str) -> str:
     return pattern + ".bin" if is_stem else pattern
 
 
-def _open_source(path: str) -> TokenSource | ForeignTokens:
-    bin_path, idx_path, json_path = token_paths(path)
-    if is_foreign(bin_path, idx_path, json_path):
-        return open_foreign(bin_path, idx_path)
-    return open_tokens(path)
-
-
-def _tokenizer_of(
-    source: TokenSource | ForeignTokens, asked: str, vocab: int | None
-) -> tuple[int, dict | None]:
-    """Return (vocabulary, specification of the tokenizer) of a token file.
+def _open_source(
+    path: str,
+    tokenizer: str,
+    vocab: int | None,
+    dtype: str | None,
+    open_theirs: Callable[[str], Tokenizer],
+) -> tuple[TokenSource | ForeignTokens, tuple[int, dict | None]]:
+    """Return a token file, and its vocabulary and the specification of its tokenizer.
 
     One of another program has those that `data.tokenizer` and the model say.
     """
-    if source.vocab is not None:
-        return source.vocab, source.tokenizer_spec
-    if asked not in ("bytes", "characters"):
-        tokenizer = open_tokenizer(asked)
-        return tokenizer.size, tokenizer.spec()
+    bin_path, idx_path, json_path = token_paths(path)
+    if not is_foreign(bin_path, idx_path, json_path):
+        source = open_tokens(path)
+        if dtype and source.dtype != DTYPES[dtype]:
+            raise DataError(
+                f"{path} says itself of which type its ids are",
+                asked=f"data.dtype={dtype}",
+                found=source.sidecar["dtype"],
+                fix="leaving data.dtype out",
+            )
+        return source, (source.vocab, source.tokenizer_spec)
+    spec = None
+    if tokenizer not in ("bytes", "characters"):
+        opened = open_theirs(tokenizer)
+        vocab = opened.size
+        spec = opened.spec()
     if vocab is None:
         raise DataError(
-            f"{source.path} does not say how many ids there are",
+            f"{path} does not say how many ids there are",
             fix="--set data.tokenizer=FILE, or --set model.vocab=50304",
         )
-    return vocab, None
+    return open_foreign(bin_path, idx_path, vocab, dtype), (vocab, spec)
 
 
 def _check_tokenizer(asked: str, spec: dict, path: str):

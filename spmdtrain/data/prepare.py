@@ -138,8 +138,8 @@ def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int |
     ending = "nothing ends a document" if end is None else f"token {end} ends each document"
     source = open_tokens(first.path)
     starts = source.document_starts
-    stop = min(SHOWN, starts[1] if len(starts) > 1 else len(source.tokens))
-    sample = tokenizer.decode(source.tokens[:stop])
+    stop = min(SHOWN, starts[1] if len(starts) > 1 else len(source.row))
+    sample = tokenizer.decode(source.row[:stop])
     return "\n".join(
         [
             f"{name}: {tokens:,} tokens ({first.dtype}) in {documents}, "

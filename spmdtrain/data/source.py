@@ -73,6 +73,11 @@ class CorpusData:
         return self.corpus.fingerprint
 
     @property
+    def earlier_fingerprint(self) -> str:
+        """What version 0.1 took for the fingerprint."""
+        return self.corpus.earlier_fingerprint or self.corpus.fingerprint
+
+    @property
     def tokenizer(self) -> dict | None:
         """The specification of the tokenizer; None where ids mean no text."""
         tokenizer = self.corpus.tokenizer
@@ -116,8 +121,15 @@ class MixtureData:
     @property
     def fingerprint(self) -> str:
         """A hash of shares and contents. Names may change."""
-        parts = [f"{count}" for count in self.mixture.counts]
-        parts += [source.fingerprint for source in self.sources]
+        return self._united([source.fingerprint for source in self.sources])
+
+    @property
+    def earlier_fingerprint(self) -> str:
+        """What version 0.1 took for the fingerprint."""
+        return self._united([source.earlier_fingerprint for source in self.sources])
+
+    def _united(self, fingerprints: list[str]) -> str:
+        parts = [*map(str, self.mixture.counts), *fingerprints]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     @property
@@ -185,6 +197,11 @@ class SourceData:
     fingerprint: str
     tokenizer: None = None
     end_of_text: None = None
+
+    @property
+    def earlier_fingerprint(self) -> str:
+        """What version 0.1 took for the fingerprint."""
+        return self.fingerprint
 
     def train_samples(self, config: RunConfig) -> Samples:
         return lambda indices: _read(self.source.tokens, config, indices)

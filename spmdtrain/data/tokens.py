@@ -19,16 +19,15 @@ are not a token file.
 
 import hashlib
 import json
-import mmap
-import os
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.blocks import hash_of_blocks
+from spmdtrain.data.rows import StoredRow, reading, require_file
 from spmdtrain.data.tokenizer import tokenizer_fingerprint
 
 VERSION = 1
@@ -59,31 +58,15 @@ def loss_path(path: str | Path) -> Path:
     return token_paths(path)[0].with_suffix(".loss")
 
 
-def map_file(path: str | Path) -> mmap.mmap:
-    """Map a file to be read."""
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-class MappedTokens:
-    """The content of a token file, mapped when it is first read; it has a `path` and a `dtype`."""
-
-    path: str
-    dtype: Any
-
-    @cached_property
-    def mapping(self) -> mmap.mmap:
-        """The .bin, mapped."""
-        return map_file(self.path)
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """The ids [tokens], mapped from the file."""
-        return np.frombuffer(self.mapping, self.dtype)
+def beyond_vocabulary(path: str, token: int, offset: int, vocab: int, fix: str = "") -> DataError:
+    """Return the error for an id at this offset in tokens of a file."""
+    return DataError(
+        f"{path}: id {token} at token offset {offset} is beyond its vocabulary of {vocab}", fix=fix
+    )
 
 
 @dataclass(frozen=True)
-class TokenSource(MappedTokens):
+class TokenSource:
     """A token file whose sizes fit its sidecar. Its content is read only when asked for."""
 
     path: str  # of the .bin, for messages
@@ -106,24 +89,49 @@ class TokenSource(MappedTokens):
         return self.sidecar.get("end_of_text")
 
     @property
-    def fingerprint(self) -> str:
-        """A hex hash of content and tokenizer, from the sidecar alone."""
+    def earlier_fingerprint(self) -> str:
+        """A hex hash of content and tokenizer from the sidecar alone: what version 0.1 took."""
         parts = [str(self.sidecar[key]) for key in ("dtype", "vocab", "sha256", "index_sha256")]
         if self.has_loss:
             parts.append(self.sidecar["loss_sha256"])
         parts.append(tokenizer_fingerprint(self.tokenizer_spec))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hex hash of what the sidecar says, and of blocks of the files as they are now."""
+        parts = [self.earlier_fingerprint]
+        for row in filter(None, (self.row, self.loss_row)):
+            parts.append(hash_of_blocks(row.path, len(row) * row.dtype.itemsize))
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
     @property
     def dtype(self) -> np.dtype:
         return DTYPES[self.sidecar["dtype"]]
 
-    @cached_property
+    @property
+    def tokens(self) -> np.ndarray:
+        """The ids [tokens], read whole."""
+        return self.row[:]
+
+    @property
     def loss(self) -> np.ndarray:
-        """Marks the tokens that count in the loss, uint8 [tokens], mapped; all 1 without .loss."""
+        """Marks the tokens that count in the loss, uint8 [tokens], read whole."""
+        row = self.loss_row
+        return np.broadcast_to(np.uint8(1), self.sidecar["tokens"]) if row is None else row[:]
+
+    @cached_property
+    def row(self) -> StoredRow:
+        """The ids [tokens], read a slice at a time."""
+        return StoredRow(self.path, self.dtype, self.sidecar["tokens"])
+
+    @cached_property
+    def loss_row(self) -> StoredRow | None:
+        """The same as `loss`, read a slice at a time; None: all count."""
         if not self.has_loss:
-            return np.broadcast_to(np.uint8(1), self.sidecar["tokens"])
-        return np.asarray(np.memmap(loss_path(self.path), np.uint8, mode="r"))
+            return None
+        path = str(loss_path(self.path))
+        return StoredRow(path, np.dtype(np.uint8), self.sidecar["tokens"])
 
     @property
     def has_loss(self) -> bool:
@@ -131,61 +139,23 @@ class TokenSource(MappedTokens):
         return "loss_sha256" in self.sidecar
 
     @property
-    def unmapped(self) -> "Unmapped":
-        """The same as `tokens`, but with no file held open between two slices."""
-        return Unmapped(self.path, self.dtype, self.sidecar["tokens"])
-
-    @property
-    def unmapped_loss(self) -> "np.ndarray | Unmapped":
-        """The same as `loss`, but with no file held open between two slices."""
-        if not self.has_loss:
-            return self.loss
-        return Unmapped(str(loss_path(self.path)), np.dtype(np.uint8), self.sidecar["tokens"])
-
-    @property
     def document_starts(self) -> np.ndarray:
         """The offsets of documents, int64, strictly increasing, the first 0.
 
-        Raises DataError where they are not.
+        Raises DataError where they are not, or are not those that the sidecar has the hash of.
         """
         path = token_paths(self.path)[1]
-        starts = np.fromfile(path, "<i8")
-        inside = starts[0] == 0 and starts[-1] < self.sidecar["tokens"]
+        with reading(path):
+            starts = np.fromfile(path, "<i8")
+        inside = len(starts) > 0 and starts[0] == 0 and starts[-1] < self.sidecar["tokens"]
         if not inside or (starts[1:] <= starts[:-1]).any():
             raise DataError(
                 f"{path} is damaged: "
                 "its document offsets do not rise from 0 to the end of the tokens"
             )
+        if hashlib.sha256(starts.data).hexdigest() != self.sidecar["index_sha256"]:
+            raise DataError(f"{path} is damaged: it does not have the sha256 that its sidecar says")
         return starts
-
-
-@dataclass(frozen=True)
-class Unmapped:
-    """The tokens of a file, which is opened for each slice. It supports len(), and step 1."""
-
-    path: str
-    dtype: np.dtype
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        start, stop, step = span.indices(self.size)
-        assert step == 1
-        wanted = max(stop - start, 0) * self.dtype.itemsize
-        try:
-            file = os.open(self.path, os.O_RDONLY)  # half the time of a file object
-            try:
-                content = os.pread(file, wanted, start * self.dtype.itemsize)
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}") from None
-        if len(content) < wanted:
-            asked = f"{self.size} tokens"
-            raise DataError(f"{self.path} was cut short while it was in use", asked=asked)
-        return np.frombuffer(content, self.dtype)
 
 
 def open_tokens(path: str | Path) -> TokenSource:
@@ -194,6 +164,8 @@ def open_tokens(path: str | Path) -> TokenSource:
     Raises DataError where one is missing, or has another size than the sidecar says.
     """
     bin_path, idx_path, json_path = token_paths(path)
+    for file in (bin_path, idx_path, json_path, loss_path(path)):
+        require_file(file)
     if not bin_path.is_file():
         raise DataError(f"no token file {bin_path}", fix="spmdtrain data prepare")
     if not json_path.is_file():
@@ -224,8 +196,13 @@ def open_tokens(path: str | Path) -> TokenSource:
 
 def _read_sidecar(path: Path) -> dict:
     try:
-        sidecar = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
+        with reading(path):
+            sidecar = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise DataError(f"the sidecar {path} is not one: its JSON is nested too deeply") from None
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"the sidecar {path} is not JSON: {error}") from None
     if not isinstance(sidecar, dict) or "version" not in sidecar:
         raise DataError(f"{path} is not the sidecar of a token file: it has no version")
@@ -256,7 +233,11 @@ def _read_sidecar(path: Path) -> dict:
 
 def _with_content(spec: dict, sidecar: Path) -> dict:
     """Return the spec of a tokenizer with the content of the file that it names."""
-    file = sidecar.with_name(spec["file"])
+    try:
+        file = sidecar.with_name(spec["file"])
+    except ValueError:  # a path, or nothing
+        raise DataError(f"the sidecar {sidecar} is damaged: file={spec['file']!r:.80}") from None
+    require_file(file)
     try:
         content = _read_shared(file)
     except (OSError, UnicodeDecodeError):

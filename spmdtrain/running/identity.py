@@ -73,16 +73,17 @@ def describe_changes(found: Changes) -> str:
     return "; ".join(said)
 
 
-def check_identity(meta: Meta, setup: Setup, fingerprint: str, where: str) -> list[str]:
+def check_identity(meta: Meta, setup: Setup, data: Data, where: str) -> list[str]:
     """CheckpointError where the checkpoint's data, code or function is not this run's.
 
     Gives lines to say: what of the code has changed. `where` names the checkpoint.
     """
     config = setup.config
     said = check_model_code(meta.get("model_code"), code_of(setup), where)
-    for name, now in _stream(config, fingerprint).items():
+    for name, now in _stream(config, data.fingerprint).items():
         then = meta.get("stream", {}).get(name)
-        if then != now:
+        by_earlier = name == "corpus" and then == data.earlier_fingerprint
+        if then != now and not by_earlier:
             raise CheckpointError(
                 _what_changed(name),
                 asked=str(now)[:16],

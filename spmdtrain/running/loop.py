@@ -134,7 +134,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         remarks: list[str] = []
         if found is not None:
             where = f"step {found.step} of {directory}"
-            remarks = check_identity(found.meta, setup, opened.fingerprint, where)
+            remarks = check_identity(found.meta, setup, opened, where)
         reporter = Reporter(directory, config, found.step if found else 0, sinks, hooks)
         held.enter_context(reporter)
 

@@ -408,10 +408,10 @@ def test_conversations_have_their_loss_on_the_answers(tmp_path):
     assert learned == b"4\nciao\n\xff"
 
 
-@pytest.mark.parametrize("most_mapped", [0, 100])
-def test_batches_of_conversations_count_the_answers_as_targets(most_mapped, tmp_path, monkeypatch):
+@pytest.mark.parametrize("most_open", [0, 100])
+def test_batches_of_conversations_count_the_answers_as_targets(most_open, tmp_path, monkeypatch):
     """Beside a text, all of which counts."""
-    monkeypatch.setattr("spmdtrain.data.corpus.MOST_MAPPED", most_mapped)
+    monkeypatch.setattr("spmdtrain.data.rows.MOST_OPEN", most_open)
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     (tmp_path / "text.txt").write_text("text")
     prepare(

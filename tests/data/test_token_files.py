@@ -1,8 +1,6 @@
 import contextlib
-import dataclasses
 import hashlib
 import json
-import mmap
 import os
 import resource
 import shutil
@@ -14,15 +12,9 @@ import pytest
 from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
-from spmdtrain.data.corpus import (
-    MOST_MAPPED,
-    Concatenated,
-    Corpus,
-    Mapping,
-    open_corpus,
-    token_corpus,
-)
+from spmdtrain.data.corpus import Corpus, open_corpus, token_corpus
 from spmdtrain.data.packing import PackedWindows
+from spmdtrain.data.rows import MOST_OPEN, Concatenated
 from spmdtrain.data.token_writer import write_tokens
 from spmdtrain.data.tokenizer import open_tokenizer
 from spmdtrain.data.tokens import open_tokens, storage_dtype
@@ -210,8 +202,8 @@ def test_several_files_read_as_one(tmp_path):
 
 @pytest.fixture
 def many(tmp_path, written):
-    """More files than are mapped at once, each of other tokens, as one glob."""
-    for number in range(MOST_MAPPED + 10):
+    """More files than stay open, each of other tokens, as one glob."""
+    for number in range(MOST_OPEN + 10):
         for path in written.parent.glob("play.v1.*"):
             shutil.copy(path, tmp_path / f"many{number:04}{path.suffix}")
         (tmp_path / f"many{number:04}.bin").write_bytes(bytes([number % 256, 0]) * 37)
@@ -234,11 +226,11 @@ def at_most_open(more):
 def test_more_files_than_a_process_may_have_open_read_as_one(many):
     with at_most_open(20):
         corpus = token_corpus([many])
-        want = np.repeat(np.arange(MOST_MAPPED + 10), 37)
+        want = np.repeat(np.arange(MOST_OPEN + 10), 37)
         for start in range(0, len(want), 30):
             assert corpus.read(start, start + 80).tolist() == want[start : start + 80].tolist()
     assert corpus.read(len(want), len(want) + 5).tolist() == []
-    assert len(corpus.document_starts) == 3 * (MOST_MAPPED + 10) and corpus.document_starts[3] == 37
+    assert len(corpus.document_starts) == 3 * (MOST_OPEN + 10) and corpus.document_starts[3] == 37
 
 
 CUT = lambda path: os.truncate(path, 6)  # noqa: E731
@@ -286,39 +278,34 @@ def test_the_disk_is_told_of_all_windows_of_a_batch_before_the_first_is_read(
     assert len(reading) >= 43
 
 
-def test_the_kernel_is_told_of_whole_pages_of_the_files_that_tokens_lie_in(tmp_path):
+def test_the_kernel_is_told_of_what_lies_in_each_file(tmp_path, monkeypatch):
+    """And of nothing beyond its ends."""
     for name in "ab":
         write_tokens(tmp_path / name, [name * 5000], open_tokenizer("bytes"))
     corpus = token_corpus([str(tmp_path / "*.bin")])
     told = []
+    names = {}
+    fadvise, open_file = os.posix_fadvise, os.open
 
-    class Content:
-        def __init__(self, name):
-            self.name = name
+    def note_open(path, flags):
+        file = open_file(path, flags)
+        names[file] = Path(path).stem
+        return file
 
-        def __len__(self):
-            return 10_000
+    def note(file, begin, size, advice):
+        told.append((names[file], begin, size))
+        fadvise(file, begin, size, advice)
 
-        def madvise(self, _, begin, size):
-            told.append((self.name, begin, size))
-
-    mappings = tuple(
-        Mapping(each.first, each.itemsize, Content(n))
-        for each, n in zip(corpus.mappings, "ab", strict=True)
-    )
-    corpus = dataclasses.replace(corpus, mappings=mappings)
-    page = mmap.PAGESIZE
+    monkeypatch.setattr(os, "open", note_open)
+    monkeypatch.setattr(os, "posix_fadvise", note)
     corpus.will_need(0, 10)
-    corpus.will_need(page, page + 1)
+    corpus.will_need(-5, 10)
     corpus.will_need(4990, 5010)
-    corpus.will_need(9990, 9999)
-    begin = 9980 - 9980 % page
-    assert (
-        told[:2] == [("a", 0, 20), ("a", 2 * page, 2)]
-        if 2 * page < 10_000
-        else told[:1] == [("a", 0, 20)]
-    )
-    assert told[-3:] == [("a", begin, 10_000 - begin), ("b", 0, 20), ("b", begin, 9998 - begin)]
+    corpus.will_need(9990, 10_050)
+    corpus.will_need(10_000, 10_010)
+    corpus.will_need(20, 20)
+    want = [("a", 0, 20), ("a", 0, 20), ("a", 9980, 20), ("b", 0, 20), ("b", 9980, 20)]
+    assert told == want
 
 
 class Watched(list):
