@@ -65,7 +65,7 @@ def split(
     cut = corpus.validation_start
     if cut is None:
         cut = int(total * (1 - validation_fraction))
-    else:
+    elif not corpus.file_offsets:
         fraction = "data.validation_path"
     train = Range(0, cut)
     validation = Range(cut, total)

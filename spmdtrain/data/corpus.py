@@ -70,6 +70,7 @@ class Corpus:
     fingerprint: str  # hex; changes with content and tokenizer
     entropy: float | None = None  # nats per token that no model can beat, where it is known
     files: tuple[tuple[int, str], ...] = ()  # (first offset, path) of the files, for messages
+    file_offsets: tuple[int, ...] = ()  # where each of `files` begins in its file; (): all at 0
     # (first offset, rows that begin there) of the files, in their order
     rows: tuple[tuple[int, tuple[StoredRow, ...]], ...] = ()
     # [tokens] uint8, 1: counts; None: all count
@@ -122,7 +123,8 @@ class Corpus:
         assert self.files, f"id {token} at {offset} of a corpus we made is beyond its vocabulary"
         file = bisect_right(self.files, offset, key=lambda file: file[0]) - 1
         first, path = self.files[file]
-        raise beyond_vocabulary(path, token, offset - first, self.vocab)
+        skipped = self.file_offsets[file] if self.file_offsets else 0
+        raise beyond_vocabulary(path, token, skipped + offset - first, self.vocab)
 
 
 def find_vocab(config: DataConfig, seed: int) -> int:

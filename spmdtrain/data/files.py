@@ -21,10 +21,10 @@ def find_files(patterns: Iterable[str]) -> list[str]:
     named twice. Twice the tokens would put a text that is trained on into the tail that validates,
     and who wants more of one text has `[[data.mix]]` for it.
     """
-    found: dict[str, str] = {}  # real path -> the path that names it
+    found: dict[str | tuple[int, int], str] = {}  # file -> the path that names it
     for pattern in patterns:
         for path in _matches(pattern):
-            real = os.path.realpath(path)
+            real = identity_of(path)
             if real in found:
                 raise DataError(
                     f"{path} is named twice",
@@ -34,6 +34,13 @@ def find_files(patterns: Iterable[str]) -> list[str]:
     return list(found.values())
 
 
+def identity_of(path: str) -> str | tuple[int, int]:
+    """Return what is the same for all names of a file, links of either kind among them."""
+    status = os.stat(path)
+    # Some network file systems number no files.
+    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+
+
 def _matches(pattern: str) -> list[str]:
     expanded = os.path.expanduser(pattern)
     if os.path.isdir(expanded):
@@ -41,6 +48,8 @@ def _matches(pattern: str) -> list[str]:
         raise DataError(f"{pattern} is a folder", fix=fix)
     if os.path.isfile(expanded):  # also one whose name looks like a glob
         return [expanded]
+    if os.path.exists(expanded):  # a pipe, say, which would keep its reader waiting
+        raise DataError(f"{pattern} is no regular file")
     matches = sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
     if not matches:
         raise _no_match(pattern, expanded)

@@ -15,6 +15,7 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.corpus import Corpus, open_corpus
+from spmdtrain.data.cut_files import cut_shared_files
 from spmdtrain.data.mixture import Mixture, mix
 from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.shuffle import random_bits
@@ -275,15 +276,18 @@ def _open_mixture(config: RunConfig) -> MixtureData:
     """Open the sources of `data.mix`. Raises DataError where their tokenizers are not one."""
     settings = config.data
     mixture = mix([source.weight for source in settings.mix])
-    opened = []
+    corpora: list[Corpus] = []
     for source in settings.mix:
         one = settings.model_copy(update={"mix": (), "path": source.path})
         corpus = open_corpus(one, config.model.vocab, config.train.seed)
-        if opened and not corpus.has_tokenizer_of(opened[0].corpus):
-            names = f"{settings.mix[0].name} and {source.name}"
-            raise DataError(f"data.mix: {names} were made with different tokenizers")
-        opened.append(_cut(corpus, config, source.name))
+        if corpora and not corpus.has_tokenizer_of(corpora[0]):
+            both = f"{settings.mix[0].name} and {source.name}"
+            raise DataError(f"data.mix: {both} were made with different tokenizers")
+        corpora.append(corpus)
+    if settings.validation_fraction:
+        corpora = cut_shared_files(corpora, settings.validation_fraction)
     names = tuple(source.name for source in settings.mix)
+    opened = [_cut(corpus, config, name) for corpus, name in zip(corpora, names, strict=True)]
     return MixtureData(names, tuple(opened), mixture)
 
 
