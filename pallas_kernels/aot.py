@@ -120,7 +120,7 @@ def mosaic_faults(folder: Path) -> str:
     """
     found = []
     for path in sorted(folder.glob("*.ptxas")):
-        report = path.read_text()
+        report = path.read_text(encoding="utf-8")
         spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
         if spilled:
             found.append(f"{path.stem} spills {spilled} bytes of registers")

@@ -257,7 +257,7 @@ def main() -> None:
             "ceilings": ceilings,
             "rows": rows,
         }
-        with open(chosen.json, "w") as file:
+        with open(chosen.json, "w", encoding="utf-8") as file:
             json.dump(table, file)
 
 

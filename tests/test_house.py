@@ -209,3 +209,30 @@ def test_a_lawful_import_is_left_alone(tmp_path, file, source):
     planted.parent.mkdir(parents=True)
     planted.write_text(source)
     assert violations(tmp_path) == []
+
+
+def test_text_files_are_utf_8_whatever_the_locale():
+    """A file that is opened as text names its encoding, or is read in the one of the machine."""
+    found = []
+    for house in HOUSES:
+        for path in (ROOT / house).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and _opens_text_without_encoding(node):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
+
+
+def _opens_text_without_encoding(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    owner = getattr(getattr(call.func, "value", None), "id", "")
+    if any(each.arg == "encoding" for each in call.keywords) or owner in ("os", "tarfile"):
+        return False
+    if name in ("read_text", "write_text"):
+        return not (name == "read_text" and call.args)  # read_text("utf-8")
+    if name not in ("open", "fdopen"):
+        return False
+    texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
+    texts += [each.value.value for each in call.keywords if isinstance(each.value, ast.Constant)]
+    return not any(
+        isinstance(mode, str) and set(mode) <= set("rwxab+") and "b" in mode for mode in texts
+    )

@@ -5,6 +5,7 @@ settings.
 """
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,24 @@ from spmdtrain.parallel import peers
 # As a shell reports programs that a signal has ended: 128 and the number of the signal.
 INTERRUPTED = 130
 CLOSED_PIPE = 141
+# What a path or a disk can be to blame for, wherever it was named. The commands say it better for
+# those paths that they expect to be wrong.
+OF_THE_PATH = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ENXIO,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A person's mistake is one line on stderr; only our bugs show a traceback.
     """
+    _lose_no_letter()
     try:
         parsed = make_parser().parse_args(arguments)
         code = parsed.command(parsed)
@@ -31,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _end_with(error)
     except OSError as error:
+        if error.filename and error.errno in OF_THE_PATH:
+            return _end_with(StorageError(f"{error.filename!r:.80}: {error.strerror}"))
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
             raise
         # Standard output takes nothing more. Python would flush it again at its end, and complain.
@@ -42,6 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before the loop took over the signal: nothing to save yet
         peers.leave(INTERRUPTED, "failed interrupted")
         return INTERRUPTED
+
+
+def _lose_no_letter() -> None:
+    """Show what the encoding of a terminal or a log does not have as escapes, and lose nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _end_with(error: UserError) -> int:

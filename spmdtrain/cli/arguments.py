@@ -1,6 +1,7 @@
 """The command line's parser, and the arguments of the commands on runs."""
 
 import argparse
+import re
 
 from spmdtrain.cli import doctor, launching, running
 from spmdtrain.cli.data_arguments import add_data, add_tokenizer
@@ -14,16 +15,53 @@ from spmdtrain.cli.shared_arguments import (
     positive_int,
     positive_seconds,
     seed_number,
+    text,
+    whole,
 )
 from spmdtrain.config import ConfigError
+from spmdtrain.config.near import did_you_mean
 from spmdtrain.launch.patience import STEP_SECONDS
+
+# Commands that people of other trainers look for, and what is called so here.
+MEANT = {"generate": "sample", "evaluate": "eval", "resume": "train", "run": "train"}
+NOT_YET = {
+    "import": "reading Hugging Face's weights",
+    "export": "writing Hugging Face's weights",
+    "tune": "measuring kernels' tiles",
+    "report": "a report of a run",
+    "diff": "comparing two runs",
+}
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse, refusing with our error: a usage error ends like a config error."""
 
     def error(self, message: str):
-        raise ConfigError(message, fix=f"{self.prog} --help")
+        raise ConfigError(message + self._meant(message), fix=f"{self.prog} --help")
+
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As argparse has it, but the command that does not know an argument says so itself: it
+        knows its own options, and argparse would leave that to the parser of all commands.
+        """
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def _meant(self, message: str) -> str:
+        """Says what the first word that argparse does not know may stand for."""
+        if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
+            for word in unknown[1].split():
+                if word.startswith("-"):
+                    return did_you_mean(word.partition("=")[0], self._option_string_actions)
+        if unknown := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message, re.S):
+            if unknown[1] in NOT_YET:
+                return f"; {NOT_YET[unknown[1]]} does not exist yet"
+            commands = [
+                name for action in self._actions if action.choices for name in action.choices
+            ]
+            return did_you_mean(MEANT.get(unknown[1], unknown[1]), commands)
+        return ""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -99,7 +137,7 @@ def _add_launch(commands) -> None:
         metavar="train ...",
         help="the run, as without launch",
     )
-    launch.set_defaults(command=launching.launch)
+    launch.set_defaults(command=launching.launch, make_parser=make_parser)
 
 
 def _add_show(commands) -> None:
@@ -130,7 +168,7 @@ def _add_sample(commands) -> None:
     add_make(sample)
     add_ema(sample)
     _add_step(sample)
-    sample.add_argument("--prompt", help="text to go on from (default: a line break)")
+    sample.add_argument("--prompt", type=text, help="text to go on from (default: a line break)")
     sample.add_argument(
         "--prompts", metavar="FILE", help="a prompt on each line, all made as one batch"
     )
@@ -142,6 +180,7 @@ def _add_sample(commands) -> None:
     sample.add_argument(
         "--stop",
         action="append",
+        type=text,
         default=[],
         metavar="TEXT",
         help="ends before this text; end-of-text: before the token that ends a document; "
@@ -156,7 +195,7 @@ def _add_sample(commands) -> None:
         default=0.8,
         help="0: the likeliest token (default: %(default)s)",
     )
-    sample.add_argument("--top-k", type=int, help="among the k likeliest tokens only")
+    sample.add_argument("--top-k", type=whole, help="among the k likeliest tokens only")
     sample.add_argument(
         "--top-p",
         type=float,

@@ -85,7 +85,7 @@ def gather(parsed: argparse.Namespace) -> Facts:
         "system": platform.platform(),
         "versions": {name: _version(name) for name in OURS},
         "cuda": _cuda_wheels(),
-        "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
+        "driver": driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else None,
         "has_driver": has_nvidia_driver(),
         "devices": kinds,
         "platform": devices[0].platform if devices else None,

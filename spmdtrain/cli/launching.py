@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from spmdtrain.cli.outputs import refuse_unwritable
 from spmdtrain.config import ConfigError
 from spmdtrain.running.json_lines import write_document
 
@@ -22,6 +23,9 @@ def launch(parsed: argparse.Namespace) -> int:
             asked=f"launch {' '.join(command)}".rstrip(),
             fix="spmdtrain launch train CONFIG, with the arguments of train behind",
         )
+    parsed.make_parser().parse_args(command)  # a typo is refused before a process starts
+    if parsed.report is not None:
+        refuse_unwritable(Path(parsed.report))  # before hours of training
     place = find_place(os.environ, parsed.local_processes)
     launcher = Launcher(command, place, parsed.local_processes, parsed.step_seconds)
     code = launcher.run()

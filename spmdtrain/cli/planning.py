@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmdtrain.cli.devices import start_jax, without_devices
-from spmdtrain.config import DONE, ConfigError, StorageError, load
+from spmdtrain.cli.outputs import refuse_unwritable, write_picture
+from spmdtrain.config import DONE, ConfigError, load
+from spmdtrain.config.near import did_you_mean
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel import xla_flags
 
@@ -40,7 +42,9 @@ def schedule(parsed: argparse.Namespace) -> int:
         table = _schedule_of_file(parsed.kind, sizes)
     else:
         choices = f"{', '.join(SCHEDULE_KINDS)}, or a .json or .csv file"
-        raise ConfigError("unknown pipeline schedule", asked=f"--kind {parsed.kind}", fix=choices)
+        meant = did_you_mean(parsed.kind, SCHEDULE_KINDS)
+        asked = f"--kind {parsed.kind:.80}"
+        raise ConfigError(f"unknown pipeline schedule{meant}", asked=asked, fix=choices)
 
     times = timing.Times(**_given(parsed, "forward", "backward", "weight", "hop"))
     if not times.microbatch:
@@ -48,10 +52,7 @@ def schedule(parsed: argparse.Namespace) -> int:
             "one of --forward, --backward and --weight takes some time", found="0 for all"
         )
     if parsed.svg is not None:
-        try:
-            Path(parsed.svg).write_text(draw.svg(table, times), encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"cannot write {parsed.svg}: {error.strerror}") from None
+        write_picture(parsed.svg, draw.svg(table, times))
 
     if parsed.json:
         print(json.dumps(file.to_json(table, times)))
@@ -123,13 +124,13 @@ def estimate(parsed: argparse.Namespace) -> int:
             asked=f"--batch {parsed.batch}",
             fix=f"--generate 512+128 --batch {parsed.batch}",
         )
-    without_devices()
-    if parsed.compile:
-        xla_flags.set_xla_flags(deviceless=True)
     from spmdtrain.planner.hardware import hardware as named_hardware
 
     hardware = named_hardware(parsed.hardware)
     config = load(parsed.config, parsed.set)
+    if parsed.compile:
+        xla_flags.set_xla_flags(deviceless=True)
+    without_devices()
     if parsed.sweep is not None:
         return _sweep(parsed, config, hardware)
     if parsed.generate:
@@ -206,11 +207,11 @@ def plan(parsed: argparse.Namespace) -> int:
     """Print the best layouts on some devices; with --rules, the best rules of one mesh."""
     _refuse_together(parsed, "rules", "top", "compile")
     _refuse_together(parsed, "top", "compile")
-    without_devices()
     from spmdtrain.planner.hardware import hardware as named_hardware
 
     hardware = named_hardware(parsed.hardware)
     config = load(parsed.config, parsed.set)
+    without_devices()
     if parsed.rules:
         return _plan_rules(parsed, config, hardware)
     return _plan_layout(parsed, config, hardware)
@@ -274,7 +275,7 @@ def calibrate(parsed: argparse.Namespace) -> int:
         raise ConfigError(
             f"--out {parsed.out}: --hardware reads .toml files", fix=f"--out {parsed.out}.toml"
         )
-    _refuse_unwritable(Path(parsed.out))  # before minutes of measuring
+    refuse_unwritable(Path(parsed.out))  # before minutes of measuring
     start_jax(parsed)
     from spmdtrain.planner import calibrate
 
@@ -298,14 +299,3 @@ def _refuse_together(parsed: argparse.Namespace, first: str, *others: str) -> No
             raise ConfigError(
                 f"--{first} and --{other} cannot go together", fix="one of them at a time"
             )
-
-
-def _refuse_unwritable(path: Path) -> None:
-    """Refuse a path that cannot be written, and leave it as it was: a file, or none."""
-    there = os.path.lexists(path)
-    try:
-        path.open("a").close()
-        if not there:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from None

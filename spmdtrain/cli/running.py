@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmdtrain.cli.devices import start_jax
-from spmdtrain.config import DONE, PREEMPTED, ConfigError, StorageError, UserError, load, to_toml
+from spmdtrain.cli.outputs import write_picture
+from spmdtrain.config import DONE, PREEMPTED, ConfigError, UserError, load, to_toml
+from spmdtrain.config.named_file import read_named
 from spmdtrain.parallel import peers, pulse
 
 if TYPE_CHECKING:
@@ -89,11 +91,7 @@ def show(parsed: argparse.Namespace) -> int:
     from spmdtrain.running import show as shown
 
     if parsed.svg is not None:
-        picture = sharding_svg.svg(shown.setup_of(config))
-        try:
-            Path(parsed.svg).write_text(picture, encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"cannot write {parsed.svg}: {error.strerror}") from None
+        write_picture(parsed.svg, sharding_svg.svg(shown.setup_of(config)))
     if parsed.json:
         values, _ = shown.describe(config)
         print(json.dumps(values, indent=1))
@@ -204,7 +202,7 @@ def _prompts(parsed: argparse.Namespace) -> list[str]:
         raise ConfigError("--prompt and --prompts cannot go together", fix="one of them")
     path = Path(parsed.prompts)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_named(path).decode().splitlines()
     except OSError as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

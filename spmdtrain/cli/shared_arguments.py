@@ -1,9 +1,13 @@
 """Arguments that several commands have, and what the values of arguments may be."""
 
 import argparse
+import os
+import re
 
 from pallas_kernels.gpus import GPUS
 from spmdtrain.config.schema import SEEDS
+
+WHOLE = re.compile("[0-9]{1,18}")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +81,8 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="of process 0, where several processes run one program",
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
-    parser.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
+    parser.add_argument("--processes", type=whole, metavar="N", help="how many there are")
+    parser.add_argument("--process", type=whole, metavar="I", help="which one this is, from 0")
 
 
 # What a value may be. argparse turns these errors into a refusal that names the argument.
@@ -86,15 +90,22 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 def positive_int(text: str) -> int:
     """Reads a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    if not WHOLE.fullmatch(text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number of at least 1")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """Reads a whole number; which ones make sense is said later."""
+    if not re.fullmatch("-?[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number")
     return int(text)
 
 
 def seed_number(text: str) -> int:
     """Reads a seed: a whole number below `SEEDS`."""
-    if not text.isdecimal() or int(text) >= SEEDS:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to {SEEDS - 1}")
+    if not WHOLE.fullmatch(text) or int(text) >= SEEDS:
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number from 0 to {SEEDS - 1}")
     return int(text)
 
 
@@ -113,15 +124,30 @@ def duration(text: str) -> float:
     except ValueError:
         time = -1.0
     if not 0 <= time <= 1e12:  # nan neither; the bound keeps sums finite
-        raise argparse.ArgumentTypeError(f"{text} is not a time: a number from 0 to 1e12")
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a time: a number from 0 to 1e12")
     return time
 
 
-def unescaped(text: str) -> str:
+def text(given: str) -> str:
+    """Reads a text that was typed: UTF-8, whatever the locale of the terminal is."""
+    try:
+        typed = os.fsencode(given)
+    except UnicodeEncodeError:  # it came from a program, not from a terminal
+        typed = given.encode(errors="surrogateescape")
+    try:
+        return typed.decode()
+    except UnicodeDecodeError:
+        pass
+    if re.search("[\ud800-\udfff]", given):
+        raise argparse.ArgumentTypeError(f"{given!r:.40} is not UTF-8")
+    return given  # of a locale with an encoding of its own, by which Python has read it
+
+
+def unescaped(given: str) -> str:
     r"""Reads a text, with \n and \t in it as a line break and a tab."""
-    if not text:
+    if not given:
         raise argparse.ArgumentTypeError("it is empty")
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+    return text(given).replace("\\n", "\n").replace("\\t", "\t")
 
 
 def prompt_and_new(text: str) -> tuple[int, int]:

@@ -4,6 +4,8 @@ Every error that is the user's carries the exit code under which the command lin
 (docs/exit_codes.md). Errors that are ours stay ordinary exceptions with a traceback.
 """
 
+LONGEST_PART = 1500  # characters of what, asked, found or try
+
 
 class UserError(ValueError):
     """An error in one line: `what; asked ...; found ...; try ...`, parts left out if empty.
@@ -22,7 +24,15 @@ class UserError(ValueError):
             parts.append(f"found {found}")
         if fix:
             parts.append(f"try {fix}")
-        super().__init__("; ".join(" ".join(part.split()) for part in parts))
+        super().__init__("; ".join(_one_line(part) for part in parts))
+
+
+def _one_line(part: str) -> str:
+    """One line of a length that a person reads: what was typed may be a megabyte."""
+    line = " ".join(part.split())
+    if len(line) <= LONGEST_PART:
+        return line
+    return f"{line[: LONGEST_PART - 200]} ... {line[-195:]}"
 
 
 class ConfigError(UserError):

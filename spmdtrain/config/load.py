@@ -7,7 +7,6 @@ that it came from, or `--set`; a key without one has its default.
 """
 
 import copy
-import difflib
 import json
 import os
 import re
@@ -20,7 +19,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.near import nearest
 from spmdtrain.config.schema import RunConfig, Settings
+from spmdtrain.config.toml_file import DEEPEST, MOST_EXTENDED, parse_toml, read_toml
 
 TomlTable = dict[str, Any]
 Origin = dict[str, str]
@@ -30,6 +31,15 @@ COMMAND_LINE = "--set"
 DEFAULT = "default"
 # TOML has no null. Where a field may be None, this string means None, in files and in `--set`.
 NONE = "none"
+# What people of other trainers look for first. Dotted key -> what is not there.
+NOT_YET = {
+    "model.experts": "mixture of experts",
+    "model.rope_scaling": "scaled rotary positions",
+    "finetune": "LoRA and other adapters",
+    "compression": "compressed gradients",
+    "islands": "training on several islands",
+    "train.freeze": "frozen = true in a group of [[optimizer.groups]] does it",
+}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -91,8 +101,8 @@ def typed_extra(config: RunConfig, kind: type) -> tuple[Any, dict[str, Any]]:
     for name in table:
         if fields and name not in fields:
             where = config.origin.get(f"model.extra.{name}", DEFAULT)
-            close = difflib.get_close_matches(name, fields, 1)
-            hint = f", did you mean model.extra.{close[0]}?" if close else ""
+            close = nearest(name, fields)
+            hint = f", did you mean model.extra.{close}?" if close else ""
             found = f"[model.extra]: {', '.join(fields)}"
             what = f"unknown key model.extra.{name} (from {where}){hint}"
             raise ConfigError(what, found=found)
@@ -155,6 +165,12 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[str, Tom
 
     `above` are the files that led here.
     """
+    if len(above) > MOST_EXTENDED:
+        raise ConfigError(
+            f"more than {MOST_EXTENDED} files extend each other", found=f"{above[0]} -> ... {path}"
+        )
+    if "\0" in str(path):
+        raise ConfigError(f"{str(path)!r} is no path", found="the character NUL")
     # Path.resolve would raise where links go in a circle.
     if os.path.realpath(path) in map(os.path.realpath, above):
         raise ConfigError(f"{path} extends itself", found=" -> ".join(map(str, (*above, path))))
@@ -172,20 +188,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> TomlTable:
     name = str(path)
     if above:
         name += f" (extended by {above[-1]})"
-    try:
-        return tomllib.loads(path.read_bytes().decode())
-    except FileNotFoundError:
-        there = sorted(file.name for file in path.parent.glob("*.toml"))
-        close = difflib.get_close_matches(path.name, there, 1)
-        raise ConfigError(
-            f"there is no config file {name}",
-            found=", ".join(there) or f"no TOML file in {path.parent}",
-            fix=str(path.with_name(close[0])) if close else "",
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"config file {name} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {name} is not TOML: {error}") from None
+    return read_toml(path, f"config file {name}")
 
 
 def _add_source(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> None:
@@ -234,7 +237,10 @@ def _add_overrides(table: TomlTable, overrides: Sequence[str], origin: Origin) -
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"--set {override!r} is not KEY=VALUE", fix="--set train.steps=100")
-        pairs.append((tuple(key.strip().split(".")), text.strip()))
+        path = tuple(key.strip().split("."))
+        if len(path) > DEEPEST:
+            raise ConfigError(f"--set {key[:40]}... is a key of more than {DEEPEST} parts")
+        pairs.append((path, text.strip()))
     for path, text in sorted(pairs, key=lambda pair: not _is_name(pair[0])):
         value = _parse_override(path, text, table, origin)
         for name in reversed(path):
@@ -291,9 +297,11 @@ def _parse(annotation: Any, text: str) -> Any:
 def _parse_free(text: str) -> Any:
     """Parse a value of which no type is known here: as TOML has it, or else a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except ValueError as error:  # TOML, but more of it than there can be
+        raise ConfigError(f"--set with {text[:40]}... cannot be read: {error}") from None
 
 
 # --- what the schema knows --------------------------------------------------------------------
@@ -378,6 +386,14 @@ def _leaves(table: TomlTable, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, A
             yield (*prefix, name), value
 
 
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in [*value.values(), *value] if isinstance(value, dict) else value:
+            yield from _strings_in(item)
+
+
 # --- validation and its words -----------------------------------------------------------------
 
 
@@ -389,6 +405,8 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
         annotation = _find_type(path, table, origin)
         if _is_section(annotation) and not isinstance(value, dict):
             raise _refused(key, value, origin[key], f"a section: write [{key}]")
+        if any("\0" in text for text in _strings_in(value)):
+            raise _refused(key, value, origin[key], "without the character NUL")
         choices = _literals(annotation)
         if isinstance(value, bool) and choices:  # pydantic would take true for 1
             raise _refused(key, value, origin[key], " or ".join(map(repr, choices)))
@@ -494,17 +512,22 @@ def _expectation(error: Any) -> str:
 
 
 def _refused(key: str, value: Any, where: str, *expected: str, inside: str = "") -> ConfigError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
+    shown = _shown(value)
     hint = ""
     if isinstance(value, str):
-        choices = re.findall(r"'([^']*)'", expected[0])
-        close = difflib.get_close_matches(value, choices, 1)
+        close = nearest(value, re.findall(r"'([^']*)'", expected[0]))
         if close:
-            hint = f", did you mean {close[0]!r}?"
+            hint = f", did you mean {close!r}?"
     must = f"must be {' or '.join(expected)}"
     return ConfigError(f"{key}{inside}={shown} (from {where}) {must}{hint}")
+
+
+def _shown(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # 0xfff...: Python reads its 5,000 digits, and does not write them
+        shown = "a number of thousands of digits"
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
@@ -520,12 +543,15 @@ def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
             if name in choice.model_fields:
                 owners.append((other, choice.model_fields.get("name")))
     classes = [repr(field.default) for other, field in owners if field and [other] == section]
-    close = difflib.get_close_matches(name, names, 1)
+    close = nearest(name, names)
     hint = ""
+    key = ".".join(path)
+    if key in NOT_YET:
+        return ConfigError(f"{key} (from {where}) does not exist yet: {NOT_YET[key]}")
     if classes:
         hint = f", which belongs to {section[0]}.name={' or '.join(classes)}"
     elif close:
-        hint = f", did you mean {'.'.join((*section, close[0]))}?"
+        hint = f", did you mean {'.'.join((*section, close))}?"
     elif owners:
         meant = dict.fromkeys(f"{other}.{name}" for other, _ in owners)
         hint = f", did you mean {' or '.join(meant)}?"

@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from spmdtrain.config.near import did_you_mean
+
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -230,8 +232,8 @@ class PipelineConfig(Settings):
         known = get_args(PipelineSchedule)
         if self.schedule not in known and not self.is_file:
             raise ValueError(
-                f"pipeline.schedule={self.schedule!r} is none of {', '.join(known)} "
-                "and no .json or .csv file"
+                f"pipeline.schedule={self.schedule!r:.80} is none of {', '.join(known)} "
+                f"and no .json or .csv file{did_you_mean(self.schedule, known)}"
             )
         if self.chunks > 1 and self.schedule in ("gpipe", "1f1b"):
             raise ValueError(
@@ -584,9 +586,15 @@ class DataConfig(Settings):
 
     def _check_mix(self):
         if self.corpus != "tokens":
-            raise ValueError(f"data.corpus={self.corpus!r}: data.mix has sources of token files")
+            raise ValueError(
+                f"data.corpus={self.corpus!r}: data.mix has sources of token files; "
+                "set data.mix=[] to do without"
+            )
         if self.path:
-            raise ValueError(f"data.path={self.path!r} is not read beside data.mix; add a source")
+            raise ValueError(
+                f"data.path={self.path!r} is not read beside data.mix; "
+                "set data.mix=[] to do without, or add it there as a source"
+            )
         names = [source.name for source in self.mix]
         if len(set(names)) < len(names):
             raise ValueError(f"data.mix has two sources of one name: {', '.join(names)}")

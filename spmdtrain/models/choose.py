@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import typed_extra
+from spmdtrain.config.named_file import read_named
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.transformer import Transformer
 
@@ -90,7 +91,7 @@ def import_model(name: str) -> MakeModel:
 
 def _from_file(name: str, path: Path) -> ModuleType:
     try:
-        text = path.read_bytes()
+        text = read_named(path)
     except OSError as error:
         there = sorted(file.name for file in path.parent.glob("*.py"))
         raise ConfigError(

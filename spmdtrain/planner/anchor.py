@@ -29,7 +29,7 @@ def measured_run(run: Path) -> tuple[RunConfig, dict[str, int], float]:
     Steps before the last start, and the first one after it, which compiles, do not count.
     """
     try:
-        saved = json.loads((run / "config.json").read_text())
+        saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
         metrics = _json_lines(run / "metrics.jsonl")
         events = _json_lines(run / "events.jsonl")
         starts = [(event["step"] + 1, event["mesh"]) for event in events if "mesh" in event]
@@ -52,4 +52,4 @@ def measured_run(run: Path) -> tuple[RunConfig, dict[str, int], float]:
 
 
 def _json_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -161,7 +161,7 @@ def _host_memory() -> int:
     path = Path("/proc/meminfo")
     if not path.exists():
         return FALLBACK_MEMORY
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("MemTotal"):
             kibibytes = int(line.split()[1])
             return 1024 * kibibytes
@@ -176,7 +176,7 @@ def write(found: dict[str, Any], path: Path) -> None:
     lines += ["", "[sources]"]
     lines += [f'{key} = "{text}"' for key, text in found["sources"].items()]
     try:
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None
 

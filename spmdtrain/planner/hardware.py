@@ -10,7 +10,6 @@ printed beside every estimate, and `--hardware FILE.toml` replaces it.
 """
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 from pallas_kernels.gpus import GPUS, Gpu
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.near import did_you_mean
+from spmdtrain.config.toml_file import MOST_EXTENDED, read_toml
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,9 @@ def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
     name = name.lower()
     if name not in DEVICES:
         raise ConfigError(
-            "unknown hardware", asked=name, fix=f"{', '.join(DEVICES)}, or a .toml file"
+            f"unknown hardware{did_you_mean(name, DEVICES)}",
+            asked=f"{name:.80}",
+            fix=f"{', '.join(DEVICES)}, or a .toml file",
         )
     return DEVICES[name]
 
@@ -179,12 +182,9 @@ def _read(path: Path, above: tuple[Path, ...]) -> Hardware:
         raise ConfigError(
             f"hardware file {path} extends itself", found=" -> ".join(map(str, (*above, path)))
         )
-    try:
-        given = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"hardware file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"hardware file {path} is not TOML: {error}") from None
+    if len(above) > MOST_EXTENDED:
+        raise ConfigError(f"more than {MOST_EXTENDED} hardware files extend each other")
+    given = read_toml(path, f"hardware file {path}")
     sources = given.pop("sources", {})
     if not isinstance(sources, dict) or not all(isinstance(text, str) for text in sources.values()):
         raise ConfigError(f"{path}: sources must be a table of strings", found=f"{sources!r:.80}")

@@ -84,7 +84,7 @@ def read_document(run: Path) -> tuple[dict[str, Any], str | None]:
     """
     path = run / "config.json"
     try:
-        saved = json.loads(path.read_text())
+        saved = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
         cause = getattr(error, "strerror", None) or error
         raise CheckpointError(

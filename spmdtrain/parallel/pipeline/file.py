@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.named_file import read_named
 from spmdtrain.parallel.pipeline.check import LETTERS, check, check_units
 from spmdtrain.parallel.pipeline.schedule import WORK, Table, assign_slots, units_of
 from spmdtrain.parallel.pipeline.timing import Times, bubble_fraction, bubble_over_ideal
@@ -89,7 +90,7 @@ def read(path: str | Path) -> Table:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_named(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "the pipeline schedule cannot be read", asked=str(path), found=str(error)

@@ -1,0 +1,27 @@
+"""Files that a command is told to write."""
+
+import os
+from pathlib import Path
+
+from spmdtrain.config import StorageError
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Refuse a path that cannot be written, and leave it as it was: a file, or none."""
+    there = os.path.lexists(path)
+    try:
+        # A pipe that nobody reads is refused; without the flag, opening it would wait for a reader.
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
+        if not there:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def write_picture(path: str, svg: str) -> None:
+    """Writes an SVG. Raises StorageError where the path cannot be written."""
+    refuse_unwritable(Path(path))
+    try:
+        Path(path).write_text(svg, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,27 @@
+"""What somebody may have meant who typed a name that is none."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """Returns the name that `word` may stand for; "" where none is near.
+
+    Capitals, `-`, `_`, `.` and spaces do not count: 1F1B is 1f1b, and best-fit is best_fit.
+    """
+    plain = {}
+    for name in known:
+        plain.setdefault(_plain(name), name)
+    near = difflib.get_close_matches(_plain(word[:200]), plain, 1, alike)
+    return plain[near[0]] if near else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns ", did you mean NAME?" to stand behind an error's words, or nothing."""
+    near = nearest(word, known)
+    return f", did you mean {near}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.\s]", "", name).casefold() or name
