@@ -63,7 +63,7 @@ def only_run(directory: Path) -> Iterator[None]:
     The lock goes with its process, however that ends. Where the file system has no locks, the
     holder that the file names counts, unless it is known to be gone.
     """
-    with (directory / "lock").open("a+") as file:
+    with (directory / "lock").open("a+", encoding="utf-8") as file:
         file.seek(0)
         holder = _holder(file.read())
         try:
@@ -97,7 +97,7 @@ def _this_process() -> dict[str, str | int]:
 def _start_of(pid: int) -> int:
     """Reads the start of a process of this host, in clock ticks since boot; 0 if /proc lacks it."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[19])  # field 22; the name may hold spaces

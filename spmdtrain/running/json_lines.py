@@ -25,7 +25,7 @@ class JsonLines:
     def __init__(self, path: Path):
         self._path = path
         with writing(path):
-            self._file = path.open("a")
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, **values: Any) -> None:
         with writing(self._path):
@@ -41,7 +41,7 @@ def write_document(path: Path, value: Any) -> None:
     """Replaces the JSON file at `path` at once: a reader finds the old one or the new one."""
     spare = path.with_name(f"{path.name}.tmp")
     with writing(path):
-        spare.write_text(json.dumps(numbers(value), indent=1))
+        spare.write_text(json.dumps(numbers(value), indent=1), encoding="utf-8")
         spare.replace(path)
 
 
@@ -64,10 +64,10 @@ def forget_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     with writing(path):
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
         spare = path.with_suffix(".tmp")
-        spare.write_text("".join(line + "\n" for line in kept))
+        spare.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         spare.replace(path)
 
 

@@ -146,10 +146,10 @@ class WandbSink:
 def _wandb_id(path: Path) -> str:
     """The id of the run, kept in a file from its first start on."""
     if path.exists():
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(exist_ok=True)
     found = secrets.token_hex(4)
-    path.write_text(found)
+    path.write_text(found, encoding="utf-8")
     return found
 
 
@@ -160,7 +160,9 @@ def _wandb_mode() -> Any:
 
 def _has_wandb_key() -> bool:
     netrc = Path.home() / ".netrc"
-    in_netrc = netrc.exists() and "api.wandb.ai" in netrc.read_text(errors="replace")
+    in_netrc = netrc.exists() and "api.wandb.ai" in netrc.read_text(
+        encoding="utf-8", errors="replace"
+    )
     return in_netrc or "WANDB_API_KEY" in os.environ
 
 
