@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from heapq import heappop, heappush
+from itertools import groupby
 from math import lcm
 
 import numpy as np
@@ -34,15 +36,17 @@ class Mixture:
     @cached_property
     def _ranks(self) -> np.ndarray:
         """Counts the slots of the same source before each slot, int64 [period]."""
-        ranks = np.zeros(len(self.period), np.int64)
-        for source, count in enumerate(self.counts):
-            ranks[self.period == source] = np.arange(count)
+        counts = np.array(self.counts)
+        ranks = np.empty(len(self.period), np.int64)
+        by_source = np.argsort(self.period, kind="stable")
+        ranks[by_source] = np.arange(len(ranks)) - np.repeat(np.cumsum(counts) - counts, counts)
         return ranks
 
     @property
     def shares(self) -> list[float]:
         """The share of each source; they add up to 1."""
-        return [count / sum(self.counts) for count in self.counts]
+        total = sum(self.counts)
+        return [count / total for count in self.counts]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sample, and which of that source's samples it is, int64."""
@@ -58,7 +62,8 @@ def mix(weights: Sequence[float]) -> Mixture:
     is too small to be drawn at all.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
-    shares = [weight / sum(exact) for weight in exact]
+    total = sum(exact)
+    shares = [weight / total for weight in exact]
     length = lcm(*(share.denominator for share in shares))
     if length <= LONGEST_PERIOD:
         return Mixture(tuple(int(share * length) for share in shares))
@@ -96,15 +101,17 @@ def _place_regular(counts: Sequence[int]) -> np.ndarray:
     """Put the sources that have 1 slot in m into each m-th slot, the largest source first."""
     length = sum(counts)
     period = np.full(length, FREE)
-    for source in sorted(range(len(counts)), key=lambda source: -counts[source]):
-        if length % counts[source]:
+    by_size = sorted(range(len(counts)), key=lambda source: -counts[source])
+    for count, sources in groupby(by_size, key=lambda source: counts[source]):
+        if length % count:
             continue
-        every = length // counts[source]
-        for turn in range(every):
-            slots = slice((every // 2 + turn) % every, None, every)  # from the middle of its time
-            if (period[slots] == FREE).all():
-                period[slots] = source
-                break
+        every = length // count
+        # Turn t of `every` is the slots t, t + every, ...; a source takes a turn that is all free,
+        # and no other turn of the same length.
+        is_free = (period.reshape(count, every) == FREE).all(0)
+        turns = (every // 2 + np.arange(every)) % every  # from the middle of its time
+        for source, turn in zip(sources, turns[is_free[turns]].tolist(), strict=False):
+            period[turn::every] = source
     return period
 
 
@@ -119,18 +126,17 @@ def _fill(counts: Sequence[int], regular: np.ndarray) -> np.ndarray | None:
     length = len(regular)
     period = regular.copy()
     placed = set(regular.tolist())
-    taken = {source: 0 for source in range(len(counts)) if source not in placed}
+    waiting = [(0, source, 0) for source in range(len(counts)) if source not in placed]
+    ready: list[tuple[int, int, int]] = []  # (deadline, source, number of the sample)
     for slot in np.flatnonzero(regular == FREE).tolist():
-        best = None
-        for source, done in taken.items():
-            count = counts[source]
-            if done == count or slot < done * length // count:
-                continue
-            deadline = -(-(done + 1) * length // count)
-            if best is None or deadline < best[0]:
-                best = (deadline, source)
-        if best is None or slot >= best[0]:
+        while waiting and waiting[0][0] <= slot:  # (first slot, source, number of the sample)
+            _, source, done = heappop(waiting)
+            heappush(ready, (-(-(done + 1) * length // counts[source]), source, done))
+        if not ready or slot >= ready[0][0]:
             return None
-        period[slot] = best[1]
-        taken[best[1]] += 1
+        _, source, done = heappop(ready)
+        period[slot] = source
+        done += 1
+        if done < counts[source]:
+            heappush(waiting, (done * length // counts[source], source, done))
     return period

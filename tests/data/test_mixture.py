@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.config import from_resolved, load, resolved, to_toml
 from spmdtrain.config.errors import ConfigError, DataError
+from spmdtrain.data import mixture as mixture_module
 from spmdtrain.data.mixture import LONGEST_PERIOD, Mixture, mix
 from spmdtrain.data.source import open_data
 from spmdtrain.data.token_writer import write_tokens
@@ -66,6 +67,82 @@ def test_a_source_of_1_sample_in_m_is_in_every_window_of_m_once(weights):
         if length % count == 0 and (weights != [3, 2, 1] or count == 3):
             windows = np.lib.stride_tricks.sliding_window_view(ones[:, number], length // count)
             assert (windows.sum(1) == 1).all()
+
+
+def arranged_slowly(counts) -> tuple[np.ndarray, np.ndarray]:
+    """The period and ranks as they were first found: each slot asks each source."""
+    length = sum(counts)
+    regular = np.full(length, -1)
+    for source in sorted(range(len(counts)), key=lambda source: -counts[source]):
+        if length % counts[source] == 0:
+            every = length // counts[source]
+            for turn in range(every):
+                slots = slice((every // 2 + turn) % every, None, every)
+                if (regular[slots] == -1).all():
+                    regular[slots] = source
+                    break
+    period = filled_slowly(counts, regular)
+    if period is None:
+        period = filled_slowly(counts, np.full(length, -1))
+    ranks = np.zeros(length, np.int64)
+    for source, count in enumerate(counts):
+        ranks[period == source] = np.arange(count)
+    return period, ranks
+
+
+def filled_slowly(counts, regular):
+    length = len(regular)
+    period = regular.copy()
+    taken = {source: 0 for source in range(len(counts)) if source not in set(regular.tolist())}
+    for slot in np.flatnonzero(regular == -1).tolist():
+        best = None
+        for source, done in taken.items():
+            count = counts[source]
+            if done == count or slot < done * length // count:
+                continue
+            deadline = -(-(done + 1) * length // count)
+            if best is None or deadline < best[0]:
+                best = (deadline, source)
+        if best is None or slot >= best[0]:
+            return None
+        period[slot] = best[1]
+        taken[best[1]] += 1
+    return period
+
+
+@given(
+    st.one_of(
+        COUNTS,
+        st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=1, max_size=40),
+        st.lists(st.integers(1, 400), min_size=2, max_size=5),
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_the_order_is_the_one_that_runs_have_always_had(counts):
+    mixture = Mixture(tuple(counts))
+    period, ranks = arranged_slowly(counts)
+    assert mixture.period.tolist() == period.tolist()
+    source, own = mixture.locate(np.arange(len(period)))
+    assert source.tolist() == period.tolist() and own.tolist() == ranks.tolist()
+
+
+def test_the_work_of_an_arrangement_hardly_grows_with_the_sources(monkeypatch):
+    """Counted: what goes through a heap, and periods that are looked through."""
+    work = {"heap": 0}
+    push = mixture_module.heappush
+
+    def counted(heap, entry):
+        work["heap"] += 1
+        push(heap, entry)
+
+    monkeypatch.setattr(mixture_module, "heappush", counted)
+    seen = []
+    for sources in (7, 70, 700):
+        work["heap"] = 0
+        mixture = mix([1 + 0.001 * (number % 97) * number for number in range(sources)])
+        assert len(mixture.period) == sum(mixture.counts) <= LONGEST_PERIOD
+        seen.append(work["heap"] / len(mixture.period))
+    assert max(seen) <= 4  # each sample waits once and is ready once, in two tries at most
 
 
 def test_weights_are_the_decimals_that_they_are_written_as():
