@@ -21,6 +21,7 @@ def prepare(parsed: argparse.Namespace) -> int:
             split_on=parsed.split_on,
             chat=parsed.chat,
             template=parsed.template or CHATML,
+            parse_special=parsed.parse_special,
             workers=parsed.workers,
             shard_tokens=parsed.shard_tokens,
         )

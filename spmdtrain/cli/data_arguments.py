@@ -20,7 +20,7 @@ def add_data(commands) -> None:
     prepare.add_argument(
         "--tokenizer",
         default="bytes",
-        help="bytes | characters | a tokenizer.json (default: bytes)",
+        help="bytes | characters | a tokenizer.json or its folder (default: bytes)",
     )
     prepare.add_argument(
         "--end-of-text",
@@ -38,6 +38,12 @@ def add_data(commands) -> None:
         "--template",
         type=unescaped,
         help="what a message is written as, with {role} and {content} (default: ChatML)",
+    )
+    prepare.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="a special token that a text spells, <|endoftext|> say, is that token "
+        "(default: it is text)",
     )
     prepare.add_argument(
         "--workers",

@@ -421,7 +421,7 @@ def _encode_texts(texts: list[str], tokenizer_name: str) -> Corpus:
     """Make a corpus of texts, a document each; one without tokens is left out."""
     tokenizer = open_tokenizer(tokenizer_name, texts)
     dtype = DTYPES[storage_dtype(tokenizer.size)]
-    encoded = [tokenizer.encode(text).astype(dtype) for text in texts]
+    encoded = [tokenizer.encode(text, parse_special=False).astype(dtype) for text in texts]
     documents = [ids for ids in encoded if len(ids)]
     if not documents:
         raise DataError(

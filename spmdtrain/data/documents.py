@@ -125,13 +125,19 @@ def texts_in(files: Iterable[str], field: str, split_on: str | None = None) -> I
                 if isinstance(value, str):
                     yield value
                 elif isinstance(value, list):
-                    yield from _texts_of_messages(value)
+                    yield from texts_of_messages(value)
 
 
-def _texts_of_messages(messages: list) -> Iterator[str]:
-    for message in messages:
+def texts_of_messages(messages: Any) -> Iterator[str]:
+    """Yield the texts that a conversation holds: roles, contents, and the parts of contents."""
+    for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
             yield from (text for text in message.values() if isinstance(text, str))
+            parts = message.get("content")
+            for part in parts if isinstance(parts, list) else ():
+                text = part.get("text") if isinstance(part, dict) else part
+                if isinstance(text, str):
+                    yield text
 
 
 def _value_of_line(line: bytes, where: str, field: str) -> Any:

@@ -19,10 +19,13 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chat import Template, encode_conversation
-from spmdtrain.data.documents import Chunk, values_of
+from spmdtrain.data.documents import Chunk, texts_of_messages, values_of
 from spmdtrain.data.tokenizer import Tokenizer, from_spec
 from spmdtrain.data.tokens import DTYPES, storage_dtype
 
+# What may be said of a document.
+SPELLS = 1  # it spells a special token, or a marker of the template
+HOLDS_END = 2  # the token that ends it is in it, too
 WAITING = 2  # chunks for each process that are handed out ahead of the one that is written
 
 
@@ -34,6 +37,7 @@ class Recipe:
     end_of_text: int | None  # the id behind each document
     field: str  # that is read of tables and JSON lines
     template: Template | None = None  # of messages, where the documents are conversations
+    parse_special: bool = False  # a special token that a text spells is that token
 
 
 class Encoded(NamedTuple):
@@ -43,6 +47,7 @@ class Encoded(NamedTuple):
     lengths: np.ndarray  # [documents] int64, tokens of each; 0: it was empty
     text_bytes: np.ndarray  # [documents] int64, of UTF-8
     loss: np.ndarray | None  # [tokens] uint8, 1: counts in the loss; None: all do
+    notes: np.ndarray | None = None  # [documents] uint8, of SPELLS and HOLDS_END
 
     def cut(self, documents: int) -> tuple["Encoded", "Encoded"]:
         """Return the first `documents` and the others."""
@@ -50,10 +55,18 @@ class Encoded(NamedTuple):
         first_loss = None if self.loss is None else self.loss[:tokens]
         other_loss = None if self.loss is None else self.loss[tokens:]
         first = Encoded(
-            self.ids[:tokens], self.lengths[:documents], self.text_bytes[:documents], first_loss
+            self.ids[:tokens],
+            self.lengths[:documents],
+            self.text_bytes[:documents],
+            first_loss,
+            None if self.notes is None else self.notes[:documents],
         )
         others = Encoded(
-            self.ids[tokens:], self.lengths[documents:], self.text_bytes[documents:], other_loss
+            self.ids[tokens:],
+            self.lengths[documents:],
+            self.text_bytes[documents:],
+            other_loss,
+            None if self.notes is None else self.notes[documents:],
         )
         return first, others
 
@@ -74,7 +87,9 @@ def _encode_texts(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> Encoded
         text = "" if value is None else value
         texts.append(text)
         sizes.append(_size(text, chunk, number, recipe.field))
-    return _joined(tokenizer.encode_batch(texts), sizes, None, recipe, tokenizer)
+    encoded = tokenizer.encode_batch(texts, parse_special=recipe.parse_special)
+    spells = [tokenizer.spells_special(text) for text in texts]
+    return _joined(encoded, sizes, None, spells, recipe, tokenizer)
 
 
 def _size(text, chunk: Chunk, number: int, field: str) -> int:
@@ -95,29 +110,45 @@ def _encode_conversations(
     encoded = []
     losses = []
     sizes = []
+    spells = []
     nothing = np.zeros(0, np.int32), np.zeros(0, np.uint8), 0
     for number, value in enumerate(values_of(chunk, recipe.field), chunk.first):
         where = f"{chunk.path}: {recipe.field!r} of row {number + 1}"
         found = nothing
         if value is not None:
-            found = encode_conversation(value, template, tokenizer, where)
+            found = encode_conversation(
+                value, template, tokenizer, where, parse_special=recipe.parse_special
+            )
         ids, loss, size = found
+        spells.append(_spells(value, template, tokenizer))
         encoded.append(ids)
         losses.append(loss)
         sizes.append(size)
-    return _joined(encoded, sizes, losses, recipe, tokenizer)
+    return _joined(encoded, sizes, losses, spells, recipe, tokenizer)
+
+
+def _spells(messages, template: Template, tokenizer: Tokenizer) -> bool:
+    """Return whether a message spells a special token, or what looks like one to the template."""
+    return any(
+        tokenizer.spells_special(text) or any(marker in text for marker in template.markers)
+        for text in texts_of_messages(messages)
+    )
 
 
 def _joined(
     encoded: list[np.ndarray],
     sizes: list[int],
     losses: list[np.ndarray] | None,
+    spells: list[bool],
     recipe: Recipe,
     tokenizer: Tokenizer,
 ) -> Encoded:
     """Put documents behind each other, each with its end of text; one without tokens has none."""
     dtype = DTYPES[storage_dtype(tokenizer.size)]
     lengths = np.array([len(ids) for ids in encoded], np.int64)
+    notes = SPELLS * np.array(spells, np.uint8)
+    if recipe.end_of_text is not None:
+        notes += HOLDS_END * np.array([(recipe.end_of_text in ids) for ids in encoded], np.uint8)
     ids = np.concatenate([*encoded, np.zeros(0, np.int32)])
     in_range = not len(ids) or (ids.min() >= 0 and ids.max() < tokenizer.size)
     assert in_range, "a tokenizer gave an id beyond its size"
@@ -128,7 +159,7 @@ def _joined(
         if loss is not None:  # who learns the last token learns to stop
             loss = np.insert(loss, ends, loss[ends - 1])
         lengths = lengths + (lengths > 0)
-    return Encoded(ids.astype(dtype), lengths, np.array(sizes, np.int64), loss)
+    return Encoded(ids.astype(dtype), lengths, np.array(sizes, np.int64), loss, notes)
 
 
 def encode_all(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.chat import CHATML, Template
+from spmdtrain.data.chat import CHATML, Template, faults, with_markers
 from spmdtrain.data.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
 from spmdtrain.data.encode import Recipe, encode_all
 from spmdtrain.data.shards import Output, Position
@@ -42,6 +42,7 @@ class Job:
     split_on: str | None = None  # what separates the documents of a text file
     chat: bool = False  # documents are conversations: the loss is on the answers
     template: str = CHATML  # what a message of a conversation is written as
+    parse_special: bool = False  # a special token that a text spells is that token
     workers: int = 1
     shard_tokens: int | None = None  # a shard ends with the document that reaches it
 
@@ -68,7 +69,11 @@ def prepare(job: Job) -> None:
         texts = chain(texts, [job.template])
     tokenizer = open_tokenizer(job.tokenizer, texts)
     tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
-    recipe = Recipe(tokenizer.spec(), end, job.field_name, template)
+    if template:
+        tokenizer = with_markers(tokenizer, template)
+        for line in faults(template, tokenizer):
+            print(line, file=sys.stderr)
+    recipe = Recipe(tokenizer.spec(), end, job.field_name, template, job.parse_special)
 
     @cache
     def shared_spec() -> dict | None:
@@ -77,7 +82,8 @@ def prepare(job: Job) -> None:
         return share_tokenizer(job.out.removesuffix(".bin"), tokenizer)
 
     def make_writer(path: str) -> TokenWriter:  # called when nothing else is known to lie there
-        return TokenWriter(path, tokenizer, end, job.chat, shared_spec())
+        text = template.text if template else None
+        return TokenWriter(path, tokenizer, end, job.chat, shared_spec(), text)
 
     identity = _identity(job, recipe, files)
     with Output(job.out, job.shard_tokens, identity, make_writer) as output:
@@ -137,6 +143,9 @@ def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int |
     documents = "1 document" if count == 1 else f"{count:,} documents"
     ending = "nothing ends a document" if end is None else f"token {end} ends each document"
     source = open_tokens(first.path)
+    said = _said_of_specials(summaries, job.parse_special)
+    if job.chat:
+        said.insert(0, _learned(summaries, tokens))
     starts = source.document_starts
     stop = min(SHOWN, starts[1] if len(starts) > 1 else len(source.row))
     sample = tokenizer.decode(source.row[:stop])
@@ -145,9 +154,36 @@ def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int |
             f"{name}: {tokens:,} tokens ({first.dtype}) in {documents}, "
             f"vocabulary {first.vocab:,}, tokenizer {job.tokenizer}",
             f"{tokens / max(size, 1):.3f} tokens per byte of text; {ending}",
+            *said,
             f"the first {stop} tokens: {sample!r}",
         ]
     )
+
+
+def _learned(summaries: list[Summary], tokens: int) -> str:
+    """Return how much of conversations counts in the loss; an older journal does not know."""
+    counts = [summary.learned for summary in summaries]
+    if None in counts:
+        return "the messages of the assistant are learned"
+    learned = sum(count for count in counts if count is not None)
+    return (
+        f"{learned:,} of {tokens:,} tokens are learned ({100 * learned / tokens:.0f} %), "
+        "those of the assistant's messages"
+    )
+
+
+def _said_of_specials(summaries: list[Summary], parse_special: bool) -> list[str]:
+    lines = []
+    spelling = sum(summary.spelling for summary in summaries)
+    if spelling:
+        documents = "1 document spells" if spelling == 1 else f"{spelling:,} documents spell"
+        what = "read as that token" if parse_special else "kept as text (--parse-special)"
+        lines.append(f"{documents} a special token; {what}")
+    holding = sum(summary.holding_end for summary in summaries)
+    if holding:
+        documents = "1 document holds" if holding == 1 else f"{holding:,} documents hold"
+        lines.append(f"{documents} the token that ends one before the end")
+    return lines
 
 
 @contextmanager

@@ -67,6 +67,14 @@ class Output:
         done = sum(summary.tokens for summary in self.summaries)
         return done + (self._writer.tokens if self._writer else 0)
 
+    @property
+    def learned(self) -> int | None:
+        """The tokens that count in the loss so far; None where all do, or nobody knows."""
+        counts = [summary.learned for summary in self.summaries]
+        if self._writer:
+            counts.append(self._writer.learned)
+        return None if None in counts else sum(count or 0 for count in counts)
+
     def write(self, encoded: Encoded, position: Position) -> None:
         """Write documents, of the rows from `position` on, and finish each shard that is full."""
         file, row = position
@@ -88,6 +96,10 @@ class Output:
         """Finish the last shard. Raises DataError where there is not a single token."""
         if not self.tokens:
             raise DataError("the corpus is empty: no tokens to write")
+        if self.learned == 0:
+            raise DataError(
+                "no token counts in the loss: no message that is learned has the role 'assistant'"
+            )
         self.is_finished = True
         if self._writer and self._writer.tokens:
             self._end_shard(self.position)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from spmdtrain.config.errors import DataError, StorageError
-from spmdtrain.data.encode import Encoded
+from spmdtrain.data.encode import HOLDS_END, SPELLS, Encoded
 from spmdtrain.data.tokenizer import Tokenizer
 from spmdtrain.data.tokens import DTYPES, VERSION, loss_path, storage_dtype, token_paths
 
@@ -27,6 +27,9 @@ class Summary:
     text_bytes: int
     vocab: int
     dtype: str
+    learned: int | None = None  # tokens that count in the loss; None: all do
+    spelling: int = 0  # documents that spell a special token
+    holding_end: int = 0  # documents that hold the token that ends one
 
 
 @contextlib.contextmanager
@@ -52,8 +55,10 @@ class TokenWriter:
         end_of_text: int | None,
         with_loss: bool,
         spec: dict | None = None,
+        template: str | None = None,
     ):
         """`spec` takes the place of the tokenizer's own, where several files share its content.
+        `template` is what a message of conversations is written as.
 
         Raises StorageError where the file cannot be written.
         """
@@ -61,6 +66,8 @@ class TokenWriter:
         self._spec = tokenizer.spec() if spec is None else spec
         self._end_of_text = end_of_text
         self._finals = [*token_paths(path)]
+        self._template = template
+        self._with_loss = with_loss
         if with_loss:
             self._finals.insert(0, loss_path(path))  # the sidecar, which is last, comes last
         self._partials = [
@@ -69,6 +76,9 @@ class TokenWriter:
         self.documents = 0
         self.tokens = 0
         self._text_bytes = 0
+        self._learned = 0
+        self._spelling = 0
+        self._holding_end = 0
         self._files: dict[str, io.BufferedWriter] = {}
         self._hashes = {}
         with writing(self.path):
@@ -76,6 +86,11 @@ class TokenWriter:
             for final, partial in zip(self._finals[:-1], self._partials, strict=False):
                 self._files[final.suffix] = partial.open("wb")
                 self._hashes[final.suffix] = hashlib.sha256()
+
+    @property
+    def learned(self) -> int | None:
+        """The tokens that count in the loss so far; None: all do."""
+        return self._learned if self._with_loss else None
 
     @property
     def path(self) -> Path:
@@ -92,6 +107,10 @@ class TokenWriter:
             if ".loss" in self._files:
                 assert encoded.loss is not None, "conversations say which tokens count"
                 self._append(".loss", encoded.loss.tobytes())
+                self._learned += int(encoded.loss.sum())
+        if encoded.notes is not None:
+            self._spelling += int(np.count_nonzero(encoded.notes & SPELLS))
+            self._holding_end += int(np.count_nonzero(encoded.notes & HOLDS_END))
         self.documents += len(kept)
         self.tokens += len(encoded.ids)
         self._text_bytes += int(encoded.text_bytes.sum())
@@ -121,6 +140,7 @@ class TokenWriter:
         }
         if ".loss" in self._hashes:
             sidecar["loss_sha256"] = self._hashes[".loss"].hexdigest()
+            sidecar["template"] = self._template
         with writing(self.path):
             for file in self._files.values():
                 file.flush()
@@ -130,7 +150,17 @@ class TokenWriter:
             self._partials[-1].write_text(content, encoding="utf-8")
             for partial, final in zip(self._partials, self._finals, strict=True):
                 os.replace(partial, final)
-        return Summary(str(self.path), self.documents, self.tokens, self._text_bytes, vocab, dtype)
+        return Summary(
+            str(self.path),
+            self.documents,
+            self.tokens,
+            self._text_bytes,
+            vocab,
+            dtype,
+            self.learned,
+            self._spelling,
+            self._holding_end,
+        )
 
     def __enter__(self) -> "TokenWriter":
         return self
@@ -190,7 +220,7 @@ def write_tokens(
     dtype = DTYPES[storage_dtype(tokenizer.size)]
     with TokenWriter(path, tokenizer, end_of_text, with_loss=False) as writer:
         for document in documents:
-            ids = tokenizer.encode(document)
+            ids = tokenizer.encode(document, parse_special=False)
             if len(ids) and end_of_text is not None:
                 ids = np.append(ids, end_of_text)
             lengths = np.array([len(ids)])

@@ -10,12 +10,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.huggingface_tokenizer import HuggingFaceTokenizer
+from spmdtrain.data.offsets import Encoding
+from spmdtrain.data.tokenizer_folder import ends_named, specials_named, tokenizer_file
 
 UNDECODABLE = "\ufffd"
 # Ids that no text has, so that they can end one. 0xFF is no byte of UTF-8, and U+10FFFF never a
@@ -31,12 +33,27 @@ class Tokenizer(Protocol):
 
     size: int  # ids are < size
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids, int32 [tokens]. Raises DataError for a text that it has no ids for."""
+    def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:
+        """Return the ids, int32 [tokens]. Raises DataError for a text that it has no ids for.
+
+        A special token that the text spells is that token, or with `parse_special` False text.
+        """
         ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[np.ndarray]:
         """Return `encode(text)` for each text."""
+        ...
+
+    def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:
+        """Return the tokens of the joined parts, encoded as one text, and where each stands.
+
+        The first, the third and so on are ours: special tokens that they spell are tokens. The
+        others are other people's text, and are so only with `parse_special`.
+        """
+        ...
+
+    def spells_special(self, text: str) -> bool:
+        """Return whether a text spells a special token."""
         ...
 
     def id_of(self, token: str) -> int | None:
@@ -57,7 +74,7 @@ class ByteTokenizer:
 
     size = 256
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:  # noqa: ARG002
         try:
             # surrogateescape: a prompt from the command line that is not UTF-8 keeps its bytes.
             encoded = text.encode("utf-8", errors="surrogateescape")
@@ -67,8 +84,23 @@ class ByteTokenizer:
             ) from None
         return np.frombuffer(encoded, np.uint8).astype(np.int32)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        parse_special: bool = True,  # noqa: ARG002
+    ) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
+
+    def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:  # noqa: ARG002
+        text = "".join(parts)
+        points = _code_points(text)
+        sizes = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
+        places = np.repeat(np.arange(len(text)), sizes)
+        return Encoding(self.encode(text), places, places + 1)
+
+    def spells_special(self, text: str) -> bool:  # noqa: ARG002
+        return False  # there are none
 
     def id_of(self, token: str) -> int | None:
         encoded = token.encode("utf-8", errors="surrogateescape")
@@ -93,7 +125,7 @@ class CharacterTokenizer:
         self.size = len(self.alphabet)
         self._points = _code_points(self.alphabet)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:  # noqa: ARG002
         points = _code_points(text)
         ids = np.searchsorted(self._points, points)
         unknown = self._points[np.minimum(ids, self.size - 1)] != points
@@ -105,8 +137,21 @@ class CharacterTokenizer:
             )
         return ids.astype(np.int32)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        parse_special: bool = True,  # noqa: ARG002
+    ) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
+
+    def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:  # noqa: ARG002
+        text = "".join(parts)
+        places = np.arange(len(text))
+        return Encoding(self.encode(text), places, places + 1)
+
+    def spells_special(self, text: str) -> bool:  # noqa: ARG002
+        return False  # there are none
 
     def id_of(self, token: str) -> int | None:
         found = self.alphabet.find(token) if len(token) == 1 else -1
@@ -120,64 +165,8 @@ class CharacterTokenizer:
         return {"kind": "characters", "characters": self.alphabet}
 
 
-class HuggingFaceTokenizer:
-    """A `tokenizer.json`, given as its content; `path` is for messages.
-
-    It adds no special tokens, but finds those that the text spells out.
-    """
-
-    def __init__(self, content: str, path: str):
-        try:
-            import tokenizers
-        except ModuleNotFoundError:
-            raise DataError(
-                f"the tokenizer {path} needs the package `tokenizers`, which is not installed",
-                fix="pip install tokenizers",
-            ) from None
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the package raises nothing narrower
-            raise DataError(f"{path} is not a Hugging Face tokenizer.json: {error}") from None
-        # A file saved with truncation would cut every document at a few hundred tokens, silently.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.size = max(ids, default=-1) + 1
-        self._content = content
-        self._path = path
-
-    def encode(self, text: str) -> np.ndarray:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, np.int32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # The fast one tracks no offsets in the text, which nobody asks for.
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
-
-    def id_of(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token)
-
-    def special_tokens(self) -> dict[str, int]:
-        """Return the special tokens and their ids."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: i for i, token in added.items() if token.special}
-
-    def decode(self, ids) -> str:
-        known = [i for i in np.asarray(ids).tolist() if 0 <= i < self.size]
-        return self._tokenizer.decode(known, skip_special_tokens=False)
-
-    def spec(self) -> dict:
-        return {
-            "kind": "huggingface",
-            "path": self._path,
-            "sha256": hashlib.sha256(self._content.encode()).hexdigest(),
-            "json": self._content,
-        }
-
-
 def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
-    """Open a tokenizer: `bytes`, `characters`, or the path of a `tokenizer.json`.
+    """Open a tokenizer: `bytes`, `characters`, or the path of a `tokenizer.json` or its folder.
 
     `texts` are needed by `characters`, whose alphabet is what occurs in them. Raises DataError
     where there is no such tokenizer, or its file cannot be read.
@@ -190,26 +179,22 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
         if not alphabet:
             raise DataError("the corpus is empty: it has no characters to make a tokenizer of")
         return CharacterTokenizer(alphabet)
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise DataError(
-            f"no tokenizer {name!r}: neither a known name nor a file",
-            fix="bytes, characters or a tokenizer.json",
-        )
+    path = tokenizer_file(name)
     try:
-        return HuggingFaceTokenizer(path.read_text(encoding="utf-8"), name)
+        content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise DataError(f"{name} is not a Hugging Face tokenizer.json: not UTF-8 text") from None
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {name}: {error.strerror}") from None
+    return HuggingFaceTokenizer(content, str(name), specials_named(path.parent))
 
 
 def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer, int | None]:
     """Return the tokenizer with an end of text, and its id, which is None if `asked` is "none".
 
     `asked` may be a token of the tokenizer, or "auto". Then it is the byte 0xFF, the character
-    U+10FFFF, which is added to the alphabet, or of a `tokenizer.json` the `eos_token` that
-    `tokenizer_config.json` beside it names, or else the special token with a known name.
+    U+10FFFF, which is added to the alphabet, or of a `tokenizer.json` what the files beside it
+    name (`ends_named`), or else the special token with a known name.
 
     `name` is that of the tokenizer, as `open_tokenizer` takes it. Raises DataError where there is
     no such token.
@@ -220,32 +205,38 @@ def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer,
         found = tokenizer.id_of(asked)
         if found is None:
             raise DataError(f"the tokenizer {name} has no token {asked!r} to end a text with")
-        return tokenizer, found
+        return _with_control(tokenizer, asked), found
     if isinstance(tokenizer, ByteTokenizer):
         return tokenizer, END_BYTE
     if isinstance(tokenizer, CharacterTokenizer):
+        if END_CHARACTER in tokenizer.alphabet:
+            raise DataError(
+                "the texts hold U+10FFFF, with which the tokenizer `characters` ends one",
+                fix="--end-of-text none, or --tokenizer bytes",
+            )
         extended = CharacterTokenizer(tokenizer.alphabet + END_CHARACTER)
         return extended, extended.id_of(END_CHARACTER)
-    special = tokenizer.special_tokens() if isinstance(tokenizer, HuggingFaceTokenizer) else {}
-    for token in (_eos_token(Path(name).expanduser()), *END_NAMES):
-        if token in special:
-            return tokenizer, special[token]
+    assert isinstance(tokenizer, HuggingFaceTokenizer), "the only other kind"
+    for named in ends_named(tokenizer_file(name).parent):
+        token = named if isinstance(named, str) else tokenizer.token_of(named)
+        found = None if token is None else tokenizer.id_of(token)
+        if token is not None and found is not None:
+            return tokenizer.with_control([token]), found
+    for token in END_NAMES:
+        if token in tokenizer.control:
+            return tokenizer, tokenizer.control[token]
     raise DataError(
         f"no token of {name} is known to end a text",
-        found=", ".join(list(special)[:5]) or "no special tokens",
+        found=", ".join(list(tokenizer.control)[:5]) or "no special tokens",
         fix="--end-of-text TOKEN, or --end-of-text none",
     )
 
 
-def _eos_token(path: Path) -> str | None:
-    """Return the end of text that `tokenizer_config.json` beside a `tokenizer.json` names."""
-    try:
-        content = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-        token = content.get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return None
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else None
+def _with_control(tokenizer: Tokenizer, token: str) -> Tokenizer:
+    """Return the tokenizer, with a token that no text makes, where texts can be kept from it."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.with_control([token])
+    return tokenizer
 
 
 def from_spec(spec: dict) -> Tokenizer:
@@ -260,12 +251,15 @@ def from_spec(spec: dict) -> Tokenizer:
             "path": str(path),
             "sha256": str(digest),
             "json": str(content),
+            **others,
         }:
             if hashlib.sha256(content.encode()).hexdigest() != digest:
                 raise DataError(
                     f"the stored copy of the tokenizer {path} does not have its recorded sha256"
                 )
-            return HuggingFaceTokenizer(content, path)
+            control = others.get("control", [])
+            if isinstance(control, list) and all(isinstance(token, str) for token in control):
+                return HuggingFaceTokenizer(content, path, control)
     raise DataError(f"not a tokenizer that this version knows: {json.dumps(spec)[:80]}")
 
 
@@ -273,7 +267,7 @@ def tokenizer_fingerprint(spec: dict | None) -> str:
     """Return a hex hash of what a tokenizer does, whatever path it was read from."""
     if spec and "json" in spec:
         return _fingerprint_of_json(spec.get("kind"), spec.get("sha256"), spec["json"])
-    content = {key: value for key, value in (spec or {}).items() if key != "path"}
+    content = {key: value for key, value in (spec or {}).items() if key not in ("path", "control")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -89,6 +89,11 @@ class TokenSource:
         return self.sidecar.get("end_of_text")
 
     @property
+    def template(self) -> str | None:
+        """What a message of its conversations is written as; None where it holds none."""
+        return self.sidecar.get("template")
+
+    @property
     def earlier_fingerprint(self) -> str:
         """A hex hash of content and tokenizer from the sidecar alone: what version 0.1 took."""
         parts = [str(self.sidecar[key]) for key in ("dtype", "vocab", "sha256", "index_sha256")]
@@ -221,6 +226,8 @@ def _read_sidecar(path: Path) -> dict:
     end = sidecar.get("end_of_text")
     if end is not None and not (type(end) is int and 0 <= end < sidecar["vocab"]):
         raise DataError(f"the sidecar {path} is damaged: end_of_text={end!r}")
+    if not isinstance(sidecar.get("template"), str | None):
+        raise DataError(f"the sidecar {path} is damaged: template={sidecar['template']!r:.60}")
     if "tokenizer" not in sidecar:
         raise DataError(f"the sidecar {path} is damaged: it says nothing of a tokenizer")
     spec = sidecar["tokenizer"]

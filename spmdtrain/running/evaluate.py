@@ -134,7 +134,9 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
         return corpus
     if len(are_tokens) > 1:
         raise ConfigError("token files and texts cannot be evaluated together", fix="one kind")
-    encoded = [opened.tokenizer.encode(text) for text in texts_in(files, field)]
+    encoded = [
+        opened.tokenizer.encode(text, parse_special=False) for text in texts_in(files, field)
+    ]
     documents = [_ended(ids, opened.end_of_text) for ids in encoded if len(ids)]
     if not documents:
         raise DataError("the files hold no text", found=", ".join(files[:5]))

@@ -71,7 +71,7 @@ def test_ids_beyond_65535_survive(tmp_path):
     class Wide:
         size = 100_000
 
-        def encode(self, text):
+        def encode(self, text, parse_special):  # noqa: ARG002
             return np.array([int(word) for word in text.split()], np.int32)
 
         def spec(self):

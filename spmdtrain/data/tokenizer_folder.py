@@ -1,0 +1,97 @@
+"""The files beside a `tokenizer.json`, as models are published: which of its tokens are special."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import DataError
+
+NAME = "tokenizer.json"
+OF_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
+# Of models rather than of tokenizers: they name an end of text by its id.
+OF_IDS = ("generation_config.json", "config.json")
+
+
+def tokenizer_file(name: str) -> Path:
+    """Return the file that names a tokenizer: a `tokenizer.json`, or the folder that holds one.
+
+    Raises DataError where there is none.
+    """
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path / NAME):  # unlike Path.is_file, it does not raise at a name too long
+        return path / NAME
+    if os.path.isfile(path):
+        return path
+    if os.path.isdir(path):
+        names = sorted(each.name for each in path.glob("*token*"))
+        raise DataError(
+            f"the folder {name} holds no {NAME}",
+            found=", ".join(names[:5]),
+            fix="AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers "
+            "writes one",
+        )
+    if os.path.exists(path):  # a pipe, say, which would be waited for
+        raise DataError(f"the tokenizer {name} is no file", fix="a tokenizer.json")
+    raise DataError(
+        f"no tokenizer {name!r}: neither a known name nor a file (names of the Hugging Face hub "
+        "are not downloaded)",
+        fix="bytes, characters or a tokenizer.json",
+    )
+
+
+def specials_named(folder: Path) -> list[str]:
+    """Return the tokens that the files beside a `tokenizer.json` call special.
+
+    Raises DataError where one of them is damaged.
+    """
+    found = []
+    for content in map(_read, _existing(folder, OF_TOKENS)):
+        for key, value in content.items():
+            if key.endswith("_token"):
+                found.append(_text_of(value))
+            elif key == "additional_special_tokens" and isinstance(value, list):
+                found += map(_text_of, value)
+        described = content.get("added_tokens_decoder")
+        if isinstance(described, dict):
+            for token in described.values():
+                if isinstance(token, dict) and token.get("special") is True:
+                    found.append(_text_of(token))
+    return list(dict.fromkeys(token for token in found if token))
+
+
+def ends_named(folder: Path) -> Iterator[str | int]:
+    """Yield what the files beside a `tokenizer.json` name as the end of a text: tokens, then ids.
+
+    Raises DataError where one of them is damaged.
+    """
+    for content in map(_read, _existing(folder, OF_TOKENS)):
+        token = _text_of(content.get("eos_token"))
+        if token:
+            yield token
+    for content in map(_read, _existing(folder, OF_IDS)):
+        ids = content.get("eos_token_id")
+        for i in ids if isinstance(ids, list) else [ids]:
+            if type(i) is int:
+                yield i
+
+
+def _existing(folder: Path, names: tuple[str, ...]) -> list[Path]:
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
+        raise DataError(f"{path} is not JSON: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _text_of(token: Any) -> str | None:
+    """Return a token that is written as a text or, in newer files, as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
