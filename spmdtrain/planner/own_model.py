@@ -74,7 +74,7 @@ class OwnModel:
         if self._optimizer is None:
             rules = shipped_rules(config.optimizer, trained)
         else:
-            rules = optimizers.choose_rules(self._optimizer, trained)
+            rules = optimizers.choose_rules(self._optimizer, trained, model.layout)
 
         def fresh(key: jax.Array) -> tuple[Any, Any]:
             params = cast(model.init(key), config.precision.params)

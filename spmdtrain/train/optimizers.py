@@ -8,7 +8,7 @@ is frozen: it has no moments, and its gradient counts nowhere.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ import optax
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import Parameter
+from spmdtrain.parallel.pipeline.layout import Layout
+from spmdtrain.train.whole_tree import WholeTree, needs_whole_tree, over_stack
 
 OptimizerState = dict[str, Any]  # by dotted parameter path; frozen parameters have none
 
@@ -35,11 +37,14 @@ class Rule:
     `gradient_point(state, x)` is where the gradient is taken, element by element; None: at x. A
     rule that has one is given learning rate x `rate` as `learning_rate=`, and its update holds it
     (schedule_free.py).
+
+    `together` is set by `choose_rules`, where one transformation has to see several parameters.
     """
 
     transformation: optax.GradientTransformation
     rate: float = 1.0
     gradient_point: GradientPoint | None = None
+    together: WholeTree | None = None
 
 
 Rules = Mapping[str, Rule]  # by dotted parameter path
@@ -52,8 +57,13 @@ Optimizer = ChooseRule | optax.GradientTransformation
 # Rules of all parameters
 
 
-def choose_rules(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> Rules:
-    """The rule of each parameter that is not frozen. ConfigError where `optimizer` is none."""
+def choose_rules(
+    optimizer: Optimizer, parameters: Mapping[str, Parameter], layout: Layout
+) -> Rules:
+    """The rule of each parameter that is not frozen. ConfigError where `optimizer` is none.
+
+    `layout`: of the layers, where the parameters are stacked.
+    """
     choose = optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         choose = lambda *_: optimizer  # noqa: E731
@@ -64,8 +74,9 @@ def choose_rules(optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> R
     if not rules:
         raise ConfigError(f"optimizer= freezes all {len(parameters)} parameters", fix=_TAKES)
     for path, rule in rules.items():
-        _check_direction(path, parameters[path], rule)
-    return rules
+        if rule.gradient_point is not None:
+            _check_direction(path, parameters[path], rule)
+    return _with_whole_trees(rules, parameters, layout)
 
 
 _TAKES = "an optax transformation, or a function (path, parameter) -> transformation, Rule or None"
@@ -79,14 +90,56 @@ def _rule(path: str, found: Any) -> Rule | None:
     raise ConfigError(f"optimizer= gives {found!r:.80} for {path}", fix=_TAKES)
 
 
+def _with_whole_trees(rules: Rules, parameters: Mapping[str, Parameter], layout: Layout) -> Rules:
+    """The rules, those together whose parameters share a transformation that is not of one tensor.
+
+    ConfigError where it has only one of them, or cannot see them all.
+    """
+    sharing: dict[int, dict[str, Parameter]] = {}
+    for path, rule in rules.items():
+        if rule.gradient_point is None:
+            sharing.setdefault(id(rule.transformation), {})[path] = parameters[path]
+    found = dict(rules)
+    for group in sharing.values():
+        transformation = rules[next(iter(group))].transformation
+        whole = needs_whole_tree(transformation, group)
+        if whole is None:
+            by_dims = {len(each.shape) - each.stacked: path for path, each in group.items()}
+            for path in by_dims.values():
+                _check_direction(path, parameters[path], rules[path])
+            continue
+        if len(group) == 1 and len(rules) > 1:
+            raise ConfigError(
+                f"optimizer= gives {next(iter(group))} a transformation of its own that looks at "
+                "other tensors, or draws numbers",
+                fix="the same one for all parameters, made outside the function; to clip: "
+                "--set train.clip=1.0",
+            )
+        if layout.padding or (whole.by_layer and len(layout.shape) > 1):
+            raise ConfigError(
+                "optimizer= looks at all layers at once, or draws numbers, and a pipeline has them "
+                "on several devices",
+                fix="train.clip, which clips to the global norm on any mesh, or mesh.pipeline=1",
+            )
+        _check_sign(next(iter(group)), *whole.trial_update(group))
+        for path in group:
+            found[path] = replace(rules[path], together=whole)
+    return found
+
+
 def _check_direction(path: str, parameter: Parameter, rule: Rule) -> None:
-    """Refuses a transformation whose update points against the gradient: it is subtracted, so that
-    the loss would rise. That is what optax gives with the learning rate in it."""
+    """Refuses a transformation whose update points against the gradient, see `_check_sign`."""
     small = (2,) * (len(parameter.shape) - parameter.stacked)
     values = jnp.ones(small)
     gradient = jnp.ones(small)
     state = rule.transformation.init(values)
     update, _ = _update_of(rule, jnp.float32(1))(gradient, state, values)
+    _check_sign(path, update, gradient)
+
+
+def _check_sign(path: str, update: Any, gradient: jax.Array) -> None:
+    """Refuses an update that points against the gradient: it is subtracted, so that the loss would
+    rise. That is what optax gives with the learning rate in it."""
     if float(jnp.vdot(jnp.asarray(update), gradient)) < 0:
         raise ConfigError(
             f"optimizer= holds a learning rate: its update of {path} points against the gradient",
@@ -100,10 +153,14 @@ def init(
     rules: Rules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]
 ) -> OptimizerState:
     """The optimizer state before the first step."""
-    return {
-        path: _over_stack(rule.transformation.init, parameters[path].stacked)(values[path])
-        for path, rule in rules.items()
-    }
+    found = {}
+    for path, rule in rules.items():
+        if rule.together is None:
+            begin = over_stack(rule.transformation.init, parameters[path].stacked)
+            found[path] = begin(values[path])
+    for whole in _whole_trees(rules):
+        found |= whole.init(values)
+    return {path: found[path] for path in rules}
 
 
 def updates(
@@ -124,12 +181,26 @@ def updates(
     that `init` gave it.
     """
     found = {}
-    kept = {}
+    after = {}
     for path, rule in rules.items():
-        update = _over_stack(_update_of(rule, rate), parameters[path].stacked)
-        found[path], new = update(gradients[path], state[path], values[path])
-        kept[path] = jax.tree.map(lambda new, old: new.astype(old.dtype), new, state[path])
-    return found, kept
+        if rule.together is None:
+            update = over_stack(_update_of(rule, rate), parameters[path].stacked)
+            found[path], after[path] = update(gradients[path], state[path], values[path])
+    for whole in _whole_trees(rules):
+        updated, new = whole.update(gradients, state, values)
+        found |= updated
+        after |= new
+    kept = {
+        path: jax.tree.map(lambda new, old: new.astype(old.dtype), after[path], state[path])
+        for path in rules
+    }
+    return {path: found[path] for path in rules}, kept
+
+
+def _whole_trees(rules: Rules) -> list[WholeTree]:
+    """Each once."""
+    together = {id(rule.together): rule.together for rule in rules.values()}
+    return [whole for whole in together.values() if whole is not None]
 
 
 def _update_of(rule: Rule, rate: jax.Array | float) -> Callable:
@@ -159,12 +230,6 @@ def gradient_points(
             x = values[path]
             points[path] = rule.gradient_point(state[path], x).astype(x.dtype)
     return points
-
-
-def _over_stack(function: Callable, stacked: int) -> Callable:
-    for _ in range(stacked):
-        function = jax.vmap(function)
-    return function
 
 
 # Clipping

@@ -135,7 +135,7 @@ def shard_on(
     if optimizer is None:
         update_rules = shipped_rules(config.optimizer, trained)
     else:
-        update_rules = optimizers.choose_rules(optimizer, trained)
+        update_rules = optimizers.choose_rules(optimizer, trained, model.layout)
     if loss is not None:
         token_loss.check(config.train, loss, config.vocab)
     specs, padding = resting_specs(model, rules, zero=config.train.zero)

@@ -438,7 +438,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a rule sees the layers of a stage's chunk as one tensor",
-        "train/optimizers.py",
+        "train/whole_tree.py",
         "for _ in range(stacked):",
         "for _ in range(min(stacked, 1)):",
         OPTIMIZER,
@@ -460,8 +460,8 @@ BREAKAGES = [
     Breakage(
         "the state takes the dtype of the gradients",
         "train/optimizers.py",
-        "kept[path] = jax.tree.map(lambda new, old: new.astype(old.dtype), new, state[path])",
-        "kept[path] = new",
+        "path: jax.tree.map(lambda new, old: new.astype(old.dtype), after[path], state[path])",
+        "path: after[path]",
         OPTIMIZER,
     ),
     Breakage(
