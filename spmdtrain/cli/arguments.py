@@ -15,7 +15,7 @@ from spmdtrain.cli.shared_arguments import (
     positive_int,
     positive_seconds,
     seed_number,
-    text,
+    typed,
     whole,
 )
 from spmdtrain.config import ConfigError
@@ -168,9 +168,28 @@ def _add_sample(commands) -> None:
     add_make(sample)
     add_ema(sample)
     _add_step(sample)
-    sample.add_argument("--prompt", type=text, help="text to go on from (default: a line break)")
     sample.add_argument(
-        "--prompts", metavar="FILE", help="a prompt on each line, all made as one batch"
+        "--prompt",
+        type=typed,
+        help=r"text to go on from, \n in it a line break, \\n a backslash and n "
+        "(default: a line break)",
+    )
+    sample.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="a prompt on each line, all made as one batch; "
+        "of a .jsonl a text, or an object with prompt or messages",
+    )
+    sample.add_argument(
+        "--chat",
+        type=typed,
+        metavar="TEXT",
+        help="asks a run that was trained on conversations, by its template; prints the answer",
+    )
+    sample.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="a special token that a prompt spells is that token (default: it is text)",
     )
     sample.add_argument(
         "--length",
@@ -180,7 +199,7 @@ def _add_sample(commands) -> None:
     sample.add_argument(
         "--stop",
         action="append",
-        type=text,
+        type=typed,
         default=[],
         metavar="TEXT",
         help="ends before this text; end-of-text: before the token that ends a document; "

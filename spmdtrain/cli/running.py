@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from spmdtrain.cli.devices import start_jax
 from spmdtrain.cli.outputs import write_picture
+from spmdtrain.cli.prompts import as_json, read_prompts
 from spmdtrain.config import DONE, PREEMPTED, ConfigError, UserError, load, to_toml
-from spmdtrain.config.named_file import read_named
 from spmdtrain.parallel import peers, pulse
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def show(parsed: argparse.Namespace) -> int:
 
 def sample(parsed: argparse.Namespace) -> int:
     """Print text that a trained run generates."""
-    prompts = _prompts(parsed)
+    prompts = read_prompts(parsed)
     start_jax(parsed)
     from spmdtrain.running import sample
 
@@ -121,10 +121,11 @@ def sample(parsed: argparse.Namespace) -> int:
         overrides=parsed.set,
         make=parsed.make,
         ema=parsed.ema,
+        parse_special=parsed.parse_special,
     )
     if parsed.json:
         for prompt, text in zip(prompts, texts, strict=True):
-            print(json.dumps({"prompt": prompt, "text": text}))
+            print(as_json(prompt, text))
     else:
         print("\n\n".join(texts))
     return DONE
@@ -192,22 +193,3 @@ def _evaluate_tasks(parsed: argparse.Namespace) -> int:
             if isinstance(value, float):
                 print(f"{task}  {name}  {value:.4f}")
     return DONE
-
-
-def _prompts(parsed: argparse.Namespace) -> list[str]:
-    """The prompt that was typed, or those of a file: a line each, empty lines left out."""
-    if parsed.prompts is None:
-        return ["\n" if parsed.prompt is None else parsed.prompt]
-    if parsed.prompt is not None:
-        raise ConfigError("--prompt and --prompts cannot go together", fix="one of them")
-    path = Path(parsed.prompts)
-    try:
-        lines = read_named(path).decode().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--prompts {path} is not UTF-8 text") from None
-    found = [line for line in lines if line.strip()]
-    if not found:
-        raise ConfigError(f"--prompts {path} holds no prompt", fix="a prompt on each line")
-    return found

@@ -128,6 +128,9 @@ def duration(text: str) -> float:
     return time
 
 
+ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
+
+
 def text(given: str) -> str:
     """Reads a text that was typed: UTF-8, whatever the locale of the terminal is."""
     try:
@@ -144,10 +147,15 @@ def text(given: str) -> str:
 
 
 def unescaped(given: str) -> str:
-    r"""Reads a text, with \n and \t in it as a line break and a tab."""
+    r"""Reads a text of at least one character, as `typed` does."""
     if not given:
         raise argparse.ArgumentTypeError("it is empty")
-    return text(given).replace("\\n", "\n").replace("\\t", "\t")
+    return typed(given)
+
+
+def typed(given: str) -> str:
+    r"""Reads a text, with \n, \t and \\ in it as a line break, a tab and a backslash."""
+    return re.sub(r"\\([nt\\])", lambda found: ESCAPES[found[1]], text(given))
 
 
 def prompt_and_new(text: str) -> tuple[int, int]:

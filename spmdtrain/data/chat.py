@@ -58,11 +58,11 @@ class Template:
         """The text that `parse` takes."""
         return f"{self.opening}{{content}}{self.closing}"
 
-    def open(self, role: str) -> str:
+    def opening_of(self, role: str) -> str:
         """Return what stands before the content of a message."""
         return self.opening.replace("{role}", role)
 
-    def close(self, role: str) -> str:
+    def closing_of(self, role: str) -> str:
         """Return what stands behind the content of a message."""
         return self.closing.replace("{role}", role)
 
@@ -71,7 +71,7 @@ class Template:
         """The texts in it that look like special tokens, with the usual roles."""
         found = []
         for role in ROLES:
-            for text in (self.open(role), self.close(role)):
+            for text in (self.opening_of(role), self.closing_of(role)):
                 found += [marker for marker in MARKER.findall(text) if marker != role]
         return list(dict.fromkeys(found))
 
@@ -96,7 +96,7 @@ def encode_conversation(
     pieces: list[tuple[str, bool]] = []  # of the text, in order: does it belong to an answer?
     for role, content, is_learned in _checked(messages, where):
         _check_role(role, template, tokenizer, where)
-        opening, closing = template.open(role), template.close(role)
+        opening, closing = template.opening_of(role), template.closing_of(role)
         frames[-1] += opening
         frames.append(closing)
         contents.append(content)
@@ -119,10 +119,10 @@ def encode_prompt(
     contents = []
     for role, content, _ in _checked(messages, where):
         _check_role(role, template, tokenizer, where)
-        frames[-1] += template.open(role)
-        frames.append(template.close(role))
+        frames[-1] += template.opening_of(role)
+        frames.append(template.closing_of(role))
         contents.append(content)
-    frames[-1] += template.open(ANSWERS)
+    frames[-1] += template.opening_of(ANSWERS)
     return tokenizer.encode_parts(_alternating(frames, contents)).ids
 
 
@@ -132,7 +132,7 @@ def with_markers(tokenizer: Tokenizer, template: Template) -> Tokenizer:
         return tokenizer
     found = []
     for role in ROLES:
-        for text in (template.open(role), template.close(role)):
+        for text in (template.opening_of(role), template.closing_of(role)):
             found += [token for token in tokenizer.added_in(text) if token not in role]
     return tokenizer.with_control(found)
 
@@ -152,9 +152,9 @@ def faults(template: Template, tokenizer: Tokenizer) -> list[str]:
         )
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return lines  # whose tokens never reach over the end of a text
-    opening = template.open(ANSWERS)
+    opening = template.opening_of(ANSWERS)
     for answer in ("yes", "The", "1"):
-        encoding = tokenizer.encode_parts([opening, answer, template.close(ANSWERS)])
+        encoding = tokenizer.encode_parts([opening, answer, template.closing_of(ANSWERS)])
         cut = (encoding.starts < len(opening)) & (encoding.ends > len(opening))
         if cut.any():
             token = tokenizer.decode(encoding.ids[cut][:1])

@@ -76,6 +76,7 @@ class Corpus:
     # [tokens] uint8, 1: counts; None: all count
     loss: np.ndarray | StoredRow | Concatenated | None = None
     end_of_text: int | None = None  # the id that ends each document, where one does
+    template: str | None = None  # what a message is written as, where there are conversations
     has_documents: bool = True  # whether `document_starts` are known
     validation_start: int | None = None  # where the tokens begin that validate, if files do
     # What version 0.1 took for the fingerprint, where that is another: its runs are known by it.
@@ -336,6 +337,7 @@ def _joined(
         offset + source.document_starts for offset, source in zip(offsets, sources, strict=True)
     ]
     ends = {source.end_of_text for source in sources}
+    templates = {source.template for source in sources if source.template}
 
     def united(fingerprints: Iterable[str]) -> str:
         text = " ".join(fingerprints)
@@ -353,6 +355,7 @@ def _joined(
         rows=tuple(zip(offsets, rows, strict=True)),
         loss=loss,
         end_of_text=ends.pop() if len(ends) == 1 else None,
+        template=templates.pop() if len(templates) == 1 else None,
         has_documents=all(source.has_documents for source in sources),
         validation_start=None if num_training is None else tokens.bounds[num_training],
         earlier_fingerprint=united(source.earlier_fingerprint for source in sources),

@@ -46,6 +46,7 @@ class ForeignTokens:
     vocab = None
     tokenizer_spec = None
     end_of_text = None
+    template = None
     has_loss = False
     loss_row = None
 

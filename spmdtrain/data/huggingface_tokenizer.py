@@ -78,6 +78,9 @@ class HuggingFaceTokenizer:
     def spells_special(self, text: str) -> bool:
         return self._spelled is not None and self._spelled.search(text) is not None
 
+    def is_special(self, token: int) -> bool:
+        return token in self.control.values()
+
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 

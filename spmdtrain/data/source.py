@@ -89,6 +89,11 @@ class CorpusData:
         """The id that ends each document; None where none does."""
         return self.corpus.end_of_text
 
+    @property
+    def template(self) -> str | None:
+        """What a message is written as, where there are conversations; see data/chat.py."""
+        return self.corpus.template
+
     def train_samples(self, config: RunConfig) -> Samples:
         length = config.train.sequence_length
         order = {"seed": config.train.seed, "shuffle": config.data.shuffle}
@@ -142,6 +147,12 @@ class MixtureData:
         """The id that ends each document of every source."""
         ends = {source.end_of_text for source in self.sources}
         return ends.pop() if len(ends) == 1 else None
+
+    @property
+    def template(self) -> str | None:
+        """What a message is written as in every source of conversations."""
+        templates = {source.template for source in self.sources if source.template}
+        return templates.pop() if len(templates) == 1 else None
 
     def train_samples(self, config: RunConfig) -> Samples:
         """Each source is read in an order of its own, endlessly, whatever the others' sizes."""
@@ -198,6 +209,7 @@ class SourceData:
     fingerprint: str
     tokenizer: None = None
     end_of_text: None = None
+    template: None = None
 
     @property
     def earlier_fingerprint(self) -> str:

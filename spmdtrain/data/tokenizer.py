@@ -56,6 +56,10 @@ class Tokenizer(Protocol):
         """Return whether a text spells a special token."""
         ...
 
+    def is_special(self, token: int) -> bool:
+        """Return whether an id is that of a special token."""
+        ...
+
     def id_of(self, token: str) -> int | None:
         """Return the id of a token that is written like this; None where there is none."""
         ...
@@ -101,6 +105,9 @@ class ByteTokenizer:
 
     def spells_special(self, text: str) -> bool:  # noqa: ARG002
         return False  # there are none
+
+    def is_special(self, token: int) -> bool:  # noqa: ARG002
+        return False
 
     def id_of(self, token: str) -> int | None:
         encoded = token.encode("utf-8", errors="surrogateescape")
@@ -152,6 +159,9 @@ class CharacterTokenizer:
 
     def spells_special(self, text: str) -> bool:  # noqa: ARG002
         return False  # there are none
+
+    def is_special(self, token: int) -> bool:  # noqa: ARG002
+        return False
 
     def id_of(self, token: str) -> int | None:
         found = self.alphabet.find(token) if len(token) == 1 else -1

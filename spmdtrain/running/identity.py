@@ -26,6 +26,7 @@ def config_document(setup: Setup, data: Data) -> dict[str, Any]:
         "corpus": data.fingerprint,
         "tokenizer": data.tokenizer,
         "end_of_text": data.end_of_text,
+        "template": data.template,
         "model_code": code_of(setup),
     }
 

@@ -35,6 +35,7 @@ class OpenedRun:
     tokenizer_spec: dict | None
     end_of_text: int | None = None  # the id that ends each document of its data
     eval_windows: int | None = None  # of each validation split; None: all, see RunConfig
+    template: str | None = None  # what a message of its conversations is written as
 
     @property
     def config(self) -> RunConfig:
@@ -94,7 +95,10 @@ def open_run(
         )
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
     end = saved.get("end_of_text")
-    return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end, windows)
+    template = saved.get("template")
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"{run}/config.json is damaged: template={template!r:.60}")
+    return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end, windows, template)
 
 
 def _check_overrides(overrides: Sequence[str], settable: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 Text is made with a key-value cache in one compiled loop.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.tokenizer import Tokenizer
+from spmdtrain.config.schema import SEEDS, RunConfig
 from spmdtrain.models.abstract import cast, make_gather, matmuls
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
@@ -26,8 +26,10 @@ from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.tensor_matmul import make_column_parallel, make_row_parallel, no_ring
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.running.opened import OpenedRun, open_run
+from spmdtrain.running.prompts import ended, ids_of, read_prompts, stops_of, texts_to_stop
 from spmdtrain.train.setup import Setup
 
+COLDEST = 1e-6  # the least temperature that is not 0
 LONGEST = 200  # tokens, where nobody asked for a number
 END_OF_TEXT = "end-of-text"  # among what stops a text: the token that ends a document
 
@@ -41,12 +43,24 @@ class Choice:
     top_p: float | None = None
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ConfigError(f"--temperature {self.temperature} is not at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"--top-k {self.top_k} leaves no token")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        # Below COLDEST a float32 of logits over it overflows.
+        if not _is_number(self.temperature) or not (
+            self.temperature == 0 or COLDEST <= self.temperature < math.inf
+        ):
+            what = f"--temperature {self.temperature} is not 0, nor a number of at least {COLDEST}"
+            raise ConfigError(what)
+        if self.top_k is not None and (not _is_whole(self.top_k) or self.top_k < 1):
+            raise ConfigError(f"--top-k {self.top_k} leaves no token, or is no whole number")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ConfigError(f"--top-p {self.top_p} is not above 0 and at most 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may choose
@@ -61,13 +75,17 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     overrides: Sequence[str] = (),
     make: MakeModel | str | None = None,
     ema: bool = False,
+    parse_special: bool = False,
 ) -> str | list[str] | np.ndarray:
     """`prompt` and at most `length` tokens after it, by the weights of `run` after `step` steps
     (default: the newest that are not damaged).
 
     A prompt of text gives text, and a list of them a list, made as one batch; one of token ids
-    [time] or [batch, time] gives ids. `length` defaults to as many tokens as the model was made
-    for, at most LONGEST; more go on with the last tokens in sight (rotary positions: with all).
+    [time] or [batch, time] gives ids. A list of messages, {"role": ..., "content": ...}, is written
+    as in training and gives the answer, without the messages, up to where the template closes it.
+    Special tokens that a text spells are text, unless `parse_special`. `length` defaults to as many
+    tokens as the model was made for, at most LONGEST; more go on with the last tokens in sight
+    (rotary positions: with all).
     Text ends before the first of the texts in `stop`; END_OF_TEXT among them means the token that
     ends a document. `overrides` may set mesh.* (default: one device), rules.* and model.attention;
     `make` is what the run was trained with, a class or its name as in `model.make`. With `ema`
@@ -76,26 +94,22 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
     setup = opened.setup
     _refuse_pipeline(setup.mesh)
-    texts = _texts(prompt)
-    tokenizer = opened.tokenizer if texts or stop else None
-    if tokenizer and texts:
-        prompts = [tokenizer.encode(text) for text in texts]
-    else:
-        prompts = _as_batch(prompt)
-    length = _length(setup.config, prompts, length)
-    end = None
-    if END_OF_TEXT in stop:
-        end = _end_of_text(opened)
-    make_ids = make_generate(setup, length, choice, end)
-    made = make_ids(opened.params, prompts, jax.random.key(seed))
-    if tokenizer is None or not texts:
+    prompts = read_prompts(opened, prompt, parse_special)
+    length = _length(setup.config, prompts.ids, length)
+    texts = texts_to_stop(stop)
+    end = _end_of_text(opened) if END_OF_TEXT in texts else None
+    if prompts.template:
+        end = opened.end_of_text
+    stops = stops_of(prompts, [text for text in texts if text != END_OF_TEXT], end)
+    make_ids = make_generate(setup, length, choice, stops.ids)
+    made = make_ids(opened.params, prompts.ids, _key(seed))
+    if prompts.tokenizer is None:
         return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
-    strings = [text for text in stop if text != END_OF_TEXT]
     found = [
-        _ended(tokenizer, ids, len(before), strings, end)
-        for ids, before in zip(made, prompts, strict=True)
+        ended(prompts, ids, len(before), stops)
+        for ids, before in zip(made, prompts.ids, strict=True)
     ]
-    return found[0] if isinstance(prompt, str) else found
+    return found[0] if prompts.is_one else found
 
 
 def generate_ids(
@@ -109,10 +123,10 @@ def generate_ids(
 ) -> np.ndarray:
     """`generate` for token ids, with the parameters of a training state at hand."""
     _refuse_pipeline(setup.mesh)
-    prompts = _as_batch(prompt)
+    prompts = ids_of(prompt, setup.model.rows)
     length = _length(setup.config, prompts, length)
     make_ids = make_generate(setup, length, choice)
-    made = make_ids(params, prompts, jax.random.key(seed))
+    made = make_ids(params, prompts, _key(seed))
     return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
 
 
@@ -141,13 +155,13 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
 
 
 def make_generate(
-    setup: Setup, length: int, choice: Choice, end: int | None = None
+    setup: Setup, length: int, choice: Choice, ends: Sequence[int] = ()
 ) -> Callable[[dict[str, jax.Array], Sequence[np.ndarray], jax.Array], list[np.ndarray]]:
     """`generate(params, prompts, key) -> ids`, each prompt with `length` tokens behind it.
 
     What all prompts have in common in length is read at once, the rest token by token. The loop
-    ends once every text has come to the token `end`; the ids behind it mean nothing. Weights stay
-    split as the rules say; the few sequences are whole on every device.
+    ends once every text has come to one of the tokens `ends`; the ids behind it mean nothing.
+    Weights stay split as the rules say; the few sequences are whole on every device.
     """
     refuse_corrupting(setup)
     config = setup.config
@@ -172,7 +186,7 @@ def make_generate(
             is_given_b = at < lengths_b
             token_b = jnp.where(is_given_b, tokens_bt[:, at], chosen_b)
             tokens_bt = tokens_bt.at[:, at].set(token_b)
-            if end is not None:
+            for end in ends:
                 ended_b |= ~is_given_b & (token_b == end)
             return at + 1, tokens_bt, following(tokens_bt, at, cache), ended_b
 
@@ -284,47 +298,20 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
     )
 
 
-def _as_batch(ids: Sequence[Any] | np.ndarray) -> list[np.ndarray]:
-    """Token ids [time] or [batch, time] as rows, int32 [time] each."""
-    ids = np.asarray(ids)
-    if not ids.size:
-        raise ConfigError("--prompt is empty: there is nothing to go on from")
-    if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
-        raise ConfigError(
-            f"a prompt of shape {ids.shape} and dtype {ids.dtype}",
-            fix="text, or integer ids [time] or [batch, time]",
-        )
-    return list(ids.reshape(-1, ids.shape[-1]).astype(np.int32))
-
-
-def _texts(prompt: Any) -> list[str]:
-    """The prompts, if they are texts."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str):
-        return list(prompt)
-    return []
-
-
 def _length(config: RunConfig, prompts: Sequence[np.ndarray], asked: int | None) -> int:
     """Chooses the number of tokens to make after each prompt. Raises ConfigError."""
-    if not all(len(prompt) for prompt in prompts):
-        raise ConfigError("--prompt is empty: there is nothing to go on from")
+    if asked is not None:
+        if not _is_whole(asked) or asked < 1:
+            raise ConfigError(f"--length {asked!r} is not a whole number of at least 1")
+        return int(asked)
     room = config.max_length - max(len(prompt) for prompt in prompts)
-    return asked or min(room if room > 0 else LONGEST, LONGEST)
+    return min(room if room > 0 else LONGEST, LONGEST)
 
 
-def _ended(
-    tokenizer: Tokenizer, ids: np.ndarray, prompt: int, stop: Sequence[str], end: int | None
-) -> str:
-    """The text of ids, cut behind the prompt (so many ids) before what is to end it."""
-    made = ids[prompt:]
-    if end is not None and end in made:
-        ids = ids[: prompt + int(np.argmax(made == end))]
-    text = tokenizer.decode(ids)
-    behind = len(tokenizer.decode(ids[:prompt]))
-    places = [at for at in (text.find(each, behind) for each in stop) if at >= 0]
-    return text[: min(places, default=len(text))]
+def _key(seed: int) -> jax.Array:
+    if not _is_whole(seed) or not 0 <= seed < SEEDS:
+        raise ConfigError(f"--seed {seed!r} is not a whole number from 0 to {SEEDS - 1}")
+    return jax.random.key(seed)
 
 
 def _end_of_text(opened: OpenedRun) -> int:

@@ -39,3 +39,18 @@ def test_a_low_temperature_sharpens():
         jax.random.split(jax.random.key(0), 1000)
     )
     assert np.mean(np.asarray(cold) == 1) > 0.75
+
+
+def test_top_k_and_top_p_take_no_more_of_equally_likely_tokens_than_asked():
+    """The first ones, as the likeliest is the first: top_k=1 is greedy."""
+    ties = jnp.log(jnp.array([[0.1, 0.3, 0.3, 0.3]]))
+    keys = jax.random.split(jax.random.key(0), 200)
+    for how, wanted in (
+        ({"top_k": 1}, {1}),
+        ({"top_k": 2}, {1, 2}),
+        ({"top_p": 0.01}, {1}),
+        ({"top_p": 0.5}, {1, 2}),
+    ):
+        ids = jax.vmap(lambda key, how=how: choose(ties, key, 1.0, **how)[0])(keys)
+        assert set(np.asarray(ids).tolist()) == wanted
+    assert int(choose(ties, keys[0], 0.0)[0]) == 1

@@ -1,0 +1,72 @@
+"""What `sample` is asked: a prompt that was typed, a question, or a file of either."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config import ConfigError
+from spmdtrain.config.named_file import read_named
+
+Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
+
+
+def read_prompts(parsed: argparse.Namespace) -> list[Prompt]:
+    """Return the prompts. Raises ConfigError where there is none, or more than one way to it."""
+    given = [name for name in ("prompt", "prompts", "chat") if getattr(parsed, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"--{given[0]} and --{given[1]} cannot go together", fix="one of them")
+    if parsed.chat is not None:
+        return [[{"role": "user", "content": parsed.chat}]]
+    if parsed.prompts is None:
+        return ["\n" if parsed.prompt is None else parsed.prompt]
+    return _of_file(parsed.prompts)
+
+
+def as_json(prompt: Prompt, text: str) -> str:
+    """Return the line that says what was made of a prompt."""
+    asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
+    return json.dumps(asked | {"text": text})
+
+
+def _of_file(name: str) -> list[Prompt]:
+    """Return the prompts of a file, one on each line; empty lines are left out."""
+    path = Path(name)
+    try:
+        content = read_named(path).decode()
+    except OSError as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--prompts {path} is not UTF-8 text") from None
+    if path.suffix == ".jsonl":
+        # Only a line break ends a line of JSON; a text may hold other separators.
+        lines = enumerate(content.split("\n"), 1)
+        found: list[Prompt] = [
+            _of_line(line, f"{path}:{number}") for number, line in lines if line.strip()
+        ]
+    else:
+        found = list(filter(str.strip, content.splitlines()))
+    if not found:
+        raise ConfigError(f"--prompts {path} holds no prompt", fix="a prompt on each line")
+    if len({type(prompt) for prompt in found}) > 1:
+        raise ConfigError(f"--prompts {path} holds texts and messages", fix="a file for each")
+    return found
+
+
+def _of_line(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--prompts {where} is not a line of JSON: {error}") from None
+    asked = row
+    if isinstance(row, dict):
+        asked = row.get("prompt", row.get("messages"))
+    if isinstance(asked, str) and asked:
+        return asked
+    if isinstance(asked, list) and asked and all(isinstance(each, dict) for each in asked):
+        return asked
+    raise ConfigError(
+        f"--prompts {where} is no prompt",
+        found=f"{line:.60}",
+        fix='{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}',
+    )
