@@ -56,6 +56,22 @@ def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tup
     return found
 
 
+def rolling_windows(ids: Ids, first: int, limit: int) -> list[tuple[Ids, Ids]]:
+    """(context, continuation) pairs whose continuations are `ids`, one behind the other.
+
+    They are the harness's own (`get_rolling_token_windows`, `make_disjoint_window`): each window
+    scores `limit` tokens given the one before, which is `first` at the start; the last, shorter one
+    is given as many tokens as fit.
+    """
+    row = np.concatenate([[first], ids]).astype(np.int32)  # ids[at] is row[at + 1]
+    windows = []
+    for at in range(0, len(ids), limit):
+        end = min(at + limit, len(ids))
+        seen = max(end - limit, 0)
+        windows.append((row[seen : at + 1], row[at + 1 : end + 1]))
+    return windows
+
+
 def _make_score(opened: OpenedRun) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Makes `(params, tokens, targets, mask [batch, time]) -> (sums, all likeliest) [batch]`."""
     refuse_corrupting(opened.setup)
@@ -110,20 +126,17 @@ def harness_model(opened: OpenedRun) -> Any:
     """Wraps the run as a `lm_eval.api.model.LM`."""
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  likewise
 
-    tokenizer = opened.tokenizer
-
-    def encode(text: str) -> Ids:
-        return tokenizer.encode(text)
+    encode = opened.tokenizer.encode
 
     def pair(context: str, continuation: str) -> tuple[Ids, Ids]:
-        """Encodes both, cut where the context ends; an empty context is a line break."""
-        if not context:
-            return encode("\n"), encode(continuation)
-        before = encode(context)
+        """Encodes both as the harness does: cut at the number of tokens of the context, whose last
+        spaces belong to the continuation; an empty context is the end of a text."""
+        stripped = context.rstrip()
         whole = encode(context + continuation)
-        if np.array_equal(whole[: len(before)], before):
-            return before, whole[len(before) :]
-        return before, encode(continuation)  # a token would span the cut
+        if not stripped:
+            return _before_a_text(opened), whole
+        before = encode(stripped)
+        return before, whole[len(before) :]
 
     class TrainedRun(LM):
         """Takes requests as texts, and answers in the order in which they were asked."""
@@ -135,11 +148,8 @@ def harness_model(opened: OpenedRun) -> Any:
             limit = opened.config.max_length
             found = []
             for request in requests:
-                ids = np.concatenate([encode("\n"), encode(request.args[0])])
-                windows = [
-                    (ids[at : at + 1], ids[at + 1 : at + 1 + limit])
-                    for at in range(0, len(ids) - 1, limit)
-                ]
+                first = int(_before_a_text(opened)[-1])
+                windows = rolling_windows(encode(request.args[0]), first, limit)
                 found.append(sum(score for score, _ in likelihoods(opened, windows)))
             return found
 
@@ -149,14 +159,27 @@ def harness_model(opened: OpenedRun) -> Any:
     return TrainedRun()
 
 
+def _before_a_text(opened: OpenedRun) -> Ids:
+    """What stands before the first token of a text: the end of another, or else a line break."""
+    if opened.end_of_text is None:
+        return opened.tokenizer.encode("\n")
+    return np.array([opened.end_of_text], np.int32)
+
+
 def _text_until(opened: OpenedRun, context: str, options: dict[str, Any]) -> str:
-    """Writes the likeliest text after `context`, up to the first of `options["until"]`."""
+    """Writes the likeliest text after `context`, up to the first of `options["until"]` or to the
+    end of the text. Of a long context it sees the last tokens, as many as leave room for the text.
+    """
     tokenizer = opened.tokenizer
     length = int(options.get("max_gen_toks", NEW_TOKENS))
-    ids = tokenizer.encode(context or "\n")
-    generate = make_generate(opened.setup, length, Choice(temperature=0))
-    made = generate(opened.params, [ids], jax.random.key(0))
-    text = tokenizer.decode(made[0][len(ids) :])
+    ids = tokenizer.encode(context) if context else _before_a_text(opened)
+    room = opened.config.max_length - length
+    ids = ids[-room:] if room > 0 else ids
+    ends = () if opened.end_of_text is None else (opened.end_of_text,)
+    generate = make_generate(opened.setup, length, Choice(temperature=0), ends)
+    made = generate(opened.params, [ids], jax.random.key(0))[0][len(ids) :]
+    is_end = np.isin(made, ends)
+    text = tokenizer.decode(made[: int(is_end.argmax())] if is_end.any() else made)
     until = options.get("until", [])
     if isinstance(until, str):
         until = [until]

@@ -2,6 +2,8 @@
 the length.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -61,6 +63,37 @@ def test_likelihoods_are_those_of_the_logits_in_the_order_asked(opened):
     ]
     greedy = st.generate_ids(opened.setup, opened.params, encode("to be"), 3, choice=st.Choice(0))
     assert harness.likelihoods(opened, [(encode("to be"), greedy[-3:])])[0][1]
+
+
+# Made by lm-eval 0.4.9: map(make_disjoint_window, get_rolling_token_windows(1 to n, 0, limit, 1)).
+ROLLING = [
+    (0, 4, []),
+    (1, 4, [([0], [1])]),
+    (3, 4, [([0], [1, 2, 3])]),
+    (4, 4, [([0], [1, 2, 3, 4])]),
+    (5, 4, [([0], [1, 2, 3, 4]), ([1, 2, 3, 4], [5])]),
+    (8, 4, [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8])]),
+    (10, 4, [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8]), ([6, 7, 8], [9, 10])]),
+    (3, 1, [([0], [1]), ([1], [2]), ([2], [3])]),
+]
+
+
+@pytest.mark.parametrize(("tokens", "limit", "wanted"), ROLLING)
+def test_a_long_text_is_cut_as_the_harness_cuts_it(tokens, limit, wanted):
+    found = harness.rolling_windows(np.arange(1, tokens + 1, dtype=np.int32), 0, limit)
+    assert [(before.tolist(), after.tolist()) for before, after in found] == wanted
+
+
+def test_what_stands_before_a_text_is_the_end_of_another(opened):
+    """Or a line break, where the documents of the run had no end; the harness takes it so too."""
+    assert harness._before_a_text(opened).tolist() == [ord("\n")]
+    ending = dataclasses.replace(opened, end_of_text=255)
+    assert harness._before_a_text(ending).tolist() == [255]
+    # The likeliest text ends before the token that ends one, and does not hold it.
+    whole = harness._text_until(opened, "to be", {"max_gen_toks": 6})
+    third = dataclasses.replace(opened, end_of_text=int(opened.tokenizer.encode(whole)[2]))
+    shorter = harness._text_until(third, "to be", {"max_gen_toks": 6})
+    assert whole.startswith(shorter) and len(shorter) <= 2
 
 
 def test_the_harness_asks_and_is_answered(opened):
