@@ -21,8 +21,8 @@ from spmdtrain.config.schema import PrecisionConfig, RunConfig
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import MatmulWeight
 from spmdtrain.models.model import LanguageModel
+from spmdtrain.models.projection import MatmulWeight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names
@@ -75,6 +75,11 @@ class AbstractModel:
         for path, parameter in self.parameters.items():
             total += round(parameter.size * share) if self.in_stack(path) else parameter.size
         return total
+
+    def split_trained(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns (the values of parameters, those of buffers); only the first have gradients."""
+        trained = {path: x for path, x in values.items() if self.parameters[path].is_trained}
+        return trained, {path: x for path, x in values.items() if path not in trained}
 
     @property
     def corrupt(self) -> Corrupt | None:
@@ -163,8 +168,8 @@ def build_model(
 
 def _parameter(path: tuple, variable: nnx.Variable, layout: Layout) -> Parameter:
     """Shape and axes of a variable; those of the layers as `layout` has them."""
-    is_ours = isinstance(variable, nnx.Param | Buffer)
-    if not is_ours or not jnp.issubdtype(variable.dtype, jnp.floating):
+    is_floating = jnp.issubdtype(variable.dtype, jnp.floating)
+    if not isinstance(variable, Buffer) and not (isinstance(variable, nnx.Param) and is_floating):
         raise ConfigError(
             f"{_dotted(path)}: a {type(variable).__name__} of {variable.dtype} in the model",
             fix="floating nnx.Param or spmdtrain.Buffer; dropout through ctx.dropout",
@@ -292,7 +297,8 @@ def make_manual_gather(
         if not gathered_axes(spec):
             return weight
         resting = str(weight.dtype)
-        gather = WeightGather(spec, resting, precision.compute, precision.accumulate)
+        compute = precision.compute if jnp.issubdtype(weight.dtype, jnp.floating) else resting
+        gather = WeightGather(spec, resting, compute, precision.accumulate)
         return gather(weight)
 
     return lambda state: _map_weights(whole, state)
@@ -320,11 +326,12 @@ def _map_weights(
 
 def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
     """Floating parameters in `dtype`."""
+    return {path: cast_floating(x, dtype) for path, x in values.items()}
 
-    def cast_one(x: jax.Array) -> jax.Array:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    return {path: cast_one(x) for path, x in values.items()}
+def cast_floating(x: jax.Array, dtype: str) -> jax.Array:
+    """x in `dtype`, but as it is where it holds integers."""
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def matmuls(dtype: str) -> contextlib.AbstractContextManager:

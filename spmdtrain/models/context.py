@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.parallel.tensor_matmul import TensorMatmul
+from spmdtrain.models.projection import Product, Weight, multiply
+from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
 
 
 @partial(
@@ -27,8 +28,8 @@ from spmdtrain.parallel.tensor_matmul import TensorMatmul
         "lookup",
         "gather",
         "remat",
-        "column_parallel",
-        "row_parallel",
+        "column_matmul",
+        "row_matmul",
         "dropout_rate",
     ],
 )
@@ -50,13 +51,24 @@ class ForwardContext:
     gather: Callable[[nnx.State], nnx.State] = lambda state: state
     # The part of the forward that backward computes again; see stack.rematerialised.
     remat: Literal["none", "weights", "dots", "full"] = "none"
-    # (x [b, t, e], weight [e, *f], logical axes of f) -> [b, t, *f]: from the residual stream.
-    column_parallel: TensorMatmul = lambda x, weight, _: jnp.tensordot(x, weight, 1)
-    # (h [b, t, *f], weight [*f, e], logical axes of f) -> [b, t, e]: back to it.
-    row_parallel: TensorMatmul = lambda h, weight, _: jnp.tensordot(h, weight, weight.ndim - 1)
+    # (x [b, t, e], array [e, *f], logical axes of f) -> [b, t, *f]: from the residual stream.
+    column_matmul: TensorMatmul = lambda x, array, _: jnp.tensordot(x, array, 1)
+    # (h [b, t, *f], array [*f, e], logical axes of f) -> [b, t, e]: back to it.
+    row_matmul: TensorMatmul = lambda h, array, _: jnp.tensordot(h, array, array.ndim - 1)
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None
+
+    def column_parallel(self, x: jax.Array, weight: Weight | jax.Array, names: Names) -> jax.Array:
+        """Returns x [b, t, e] of the residual stream times a weight [e, *f]: [b, t, *f].
+
+        `names` are the logical axes of f. The weight's type multiplies: see projection.py.
+        """
+        return multiply(weight, Product(self.column_matmul, names, from_stream=True), x)
+
+    def row_parallel(self, h: jax.Array, weight: Weight | jax.Array, names: Names) -> jax.Array:
+        """Returns h [b, t, *f] times a weight [*f, e], back to the residual stream: [b, t, e]."""
+        return multiply(weight, Product(self.row_matmul, names, from_stream=False), h)
 
     def at_layer(self, layer: jax.Array | int) -> "ForwardContext":
         """The same context, with noise of its own for layer number `layer`."""

@@ -20,19 +20,12 @@ from pallas_kernels.norm import layernorm, rmsnorm
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.projection import MatmulWeight
 from spmdtrain.parallel.regions import Whole
 
 # The standard deviation of every weight matrix, as in GPT-2; residual projections divide it by
 # sqrt(2 layers).
 INIT_STD = 0.02
-
-
-class MatmulWeight(nnx.Param):
-    """A weight that only `ctx.column_parallel` or `ctx.row_parallel` reads.
-
-    In training on a mesh with `context` it comes to them as copies, one for each part of the
-    tokens. The parts of its gradient are then summed once a step (`parallel/copies.py`).
-    """
 
 
 def weight(
@@ -166,7 +159,7 @@ class Attention(nnx.Module):
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         of_qkv = ("kv_heads", None, "head_dim")
-        qkv = ctx.column_parallel(x_bte, self.qkv_eknd[...], of_qkv)
+        qkv = ctx.column_parallel(x_bte, self.qkv_eknd, of_qkv)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
         qkv = ctx.constrain(qkv, "batch", "time", *of_qkv)
@@ -190,7 +183,7 @@ class Attention(nnx.Module):
             v = cache.v_bskd
         attended = self._attend(q, k, v, ctx, cache)
         attended = ctx.constrain(attended, "batch", "time", *of_qkv)
-        y = ctx.row_parallel(attended, self.out_kgde[...], of_qkv)
+        y = ctx.row_parallel(attended, self.out_kgde, of_qkv)
         if self.out_bias is not None:
             y = y + self.out_bias[...]
         return y, cache
@@ -268,12 +261,12 @@ class Mlp(nnx.Module):
             self.down_bias = None
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
-        h = ctx.column_parallel(x_bte, self.up_ef[...], self.up_axes)
+        h = ctx.column_parallel(x_bte, self.up_ef, self.up_axes)
         if self.up_bias is not None:
             h = h + self.up_bias[...]
         h = ctx.constrain(h, "batch", "time", *self.up_axes)
         h = swiglu(h) if self.gated else gelu(h)
-        y = ctx.row_parallel(h, self.down_fe[...], ("ffn",))
+        y = ctx.row_parallel(h, self.down_fe, ("ffn",))
         if self.down_bias is not None:
             y = y + self.down_bias[...]
         return y

@@ -290,8 +290,8 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
     return ForwardContext(
         positions_bt,
         constrain=constrain,
-        column_parallel=make_column_parallel(constrain, no_ring),
-        row_parallel=make_row_parallel(constrain, no_ring),
+        column_matmul=make_column_parallel(constrain, no_ring),
+        row_matmul=make_row_parallel(constrain, no_ring),
         local_map=make_local_map(rules),
         lookup=make_lookup(rules),
         gather=make_gather(rules),

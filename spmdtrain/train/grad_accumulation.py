@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.models.abstract import cast
+from spmdtrain.models.abstract import cast, cast_floating
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.gather import gather_over, gathered_axes
@@ -53,41 +53,44 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     context = make_context(setup)
     forward = _make_forward(setup, training=True)
 
-    def minimised(params, microbatch: Batch, step, cotangent):
-        losses = forward(params, microbatch, context(microbatch, step))
+    def minimised(trained, fixed, microbatch: Batch, step, cotangent):
+        losses = forward(fixed | trained, microbatch, context(microbatch, step))
         total = objective(losses)
         if cotangent is not None:
             total = total * cotangent
         return total, losses | count_tokens(setup, microbatch, training=True)
 
-    def of_microbatch(params, microbatch: Batch, step, cotangent):
+    def of_microbatch(weights, microbatch: Batch, step, cotangent):
         find = jax.value_and_grad(minimised, has_aux=True)
-        (_, sums), gradients = find(params, microbatch, step, cotangent)
+        (_, sums), gradients = find(*weights, microbatch, step, cotangent)
         return cast(gradients, accumulate), sums
 
-    def accumulated(params, step, batch: Batch, cotangent):
+    def accumulated(weights, step, batch: Batch, cotangent):
         first = {name: x[0] for name, x in batch.items()}
         if batch["tokens"].shape[0] == 1:
-            return of_microbatch(params, first, step, cotangent)
-        shapes = jax.eval_shape(of_microbatch, params, first, step, cotangent)[1]
+            return of_microbatch(weights, first, step, cotangent)
+        shapes = jax.eval_shape(of_microbatch, weights, first, step, cotangent)[1]
         no_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
         def add(totals, microbatch):
-            found = of_microbatch(params, microbatch, step, cotangent)
+            found = of_microbatch(weights, microbatch, step, cotangent)
             return jax.tree.map(jnp.add, totals, found), None
 
-        totals, _ = jax.lax.scan(add, (zero_gradients(setup, params), no_sums), batch)
+        trained, _ = weights
+        totals, _ = jax.lax.scan(add, (zero_gradients(setup, trained), no_sums), batch)
         return totals
 
     def local(params, step, batch: Batch, cotangent):
         weights = add_copies(setup, _over_data(setup, params))
-        gradients, sums = accumulated(weights, step, batch, cotangent)
+        split = setup.model.split_trained(weights)
+        gradients, sums = accumulated(split, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
         return mean_gradients(setup, gradients, total_of(sums["tokens"]), cotangent), sums
 
     resting = _resting(setup)
+    trained, _ = setup.model.split_trained(resting)
     in_specs = (resting, P(), BATCH, P())
-    out_specs = (resting, P())
+    out_specs = (trained, P())
     return manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 
 
@@ -126,7 +129,8 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
         spec = setup.specs[path]
         if "data" not in axes_of(spec):
             return x
-        gathered = gather_over(("data",), spec, x.astype(setup.config.precision.compute))
+        in_compute = cast_floating(x, setup.config.precision.compute)
+        gathered = gather_over(("data",), spec, in_compute)
         gathered = setup.padding.rest_to_use(path, gathered)
         # A gradient has the dtype of its parameter. One that a layer scatters is a sum over
         # devices, which must not be rounded to compute precision on its way back.

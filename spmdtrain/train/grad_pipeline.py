@@ -59,18 +59,23 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     table_axes = _table_axes(setup)
 
     def local(params, step, batch: Batch, cotangent):
-        program = _program(setup, table_axes, batch, step, cotangent, training=True)
-        weights = add_copies(setup, params)
-        totals = _split(setup.model, zero_gradients(setup, weights))
+        trained, fixed = setup.model.split_trained(add_copies(setup, params))
+        shared_fixed, stack_fixed = _split(setup.model, fixed)
+        program = _program(
+            setup, table_axes, batch, step, cotangent, fixed=shared_fixed, training=True
+        )
+        totals = _split(setup.model, zero_gradients(setup, trained))
+        weights = _split(setup.model, trained)
         of_head, of_layers, shared, stack = gradients(
-            program, setup.table, setup.model.layout, *_split(setup.model, weights), totals, keep
+            program, setup.table, setup.model.layout, *weights, totals, keep, stack_fixed
         )
         sums = _sums(setup, of_head, of_layers, batch, training=True)
         tokens = total_of(sums["tokens"])
         return mean_gradients(setup, {**shared, **stack}, tokens, cotangent), sums
 
-    specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
-    return _gathered(setup, local, (specs, P()))
+    resting = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
+    trained, _ = setup.model.split_trained(resting)
+    return _gathered(setup, local, (trained, P()))
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
@@ -78,7 +83,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     table_axes = _table_axes(setup)
 
     def local(params, step, batch: Batch, cotangent):
-        program = _program(setup, table_axes, batch, step, cotangent, training=False)
+        program = _program(setup, table_axes, batch, step, cotangent, fixed={}, training=False)
         weights = _split(setup.model, add_copies(setup, params))
         of_head, of_layers = losses(program, setup.table, setup.model.layout, *weights)
         return _sums(setup, of_head, of_layers, batch, training=False)
@@ -152,12 +157,13 @@ def _program(
     step: jax.Array | None,
     cotangent: jax.Array | None,
     *,
+    fixed: dict[str, jax.Array],
     training: bool,
 ) -> Program:
     """The program that stages run on this batch.
 
     `table_axes` are what `_table_axes` gives. Without a step there is no dropout. `cotangent`: of
-    the objective; None: 1.
+    the objective; None: 1. `fixed`: arrays outside the layers that have no gradient.
     """
     model = setup.model
     forward_context = make_context(setup)
@@ -170,7 +176,7 @@ def _program(
 
     def embed(shared, context):
         part, ctx = context
-        return model.bind(shared).embed(part["tokens"], ctx)
+        return model.bind(fixed | shared).embed(part["tokens"], ctx)
 
     def layer(weights, x, rest):
         number, (_, ctx) = rest
@@ -178,7 +184,7 @@ def _program(
 
     def head(shared, x, context):
         part, ctx = context
-        return head_losses(model.bind(shared), x, ctx, part)
+        return head_losses(model.bind(fixed | shared), x, ctx, part)
 
     # Under "full" the executor runs whole chunks again by itself.
     remat = "dots" if setup.config.train.remat == "dots" else "none"

@@ -73,8 +73,8 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             lookup=lookup,
             gather=gather,
             remat=remat,
-            column_parallel=column_parallel,
-            row_parallel=row_parallel,
+            column_matmul=column_parallel,
+            row_matmul=row_parallel,
             dropout_rate=dropout,
             noise_b=noise_b,
         )

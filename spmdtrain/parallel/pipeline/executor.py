@@ -71,8 +71,9 @@ class Program:
     (tokens, positions, noise), and `x` is an activation, of one shape throughout.
 
     - `embed(shared, context) -> x`
-    - `layer(weights, x, (number, context)) -> (y, side losses)`: `weights` of one layer and its
-      number in the model, an int32 scalar; {} where layers have no side losses
+    - `layer(weights, x, (number, context)) -> (y, side losses)`: `weights` of one layer, the fixed
+      ones among them, and its number in the model, an int32 scalar; {} where layers have no side
+      losses
     - `head(shared, x, context) -> losses`, the same values on every stage
     - `context_of(microbatch) -> context`: `microbatch` is a traced index
     - `sum_over_stages(x) -> x`: the sum of an activation over `pipeline`
@@ -93,14 +94,16 @@ def losses(
     layout: Layout,
     shared: Tree,
     stack: Tree,
+    fixed: Mapping[str, jax.Array] | None = None,
 ) -> tuple[Losses, Losses]:
     """Run the forwards of a table; return (losses of the head, side losses of the layers).
 
     Both are sums over all microbatches of this batch shard, the same on every stage. Call it in a
     region that is manual over `pipeline`. Leaves of `stack` are this stage's [v, 1, Lc, ...]: v
-    chunks of Lc layers (layout.py).
+    chunks of Lc layers (layout.py). So are those of `fixed`, by name like `stack`: arrays of the
+    layers that have no gradient.
     """
-    executor = _Executor(program, table, layout, shared, stack)
+    executor = _Executor(program, table, layout, shared, stack, fixed or {})
     carry = executor.scan_table(executor.initial_carry(), executor.evaluation_tick)
     return executor.total_losses(carry)
 
@@ -113,18 +116,19 @@ def gradients(
     stack: Tree,
     totals: tuple[Tree, Tree],
     keep: bool,
+    fixed: Mapping[str, jax.Array] | None = None,
 ) -> tuple[Losses, Losses, Tree, Tree]:
     """Run a table; return (losses, side losses, gradients of `shared`, gradients of `stack`).
 
-    Losses and `stack` are as in `losses`. `totals` are zeros shaped as (`shared`, `stack`), in the
-    dtype in which gradients are to be accumulated.
+    Losses, `stack` and `fixed` are as in `losses`. `totals` are zeros shaped as (`shared`,
+    `stack`), in the dtype in which gradients are to be accumulated.
 
     `keep`: the stash holds each layer's residuals until its backward. Otherwise it holds only the
     input of the chunk, and backward runs the chunk's forward again.
 
     Gradients of `shared` are this stage's part: sum those of weights that every stage holds.
     """
-    executor = _Executor(program, table, layout, shared, stack, keep)
+    executor = _Executor(program, table, layout, shared, stack, fixed or {}, keep)
     carry = executor.initial_carry() | executor.initial_backward_carry(totals)
     carry = executor.scan_table(carry, executor.training_tick)
     executor.run_embed_backward(carry, int(table.leaving_microbatch[-1]))
@@ -143,6 +147,7 @@ class _Executor:
         layout: Layout,
         shared: Tree,
         stack: Tree,
+        fixed: Mapping[str, jax.Array],
         keep: bool = False,
     ):
         self.program = program
@@ -150,17 +155,18 @@ class _Executor:
         self.layout = layout
         self.shared = shared
         self.keep = keep
-        self.stack = jax.tree.map(lambda weights: weights[:, 0], stack)  # [v, Lc, ...]
+        # [v, Lc, ...], both
+        self.stack, self.fixed = jax.tree.map(lambda weights: weights[:, 0], (stack, dict(fixed)))
         self.stage = jax.lax.axis_index(AXIS)
         self.last = self.stage == table.stages - 1
 
         # Shapes only: nothing below is computed.
         context = jax.eval_shape(program.context_of, jnp.int32(0))
         self.x = jax.eval_shape(program.embed, shared, context)
-        weights = jax.eval_shape(_first_layer, self.stack)
+        weights, fixed = jax.eval_shape(_first_layer, (self.stack, self.fixed))
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        self.layer_arguments = (weights, self.x, (number, context))
-        _, self.side_losses = jax.eval_shape(program.layer, *self.layer_arguments)
+        self.layer_arguments = (weights, self.x, (number, fixed, context))
+        _, self.side_losses = jax.eval_shape(self.masked_layer, *self.layer_arguments)
         self.head_losses = jax.eval_shape(program.head, shared, self.x, context)
 
     @cached_property
@@ -169,11 +175,15 @@ class _Executor:
         return LayerGradient(self.masked_layer, *self.layer_arguments, split=self.table.split)
 
     def masked_layer(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, Losses]:
-        """Run the program's layer. A layer that is padding passes x on; its side losses are 0."""
-        y, side_losses = self.program.layer(weights, x, rest)
+        """Run the program's layer. A layer that is padding passes x on; its side losses are 0.
+
+        `rest` are the layer's number, its fixed arrays, and the context of the microbatch.
+        """
+        number, fixed, context = rest
+        held = {**fixed, **weights} if fixed else weights
+        y, side_losses = self.program.layer(held, x, (number, context))
         if not self.layout.padding:
             return y, side_losses
-        number, _ = rest
         real = number < self.layout.layers
         return jnp.where(real, y, x), _mask(real, side_losses)
 
@@ -403,19 +413,19 @@ class _Executor:
         kept = _read(carry["stash"], cell["backward_slot"])
         if not self.keep:
             _, _, kept = self.run_layers("backward", kept, cell, keep=True)
-        weights, context = self.chunk_inputs("backward", cell)
+        weights, fixed, context = self.chunk_inputs("backward", cell)
 
         # The chunk's layers in reverse. The carry is the cotangent between two layers; what is
         # stacked up is, for each layer, its weights' gradient or what is deferred.
         def layer_backward(dy, layer):
-            weights, number, kept = layer
-            rest = (number, context)
+            weights, fixed, number, kept = layer
+            rest = (number, fixed, context)
             if self.table.split:
                 return self.gradient.input_gradient(weights, rest, kept, dy, dsides)
             dweights, dx = self.gradient.backward(weights, rest, kept, dy, dsides)
             return dx, dweights
 
-        layers = (weights, self.layer_numbers(cell["backward_chunk"]), kept)
+        layers = (weights, fixed, self.layer_numbers(cell["backward_chunk"]), kept)
         dx, made = jax.lax.scan(layer_backward, dy, layers, reverse=True)
         if self.table.split:
             # Garbage of a stage without work goes to the trash slot, so nothing need be masked.
@@ -427,16 +437,16 @@ class _Executor:
 
     def run_weight(self, carry: Carry, cell: Cell) -> None:
         """Add the weight gradients that one chunk's split backward has put off."""
-        weights, context = self.chunk_inputs("weight", cell)
+        weights, fixed, context = self.chunk_inputs("weight", cell)
         kept = _read(carry["stash"], cell["weight_slot"])
         deferred = _read(carry["deferred"], cell["resume_slot"])
 
         def layer_weight(_, layer):
-            weights, number, kept, deferred = layer
-            rest = (number, context)
+            weights, fixed, number, kept, deferred = layer
+            rest = (number, fixed, context)
             return None, self.gradient.weight_gradient(weights, rest, kept, deferred)
 
-        layers = (weights, self.layer_numbers(cell["weight_chunk"]), kept, deferred)
+        layers = (weights, fixed, self.layer_numbers(cell["weight_chunk"]), kept, deferred)
         _, made = jax.lax.scan(layer_weight, None, layers)
         made = _mask(cell["weight_microbatch"] >= 0, made)
         carry["stack"] = _accumulate_at(carry["stack"], cell["weight_chunk"], made)
@@ -471,25 +481,28 @@ class _Executor:
 
         Returns (y, sum of their side losses, residuals [Lc, ...] if `keep`, else None).
         """
-        weights, context = self.chunk_inputs(kind, cell)
+        weights, fixed, context = self.chunk_inputs(kind, cell)
 
         def run_layer(x, layer):
-            weights, number = layer
-            rest = (number, context)
+            weights, fixed, number = layer
+            rest = (number, fixed, context)
             if keep:
                 y, side_losses, kept = self.gradient.forward(weights, x, rest)
                 return y, (side_losses, kept)
             y, side_losses = self.masked_layer(weights, x, rest)
             return y, (side_losses, None)
 
-        layers = (weights, self.layer_numbers(cell[f"{kind}_chunk"]))
+        layers = (weights, fixed, self.layer_numbers(cell[f"{kind}_chunk"]))
         y, (side_losses, kept) = jax.lax.scan(run_layer, x, layers)
         return y, jax.tree.map(jnp.sum, side_losses), kept
 
-    def chunk_inputs(self, kind: str, cell: Cell) -> tuple[Tree, Tree]:
-        """Return (weights [Lc, ...] of the chunk, context of the microbatch) of a kind of work."""
-        weights = _read(self.stack, cell[f"{kind}_chunk"])
-        return weights, self.context(cell[f"{kind}_microbatch"])
+    def chunk_inputs(self, kind: str, cell: Cell) -> tuple[Tree, Tree, Tree]:
+        """Return what a kind of work reads.
+
+        That is (weights [Lc, ...] of the chunk, its fixed arrays, context of the microbatch).
+        """
+        weights, fixed = _read((self.stack, self.fixed), cell[f"{kind}_chunk"])
+        return weights, fixed, self.context(cell[f"{kind}_microbatch"])
 
     def context(self, microbatch: jax.Array | int) -> Tree:
         """Return the context of a microbatch; a stage without work (-1) takes that of the first."""

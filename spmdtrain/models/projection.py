@@ -1,0 +1,66 @@
+"""The seam between a layer and a matmul: a layer hands over a weight, and its type multiplies.
+
+`ctx.column_parallel(x, weight, names)` and `ctx.row_parallel` ask the weight: an array and a
+`MatmulWeight` are one matmul, a weight of low rank beside a frozen one is three, an integer weight
+scales what comes out. No layer changes for it, and neither do meshes, gathers or the pipeline,
+which see the arrays that the weight is made of.
+
+b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn, r: a low rank.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import jax
+from flax import nnx
+
+from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
+
+
+@dataclass(frozen=True)
+class Product:
+    """The matmul that a layer asks for, as a weight's type gets it.
+
+    `names` are the logical axes of f. From the stream the matmul contracts e of x [b, t, e] with an
+    array [e, *f]; back to it, f of x [b, t, *f] with an array [*f, e].
+    """
+
+    matmul: TensorMatmul
+    names: Names
+    from_stream: bool
+
+    def __call__(self, x: jax.Array, array: jax.Array) -> jax.Array:
+        """Returns the product of x and the array: [b, t, *f], or [b, t, e] back to the stream."""
+        return self.matmul(x, array, self.names)
+
+    def to_rank(self, x: jax.Array, array: jax.Array) -> jax.Array:
+        """Returns the product [b, t, r] of x and an array [e, r], or [*f, r] back to the stream.
+
+        No mesh axis splits r. Back to the stream, tokens are split as the stream's are.
+        """
+        return self.matmul(x, array, (None,) if self.from_stream else self.names)
+
+
+@runtime_checkable
+class Weight(Protocol):
+    """What a layer hands to a matmul, if it is not an array: it multiplies by itself."""
+
+    def multiply(self, product: Product, x: jax.Array) -> jax.Array: ...
+
+
+class MatmulWeight(nnx.Param):
+    """A weight that only `ctx.column_parallel` or `ctx.row_parallel` reads.
+
+    In training on a mesh with `context` it comes to them as copies, one for each part of the
+    tokens. The parts of its gradient are then summed once a step (`parallel/copies.py`).
+    """
+
+    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
+        return product(x, self[...])
+
+
+def multiply(weight: Weight | jax.Array, product: Product, x: jax.Array) -> jax.Array:
+    """Returns what the weight's type makes of x; an array is multiplied as it is."""
+    if isinstance(weight, Weight):
+        return weight.multiply(product, x)
+    return product(x, weight[...])  # also of a plain nnx.Param
