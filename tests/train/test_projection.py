@@ -156,5 +156,5 @@ def test_integers_rest_as_integers_travel_as_integers_and_are_not_trained(tmp_pa
     assert np.array_equal(after[values], before[values])
     trained = values.replace("base.values", "a")
     assert not np.array_equal(after[trained], before[trained])
-    ids = st.generate_ids(tmp_path / "run", [[1, 2, 3]], 4, make=AdaptedTransformer)
-    assert len(ids[0]) == 7
+    ids = st.generate(tmp_path / "run", [1, 2, 3], 4, make=AdaptedTransformer)
+    assert len(ids) == 7
