@@ -31,6 +31,7 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.corpus import Corpus
+from spmdtrain.data.indices import check_range, sample_indices
 from spmdtrain.data.shuffle import permute, random_bits
 
 Batch = dict[str, np.ndarray]
@@ -117,7 +118,13 @@ class TrainStream:
         shuffle: bool,
         packing: str = "stream",
     ):
-        assert span.size > sequence_length, "split() refuses this"
+        check_range(*span, len(corpus.tokens), sequence_length)
+        if span.size <= sequence_length:  # split() says it with what to type
+            raise DataError(
+                "the range is too short for a single sequence",
+                asked=f"{sequence_length} tokens and the one after them",
+                found=f"{span.size} tokens",
+            )
         self._corpus = corpus
         self._span = span
         self._length = sequence_length
@@ -134,7 +141,7 @@ class TrainStream:
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
         """Return the token offset at which each sample's window starts, int64 [n]."""
-        epoch, window = np.divmod(np.asarray(indices, np.int64), self.windows)
+        epoch, window = np.divmod(sample_indices(indices), self.windows)
         if self._shuffle:
             window = permute(window, self.windows, random_bits(self._seed, ORDER, epoch))
         phase = random_bits(self._seed, PHASE, epoch) % np.uint64(self._phases)
@@ -142,8 +149,9 @@ class TrainStream:
 
     def samples(self, indices: np.ndarray) -> Batch:
         """Return the batch of these global sample indices, whatever was asked before."""
-        indices = np.asarray(indices, np.int64)
-        assert len(indices) and indices.min() >= 0
+        indices = sample_indices(indices)
+        if not len(indices):
+            raise DataError("a batch has at least one sample", found="no sample index")
         starts = self.starts(indices)
         for start in starts.tolist():
             self._corpus.will_need(start, start + self._length + 1)
@@ -164,6 +172,7 @@ class EvalWindows:
     def __init__(
         self, corpus: Corpus, span: Range, sequence_length: int, *, packing: str = "stream"
     ):
+        check_range(*span, len(corpus.tokens), sequence_length)
         if span.size < 2:
             raise DataError(
                 "there are no validation tokens to evaluate on",
@@ -177,8 +186,9 @@ class EvalWindows:
 
     def samples(self, indices: np.ndarray) -> Batch:
         """Return the batch of these windows; a process can ask for its own rows only."""
-        indices = np.asarray(indices, np.int64)
-        starts = self._span.start + indices * self._length
+        indices = sample_indices(indices)
+        # However far behind the last window one is, its start is a number of 64 bits.
+        starts = self._span.start + np.minimum(indices, 2**62 // self._length) * self._length
         rows = np.zeros((len(indices), self._length + 1), np.int32)
         mask = np.zeros((len(indices), self._length), np.float32)
         stops = np.minimum(starts + self._length + 1, self._span.stop)

@@ -87,6 +87,8 @@ class Corpus:
 
         Raises DataError where one lies outside the vocabulary, which would be no row of a table.
         """
+        if start < 0:
+            raise DataError("an offset of tokens is not below 0", found=str(start))
         ids = self.tokens[start:stop]
         outside = ids >= self.vocab
         if outside.any():

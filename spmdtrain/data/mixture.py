@@ -16,6 +16,7 @@ from math import lcm
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.data.indices import sample_indices
 
 # Where the exact shares have a longer period than this, they are rounded to as many parts.
 LONGEST_PERIOD = 2**16
@@ -50,7 +51,7 @@ class Mixture:
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sample, and which of that source's samples it is, int64."""
-        turn, slot = np.divmod(np.asarray(indices, np.int64), len(self.period))
+        turn, slot = np.divmod(sample_indices(indices), len(self.period))
         source = self.period[slot]
         return source, turn * np.array(self.counts)[source] + self._ranks[slot]
 

@@ -19,6 +19,7 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import ORDER, Batch, Range
 from spmdtrain.data.corpus import Corpus
+from spmdtrain.data.indices import check_range, sample_indices
 from spmdtrain.data.shuffle import permute, random_bits
 
 
@@ -127,6 +128,7 @@ class PackedWindows:
     """
 
     def __init__(self, corpus: Corpus, span: Range, length: int):
+        check_range(*span, len(corpus.tokens), length)
         self._corpus = corpus
         self._length = length
         self._plan = make_plan(corpus.document_starts, span, length)
@@ -134,16 +136,17 @@ class PackedWindows:
 
     def samples(self, indices: np.ndarray) -> Batch:
         """Return the batch of these windows; one behind the last is nothing but padding."""
+        indices = sample_indices(indices)
         shape = (len(indices), self._length)
         batch = {
             "tokens": np.zeros(shape, np.int32),
             "targets": np.zeros(shape, np.int32),
             "mask": np.zeros(shape, np.float32),
-            "sample": np.asarray(indices).astype(np.uint32),
+            "sample": indices.astype(np.uint32),
             "segment_ids": np.zeros(shape, np.int32),
             "positions": np.zeros(shape, np.int32),
         }
-        windows = [self._pieces(window) for window in np.asarray(indices).tolist()]
+        windows = [self._pieces(window) for window in indices.tolist()]
         for pieces in windows:
             for start, size in pieces:
                 self._corpus.will_need(start, start + size + 1)
@@ -188,7 +191,7 @@ class PackedStream:
 
     def samples(self, indices: np.ndarray) -> Batch:
         """Return the batch of these global sample indices, whatever was asked before."""
-        indices = np.asarray(indices, np.int64)
+        indices = sample_indices(indices)
         count = self._windows.windows
         epoch, window = np.divmod(indices, count)
         if self._shuffle:

@@ -16,9 +16,11 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.corpus import Corpus, open_corpus
 from spmdtrain.data.cut_files import cut_shared_files
+from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixture import Mixture, mix
 from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.shuffle import random_bits
+from spmdtrain.data.targets import check_targets
 
 # tokens(seed, index): the ids of sample `index`, integers [sequence_length + 1]. The same for the
 # same arguments, always: that is what makes a resumed run go on bit by bit.
@@ -164,6 +166,8 @@ class MixtureData:
 
         def samples(indices: np.ndarray) -> dict[str, np.ndarray]:
             drawn, own = self.mixture.locate(indices)
+            if not len(drawn):
+                raise DataError("a batch has at least one sample", found="no sample index")
             batch: dict[str, np.ndarray] = {}
             for source in np.unique(drawn).tolist():
                 rows = drawn == source
@@ -241,6 +245,7 @@ class SourceWindows:
         if validation is None:
             fix = "Source(tokens, validation, validation_samples)"
             raise ConfigError("data= has validation_samples, but no validation", fix=fix)
+        indices = sample_indices(indices)
         last = self._source.validation_samples - 1
         batch = _read(validation, self._config, np.minimum(indices, last))
         batch["mask"] *= (indices <= last)[:, None]
@@ -281,6 +286,10 @@ def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
         raise ConfigError(what, fix="--set data.packing=stream")
     fraction = config.data.validation_fraction
     train, validation = split(corpus, fraction, config.train.sequence_length, source)
+    packing = config.data.packing
+    check_targets(corpus, train, packing, name="training", source=source)
+    if config.eval.every and validation.size:
+        check_targets(corpus, validation, packing, name="validation", source=source)
     return CorpusData(corpus, train, validation)
 
 
@@ -328,6 +337,9 @@ def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
 
 def _read(tokens: Tokens, config: RunConfig, indices: np.ndarray) -> dict[str, np.ndarray]:
     """The batch of these sample indices, as batches.py describes it."""
+    indices = sample_indices(indices)
+    if not len(indices):
+        raise DataError("a batch has at least one sample", found="no sample index")
     rows = np.stack([_row(tokens, config, index) for index in indices.tolist()])
     return {
         "tokens": np.ascontiguousarray(rows[:, :-1]),
