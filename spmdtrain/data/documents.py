@@ -14,7 +14,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +117,16 @@ def values_of(chunk: Chunk, field: str) -> list:
     return [_value_of_line(line, f"{chunk.path}:{number}", field) for number, line in numbered]
 
 
-def texts_in(files: Iterable[str], field: str, split_on: str | None = None) -> Iterator[str]:
-    """Yield every text in files of documents: the roles and contents of a conversation, each."""
+def texts_in(
+    files: Iterable[str],
+    field: str,
+    split_on: str | None = None,
+    advance: Callable[[str, int], None] | None = None,
+) -> Iterator[str]:
+    """Yield every text in files of documents: the roles and contents of a conversation, each.
+
+    `advance` is told of (file, bytes of it that were read) from time to time.
+    """
     for file in files:
         for chunk in read_chunks(file, field, split_on):
             for value in values_of(chunk, field):
@@ -126,6 +134,8 @@ def texts_in(files: Iterable[str], field: str, split_on: str | None = None) -> I
                     yield value
                 elif isinstance(value, list):
                     yield from texts_of_messages(value)
+            if advance:
+                advance(file, chunk.read)
 
 
 def texts_of_messages(messages: Any) -> Iterator[str]:

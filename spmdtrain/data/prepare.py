@@ -16,6 +16,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.chat import CHATML, Template, faults, with_markers
 from spmdtrain.data.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
 from spmdtrain.data.encode import Recipe, encode_all
+from spmdtrain.data.progress import plain_lines
 from spmdtrain.data.shards import Output, Position
 from spmdtrain.data.token_writer import Summary, TokenWriter, share_tokenizer
 from spmdtrain.data.tokenizer import (
@@ -26,7 +27,6 @@ from spmdtrain.data.tokenizer import (
 )
 from spmdtrain.data.tokens import open_tokens
 
-LINES = 10  # progress lines when nobody watches a terminal
 SHOWN = 40  # tokens of the first document that are printed
 
 
@@ -196,8 +196,8 @@ def _progress(sizes: list[int]) -> Iterator[Callable[[int, int, int], None]]:
     total = sum(sizes)
     before = np.cumsum([0, *sizes]).tolist()
     if not sys.stderr.isatty():
-        say = _plain_lines(total)
-        yield lambda file, read, tokens: say(before[file] + read, tokens)
+        say = plain_lines(total)
+        yield lambda file, read, tokens: say(before[file] + read, f", {tokens:,} tokens")
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -213,16 +213,3 @@ def _progress(sizes: list[int]) -> Iterator[Callable[[int, int, int], None]]:
         yield lambda file, read, tokens: bar.update(
             task, completed=before[file] + read, tokens=tokens
         )
-
-
-def _plain_lines(total: int) -> Callable[[int, int], None]:
-    printed = 0  # tenths
-
-    def say(read: int, tokens: int):
-        nonlocal printed
-        if read * LINES // max(total, 1) > printed:
-            printed = read * LINES // total
-            line = f"{100 * read // total}% of {total:,} bytes, {tokens:,} tokens"
-            print(line, file=sys.stderr, flush=True)
-
-    return say

@@ -1,11 +1,15 @@
 """Make a tokenizer of one's own documents: `spmdtrain tokenizer train`."""
 
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.documents import find_inputs, texts_in
+from spmdtrain.data.progress import plain_lines
 from spmdtrain.data.token_writer import writing
 from spmdtrain.data.tokenizer import END_NAMES
 
@@ -50,9 +54,10 @@ def train_tokenizer(
         min_frequency=FEWEST,
         special_tokens=named,
         initial_alphabet=byte_level.alphabet(),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),  # bars of its own
     )
-    tokenizer.train_from_iterator(texts_in(find_inputs(paths), field, split_on), trainer)
+    texts = _read(find_inputs(paths), field, split_on)
+    tokenizer.train_from_iterator(texts, trainer)
     with writing(out):
         path.parent.mkdir(parents=True, exist_ok=True)
         spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -60,6 +65,18 @@ def train_tokenizer(
         spare.replace(path)
     size = tokenizer.get_vocab_size()
     print(f"{out}: {size:,} tokens, of which {len(named)} special: {', '.join(named)}")
+
+
+def _read(files: list[str], field: str, split_on: str | None) -> Iterator[str]:
+    """Yield the texts of files, and say how far it is where there is no terminal."""
+    if sys.stderr.isatty():
+        yield from texts_in(files, field, split_on)
+        return
+    sizes = [os.path.getsize(file) for file in files]
+    before = dict(zip(files, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
+    say = plain_lines(sum(sizes))
+    yield from texts_in(files, field, split_on, lambda file, read: say(before[file] + read, ""))
+    print("all is read; merging pairs", file=sys.stderr, flush=True)
 
 
 def _import_tokenizers():

@@ -27,10 +27,10 @@ def trained(tmp_path, monkeypatch, capsys):
         "<|im_end|>",
     ]
     assert main(["tokenizer", "train", *arguments]) == 0
-    assert (
-        "bpe.json: 280 tokens, of which 2 special: <|endoftext|>, <|im_end|>"
-        in capsys.readouterr().out
-    )
+    said = capsys.readouterr()
+    assert "bpe.json: 280 tokens, of which 2 special: <|endoftext|>, <|im_end|>" in said.out
+    size = (tmp_path / "a.jsonl").stat().st_size
+    assert said.err.splitlines() == [f"100% of {size} bytes", "all is read; merging pairs"]
     return tmp_path
 
 
