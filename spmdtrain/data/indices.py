@@ -8,6 +8,8 @@ from spmdtrain.config.errors import DataError
 def sample_indices(indices: object) -> np.ndarray:
     """Return sample indices as int64 [n]. Raises DataError where they are none."""
     found = np.asarray(indices)
+    if np.issubdtype(found.dtype, np.floating) and (found % 1 == 0).all() and (found < 2**53).all():
+        found = found.astype(np.int64)  # whole numbers, each exact
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
         raise DataError(
             "sample indices are a row of integers", found=f"{found.dtype}{list(found.shape)}"
