@@ -6,6 +6,7 @@ it, as the end of text of a `tokenizer_config.json` is.
 """
 
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from spmdtrain.data.offsets import Encoding, marks
 # Added tokens of this form stand for no text, however they are marked. The bars are ASCII's or the
 # fullwidth ones of DeepSeek.
 CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 SAID = 200  # characters of an error of the package that are repeated
 
 
@@ -189,6 +191,7 @@ class HuggingFaceTokenizer:
                 "which is not installed",
                 fix="pip install tokenizers",
             ) from None
+        _refuse_aborting(self._content, self._path)
         with self._refusing("is not a Hugging Face tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_str(self._content)
             # A file saved with truncation would cut every document at a few hundred tokens.
@@ -218,6 +221,27 @@ class HuggingFaceTokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"{self._path} {what}: {str(error)[:SAID]}") from None
+
+
+def _refuse_aborting(content: str, path: str) -> None:
+    """Raise DataError for a file that would end the process, which nobody could catch.
+
+    The package cuts the prefix of word parts off the second half of each merge, by bytes, and
+    aborts where that leaves half a character (tokenizers 0.23).
+    """
+    if not PREFIX.search(content):
+        return
+    try:
+        model = json.loads(content)["model"]
+        prefix, merges = model["continuing_subword_prefix"], model.get("merges", [])
+        halves = [merge.split(" ")[-1] if isinstance(merge, str) else merge[1] for merge in merges]
+        is_sound = all(half.startswith(prefix) for half in halves)
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
+        return  # what is no tokenizer the package refuses
+    if not is_sound:
+        raise DataError(
+            f"{path} is not a Hugging Face tokenizer.json: a merge lacks the prefix {prefix!r:.40}"
+        )
 
 
 def _mark(tokenizer: Any, control: Iterable[str], flags: dict[str, Any]) -> None:

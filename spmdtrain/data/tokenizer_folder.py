@@ -24,19 +24,18 @@ def tokenizer_file(name: str) -> Path:
         return path / NAME
     if os.path.isfile(path):
         return path
-    if os.path.isdir(path):
+    if name and os.path.isdir(path):
         names = sorted(each.name for each in path.glob("*token*"))
         raise DataError(
             f"the folder {name} holds no {NAME}",
             found=", ".join(names[:5]),
-            fix="AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers "
-            "writes one",
+            fix="a tokenizer.json, as save_pretrained of transformers writes it",
         )
-    if os.path.exists(path):  # a pipe, say, which would be waited for
+    if name and os.path.exists(path):  # a pipe, say, which would be waited for
         raise DataError(f"the tokenizer {name} is no file", fix="a tokenizer.json")
     raise DataError(
-        f"no tokenizer {name!r}: neither a known name nor a file (names of the Hugging Face hub "
-        "are not downloaded)",
+        f"no tokenizer {name!r:.200}: neither a known name nor a file (names of the Hugging Face "
+        "hub are not downloaded)",
         fix="bytes, characters or a tokenizer.json",
     )
 

@@ -313,3 +313,11 @@ def test_a_tokenizer_keeps_what_was_named_special(tmp_path):
         hello = each.id_of("hello")
         assert hello in each.encode("no hello yes")
         assert hello not in each.encode("no hello yes", parse_special=False)
+
+
+def test_documents_that_hold_the_token_that_ends_one_are_counted(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\nb"}\n{"text": "c"}\n{"text": "\\n"}\n')
+    arguments = ["data", "prepare", str(tmp_path / "a.jsonl"), "--end-of-text", "\n"]
+    for name, shards in (("out", ()), ("shards", ("--shard-tokens", "2"))):
+        assert main([*arguments, "--out", str(tmp_path / name), *shards]) == 0
+        assert "2 documents hold the token that ends one before the end" in capsys.readouterr().out

@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 
 import numpy as np
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.tokenizer import from_spec, open_tokenizer, tokenizer_fingerprint
+from spmdtrain.data.tokenizer import end_of_text, from_spec, open_tokenizer, tokenizer_fingerprint
 
 TEXTS = ["hello wörld\r\n", "", "a 🙂 b\t\x00", "hello there, hello again"]
 
@@ -63,6 +64,9 @@ def test_an_unknown_character_is_refused_by_name():
         (b"not json", "not a Hugging Face"),
         (b"{}", "not a Hugging Face"),
         (b"\xff\xfe", "not UTF-8"),
+        (b'{"model":' + b"[" * 100_000, "not a Hugging Face"),
+        (b'{"version": ' + b"9" * 5_000 + b"}", "not a Hugging Face"),
+        (b'{"added_tokens": [{"id": 99999999999999999999}]}', "not a Hugging Face"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused_by_name(content, message, tmp_path):
@@ -103,3 +107,98 @@ def test_a_changed_copy_of_a_tokenizer_is_refused_and_its_path_is_not_part_of_th
         from_spec(spec | {"json": spec["json"] + " "})
     assert tokenizer_fingerprint(spec) == tokenizer_fingerprint(spec | {"path": "elsewhere.json"})
     assert tokenizer_fingerprint(spec) != tokenizer_fingerprint({"kind": "bytes"})
+
+
+HE = "id of he"  # in the place of an id
+
+
+# --- the files of a tokenizer -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpt2", "names of the Hugging Face hub are not downloaded"),
+        ("meta-llama/Llama-3.1-8B", "names of the Hugging Face hub are not downloaded"),
+        ("", "no tokenizer ''"),
+        ("a\0b", "no tokenizer"),
+        ("x" * 300, "no tokenizer"),
+        ("~nobody/tokenizer.json", "no tokenizer"),
+        ("pipe", "the tokenizer pipe is no file"),
+        ("folder", "the folder folder holds no tokenizer.json; found tokenizer.model"),
+    ],
+)
+def test_what_is_no_file_is_refused_in_a_line(name, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "tokenizer.model").touch()
+    with pytest.raises(DataError, match=said):
+        open_tokenizer(name)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"eos_token": ' + "9" * 5_000 + "}", "{"])
+def test_a_damaged_file_beside_a_tokenizer_is_named(name, content, tokenizer_json):
+    (tokenizer_json.parent / name).write_text(content)
+    with pytest.raises(DataError, match=f"{name} is not JSON"):
+        open_tokenizer(str(tokenizer_json.parent))
+
+
+def test_a_pipe_beside_a_tokenizer_is_not_waited_for(tokenizer_json):
+    os.mkfifo(tokenizer_json.parent / "tokenizer_config.json")
+    assert open_tokenizer(str(tokenizer_json)).size == 280
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"eos_token": "he"}},
+        {"tokenizer_config.json": {"eos_token": {"content": "he"}}},
+        {"special_tokens_map.json": {"eos_token": {"content": "he"}}},
+        {
+            "tokenizer_config.json": {"eos_token": None},
+            "generation_config.json": {"eos_token_id": HE},
+        },
+        {"generation_config.json": {"eos_token_id": [HE, 1]}},
+        {"config.json": {"eos_token_id": HE}},
+    ],
+)
+def test_the_files_beside_a_tokenizer_name_its_end_of_text(files, tokenizer_json):
+    """Whatever its own file marks; no text makes that token then."""
+    for name, content in files.items():
+        if HE in str(content):
+            content = json.loads(
+                json.dumps(content).replace(
+                    f'"{HE}"', str(open_tokenizer(str(tokenizer_json)).id_of("he"))
+                )
+            )
+        (tokenizer_json.parent / name).write_text(json.dumps(content))
+    folder = str(tokenizer_json.parent)
+    tokenizer, end = end_of_text(open_tokenizer(folder), "auto", folder)
+    assert end is not None and end == tokenizer.id_of("he")
+    assert end not in tokenizer.encode("hello there", parse_special=False)
+    assert tokenizer.decode(tokenizer.encode("hello there", parse_special=False)) == "hello there"
+
+
+def test_a_tokenizer_that_would_end_the_process_is_refused(tokenizer_json):
+    """The package cuts the prefix off merges by bytes, and aborts within a character."""
+    content = json.loads(tokenizer_json.read_text())
+    content["model"]["continuing_subword_prefix"] = "\0"
+    tokenizer_json.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="a merge lacks the prefix"):
+        open_tokenizer(str(tokenizer_json))
+
+
+def test_an_id_beyond_the_size_is_refused(tokenizer_json):
+    tokenizer = open_tokenizer(str(tokenizer_json))
+    tokenizer.size = 3
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_parts([text])):
+        with pytest.raises(DataError, match="its model gives an id that it does not list"):
+            encode("hello")
+
+
+def test_texts_that_hold_the_character_that_ends_one_are_refused():
+    tokenizer = open_tokenizer("characters", ["a\U0010ffff"])
+    with pytest.raises(DataError, match=r"the texts hold U\+10FFFF"):
+        end_of_text(tokenizer, "auto", "characters")
