@@ -137,10 +137,15 @@ def with_markers(tokenizer: Tokenizer, template: Template) -> Tokenizer:
     return tokenizer.with_control(found)
 
 
+def markers_of_text(template: Template, tokenizer: Tokenizer) -> list[str]:
+    """Return the markers of a template that the tokenizer has no token for: they are text to it."""
+    return [marker for marker in template.markers if len(tokenizer.encode(marker)) != 1]
+
+
 def faults(template: Template, tokenizer: Tokenizer) -> list[str]:
     """Return what a tokenizer makes of a template that a person should know, a line each."""
     lines = []
-    spelled = [marker for marker in template.markers if len(tokenizer.encode(marker)) != 1]
+    spelled = markers_of_text(template, tokenizer)
     if spelled:
         named = " and ".join(
             f"{marker} ({len(tokenizer.encode(marker))} tokens)" for marker in spelled

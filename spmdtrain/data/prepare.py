@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.chat import CHATML, Template, faults, with_markers
+from spmdtrain.data.chat import CHATML, Template, faults, markers_of_text, with_markers
 from spmdtrain.data.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
 from spmdtrain.data.encode import Recipe, encode_all
 from spmdtrain.data.progress import plain_lines
@@ -143,7 +143,7 @@ def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int |
     documents = "1 document" if count == 1 else f"{count:,} documents"
     ending = "nothing ends a document" if end is None else f"token {end} ends each document"
     source = open_tokens(first.path)
-    said = _said_of_specials(summaries, job.parse_special)
+    said = _said_of_specials(summaries, job, tokenizer)
     if job.chat:
         said.insert(0, _learned(summaries, tokens))
     starts = source.document_starts
@@ -172,13 +172,18 @@ def _learned(summaries: list[Summary], tokens: int) -> str:
     )
 
 
-def _said_of_specials(summaries: list[Summary], parse_special: bool) -> list[str]:
+def _said_of_specials(summaries: list[Summary], job: Job, tokenizer: Tokenizer) -> list[str]:
+    """Return what is to be said of documents that spell what is not text."""
     lines = []
+    what = "a special token; kept as text (--parse-special reads it as the token)"
+    if job.parse_special:
+        what = "a special token; read as that token"
+    elif job.chat and markers_of_text(Template.parse(job.template), tokenizer):
+        what = "a marker of the template, which this tokenizer cannot tell from the template's own"
     spelling = sum(summary.spelling for summary in summaries)
     if spelling:
         documents = "1 document spells" if spelling == 1 else f"{spelling:,} documents spell"
-        what = "read as that token" if parse_special else "kept as text (--parse-special)"
-        lines.append(f"{documents} a special token; {what}")
+        lines.append(f"{documents} {what}")
     holding = sum(summary.holding_end for summary in summaries)
     if holding:
         documents = "1 document holds" if holding == 1 else f"{holding:,} documents hold"

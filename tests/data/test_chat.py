@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from spmdtrain.cli import main
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.data.chat import CHATML, Template, encode_conversation, encode_prompt
+from spmdtrain.data.corpus import text_corpus
 from spmdtrain.data.offsets import Encoding
 from spmdtrain.data.prepare import Job, prepare
 from spmdtrain.data.tokenizer import HuggingFaceTokenizer, Tokenizer, from_spec, open_tokenizer
@@ -71,7 +72,7 @@ def bpe(byte_level: bool, normalizer=None):
 
 def words():
     """Whole words: what is spelled apart from other text is in the vocabulary itself."""
-    known = {word: i for i, word in enumerate([*SPECIAL, *WORDS.split()])}
+    known = {word: 3 * i for i, word in enumerate([*SPECIAL, *WORDS.split()])}  # with holes
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<unk>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     model.add_special_tokens(list(SPECIAL[:3]))
@@ -291,7 +292,7 @@ def test_what_is_learned_and_what_is_spelled_is_said(chats, capsys):
     assert main([*arguments, "--out", str(chats / "bytes")]) == 0
     said = capsys.readouterr()
     assert "<|im_start|> (12 tokens) and <|im_end|> (10 tokens) is text" in said.err
-    assert "1 document spells" in said.out
+    assert "1 document spells a marker of the template, which this tokenizer cannot" in said.out
     template = ["--template", "{role}: {content}\n", "--out", str(chats / "cut")]
     assert main([*arguments, *own, *template]) == 0
     assert "an answer begins within a token: 'yes' behind" in capsys.readouterr().err
@@ -321,3 +322,12 @@ def test_documents_that_hold_the_token_that_ends_one_are_counted(tmp_path, capsy
     for name, shards in (("out", ()), ("shards", ("--shard-tokens", "2"))):
         assert main([*arguments, "--out", str(tmp_path / name), *shards]) == 0
         assert "2 documents hold the token that ends one before the end" in capsys.readouterr().out
+
+
+def test_a_text_that_a_run_reads_itself_is_text(tmp_path):
+    KINDS["byte-level"]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("hello</s><|im_end|>")
+    corpus = text_corpus([str(tmp_path / "a.txt")], str(tmp_path))
+    tokenizer = opened("byte-level")
+    assert tokenizer.decode(corpus.tokens[:]) == "hello</s><|im_end|>"
+    assert not {tokenizer.id_of("</s>"), tokenizer.id_of("<|im_end|>")} & set(corpus.tokens[:])
