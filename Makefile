@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-fast test-slow test-gpu mutations fuzz faults check docs bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot fleet plan-table schema constraints
+.PHONY: help train test test-fast test-slow test-gpu mutations fuzz faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,9 @@ check: $(VENV)/installed-dev  ## lint, formatting and types
 
 docs: $(VENV)/installed-docs  ## the documentation as a site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
+
+pages: $(VENV)/installed  ## what docs/ takes from elsewhere: examples, settings, pictures; a minute
+	$(BIN)/python docs/made/pages.py
 
 bench-overhead: $(VENV)/installed  ## step time of the loop against a bare step, on CPU: two minutes on a quiet machine
 	MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 $(BIN)/python benchmarks/overhead.py

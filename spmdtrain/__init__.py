@@ -20,10 +20,10 @@ the same losses. In Python, `import spmdtrain as st`:
 `run` takes what a caller exchanges as keywords: `make` (the model), `optimizer`, `schedule`,
 `loss`, `data`, `sinks` and `hooks`.
 
-The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `running` and
-`planner`, `cli`; imports only go down. `__init__.pyi` lists the public names and their homes, also
-for type checkers. They are imported when they are asked for, so that `spmdtrain --help` takes
-milliseconds.
+The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `running`,
+`planner` and `launch`, `cli`; imports only go down. `__init__.pyi` lists the public names and their
+homes, also for type checkers. They are imported when they are asked for, so that
+`spmdtrain --help` takes milliseconds.
 """
 
 import lazy_loader

@@ -10,6 +10,7 @@ A `bash` or `python` block runs, unless a comment just before it says why not. T
 A `text` block right behind a block that runs is what its last command prints.
 """
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import named
 import pytest
 
 from spmdtrain.cli import main
@@ -43,7 +45,6 @@ FENCE = re.compile(
     re.M | re.S,
 )
 COMMENT = re.compile(r"needs GPUs|not run: .+|test: until step \d+|test: exit code \d+")
-INCLUDED = re.compile(r'--8<-- "(?P<path>[^"]+)"\n')
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,14 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def hook(name: str) -> ModuleType:
-    """One of the scripts that write pages and pictures when the site is built."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
+    """One of the scripts that write pages and pictures for `make pages`."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "made" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+PAGES_MADE = hook("pages")
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -191,20 +195,34 @@ def test_readme_and_first_page_show_the_first_run():
 
 def test_every_block_is_of_a_kind_that_is_checked_and_every_comment_is_known():
     for block in BLOCKS:
-        assert block.language in ("bash", "python", "toml", "text") or INCLUDED.fullmatch(
-            block.body
-        ), str(block)
+        titled = PAGES_MADE.TITLED.match(f"```{block.language}\n{block.body}```")
+        assert block.language in ("bash", "python", "toml", "text") or titled, str(block)
         assert not block.comment or COMMENT.fullmatch(block.comment), f"{block}: {block.comment}"
         if block.language == "toml":
             tomllib.loads(block.body)
 
 
-def test_included_files_are_there_and_are_examples_that_tests_run():
+def test_what_pages_take_from_elsewhere_is_as_it_is_there():
+    """If not: make pages."""
+    for path, text in PAGES_MADE.texts():
+        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)}: make pages"
+
+
+def test_examples_in_pages_are_examples_that_tests_run():
     for page in PAGES:
-        for match in INCLUDED.finditer(page.read_text()):
-            path = match["path"]
-            assert (ROOT / path).is_file(), f"{page.name}: {path}"
-            assert path.startswith("examples/") or path == "CONTRIBUTING.md"
+        for match in PAGES_MADE.TITLED.finditer(page.read_text()):
+            assert match["path"].startswith("examples/"), f"{page.name}: {match['path']}"
+
+
+def test_every_page_can_be_read_in_a_checkout():
+    """Nothing is left for a build to fill in: no included text, no picture that is not there."""
+    for page in PAGES:
+        text = page.read_text()
+        assert "--8<--" not in text, page.name
+        assert not [wrong for wrong in named.links(text, page.parent)], page.name
+    nav = (ROOT / "mkdocs.yml").read_text()
+    for page in re.findall(r": (\w+\.md)$", nav, re.M):
+        assert (DOCS / page).is_file(), page
 
 
 @pytest.mark.parametrize(
@@ -239,21 +257,112 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) < 1000
 
 
-def test_files_that_the_pages_name_exist():
-    named = re.compile(
-        r"`((?:spmdtrain|pallas_kernels|tests|examples|configs|benchmarks|docs)/[\w./]+)`"
-    )
-    for page in PAGES:
-        for path in named.findall(page.read_text()):
-            assert (ROOT / path).exists(), f"{page.name}: {path}"
+TEXTS = [
+    *PAGES,
+    ROOT / "benchmarks" / "planner" / "README.md",
+    *sorted((ROOT / "configs").glob("*.toml")),
+    *sorted((ROOT / "examples").rglob("*.toml")),
+    *sorted((ROOT / "examples").rglob("*.py")),
+]
 
 
-def test_make_targets_that_the_pages_name_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    for page in PAGES:
-        text = page.read_text()
-        for target in re.findall(r"(?:`|^)make ([a-z-]+)", text, re.M):
-            assert target in targets, f"{page.name}: make {target}"
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_text_names_is_there(page):
+    """Files, headings, commands with their flags, settings, make targets, Python names."""
+    beside = page.parent if page.suffix == ".md" else ROOT
+    assert named.wrong_in(page.read_text(encoding="utf-8"), beside) == []
+
+
+WRONG = {
+    "see `docs/nothing.md`": "no such file",
+    "see `nothing.py`": "no such file",
+    "see spmdtrain/running/nothing.py": "no such file",
+    "[x](first_run.md#nothing)": "no such heading",
+    "[x](nothing.md)": "no such file",
+    "![x](pictures/nothing.svg)": "no such file",
+    'README, "Your own text"': "no such heading",
+    "`spmdtrain trian`": "no command trian",
+    "`spmdtrain train c.toml --stpes 3`": "has no --stpes",
+    "`spmdtrain data prepare FILE`": "--out",
+    "spmdtrain launch train c.toml --trian": "has no --trian",
+    "try --simulated-devices": "no command has it",
+    "`--set train.stpes=3`": "no such setting",
+    "set `optimizer.nesterov` first": "no such setting",
+    "`make nothing`": "no such target",
+    "`st.nothing`": "no such name",
+    "`st.load.x.y`": "no such name",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_name_of_nothing_is_found(text):
+    assert any(WRONG[text] in wrong for wrong in named.wrong_in(text, DOCS)), text
+
+
+RIGHT = [
+    "`docs/first_run.md`, `schema.py`, [x](first_run.md#one-command), `make test`, `st.load`",
+    "`spmdtrain data prepare FILE --out NAME`, or `spmdtrain plan`",
+    "`spmdtrain schedule --kind 1f1b --stages 4 --microbatches 6 --svg pipeline.svg`.",
+    "`--set mesh.data=8 --set optimizer.beta1=0.9`, `rules.parameters.embed`, `model.extra.width`",
+    "RUN/config.json, `metrics.jsonl`, `train.py:Model`",
+]
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_a_name_of_something_is_let_be(text):
+    assert named.wrong_in(text, DOCS) == []
+
+
+def constants_of(path: str, name: str):
+    """How many values a list or tuple of a module has, without importing it."""
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
+            return len(node.value.elts)
+    raise AssertionError(f"{path} has no {name}")
+
+
+COUNTS = {  # words -> how many there are; "#" is the number
+    "README.md": {
+        "on # layouts against one device": ("tests/train/test_layouts.py", "LAYOUTS"),
+        "# flagship layouts": ("benchmarks/fleet.py", "LAYOUTS"),
+    },
+    "docs/how_it_works.md": {
+        "one device: # layouts": ("tests/train/test_layouts.py", "LAYOUTS"),
+    },
+    "docs/first_run.md": {
+        "project trains # layouts": ("tests/train/test_layouts.py", "LAYOUTS"),
+    },
+    "docs/fleet.md": {"of its # layouts": ("benchmarks/fleet.py", "LAYOUTS")},
+}
+
+
+@pytest.mark.parametrize("page", COUNTS)
+def test_counts_are_those_of_the_code(page):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    for words, (path, name) in COUNTS[page].items():
+        found = re.search(re.escape(words).replace(r"\#", r"(\d+)"), text)
+        assert found, f"{page}: {words}"
+        assert int(found[1]) == constants_of(path, name), f"{page}: {words}"
+
+
+def test_every_list_of_rooms_has_all_of_them():
+    """A paragraph or table that names most folders of the package names each."""
+    rooms = {path.parent.name for path in (ROOT / "spmdtrain").glob("*/__init__.py")}
+    lists = 0
+    for path in (*PAGES, ROOT / "spmdtrain" / "__init__.py"):
+        for paragraph in re.split(r"\n *\n", path.read_text(encoding="utf-8")):
+            there = set(re.findall(r"`(?:spmdtrain/)?(\w+)/?`", paragraph)) & rooms
+            if len(there) > len(rooms) - 4:
+                assert there == rooms, f"{path.name} lacks {rooms - there}"
+                lists += 1
+    assert lists >= 3
+
+
+def test_the_readme_names_every_optimizer():
+    row = re.search(r"^\| Optimizers \|(.*)\|$", (ROOT / "README.md").read_text(), re.M)[1]
+    said = re.sub(r"[^a-z]", "", row.lower())
+    for kind in hook("settings_page").classes_of(RunConfig.model_fields["optimizer"].annotation):
+        assert kind.model_fields["name"].default.replace("_", "") in said
 
 
 def test_every_exit_code_is_explained():
@@ -281,16 +390,16 @@ def test_the_page_of_settings_has_every_setting():
 PICTURES = hook("pictures")
 
 
-@pytest.mark.parametrize("name", PICTURES.COMMITTED)
-def test_a_committed_picture_is_what_its_command_draws(name):
-    """If not, draw it again: spmdtrain, the command in docs/hooks/pictures.py, --svg
-    docs/pictures/NAME.
-    """
-    assert (DOCS / "pictures" / name).read_text() == PICTURES.drawn(PICTURES.COMMITTED[name])
-
-
 def test_no_other_picture_is_committed():
-    assert {path.name for path in (DOCS / "pictures").iterdir()} == set(PICTURES.COMMITTED)
+    made = {*PICTURES.COMMITTED, PICTURES.LOSS, hook("walk").PICTURE}
+    assert {path.name for path in (DOCS / "pictures").iterdir()} == made
+
+
+def test_the_committed_curve_is_of_all_steps_and_falls():
+    points = re.search(r'points="([^"]*)"', (DOCS / "pictures" / PICTURES.LOSS).read_text())[1]
+    y = [float(point.split(",")[1]) for point in points.split()]
+    assert len(y) == PICTURES.LOSS_STEPS
+    assert sum(y[-10:]) > sum(y[:10])  # downwards, y grows
 
 
 def test_a_loss_curve_falls_where_losses_fall():

@@ -3,6 +3,7 @@
 from xml.sax.saxutils import escape
 
 # (what happens, the file that does it, what leaves it)
+PICTURE = "walk.svg"
 STATIONS = [
     ("read the settings", "spmdtrain/config/load.py", "RunConfig"),
     ("mesh, rules, abstract state", "spmdtrain/train/setup.py", "Setup"),
@@ -25,14 +26,6 @@ DOWN = BOX_HEIGHT + 44
 MARGIN = 14
 SETUP = 3  # the first stations happen once in a run
 REGION = range(6, 10)  # and these inside the manual region of the step
-
-
-def on_files(files, config):
-    """mkdocs calls this when it has listed the files of `docs/`."""
-    from mkdocs.structure.files import File
-
-    files.append(File.generated(config, "pictures/walk.svg", content=picture()))
-    return files
 
 
 def picture() -> str:

@@ -1,7 +1,6 @@
-"""Draws the pictures of the site with the project's own commands each time it is built.
+"""Draws the pictures of the pages with the project's own commands.
 
-The two pictures of the README are committed, because an index and a code host show it without a
-build; `tests/test_docs.py` holds each against what its command in COMMITTED makes now.
+They are committed, because a code host and an editor show a page without a build.
 """
 
 import contextlib
@@ -18,11 +17,10 @@ ROOT = Path(__file__).parents[2]
 COMMITTED = {
     "mesh.svg": "show configs/quickstart.toml --simulate-devices 8",
     "pipeline.svg": "schedule --kind 1f1b --stages 4 --microbatches 6",
-}
-DRAWN = {
     "interleaved.svg": "schedule --kind interleaved --stages 4 --microbatches 8 --chunks 2",
     "zero_bubble.svg": "schedule --kind zero_bubble --stages 4 --microbatches 8",
 }
+LOSS = "loss.svg"
 LOSS_STEPS = 120
 LOSS_RUN = (
     "train configs/quickstart.toml --simulate-devices 1 "
@@ -35,16 +33,6 @@ HEIGHT = 260
 LEFT = 48
 TOP = 24
 BOTTOM = 40
-
-
-def on_files(files, config):
-    """mkdocs calls this when it has listed the files of `docs/`."""
-    from mkdocs.structure.files import File
-
-    for name, command in DRAWN.items():
-        files.append(File.generated(config, f"pictures/{name}", content=drawn(command)))
-    files.append(File.generated(config, "pictures/loss.svg", content=loss_curve(losses())))
-    return files
 
 
 def drawn(command: str) -> str:

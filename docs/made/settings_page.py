@@ -1,4 +1,4 @@
-"""Writes the page of settings from the config schema each time the site is built."""
+"""Makes the page of settings of the config schema."""
 
 from typing import Any, get_args
 
@@ -8,8 +8,7 @@ from spmdtrain.config.schema import Settings
 PAGE = "settings.md"
 INTRODUCTION = """# Settings
 
-This page is made from the classes in `spmdtrain/config/schema.py` each time the documentation is \
-built.
+This page is made by `make pages` from the classes in `spmdtrain/config/schema.py`.
 
 A run is described by a TOML file. Each heading below is a section of that file, and each row is \
 a setting in it.
@@ -19,14 +18,6 @@ stands for no value.
 `configs/schema.json`
 lets an editor complete the files.
 """
-
-
-def on_files(files, config):
-    """mkdocs calls this when it has listed the files of `docs/`."""
-    from mkdocs.structure.files import File
-
-    files.append(File.generated(config, PAGE, content=page()))
-    return files
 
 
 def page() -> str:
