@@ -105,32 +105,10 @@ def options() -> dict[str, set[str]]:
 
 
 # Options of other programs that stand in our texts.
-FOREIGN = set(
-    [
-        "--user",
-        "--pty",
-        "--signal",
-        "--gpus-per-node",
-        "--gpus-per-task",
-        "--ntasks-per-node",
-        "--nodes",
-        "--no-deps",
-        "--times",
-        "--minutes",
-        "--seed",
-        "--draws",
-        "--only",
-        "--write",
-        "--export",
-        "--universal",
-        "--env-file",
-        "--rm",
-        "--gpus",
-        "--kill-on-bad-exit",
-        "--steps",
-        "--mesh",
-    ]
-)
+FOREIGN_TEXT = """--user --pty --signal --gpus-per-node --gpus-per-task --ntasks-per-node --nodes
+    --no-deps --times --minutes --seed --draws --only --write --export --universal --env-file --rm
+    --gpus --kill-on-bad-exit --steps --mesh"""
+FOREIGN = frozenset(FOREIGN_TEXT.split())
 # Where a command that stands in a sentence ends.
 END = re.compile(
     r"\s+[|>&(#]|[;,)(]|\.+(?:\s|$)|:(?:\s|$)|\u2019|\s(?:or|and|of|says?|is|reads?|writes?|does|for|in|"
