@@ -65,12 +65,12 @@ def is_setting(key: str) -> bool:
     if section not in RunConfig.model_fields:
         return False
     name = below.partition(".")[0]
-    return not name or name in fields_of(section) or name in ("NAME", "KEY", "*")
+    return not name or name in fields_of(section) or name in ("NAME", "KEY", "*", "X")
 
 
 def overrides(text: str) -> Iterator[str]:
     """`--set a.b=c`: there is such a setting."""
-    for key in re.findall(r"--set[ =]['\"]?([A-Za-z_][\w.*]*)", text):
+    for key in re.findall(r"--set[ =]['\"]?([A-Za-z_]\w*(?:[.*\w]*\.[\w*]+|(?==)))", text):
         if not key.isupper() and not is_setting(key):
             yield f"--set {key}: no such setting"
 

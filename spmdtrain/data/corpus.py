@@ -7,6 +7,7 @@ start.
 import hashlib
 import math
 import os
+import shlex
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -272,7 +273,9 @@ def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
     files = find_files(patterns)
     for file in files:
         if format_of(file) != "text" or file.endswith(COMPRESSIONS):
-            raise DataError(f"{file} is not plain text", fix=f"spmdtrain data prepare {file}")
+            out = shlex.quote(file.removesuffix("".join(Path(file).suffixes)) or file)
+            fix = f"spmdtrain data prepare {shlex.quote(file)} --out {out}"
+            raise DataError(f"{file} is not plain text", fix=fix)
     return _encode_texts([read_text(path) for path in files], tokenizer)
 
 

@@ -228,7 +228,7 @@ def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens
         raise DataError(
             f"{path} has neither sidecar nor .idx, and is no row of {name}",
             found=f"{size} bytes",
-            fix=_other_width(size, name) or "spmdtrain data prepare",
+            fix=_other_width(size, name) or "spmdtrain data prepare FILE --out NAME",
         )
     return ForeignTokens(str(path), dtype, size // dtype.itemsize, None)
 

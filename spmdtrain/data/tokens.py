@@ -19,6 +19,7 @@ are not a token file.
 
 import hashlib
 import json
+import shlex
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -171,12 +172,11 @@ def open_tokens(path: str | Path) -> TokenSource:
     bin_path, idx_path, json_path = token_paths(path)
     for file in (bin_path, idx_path, json_path, loss_path(path)):
         require_file(file)
+    prepare = f"spmdtrain data prepare FILE --out {shlex.quote(str(bin_path).removesuffix('.bin'))}"
     if not bin_path.is_file():
-        raise DataError(f"no token file {bin_path}", fix="spmdtrain data prepare")
+        raise DataError(f"no token file {bin_path}", fix=prepare)
     if not json_path.is_file():
-        raise DataError(
-            f"the token file {bin_path} has no sidecar {json_path}", fix="spmdtrain data prepare"
-        )
+        raise DataError(f"the token file {bin_path} has no sidecar {json_path}", fix=prepare)
     sidecar = _read_sidecar(json_path)
     expectations = [
         (bin_path, sidecar["tokens"], DTYPES[sidecar["dtype"]].itemsize),
