@@ -134,4 +134,7 @@ def check_source(source: str | None, directory: Path, fresh: bool) -> None:
         raise ConfigError(f"{asked} is the run that --fresh sets aside", fix="another --run")
     if newest_step(Path(source)) is None:
         fix = "the directory of a trained run"
+        if any(Path(source).glob("*.safetensors")) or any(Path(source).glob("pytorch_model*.bin")):
+            what = f"{asked} holds weights of Hugging Face, which cannot be read yet"
+            raise CheckpointError(what, fix=fix)
         raise CheckpointError(f"{asked} holds no checkpoint", fix=fix)
