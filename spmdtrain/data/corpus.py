@@ -7,7 +7,6 @@ start.
 import hashlib
 import math
 import os
-import shlex
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +18,8 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
-from spmdtrain.data.documents import COMPRESSIONS, format_of
+from spmdtrain.data.compressed import COMPRESSIONS
+from spmdtrain.data.documents import command_to_prepare, format_of
 from spmdtrain.data.files import find_files, read_text
 from spmdtrain.data.foreign_tokens import ForeignTokens, is_foreign, open_foreign
 from spmdtrain.data.rows import Concatenated, StoredRow, reading
@@ -273,9 +273,7 @@ def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
     files = find_files(patterns)
     for file in files:
         if format_of(file) != "text" or file.endswith(COMPRESSIONS):
-            out = shlex.quote(file.removesuffix("".join(Path(file).suffixes)) or file)
-            fix = f"spmdtrain data prepare {shlex.quote(file)} --out {out}"
-            raise DataError(f"{file} is not plain text", fix=fix)
+            raise DataError(f"{file} is not plain text", fix=command_to_prepare(file))
     return _encode_texts([read_text(path) for path in files], tokenizer)
 
 

@@ -9,22 +9,20 @@ A *chunk* is some rows that one process takes at a time. Cutting a file into chu
 takes time (JSON, tokens) is done by whoever takes the chunk.
 """
 
-import gzip
 import io
-import json
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import shlex
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.files import decode, find_files
+from spmdtrain.data.compressed import COMPRESSIONS, opened
+from spmdtrain.data.files import decode, find_files, parse_json, read_json
+from spmdtrain.data.tables import arrow_rows, no_field, parquet_rows
 
 CHUNK_BYTES = 2**18  # of text in a chunk, about: a fraction of a second's work
-CHUNK_ROWS = 1000  # of a table in a chunk
 FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -32,7 +30,6 @@ FORMATS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-COMPRESSIONS = (".gz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -53,29 +50,46 @@ def find_inputs(patterns: Iterable[str]) -> list[str]:
     """
     named: list[str] = []
     for pattern in patterns:
-        folder = Path(pattern).expanduser()
-        if (folder / "dataset_dict.json").is_file():
-            splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
+        folder = os.path.expanduser(pattern)
+        if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+            splits = sorted(state.parent.name for state in Path(folder).glob("*/state.json"))
             raise DataError(
                 f"{pattern} holds several splits of a dataset",
                 found=", ".join(splits),
                 fix=os.path.join(pattern, splits[0]) if splits else "",
             )
-        if (folder / "state.json").is_file():
-            named += _arrow_files(folder)
+        if os.path.isfile(os.path.join(folder, "state.json")):
+            named += _arrow_files(Path(folder))
         else:
             named.append(pattern)
     return find_files(named)
 
 
 def _arrow_files(folder: Path) -> list[str]:
-    """Return the Arrow files of a dataset that was saved to `folder`."""
+    """Return the Arrow files of a dataset that was saved to `folder`.
+
+    Raises DataError where a file lies outside the folder or is missing, and where another file says
+    which rows are meant: `datasets` writes the rows out when it saves, and has since 2.0.
+    """
     path = folder / "state.json"
+    state = read_json(str(path))
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
         names = [each["filename"] for each in state["_data_files"]]
-    except (ValueError, KeyError, TypeError):
+        has_indices = bool(state.get("_indices_data_files"))
+    except (KeyError, TypeError, AttributeError):
         raise DataError(f"{path} is not the state of a saved dataset") from None
+    if has_indices:
+        code = f"import datasets as d; d.load_from_disk({str(folder)!r})"
+        code += f".flatten_indices().save_to_disk({str(folder) + '-rows'!r})"
+        raise DataError(
+            f"{path} chooses rows by _indices_data_files, which is not read",
+            fix=f"python -c {shlex.quote(code)}",
+        )
+    for name in names:
+        if not isinstance(name, str) or os.path.isabs(name) or ".." in Path(name).parts:
+            raise DataError(f"{path} names a file outside its folder", found=f"{name!r:.200}")
+        if not os.path.isfile(folder / name):
+            raise DataError(f"{path} names a file that is not there", found=name)
     return [str(folder / name) for name in names]
 
 
@@ -85,6 +99,15 @@ def format_of(path: str) -> str:
     for ending in COMPRESSIONS:
         stem = stem.removesuffix(ending)
     return FORMATS.get(os.path.splitext(stem)[1].lower(), "text")
+
+
+def command_to_prepare(path: str) -> str:
+    """Return the command that makes a token file of a file of documents, beside it."""
+    stem = path
+    for ending in COMPRESSIONS:
+        stem = stem.removesuffix(ending)
+    out = os.path.splitext(stem)[0] + "_tokens"
+    return f"spmdtrain data prepare {shlex.quote(path)} --out {shlex.quote(out)}"
 
 
 def read_chunks(
@@ -100,10 +123,10 @@ def read_chunks(
         yield from _text_chunks(path, split_on, skip)
     elif kind == "jsonl":
         yield from _line_chunks(path, skip)
-    elif kind == "parquet":
-        yield from _parquet_chunks(path, field, skip)
     else:
-        yield from _arrow_chunks(path, field, skip)
+        rows_of = parquet_rows if kind == "parquet" else arrow_rows
+        for first, rows, read in rows_of(path, field, skip, CHUNK_BYTES):
+            yield Chunk(path, first, rows, read)
 
 
 def values_of(chunk: Chunk, field: str) -> list:
@@ -153,25 +176,31 @@ def texts_of_messages(messages: Any) -> Iterator[str]:
 def _value_of_line(line: bytes, where: str, field: str) -> Any:
     if not line.strip():
         return None
-    try:
-        row = json.loads(line)
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise DataError(f"{where} is not a line of JSON: {error}") from None
+    if where.endswith(":1") and line.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        raise _array(where.removesuffix(":1"))
+    row = parse_json(line, where, "a line of JSON")
     if not isinstance(row, dict):
         raise DataError(f"{where} is not a JSON object", found=f"{line[:40]!r}")
     if field not in row:
         texts = {name: value for name, value in row.items() if isinstance(value, str)}
         by_length = sorted(texts, key=lambda name: -len(texts[name]))
-        raise _no_field(where, field, row, by_length)
+        raise no_field(where, field, row, by_length)
     return row[field]
 
 
-def _no_field(where: str, field: str, columns: Iterable[str], texts: Sequence[str]) -> DataError:
-    """Return the error; `texts` are the columns that may have been meant, the likeliest first."""
+def _array(path: str) -> DataError:
+    """Return the error for a file that is one JSON array, with a command that makes lines of it."""
+    ending = os.path.splitext(path)[1]
+    opening = f"open({path!r}, 'rb')"
+    if ending == ".gz":
+        opening = f"__import__('gzip').open({path!r})"
+    elif ending == ".zst":
+        opening = f"__import__('zstandard').open({path!r})"
+    code = f"import json; [print(json.dumps(row)) for row in json.load({opening})]"
+    lines = f"{path.removesuffix(ending)}.lines.jsonl"
     return DataError(
-        f"{where} has no field {field!r}",
-        found=", ".join(columns) or "none",
-        fix=f"--field {texts[0]}" if texts else "",
+        f"{path} is one JSON array, and not an object on each line",
+        fix=f"python -c {shlex.quote(code)} > {shlex.quote(lines)}",
     )
 
 
@@ -179,7 +208,7 @@ def _no_field(where: str, field: str, columns: Iterable[str], texts: Sequence[st
 
 
 def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
-    with _opened(path) as (file, raw):
+    with opened(path) as (file, raw):
         if split_on is None:
             content = file.read()
             if skip == 0:
@@ -188,7 +217,7 @@ def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
         rows: list[str | None] = []
         number = 0  # of the next row
         size = 0
-        for offset, content in _pieces(file, split_on.encode()):
+        for offset, content in _pieces(file, _separator(split_on)):
             if number >= skip:
                 # A line break behind the last separator is no document.
                 rows.append(decode(content, path, offset) if content.strip() else None)
@@ -202,20 +231,35 @@ def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
             yield Chunk(path, number - len(rows), rows, raw.tell())
 
 
+def _separator(split_on: str) -> bytes:
+    if not split_on:
+        raise DataError("--split-on is empty: it separates no documents")
+    try:
+        return split_on.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"--split-on {split_on!r:.60} is not UTF-8") from None
+
+
 def _pieces(file: io.BufferedIOBase, separator: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, content) of what stands between the separators of a file."""
-    offset = 0
-    rest = b""
+    offset = 0  # in the file, of what is held
+    held = bytearray()
+    searched = 0  # bytes of it that no separator begins in
     while block := file.read(CHUNK_BYTES):
-        *whole, rest = (rest + block).split(separator)
-        for content in whole:
-            yield offset, content
-            offset += len(content) + len(separator)
-    yield offset, rest
+        held += block
+        done = 0
+        while (at := held.find(separator, max(done, searched))) >= 0:
+            yield offset + done, bytes(held[done:at])
+            done = at + len(separator)
+        del held[:done]
+        offset += done
+        # A separator may lie across the border of two blocks.
+        searched = max(len(held) - len(separator) + 1, 0)
+    yield offset, bytes(held)
 
 
 def _line_chunks(path: str, skip: int) -> Iterator[Chunk]:
-    with _opened(path) as (file, raw):
+    with opened(path) as (file, raw):
         first = 0
         while lines := file.readlines(CHUNK_BYTES):
             after = first + len(lines)
@@ -223,103 +267,3 @@ def _line_chunks(path: str, skip: int) -> Iterator[Chunk]:
                 begin = max(skip, first)
                 yield Chunk(path, begin, lines[begin - first :], raw.tell())
             first = after
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[tuple[io.BufferedIOBase, io.BufferedReader]]:
-    """Open a file that may be compressed; yield it and the file as it lies on disk.
-
-    Turns what goes wrong while it is read into a DataError.
-    """
-    broken = [OSError, EOFError, zlib.error]
-    try:
-        with open(path, "rb") as raw:
-            if path.endswith(".gz"):
-                yield gzip.GzipFile(fileobj=raw), raw
-            elif path.endswith(".zst"):
-                zstandard = _import("zstandard", path)
-                broken.append(zstandard.ZstdError)
-                reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-                yield io.BufferedReader(reader), raw
-            else:
-                yield raw, raw
-    except tuple(broken) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {path}: {reason}") from None
-
-
-# --- tables -------------------------------------------------------------------------------------
-
-
-def _parquet_chunks(path: str, field: str, skip: int) -> Iterator[Chunk]:
-    arrow = _import("pyarrow", path)
-    parquet = _import("pyarrow.parquet", path)
-    size = os.path.getsize(path)
-    with _reading_table(path, arrow), parquet.ParquetFile(path) as table:
-        if field not in table.schema_arrow.names:
-            raise _no_column(path, field, table.schema_arrow)
-        batches = table.iter_batches(CHUNK_ROWS, columns=[field])
-        yield from _table_chunks(path, batches, skip, size, table.metadata.num_rows)
-
-
-def _arrow_chunks(path: str, field: str, skip: int) -> Iterator[Chunk]:
-    arrow = _import("pyarrow", path)
-    size = os.path.getsize(path)
-    with _reading_table(path, arrow), arrow.memory_map(path) as mapped:
-        try:
-            stream = arrow.ipc.open_stream(mapped)  # as `datasets` writes it
-            batches = list(stream)  # of a mapped file: only where they lie
-        except arrow.ArrowInvalid:
-            stream = arrow.ipc.open_file(mapped)
-            batches = [stream.get_batch(index) for index in range(stream.num_record_batches)]
-        if field not in stream.schema.names:
-            raise _no_column(path, field, stream.schema)
-        columns = (batch.select([field]) for batch in batches)
-        total = sum(batch.num_rows for batch in batches)
-        yield from _table_chunks(path, columns, skip, size, total)
-
-
-def _table_chunks(
-    path: str, batches: Iterable, skip: int, size: int, total: int
-) -> Iterator[Chunk]:
-    """Yield the rows of record batches of one column, at most `CHUNK_ROWS` at a time.
-
-    `size` is that of the file in bytes, `total` its number of rows.
-    """
-    first = 0
-    for batch in batches:
-        for begin in range(0, batch.num_rows, CHUNK_ROWS):
-            rows = min(CHUNK_ROWS, batch.num_rows - begin)
-            unread = max(skip - first, 0)
-            if unread < rows:
-                part = batch.slice(begin + unread, rows - unread).column(0).to_pylist()
-                yield Chunk(path, first + unread, part, size * (first + rows) // total)
-            first += rows
-
-
-def _no_column(path: str, field: str, schema) -> DataError:
-    texts = [column.name for column in schema if "string" in str(column.type)]
-    return _no_field(path, field, schema.names, texts)
-
-
-@contextmanager
-def _reading_table(path: str, arrow) -> Iterator[None]:
-    try:
-        yield
-    except (arrow.ArrowException, OSError) as error:
-        first_line = str(error).splitlines()[0]
-        raise DataError(f"cannot read {path}: {first_line}") from None
-
-
-def _import(name: str, path: str):
-    """Import a package of the extra `data`, which `path` needs."""
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        package = name.partition(".")[0]
-        raise DataError(
-            f"{path} needs the package `{package}`, which is not installed",
-            fix="pip install 'spmdtrain[data]'",
-        ) from None

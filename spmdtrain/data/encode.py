@@ -6,6 +6,7 @@ chunks: each document is encoded for itself, and chunks come out in the order in
 
 import multiprocessing
 import os
+import reprlib
 import signal
 import threading
 from collections import deque
@@ -96,7 +97,7 @@ def _size(text, chunk: Chunk, number: int, field: str) -> int:
     """Return the bytes of a text. Raises DataError, with file and row, where it is none."""
     where = f"{chunk.path}: {field!r} of row {number + 1}"
     if not isinstance(text, str):
-        raise DataError(f"{where} is not a text", found=f"{text!r:.60}")
+        raise DataError(f"{where} is not a text", found=f"{reprlib.repr(text):.60}")
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:

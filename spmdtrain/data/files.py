@@ -2,9 +2,12 @@
 
 import difflib
 import glob
+import importlib
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from spmdtrain.config.errors import DataError
 
@@ -95,3 +98,39 @@ def decode(content: bytes, path: str, offset: int = 0) -> str:
     except UnicodeDecodeError as error:
         wrong = f"byte {content[error.start]:#04x} at offset {offset + error.start}"
         raise DataError(f"{path} is not UTF-8 text: {wrong}") from None
+
+
+def read_json(path: str) -> Any:
+    """Return the JSON value that a file holds. Raises DataError where it holds none."""
+    return parse_json(read_text(path), path, "JSON")
+
+
+def parse_json(content: str | bytes, where: str, wanted: str) -> Any:
+    """Return the value of JSON text, which `where` names and `wanted` describes.
+
+    Raises DataError where it is none, or one that Python does not read: nested by the thousand, or
+    with an integer of thousands of digits.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise DataError(f"{where} is not {wanted}: it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        wrong = f"not UTF-8 at byte {error.start}"
+        raise DataError(f"{where} is not {wanted}: {wrong}") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not {wanted}: {error}") from None
+    except ValueError:
+        raise DataError(f"{where} is not {wanted}: an integer has too many digits") from None
+
+
+def import_for(name: str, path: str) -> Any:
+    """Import a package of the extra `data`, which `path` needs. Raises DataError without it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        package = name.partition(".")[0]
+        raise DataError(
+            f"{path} needs the package `{package}`, which is not installed",
+            fix="pip install 'spmdtrain[data]'",
+        ) from None

@@ -9,6 +9,7 @@ job is. It stays when all is finished, and says so.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.config.named_file import read_named
 from spmdtrain.data.encode import Encoded
 from spmdtrain.data.token_writer import Summary, TokenWriter, refuse_existing, writing
 from spmdtrain.data.tokens import open_tokens, token_paths
@@ -54,10 +56,12 @@ class Output:
         self.position: Position = (0, 0)
         self.summaries: list[Summary] = []
         self.is_finished = False
-        path = Path(self._out).expanduser()
-        self._journal = path.with_name(f"{path.name}.prepare.json")
-        if shard_tokens and self._journal.exists():
+        path = Path(os.path.expanduser(self._out))
+        self._journal = path.parent / f"{path.name}.prepare.json"
+        self._may_replace = ""  # the file that a killed process may have put here last
+        if shard_tokens and os.path.exists(self._journal):
             self._go_on()
+            self._may_replace = self._path()
         else:
             refuse_existing(self._path())
 
@@ -80,7 +84,10 @@ class Output:
         file, row = position
         while len(encoded.lengths):
             if self._writer is None:
-                self._writer = self._make_writer(self._path())
+                path = self._path()
+                if path != self._may_replace:  # also a later shard may lie there already
+                    refuse_existing(path)
+                self._writer = self._make_writer(path)
             count = len(encoded.lengths)
             if self._shard_tokens:
                 room = self._shard_tokens - self._writer.tokens
@@ -150,13 +157,13 @@ class Output:
         """Take over what the journal says is finished."""
         job: dict[str, Any] = {}
         try:
-            content = json.loads(self._journal.read_text(encoding="utf-8"))
+            content = json.loads(read_named(self._journal))
             is_ours = content["version"] == VERSION
             job = dict(content["job"])
             self.position = tuple(content["position"])
             self.summaries = [Summary(**summary) for summary in content["shards"]]
             self.is_finished = content["finished"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OSError, RecursionError):
             is_ours = False
         if not is_ours:
             raise DataError(

@@ -12,9 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from spmdtrain.config.errors import DataError, StorageError
+from spmdtrain.config.named_file import read_named
 from spmdtrain.data.encode import HOLDS_END, SPELLS, Encoded
 from spmdtrain.data.tokenizer import Tokenizer
 from spmdtrain.data.tokens import DTYPES, VERSION, loss_path, storage_dtype, token_paths
+
+LARGEST_TOKENIZER = 2**30  # bytes of its file
 
 
 @dataclass(frozen=True)
@@ -185,8 +188,9 @@ def share_tokenizer(out: str, tokenizer: Tokenizer) -> dict:
     spec = tokenizer.spec()
     if "json" not in spec:
         return spec
-    path = Path(out).expanduser()
-    path = path.with_name(f"{path.name}.tokenizer.json")
+    path = Path(os.path.expanduser(out))
+    path = path.parent / f"{path.name}.tokenizer.json"
+    _refuse_other_content(path, spec["json"])
     spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,10 +199,22 @@ def share_tokenizer(out: str, tokenizer: Tokenizer) -> dict:
     return spec | {"file": path.name}
 
 
+def _refuse_other_content(path: Path, content: str) -> None:
+    """Raise DataError where a file of other content exists: it may be anybody's."""
+    if not os.path.exists(path):
+        return
+    try:
+        is_same = read_named(path, LARGEST_TOKENIZER) == content.encode()
+    except OSError:
+        is_same = False
+    if not is_same:
+        raise DataError(f"{path} exists already", fix="another --out, or remove it first")
+
+
 def refuse_existing(path: str | Path) -> None:
     """Raise DataError where a token file exists: somebody may be training on it."""
-    for final in token_paths(path):
-        if os.path.exists(final):  # unlike Path.exists, it does not raise at a name too long
+    for final in (*token_paths(path), loss_path(path)):
+        if os.path.lexists(final):  # a link to nothing too
             raise DataError(f"{final} exists already", fix="another --out, or remove it first")
 
 

@@ -19,6 +19,7 @@ are not a token file.
 
 import hashlib
 import json
+import os
 import shlex
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -50,7 +51,7 @@ def storage_dtype(vocab: int) -> str:
 
 def token_paths(path: str | Path) -> tuple[Path, Path, Path]:
     """Return the .bin, .idx and .json of a token file, named with or without its `.bin`."""
-    stem = str(Path(path).expanduser()).removesuffix(".bin")
+    stem = os.path.expanduser(str(path)).removesuffix(".bin")
     return Path(stem + ".bin"), Path(stem + ".idx"), Path(stem + ".json")
 
 

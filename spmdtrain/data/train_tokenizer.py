@@ -42,8 +42,8 @@ def train_tokenizer(
             f"a vocabulary of {vocab} has no room for {BYTES} bytes and {', '.join(named)}",
             fix=f"--vocab {BYTES + len(named)} or more",
         )
-    path = Path(out).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(out))
+    if os.path.lexists(path):
         raise DataError(f"{out} exists already", fix="another --out, or remove it first")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     byte_level = tokenizers.pre_tokenizers.ByteLevel
