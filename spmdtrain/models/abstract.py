@@ -25,7 +25,7 @@ from spmdtrain.models.model import LanguageModel
 from spmdtrain.models.projection import MatmulWeight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names
+from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
 from spmdtrain.parallel.gather import WeightGather, gathered_axes
 from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 from spmdtrain.parallel.specs import drop_axes
@@ -276,7 +276,8 @@ def make_gather(rules: Rules) -> Callable[[nnx.State], nnx.State]:
         return lambda state: state
 
     def whole(variable: nnx.Variable, axes: Axes) -> jax.Array:
-        spec = drop_axes(BATCH_AXES, rules.parameter_axes(axes))
+        shared = [axis for axis in BATCH_AXES if axis not in owning_axes(axes)]
+        spec = drop_axes(shared, rules.parameter_axes(axes))
         return jax.lax.with_sharding_constraint(variable[...], spec)
 
     return lambda state: _map_weights(whole, state)
@@ -294,11 +295,12 @@ def make_manual_gather(
     def whole(variable: nnx.Variable, axes: Axes) -> jax.Array:
         weight = variable[...]
         spec = rules.parameter_axes(axes)
-        if not gathered_axes(spec):
+        over = gathered_axes(spec, axes)
+        if not over:
             return weight
         resting = str(weight.dtype)
         compute = precision.compute if jnp.issubdtype(weight.dtype, jnp.floating) else resting
-        gather = WeightGather(spec, resting, compute, precision.accumulate)
+        gather = WeightGather(spec, over, resting, compute, precision.accumulate)
         return gather(weight)
 
     return lambda state: _map_weights(whole, state)

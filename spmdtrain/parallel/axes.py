@@ -8,7 +8,7 @@ a tensor, and a dim that does not divide are errors: nothing is silently replica
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec as P
@@ -24,6 +24,7 @@ PARAMETER_RULES: AxisRules = {
     "chunk": (),
     "stage": ("pipeline",),
     "layer": (),
+    "experts": ("expert",),
     "vocab": ("pipeline", "tensor"),
     "embed": ("fsdp",),
     "kv_heads": ("tensor",),
@@ -48,6 +49,11 @@ ACTIVATION_RULES: AxisRules = {
     "vocab": ("tensor",),
 }
 
+# The mesh axis that owns its part of a weight with such a logical axis. Each device along it works
+# with its own stages, rows or experts: it never gathers the others, and their gradients are not its
+# own. Any other axis that splits a weight only shares the room that it takes.
+OWNING = {"stage": "pipeline", "vocab": "pipeline", "experts": "expert"}
+
 # Leading dims of stacked layers. An optimizer sees one layer's tensor, without them.
 STACK_AXES = ("chunk", "stage", "layer")
 BATCH_AXES = ACTIVATION_RULES["batch"]
@@ -63,6 +69,11 @@ SETTINGS = {
     "time": "train.sequence_length",
     "stream_time": "train.sequence_length",
 }
+
+
+def owning_axes(names: Iterable[str | None]) -> frozenset[str]:
+    """Returns the mesh axes that own their part of a weight with these logical axes."""
+    return frozenset(OWNING[name] for name in names if name in OWNING)
 
 
 @dataclass(frozen=True)
@@ -181,7 +192,9 @@ def partition_spec(
     """Look a tensor's logical axes up: `("batch", "time", "embed")` becomes
     `P(("data", "fsdp"), "context", None)`.
 
-    A name of None keeps its dim whole. Mesh axes of size 1, and those in `drop`, are left out.
+    A name of None keeps its dim whole. Mesh axes of size 1, and those in `drop`, are left out; one
+    that a dim owns is left to it, so that `embed = fsdp,expert` splits a matrix of experts over
+    fsdp, and any other matrix over both.
     For messages, `at` names the tensor and `kind` the rules ("parameters" or "activations").
 
     Raises ConfigError for a name without a rule, for a mesh axis that two dims want, and for a
@@ -191,6 +204,7 @@ def partition_spec(
         axes = f"{len(names)} logical axes {tuple(names)}"
         raise ConfigError(f"{at}: {axes} for {len(shape)} dims {tuple(shape)}")
     name_of_axis: dict[str, str] = {}
+    owner = {OWNING[name]: name for name in names if name in OWNING}
     spec = []
     for name, size in zip(names, shape, strict=True):
         if name is None:
@@ -201,7 +215,8 @@ def partition_spec(
                 f"{at}: no rule for logical axis {name!r}{_did_you_mean(name, rules)}",
                 fix=f"--set rules.{kind}.{name}= (whole) or a mesh axis",
             )
-        mesh_axes = [axis for axis in rules[name] if sizes[axis] > 1 and axis not in drop]
+        left = [axis for axis in rules[name] if owner.get(axis, name) == name]
+        mesh_axes = [axis for axis in left if sizes[axis] > 1 and axis not in drop]
         for axis in mesh_axes:
             if axis in name_of_axis:
                 both = f"{name_of_axis[axis]!r} and {name!r}"

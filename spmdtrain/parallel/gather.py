@@ -8,7 +8,7 @@ settings say.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import automatic_axes, axes_of
-from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
 from spmdtrain.parallel.reduce import scatter_sum
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes
@@ -31,12 +31,14 @@ class WeightGather:
     """The all-gather of one weight before a layer uses it; its gradient is reduce-scattered.
 
     spec: where the weight rests, one entry per dim.
+    axes: the mesh axes to gather over, as `gathered_axes` gives them.
     resting: the dtype of the weight as it is given, which is the dtype of its gradient too.
     compute: the dtype in which it crosses the network and is used.
     accumulate: the dtype in which its gradient is summed over the devices.
     """
 
     spec: P
+    axes: tuple[str, ...]
     resting: str
     compute: str
     accumulate: str
@@ -46,9 +48,14 @@ class WeightGather:
         return _gather(weight, self)
 
 
-def gathered_axes(spec: P) -> tuple[str, ...]:
-    """The axes over which a layer gathers a weight that rests as `spec` says."""
-    return tuple(axis for part in spec for axis in axes_of_dim(part) if axis in LAYER_AXES)
+def gathered_axes(spec: P, names: Iterable[str | None]) -> tuple[str, ...]:
+    """The axes over which a layer gathers a weight that rests as `spec` says.
+
+    `names` are its logical axes: over a mesh axis that owns its part, nothing is gathered.
+    """
+    left_out = owning_axes(names)
+    split = [axis for part in spec for axis in axes_of_dim(part)]
+    return tuple(axis for axis in split if axis in LAYER_AXES and axis not in left_out)
 
 
 def gather_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
@@ -81,7 +88,7 @@ def scatter_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(weight: jax.Array, how: WeightGather) -> jax.Array:
-    return gather_over(LAYER_AXES, how.spec, weight.astype(how.compute))
+    return gather_over(how.axes, how.spec, weight.astype(how.compute))
 
 
 def _gather_forward(weight: jax.Array, how: WeightGather) -> tuple[jax.Array, None]:
@@ -89,7 +96,7 @@ def _gather_forward(weight: jax.Array, how: WeightGather) -> tuple[jax.Array, No
 
 
 def _gather_backward(how: WeightGather, _, gradient: jax.Array) -> tuple[jax.Array]:
-    summed = scatter_over(LAYER_AXES, how.spec, gradient.astype(how.accumulate))
+    summed = scatter_over(how.axes, how.spec, gradient.astype(how.accumulate))
     return (summed.astype(how.resting),)
 
 

@@ -7,7 +7,7 @@ gradients that each shard of the batch has accumulated on its own.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,11 +67,11 @@ def scattered_spec(spec: P, dim: int | None) -> P:
     return P(*parts)
 
 
-def reduction(spec: P, axes: Sequence[str]) -> Reduction:
+def reduction(spec: P, axes: Sequence[str], owning: Collection[str] = ()) -> Reduction:
     """Return how a gradient that will rest as `spec` says is to be reduced over `axes`.
 
-    Over an axis in `spec` it is scattered, over any other it is summed. `pipeline` in `spec` needs
-    neither: each stage has the gradients of its own layers.
+    Over an axis in `spec` it is scattered, over any other it is summed. One that is `owning` needs
+    neither: each device along it has the gradients of its own part, as a stage has of its layers.
 
     A dim that several axes split is scattered in the order of the spec, major axis first, because
     each scatter hands out consecutive slices of what the one before it has left.
@@ -80,7 +80,7 @@ def reduction(spec: P, axes: Sequence[str]) -> Reduction:
     named = [axis for axis, _ in split]
     return Reduction(
         sum=tuple(axis for axis in axes if axis not in named),
-        scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis != "pipeline"),
+        scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis not in owning),
     )
 
 

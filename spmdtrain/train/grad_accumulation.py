@@ -18,7 +18,7 @@ from pallas_kernels.partition import axes_of
 from spmdtrain.models.abstract import cast, cast_floating
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.axes import BATCH_AXES
-from spmdtrain.parallel.gather import gather_over, gathered_axes
+from spmdtrain.parallel.gather import gather_over
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
@@ -134,7 +134,7 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
         gathered = setup.padding.rest_to_use(path, gathered)
         # A gradient has the dtype of its parameter. One that a layer scatters is a sum over
         # devices, which must not be rounded to compute precision on its way back.
-        return gathered.astype(x.dtype) if gathered_axes(spec) else gathered
+        return gathered.astype(x.dtype) if setup.gathered[path] else gathered
 
     return {path: whole(path, x) for path, x in params.items()}
 
@@ -145,7 +145,7 @@ def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
     gather = make_layer_gather(setup)
 
     def forward(params, microbatch: Batch, ctx: ForwardContext) -> Losses:
-        here = {path: x for path, x in params.items() if not gathered_axes(setup.specs[path])}
+        here = {path: x for path, x in params.items() if not setup.gathered[path]}
         # A layer that gathers a weight also casts it.
         values = params | cast(here, setup.config.precision.compute)
         module = setup.model.bind(values, gather)

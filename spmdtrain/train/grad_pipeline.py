@@ -18,7 +18,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import AbstractModel, cast
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import rematerialised, run_block
-from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
 from spmdtrain.parallel.pipeline.draw import headline
 from spmdtrain.parallel.pipeline.executor import Program, gradients, losses
 from spmdtrain.parallel.pipeline.layout import Layout
@@ -95,7 +95,10 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
     """`local(params, step, batch, cotangent)` in the manual region, with weights in compute
     precision and whole over the axes of the batch."""
-    whole = {path: drop_axes(BATCH_AXES, spec) for path, spec in setup.specs.items()}
+    whole = {}
+    for path, spec in setup.specs.items():
+        owning = owning_axes(setup.model.parameters[path].axes)
+        whole[path] = drop_axes([axis for axis in BATCH_AXES if axis not in owning], spec)
     params_specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in whole.items()}
     in_specs = (params_specs, P(), P(None, BATCH_AXES), P())
     region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)

@@ -17,7 +17,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, build_model
 from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.models.context import random_key
-from spmdtrain.parallel.axes import Rules, make_rules
+from spmdtrain.parallel.axes import Rules, make_rules, owning_axes
 from spmdtrain.parallel.copies import Copies, copies_of
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
@@ -58,6 +58,7 @@ class Setup:
     padding: Padding  # of the parameters, where the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
     copies: Mapping[str, Copies]  # of the weights, where several devices share one sequence
+    gathered: Mapping[str, tuple[str, ...]]  # the axes over which a layer gathers each weight
     state: TrainState  # abstract: shapes, dtypes and shardings
 
     @property
@@ -66,8 +67,7 @@ class Setup:
 
         Without a pipeline they do. With one, a weight is gathered once for all ticks.
         """
-        split = any(gathered_axes(spec) for spec in self.specs.values())
-        return split and self.schedule is None
+        return any(self.gathered.values()) and self.schedule is None
 
     @property
     def table(self) -> Table:
@@ -141,17 +141,22 @@ def shard_on(
     specs, padding = resting_specs(model, rules, zero=config.train.zero)
     reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
 
-    def reduction_of(spec: P) -> Reduction:
+    gathered = {
+        path: gathered_axes(spec, model.parameters[path].axes) for path, spec in specs.items()
+    }
+
+    def reduction_of(path: str) -> Reduction:
         """Leaves out the axes over which layers gather: they scatter their gradients themselves."""
-        scattered = gathered_axes(spec) if table is None else ()
-        return reduction(spec, [axis for axis in reduced if axis not in scattered])
+        scattered = gathered[path] if table is None else ()
+        axes = [axis for axis in reduced if axis not in scattered]
+        return reduction(specs[path], axes, owning_axes(model.parameters[path].axes))
 
     def copies(path: str) -> Copies:
         """None where layers gather the weight: they scatter its gradient in each microbatch, and
         do so over the axes of the tokens as well.
         """
         parameter = model.parameters[path]
-        by_layer = table is None and gathered_axes(specs[path])
+        by_layer = table is None and gathered[path]
         if by_layer or not parameter.is_of_matmuls:
             return Copies()
         return copies_of(rules, specs[path], parameter.stacked)
@@ -169,8 +174,9 @@ def shard_on(
         schedule=table,
         specs=specs,
         padding=padding,
-        reductions={path: reduction_of(spec) for path, spec in specs.items()},
+        reductions={path: reduction_of(path) for path in specs},
         copies={path: copies(path) for path in specs},
+        gathered=gathered,
         state=abstract_state(model, update_rules, config, mesh, specs, padding),
     )
 

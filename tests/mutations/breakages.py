@@ -52,9 +52,9 @@ BREAKAGES = [
     Breakage(
         "scatters in the order of the region's axes, not of the spec",
         "parallel/reduce.py",
-        'scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis != "pipeline"),',
+        "scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis not in owning),",
         "scatter=tuple((axis, dict(split)[axis]) for axis in axes "
-        'if axis in named and axis != "pipeline"),',
+        "if axis in named and axis not in owning),",
         REDUCE,
     ),
     Breakage(
@@ -110,8 +110,8 @@ BREAKAGES = [
     Breakage(
         "gradients accumulate in the dtype of the weights",
         "train/grad_accumulation.py",
-        "jax.lax.scan(add, (zero_gradients(setup, params), no_sums), batch)",
-        "jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, params), no_sums), batch)",
+        "jax.lax.scan(add, (zero_gradients(setup, trained), no_sums), batch)",
+        "jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, trained), no_sums), batch)",
         PRECISION,
     ),
     Breakage(
@@ -380,7 +380,7 @@ BREAKAGES = [
     Breakage(
         "a gathered weight is summed over a second time",
         "train/setup.py",
-        "scattered = gathered_axes(spec) if table is None else ()",
+        "scattered = gathered[path] if table is None else ()",
         "scattered = ()",
         f"{LAYOUTS} -k every_gradient",
     ),
@@ -394,8 +394,8 @@ BREAKAGES = [
     Breakage(
         "ZeRO-1 gathers float32",
         "train/grad_accumulation.py",
-        "x.astype(setup.config.precision.compute))",
-        "x)",
+        "cast_floating(x, setup.config.precision.compute)",
+        "x",
         f"{LAYOUTS} -k zero_gathers",
     ),
     Breakage(

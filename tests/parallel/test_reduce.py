@@ -79,7 +79,7 @@ def test_reduced_gradients_are_the_sum_over_all_shards_in_every_order_of_axes(si
     def local():
         at = {axis: jax.lax.axis_index(axis) for axis in active}
         gradients = {path: part(path, spec, at) for path, spec in wanted.items()}
-        reductions = {path: reduction(spec, active) for path, spec in wanted.items()}
+        reductions = {path: reduction(spec, active, {"pipeline"}) for path, spec in wanted.items()}
         return reduce_gradients(
             gradients, reductions, {path: drop_axes(MANUAL, spec) for path, spec in wanted.items()}
         )
