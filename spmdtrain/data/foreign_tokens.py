@@ -12,6 +12,7 @@ None says what its ids mean, and how many there are only a run can say: by `mode
 """
 
 import hashlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -215,7 +216,7 @@ def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens
     kind = None if asked else kind_of_file(path, size)
     if kind:
         fixes = {
-            "plain text": f"spmdtrain data prepare {path} --out NAME",
+            "plain text": f"spmdtrain data prepare {shlex.quote(str(path))} --out NAME",
             NUMPY: "its ids alone: numpy.load(FILE).astype('uint16').tofile('NAME.bin')",
         }
         raise DataError(

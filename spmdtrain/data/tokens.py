@@ -220,9 +220,10 @@ def _read_sidecar(path: Path) -> dict:
             raise DataError(f"the sidecar {path} is damaged: {key}={sidecar.get(key)!r}")
     if sidecar["dtype"] not in DTYPES:
         raise DataError(f"{path}: dtype={sidecar['dtype']!r}; it can be {' or '.join(DTYPES)}")
-    if min(sidecar["tokens"], sidecar["documents"], sidecar["vocab"]) < 1:
+    counts = (sidecar["tokens"], sidecar["documents"], sidecar["vocab"])
+    if min(counts) < 1 or max(counts) >= 2**63:
         raise DataError(
-            f"the sidecar {path} is damaged: tokens, documents and vocab are at least 1"
+            f"the sidecar {path} is damaged: tokens, documents and vocab are from 1 to 2**63 - 1"
         )
     end = sidecar.get("end_of_text")
     if end is not None and not (type(end) is int and 0 <= end < sidecar["vocab"]):
