@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.offsets import Encoding, marks
+from spmdtrain.data.windows import LONGEST, encode_in_windows, grouped
 
 # Added tokens of this form stand for no text, however they are marked. The bars are ASCII's or the
 # fullwidth ones of DeepSeek.
@@ -60,10 +61,20 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[np.ndarray]:
         tokenizer = self._parsing if parse_special else self._tokenizer
+        found: list[np.ndarray] = []
         with self._refusing("cannot encode a text"):
-            # The fast one tracks no offsets in the text.
-            encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [self._checked(encoding.ids) for encoding in encodings]
+            # The package takes a hundred bytes and more for each of text.
+            for group in grouped(texts, LONGEST):
+                if len(group[0]) > LONGEST:
+                    found.append(encode_in_windows(group[0], self._encode_window(tokenizer)))
+                    continue
+                # The fast one tracks no offsets in the text.
+                encodings = tokenizer.encode_batch_fast(group, add_special_tokens=False)
+                found += [self._checked(encoding.ids) for encoding in encodings]
+        return found
+
+    def _encode_window(self, tokenizer: Any) -> Callable[[str], Encoding]:
+        return lambda text: self._with_offsets(tokenizer, text)
 
     def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:
         text = "".join(parts)
