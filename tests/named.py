@@ -157,7 +157,7 @@ def command(words: str) -> Iterator[str]:
             known = known | options()["train"]
         if flag not in known:
             yield f"spmdtrain {words}: {name[0]} has no {flag}"
-    if len(typed) == len(name) or shortened:
+    if len(typed) == len(name) or shortened or "--help" in typed:
         return  # a name, not a command to type
     try:
         make_parser().parse_args([_meant(word) for word in typed])

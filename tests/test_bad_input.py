@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_tries import wrong_with
 
 from spmdtrain.cli import main
 
@@ -129,7 +130,9 @@ def checked(errors: str) -> str:
     assert errors.startswith("spmdtrain: ") and errors.endswith("\n") and errors.count("\n") == 1, (
         errors
     )
-    return errors.removeprefix("spmdtrain: ").rstrip()
+    line = errors.removeprefix("spmdtrain: ").rstrip()
+    assert wrong_with(line.partition("; try ")[2]) == [], line
+    return line
 
 
 def train(*settings: str, run: str = "unused") -> list[str]:

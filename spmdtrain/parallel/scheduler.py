@@ -124,8 +124,8 @@ def _arguments(environment: Mapping[str, str], method: str, *, all_visible: bool
     By itself jax gives a launched process one GPU, by its local rank. An empty list means all that
     it sees. What the user has set is left alone.
     """
-    given = environment.get("JAX_LOCAL_DEVICE_IDS", "").strip()
-    if given and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", given, re.A):
+    given = environment.get("JAX_LOCAL_DEVICE_IDS", "")
+    if given and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", given.strip(), re.A):
         raise ConfigError(
             "JAX_LOCAL_DEVICE_IDS is no list of numbers",
             found=f"JAX_LOCAL_DEVICE_IDS={given!r:.80}",
@@ -139,10 +139,10 @@ def _arguments(environment: Mapping[str, str], method: str, *, all_visible: bool
             fix="unset JAX_COORDINATOR_ADDRESS",
         )
     port = number(environment, "JAX_COORDINATOR_PORT")
-    if port is not None and not 0 < port < 65536:
+    if environment.get("JAX_COORDINATOR_PORT") and not (port and port < 65536):
         raise ConfigError(
             "JAX_COORDINATOR_PORT is no port",
-            found=f"JAX_COORDINATOR_PORT={port}",
+            found=f"JAX_COORDINATOR_PORT={environment['JAX_COORDINATOR_PORT']!r}",
             fix="unset JAX_COORDINATOR_PORT",
         )
     found: dict = {"cluster_detection_method": method}
