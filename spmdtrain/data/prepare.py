@@ -16,7 +16,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.chat import CHATML, Template, faults, markers_of_text, with_markers
 from spmdtrain.data.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
 from spmdtrain.data.encode import Recipe, encode_all
-from spmdtrain.data.progress import plain_lines
+from spmdtrain.data.progress import heartbeat, plain_lines
 from spmdtrain.data.shards import Output, Position
 from spmdtrain.data.token_writer import Summary, TokenWriter, share_tokenizer
 from spmdtrain.data.tokenizer import (
@@ -196,13 +196,20 @@ def _progress(sizes: list[int]) -> Iterator[Callable[[int, int, int], None]]:
     """Yield `advance(number of the file, bytes of it that were read, tokens so far)`.
 
     `sizes` are those of the files in bytes. It moves a bar on a terminal, and else prints about ten
-    plain lines.
+    plain lines, and more where a document takes long.
     """
     total = sum(sizes)
     before = np.cumsum([0, *sizes]).tolist()
     if not sys.stderr.isatty():
         say = plain_lines(total)
-        yield lambda file, read, tokens: say(before[file] + read, f", {tokens:,} tokens")
+        done = [0, 0]  # bytes, tokens
+
+        def advance(file: int, read: int, tokens: int) -> None:
+            done[:] = before[file] + read, tokens
+            say(done[0], f", {tokens:,} tokens")
+
+        with heartbeat(lambda: f"{done[0]:,} of {total:,} bytes, {done[1]:,} tokens"):
+            yield advance
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

@@ -194,8 +194,11 @@ def share_tokenizer(out: str, tokenizer: Tokenizer) -> dict:
     spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        spare.write_text(spec.pop("json"), encoding="utf-8")
-        spare.replace(path)
+        try:
+            spare.write_text(spec.pop("json"), encoding="utf-8")
+            spare.replace(path)
+        finally:
+            spare.unlink(missing_ok=True)
     return spec | {"file": path.name}
 
 

@@ -1,5 +1,6 @@
 import io
 import sys
+import threading
 
 import pytest
 
@@ -7,6 +8,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.corpus import open_corpus
 from spmdtrain.data.prepare import Job, prepare
+from spmdtrain.data.tokenizer import ByteTokenizer
 
 
 def job(*paths, out, **options):
@@ -59,3 +61,26 @@ def test_a_wrong_file_leaves_no_token_file(texts):
     assert not [path for path in texts.iterdir() if path.suffix != ".txt"]
     with pytest.raises(DataError, match="no file matches"):
         prepare(job(texts / "*.md", out=texts / "all"))
+
+
+def test_a_document_that_takes_long_leaves_lines_too(texts, monkeypatch, capsys):
+    """The reader of this test waits in the middle of the work for a second line."""
+    monkeypatch.setattr("spmdtrain.data.progress.SILENCE", 0.01)
+    heard = []
+
+    def hear(*words, **options):
+        print(*words, **options)
+        heard.append(words)
+        two.set() if len(heard) == 2 else None
+
+    two = threading.Event()
+    monkeypatch.setattr("spmdtrain.data.progress.print", hear, raising=False)
+    encode = ByteTokenizer.encode_batch
+
+    def slow(self, texts, **options):
+        assert two.wait(60), "nothing was said"
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", slow)
+    prepare(job(texts / "00.txt", out=texts / "one"))
+    assert "0 of 14 bytes, 0 tokens, 0 s: still at work" in capsys.readouterr().err
