@@ -5,12 +5,12 @@ to its estimate corrects what the model gets wrong for this machine: other estim
 by it.
 """
 
-import json
 import statistics
 from pathlib import Path
 
-from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.load import from_resolved
+from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.mesh import AXES
 from spmdtrain.planner.estimate import estimate_on_mesh
@@ -29,9 +29,8 @@ def measured_run(run: Path) -> tuple[RunConfig, dict[str, int], float]:
     Steps before the last start, and the first one after it, which compiles, do not count.
     """
     try:
-        saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        metrics = _json_lines(run / "metrics.jsonl")
-        events = _json_lines(run / "events.jsonl")
+        files = RunFiles(run)
+        saved, metrics, events = files.config, files.metrics, files.events
         starts = [(event["step"] + 1, event["mesh"]) for event in events if "mesh" in event]
         first_step, mesh = starts[-1] if starts else (0, dict.fromkeys(AXES, 1))
         sizes = {axis: int(mesh[axis]) for axis in AXES}
@@ -40,7 +39,7 @@ def measured_run(run: Path) -> tuple[RunConfig, dict[str, int], float]:
             for line in metrics
             if "step_seconds" in line and line["step"] > first_step
         ]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (CheckpointError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"cannot read a run in {run}: {type(error).__name__}: {error}",
             fix="the directory of a finished run",
@@ -49,7 +48,3 @@ def measured_run(run: Path) -> tuple[RunConfig, dict[str, int], float]:
     if not steps or not starts:
         raise ConfigError(f"{run} holds no measured steps", fix="a run of a few steps")
     return config, sizes, statistics.median(steps)
-
-
-def _json_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -52,6 +52,7 @@ from spmdtrain.running.checkpoint_meta import (
     unpadded_leaves,
 )
 from spmdtrain.running.fingerprint import Fingerprint, fingerprint, fingerprints
+from spmdtrain.running.plain_path import PlainPath
 from spmdtrain.running.relayout import (
     as_saved,
     cut_to,
@@ -59,7 +60,13 @@ from spmdtrain.running.relayout import (
     lay_out_anew,
     without_padding,
 )
-from spmdtrain.running.suspicion import check_chunks, check_files, check_names, check_sizes
+from spmdtrain.running.suspicion import (
+    check_chunks,
+    check_description,
+    check_files,
+    check_names,
+    check_sizes,
+)
 from spmdtrain.train.setup import Setup, with_ema_of_weights
 from spmdtrain.train.state import TrainState
 
@@ -67,6 +74,8 @@ if TYPE_CHECKING:
     from etils import epath  # whose paths Orbax asks for
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that is being saved
+# The file that an item of arrays, or one of JSON, has once it is whole.
+WHOLE = ("manifest.ocdbt", "metadata")
 QUARANTINE = "quarantine"  # the folder of damaged steps, beside the good ones
 SETTLE_SECONDS = 1.0  # in which files that were being written are, after a failure
 STRAY = "Event loop is closed"  # the error of a thread that ends after the one that failed
@@ -98,10 +107,23 @@ class Checkpoints:
         }
         self._saving: list[int] = []
         self._failed = False
+        self._directory = (run / "checkpoints").absolute()
+        for step in steps_in(run):
+            try:
+                check_description(self._directory / str(step))
+            except ValueError as error:
+                raise DamagedError(
+                    f"checkpoint {self._directory / str(step)} is damaged: {error}",
+                    fix=f"mv {step} {step}.damaged, in {self._directory}",
+                ) from None
         try:
-            directory = (run / "checkpoints").absolute()
+            if keep is not None:
+                self._directory.mkdir(parents=True, exist_ok=True)
+            self._plain = PlainPath(self._directory) if self._directory.is_dir() else None
             self._manager = ocp.CheckpointManager(
-                directory, options=options, item_handlers=handlers
+                self._plain.path if self._plain else self._directory,
+                options=options,
+                item_handlers=handlers,
             )
         except OSError as error:
             raise StorageError(f"cannot write {run}: {error.strerror}") from None
@@ -151,7 +173,22 @@ class Checkpoints:
         self.wait()  # raises if a save failed
         done = self._saving
         self._saving = []
+        self._check_readable(done[-1])  # those before it may be gone already
         return done
+
+    def _check_readable(self, step: int) -> None:
+        """StorageError where a save has ended and its files could not be read back."""
+        if jax.process_index() > 0:
+            return
+        folder = self._folder(step)
+        items = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+        missing = [path.name for path in items if not any((path / name).exists() for name in WHOLE)]
+        if missing or not items:
+            raise StorageError(
+                f"{self._at(step)} was written and cannot be read back",
+                found=f"{' and '.join(sorted(missing)) or 'nothing'} without a manifest",
+                fix="another --run",
+            )
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
         """The state saved at `step`, each leaf read into the sharding that `abstract` gives it.
@@ -263,6 +300,8 @@ class Checkpoints:
         if self._failed:  # once more: tensorstore ends the writes that it has begun, with folders
             time.sleep(SETTLE_SECONDS)
             self._remove_unfinished()
+        if self._plain:
+            self._plain.close()
 
     def _restored(
         self, step: int, asked: Mapping[str, Mapping[str, Any]]
@@ -449,7 +488,7 @@ class Checkpoints:
         return self._manager.directory / str(step)
 
     def _at(self, step: int) -> str:
-        return f"checkpoint {self._folder(step)}"
+        return f"checkpoint {self._directory / str(step)}"
 
 
 @functools.cache
@@ -477,8 +516,13 @@ def _hide_stray_errors() -> None:
 
 def newest_step(run: Path) -> int | None:
     """The newest checkpoint below `run`; reads directory names only."""
+    return max(steps_in(run), default=None)
+
+
+def steps_in(run: Path) -> list[int]:
+    """The checkpoints below `run`, oldest first; reads directory names only."""
     folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
-    return max((int(path.name) for path in folders if path.name.isdigit()), default=None)
+    return sorted(int(path.name) for path in folders if path.name.isdecimal())
 
 
 def _items_of(state: TrainState) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.running.checkpoint import newest_step
-from spmdtrain.running.suspicion import links_in
+from spmdtrain.running.suspicion import strange_in
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
 
@@ -41,13 +41,16 @@ def open_directory(directory: Path, fresh: bool) -> Iterator[None]:
 
 
 def refuse_links(directory: Path) -> None:
-    """CheckpointError where what a run writes into its directory would go elsewhere."""
-    for link in links_in(directory):
-        raise CheckpointError(
-            f"{link} is a link: a run writes into its own directory only",
-            found=f"it leads to {link.readlink()}",
-            fix=f"removing it, or --run where there is room, in place of {directory}",
-        )
+    """CheckpointError where what a run writes into its directory would go elsewhere, or wait."""
+    for path in strange_in(directory):
+        fix = f"removing it, or --run where there is room, in place of {directory}"
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a link: a run writes into its own directory only",
+                found=f"it leads to {path.readlink()}",
+                fix=fix,
+            )
+        raise CheckpointError(f"{path} is neither a plain file nor a folder", fix=fix)
 
 
 def _set_aside(directory: Path) -> None:

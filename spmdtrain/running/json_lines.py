@@ -74,6 +74,6 @@ def forget_after(path: Path, step: int) -> None:
 def _step_of(line: str) -> int | None:
     try:
         at = json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return None
     return at if isinstance(at, int) else None

@@ -5,7 +5,6 @@ newest there is. A step that was asked for is read or refused.
 """
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 
 from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError
 from spmdtrain.config.load import from_resolved
+from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.running.checkpoint_meta import Meta
@@ -82,20 +82,8 @@ def read_document(run: Path) -> tuple[dict[str, Any], str | None]:
 
     CheckpointError where it is none.
     """
-    path = run / "config.json"
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
-        cause = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"{run} is not a run directory: {path}: {cause}", fix="what training was given as --run"
-        ) from None
-    match saved:
-        case {"config": {"model": {"vocab": int()}}, "origin": dict()}:
-            return saved, saved["config"]["model"].pop("make", None)
-        case _:
-            what = f"{run} is not a run directory: {path} holds no resolved config"
-            raise CheckpointError(what)
+    saved = RunFiles(run).config
+    return saved, saved["config"]["model"].pop("make", None)
 
 
 def refuse_own_code(run: Path, saved: dict[str, Any], named: str | None) -> None:

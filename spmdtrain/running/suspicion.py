@@ -5,6 +5,7 @@ that Orbax names in it are not looked up. What is left are links, names of leave
 and sizes that are claimed and not there. Each is refused before anything is read.
 """
 
+import json
 import math
 import operator
 import os
@@ -21,17 +22,53 @@ SMALL = 1 << 26  # bytes that any machine has
 def check_files(folder: Path) -> None:
     """ValueError where something below a folder, or the folder, is no plain file and no folder."""
     for path in (folder, *_below(folder)):
-        mode = path.lstat().st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            kind = "a link" if stat.S_ISLNK(mode) else "no plain file"
+        if not _is_plain(path):
+            kind = "a link" if path.is_symlink() else "no plain file"
             raise ValueError(f"{path.name} in it is {kind}")
 
 
-def links_in(directory: Path) -> list[Path]:
-    """The entries of a run directory that are links. What a run writes would go where they lead."""
-    if not directory.is_dir():
-        return []
-    return sorted(path for path in directory.iterdir() if path.is_symlink())
+# The folders of a run directory that a run, or a sink, writes into. W&B's has links of its own.
+WRITTEN = ("", "checkpoints", "checkpoints/quarantine", "tensorboard", "profile")
+
+
+def strange_in(directory: Path) -> list[Path]:
+    """The entries of a run directory that are no plain files and no folders.
+
+    What a run writes into a link would go where it leads, and a pipe keeps its writer waiting.
+    """
+    folders = [directory / name for name in WRITTEN]
+    entries = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    return sorted(path for path in entries if not _is_plain(path))
+
+
+def _is_plain(path: Path) -> bool:
+    mode = path.lstat().st_mode
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def check_description(step: Path) -> None:
+    """ValueError where the file in which Orbax describes a step would end its start.
+
+    It reads those of all steps, and takes what is no JSON; a JSON value that is no object, or one
+    that Python does not read, ends it.
+    """
+    path = step / "_CHECKPOINT_METADATA"
+    if not path.exists():
+        return
+    if not _is_plain(path):
+        raise ValueError(f"{path.name} in it is no plain file")
+    wrong = None
+    try:
+        if not isinstance(json.loads(path.read_bytes()), dict):
+            wrong = "no JSON object"
+    except RecursionError:
+        wrong = "nested too deeply"
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return
+    except ValueError:
+        wrong = "a number of thousands of digits"
+    if wrong:
+        raise ValueError(f"{path.name} in it is {wrong}")
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -1,0 +1,85 @@
+"""The files of a run directory, read with care: a kill may have cut them, a stranger made them.
+
+They are written by the run (running/), and read by whoever asks about it: a resumed run, commands,
+the planner.
+"""
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import CheckpointError
+
+
+class RunFiles:
+    """The files of the run in `directory`, each read when it is asked for.
+
+    Raises CheckpointError where one is missing or is not what a run writes.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, with the origin of each value: config.json."""
+        saved = self._document("config.json")
+        match saved:
+            case {"config": {"model": {"vocab": int()}}, "origin": dict()}:
+                return saved
+            case _:
+                raise self._is_none("config.json", "it holds no resolved config")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A line for each step and each evaluation: metrics.jsonl."""
+        return self._lines("metrics.jsonl")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, oldest first: events.jsonl."""
+        return self._lines("events.jsonl")
+
+    def _document(self, name: str) -> Any:
+        try:
+            return json.loads(self._text(name))
+        except (ValueError, RecursionError) as error:
+            raise self._is_none(name, _cause(error)) from None
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """The objects of a file of JSON lines; the last one may have been cut by a kill."""
+        found = []
+        lines = self._text(name).splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if number == len(lines):
+                    break
+                raise self._is_none(name, f"line {number}: {_cause(error)}") from None
+            if not isinstance(value, dict):
+                raise self._is_none(name, f"line {number} is no JSON object")
+            found.append(value)
+        return found
+
+    def _text(self, name: str) -> str:
+        path = self.directory / name
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep its reader waiting
+                raise self._is_none(name, "it is no regular file")
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
+            raise self._is_none(name, _cause(error)) from None
+
+    def _is_none(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.directory} is not a run directory: {self.directory / name}: {why}",
+            fix="what training was given as --run",
+        )
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return getattr(error, "strerror", None) or str(error)
