@@ -78,6 +78,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that is being save
 WHOLE = ("manifest.ocdbt", "metadata")
 QUARANTINE = "quarantine"  # the folder of damaged steps, beside the good ones
 SETTLE_SECONDS = 1.0  # in which files that were being written are, after a failure
+MOST_SETTLE_SECONDS = 10.0  # on a disk where that goes on and on
 STRAY = "Event loop is closed"  # the error of a thread that ends after the one that failed
 # Orbax logs several lines for every save, and a traceback per thread for a failure, which comes
 # back as one exception anyway.
@@ -296,12 +297,13 @@ class Checkpoints:
 
     def close(self) -> None:
         """Ends the save that is under way, however the run ends."""
-        self._guarded(self._manager.close)
-        if self._failed:  # once more: tensorstore ends the writes that it has begun, with folders
-            time.sleep(SETTLE_SECONDS)
-            self._remove_unfinished()
-        if self._plain:
-            self._plain.close()
+        try:
+            self._guarded(self._manager.close)
+        finally:
+            if self._failed:
+                self._keep_removing()
+            if self._plain:
+                self._plain.close()
 
     def _restored(
         self, step: int, asked: Mapping[str, Mapping[str, Any]]
@@ -477,8 +479,23 @@ class Checkpoints:
         self._saving = []
         self._failed = True
         if jax.process_index() == 0:
-            for path in self._manager.directory.glob(f"*{UNFINISHED}*"):
+            for path in self._unfinished():
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _keep_removing(self) -> None:
+        """Deletes it until nothing comes back: tensorstore makes folders anew for the writes that
+        it has begun, and nobody can wait for those.
+        """
+        quiet_since = time.monotonic()
+        end = quiet_since + MOST_SETTLE_SECONDS
+        while (now := time.monotonic()) < min(quiet_since + SETTLE_SECONDS, end):
+            if self._unfinished():
+                quiet_since = now
+                self._remove_unfinished()
+            time.sleep(SETTLE_SECONDS / 20)
+
+    def _unfinished(self) -> list["epath.Path"]:
+        return list(self._manager.directory.glob(f"*{UNFINISHED}*"))
 
     def _asked_setup(self) -> Setup:
         assert self._setup is not None, "only read_weights goes without a setup"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -13,8 +14,8 @@ import pytest
 from helpers import tiny
 
 from spmdtrain.config import StorageError, to_toml
+from spmdtrain.running import checkpoint, loop
 from spmdtrain.running import directory as module
-from spmdtrain.running import loop
 from spmdtrain.running.directory import only_run
 from spmdtrain.running.save_interval import SaveInterval
 from spmdtrain.train.checkpoint_interval import plan_checkpoints
@@ -76,6 +77,29 @@ def test_a_full_disk_costs_the_steps_since_the_last_save(tmp_path):
     assert len(refusals) == 2 and all(line.startswith("spmdtrain: cannot ") for line in refusals), (
         done.stderr
     )
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.15])
+def test_nothing_of_a_save_that_failed_stays_whenever_its_last_write_comes(
+    tmp_path, monkeypatch, after
+):
+    monkeypatch.setattr(checkpoint, "SETTLE_SECONDS", 0.2)
+    checkpoints = checkpoint.Checkpoints(tmp_path, None, keep=2)
+    late = tmp_path / "checkpoints" / f"5{checkpoint.UNFINISHED}" / "params" / "d"
+    writes = [threading.Timer(after * times, late.mkdir, [0o755, True, True]) for times in (1, 2)]
+
+    def fails():
+        late.mkdir(parents=True)
+        for write in writes:
+            write.start()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints._manager, "close", fails)
+    with pytest.raises(StorageError, match="No space left"):
+        checkpoints.close()
+    for write in writes:
+        write.join()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def holder(**changed) -> str:
