@@ -22,6 +22,7 @@ from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel import hlo, pulse
 from spmdtrain.running import summary
+from spmdtrain.running.agreement import check_model, check_program, check_start
 from spmdtrain.running.checkpoint import Checkpoints, newest_step
 from spmdtrain.running.checkpoint_meta import has_fingerprints
 from spmdtrain.running.directory import check_source, open_directory
@@ -116,9 +117,12 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     directory = Path(directory)
     check(sinks, hooks)
     seams = {"optimizer": optimizer, "schedule": schedule, "loss": loss, "data": data}
-    config, opened = open_data(config, data)
+    asked = config
+    config, opened = open_data(asked, data)
+    check_start(asked, opened, seams, directory, fresh)
     adapted = adapt(config, directory, devices, fresh)
     setup = shard(adapted.config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
+    check_model(setup)
     config = setup.config
     lowered = None
     if fresh or newest_step(directory) is None:  # what cannot begin touches no directory
@@ -155,7 +159,9 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
 
         reporter.say(_introduction(setup, opened))
         pulse.tell(pulse.COMPILE)
-        step, report = compile_step(setup, lowered or lower_step(setup))
+        lowered = lowered or lower_step(setup)
+        check_program(lowered)
+        step, report = compile_step(setup, lowered)
         memory.compiled(report)
         write(directory, "config.json", adapted.as_asked(config_document(setup, opened)))
         write(directory, "compiled.json", report)

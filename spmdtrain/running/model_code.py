@@ -38,7 +38,7 @@ def model_code(make: Callable[..., Any], model: LanguageModel, spec: str | None 
     parts = {}
     for part in (*_parts_of_make(make), *_parts(model)):
         if _root(part) not in LIBRARIES:
-            parts[qualified_name(part)] = _source_hash(part)
+            parts[qualified_name(part)] = source_hash(part)
     name = qualified_name(type(model))
     if _root(type(model)) in LIBRARIES and parts:
         name += f" with {', '.join(sorted(parts))}"
@@ -130,7 +130,7 @@ def _parts(model: LanguageModel) -> Iterator[Any]:
             yield node
 
 
-def _source_hash(thing: Any) -> str | None:
+def source_hash(thing: Any) -> str | None:
     """A hash of the code alone: comments and the width of lines change nothing."""
     try:
         text = textwrap.dedent(inspect.getsource(thing))

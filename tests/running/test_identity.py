@@ -107,7 +107,7 @@ def test_the_same_class_with_other_source_is_said_and_goes_on(doubled, capsys, m
     assert model_code.check_model_code(None, now, "it") == [], "an older checkpoint says nothing"
     moved = {"class": "n.Model", "sources": {"n.Model": "1", "spmdtrain": "0.1.0"}, "make": None}
     assert "its source is the same" in model_code.check_model_code(then, moved, "it")[0]
-    monkeypatch.setattr(model_code, "_source_hash", lambda _: "another")
+    monkeypatch.setattr(model_code, "source_hash", lambda _: "another")
     st.run(settings(), doubled, make=Doubled, **ONE)
     assert "the source of test_identity.Doubled is not that of step 2 of" in capsys.readouterr().out
 
@@ -122,7 +122,7 @@ def test_comments_and_the_width_of_lines_are_not_source(tmp_path, monkeypatch):
     hashes = {}
     for name, body in bodies.items():
         (tmp_path / f"{name}.py").write_text(f"class A:\n    def f(self):\n        {body}\n")
-        hashes[name] = model_code._source_hash(__import__(name).A)
+        hashes[name] = model_code.source_hash(__import__(name).A)
     assert hashes["narrow"] == hashes["wide"] != hashes["other"]
 
 

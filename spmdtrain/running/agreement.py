@@ -1,0 +1,212 @@
+"""Compares, before the first step, what all processes of a run must have in common.
+
+One program runs in all of them, each feeds its own part of every batch, and nothing later would
+tell that two of them read other data or another configuration.
+"""
+
+import functools
+import hashlib
+import json
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import spmdtrain
+from spmdtrain.config.errors import CheckpointError, ConfigError, DataError, UserError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.source import Data
+from spmdtrain.parallel.processes import said_by_all
+from spmdtrain.running.checkpoint import newest_step
+from spmdtrain.running.checkpoint_meta import MOST_NAMED
+from spmdtrain.running.identity import code_of
+from spmdtrain.running.model_code import qualified_name, source_hash
+from spmdtrain.train.setup import Setup
+
+# What is compared: name -> value. A name says all that a person needs to find its value.
+Facts = Mapping[str, Any]
+PACKAGES = ("jax", "jaxlib", "flax", "optax")
+# Settings of jax that change what a program computes; each process may get them from its shell.
+OF_JAX = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+)
+CORPUS, TOKENIZER, NEWEST = "the corpus", "the tokenizer", "the newest checkpoint"
+# Each host may have its data where it likes: the contents are compared.
+PLACES = ("data.path", "data.tokenizer", "data.mix")
+PROGRAM = "the step that is compiled"
+MOST_VALUES = 3  # in one error
+
+
+class Said(NamedTuple):
+    """What one process says of itself."""
+
+    host: str
+    facts: Facts
+
+
+def check_start(
+    config: RunConfig, data: Data, seams: Mapping[str, Any], directory: Path, fresh: bool
+) -> None:
+    """Raises a UserError in all processes where one was started otherwise than process 0.
+
+    `config` is as it was given; `seams` are what the caller exchanged. All processes call it.
+    """
+    if jax.process_count() == 1:
+        return
+    source = config.train.init_from
+    _compare(
+        _versions()
+        | _settings(config)
+        | {f"{name}=": _code(each) for name, each in seams.items() if each is not None}
+        | {
+            "--fresh": fresh,
+            CORPUS: f"{data.fingerprint[:16]} ({data.describe(config)})",
+            TOKENIZER: _digest(data.tokenizer) if data.tokenizer else "none",
+            "the end of a document": data.end_of_text,
+            "the template of conversations": data.template,
+            "--run": directory,
+            NEWEST: newest_step(directory),
+            f"{NEWEST} of train.init_from": source and newest_step(Path(source)),
+        }
+    )
+
+
+def check_model(setup: Setup) -> None:
+    """As `check_start`, for the code of the model and the devices of the mesh."""
+    if jax.process_count() == 1:
+        return
+    code = code_of(setup)
+    sources = {f"the source of {name}": digest for name, digest in code["sources"].items()}
+    devices = [device.id for device in setup.mesh.devices.flat]
+    _compare({"the model": code["class"]} | sources | {"the devices of the mesh": devices})
+
+
+def check_program(lowered: jax.stages.Lowered) -> None:
+    """As `check_start`, for the step itself: what was given to `run` may hold numbers of its own.
+
+    What a call of a kernel or of the host carries may name files and addresses: it is left out.
+    """
+    if jax.process_count() == 1:
+        return
+    text = re.sub(r'backend_config = "(\\.|[^"\\])*"', "", lowered.as_text())
+    _compare({PROGRAM: hashlib.sha256(text.encode()).hexdigest()[:16]})
+
+
+def disagreement(said: Sequence[Said]) -> UserError | None:
+    """The error for processes, in order, that do not all say the same; None where they do.
+
+    It names the first difference, with its values, and then the others.
+    """
+    names = dict.fromkeys(name for each in said for name in each.facts)
+    different = [name for name in names if len({_text(each, name) for each in said}) > 1]
+    if not different:
+        return None
+    first = different[0]
+    kind, fix = _kind_and_fix(first)
+    others = different[1:]
+    more = ""
+    if others:
+        dots = ", ..." if len(others) > MOST_NAMED else ""
+        more = f", and about {', '.join(others[:MOST_NAMED])}{dots}"
+    return kind(
+        f"the processes of this run do not agree about {first}{more}",
+        found=_values(said, first),
+        fix=fix,
+    )
+
+
+def _compare(facts: Facts) -> None:
+    mine = json.dumps(Said(socket.gethostname(), facts), default=str)
+    error = disagreement([Said(*json.loads(text)) for text in said_by_all(mine)])
+    if error is not None:
+        raise error
+
+
+def _values(said: Sequence[Said], name: str) -> str:
+    """Each value with those who have it, that of process 0 first."""
+    holders: dict[str, list[int]] = {}
+    for process, each in enumerate(said):
+        holders.setdefault(_text(each, name), []).append(process)
+    parts = []
+    for value, who in list(holders.items())[:MOST_VALUES]:
+        more = f" and {len(who) - 1} more" if len(who) > 1 else ""
+        parts.append(f"{value} in process {who[0]} on {said[who[0]].host}{more}")
+    rest = len(holders) - len(parts)
+    return ", ".join(parts) + (f", and {rest} other values" if rest else "")
+
+
+def _text(each: Said, name: str) -> str:
+    value = each.facts.get(name)
+    return "none" if value is None else str(value)
+
+
+def _kind_and_fix(name: str) -> tuple[type[UserError], str]:
+    if name in (CORPUS, TOKENIZER):
+        return DataError, "the same files under data.path on every host"
+    if name.startswith(NEWEST):
+        return CheckpointError, "a directory that every host sees as the same one"
+    if name == PROGRAM:
+        return ConfigError, "the same code, with the same numbers in it, on every host"
+    if name.startswith(("the source of", "version of")):
+        return ConfigError, "the same code on every host"
+    return ConfigError, "the same command and configuration for every process"
+
+
+def _versions() -> dict[str, str | None]:
+    found = {f"version of {name}": _version(name) for name in PACKAGES}
+    of_jax = {name: str(getattr(jax.config, name, None)) for name in OF_JAX}
+    return {"version of spmdtrain": _our_sources()} | found | of_jax
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _our_sources() -> str:
+    """The version, and a hash of the sources: a checkout changes without it."""
+    digest = hashlib.sha256()
+    room = Path(spmdtrain.__file__).parent
+    for path in sorted(room.rglob("*.py")):
+        digest.update(path.relative_to(room).as_posix().encode())
+        digest.update(path.read_bytes())
+    return f"{_version('spmdtrain')} (sources {digest.hexdigest()[:16]})"
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in _flat("", config.model_dump(mode="json")).items()
+        if name not in PLACES
+    }
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(f"{prefix}{name}.", value)
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _code(thing: Any) -> str:
+    """The name of what a caller gave, and a hash of its source where it has one."""
+    source = source_hash(getattr(thing, "func", thing))
+    return f"{qualified_name(thing)} (source {source})" if source else qualified_name(thing)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
