@@ -465,12 +465,12 @@ TABLE = {
     # going on from a checkpoint
     "resume another shape": (
         CHECKPOINT,
-        "run/checkpoints/2 does not fit|asked float32[1, 32]|found float32[1, 16]",
+        "run/checkpoints/2 does not fit|asked model.embed=32|try --set model.embed=16",
         resume("run", "model.embed=32"),
     ),
     "resume another optimizer": (
         CHECKPOINT,
-        "does not fit: optimizer|found nothing",
+        "does not fit: optimizer|asked optimizer.name=sgd|found optimizer.name=adamw",
         resume("run", "optimizer.name=sgd"),
     ),
     "resume another seed": (
@@ -480,7 +480,7 @@ TABLE = {
     ),
     "resume a changed corpus": (
         CHECKPOINT,
-        "the corpus is not the one|the same data and seed",
+        "the corpus is not the one|asked data.path=same_letters.txt|--set data.path=",
         resume("run", "data.path=same_letters.txt"),
     ),
     "resume a cut step": (

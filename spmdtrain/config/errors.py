@@ -4,6 +4,8 @@ Every error that is the user's carries the exit code under which the command lin
 (docs/exit_codes.md). Errors that are ours stay ordinary exceptions with a traceback.
 """
 
+from typing import Any
+
 LONGEST_PART = 1500  # characters of what, asked, found or try
 
 
@@ -55,6 +57,14 @@ class CheckpointError(UserError):
 
 class DamagedError(CheckpointError):
     """A checkpoint is not as it was saved: bits have changed, or files are missing."""
+
+
+class UnfitError(CheckpointError):
+    """A checkpoint holds other weights, or other state of an optimizer, than the run wants."""
+
+    def __init__(self, what: str, *, asked: str, found: str, fix: str, meta: dict[str, Any]):
+        super().__init__(what, asked=asked, found=found, fix=fix)
+        self.meta = meta
 
 
 class HangError(UserError):

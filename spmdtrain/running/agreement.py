@@ -23,7 +23,7 @@ from spmdtrain.data.source import Data
 from spmdtrain.parallel.processes import said_by_all
 from spmdtrain.running.checkpoint import newest_step
 from spmdtrain.running.checkpoint_meta import MOST_NAMED
-from spmdtrain.running.identity import code_of
+from spmdtrain.running.identity import code_of, settings_of
 from spmdtrain.running.model_code import qualified_name, source_hash
 from spmdtrain.train.setup import Setup
 
@@ -185,21 +185,7 @@ def _our_sources() -> str:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in _flat("", config.model_dump(mode="json")).items()
-        if name not in PLACES
-    }
-
-
-def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flat(f"{prefix}{name}.", value)
-        else:
-            found[prefix + name] = value
-    return found
+    return {name: value for name, value in settings_of(config).items() if name not in PLACES}
 
 
 def _code(thing: Any) -> str:

@@ -28,7 +28,13 @@ import orbax.checkpoint as ocp
 from jax.tree_util import DictKey
 from orbax.checkpoint import type_handlers
 
-from spmdtrain.config.errors import CheckpointError, DamagedError, StorageError, UserError
+from spmdtrain.config.errors import (
+    CheckpointError,
+    DamagedError,
+    StorageError,
+    UnfitError,
+    UserError,
+)
 from spmdtrain.parallel.pipeline.layout import Layout, lay_out
 from spmdtrain.parallel.processes import any_process
 from spmdtrain.running.checkpoint_meta import (
@@ -39,6 +45,7 @@ from spmdtrain.running.checkpoint_meta import (
     describe,
     different_leaves,
     digest,
+    fits,
     has_ema,
     leaf_name,
     leaf_text,
@@ -330,8 +337,9 @@ class Checkpoints:
             tree = asked[item][path]
 
             def shape_of(leaf_path: tuple, leaf: Any) -> Any:
-                shape = tuple(leaves[PREFIX[item] + leaf_name((DictKey(path), *leaf_path))][0])
-                return as_saved(self._asked_setup(), path, leaf, shape, saved)
+                shape, dtype = leaves[PREFIX[item] + leaf_name((DictKey(path), *leaf_path))]
+                leaf = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+                return as_saved(self._asked_setup(), path, leaf, tuple(shape), saved)
 
             shapes = jax.tree_util.tree_map_with_path(shape_of, tree)
             found = read(item, {path: shapes})
@@ -364,27 +372,35 @@ class Checkpoints:
     ) -> tuple[Meta, Layout]:
         """The checkpoint's meta and layout, after a check that its leaves are those of `asked`.
 
-        Nothing is cast, left out or made up: names, shapes and dtypes are equal, padding left out.
+        Nothing is left out or made up: names and shapes are equal, padding left out, and so are
+        dtypes, but that `precision.params` may have changed.
         """
         meta, layout_saved = self._meta(step)
         layout = self._asked_setup().model.layout
         assert layout_saved is not None, "the model tells it where the meta does not"
         if layout_saved.layers != layout.layers:
-            raise CheckpointError(
+            raise UnfitError(
                 f"{self._at(step)} does not fit",
                 asked=f"model.layers={layout.layers}",
                 found=f"{layout_saved.layers} layers",
                 fix="the configuration that it was saved with, or another --run",
+                meta=meta,
             )
         wanted = describe(named_leaves(self._without_padding(asked, layout_saved)))
         there = of_items(unpadded_leaves(meta), asked)
-        if different := different_leaves(wanted, there):
+        different = [
+            name
+            for name in different_leaves(wanted, there)
+            if not fits(wanted.get(name), there.get(name))
+        ]
+        if different:
             first = different[0]
-            raise CheckpointError(
+            raise UnfitError(
                 f"{self._at(step)} does not fit: {first}",
                 asked=leaf_text(wanted.get(first)),
                 found=f"{leaf_text(there.get(first))}{others_text(different)}",
                 fix="the configuration that it was saved with, or another --run",
+                meta=meta,
             )
         return meta, layout_saved
 

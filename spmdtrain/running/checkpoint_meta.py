@@ -18,6 +18,7 @@ FORMAT = 2
 WITHOUT_FINGERPRINTS = 1  # the format before
 # Item -> what its leaves' names begin with, in meta. No parameter has a blank in its name.
 PREFIX = {"params": "", "state": "optimizer.", "ema": "ema of "}
+FLOATS = {"float32", "bfloat16"}  # those that `precision.params` may name
 MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
 
@@ -71,6 +72,14 @@ def different_leaves(asked: Mapping[str, Any], found: Mapping[str, Any]) -> list
     """The names at which the two differ: first those of `asked`, then those it has not."""
     names = [*sorted(asked), *sorted(found.keys() - asked.keys())]
     return [name for name in names if asked.get(name) != found.get(name)]
+
+
+def fits(asked: list | None, found: list | None) -> bool:
+    """True if a leaf can be read as `asked`: a float may come in another width."""
+    if asked is None or found is None:
+        return asked is found
+    narrow = {asked[1], found[1]} <= FLOATS
+    return asked[0] == found[0] and (asked[1] == found[1] or narrow)
 
 
 def others_text(different: list[str]) -> str:

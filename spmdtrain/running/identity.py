@@ -4,7 +4,9 @@ They are saved with every checkpoint and compared when a run goes on. Settings t
 between the two are saved beside them, so that a run can report what has changed.
 """
 
-from collections.abc import Mapping
+import json
+import shlex
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from spmdtrain.config.errors import CheckpointError
@@ -17,6 +19,8 @@ from spmdtrain.train.setup import Setup
 Meta = dict[str, Any]
 # name -> (value in the checkpoint, value now)
 Changes = dict[str, tuple[Any, Any]]
+# Where a corpus comes from.
+DATA = ("data.corpus", "data.path", "data.tokenizer", "data.mix")
 
 
 def config_document(setup: Setup, data: Data) -> dict[str, Any]:
@@ -74,10 +78,13 @@ def describe_changes(found: Changes) -> str:
     return "; ".join(said)
 
 
-def check_identity(meta: Meta, setup: Setup, data: Data, where: str) -> list[str]:
+def check_identity(
+    meta: Meta, setup: Setup, data: Data, where: str, recorded: Mapping[str, Any]
+) -> list[str]:
     """CheckpointError where the checkpoint's data, code or function is not this run's.
 
-    Gives lines to say: what of the code has changed. `where` names the checkpoint.
+    Gives lines to say: what of the code has changed. `where` names the checkpoint; `recorded` has
+    the settings of its run by dotted name, see other_run.py.
     """
     config = setup.config
     said = check_model_code(meta.get("model_code"), code_of(setup), where)
@@ -85,6 +92,10 @@ def check_identity(meta: Meta, setup: Setup, data: Data, where: str) -> list[str
         then = meta.get("stream", {}).get(name)
         by_earlier = name == "corpus" and then == data.earlier_fingerprint
         if then != now and not by_earlier:
+            if name == "corpus":
+                refuse_other_settings(
+                    "the corpus is not the one this run was trained on", DATA, config, recorded
+                )
             raise CheckpointError(
                 _what_changed(name),
                 asked=str(now)[:16],
@@ -108,6 +119,57 @@ def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
     now = _model_function(config)
     changed = [name for name in now if name in then and then[name] != now[name]]
     return [(name, then[name], now[name]) for name in changed]
+
+
+def refuse_other_settings(
+    what: str, names: Collection[str], config: RunConfig, recorded: Mapping[str, Any]
+) -> None:
+    """CheckpointError with both values of each of these settings that is not as it was recorded.
+
+    Nothing where all are, or nothing was recorded.
+    """
+    now = settings_of(config)
+    other = [name for name in names if recorded and recorded.get(name) != now.get(name)]
+    if not other:
+        return
+
+    def said(values: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name}={_shown(values.get(name))}" for name in other)
+
+    then = [recorded.get(name) for name in other]
+    fix = "the settings of that run"
+    if all(isinstance(value, bool | int | float | str) for value in then):
+        each = (f"--set {shlex.quote(f'{name}={_shown(recorded[name])}')}" for name in other)
+        fix = " ".join(each)
+    raise CheckpointError(
+        what,
+        asked=said(now),
+        found=f"{said(recorded)} in the run",
+        fix=f"{fix}, or another --run",
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value as `--set` takes it."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its dotted name, as JSON keeps it."""
+    return flat(config.model_dump(mode="json"))
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested settings, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
 
 
 def _what_changed(name: str) -> str:

@@ -42,6 +42,7 @@ from spmdtrain.running.json_lines import write_document
 from spmdtrain.running.memory import MemoryGuard
 from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figures
 from spmdtrain.running.model_code import check_model_code
+from spmdtrain.running.other_run import naming_settings, recorded
 from spmdtrain.running.profile import profiled
 from spmdtrain.running.progress import Progress, quantity
 from spmdtrain.running.replicas import ReplicaCheck
@@ -134,11 +135,12 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         checkpoints = Checkpoints(directory, setup, config.checkpoint.keep)
         held.enter_context(contextlib.closing(checkpoints))
         pulse.tell(pulse.RESTORE)
-        found = newest_good(checkpoints, setup.state)
+        with naming_settings(directory, setup, opened, seams):
+            found = newest_good(checkpoints, setup.state)
         remarks: list[str] = []
         if found is not None:
             where = f"step {found.step} of {directory}"
-            remarks = check_identity(found.meta, setup, opened, where)
+            remarks = check_identity(found.meta, setup, opened, where, recorded(directory))
         reporter = Reporter(directory, config, found.step if found else 0, sinks, hooks)
         held.enter_context(reporter)
 
@@ -225,7 +227,8 @@ def begin(setup: Setup, reporter: Reporter) -> TrainState:
 
 def _weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
     """The newest parameters of another run that are as they were saved."""
-    with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
+    reading = contextlib.closing(Checkpoints(run, setup, keep=None))
+    with reading as checkpoints, naming_settings(run, setup):
         _, (params, meta), line = read_newest_good(
             checkpoints, run, lambda step: checkpoints.restore_params(step, setup.state.params)
         )

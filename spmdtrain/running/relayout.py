@@ -1,8 +1,8 @@
-"""Leaves of a checkpoint that rest otherwise than they were saved: in another pipeline layout, or
-with other padding.
+"""Leaves of a checkpoint that rest otherwise than they were saved: in another pipeline layout, with
+other padding, or in another width.
 
-Both belong to a mesh, and a run may go on on another. A leaf is then read in the shape in which it
-was saved, and laid out anew on the devices.
+The first two belong to a mesh, and a run may go on on another; the width is `precision.params`. A
+leaf is then read as it was saved, and laid out anew on the devices.
 """
 
 import math
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -60,9 +59,12 @@ def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: Layout
         if in_stack:
             x = setup.model.layout.staged(layout.unstaged(x))
         shape = without_padding(setup, path, leaf.shape)
-        return add_zeros(cut_to(x, shape), shape, leaf.shape)
+        return add_zeros(cut_to(x, shape), shape, leaf.shape).astype(leaf.dtype)
 
-    if not in_stack and jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, asked):
+    def kind(x: jax.Array | jax.ShapeDtypeStruct) -> tuple:
+        return x.shape, x.dtype
+
+    if not in_stack and jax.tree.map(kind, found) == jax.tree.map(kind, asked):
         return found
     shardings = jax.tree.map(lambda leaf: leaf.sharding, asked)
     run = jax.jit(lambda tree: jax.tree.map(laid_out, tree, asked), out_shardings=shardings)

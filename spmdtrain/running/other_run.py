@@ -1,0 +1,78 @@
+"""Names the setting where a run directory is of another run than the one that is to go on there.
+
+What a checkpoint shows is that leaves differ. Which setting makes them differ is in config.json.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from spmdtrain.config.errors import CheckpointError, UnfitError
+from spmdtrain.data.source import Data
+from spmdtrain.running.identity import (
+    changes,
+    check_identity,
+    flat,
+    refuse_other_settings,
+    settings_of,
+)
+from spmdtrain.running.restore import read_document
+from spmdtrain.train.setup import Setup
+
+# Settings that change no leaf, but may well differ on the way.
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+OPTIMIZER = "optimizer="
+OF_NO_LEAF = {"dropout", "attention", "rope_theta", "norm_epsilon"}
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    """The settings of a run by dotted name; empty where its config.json cannot be read."""
+    try:
+        document, make = read_document(run)
+    except CheckpointError:
+        return {}
+    return flat(document["config"]) | {"model.make": make}
+
+
+@contextlib.contextmanager
+def naming_settings(
+    run: Path, setup: Setup, data: Data | None = None, seams: Mapping[str, Any] = NOTHING
+) -> Iterator[None]:
+    """Where a checkpoint of `run` does not fit, raises CheckpointError with what has changed.
+
+    Without `data` the corpus may be another one: only weights are read. `seams` are what the caller
+    exchanged.
+    """
+    try:
+        yield
+    except UnfitError as error:
+        then = recorded(run)
+        if data is not None:
+            check_identity(error.meta, setup, data, f"the checkpoint in {run}", then)
+        then_given, now_given = changes(error.meta, setup.config, seams).get(OPTIMIZER, ("", ""))
+        if then_given != now_given:
+            raise CheckpointError(
+                error.what,
+                asked=f"{OPTIMIZER}{now_given or 'none'}",
+                found=f"{OPTIMIZER}{then_given or 'none'} in the checkpoint",
+                fix="the optimizer of that run, or another --run",
+            ) from None
+        names = [*_of_model(setup, then), *_of_optimizer(setup, then)] if then else []
+        now = settings_of(setup.config)
+        changed = [name for name in names if then.get(name) != now.get(name)]
+        refuse_other_settings(error.what, changed, setup.config, then)
+        raise
+
+
+def _of_model(setup: Setup, then: Mapping[str, Any]) -> list[str]:
+    names = dict.fromkeys([*settings_of(setup.config), *then])
+    of_model = (name for name in names if name.startswith("model."))
+    return [name for name in of_model if name.removeprefix("model.") not in OF_NO_LEAF]
+
+
+def _of_optimizer(setup: Setup, then: Mapping[str, Any]) -> list[str]:
+    if then.get("optimizer.name") != setup.config.optimizer.name:
+        return ["optimizer.name"]
+    return ["optimizer.groups", "optimizer.momentum"]
