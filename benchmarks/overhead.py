@@ -247,7 +247,7 @@ class Turns:
         for name in names[shift:] + names[:shift]:
             self._contenders[name].round(self._steps)
         self.start = Spent.so_far()
-        return {"eval_loss": 0.0}
+        return {"eval_loss": 0.0, "eval_tokens": 1, "eval_split_tokens": 1}
 
 
 def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[str, Any]:

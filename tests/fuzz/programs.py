@@ -16,6 +16,7 @@ import jax
 
 from spmdtrain.config import RunConfig
 from spmdtrain.running import loop
+from spmdtrain.train import evaluation
 from spmdtrain.train.setup import Setup
 
 WITHOUT = ("checkpoint", "log", "eval")  # sections that no program depends on
@@ -34,7 +35,7 @@ def forget() -> None:
 def shared() -> Iterator[None]:
     """Runs inside share what they compile with those before them."""
     shard, lower, compiled = loop.shard, loop.lower_step, loop.compile_step
-    evaluation, init = loop.make_eval_step, loop.init_state
+    evaluate, init = evaluation.make_eval_step, loop.init_state
 
     def setup(config, make, devices, **own):
         assert not any(own.values()), "no run of the fuzzer has parts of its own"
@@ -56,12 +57,14 @@ def shared() -> Iterator[None]:
         "compile_step": lambda setup, lowered: _once(
             "step", _key_of(setup), lambda: compiled(setup, lowered)
         ),
-        "make_eval_step": lambda setup: _once(
-            "evaluation", _key_of(setup), lambda: evaluation(setup)
-        ),
         "init_state": fresh,
     }
+
+    def eval_step(setup):
+        return _once("evaluation", _key_of(setup), lambda: evaluate(setup))
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(evaluation, "make_eval_step", eval_step))
         for name, what in replaced.items():
             stack.enter_context(patch.object(loop, name, what))
         yield

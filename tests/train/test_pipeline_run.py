@@ -158,7 +158,7 @@ def test_evaluation_is_that_of_one_device(layout):
             "data.packing=documents",
         )
         setup = prepared(*whole, *settings)
-        evaluate = loop.make_evaluate(setup, loop.open_data(setup.config)[1])
+        evaluate = st.make_evaluate(setup, loop.open_data(setup.config)[1])
         values.append(evaluate(init_state(setup)))
     assert values[1] == pytest.approx(values[0], rel=1e-5)
 

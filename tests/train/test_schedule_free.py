@@ -170,7 +170,7 @@ def test_a_run_in_a_pipeline_saves_and_evaluates_the_average_of_one_device(split
     assert st.evaluate(split, overrides=same)["loss"] == pytest.approx(reported, rel=1e-6)
     config, data = loop.open_data(tiny(*NUMBERS, "eval.batches=2"))
     setup = shard(config, devices=jax.devices()[:1])
-    evaluate = loop.make_evaluate(setup, data)
+    evaluate = st.make_evaluate(setup, data)
     state = init_state(setup)
     at_x, at_y = (evaluate(replace(state, params=params)) for params in (x, y))
     assert reported == pytest.approx(at_x, rel=1e-6)
