@@ -26,6 +26,9 @@ from .running.sample import Choice as Choice
 from .running.sample import generate as generate
 from .running.sample import generate_ids as generate_ids
 from .running.sample import make_logits as make_logits
+from .running.save_state import save as save
+from .train.differentiable import make_gradients as make_gradients
+from .train.differentiable import make_loss as make_loss
 from .train.evaluation import make_evaluate as make_evaluate
 from .train.optimizers import Rule as Rule
 from .train.setup import Setup as Setup

@@ -204,7 +204,8 @@ def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_b
         is_target &= row < vocab
     largest = logits_btv.max(-1)
     if axis_name:
-        largest = jax.lax.pmax(largest, axis_name)
+        # It changes nothing but rounding, and a derivative of pmax does not exist.
+        largest = jax.lax.pmax(jax.lax.stop_gradient(largest), axis_name)
     denominator = jnp.exp(logits_btv - largest[..., None]).sum(-1)
     expected = (1 - smoothing) * jnp.sum(jnp.where(is_target, logits_btv, 0), -1)
     if smoothing:

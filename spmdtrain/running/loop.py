@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import ReadAhead, batch_ids
 from spmdtrain.data.source import Data, Source, Tokens, open_data
@@ -60,7 +61,7 @@ from spmdtrain.train.batch import to_devices
 from spmdtrain.train.grad_pipeline import describe
 from spmdtrain.train.learning_rates import Schedule
 from spmdtrain.train.optimizers import Optimizer
-from spmdtrain.train.setup import Setup, init_state, shard, with_weights
+from spmdtrain.train.setup import Setup, init_state, placed, shard, with_weights
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_step
 from spmdtrain.train.token_loss import TokenLoss
@@ -93,6 +94,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     data: Source | Tokens | None = None,
     sinks: Sequence[MakeSink] = (),
     hooks: Sequence[Hook] = (),
+    state: TrainState | None = None,
 ) -> Outcome:
     """Trains until `train.steps`, going on from the newest checkpoint below `directory`.
 
@@ -114,6 +116,8 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
       hooks: each is called as `hook(event, step, figures)` in every process after a "step", after
         an evaluation ("evaluated") and after a save is complete on disk ("saved"). One that
         returns True stops the run after the step in flight; it is saved.
+      state: what a new run begins with, in the place of fresh weights; it stays as it is. Its step
+        says where the run begins, as if it had taken those steps.
     """
     directory = Path(directory)
     check(sinks, hooks)
@@ -126,6 +130,9 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     check_model(setup)
     config = setup.config
     lowered = None
+    given = None if state is None else placed(setup, state)
+    if given is not None:
+        check_given(config, directory, fresh)
     if fresh or newest_step(directory) is None:  # what cannot begin touches no directory
         check_source(config.train.init_from, directory, fresh)
         lowered = lower_step(setup)
@@ -141,7 +148,8 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         if found is not None:
             where = f"step {found.step} of {directory}"
             remarks = check_identity(found.meta, setup, opened, where, recorded(directory))
-        reporter = Reporter(directory, config, found.step if found else 0, sinks, hooks)
+        first = found.step if found else 0 if given is None else int(given.step)
+        reporter = Reporter(directory, config, first, sinks, hooks)
         held.enter_context(reporter)
 
         if found is not None:
@@ -152,7 +160,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
             for line in remarks:
                 reporter.say(line)
         else:
-            state, sample = begin(setup, reporter), 0
+            state, sample = begin(setup, reporter, given), first * config.train.global_batch
         done = int(state.step)
         if done >= config.train.steps:
             more = f"--set train.steps={2 * done}"
@@ -214,8 +222,25 @@ def go_on(
     return found.state, found.meta["sample"]
 
 
-def begin(setup: Setup, reporter: Reporter) -> TrainState:
-    """The state of a new run: with the weights of `train.init_from`, or fresh ones."""
+def check_given(config: RunConfig, directory: Path, fresh: bool) -> None:
+    """ConfigError where a run that is given a state would begin with another one."""
+    there = newest_step(directory)
+    if there is not None and not fresh:
+        raise ConfigError(
+            f"state= is of a new run, and {directory} holds step {there}",
+            fix="another directory, or fresh=True",
+        )
+    if config.train.init_from:
+        what = f"state= and train.init_from={config.train.init_from!r} both give weights"
+        raise ConfigError(what, fix="one of them")
+
+
+def begin(setup: Setup, reporter: Reporter, given: TrainState | None = None) -> TrainState:
+    """The state of a new run: the given one, or with the weights of `train.init_from`, or fresh."""
+    if given is not None:
+        step = int(given.step)
+        reporter.event("started", step, mesh=dict(setup.mesh.shape), init_from="state=")
+        return given
     source = setup.config.train.init_from
     params = _weights_of(Path(source), setup, reporter) if source else None
     state = init_state(setup)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -189,6 +190,39 @@ def init_state(setup: Setup) -> TrainState:
         return fresh_state(setup.model, setup.optimizer, setup.config, key, setup.padding)
 
     return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
+
+
+def placed(setup: Setup, state: TrainState) -> TrainState:
+    """A copy of a state that a caller has made or changed, in the shards of this setup.
+
+    ConfigError where it is not one of this setup: another leaf, shape or dtype.
+    """
+    if not isinstance(state, TrainState):
+        raise ConfigError(f"state is {type(state).__name__}, not a TrainState", fix=_STATES)
+    wanted = jax.tree_util.tree_leaves_with_path(setup.state)
+    given = dict(jax.tree_util.tree_leaves_with_path(state))
+    for path, want in wanted:
+        name = jax.tree_util.keystr(path).removeprefix(".")
+        x = given.pop(path, None)
+        if x is None:
+            raise ConfigError(f"the state has no {name}", fix=_STATES)
+        if jnp.shape(x) != want.shape or jnp.result_type(x) != want.dtype:
+            raise ConfigError(
+                f"{name} of the state is {jnp.result_type(x)} {jnp.shape(x)}",
+                asked=f"{want.dtype} {want.shape}",
+                fix=_STATES,
+            )
+    for path in given:
+        name = jax.tree_util.keystr(path).removeprefix(".")
+        raise ConfigError(f"the state has {name}, which is none of this setup", fix=_STATES)
+    shardings = jax.tree.map(lambda x: x.sharding, setup.state)
+    leaves = jax.tree.leaves(state)
+    here = jax.device_put(jax.tree.unflatten(jax.tree.structure(setup.state), leaves), shardings)
+    # A copy: a step donates what it is given, and the caller's own stays.
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(here)
+
+
+_STATES = "dataclasses.replace(state, params=...) of a state of init_state, restore or a step"
 
 
 def with_weights(setup: Setup, state: TrainState, params: dict[str, jax.Array]) -> TrainState:

@@ -23,7 +23,7 @@ from spmdtrain.train import (
     optimizers,
     spikes,
 )
-from spmdtrain.train.batch import Batch
+from spmdtrain.train.batch import Batch, check_batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.loss import means
 from spmdtrain.train.optimizers import OptimizerState
@@ -47,6 +47,7 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
     find_gradients = make_gradients(setup)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        check_batch(setup.batch, batch, dropout=config.model.dropout > 0)
         points = optimizers.gradient_points(setup.optimizer, state.params, state.opt_state)
         with matmuls(config.precision.compute):
             cotangent = loss_scale.cotangent(config, state.loss_scale)

@@ -1,0 +1,62 @@
+"""Keeps a training state that was made or changed by hand, as a run keeps its own."""
+
+import contextlib
+from pathlib import Path
+
+import jax
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.data.source import Source, Tokens, open_data
+from spmdtrain.running.checkpoint import Checkpoints, newest_step
+from spmdtrain.running.directory import open_directory
+from spmdtrain.running.guard import Record
+from spmdtrain.running.identity import config_document, identity
+from spmdtrain.running.json_lines import write_document
+from spmdtrain.train.setup import Setup, placed
+from spmdtrain.train.state import TrainState
+
+MOST_KEPT = 2**31 - 1  # whoever saves by hand deletes by hand
+
+
+def save(
+    setup: Setup,
+    state: TrainState,
+    directory: str | Path,
+    *,
+    data: Source | Tokens | None = None,
+    sample: int | None = None,
+) -> None:
+    """Saves the state in a run directory, as its step says, and waits until it is on disk.
+
+    `restore`, `weights`, `generate` and `evaluate` read it, and `run` goes on from it. All
+    processes call it.
+
+    Args:
+      data: what `run` is given as `data=`.
+      sample: the global index of the first sample that the next step reads; default: what as many
+        steps of `train.global_batch` have read.
+
+    Raises ConfigError where the state is not one of this setup, CheckpointError where the directory
+    holds a later step, or this one.
+    """
+    directory = Path(directory)
+    state = placed(setup, state)
+    step = int(state.step)
+    there = newest_step(directory)
+    if there is not None and there >= step:
+        raise CheckpointError(
+            f"{directory} holds step {there} already", asked=f"step {step}", fix="another directory"
+        )
+    _, opened = open_data(setup.config, data)
+    if sample is None:
+        sample = step * setup.config.train.global_batch
+    meta = identity(setup, opened.fingerprint, {"loss": setup.loss, "data": data})
+    meta |= {"sample": sample, "guard": Record().document()}
+    with contextlib.ExitStack() as held:
+        held.enter_context(open_directory(directory, fresh=False))
+        checkpoints = Checkpoints(directory, setup, keep=MOST_KEPT)
+        held.enter_context(contextlib.closing(checkpoints))
+        if jax.process_index() == 0:
+            write_document(directory / "config.json", config_document(setup, opened))
+        checkpoints.save(step, state, meta)
+        checkpoints.wait()
