@@ -87,6 +87,13 @@ def test_one_step_by_hand(cell):
     assert printed.startswith("loss 5.") and "after step 1" in printed
 
 
+def test_gradients_and_a_state_changed_by_hand(cell):
+    names, printed = cell("gradients")
+    assert printed.startswith("loss ")
+    for path, x in st.weights("runs/by_hand").items():
+        assert np.array_equal(x, names["params"][path])
+
+
 def test_logits_of_a_batch_are_those_that_the_loss_is_of(cell):
     names, printed = cell("logits")
     assert printed == "(2, 64, 256)\n"

@@ -4,18 +4,11 @@ import jax
 
 import spmdtrain as st
 
-st.simulate_devices(8)  # leave this out where there are 8 GPUs
-config, data = st.open_data(st.load("configs/quickstart.toml", ["train.steps=2"]))
-setup = st.shard(config)
-state = st.init_state(setup)
-with st.batches(setup, data, step=0, sample=0) as batches:
-    batch = next(batches)
-
-loss = st.make_loss(setup)  # loss(params, batch), what a step minimises
-value, gradients = jax.value_and_grad(loss)(state.params, batch)
+setup = st.shard(st.run_config("runs/quickstart"))
+state = st.restore("runs/quickstart", setup)
+with st.batches(setup, st.open_data(setup.config)[1], step=0, sample=0) as batches:
+    value, gradients = jax.value_and_grad(st.make_loss(setup))(state.params, next(batches))
 params = {path: x - 0.1 * gradients[path] for path, x in state.params.items()}
-print(f"loss {float(value):.4f}, then {float(loss(params, batch)):.4f}")
-
 changed = replace(state, params=params)
-st.save(setup, changed, "runs/by_hand")  # st.weights, st.generate and st.run read it
-st.run(config, "runs/from_changed", state=changed)
+st.save(setup, changed, "runs/by_hand")  # or st.run(config, "runs/more", state=changed)
+print(f"loss {float(value):.3f}")
