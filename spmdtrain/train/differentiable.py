@@ -17,7 +17,6 @@ from spmdtrain.train.loss import total_of
 from spmdtrain.train.setup import Setup
 
 Params = dict[str, jax.Array]
-BESIDE = ("tokens",)  # among the sums, what is no loss
 
 
 def make_loss(setup: Setup) -> Callable[[Params, Batch], jax.Array]:
@@ -34,16 +33,18 @@ def make_loss(setup: Setup) -> Callable[[Params, Batch], jax.Array]:
         check_batch(setup.batch, batch, dropout=False)
         with matmuls(compute):
             gradients, sums = find(params, None, batch, None)
-        losses = [total_of(x) for name, x in sums.items() if name not in BESIDE]
+        losses = [total_of(x) for name, x in sums.items() if name != "tokens"]
         mean = sum(losses, jnp.float32(0)) / jnp.maximum(total_of(sums["tokens"]), 1)
-        return mean, {path: gradients[path].astype(x.dtype) for path, x in params.items()}
+        return mean, {path: x.astype(params[path].dtype) for path, x in gradients.items()}
 
     @jax.custom_vjp
     def loss(params: Params, batch: Batch) -> jax.Array:
         return both(params, batch)[0]
 
     def backward(gradients: Params, cotangent: jax.Array) -> tuple[Any, None]:
-        return {path: (x * cotangent).astype(x.dtype) for path, x in gradients.items()}, None
+        scaled = {path: (x * cotangent).astype(x.dtype) for path, x in gradients.items()}
+        # None is a gradient of zeros: buffers have no other.
+        return {path: scaled.get(path) for path in setup.model.parameters}, None
 
     loss.defvjp(both, backward)
     return jax.jit(loss)
