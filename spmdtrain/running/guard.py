@@ -132,7 +132,7 @@ class Guard:
     def _is_bad(self, figures: Mapping[str, Any]) -> bool:
         if "skipped" in figures:  # the step has decided
             return figures["skipped"] > 0
-        return any(not figures[name] <= self._limit(name, figures) for name in NAMES)
+        return any(not figures[name] <= self._limit(name, figures) for name in _known(figures))
 
     def _limit(self, name: str, figures: Mapping[str, Any]) -> float:
         """The largest finite value that is good."""
@@ -142,13 +142,18 @@ class Guard:
         return most if limit is None else min(limit, most)
 
     def _describe(self, step: int, figures: Mapping[str, Any]) -> str:
-        for name, words in NAMES.items():
+        for name in _known(figures):
             if not np.isfinite(figures[name]):
-                return f"the {words} of step {step} is {figures[name]}"
-        over = {name: figures[name] / self._limit(name, figures) for name in NAMES}
+                return f"the {NAMES[name]} of step {step} is {figures[name]}"
+        over = {name: figures[name] / self._limit(name, figures) for name in _known(figures)}
         name = max(over, key=lambda name: over[name])
         limit = self._limit(name, figures)
         what = f"the {NAMES[name]} of step {step} is {figures[name]:.4g}, above {limit:.4g}"
         if limit == (self._config.grad_norm if name == "grad_norm" else None):
             return what
         return f"{what}, {self._config.deviations:g} standard deviations above the mean before it"
+
+
+def _known(figures: Mapping[str, Any]) -> list[str]:
+    """Returns those of `NAMES` that a step has: without a token with a loss it has no loss."""
+    return [name for name in NAMES if name in figures]

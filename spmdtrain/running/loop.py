@@ -428,13 +428,11 @@ def make_figures(setup: Setup) -> Callable[[dict[str, Any], float], dict[str, An
         flops = train_flops_per_token(config.model, config.train.sequence_length)
     elif peak:
         flops = counted_flops_per_token(config, setup.model)
-    read = None
-    if setup.model.corrupt is not None:
-        read = config.train.global_batch * config.train.sequence_length
+    processed = config.train.global_batch * config.train.sequence_length
 
     def figures(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
         held = summary.peak_bytes(setup.mesh)
-        found = step_figures(metrics, seconds, flops, setup.mesh.size, peak, read)
+        found = step_figures(metrics, seconds, processed, flops, setup.mesh.size, peak)
         return found | {"memory_bytes": held}
 
     return figures

@@ -1,10 +1,11 @@
 """The figures of a step, and when they are read.
 
-MFU (model FLOPs utilisation) is model FLOPs per token x tokens per second / (devices x peak). The
-model FLOPs are those of `models.size.train_flops_per_token`, and of another model than the shipped
-one those that `models.flops` counts: causal attention half, recomputation not at all. The peak is
-that of dense bfloat16 in pallas_kernels/gpus.py; on hardware that is not listed there MFU is null,
-never guessed.
+Speed is that of all tokens which a step processes, whether or not they have a loss. MFU (model
+FLOPs utilisation) is model FLOPs per token x tokens per second / (devices x peak). The model FLOPs
+are those of `models.size.train_flops_per_token`, and of another model than the shipped one those
+that `models.flops` counts: causal attention half, recomputation not at all. The peak is that of
+dense bfloat16 in pallas_kernels/gpus.py; on hardware that is not listed there MFU is null, never
+guessed.
 """
 
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import gpus
+from spmdtrain.train.token_loss import OF_THE_STEP
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -88,18 +90,19 @@ class StepClock:
 def step_figures(
     metrics: dict[str, Any],
     seconds: float,
+    processed: int,
     flops_per_token: float | None,
     devices: int,
     peak: float | None,
-    tokens_read: int | None = None,
 ) -> dict[str, Any]:
-    """The line of one step in metrics.jsonl.
+    """Returns the line of one step in metrics.jsonl.
 
-    `metrics` are host values of what the step returned, all scalars; `seconds` is how long it took.
-    `flops_per_token` and `peak` (FLOP/s of one device) may be unknown: then mfu is None.
-    `tokens_read` is given where the loss is on some of the tokens: speed and MFU are of all.
+    `metrics` are host values of what the step returned, all scalars; `seconds` is how long it took,
+    and `processed` the tokens of its batch, those without a loss included. `flops_per_token` and
+    `peak` (FLOP/s of one device) may be unknown: then mfu is None. A loss that is a mean over no
+    token is left out.
     """
-    rate = float(tokens_read or metrics["tokens"]) / seconds
+    rate = processed / seconds
     figures = {name: float(value) for name, value in metrics.items() if _is_there(name, metrics)}
     mfu = None
     if peak and flops_per_token:
@@ -114,6 +117,8 @@ def step_figures(
 
 
 def _is_there(name: str, metrics: dict[str, Any]) -> bool:
-    """False for the figures of a source that has no token in this step."""
+    """False for a mean over no token, and for the figures of a source without one in this step."""
     _, slash, source = name.partition("/")
-    return not slash or bool(metrics.get(f"tokens/{source}", 1))
+    if slash:
+        return bool(metrics.get(f"tokens/{source}", 1))
+    return name in OF_THE_STEP or bool(metrics["tokens"])

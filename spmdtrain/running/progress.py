@@ -5,6 +5,8 @@ import sys
 from shutil import get_terminal_size
 from typing import Any
 
+from spmdtrain.train.evaluation import NOTHING
+
 WIDE = 120  # columns of a terminal that has room for a bar beside the figures
 
 
@@ -56,7 +58,7 @@ class Progress:
 def _line(figures: dict[str, Any]) -> str:
     """The figures of a step that a person follows; those that are not known are left out."""
     parts = [
-        f"loss {figures['loss']:.4f}",
+        f"loss {figures['loss']:.4f}" if "loss" in figures else NOTHING,
         f"lr {figures['learning_rate']:.2e}",
         f"norm {figures['grad_norm']:.3g}",
         f"{quantity(figures['tokens_per_second'])} tokens/s",

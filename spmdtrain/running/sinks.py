@@ -25,7 +25,8 @@ class Sink(Protocol):
     def metrics(self, step: int, figures: Figures) -> None:
         """Takes the figures of step `step` (1 is the first), or of an evaluation after it.
 
-        A step has loss, grad_norm, learning_rate, tokens, tokens_per_second, step_seconds and mfu
+        A step has loss (the mean over its `tokens`, absent where there is none), grad_norm,
+        learning_rate, tokens (with a loss), tokens_per_second (of all tokens), step_seconds and mfu
         (None where the peak of the device is not known); an evaluation has eval_loss,
         and eval_loss_ema where an average of the weights is kept.
         """

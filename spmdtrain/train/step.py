@@ -37,8 +37,8 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
     """`step(state, batch) -> (state, metrics)`, jitted, state donated.
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
-    (before clipping), learning_rate, tokens (unmasked); of a mixture loss/SOURCE and tokens/SOURCE,
-    both 0 where the source has no tokens in the batch; side_loss where blocks have one; skipped
+    (before clipping), learning_rate, tokens (unmasked); of a mixture loss/SOURCE and tokens/SOURCE;
+    a loss over no token is 0, and `tokens` tells; side_loss where blocks have one; skipped
     (0 or 1) where a bad step leaves the state, and loss_limit and grad_norm_limit where it is
     judged by the steps before (spikes.py). With float16 loss_scale, and overflow (0 or 1) where the
     scale was too large, which leaves the state too.
@@ -64,7 +64,8 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
             state, step=state.step + 1, params=params, opt_state=opt_state, ema=averaged
         )
         if config.guard.in_step or state.loss_scale is not None:
-            after, judged = _judge(config, after, state, jnp.stack([found["loss"], norm]))
+            figures = jnp.stack([found["loss"], norm])
+            after, judged = _judge(config, after, state, figures, found["tokens"] > 0)
             metrics |= judged
         return after, metrics
 
@@ -73,9 +74,16 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
 
 
 def _judge(
-    config: RunConfig, after: TrainState, before: TrainState, figures: jax.Array
+    config: RunConfig,
+    after: TrainState,
+    before: TrainState,
+    figures: jax.Array,
+    has_loss: jax.Array,
 ) -> tuple[TrainState, Metrics]:
-    """The state that a step with this loss and gradient norm [2] leaves, and what is said of it."""
+    """The state that a step with this loss and gradient norm [2] leaves, and what is said of it.
+
+    A step without a token with a loss says nothing of the size of good ones: it is not remembered.
+    """
     most = spikes.limits(config.guard, before.recent)
     good = spikes.is_good(figures, most)
     after = _unless_skipped(good, after, before)
@@ -88,7 +96,7 @@ def _judge(
         judged["overflow"] = overflow.astype(jnp.float32)
     if before.recent is None:
         return after, judged
-    after = replace(after, recent=spikes.remember(before.recent, figures, good))
+    after = replace(after, recent=spikes.remember(before.recent, figures, good & has_loss))
     return after, judged | {"loss_limit": most[0], "grad_norm_limit": most[1]}
 
 

@@ -22,7 +22,17 @@ TokenLoss = Callable[[jax.Array, jax.Array], jax.Array | Mapping[str, jax.Array]
 # With part_bn, sequences by source, a sum may be a vector [1 + n]: of all, then of each source.
 SumLosses = Callable[..., Losses]
 
-OF_THE_STEP = ("tokens", "grad_norm", "learning_rate")  # names of other figures of a step
+# Names of the other figures of a step: every figure without one of them is a mean over tokens.
+OF_THE_STEP = (
+    "tokens",
+    "grad_norm",
+    "learning_rate",
+    "skipped",
+    "loss_limit",
+    "grad_norm_limit",
+    "loss_scale",
+    "overflow",
+)
 TAKES = (
     "a function (logits [b, t, v], targets [b, t]) -> losses [b, t], or a dict of them with 'loss'"
 )

@@ -15,6 +15,7 @@ from orbax.checkpoint._src.serialization import replica_slices
 
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
+from spmdtrain.data.source import CorpusData
 from spmdtrain.running import loop
 from spmdtrain.running.interrupt import Interrupt
 from spmdtrain.running.json_lines import forget_after
@@ -188,21 +189,55 @@ def test_evaluation_without_validation_data_is_refused():
 
 
 def test_figures_of_a_step():
-    values = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 1000}
-    figures = step_figures(values, seconds=0.5, flops_per_token=1e9, devices=2, peak=4e12)
-    assert figures["tokens_per_second"] == 2000
+    """Speed and MFU are of all tokens of the step, the 600 without a loss included."""
+    values = {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 400}
+    figures = step_figures(values, 0.5, processed=1000, flops_per_token=1e9, devices=2, peak=4e12)
+    assert figures["tokens"] == 400 and figures["tokens_per_second"] == 2000
     assert figures["mfu"] == pytest.approx(1e9 * 2000 / (2 * 4e12))
-    assert step_figures(values, 0.5, 1e9, 2, None)["mfu"] is None
+    assert step_figures(values, 0.5, 1000, 1e9, 2, None)["mfu"] is None
     assert peak_flops("cpu") is None and peak_flops("NVIDIA H200") == 989.4e12
 
 
 def test_a_side_loss_is_reported_where_there_is_one():
     metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "tokens": 1}
-    assert "side_loss" not in step_figures(metrics, 1.0, None, 1, None)
-    assert (
-        step_figures(metrics | {"side_loss": np.float32(0.5)}, 1.0, None, 1, None)["side_loss"]
-        == 0.5
-    )
+    assert "side_loss" not in step_figures(metrics, 1.0, 1, None, 1, None)
+    side = metrics | {"side_loss": np.float32(0.5)}
+    assert step_figures(side, 1.0, 1, None, 1, None)["side_loss"] == 0.5
+
+
+@pytest.mark.parametrize("policy", ["abort", "skip"])
+def test_a_step_without_a_token_with_a_loss_has_no_loss(tmp_path, monkeypatch, capsys, policy):
+    """The whole batches of the steps 5 and 6 are masked, and half of that of step 4.
+
+    Whoever judges spikes does not take the 0 of nothing for the loss of a good step.
+    """
+    train_samples = CorpusData.train_samples
+
+    def with_masks(self, config):
+        samples = train_samples(self, config)
+
+        def masked(indices):
+            batch = samples(indices)
+            step = np.asarray(indices) // 4 + 1
+            batch["mask"][(step == 5) | (step == 6)] = 0
+            batch["mask"][step == 4, :8] = 0
+            return batch
+
+        return masked
+
+    monkeypatch.setattr(CorpusData, "train_samples", with_masks)
+    settings = ("train.steps=8", "train.global_batch=4", f"guard.policy={policy}", "log.every=1")
+    spikes = () if policy == "abort" else ("guard.window=4", "guard.sigmas=100")
+    loop.run(tiny(*settings, *spikes, "checkpoint.every=0"), tmp_path, **ONE)
+    steps = lines(tmp_path, "metrics.jsonl")
+    assert [line["tokens"] for line in steps] == [64, 64, 64, 32, 0, 0, 64, 64]
+    assert [line["step"] for line in steps if "loss" not in line] == [5, 6]
+    for line in steps:
+        assert line["tokens_per_second"] == pytest.approx(64 / line["step_seconds"])
+    assert capsys.readouterr().out.count("  no token with a loss  ") == 2
+    if spikes:
+        assert steps[4]["loss_limit"] == steps[5]["loss_limit"] == steps[6]["loss_limit"]
+        assert not any(line["skipped"] for line in steps)
 
 
 def test_a_run_goes_on_where_nobody_listens(monkeypatch):
