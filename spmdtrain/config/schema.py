@@ -696,7 +696,7 @@ class GuardConfig(Settings):
 class LogConfig(Settings):
     """The reports of a run: log lines, profiler traces, and sinks for its figures."""
 
-    every: Count = Field(default=10, description="steps between plain lines when not a terminal")
+    every: Count = Field(default=10, description="steps between lines of figures")
     profile: Steps = Field(default=(), description="steps traced by the profiler into RUN/profile")
     sinks: Sinks = Field(
         default=(),

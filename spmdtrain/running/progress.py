@@ -1,4 +1,4 @@
-"""Shows a person how a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""Shows a person how a run goes on: lines that stay, and on a terminal a live one below them."""
 
 import os
 import sys
@@ -13,7 +13,8 @@ WIDE = 120  # columns of a terminal that has room for a bar beside the figures
 class Progress:
     """Use it as a context; call `update` after each step, and `say` for anything else.
 
-    `every`: steps between plain lines; `quiet`: say nothing at all.
+    `every`: steps between lines that stay; `quiet`: say nothing at all. The first step that is
+    shown is taken to be slower than the rest: no time left is told from it.
     """
 
     def __init__(self, total: int, done: int, every: int, *, quiet: bool = False):
@@ -21,6 +22,7 @@ class Progress:
         self._every = every
         self._quiet = quiet
         self._seconds: float | None = None  # smoothed step time, for the time left
+        self._is_first = True
         self._bar = _bar(total, done) if sys.stdout.isatty() and not quiet else None
 
     def __enter__(self) -> "Progress":
@@ -41,18 +43,24 @@ class Progress:
             tell(text)
 
     def update(self, step: int, figures: dict[str, Any], due: bool = False) -> None:
-        """Shows the figures of `step`. `due` asks for a plain line out of turn."""
-        seconds: float = figures["step_seconds"]
-        if self._seconds is None:
-            self._seconds = seconds
-        else:
-            self._seconds = 0.9 * self._seconds + 0.1 * seconds
-        left = duration(self._seconds * (self._total - step))
+        """Shows the figures of `step`. `due` asks for a line that stays out of turn."""
+        pace, left = self._pace(step, figures["step_seconds"])
         text = _line(figures)
         if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=step, figures=f"eta {left}  {text}")
-        elif due or step % self._every == 0:
-            self.say(f"step {step}/{self._total}  {text}  {seconds:.3g} s/step  eta {left}")
+            shown = "  ".join([*left, text])
+            self._bar.update(self._bar.task_ids[0], completed=step, figures=shown)
+        if due or step % self._every == 0:
+            self.say("  ".join([f"step {step}/{self._total}", text, pace, *left]))
+
+    def _pace(self, step: int, seconds: float) -> tuple[str, list[str]]:
+        """Returns the words for the time of `step`, and those for the time left, if it is known."""
+        if self._is_first:  # its buffers are made, its kernels loaded
+            self._is_first = False
+            return f"{seconds:.3g} s for the first step", []
+        before = seconds if self._seconds is None else self._seconds
+        self._seconds = 0.9 * before + 0.1 * seconds
+        left = duration(self._seconds * (self._total - step))
+        return f"{seconds:.3g} s/step", [f"eta {left}"]
 
 
 def _line(figures: dict[str, Any]) -> str:
@@ -101,5 +109,5 @@ def _bar(total: int, done: int):
     if get_terminal_size().columns >= WIDE:
         columns.insert(2, BarColumn(bar_width=20))
     bar = RichProgress(*columns)
-    bar.add_task("train", total=total, completed=done, figures="compiling")
+    bar.add_task("train", total=total, completed=done, figures="the first step")
     return bar

@@ -3,8 +3,10 @@ leaves.
 """
 
 import contextlib
+import io
 import json
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -389,18 +391,41 @@ def test_numbers_for_people():
     assert [duration(s) for s in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
 
 
+FIGURES = {
+    "loss": 2.5,
+    "learning_rate": 3e-4,
+    "grad_norm": 0.512,
+    "tokens_per_second": 12_345.0,
+    "mfu": 0.412,
+    "memory_bytes": 31_400_000_000,
+    "step_seconds": 0.25,
+}
+COMMON = "loss 2.5000  lr 3.00e-04  norm 0.512  12.3k tokens/s"
+
+
 def test_the_line_of_a_step_has_what_a_person_follows(capsys):
-    figures = {
-        "loss": 2.5,
-        "learning_rate": 3e-4,
-        "grad_norm": 0.512,
-        "tokens_per_second": 12_345.0,
-        "mfu": 0.412,
-    }
-    figures |= {"memory_bytes": 31_400_000_000, "step_seconds": 0.25}
-    Progress(10, 0, 1).update(4, figures)
-    Progress(10, 0, 1).update(4, figures | {"mfu": None, "memory_bytes": None})
-    gpu, cpu = capsys.readouterr().out.splitlines()
-    common = "step 4/10  loss 2.5000  lr 3.00e-04  norm 0.512  12.3k tokens/s"
-    assert gpu == f"{common}  mfu 41.2%  31.4 GB  0.25 s/step  eta 0:02"
-    assert cpu == f"{common}  0.25 s/step  eta 0:02"
+    progress = Progress(10, 2, 1)
+    progress.update(3, FIGURES | {"step_seconds": 22.1})
+    progress.update(4, FIGURES)
+    progress.update(5, FIGURES | {"mfu": None, "memory_bytes": None})
+    first, gpu, cpu = capsys.readouterr().out.splitlines()
+    assert first == f"step 3/10  {COMMON}  mfu 41.2%  31.4 GB  22.1 s for the first step"
+    assert gpu == f"step 4/10  {COMMON}  mfu 41.2%  31.4 GB  0.25 s/step  eta 0:02"
+    assert cpu == f"step 5/10  {COMMON}  0.25 s/step  eta 0:01"
+
+
+def test_losses_stay_on_a_terminal_too(monkeypatch):
+    """Lines above the live one, as many as a log has."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with Progress(10, 0, 5) as progress:
+        for step in range(1, 11):
+            progress.update(step, FIGURES, due=step == 1)
+    assert re.findall(r"step \d+/10(?=  loss 2.5)", terminal.getvalue()) == [
+        "step 1/10",
+        "step 5/10",
+        "step 10/10",
+    ]
