@@ -203,7 +203,23 @@ def _add_source(table: TomlTable, source: TomlTable, origin: Origin, where: str)
             table[section] = {}
             for key in [key for key in origin if key.startswith(f"{section}.")]:
                 del origin[key]
+    _take_one_length(table, source, origin, where)
     _merge(table, source, origin, where)
+
+
+def _take_one_length(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> None:
+    """Drop train.steps for a later source's train.epochs, and the other way round.
+
+    Both in one source stay, to be refused.
+    """
+    earlier, later = table.get("train"), source.get("train")
+    if not isinstance(earlier, dict) or not isinstance(later, dict):
+        return
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        given = later.get(name) not in (None, NONE)
+        if given and other in earlier and origin.get(f"train.{other}") != where:
+            del earlier[other]
+            origin.pop(f"train.{other}", None)
 
 
 def _picks_other_class(section: str, earlier: TomlTable, values: Any) -> bool:

@@ -18,6 +18,7 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PrivateAttr,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -254,6 +255,11 @@ class TrainConfig(Settings):
     steps: Count = Field(
         default=1000, description="optimizer steps in all; raising it and resuming goes on"
     )
+    epochs: Positive | None = Field(
+        default=None,
+        description="takes the place of train.steps: as many as read the training data so often, "
+        "rounded up; not for mixtures",
+    )
     global_batch: Count = Field(default=16, description="sequences per step over all devices")
     microbatch: Count | None = Field(
         default=None,
@@ -285,6 +291,22 @@ class TrainConfig(Settings):
     init_from: str | None = Field(
         default=None, description="run directory whose newest weights start this run"
     )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"train.epochs={self.epochs:g} and train.steps={self.steps} are one "
+                "length said twice; leave one of them out"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_steps_that_are_not_counted(self, write):
+        values = write(self)
+        if self.epochs is not None:
+            values.pop("steps", None)
+        return values
 
 
 class ParameterGroup(Settings):
@@ -765,6 +787,20 @@ class RunConfig(Settings):
         """Return the same run with `model.vocab` set, as the tokenizer says."""
         return self.model_copy(update={"model": self.model.model_copy(update={"vocab": vocab})})
 
+    def with_steps(self, steps: int) -> "RunConfig":
+        """Return the same run with `train.steps` in the place of `train.epochs`.
+
+        Raises ValueError where other settings speak of steps that there are not.
+        """
+        train = self.train.model_copy(update={"steps": steps, "epochs": None})
+        counted = self.model_copy(update={"train": train})
+        where = self._origin.get("train.epochs", "Python")
+        others = {key: of for key, of in self._origin.items() if key != "train.epochs"}
+        counted._origin = others | {"train.steps": f"train.epochs={self.train.epochs:g} of {where}"}
+        counted._notes = [*self._notes]
+        counted._check_steps()
+        return counted
+
     @property
     def eval_windows(self) -> int | None:
         """The windows of each validation split that an evaluation takes; None: all of them."""
@@ -794,11 +830,8 @@ class RunConfig(Settings):
                 "guard.policy='rollback' goes back to a checkpoint, and checkpoint.every=0 saves "
                 "none on the way; set checkpoint.every='auto'"
             )
-        warmup = self.optimizer.warmup
-        if warmup > self.train.steps:
-            raise ValueError(
-                f"optimizer.warmup={warmup} is longer than train.steps={self.train.steps}"
-            )
+        if self.train.epochs is None:
+            self._check_steps()
         if self.optimizer.final_learning_rate > self.optimizer.learning_rate:
             raise ValueError("optimizer.final_learning_rate is above optimizer.learning_rate")
         narrow = self.precision.params
@@ -807,7 +840,15 @@ class RunConfig(Settings):
                 f"precision.params={narrow!r}: an average of n steps moves by 1 / n, which rounds "
                 "to nothing there; set precision.params='float32' for schedule_free_adamw"
             )
+        return self
+
+    def _check_steps(self) -> None:
+        """Refuses what does not fit into `train.steps`."""
+        warmup = self.optimizer.warmup
+        if warmup > self.train.steps:
+            raise ValueError(
+                f"optimizer.warmup={warmup} is longer than train.steps={self.train.steps}"
+            )
         late = [step for step in self.log.profile if step > self.train.steps]
         if late:
             raise ValueError(f"log.profile={late} lies beyond train.steps={self.train.steps}")
-        return self

@@ -189,6 +189,11 @@ class PackedStream:
         self._seed = seed
         self._shuffle = shuffle
 
+    @property
+    def windows(self) -> int:
+        """The windows of an epoch."""
+        return self._windows.windows
+
     def samples(self, indices: np.ndarray) -> Batch:
         """Return the batch of these global sample indices, whatever was asked before."""
         indices = sample_indices(indices)

@@ -16,6 +16,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.corpus import Corpus, open_corpus
 from spmdtrain.data.cut_files import cut_shared_files
+from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixture import Mixture, mix
 from spmdtrain.data.packing import PackedStream, PackedWindows
@@ -97,12 +98,18 @@ class CorpusData:
         return self.corpus.template
 
     def train_samples(self, config: RunConfig) -> Samples:
+        return self._train_stream(config).samples
+
+    def samples_per_epoch(self, config: RunConfig) -> int | None:
+        return self._train_stream(config).windows
+
+    def _train_stream(self, config: RunConfig) -> TrainStream | PackedStream:
         length = config.train.sequence_length
         order = {"seed": config.train.seed, "shuffle": config.data.shuffle}
         if config.data.packing == "best_fit":
-            return PackedStream(self.corpus, self.train, length, **order).samples
+            return PackedStream(self.corpus, self.train, length, **order)
         packing = config.data.packing
-        return TrainStream(self.corpus, self.train, length, packing=packing, **order).samples
+        return TrainStream(self.corpus, self.train, length, packing=packing, **order)
 
     def eval_sets(self, config: RunConfig) -> list[EvalSet]:
         length = config.train.sequence_length
@@ -155,6 +162,9 @@ class MixtureData:
         """What a message is written as in every source of conversations."""
         templates = {source.template for source in self.sources if source.template}
         return templates.pop() if len(templates) == 1 else None
+
+    def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as a corpus
+        return None
 
     def train_samples(self, config: RunConfig) -> Samples:
         """Each source is read in an order of its own, endlessly, whatever the others' sizes."""
@@ -220,6 +230,9 @@ class SourceData:
         """What version 0.1 took for the fingerprint."""
         return self.fingerprint
 
+    def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as a corpus
+        return None
+
     def train_samples(self, config: RunConfig) -> Samples:
         return lambda indices: _read(self.source.tokens, config, indices)
 
@@ -256,11 +269,16 @@ Data = CorpusData | MixtureData | SourceData
 
 
 def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple[RunConfig, Data]:
-    """The data of a run, and the config with its vocabulary resolved.
+    """The data of a run, and the config with its vocabulary and `train.epochs` resolved.
 
     Without a `source` it is the corpus that the config names, cut into training and validation.
     Raises DataError or ConfigError where the two do not fit.
     """
+    config, data = _open(config, source)
+    return counted_in_steps(config, data), data
+
+
+def _open(config: RunConfig, source: Source | Tokens | None) -> tuple[RunConfig, Data]:
     if source is not None:
         return config, _open_source(config, source)
     if config.data.mix:

@@ -183,7 +183,16 @@ def shard_on(
 
 
 def init_state(setup: Setup) -> TrainState:
-    """The state at step 0. Every leaf is born in its shards; values depend on the seed alone."""
+    """The state at step 0. Every leaf is born in its shards; values depend on the seed alone.
+
+    ConfigError where `train.epochs` has not been counted in steps, by which the learning rate goes.
+    """
+    epochs = setup.config.train.epochs
+    if epochs is not None:
+        raise ConfigError(
+            f"train.epochs={epochs:g} has not been counted in steps yet",
+            fix="config, data = open_data(config), and then shard(config)",
+        )
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
 
     def fresh(key: jax.Array) -> TrainState:

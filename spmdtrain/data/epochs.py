@@ -1,0 +1,53 @@
+"""Counts `train.epochs` in steps, once it is known how much data there is."""
+
+import math
+from fractions import Fraction
+from typing import Protocol
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+
+MOST_STEPS = 2**31 - 1
+
+
+class Sized(Protocol):
+    """Data that knows how many samples an epoch has."""
+
+    def samples_per_epoch(self, config: RunConfig) -> int | None:
+        """The samples after which all has been read once; None where there is no such number."""
+        ...
+
+
+def counted_in_steps(config: RunConfig, data: Sized) -> RunConfig:
+    """Return the run with `train.steps` that read the data `train.epochs` times, rounded up.
+
+    A run without `train.epochs` stays as it is. Raises ConfigError where the data has no epochs,
+    or other settings do not fit the steps.
+    """
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    asked = f"train.epochs={epochs:g}"
+    samples = data.samples_per_epoch(config)
+    if samples is None:
+        found = "samples of one's own, without an end"
+        if config.data.mix:
+            found = "a mixture, whose sources are read through at different times"
+        raise ConfigError(
+            "only a single corpus has epochs",
+            asked=asked,
+            found=found,
+            fix="--set train.steps=1000",
+        )
+    batch = config.train.global_batch
+    steps = math.ceil(Fraction(repr(epochs)) * samples / batch)
+    if steps > MOST_STEPS:
+        raise ConfigError(
+            "a run has fewer than 2^31 steps", asked=asked, found=f"{samples:,} samples in an epoch"
+        )
+    try:
+        counted = config.with_steps(steps)
+    except ValueError as error:
+        raise ConfigError(f"{error} ({asked})") from None
+    counted.notes.append(f"{asked}: {steps:,} steps of {batch}, with {samples:,} samples an epoch")
+    return counted
