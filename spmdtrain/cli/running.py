@@ -1,8 +1,10 @@
 """Run the commands around training: `train`, `show`, `sample`, `eval`."""
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +13,11 @@ from spmdtrain.cli.outputs import write_picture
 from spmdtrain.cli.prompts import as_json, read_prompts
 from spmdtrain.config import DONE, PREEMPTED, ConfigError, UserError, load, to_toml
 from spmdtrain.parallel import peers, pulse
+from spmdtrain.parallel.scheduler import is_first
+from spmdtrain.running import stages
 
 if TYPE_CHECKING:
+    from spmdtrain.config.schema import RunConfig
     from spmdtrain.running.memory import OutOfMemoryError
 
 
@@ -30,6 +35,12 @@ def train(parsed: argparse.Namespace) -> int:
         from spmdtrain.planner.hardware import hardware
 
         hardware(parsed.hardware)  # a typo is refused before devices are looked for
+    with stages.shown(quiet=not is_first(parsed.process)):
+        return _train(parsed, config, directory)
+
+
+def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> int:
+    stages.enter("starting jax")
     start_jax(parsed)
     from spmdtrain.running.interrupt import ended_by_sigint
     from spmdtrain.running.loop import run
@@ -106,23 +117,23 @@ def show(parsed: argparse.Namespace) -> int:
 def sample(parsed: argparse.Namespace) -> int:
     """Print text that a trained run generates."""
     prompts = read_prompts(parsed)
-    start_jax(parsed)
-    from spmdtrain.running import sample
+    with _waiting(parsed, f"reading {parsed.run} and writing on"):
+        from spmdtrain.running import sample
 
-    choice = sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p)
-    texts = sample.generate(
-        parsed.run,
-        prompts,
-        parsed.length,
-        step=parsed.step,
-        choice=choice,
-        seed=parsed.seed,
-        stop=parsed.stop,
-        overrides=parsed.set,
-        make=parsed.make,
-        ema=parsed.ema,
-        parse_special=parsed.parse_special,
-    )
+        choice = sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p)
+        texts = sample.generate(
+            parsed.run,
+            prompts,
+            parsed.length,
+            step=parsed.step,
+            choice=choice,
+            seed=parsed.seed,
+            stop=parsed.stop,
+            overrides=parsed.set,
+            make=parsed.make,
+            ema=parsed.ema,
+            parse_special=parsed.parse_special,
+        )
     if parsed.json:
         for prompt, text in zip(prompts, texts, strict=True):
             print(as_json(prompt, text))
@@ -135,20 +146,21 @@ def evaluate(parsed: argparse.Namespace) -> int:
     """Print how well a trained run predicts its validation data, or files, or does at tasks."""
     if parsed.tasks and parsed.paths:
         raise ConfigError("--tasks and files cannot go together", fix="one of them at a time")
-    start_jax(parsed)
     if parsed.tasks:
+        start_jax(parsed)
         return _evaluate_tasks(parsed)
-    from spmdtrain.running.evaluate import evaluate
+    with _waiting(parsed, f"evaluating {parsed.run}"):
+        from spmdtrain.running.evaluate import evaluate
 
-    found = evaluate(
-        parsed.run,
-        parsed.paths,
-        step=parsed.step,
-        field=parsed.field,
-        overrides=parsed.set,
-        make=parsed.make,
-        ema=parsed.ema,
-    )
+        found = evaluate(
+            parsed.run,
+            parsed.paths,
+            step=parsed.step,
+            field=parsed.field,
+            overrides=parsed.set,
+            make=parsed.make,
+            ema=parsed.ema,
+        )
     if parsed.json:
         print(json.dumps(found))
         return DONE
@@ -162,6 +174,17 @@ def evaluate(parsed: argparse.Namespace) -> int:
         if word == "tokens" and slash:
             print(f"  {source}  {_source_loss(found, source)}  ({count:,} tokens)")
     return DONE
+
+
+@contextlib.contextmanager
+def _waiting(parsed: argparse.Namespace, stage: str) -> Iterator[None]:
+    """Import jax and say at which stage the command is, to a person who waits at a terminal."""
+    watched = sys.stderr.isatty() and is_first(parsed.process)
+    with stages.shown(sys.stderr, quiet=not watched):
+        stages.enter("starting jax")
+        start_jax(parsed)
+        stages.enter(stage)
+        yield
 
 
 def _source_loss(found: dict, source: str) -> str:

@@ -6,6 +6,7 @@ wait for processes that nobody has started.
 """
 
 import importlib.util
+import os
 import re
 from collections.abc import Mapping
 
@@ -46,6 +47,17 @@ def is_srun_of_several(environment: Mapping[str, str]) -> bool:
     tasks = number(environment, "SLURM_NTASKS") or 1
     of_one = number(environment, "SLURM_STEP_NUM_TASKS") == 1
     return tasks > 1 and bool(environment.get("SLURM_PROCID", "").strip()) and not of_one
+
+
+def is_first(process: int | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """True if this is process 0 of a run, as far as its number is known before jax is there.
+
+    `process` is the number that the arguments name.
+    """
+    if process is not None:
+        return process == 0
+    names = ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    return all(environment.get(name, "").strip() in ("", "0") for name in names)
 
 
 def number(environment: Mapping[str, str], name: str) -> int | None:

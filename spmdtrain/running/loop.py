@@ -22,7 +22,7 @@ from spmdtrain.models.flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel import hlo, pulse
-from spmdtrain.running import summary
+from spmdtrain.running import stages, summary
 from spmdtrain.running.agreement import check_model, check_program, check_start
 from spmdtrain.running.checkpoint import Checkpoints, newest_step
 from spmdtrain.running.checkpoint_meta import has_fingerprints
@@ -123,9 +123,11 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     check(sinks, hooks)
     seams = {"optimizer": optimizer, "schedule": schedule, "loss": loss, "data": data}
     asked = config
+    stages.enter("opening the data")
     config, opened = open_data(asked, data)
     check_start(asked, opened, seams, directory, fresh)
     adapted = adapt(config, directory, devices, fresh)
+    stages.enter("making the model")
     setup = shard(adapted.config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
     check_model(setup)
     config = setup.config
@@ -142,6 +144,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         checkpoints = Checkpoints(directory, setup, config.checkpoint.keep)
         held.enter_context(contextlib.closing(checkpoints))
         pulse.tell(pulse.RESTORE)
+        stages.enter("looking for a checkpoint")
         with naming_settings(directory, setup, opened, seams):
             found = newest_good(checkpoints, setup.state)
         remarks: list[str] = []
@@ -160,6 +163,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
             for line in remarks:
                 reporter.say(line)
         else:
+            stages.enter("making the first weights")
             state, sample = begin(setup, reporter, given), first * config.train.global_batch
         done = int(state.step)
         if done >= config.train.steps:
@@ -171,6 +175,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         pulse.tell(pulse.COMPILE)
         lowered = lowered or lower_step(setup)
         check_program(lowered)
+        stages.enter("compiling the step")
         step, report = compile_step(setup, lowered)
         memory.compiled(report)
         write(directory, "config.json", adapted.as_asked(config_document(setup, opened)))
@@ -287,6 +292,7 @@ def batches(setup: Setup, data: Data, step: int, sample: int) -> ReadAhead:
 
 def lower_step(setup: Setup) -> jax.stages.Lowered:
     """The step, traced: what a model cannot do on this mesh is refused here."""
+    stages.enter("tracing the step")
     return make_step(setup).lower(setup.state, setup.batch)
 
 

@@ -5,6 +5,7 @@ import sys
 from shutil import get_terminal_size
 from typing import Any
 
+from spmdtrain.running import stages
 from spmdtrain.train.evaluation import NOTHING
 
 WIDE = 120  # columns of a terminal that has room for a bar beside the figures
@@ -26,6 +27,7 @@ class Progress:
         self._bar = _bar(total, done) if sys.stdout.isatty() and not quiet else None
 
     def __enter__(self) -> "Progress":
+        stages.end()
         if self._bar:
             self._bar.start()
         return self
@@ -38,7 +40,7 @@ class Progress:
         if self._quiet:
             return
         if self._bar:
-            self._bar.console.print(text, highlight=False, markup=False)
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             tell(text)
 
@@ -81,7 +83,8 @@ def _line(figures: dict[str, Any]) -> str:
 def tell(text: str) -> None:
     """Prints a line. A run goes on when nobody reads its output any more (`| head`)."""
     try:
-        print(text, flush=True)
+        with stages.aside():
+            print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,9 +1,12 @@
 """RUN/summary.json: what was predicted, compiled and measured, side by side, when a run ends."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+COLUMNS = ("measured", "compiled", "predicted")
 
 
 @dataclass(frozen=True)
@@ -60,23 +63,38 @@ def peak_bytes(mesh: jax.sharding.Mesh) -> int | None:
 
 
 def show(found: dict[str, Any]) -> str:
-    """Formats the values of `figures` as text; without a prediction, without its column."""
-    columns = (
-        ["predicted", "compiled", "measured"] if found["hardware"] else ["compiled", "measured"]
+    """Formats the values of `figures` as a line for the time and one for the memory.
+
+    What is not known is left out, or said in words.
+    """
+    hardware = found["hardware"]
+    return "\n".join(
+        [
+            f"median step time   {_said(found['step_seconds'], _seconds, hardware)}",
+            f"memory per device  {_said(found['memory_bytes'], _size, hardware)}",
+        ]
     )
-    of = f" (predicted for {found['hardware']})" if found["hardware"] else ""
-    lines = [f"{'':<12}" + "".join(f"{column:>12}" for column in columns) + of]
-    for name, said in (
-        ("step_seconds", lambda seconds: f"{seconds:.4g} s"),
-        ("memory_bytes", _size),
-    ):
-        figures = found[name]
-        cells = [said(figures[column]) if figures[column] else "-" for column in columns]
-        error = "" if figures["error"] is None else f"  {figures['error']:+.1%}"
-        lines.append(
-            f"{name.partition('_')[0]:<12}" + "".join(f"{cell:>12}" for cell in cells) + error
-        )
-    return "\n".join(lines)
+
+
+def _said(
+    figures: dict[str, float | None], say: Callable[[float], str], hardware: str | None
+) -> str:
+    measured, compiled, predicted = (figures[name] for name in COLUMNS)
+    parts = []
+    if measured:
+        parts.append(f"{say(measured)} measured")
+    if compiled:
+        parts.append(f"{say(compiled)} by the compiler's account")
+    if not parts:
+        parts.append("not known: the first step says nothing of the others")
+    if predicted is not None:
+        error = "" if figures["error"] is None else f" ({figures['error']:+.1%})"
+        parts.append(f"{say(predicted)} predicted for {hardware}{error}")
+    return ", ".join(parts)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g} s"
 
 
 def _size(count: float) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,10 +91,10 @@ def test_a_run_ends_with_predicted_compiled_and_measured_figures(config, tmp_pat
     pasted = [part for setting in TINY_RUN for part in ("--set", setting)]
 
     def trained(*options) -> tuple[str, dict]:
-        """(the last three lines, summary.json)"""
+        """(the last two lines, summary.json)"""
         assert main(["train", config, "--run", str(run), "--fresh", *options, *pasted]) == 0
         lines = capsys.readouterr().out.splitlines()
-        return lines[-3:], json.loads((run / "summary.json").read_text())
+        return lines[-2:], json.loads((run / "summary.json").read_text())
 
     shown, summary = trained("--hardware", "h100")
     memory = summary["memory_bytes"]
@@ -116,13 +117,19 @@ def test_a_run_ends_with_predicted_compiled_and_measured_figures(config, tmp_pat
     assert seconds["measured"] == sorted(taken)[1]
     assert seconds["error"] == pytest.approx(seconds["predicted"] / seconds["measured"] - 1)
 
-    assert shown[0].split()[:3] == ["predicted", "compiled", "measured"]
-    assert f"{seconds['predicted']:.4g} s" in shown[1]
-    assert f"{seconds['measured']:.4g} s" in shown[1]
+    assert shown[0] == (
+        f"median step time   {seconds['measured']:.4g} s measured, "
+        f"{seconds['predicted']:.4g} s predicted for h100 ({seconds['error']:+.1%})"
+    )
+    assert re.fullmatch(
+        r"memory per device  [\d.]+ [MG]B by the compiler's account, "
+        r"[\d.]+ [MG]B predicted for h100 \([+-][\d.]+%\)",
+        shown[1],
+    )
 
     # Without --hardware nothing is predicted: no CPU is among the known devices.
     shown, unnamed = trained()
-    assert shown[0].split() == ["compiled", "measured"]
+    assert shown[0].endswith(" s measured") and shown[1].endswith(" by the compiler's account")
     assert unnamed["hardware"] is None
     assert unnamed["memory_bytes"]["predicted"] is None
     assert unnamed["memory_bytes"]["compiled"] == memory["compiled"]
