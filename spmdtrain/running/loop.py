@@ -27,6 +27,7 @@ from spmdtrain.running.agreement import check_model, check_program, check_start
 from spmdtrain.running.checkpoint import Checkpoints, newest_step
 from spmdtrain.running.checkpoint_meta import has_fingerprints
 from spmdtrain.running.directory import check_source, open_directory
+from spmdtrain.running.early_stop import EarlyStop
 from spmdtrain.running.elastic import adapt
 from spmdtrain.running.guard import GoBack, Guard, Record
 from spmdtrain.running.identity import (
@@ -71,11 +72,12 @@ from spmdtrain.train.token_loss import TokenLoss
 class Outcome:
     """The end of a run: how it came, and after how many steps in all.
 
-    A run is preempted by a signal and stopped by a hook; either way it is saved and can go on.
+    A run is preempted by a signal, stopped by a hook, and stopped_early by `eval.patience`; it is
+    saved each time and can go on.
     `step_seconds` is the median of the steps taken now, but for the first.
     """
 
-    status: Literal["finished", "preempted", "stopped", "nothing to do"]
+    status: Literal["finished", "preempted", "stopped", "stopped_early", "nothing to do"]
     step: int
     step_seconds: float | None = field(default=None, compare=False)
 
@@ -171,6 +173,12 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
             reporter.say(f"{directory} is finished at step {done}; to go on: {more}")
             return Outcome("nothing to do", done)
 
+        early_stop = EarlyStop(config.eval, found and found.meta)
+        if early_stop.is_over:
+            why = f"{directory} has stopped early at step {done}: {early_stop.describe()}"
+            reporter.say(f"{why}; to go on: --set eval.patience={early_stop.more_patience}")
+            return Outcome("nothing to do", done)
+
         reporter.say(_introduction(setup, opened))
         pulse.tell(pulse.COMPILE)
         lowered = lowered or lower_step(setup)
@@ -186,11 +194,11 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         record = Record.of(found.meta if found else {})
 
         def saves_from(done: int, sample: int) -> Saves:
-            return Saves(setup, made, checkpoints, reporter, done, sample, record)
+            return Saves(setup, made, checkpoints, reporter, done, sample, record, early_stop)
 
         outcome = train_and_go_back(setup, opened, step, state, sample, saves_from, reporter)
 
-        reporter.say(_ending(outcome, directory))
+        reporter.say(_ending(outcome, directory, early_stop))
         peak = summary.peak_bytes(setup.mesh)
         figures = summary.figures(prediction, report, outcome.step_seconds, peak)
         write(directory, "summary.json", figures)
@@ -364,6 +372,7 @@ def train(
     def evaluate_and_report(at: int, state: TrainState) -> None:
         pulse.tell(pulse.EVALUATE, at)
         figures = evaluate(state)
+        saves.early_stop.evaluated(figures)
         reporter.evaluated(at, **figures)
         reporter.say(f"step {at}/{total}  {evaluation.describe(figures)}")
 
@@ -387,6 +396,8 @@ def train(
     quiet = jax.process_index() > 0
     with Progress(total, first, config.log.every, quiet=quiet) as progress:
         reporter.progress = progress
+        if config.eval.at_start and not saves.checkpoints.steps():
+            clock.paused(lambda: evaluate_and_report(first, state))
         while True:
             # The first step is over when its metrics are read, after the second was dispatched.
             pulse.tell(pulse.STEP if done > first + 1 else pulse.FIRST_STEP, done + 1)
@@ -407,6 +418,8 @@ def train(
                     clock.paused(lambda: evaluate_and_report(done, state))  # noqa: B023  runs at once
             with stragglers.waiting():
                 ending = "finished" if done == total else interrupt.agreed(reporter.stop_asked)
+                if saves.early_stop.is_over:
+                    ending = ending or "stopped_early"
             if ending or interval.is_due(done):
                 late.flush()
                 if ending or guard.lets_save:
@@ -472,7 +485,10 @@ def _compiled(report: dict) -> str:
     return "; ".join(parts)
 
 
-def _ending(outcome: Outcome, directory: Path) -> str:
+def _ending(outcome: Outcome, directory: Path, early_stop: EarlyStop) -> str:
+    if outcome.status == "stopped_early":
+        why = f"stopped early after {outcome.step} steps: {early_stop.describe()}"
+        return f"{why}; everything is in {directory}"
     if outcome.status == "finished":
         return f"finished {outcome.step} steps; everything is in {directory}"
     return f"{outcome.status}, saved at step {outcome.step}; the same command goes on"

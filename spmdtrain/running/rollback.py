@@ -35,6 +35,7 @@ def go_back(
     first = found.meta["sample"]
     last = saves.samples(bad.step)[1]
     record.go_back(found.step, first, last)
+    saves.early_stop.go_back(found.meta)
     pulse.tell(pulse.UNDONE, found.step)
     reporter.go_back(found.step)
     reporter.event("rolled_back", bad.step, to_step=found.step, why=str(bad), samples=[first, last])

@@ -3,6 +3,7 @@
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.parallel import pulse
 from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.early_stop import EarlyStop
 from spmdtrain.running.guard import Record
 from spmdtrain.running.identity import Meta
 from spmdtrain.running.reporter import Reporter
@@ -14,7 +15,8 @@ class Saves:
     """The checkpoints that the loop saves, and the newest one that it has reported as complete.
 
     The run goes on from step `first`, at the global sample index `sample`. `identity` is what each
-    checkpoint keeps of the run; `record` is what it keeps of the run's bad steps.
+    checkpoint keeps of the run; `record` is what it keeps of the run's bad steps, and `early_stop`
+    of its evaluations.
     """
 
     def __init__(
@@ -26,8 +28,10 @@ class Saves:
         first: int,
         sample: int,
         record: Record | None = None,
+        early_stop: EarlyStop | None = None,
     ):
         self.record = record or Record()
+        self.early_stop = early_stop or EarlyStop(setup.config.eval)
         self.checkpoints = checkpoints
         self._setup = setup
         self._reporter = reporter
@@ -40,7 +44,7 @@ class Saves:
         """Starts saving."""
         seen = (step - self._first) * self._setup.config.train.global_batch
         where = {"sample": self._sample + seen, "guard": self.record.document()}
-        self.checkpoints.save(step, state, where | self._identity)
+        self.checkpoints.save(step, state, where | self.early_stop.document() | self._identity)
 
     def announce(self) -> None:
         """Reports the saves that have become complete on disk."""

@@ -49,7 +49,8 @@ class JsonLinesSink:
     def __init__(self, directory: Path, config: RunConfig, step: int):  # noqa: ARG002
         self._directory = directory
         self._files: dict[str, JsonLines] = {}
-        forget_after(directory / "metrics.jsonl", step)
+        # Before the first save all begins anew, an evaluation before the first step included.
+        forget_after(directory / "metrics.jsonl", step or -1)
 
     def metrics(self, step: int, figures: Figures) -> None:
         self._file("metrics.jsonl").write(step=step, **figures)

@@ -1,0 +1,61 @@
+"""Ends a run whose evaluations get no better: `eval.patience`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmdtrain.config.schema import EvalConfig
+from spmdtrain.running.checkpoint_meta import Meta
+
+
+class EarlyStop:
+    """Counts evaluations since the best one.
+
+    Checkpoints keep the count: `meta` is that of the checkpoint from which the run goes on. An
+    evaluation without a loss is no better than the best one. Evaluations are the same in every
+    process, so all come to the same end.
+    """
+
+    def __init__(self, config: EvalConfig, meta: Meta | None = None):
+        self._config = config
+        self.go_back(meta or {})
+
+    def go_back(self, meta: Meta) -> None:
+        """Forgets the evaluations after the checkpoint with this meta."""
+        kept = meta.get("early_stop", {})
+        self._best: float | None = kept.get("best")
+        self._since: int = kept.get("since", 0)
+
+    def document(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, as JSON values; nothing where nobody asks to stop."""
+        if self._config.patience is None:
+            return {}
+        return {"early_stop": {"best": self._best, "since": self._since}}
+
+    def evaluated(self, figures: Mapping[str, float]) -> None:
+        """Takes the figures of an evaluation."""
+        loss = figures.get("eval_loss")
+        if loss is not None and self._is_better(loss):
+            self._best = loss
+            self._since = 0
+        else:
+            self._since += 1
+
+    def _is_better(self, loss: float) -> bool:
+        return self._best is None or loss < self._best - self._config.min_delta
+
+    @property
+    def is_over(self) -> bool:
+        """True if the run is to end: `eval.patience` evaluations in a row were no better."""
+        patience = self._config.patience
+        return patience is not None and self._since >= patience
+
+    @property
+    def more_patience(self) -> int:
+        """A value of `eval.patience` with which the run goes on."""
+        return 2 * self._since
+
+    def describe(self) -> str:
+        """Returns why the run ends."""
+        best = "no eval loss" if self._best is None else f"none below the best, {self._best:.4f}"
+        least = f" by more than {self._config.min_delta:g}" if self._config.min_delta else ""
+        return f"{self._since} evaluations in a row and {best}{least}"
