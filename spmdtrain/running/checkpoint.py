@@ -114,6 +114,7 @@ class Checkpoints:
             "meta": ocp.JsonCheckpointHandler(),
         }
         self._saving: list[int] = []
+        self._without_arrays: set[str] = set()  # items, of which there is no manifest
         self._failed = False
         self._directory = (run / "checkpoints").absolute()
         for step in steps_in(run):
@@ -168,6 +169,7 @@ class Checkpoints:
         )
         self._guarded(lambda: self._manager.save(step, args=saved))
         self._saving.append(step)
+        self._without_arrays = {item for item, tree in items.items() if not jax.tree.leaves(tree)}
 
     def completed(self) -> list[int]:
         """The steps whose saves have become complete on disk since this was last asked."""
@@ -190,7 +192,12 @@ class Checkpoints:
             return
         folder = self._folder(step)
         items = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-        missing = [path.name for path in items if not any((path / name).exists() for name in WHOLE)]
+        missing = [
+            path.name
+            for path in items
+            if path.name not in self._without_arrays
+            and not any((path / name).exists() for name in WHOLE)
+        ]
         if missing or not items:
             raise StorageError(
                 f"{self._at(step)} was written and cannot be read back",
