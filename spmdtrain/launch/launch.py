@@ -31,8 +31,10 @@ from spmdtrain.launch.goodput import DOWN, Goodput
 from spmdtrain.launch.patience import Patience
 from spmdtrain.launch.place import Place
 from spmdtrain.launch.ranks import Rank, Ranks
-from spmdtrain.parallel import pulse
+from spmdtrain.parallel import closed_outputs, pulse
 
+COMMANDS = (signal.SIGINT, signal.SIGTERM)
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 15.0  # for the others to end after one has failed
 ORDERLY_SECONDS = 60.0  # for the others to end after one has as it should
@@ -65,7 +67,8 @@ class Launcher:
         self._place = place
         self._processes = processes
         self._patience = Patience(step_seconds)
-        self._asked_to_end = 0  # signals that came
+        self._commands = 0  # signals that came
+        self._warnings = 0
         self._saved = -1  # the newest step on disk
         self.goodput = Goodput()
         self.attempts = 0
@@ -74,7 +77,8 @@ class Launcher:
         """The exit code of the last attempt."""
         before = {
             number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
+            for number in (*COMMANDS, *WARNINGS)
+            if number in COMMANDS or signal.getsignal(number) == signal.SIG_DFL  # not of nohup
         }
         try:
             return self._attempts()
@@ -200,8 +204,18 @@ class Launcher:
         while time.monotonic() < deadline and not self._asked_to_end:
             time.sleep(min(0.1, seconds))
 
-    def _on_signal(self, *_) -> None:
-        self._asked_to_end += 1
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number == signal.SIGHUP:
+            closed_outputs.let_go()
+        if number in COMMANDS:
+            self._commands += 1
+        else:
+            self._warnings += 1
+
+    @property
+    def _asked_to_end(self) -> int:
+        """How often a process is to hear it: the second time ends it, and no warning does that."""
+        return max(self._commands, min(self._warnings, 1))
 
 
 def _failed(rank: Rank) -> bool:
@@ -229,4 +243,5 @@ def _describe(rank: Rank) -> str:
 
 def say(text: str) -> None:
     """A line for the person at the terminal, beside what the processes print."""
-    print(f"spmdtrain launch: {text}", file=sys.stderr, flush=True)
+    with closed_outputs.outlived():
+        print(f"spmdtrain launch: {text}", file=sys.stderr, flush=True)

@@ -47,6 +47,11 @@ def begin() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # written in C: needs no free GIL
 
 
+def is_watched() -> bool:
+    """True in a process that a launcher watches."""
+    return _pipe is not None
+
+
 def tell(what: str, step: int = 0) -> None:
     """Says that this process enters a phase at `step`, or what it has done."""
     if _pipe is not None:

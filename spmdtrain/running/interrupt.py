@@ -1,8 +1,9 @@
 """Ends a run early: on a signal, or because a hook asks for it.
 
-The first SIGINT or SIGTERM asks the loop to stop after the step in flight, the second ends the
-process at once. Before the loop there is nothing to save: inside `ended_by_sigint`, the first
-SIGINT ends the process.
+SIGINT and SIGTERM ask the loop to stop after the step in flight, and the second of them ends the
+process at once. So do the early warnings of schedulers, SIGUSR1 and SIGUSR2, and SIGHUP of a
+terminal that is closed, but these end nothing however often they come. Before the loop there is
+nothing to save: inside `ended_by_sigint`, the first SIGINT ends the process.
 """
 
 import contextlib
@@ -18,7 +19,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.parallel import closed_outputs, pulse
+
 INTERRUPTED = 128 + signal.SIGINT  # as a shell says it
+COMMANDS = (signal.SIGINT, signal.SIGTERM)
+# Left alone where somebody else has them: ignored (nohup), or a handler of the caller.
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 Ending = Literal["preempted", "stopped"]  # by a signal, by a hook
 
 
@@ -63,6 +69,7 @@ class Interrupt:
 
     def __init__(self, mesh: Mesh):
         self.requested = False  # by a signal
+        self._commanded = False
         self._mesh = mesh
         self._votes: jax.Array | None = None
         everywhere = NamedSharding(mesh, P())
@@ -71,7 +78,7 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (*COMMANDS, *filter(_is_free, WARNINGS)):
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -100,6 +107,16 @@ class Interrupt:
         return jax.make_array_from_callback((self._mesh.size, 2), split, lambda _: row)
 
     def _handle(self, number: int, _frame: Any) -> None:
-        if self.requested:
-            os._exit(128 + number)
+        if number in COMMANDS:
+            if self._commanded:
+                os._exit(128 + number)
+            self._commanded = True
+        elif number == signal.SIGHUP:
+            closed_outputs.let_go()
         self.requested = True
+
+
+def _is_free(number: int) -> bool:
+    """True where nobody has taken the signal: with SIGUSR1 a launcher asks for the stacks."""
+    asks_for_stacks = number == signal.SIGUSR1 and pulse.is_watched()
+    return signal.getsignal(number) == signal.SIG_DFL and not asks_for_stacks

@@ -100,8 +100,8 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
 ) -> Outcome:
     """Trains until `train.steps`, going on from the newest checkpoint below `directory`.
 
-    SIGINT or SIGTERM makes it save after the step in flight and end. The end is a summary of what
-    was compiled and measured. Raises UserError for what a caller or a user did wrong.
+    A signal (interrupt.py) makes it save after the step in flight and end. The end is a summary of
+    what was compiled and measured. Raises UserError for what a caller or a user did wrong.
 
     Args:
       fresh: set an older run in `directory` aside and begin anew.

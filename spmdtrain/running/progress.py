@@ -1,10 +1,10 @@
 """Shows a person how a run goes on: lines that stay, and on a terminal a live one below them."""
 
-import os
 import sys
 from shutil import get_terminal_size
 from typing import Any
 
+from spmdtrain.parallel import closed_outputs
 from spmdtrain.running import stages
 from spmdtrain.train.evaluation import NOTHING
 
@@ -34,13 +34,15 @@ class Progress:
 
     def __exit__(self, *_) -> None:
         if self._bar:
-            self._bar.stop()
+            with closed_outputs.outlived():
+                self._bar.stop()
 
     def say(self, text: str) -> None:
         if self._quiet:
             return
         if self._bar:
-            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            with closed_outputs.outlived():
+                self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             tell(text)
 
@@ -50,7 +52,8 @@ class Progress:
         text = _line(figures)
         if self._bar:
             shown = "  ".join([*left, text])
-            self._bar.update(self._bar.task_ids[0], completed=step, figures=shown)
+            with closed_outputs.outlived():
+                self._bar.update(self._bar.task_ids[0], completed=step, figures=shown)
         if due or step % self._every == 0:
             self.say("  ".join([f"step {step}/{self._total}", text, pace, *left]))
 
@@ -81,12 +84,9 @@ def _line(figures: dict[str, Any]) -> str:
 
 
 def tell(text: str) -> None:
-    """Prints a line. A run goes on when nobody reads its output any more (`| head`)."""
-    try:
-        with stages.aside():
-            print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Prints a line. A run goes on when nobody reads its output any more."""
+    with closed_outputs.outlived(), stages.aside():
+        print(text, flush=True)
 
 
 def quantity(number: float) -> str:

@@ -1,0 +1,171 @@
+"""Signals that ask a run to end: it saves, whichever comes and whoever still reads its output."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from spmdtrain.parallel import closed_outputs, pulse
+from spmdtrain.running.interrupt import COMMANDS, WARNINGS, Interrupt
+
+ROOT = Path(__file__).parents[2]
+MESH = Mesh(np.array([0]), ("data",))
+ENDLESS = """
+[model]
+layers = 1
+embed = 8
+heads = 1
+vocab = 64
+[data]
+corpus = "synthetic"
+[train]
+steps = 100000000
+global_batch = 8
+sequence_length = 8
+[checkpoint]
+every = 100000000
+[mesh]
+data = -1
+"""
+
+
+def disposed(number: int, handler):
+    """Sets what becomes of a signal, and returns what puts it back."""
+    before = signal.signal(number, handler)
+    return lambda: signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [*COMMANDS, *WARNINGS])
+def test_a_signal_asks_the_loop_to_end_and_is_given_back(number):
+    put_back = disposed(number, signal.SIG_DFL)
+    try:
+        with Interrupt(MESH) as interrupt:
+            assert interrupt.agreed() is None
+            signal.raise_signal(number)
+            assert interrupt.agreed() == "preempted"
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        put_back()
+
+
+@pytest.mark.parametrize("second", COMMANDS)
+def test_only_the_second_command_ends_the_process_at_once(second, monkeypatch):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with Interrupt(MESH) as interrupt:
+        for number in (*WARNINGS, *WARNINGS, signal.SIGTERM, *WARNINGS):
+            signal.raise_signal(number)
+        assert interrupt.requested and left == []
+        signal.raise_signal(second)
+    assert left == [128 + second]
+
+
+@pytest.mark.parametrize("number", WARNINGS)
+def test_a_warning_that_somebody_has_taken_or_ignores_is_left_to_them(number):
+    heard = []
+    for handler in (signal.SIG_IGN, lambda *_: heard.append(number)):
+        put_back = disposed(number, handler)
+        try:
+            with Interrupt(MESH) as interrupt:
+                signal.raise_signal(number)
+                assert not interrupt.requested
+        finally:
+            put_back()
+    assert heard == [number]
+
+
+def test_a_launcher_still_gets_the_stacks_with_sigusr1(monkeypatch):
+    monkeypatch.setattr(pulse, "_pipe", 1)
+    with Interrupt(MESH):
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_an_output_is_closed_when_its_reader_is_gone():
+    reader, pipe = os.pipe()
+    master, terminal = pty.openpty()
+    file = os.open(os.devnull, os.O_WRONLY)
+    outputs = {"pipe": pipe, "terminal": terminal, "file": file}
+    try:
+        assert not any(map(closed_outputs._is_closed, outputs.values()))
+        os.close(reader)
+        os.close(master)
+        closed = [name for name, number in outputs.items() if closed_outputs._is_closed(number)]
+        assert closed == ["pipe", "terminal"]
+    finally:
+        for number in outputs.values():
+            os.close(number)
+
+
+def on_a_terminal(directory: Path, *prefix: str) -> tuple[subprocess.Popen, int]:
+    """An endless run with a terminal of its own, and the other end of that, after some steps."""
+    (directory / "tiny.toml").write_text(ENDLESS)
+    master, terminal = pty.openpty()
+    take = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    take += "os.execvp(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-m", "spmdtrain.cli", "train", "tiny.toml", "--run", "run"]
+    program = subprocess.Popen(
+        [sys.executable, "-c", take, *prefix, *command],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    os.set_blocking(master, False)
+    deadline = time.monotonic() + 60
+    while steps(directory) < 3:
+        assert program.poll() is None and time.monotonic() < deadline
+        drain(master)
+        time.sleep(0.05)
+    return program, master
+
+
+def drain(master: int) -> None:
+    try:
+        while os.read(master, 1 << 16):
+            pass
+    except BlockingIOError:
+        pass
+
+
+def steps(directory: Path) -> int:
+    path = directory / "run" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path):
+    program, master = on_a_terminal(tmp_path)
+    try:
+        os.close(master)
+        assert program.wait(30) == 3
+    finally:
+        program.kill()
+    last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
+    assert last["event"] == "preempted"
+    assert (tmp_path / "run" / "checkpoints" / str(last["step"])).is_dir()
+
+
+def test_under_nohup_a_run_outlives_its_terminal(tmp_path):
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    ignoring += "os.execvp(sys.argv[1], sys.argv[1:])"
+    program, master = on_a_terminal(tmp_path, sys.executable, "-c", ignoring)
+    try:
+        os.close(master)
+        before = steps(tmp_path)
+        deadline = time.monotonic() + 30
+        while steps(tmp_path) < before + 20:
+            assert program.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        program.send_signal(signal.SIGUSR1)
+        assert program.wait(30) == 3
+    finally:
+        program.kill()
