@@ -47,8 +47,11 @@ def start_jax(
             jax.local_devices()
 
     if not jax.config.values["jax_compilation_cache_dir"]:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "spmdtrain" / "compiled"))
+        # Without a home, as under a user id that no file knows, every start compiles anew.
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if not cache.startswith("~"):
+            compiled = str(Path(cache) / "spmdtrain" / "compiled")
+            jax.config.update("jax_compilation_cache_dir", compiled)
 
 
 def _forget_empty_variables() -> None:

@@ -161,8 +161,8 @@ def _wandb_mode() -> Any:
 
 
 def _has_wandb_key() -> bool:
-    netrc = Path.home() / ".netrc"
-    in_netrc = netrc.exists() and "api.wandb.ai" in netrc.read_text(
+    netrc = Path(os.path.expanduser("~/.netrc"))  # without a home, "~" is a folder like any other
+    in_netrc = os.access(netrc, os.R_OK) and "api.wandb.ai" in netrc.read_text(
         encoding="utf-8", errors="replace"
     )
     return in_netrc or "WANDB_API_KEY" in os.environ
