@@ -77,7 +77,8 @@ def _one_table(
     mesh: Mapping[str, int],
     unchecked: bool,
 ) -> Table:
-    """Overrides of one table."""
+    """Overrides of one table. Logical axes that the model does not have are left alone."""
+    base = {name: axes for name, axes in base.items() if name in sizes}
     whole = {name: () for name in base if not divides(sizes[name], base[name], mesh)}
     whole.pop("batch", None)
     if unchecked:
