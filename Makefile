@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-fast test-slow test-gpu mutations fuzz faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot fleet plan-table schema constraints
+.PHONY: help train test test-fast test-slow test-gpu mutations fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,9 @@ mutations: $(VENV)/installed-dev  ## breaks a copy of the code in one place at a
 
 fuzz: $(VENV)/installed-dev  ## random runs against one device: make fuzz FUZZ_ARGS="--seed 123 --draws 1"
 	PYTHONPATH=.:tests $(BIN)/python -m fuzz $(FUZZ_ARGS)
+
+fuzz-data: $(VENV)/installed-dev  ## damaged files of data: make fuzz-data FUZZ_ARGS="--seed 1 --cases 100"
+	PYTHONPATH=.:tests $(BIN)/python -m fuzz_data $(FUZZ_ARGS)
 
 faults: $(VENV)/installed-dev  ## breaks checkpoints, kills and stops processes, hundreds of times: docs/faults.md; hours
 	mkdir -p build && PYTHONPATH=.:tests $(BIN)/python -m faults $(FAULTS_ARGS) > build/faults.jsonl

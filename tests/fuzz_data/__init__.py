@@ -1,0 +1,1 @@
+"""Files of data, varied and damaged at random: `make fuzz-data`."""

@@ -1,0 +1,66 @@
+"""Examines cases one after the other, each within a time limit: a process that may die of one.
+
+It is told the seeds, or one case as JSON, and says a JSON line before each case and one after it.
+"""
+
+import json
+import resource
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+from fuzz_data.case import Case, draw
+from fuzz_data.check import Outcome, examine
+
+SECONDS = 20.0  # that a case may take on a busy machine
+MEMORY = 6 * 2**30  # bytes: a damaged number may ask for any amount
+
+
+class Hangs(BaseException):
+    """A case takes longer than it may. No `except Exception` takes it for its own."""
+
+
+def timed(case: Case, seconds: float = SECONDS) -> Outcome:
+    """Examine a case in a folder of its own."""
+    signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fuzz-data-") as folder:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            try:
+                return examine(case, Path(folder))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    except Hangs:
+        return Outcome("found", f"it does not end within {seconds:.0f} s", "hangs")
+
+
+def _interrupt(*_) -> None:
+    raise Hangs
+
+
+def work(cases: Iterable[Case]) -> None:
+    """Say how each case ends."""
+    for case in cases:
+        _say({"begins": case.spoken()})
+        begun = time.perf_counter()
+        how, said, kind = timed(case)
+        seconds = time.perf_counter() - begun
+        _say({"how": how, "said": said, "kind": kind, "seconds": seconds, "format": case.format})
+
+
+def _say(line: dict) -> None:
+    sys.__stdout__.write(json.dumps(line) + "\n")
+    sys.__stdout__.flush()
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    warnings.simplefilter("ignore")
+    if sys.argv[1] == "--case":
+        work([Case(**json.loads(sys.argv[2]))])
+    else:
+        work(draw(seed) for seed in range(int(sys.argv[1]), int(sys.argv[2])))
