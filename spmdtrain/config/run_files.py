@@ -29,7 +29,7 @@ class RunFiles:
             case {"config": {"model": {"vocab": int()}}, "origin": dict()}:
                 return saved
             case _:
-                raise self._is_none("config.json", "it holds no resolved config")
+                raise self._is_none("config.json", " holds no resolved config")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ class RunFiles:
         try:
             return json.loads(self._text(name))
         except (ValueError, RecursionError) as error:
-            raise self._is_none(name, _cause(error)) from None
+            raise self._is_none(name, f": {_cause(error)}") from None
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """The objects of a file of JSON lines; the last one may have been cut by a kill."""
@@ -57,9 +57,9 @@ class RunFiles:
             except (ValueError, RecursionError) as error:
                 if number == len(lines):
                     break
-                raise self._is_none(name, f"line {number}: {_cause(error)}") from None
+                raise self._is_none(name, f": line {number}: {_cause(error)}") from None
             if not isinstance(value, dict):
-                raise self._is_none(name, f"line {number} is no JSON object")
+                raise self._is_none(name, f": line {number} is no JSON object")
             found.append(value)
         return found
 
@@ -67,14 +67,14 @@ class RunFiles:
         path = self.directory / name
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep its reader waiting
-                raise self._is_none(name, "it is no regular file")
+                raise self._is_none(name, " is no regular file")
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
-            raise self._is_none(name, _cause(error)) from None
+            raise self._is_none(name, f": {_cause(error)}") from None
 
     def _is_none(self, name: str, why: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.directory} is not a run directory: {self.directory / name}: {why}",
+            f"{self.directory} is not a run directory: {self.directory / name}{why}",
             fix="what training was given as --run",
         )
 

@@ -56,13 +56,18 @@ def train_tokenizer(
         initial_alphabet=byte_level.alphabet(),
         show_progress=sys.stderr.isatty(),  # bars of its own
     )
-    texts = _read(find_inputs(paths), field, split_on)
-    tokenizer.train_from_iterator(texts, trainer)
-    with writing(out):
+    files = find_inputs(paths)
+    spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with writing(out):  # what cannot be written is not trained for
         path.parent.mkdir(parents=True, exist_ok=True)
-        spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        spare.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        spare.replace(path)
+        spare.touch()
+    try:
+        tokenizer.train_from_iterator(_read(files, field, split_on), trainer)
+        with writing(out):
+            spare.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+            spare.replace(path)
+    finally:
+        spare.unlink(missing_ok=True)
     size = tokenizer.get_vocab_size()
     print(f"{out}: {size:,} tokens, of which {len(named)} special: {', '.join(named)}")
 

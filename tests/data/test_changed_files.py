@@ -121,13 +121,13 @@ def test_a_run_does_not_go_on_with_a_file_rewritten_in_place(
     setup = shard(config, devices=jax.devices()[:1])
     made = identity(setup, before.fingerprint, {})
     old = identity(setup, before.earlier_fingerprint, {})
-    assert check_identity(made, setup, opened()[1], "step 1") == []
-    assert check_identity(old, setup, opened()[1], "step 1") == []  # a run of version 0.1
+    assert check_identity(made, setup, opened()[1], "step 1", {}) == []
+    assert check_identity(old, setup, opened()[1], "step 1", {}) == []  # a run of version 0.1
     content = bytearray((tmp_path / name).read_bytes())
     content[3000:3100] = bytes(100)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match="the corpus is not the one this run was trained on"):
-        check_identity(made, setup, opened()[1], "step 1")
+        check_identity(made, setup, opened()[1], "step 1", {})
 
 
 @pytest.mark.parametrize("most_open", [0, 100])

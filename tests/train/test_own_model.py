@@ -318,7 +318,7 @@ def test_a_buffer_rests_by_its_rules_and_is_saved_but_not_trained(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "values"), [(nnx.BatchStat, jnp.ones(3)), (Buffer, jnp.arange(3))]
+    ("kind", "values"), [(nnx.BatchStat, jnp.ones(3)), (nnx.Param, jnp.arange(3))]
 )
 def test_a_variable_that_nobody_would_update_is_refused(kind, values):
     class Model(Transformer):
