@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fuzz_data import reading
 from fuzz_data.case import Case
-from fuzz_data.conserved import compare_documents
+from fuzz_data.conserved import compare_documents, is_learned
 from fuzz_data.damage import damage
 from fuzz_data.expected import Unreadable, documents_of, foreign_ids_of, ids_of
 from fuzz_data.formats import Made, make_documents, make_foreign
@@ -107,15 +107,18 @@ def _examine_documents(case: Case, folder: Path) -> Outcome:
         _go_on(case, made, out)
         return reading.examine(case, made, paths, [ids_of(path) for path in paths])
     _see_nothing_left(case, folder, out)
-    has_text = expected is not None and any(expected)
-    must_take = case.may_be_read and not made.is_odd and has_text
-    return _refused(case, refusal, must_take=must_take and not _spells_the_end(case, expected))
+    must_take = case.may_be_read and not made.is_odd and _is_taken(case, expected)
+    return _refused(case, refusal, must_take=must_take)
 
 
-def _spells_the_end(case: Case, expected: list | None) -> bool:
-    """Return whether a document holds the character that is to end each, which is refused."""
+def _is_taken(case: Case, expected: list | None) -> bool:
+    """Return whether documents are whole, and enough to learn from."""
+    if expected is None or not any(expected):
+        return False
     ends_by_it = case.tokenizer == "characters" and case.end_of_text == "auto"
-    return ends_by_it and repr(LAST_POINT)[1:-1] in repr(expected)
+    if ends_by_it and repr(LAST_POINT)[1:-1] in repr(expected):
+        return False
+    return not case.chat or any(is_learned(message) for each in expected for message in each or ())
 
 
 def _filled(documents: list) -> list:
@@ -248,7 +251,7 @@ def _make_ours(case: Case, folder: Path) -> Made:
         made = make_documents(source, inner)
         out = folder / f"in-{number}.bin"
         refusal = prepare(source, made, out)
-        if refusal is not None and not made.is_odd and any(made.documents):
+        if refusal is not None and not made.is_odd and _is_taken(source, made.documents):
             raise Wrong("valid jsonl is refused", refusal)
         if refusal is None:
             whole.paths.append(out)

@@ -85,15 +85,19 @@ def _rendered(case: Case, document: Any) -> tuple[str, list[bool] | None]:
             role, content = message["role"], message["content"]
             before = opening.replace("{role}", role)
             answer = content + closing.replace("{role}", role)
-            is_learned = role == ANSWERS and message.get("weight") != 0
             text += before + answer
-            learned += [False] * len(before) + [is_learned] * len(answer)
+            learned += [False] * len(before) + [is_learned(message)] * len(answer)
             unknown = [key for key in message if key not in ("role", "content", "weight")]
             if unknown and message[unknown[0]]:
                 raise Wrong("a message with an unknown key is taken", repr(message)[:500])
     except (TypeError, KeyError, AttributeError):
         raise Wrong("what is no conversation is taken", repr(document)[:500]) from None
     return text, learned
+
+
+def is_learned(message: dict[str, Any]) -> bool:
+    """Return whether a message of a conversation counts in the loss."""
+    return message["role"] == ANSWERS and message.get("weight") != 0
 
 
 class _Meant:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,7 +36,8 @@ def timed(case: Case, seconds: float = SECONDS) -> Outcome:
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
     except Hangs:
-        return Outcome("found", f"it does not end within {seconds:.0f} s", "hangs")
+        said = f"it does not end within {seconds:.0f} s\n{traceback.format_exc()}"
+        return Outcome("found", said, "hangs")
 
 
 def _interrupt(*_) -> None:
