@@ -139,7 +139,14 @@ def with_markers(tokenizer: Tokenizer, template: Template) -> Tokenizer:
 
 def markers_of_text(template: Template, tokenizer: Tokenizer) -> list[str]:
     """Return the markers of a template that the tokenizer has no token for: they are text to it."""
-    return [marker for marker in template.markers if len(tokenizer.encode(marker)) != 1]
+    return [marker for marker in template.markers if _is_text(marker, tokenizer)]
+
+
+def _is_text(marker: str, tokenizer: Tokenizer) -> bool:
+    try:
+        return len(tokenizer.encode(marker)) != 1
+    except DataError:  # no text of the corpus has all its characters
+        return False
 
 
 def faults(template: Template, tokenizer: Tokenizer) -> list[str]:

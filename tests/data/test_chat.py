@@ -2,6 +2,7 @@
 tokens of its text, of which the answers are learned."""
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -296,6 +297,20 @@ def test_what_is_learned_and_what_is_spelled_is_said(chats, capsys):
     template = ["--template", "{role}: {content}\n", "--out", str(chats / "cut")]
     assert main([*arguments, *own, *template]) == 0
     assert "an answer begins within a token: 'yes' behind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "template", [*TEMPLATES, "{role}: {content}</{role}>\n", "[{role}]{content}"]
+)
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_an_alphabet_needs_no_role_that_no_message_has(template, role, tmp_path):
+    messages = [{"role": name, "content": "no"} for name in dict.fromkeys([role, "assistant"])]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+    job = Job([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), "characters", chat=True)
+    prepare(replace(job, template=template))
+    source = open_tokens(tmp_path / "out")
+    text, _ = rendered(Template.parse(template), messages)
+    assert from_spec(source.tokenizer_spec).decode(source.tokens[:-1]) == text
 
 
 def test_conversations_without_an_answer_are_refused(chats):
