@@ -225,7 +225,7 @@ def foreign_ids_of(case: Case, path: Path) -> Ids:
             content = content[1024:]
             if header[0] != magic or len(content) != header[2] * np.dtype(dtype).itemsize:
                 raise Unreadable("another header")
-        elif case.format == "megatron":
+        elif path.with_suffix(".idx").exists():  # without one it is a bare row
             starts, dtype = _megatron_starts(_content(path.with_suffix(".idx")))
         if not content or len(content) % np.dtype(dtype).itemsize:
             raise Unreadable("half an id")
