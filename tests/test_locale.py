@@ -15,13 +15,14 @@ TEXT = "café 日本 \U0001f642 \udcff"  # the last is a byte of a file name tha
 PROGRAM = f"""
 import types
 from spmdtrain import cli
+from spmdtrain.cli import command as commands
 from spmdtrain.config import DataError
 
 def command(_):
     print({ascii(TEXT)})
     raise DataError({ascii(TEXT)})
 
-cli.make_parser = lambda: types.SimpleNamespace(
+commands.make_parser = lambda: types.SimpleNamespace(
     parse_args=lambda _: types.SimpleNamespace(command=command)
 )
 raise SystemExit(cli.main())

@@ -1,79 +1,21 @@
 """The command line: arguments in, exit code out.
 
 `--help` and a typo must not wait for jax, so each command imports what it needs when it has its
-settings.
+settings. Nothing at all is imported before Ctrl-C has one line for an answer.
 """
 
-import errno
-import io
-import os
-import sys
 from collections.abc import Sequence
 
-from spmdtrain.cli.arguments import make_parser
-from spmdtrain.config import StorageError, UserError
-from spmdtrain.parallel import peers
-
-# As a shell reports programs that a signal has ended: 128 and the number of the signal.
-INTERRUPTED = 130
-CLOSED_PIPE = 141
-# What a path or a disk can be to blame for, wherever it was named. The commands say it better for
-# those paths that they expect to be wrong.
-OF_THE_PATH = (
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.ENXIO,
-    errno.ESTALE,
-    errno.EMFILE,
-    errno.ENFILE,
-)
+from spmdtrain.parallel import signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command (default: that of sys.argv) and return its exit code.
+    """Run one command (default: that of sys.argv, whose program then ends); return its code."""
+    is_program = arguments is None
+    with signals.heard(until_exit=is_program):
+        from spmdtrain.cli import command
 
-    A person's mistake is one line on stderr; only our bugs show a traceback.
-    """
-    _lose_no_letter()
-    try:
-        parsed = make_parser().parse_args(arguments)
-        code = parsed.command(parsed)
-        print(end="", flush=True)  # so that an output that nobody can take is found here
+        code = command.run(arguments)
+        if is_program:
+            signals.is_over(code)
         return code
-    except UserError as error:
-        return _end_with(error)
-    except OSError as error:
-        if error.filename and error.errno in OF_THE_PATH:
-            return _end_with(StorageError(f"{error.filename!r:.80}: {error.strerror}"))
-        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
-            raise
-        # Standard output takes nothing more. Python would flush it again at its end, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # `| head`: nobody reads on, and nobody made a mistake
-            peers.leave(CLOSED_PIPE, "failed nobody reads its output")
-            return CLOSED_PIPE
-        return _end_with(StorageError(f"cannot write to standard output: {error.strerror}"))
-    except KeyboardInterrupt:  # before the loop took over the signal: nothing to save yet
-        peers.leave(INTERRUPTED, "failed interrupted")
-        return INTERRUPTED
-
-
-def _lose_no_letter() -> None:
-    """Show what the encoding of a terminal or a log does not have as escapes, and lose nothing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _end_with(error: UserError) -> int:
-    peers.end(error)  # does not return where there are other processes
-    print(f"spmdtrain: {error}", file=sys.stderr)
-    return error.exit_code

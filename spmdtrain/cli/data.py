@@ -3,6 +3,7 @@
 import argparse
 
 from spmdtrain.config import DONE
+from spmdtrain.parallel import signals
 
 
 def prepare(parsed: argparse.Namespace) -> int:
@@ -11,21 +12,21 @@ def prepare(parsed: argparse.Namespace) -> int:
     from spmdtrain.data.prepare import Job
     from spmdtrain.data.prepare import prepare as write
 
-    write(
-        Job(
-            paths=parsed.paths,
-            out=parsed.out,
-            tokenizer=parsed.tokenizer,
-            end_of_text=parsed.end_of_text,
-            field=parsed.field,
-            split_on=parsed.split_on,
-            chat=parsed.chat,
-            template=parsed.template or CHATML,
-            parse_special=parsed.parse_special,
-            workers=parsed.workers,
-            shard_tokens=parsed.shard_tokens,
-        )
+    job = Job(
+        paths=parsed.paths,
+        out=parsed.out,
+        tokenizer=parsed.tokenizer,
+        end_of_text=parsed.end_of_text,
+        field=parsed.field,
+        split_on=parsed.split_on,
+        chat=parsed.chat,
+        template=parsed.template or CHATML,
+        parse_special=parsed.parse_special,
+        workers=parsed.workers,
+        shard_tokens=parsed.shard_tokens,
     )
+    with signals.cleaning_up():
+        write(job)
     return DONE
 
 

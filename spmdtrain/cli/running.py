@@ -12,7 +12,7 @@ from spmdtrain.cli.devices import start_jax
 from spmdtrain.cli.outputs import write_picture
 from spmdtrain.cli.prompts import as_json, read_prompts
 from spmdtrain.config import DONE, PREEMPTED, ConfigError, UserError, load, to_toml
-from spmdtrain.parallel import peers, pulse
+from spmdtrain.parallel import pulse
 from spmdtrain.parallel.scheduler import is_first
 from spmdtrain.running import stages
 
@@ -42,16 +42,14 @@ def train(parsed: argparse.Namespace) -> int:
 def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> int:
     stages.enter("starting jax")
     start_jax(parsed)
-    from spmdtrain.running.interrupt import ended_by_sigint
     from spmdtrain.running.loop import run
     from spmdtrain.running.memory import OutOfMemoryError
 
-    with ended_by_sigint(lambda code: peers.leave(code, "failed interrupted")):
-        prediction = _prediction(config, parsed.hardware)
-        try:
-            outcome = run(config, directory, fresh=parsed.fresh, prediction=prediction)
-        except OutOfMemoryError as error:
-            raise _with_remedy(error) from None
+    prediction = _prediction(config, parsed.hardware)
+    try:
+        outcome = run(config, directory, fresh=parsed.fresh, prediction=prediction)
+    except OutOfMemoryError as error:
+        raise _with_remedy(error) from None
     pulse.tell(pulse.DONE, outcome.step)
     return PREEMPTED if outcome.status == "preempted" else DONE
 

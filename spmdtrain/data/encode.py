@@ -182,13 +182,22 @@ def encode_all(
     try:
         waiting: deque[tuple[Chunk, Future]] = deque()
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(_encode, chunk)))
+            waiting.append((chunk, _submit(pool, chunk)))
             if len(waiting) > WAITING * workers:
                 yield _finished(waiting)
         while waiting:
             yield _finished(waiting)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future:
+    """Hand a chunk to a worker. One that starts for it is deaf to Ctrl-C from its first moment."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a child inherits it
+    try:
+        return pool.submit(_encode, chunk)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _finished(waiting: deque[tuple[Chunk, Future]]) -> tuple[Chunk, Encoded]:
@@ -207,9 +216,8 @@ _encode_here: Callable[[Chunk], Encoded] | None = None
 
 
 def _start(recipe: Recipe) -> None:
-    """Prepare a worker: the keyboard's interrupt is for the parent, without which it ends."""
+    """Prepare a worker, which ends with its parent."""
     global _encode_here
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # A worker is to fill one core: the package would otherwise start a thread on each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

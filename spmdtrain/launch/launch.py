@@ -32,8 +32,8 @@ from spmdtrain.launch.patience import Patience
 from spmdtrain.launch.place import Place
 from spmdtrain.launch.ranks import Rank, Ranks
 from spmdtrain.parallel import closed_outputs, pulse
+from spmdtrain.parallel.signals import COMMANDS
 
-COMMANDS = (signal.SIGINT, signal.SIGTERM)
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 15.0  # for the others to end after one has failed

@@ -61,7 +61,7 @@ class Ranks:
             env=os.environ | {pulse.PIPE: str(write)},
             pass_fds=[write],
             start_new_session=True,  # Ctrl-C reaches the launcher, which hands it on
-            preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 - the launcher has one thread
+            preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 - the launcher's other thread waits for signals
         )
         os.close(write)
         os.set_blocking(read, False)

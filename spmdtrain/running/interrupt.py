@@ -2,15 +2,12 @@
 
 SIGINT and SIGTERM ask the loop to stop after the step in flight, and the second of them ends the
 process at once. So do the early warnings of schedulers, SIGUSR1 and SIGUSR2, and SIGHUP of a
-terminal that is closed, but these end nothing however often they come. Before the loop there is
-nothing to save: inside `ended_by_sigint`, the first SIGINT ends the process.
+terminal that is closed, but these end nothing however often they come. Outside the loop there is
+nothing to save: there parallel/signals.py ends a command at the first signal.
 """
 
-import contextlib
-import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -19,44 +16,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.parallel import closed_outputs, pulse
+from spmdtrain.parallel import closed_outputs, pulse, signals
+from spmdtrain.parallel.signals import COMMANDS
 
-INTERRUPTED = 128 + signal.SIGINT  # as a shell says it
-COMMANDS = (signal.SIGINT, signal.SIGTERM)
 # Left alone where somebody else has them: ignored (nohup), or a handler of the caller.
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 Ending = Literal["preempted", "stopped"]  # by a signal, by a hook
-
-
-@contextlib.contextmanager
-def ended_by_sigint(leave: Callable[[int], None]) -> Iterator[None]:
-    """Inside, SIGINT calls `leave(130)` and ends the process within a moment, with that exit code.
-
-    Python itself would wait until a compilation is over, and jax may swallow what it raises then. A
-    thread hears of the signal at once. It does nothing where somebody else has taken the signal
-    over, as the loop does.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-
-    def listen() -> None:
-        while number := os.read(heard, 1):
-            is_free = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            if number[0] == signal.SIGINT and is_free:
-                leave(INTERRUPTED)
-                os._exit(INTERRUPTED)
-        os.close(heard)
-
-    threading.Thread(target=listen, name="sigint", daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(told)  # which ends the thread
 
 
 class Interrupt:
@@ -80,6 +45,7 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             for number in (*COMMANDS, *filter(_is_free, WARNINGS)):
                 self._before[number] = signal.signal(number, self._handle)
+            signals.saves_first(self._handle)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -109,7 +75,7 @@ class Interrupt:
     def _handle(self, number: int, _frame: Any) -> None:
         if number in COMMANDS:
             if self._commanded:
-                os._exit(128 + number)
+                signals.end(number)
             self._commanded = True
         elif number == signal.SIGHUP:
             closed_outputs.let_go()

@@ -192,7 +192,7 @@ def amid_compiling(folder: Path, run: str) -> tuple[bool, float]:
     process.terminate()
     code = process.wait()
     took = time.monotonic() - asked
-    return code == -signal.SIGTERM and took < 1, took
+    return code == 128 + signal.SIGTERM and took < 1, took
 
 
 def faulty(folder: Path, fault: str, run: str) -> subprocess.Popen:

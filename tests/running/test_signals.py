@@ -105,7 +105,8 @@ def test_an_output_is_closed_when_its_reader_is_gone():
 
 
 def on_a_terminal(directory: Path, *prefix: str) -> tuple[subprocess.Popen, int]:
-    """An endless run with a terminal of its own, and the other end of that, after some steps."""
+    """An endless run with a terminal of its own, and the other end of that."""
+    directory.mkdir()
     (directory / "tiny.toml").write_text(ENDLESS)
     master, terminal = pty.openpty()
     take = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
@@ -121,11 +122,6 @@ def on_a_terminal(directory: Path, *prefix: str) -> tuple[subprocess.Popen, int]
     )
     os.close(terminal)
     os.set_blocking(master, False)
-    deadline = time.monotonic() + 60
-    while steps(directory) < 3:
-        assert program.poll() is None and time.monotonic() < deadline
-        drain(master)
-        time.sleep(0.05)
     return program, master
 
 
@@ -142,30 +138,34 @@ def steps(directory: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path):
-    program, master = on_a_terminal(tmp_path)
-    try:
-        os.close(master)
-        assert program.wait(30) == 3
-    finally:
-        program.kill()
-    last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
-    assert last["event"] == "preempted"
-    assert (tmp_path / "run" / "checkpoints" / str(last["step"])).is_dir()
+def await_steps(program: subprocess.Popen, directory: Path, count: int, masters=()) -> None:
+    deadline = time.monotonic() + 180
+    while steps(directory) < count:
+        for master in masters:
+            drain(master)
+        assert program.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
 
 
-def test_under_nohup_a_run_outlives_its_terminal(tmp_path):
+def test_a_run_whose_terminal_is_closed_saves_and_ends_and_under_nohup_it_outlives_it(tmp_path):
+    """Two runs at once, which start as fast as one."""
     ignoring = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
     ignoring += "os.execvp(sys.argv[1], sys.argv[1:])"
-    program, master = on_a_terminal(tmp_path, sys.executable, "-c", ignoring)
+    here, under_nohup = tmp_path / "here", tmp_path / "nohup"
+    program, master = on_a_terminal(here)
+    other, its_master = on_a_terminal(under_nohup, sys.executable, "-c", ignoring)
     try:
+        for each, directory in ((program, here), (other, under_nohup)):
+            await_steps(each, directory, 3, [master, its_master])
         os.close(master)
-        before = steps(tmp_path)
-        deadline = time.monotonic() + 30
-        while steps(tmp_path) < before + 20:
-            assert program.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        program.send_signal(signal.SIGUSR1)
+        os.close(its_master)
         assert program.wait(30) == 3
+        await_steps(other, under_nohup, steps(under_nohup) + 20)
+        other.send_signal(signal.SIGUSR1)
+        assert other.wait(30) == 3
     finally:
         program.kill()
+        other.kill()
+    last = json.loads((here / "run" / "events.jsonl").read_text().splitlines()[-1])
+    assert last["event"] == "preempted"
+    assert (here / "run" / "checkpoints" / str(last["step"])).is_dir()

@@ -1,0 +1,83 @@
+"""One command, and how it ends: arguments in, exit code out."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from spmdtrain.cli.arguments import make_parser
+from spmdtrain.config import StorageError, UserError
+from spmdtrain.parallel import peers, signals
+
+CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE has ended
+# What a path or a disk can be to blame for, wherever it was named. The commands say it better for
+# those paths that they expect to be wrong.
+OF_THE_PATH = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ENXIO,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
+)
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Run one command and return its exit code.
+
+    A person's mistake is one line on stderr; only our bugs show a traceback.
+    """
+    signals.at_the_end(lambda code: peers.leave(code, "failed interrupted"))
+    try:
+        return _run(arguments)
+    except BaseException as error:
+        # What is raised after a signal comes of it: an import may turn it into another error.
+        if not isinstance(error, KeyboardInterrupt) and not signals.asked():
+            raise
+        code = signals.say()
+        peers.leave(code, "failed interrupted")
+        return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    _lose_no_letter()
+    try:
+        parsed = make_parser().parse_args(arguments)
+        code = parsed.command(parsed)
+        print(end="", flush=True)  # so that an output that nobody can take is found here
+        return code
+    except UserError as error:
+        return _end_with(error)
+    except OSError as error:
+        if error.filename and error.errno in OF_THE_PATH:
+            return _end_with(StorageError(f"{error.filename!r:.80}: {error.strerror}"))
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
+            raise
+        # Standard output takes nothing more. Python would flush it again at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # `| head`: nobody reads on, and nobody made a mistake
+            peers.leave(CLOSED_PIPE, "failed nobody reads its output")
+            return CLOSED_PIPE
+        return _end_with(StorageError(f"cannot write to standard output: {error.strerror}"))
+
+
+def _lose_no_letter() -> None:
+    """Show what the encoding of a terminal or a log does not have as escapes, and lose nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _end_with(error: UserError) -> int:
+    peers.end(error)  # does not return where there are other processes
+    print(f"spmdtrain: {error}", file=sys.stderr)
+    return error.exit_code
