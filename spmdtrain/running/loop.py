@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 
+from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import ReadAhead, batch_ids
@@ -468,6 +469,12 @@ def _introduction(setup: Setup, data: Data) -> str:
     size = quantity(setup.model.size)
     lines = [*config.notes]
     lines += [f"{name}: {size} parameters on {mesh.size} x {kind} ({axes or 'no split'})"]
+    if mesh.shape["expert"] > 1 and not any(
+        "expert" in axes_of(spec) for spec in setup.specs.values()
+    ):
+        lines.append(
+            "mesh.expert: the model has no experts, and the axis splits the batch as data does"
+        )
     if setup.schedule:
         lines.append(f"pipeline: {describe(setup.schedule, setup.model.layout)}")
     lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")

@@ -148,10 +148,27 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
         return _logits(module, tokens_bt, ctx)[..., : setup.model.rows]
 
     def under_mesh(params, tokens):
+        if not isinstance(tokens, jax.core.Tracer):  # a function that is traced knows no ids yet
+            tokens = _checked_tokens(setup.config, tokens)
         with jax.set_mesh(setup.mesh), matmuls(compute):
             return logits(params, jnp.asarray(tokens))
 
     return under_mesh
+
+
+def _checked_tokens(config: RunConfig, tokens: Any) -> np.ndarray:
+    """Returns tokens [batch, time]; ConfigError where they are none, or too many for the model."""
+    rows = np.stack(ids_of(tokens, config.vocab))
+    if np.ndim(tokens) != 2:
+        raise ConfigError(f"tokens of shape {np.shape(tokens)}", fix="tokens [batch, time]")
+    if config.model.positions == "learned" and rows.shape[1] > config.max_length:
+        raise ConfigError(
+            f"{rows.shape[1]} tokens are more than the model has positions",
+            asked=f"tokens of shape {rows.shape}",
+            found=f"model.max_length={config.max_length}",
+            fix=f"tokens[:, -{config.max_length}:]",
+        )
+    return rows
 
 
 def make_generate(

@@ -184,3 +184,23 @@ def test_token_files_of_another_tokenizer_are_refused(here):
         DataError, match="bytes.bin was made with another tokenizer than the run's; try the texts"
     ):
         st.evaluate("run", ["bytes.bin"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([[1] * 9], "9 tokens are more than the model has positions"),
+        ([[1, 300]], "the id 300"),
+        ([[1, -1]], "the id -1"),
+        ([[1, 2**40]], "the id 1099511627776"),
+        ([1, 2], "shape \\(2,\\)"),
+        ([[1.0, 2.0]], "dtype float64"),
+        ([[]], "empty|no token|nothing"),
+    ],
+)
+def test_logits_of_what_is_no_batch_of_tokens_are_refused(here, tokens, said):
+    del here
+    opened = st.open_run("run")
+    with pytest.raises(ConfigError, match=said) as error:
+        st.make_logits(opened.setup)(opened.params, tokens)
+    assert "\n" not in str(error.value)

@@ -135,6 +135,51 @@ def test_muon_orthogonalises_matrices_of_layers_and_is_adamw_for_the_rest():
         assert (singular > 0.5).all() and (singular < 1.5).all(), singular
 
 
+def jordan(gradients: list[np.ndarray], beta: float, corrected: bool) -> list[np.ndarray]:
+    """The updates of Muon as its author writes them (kellerjordan.github.io/posts/muon), float64.
+
+    He scales by sqrt(max(1, rows / columns)), which is left out here. `corrected`: both parts of
+    the Nesterov momentum are divided by what their weights add up to, as in Adam; optax does so.
+    """
+    momentum = np.zeros_like(gradients[0])
+    found = []
+    for step, gradient in enumerate(gradients, 1):
+        momentum = beta * momentum + (1 - beta) * gradient
+        of_momentum = 1 - beta ** (step + 1) if corrected else 1
+        of_gradient = 1 - beta**step if corrected else 1
+        x = beta * momentum / of_momentum + (1 - beta) * gradient / of_gradient
+        x = x / np.linalg.norm(x)
+        for _ in range(5):
+            a = x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x
+            b = -4.7750 * a + 2.0315 * a @ a
+            x = 3.4445 * x + (b @ x if x.shape[0] <= x.shape[1] else x @ b)
+        found.append(x)
+    return found
+
+
+def test_muon_is_that_of_its_author_but_for_the_weights_of_the_first_steps():
+    """Ours is scaled to the size of AdamW's updates, and its momentum is corrected for its start.
+
+    The first step is the same. In those after it a gradient counts a little less than the author
+    has it, by (1 - beta^(n + 1)) / (1 - beta^n) at step n, which soon is 1.
+    """
+    shapes = {"w": Parameter((1, 6, 10), ("layer", "embed", "ffn"))}
+    rules = shipped_rules(Muon(), shapes)
+    value = {"w": jnp.zeros((1, 6, 10))}
+    state = optimizers.init(rules, shapes, value)
+    drawn = np.random.default_rng(0).normal(size=(120, 6, 10))
+    take = jax.jit(lambda given, state: optimizers.updates(rules, shapes, given, state, value))
+    ours = []
+    for gradient in drawn:
+        update, state = take({"w": jnp.asarray(gradient[None], jnp.float32)}, state)
+        ours.append(np.asarray(update["w"][0]) / (0.2 * 10**0.5))
+    beta = Muon().momentum
+    np.testing.assert_allclose(ours, jordan(list(drawn), beta, corrected=True), atol=2e-4)
+    author = jordan(list(drawn), beta, corrected=False)
+    off = [np.abs(x - y).max() for x, y in zip(ours, author, strict=True)]
+    assert off[0] < 2e-4 and off[1] > 1e-2 and off[-1] < 2e-2
+
+
 def test_muon_takes_a_tensor_of_more_dims_as_the_matrix_from_the_stream_to_the_rest():
     axes = ("layer", "kv_heads", None, "embed")
     tensor = {"out": Parameter((2, 2, 3, 4), axes)}
