@@ -10,6 +10,7 @@
 import contextlib
 import io
 import os
+import re
 import traceback
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from spmdtrain.data import documents
 REFUSALS = (4, 5, 10)  # exit codes of the command line
 LONGEST_LINE = 3000  # characters of a refusal
 LONG_NAME = "n" * 300
+NAMES = re.compile(r"'[^']*'|\S*/\S*|U\+\w+|\d+")  # quoted texts, paths and numbers
 
 
 class Outcome(NamedTuple):
@@ -83,8 +85,13 @@ def _refused(case: Case, line: str, *, must_take: bool | None = None) -> Outcome
     if "\n" in line or len(line) > LONGEST_LINE:
         raise Wrong("a refusal is more than a line", line[:2000])
     if case.may_be_read if must_take is None else must_take:
-        return Outcome("found", line, f"valid {case.format} is refused")
+        return Outcome("found", line, f"valid {case.format} is refused: {_without_names(line)}")
     return Outcome("refused", line)
+
+
+def _without_names(line: str) -> str:
+    """Return how a refusal begins, without what differs between two of one fault."""
+    return NAMES.sub("_", line.removeprefix("spmdtrain: "))[:60]
 
 
 # --- documents ----------------------------------------------------------------------------------

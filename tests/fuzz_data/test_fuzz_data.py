@@ -95,8 +95,8 @@ def test_a_traceback_a_hang_and_a_refusal_of_two_lines_are_found(monkeypatch):
     assert timed(case, seconds=0.1).kind == "hangs"
     monkeypatch.setattr(cli, "main", lambda _: print("a\nb", file=sys.stderr) or 5)
     assert "without one line" in timed(case).kind
-    monkeypatch.setattr(cli, "main", lambda _: print("spmdtrain: no", file=sys.stderr) or 5)
-    assert timed(case).kind == "valid jsonl is refused"
+    monkeypatch.setattr(cli, "main", lambda _: print("spmdtrain: no 'a'", file=sys.stderr) or 5)
+    assert timed(case).kind == "valid jsonl is refused: no _"
 
 
 def test_a_case_that_ends_its_process_is_found(monkeypatch):
