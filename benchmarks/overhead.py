@@ -48,6 +48,7 @@ from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.running.interrupt import Interrupt
 from spmdtrain.running.reporter import Reporter
+from spmdtrain.running.retention import Retention
 from spmdtrain.train.setup import init_state, shard
 
 LIMIT = 1.03  # largest ratio loop / bare that we accept
@@ -271,7 +272,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
         for name in BARE
     } | {STEP: Contender(step, alone, batches, lambda metrics: metrics["loss"])}
 
-    checkpoints = Checkpoints(directory, setup, config.checkpoint.keep)
+    checkpoints = Checkpoints(directory, setup, Retention(config.checkpoint))
     with (
         contextlib.closing(checkpoints),
         Reporter(directory, setup.config, 0) as reporter,

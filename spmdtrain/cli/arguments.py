@@ -98,6 +98,12 @@ def _add_train(commands) -> None:
         help="start anew; an older run in the directory is set aside",
     )
     train.add_argument(
+        "--step",
+        type=positive_int,
+        metavar="N",
+        help="goes back to this checkpoint; those of later steps are set aside",
+    )
+    train.add_argument(
         "--print-config",
         action="store_true",
         help="print the resolved config with origins, and end",

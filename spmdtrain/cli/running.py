@@ -47,7 +47,9 @@ def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> i
 
     prediction = _prediction(config, parsed.hardware)
     try:
-        outcome = run(config, directory, fresh=parsed.fresh, prediction=prediction)
+        outcome = run(
+            config, directory, fresh=parsed.fresh, step=parsed.step, prediction=prediction
+        )
     except OutOfMemoryError as error:
         raise _with_remedy(error) from None
     pulse.tell(pulse.DONE, outcome.step)

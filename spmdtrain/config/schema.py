@@ -664,7 +664,20 @@ class CheckpointConfig(Settings):
         description="steps between checkpoints; the last step is always saved; 0: only that; "
         "auto: as often as loses least time, by what a save and a step were measured to take",
     )
-    keep: Count = Field(default=2, description="newest checkpoints kept")
+    keep: Count | Literal["best"] = Field(
+        default=2,
+        description="newest checkpoints kept; best: the newest and the one with the lowest "
+        "eval_loss, as keep = 1 and keep_best = 1",
+    )
+    keep_best: CountOrZero = Field(
+        default=0,
+        description="checkpoints kept besides, those with the lowest eval_loss; a step whose "
+        "evaluation is among the best is saved then, due or not",
+    )
+    keep_every: CountOrZero = Field(
+        default=0,
+        description="steps, of each so many of which one checkpoint is kept for ever; 0: none is",
+    )
 
 
 class GuardConfig(Settings):
@@ -851,6 +864,11 @@ class RunConfig(Settings):
             raise ValueError(
                 "guard.policy='rollback' goes back to a checkpoint, and checkpoint.every=0 saves "
                 "none on the way; set checkpoint.every='auto'"
+            )
+        if (self.checkpoint.keep == "best" or self.checkpoint.keep_best) and not self.eval.every:
+            raise ValueError(
+                "the best checkpoints are those with the lowest eval_loss, and eval.every=0 "
+                "evaluates never; set eval.every=100"
             )
         if self.train.epochs is None:
             self._check_steps()

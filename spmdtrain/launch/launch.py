@@ -59,6 +59,23 @@ class Ending:
     line: str = ""
 
 
+def going_on(command: Sequence[str]) -> list[str]:
+    """The arguments for the next attempt: it goes on, and does not begin or go back once more.
+
+    argparse takes an option that is cut short, as long as one alone begins so.
+    """
+    kept = []
+    given = iter(command)
+    for argument in given:
+        name, equals, _ = argument.partition("=")
+        if len(name) > len("--s") and "--step".startswith(name):
+            if not equals:
+                next(given, None)  # its value
+        elif not (len(name) > len("--") and "--fresh".startswith(name)):
+            kept.append(argument)
+    return kept
+
+
 class Launcher:
     """`command`: the arguments of `spmdtrain`, those of `train` as a rule."""
 
@@ -149,8 +166,8 @@ class Launcher:
             rank.phase = what
             rank.step = step
             rank.since = now
-            if what != pulse.BEGIN and "--fresh" in self._command:
-                self._command.remove("--fresh")  # the next attempt goes on
+            if what not in (pulse.BEGIN, pulse.RESTORE):
+                self._command = going_on(self._command)
             if leads:
                 self.goodput.enter(what, step)
 

@@ -53,7 +53,12 @@ class Said(NamedTuple):
 
 
 def check_start(
-    config: RunConfig, data: Data, seams: Mapping[str, Any], directory: Path, fresh: bool
+    config: RunConfig,
+    data: Data,
+    seams: Mapping[str, Any],
+    directory: Path,
+    fresh: bool,
+    step: int | None = None,
 ) -> None:
     """Raises a UserError in all processes where one was started otherwise than process 0.
 
@@ -68,6 +73,7 @@ def check_start(
         | {f"{name}=": _code(each) for name, each in seams.items() if each is not None}
         | {
             "--fresh": fresh,
+            "--step": step,
             CORPUS: f"{data.fingerprint[:16]} ({data.describe(config)})",
             TOKENIZER: _digest(data.tokenizer) if data.tokenizer else "none",
             "the end of a document": data.end_of_text,

@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -67,6 +67,7 @@ from spmdtrain.running.relayout import (
     lay_out_anew,
     without_padding,
 )
+from spmdtrain.running.retention import Retention
 from spmdtrain.running.suspicion import (
     check_chunks,
     check_description,
@@ -98,14 +99,17 @@ class Checkpoints:
     """The checkpoints of one run directory.
 
     `setup` is that of the state that is saved and restored; None if only `read_weights` is asked
-    for. `keep` is how many of the newest stay; with None nothing is changed, they are only read.
+    for. `keep` says which stay; with None nothing is changed, they are only read.
     """
 
-    def __init__(self, run: Path, setup: Setup | None, keep: int | None):
+    def __init__(self, run: Path, setup: Setup | None, keep: Retention | None):
         _hide_stray_errors()
         self._setup = setup
+        self.retention = keep
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=keep is not None, read_only=keep is None
+            preservation_policy=_Preserved(keep) if keep else None,
+            cleanup_tmp_directories=keep is not None,
+            read_only=keep is None,
         )
         handlers = {
             "params": _array_handler(),
@@ -162,6 +166,8 @@ class Checkpoints:
         } | meta
         if state.loss_scale is not None:
             meta["loss_scale"] = scale_values(state.loss_scale)
+        if self.retention:
+            meta |= self.retention.meta([*self.steps(), step])
         meta["digest"] = digest(meta)
         saved = ocp.args.Composite(
             **{item: ocp.args.PyTreeSave(tree) for item, tree in items.items()},
@@ -291,19 +297,25 @@ class Checkpoints:
         names = of_items(meta["leaves"], ["ema"])
         return {name.removeprefix(prefix) for name in names}
 
-    def quarantine(self, steps: Iterable[int]) -> None:
+    def quarantine(self, steps: Collection[int]) -> None:
         """Moves damaged steps into `quarantine`, where nobody takes them for good ones.
 
         Nothing is deleted. All processes call it.
         """
         if jax.process_index() == 0:
             self._guarded(lambda: [_set_aside(self._folder(step)) for step in steps])
+        if self.retention:
+            self.retention.forget(steps)
         any_process(False)  # the others look at the directory when all is moved
         self._manager.reload()
 
     def steps(self) -> list[int]:
         """All complete steps, oldest first."""
         return sorted(self._manager.all_steps())
+
+    def best(self) -> tuple[int, float] | None:
+        """The step with the lowest loss of an evaluation, and that, where the best are kept."""
+        return self.retention.best(self.steps()) if self.retention else None
 
     def wait(self) -> None:
         """Returns when the last save is complete on disk."""
@@ -529,6 +541,19 @@ class Checkpoints:
 
     def _at(self, step: int) -> str:
         return f"checkpoint {self._directory / str(step)}"
+
+
+class _Preserved:
+    """A `Retention` as Orbax asks for it."""
+
+    def __init__(self, retention: Retention):
+        self._retention = retention
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        del context
+        steps = [each.step for each in checkpoints]
+        stay = self._retention.stay(steps)
+        return [step in stay for step in steps]
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from spmdtrain.running import stages, summary
 from spmdtrain.running.agreement import check_model, check_program, check_start
 from spmdtrain.running.checkpoint import Checkpoints, newest_step
 from spmdtrain.running.checkpoint_meta import has_fingerprints
+from spmdtrain.running.chosen_step import check_chosen, chosen_or_newest, set_aside_later
 from spmdtrain.running.directory import check_source, open_directory
 from spmdtrain.running.early_stop import EarlyStop
 from spmdtrain.running.elastic import adapt
@@ -51,7 +52,8 @@ from spmdtrain.running.progress import Progress, quantity
 from spmdtrain.running.replicas import ReplicaCheck
 from spmdtrain.running.reporter import Hook, Reporter, check
 from spmdtrain.running.restore import read_newest_good
-from spmdtrain.running.resume import Found, newest_good, set_aside_damaged
+from spmdtrain.running.resume import Found, set_aside_damaged
+from spmdtrain.running.retention import Retention
 from spmdtrain.running.rollback import go_back
 from spmdtrain.running.save_interval import SaveInterval
 from spmdtrain.running.saves import Saves
@@ -88,6 +90,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     directory: str | Path,
     *,
     fresh: bool = False,
+    step: int | None = None,
     make: MakeModel | str | None = None,
     devices: Sequence[jax.Device] | None = None,
     prediction: Prediction | None = None,
@@ -106,6 +109,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
 
     Args:
       fresh: set an older run in `directory` aside and begin anew.
+      step: go back to this checkpoint; those of later steps are set aside.
       make: `make(config, rngs)` builds the model; default: `model.make`, see `shard`.
       devices: where to train; all unless given.
       prediction: what the summary puts beside what was measured.
@@ -128,7 +132,8 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     asked = config
     stages.enter("opening the data")
     config, opened = open_data(asked, data)
-    check_start(asked, opened, seams, directory, fresh)
+    check_start(asked, opened, seams, directory, fresh, step)
+    check_chosen(directory, step, config, fresh)
     adapted = adapt(config, directory, devices, fresh)
     stages.enter("making the model")
     setup = shard(adapted.config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
@@ -144,20 +149,19 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     with contextlib.ExitStack() as held:
         memory = held.enter_context(MemoryGuard(setup))
         held.enter_context(open_directory(directory, fresh))
-        checkpoints = Checkpoints(directory, setup, config.checkpoint.keep)
+        checkpoints = Checkpoints(directory, setup, Retention(config.checkpoint))
         held.enter_context(contextlib.closing(checkpoints))
         pulse.tell(pulse.RESTORE)
         stages.enter("looking for a checkpoint")
         with naming_settings(directory, setup, opened, seams):
-            found = newest_good(checkpoints, setup.state)
+            found = chosen_or_newest(checkpoints, directory, step, setup.state)
+        done = found.step if found else 0 if given is None else int(given.step)
+        where = f"step {done} of {directory}"
         remarks: list[str] = []
         if found is not None:
-            where = f"step {found.step} of {directory}"
             remarks = check_identity(found.meta, setup, opened, where, recorded(directory))
-        first = found.step if found else 0 if given is None else int(given.step)
-        reporter = Reporter(directory, config, first, sinks, hooks)
+        reporter = Reporter(directory, config, done, sinks, hooks)
         held.enter_context(reporter)
-
         if found is not None:
             state, sample = go_on(setup, seams, directory, checkpoints, found, reporter)
             if adapted.line:
@@ -167,8 +171,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
                 reporter.say(line)
         else:
             stages.enter("making the first weights")
-            state, sample = begin(setup, reporter, given), first * config.train.global_batch
-        done = int(state.step)
+            state, sample = begin(setup, reporter, given), done * config.train.global_batch
         if done >= config.train.steps:
             more = f"--set train.steps={2 * done}"
             reporter.say(f"{directory} is finished at step {done}; to go on: {more}")
@@ -185,7 +188,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         lowered = lowered or lower_step(setup)
         check_program(lowered)
         stages.enter("compiling the step")
-        step, report = compile_step(setup, lowered)
+        compiled, report = compile_step(setup, lowered)
         memory.compiled(report)
         write(directory, "config.json", adapted.as_asked(config_document(setup, opened)))
         write(directory, "compiled.json", report)
@@ -197,9 +200,10 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
         def saves_from(done: int, sample: int) -> Saves:
             return Saves(setup, made, checkpoints, reporter, done, sample, record, early_stop)
 
-        outcome = train_and_go_back(setup, opened, step, state, sample, saves_from, reporter)
+        outcome = train_and_go_back(setup, opened, compiled, state, sample, saves_from, reporter)
 
-        reporter.say(_ending(outcome, directory, early_stop))
+        again = _again(fresh, step)
+        reporter.say(_ending(outcome, directory, early_stop, again, checkpoints.best()))
         peak = summary.peak_bytes(setup.mesh)
         figures = summary.figures(prediction, report, outcome.step_seconds, peak)
         write(directory, "summary.json", figures)
@@ -225,8 +229,11 @@ def go_on(
 
     `seams`: what the caller exchanged.
     """
-    set_aside_damaged(checkpoints, found, reporter)
     step = found.step
+    set_aside_damaged(checkpoints, found, reporter)
+    set_aside_later(checkpoints, step, reporter)
+    if checkpoints.retention:
+        checkpoints.retention.recall(found.meta)
     differs = changes(found.meta, setup.config, seams)
     changed = {"changed": differs} if differs else {}
     reporter.event("resumed", step, from_step=step, mesh=dict(setup.mesh.shape), **changed)
@@ -373,7 +380,7 @@ def train(
     def evaluate_and_report(at: int, state: TrainState) -> None:
         pulse.tell(pulse.EVALUATE, at)
         figures = evaluate(state)
-        saves.early_stop.evaluated(figures)
+        saves.evaluated(at, figures)
         reporter.evaluated(at, **figures)
         reporter.say(f"step {at}/{total}  {evaluation.describe(figures)}")
 
@@ -421,7 +428,7 @@ def train(
                 ending = "finished" if done == total else interrupt.agreed(reporter.stop_asked)
                 if saves.early_stop.is_over:
                     ending = ending or "stopped_early"
-            if ending or interval.is_due(done):
+            if ending or interval.is_due(done) or saves.wants(done):
                 late.flush()
                 if ending or guard.lets_save:
                     with stragglers.waiting():
@@ -492,10 +499,24 @@ def _compiled(report: dict) -> str:
     return "; ".join(parts)
 
 
-def _ending(outcome: Outcome, directory: Path, early_stop: EarlyStop) -> str:
+def _ending(
+    outcome: Outcome,
+    directory: Path,
+    early_stop: EarlyStop,
+    again: str,
+    best: tuple[int, float] | None,
+) -> str:
+    """The last word of a run. `again`: the command that goes on; `best`: a step and its loss."""
+    end = f"{outcome.status}, saved at step {outcome.step}; {again} goes on"
     if outcome.status == "stopped_early":
         why = f"stopped early after {outcome.step} steps: {early_stop.describe()}"
-        return f"{why}; everything is in {directory}"
+        end = f"{why}; everything is in {directory}"
     if outcome.status == "finished":
-        return f"finished {outcome.step} steps; everything is in {directory}"
-    return f"{outcome.status}, saved at step {outcome.step}; the same command goes on"
+        end = f"finished {outcome.step} steps; everything is in {directory}"
+    return end if best is None else f"{end}; the best is step {best[0]}, eval loss {best[1]:.4f}"
+
+
+def _again(fresh: bool, step: int | None) -> str:
+    """Says which command goes on: the same one, unless that would begin or go back again."""
+    without = "--fresh" if fresh else "--step" if step else ""
+    return f"the same command without {without}" if without else "the same command"

@@ -29,8 +29,7 @@ def go_back(
         back = f"the run has gone back to step {found.step} {record.returns} times"
         raise saves.diverged(bad.step, f"{bad}, and {back}")
     set_aside_damaged(saves.checkpoints, found, reporter)
-    later = [step for step in saves.checkpoints.steps() if step > found.step]
-    saves.checkpoints.quarantine(later)
+    saves.checkpoints.quarantine([at for at in saves.checkpoints.steps() if at > found.step])
 
     first = found.meta["sample"]
     last = saves.samples(bad.step)[1]

@@ -6,12 +6,14 @@ from pathlib import Path
 import jax
 
 from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import Source, Tokens, open_data
 from spmdtrain.running.checkpoint import Checkpoints, newest_step
 from spmdtrain.running.directory import open_directory
 from spmdtrain.running.guard import Record
 from spmdtrain.running.identity import config_document, identity
 from spmdtrain.running.json_lines import write_document
+from spmdtrain.running.retention import Retention
 from spmdtrain.train.setup import Setup, placed
 from spmdtrain.train.state import TrainState
 
@@ -54,7 +56,7 @@ def save(
     meta |= {"sample": sample, "guard": Record().document()}
     with contextlib.ExitStack() as held:
         held.enter_context(open_directory(directory, fresh=False))
-        checkpoints = Checkpoints(directory, setup, keep=MOST_KEPT)
+        checkpoints = Checkpoints(directory, setup, Retention(CheckpointConfig(keep=MOST_KEPT)))
         held.enter_context(contextlib.closing(checkpoints))
         if jax.process_index() == 0:
             write_document(directory / "config.json", config_document(setup, opened))

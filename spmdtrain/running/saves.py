@@ -1,5 +1,8 @@
 """Saves checkpoints during a run, and reports those that have become complete."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.parallel import pulse
 from spmdtrain.running.checkpoint import Checkpoints
@@ -45,6 +48,19 @@ class Saves:
         seen = (step - self._first) * self._setup.config.train.global_batch
         where = {"sample": self._sample + seen, "guard": self.record.document()}
         self.checkpoints.save(step, state, where | self.early_stop.document() | self._identity)
+
+    def evaluated(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Notes the figures of an evaluation: checkpoints may stay by them, and the run may end."""
+        self.early_stop.evaluated(figures)
+        if self.checkpoints.retention:
+            self.checkpoints.retention.evaluated(step, figures)
+
+    def wants(self, step: int) -> bool:
+        """True if `step` is to be saved because it is among the best, due or not."""
+        retention = self.checkpoints.retention
+        if not retention or not retention.keeps_best:
+            return False
+        return retention.wants(step, self.checkpoints.steps())
 
     def announce(self) -> None:
         """Reports the saves that have become complete on disk."""

@@ -19,9 +19,11 @@ from faults.hostile import Case as Hostile
 from faults.runs import SMALLEST, command, configure, events, losses
 from faults.turns import Figures, Turns
 from spmdtrain.config import CheckpointError
+from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.running import loop, restore
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.running.resume import newest_good
+from spmdtrain.running.retention import Retention
 from spmdtrain.train.setup import shard
 
 SAVED = ("train.steps=3", "checkpoint.every=1", "checkpoint.keep=3", *SMALLEST)
@@ -42,7 +44,9 @@ def damaged(break_it: Callable[[Path, random.Random], str]) -> Callable[[Path, T
         truth = {step: restore.restore(saved, setup, step) for step in range(1, NEWEST + 1)}
 
         def read(run: Path) -> tuple[int, bool]:
-            with contextlib.closing(Checkpoints(run, setup, keep=3)) as checkpoints:
+            with contextlib.closing(
+                Checkpoints(run, setup, keep=Retention(CheckpointConfig(keep=3)))
+            ) as checkpoints:
                 found = newest_good(checkpoints, setup.state)
             return found.step, same_bits(found.state, truth[found.step])
 

@@ -103,6 +103,7 @@ def cold(step):
         ("schedule=", {"seams": {"schedule": cold}}),
         ("schedule=", {"seams": {"schedule": functools.partial(cold)}}),
         ("--fresh", {"fresh": True}),
+        ("--step", {"step": 4}),
         ("--run", {"run": "elsewhere"}),
         ("version of spmdtrain", {"sources": "0.0 (sources 1)"}),
         ("jax_enable_x64", {"of_jax": "jax_enable_x64"}),
@@ -113,7 +114,9 @@ def test_each_thing_that_a_process_is_started_with_is_compared(name, change, tmp
     Fellow(monkeypatch)
     path = tmp_path / "text.txt"
 
-    def start(settings=(), seams=None, fresh=False, run="run", text="a text " * 200, **more):
+    def start(
+        settings=(), seams=None, fresh=False, run="run", step=None, text="a text " * 200, **more
+    ):
         path.write_text(text)
         config = tiny("model.vocab=256", "data.corpus=text", f"data.path={path}", *settings)
         if "sources" in more:
@@ -121,7 +124,8 @@ def test_each_thing_that_a_process_is_started_with_is_compared(name, change, tmp
         if "of_jax" in more:
             monkeypatch.setattr(agreement, "OF_JAX", ())
         seams = {"schedule": warm} | (seams or {})
-        agreement.check_start(config, open_data(config)[1], seams, tmp_path / run, fresh)
+        data = open_data(config)[1]
+        agreement.check_start(config, data, seams, tmp_path / run, fresh, step)
 
     start()
     start()

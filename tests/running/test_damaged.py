@@ -18,9 +18,11 @@ from helpers import assert_same_bits, tiny
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config.errors import CheckpointError, DamagedError
+from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.running import loop, restore
 from spmdtrain.running.checkpoint import Checkpoints
 from spmdtrain.running.resume import newest_good
+from spmdtrain.running.retention import Retention
 from spmdtrain.train.setup import Setup, shard
 
 pytestmark = pytest.mark.long
@@ -61,7 +63,9 @@ def truth(saved, setup) -> dict:
 
 
 def found_in(run: Path, setup: Setup):
-    with contextlib.closing(Checkpoints(run, setup, keep=3)) as checkpoints:
+    with contextlib.closing(
+        Checkpoints(run, setup, keep=Retention(CheckpointConfig(keep=3)))
+    ) as checkpoints:
         return newest_good(checkpoints, setup.state)
 
 

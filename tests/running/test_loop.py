@@ -86,6 +86,8 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
         def save(self, *_):
             pass
 
+        retention = None
+
         def completed(self):
             return []
 

@@ -14,9 +14,11 @@ import pytest
 from helpers import tiny
 
 from spmdtrain.config import StorageError, to_toml
+from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.running import checkpoint, loop
 from spmdtrain.running import directory as module
 from spmdtrain.running.directory import only_run
+from spmdtrain.running.retention import Retention
 from spmdtrain.running.save_interval import SaveInterval
 from spmdtrain.train.checkpoint_interval import plan_checkpoints
 
@@ -84,7 +86,7 @@ def test_nothing_of_a_save_that_failed_stays_whenever_its_last_write_comes(
     tmp_path, monkeypatch, after
 ):
     monkeypatch.setattr(checkpoint, "SETTLE_SECONDS", 0.2)
-    checkpoints = checkpoint.Checkpoints(tmp_path, None, keep=2)
+    checkpoints = checkpoint.Checkpoints(tmp_path, None, Retention(CheckpointConfig()))
     late = tmp_path / "checkpoints" / f"5{checkpoint.UNFINISHED}" / "params" / "d"
     writes = [threading.Timer(after * times, late.mkdir, [0o755, True, True]) for times in (1, 2)]
 

@@ -17,11 +17,13 @@ from jax.sharding import NamedSharding
 
 import spmdtrain as st
 from spmdtrain.config import CheckpointError, ConfigError
+from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.parallel import hlo
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.running.retention import Retention
 from spmdtrain.train.setup import init_state, parameter_specs, shard
 from spmdtrain.train.step import make_step
 
@@ -225,7 +227,7 @@ def saved(tmp_path_factory):
         moments = {path: numbered(path, tree) for path, tree in state.opt_state.items()}
         state = replace(state, opt_state=moments, step=jnp.int32(7))
         directory = tmp_path_factory.mktemp("saved")
-        checkpoints = Checkpoints(directory, setup, keep=1)
+        checkpoints = Checkpoints(directory, setup, keep=Retention(CheckpointConfig(keep=1)))
         checkpoints.save(7, state, {})
         checkpoints.close()
         found[name] = setup, directory, state

@@ -1,0 +1,59 @@
+"""Goes back to a step that a person has chosen; the checkpoints of later steps are set aside."""
+
+from pathlib import Path
+
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.running.checkpoint import QUARANTINE, Checkpoints, steps_in
+from spmdtrain.running.reporter import Reporter
+from spmdtrain.running.restore import read_step
+from spmdtrain.running.resume import Found, newest_good
+from spmdtrain.train.state import TrainState
+
+
+def check_chosen(run: Path, step: int | None, config: RunConfig, fresh: bool) -> None:
+    """Refuses a step that cannot be gone back to; reads directory names only."""
+    if step is None:
+        return
+    if fresh:
+        what = f"--step {step} goes back in a run, and --fresh begins one"
+        raise ConfigError(what, fix="one of them at a time")
+    there = steps_in(run)
+    if step not in there:
+        listed = ", ".join(map(str, there))
+        fix = f"--step {there[-1]}" if there else "training first, without --step"
+        raise CheckpointError(
+            f"{run} holds no checkpoint of step {step}", found=listed or "none", fix=fix
+        )
+    if step >= config.train.steps:
+        raise ConfigError(
+            f"after step {step} there is nothing to train",
+            asked=f"train.steps={config.train.steps}",
+            fix=f"--set train.steps={2 * step}",
+        )
+
+
+def chosen_or_newest(
+    checkpoints: Checkpoints, run: Path, step: int | None, abstract: TrainState
+) -> Found | None:
+    """The checkpoint from which the run goes on: that of `step`, or the newest that is good.
+
+    Raises DamagedError where that of `step` is not as it was saved.
+    """
+    if step is None:
+        return newest_good(checkpoints, abstract)
+    _, (state, meta) = read_step(
+        checkpoints, run, step, lambda at: checkpoints.restore(at, abstract)
+    )
+    return Found(step, state, meta)
+
+
+def set_aside_later(checkpoints: Checkpoints, step: int, reporter: Reporter) -> None:
+    """Moves the checkpoints of later steps out of the way: the run takes those again."""
+    later = [each for each in checkpoints.steps() if each > step]
+    if not later:
+        return
+    checkpoints.quarantine(later)
+    reporter.event("went_back", step, set_aside=later)
+    listed = ", ".join(map(str, later))
+    reporter.say(f"went back to step {step}: {listed} are now in checkpoints/{QUARANTINE}")
