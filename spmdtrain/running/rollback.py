@@ -36,7 +36,8 @@ def go_back(
     record.go_back(found.step, first, last)
     saves.early_stop.go_back(found.meta)
     pulse.tell(pulse.UNDONE, found.step)
-    reporter.go_back(found.step)
+    # Sinks hear of it while they still hold the bad steps.
     reporter.event("rolled_back", bad.step, to_step=found.step, why=str(bad), samples=[first, last])
+    reporter.go_back(found.step)
     reporter.say(f"{bad}: back to step {found.step}, and on without the samples {first} to {last}")
     return found.state, found.step, last + 1

@@ -4,6 +4,7 @@ RUN/metrics.jsonl and RUN/events.jsonl are always written; `log.sinks` names mor
 `run(..., sinks=[...])` takes those of the caller.
 """
 
+import json
 import os
 import secrets
 import time
@@ -83,15 +84,21 @@ class TensorBoardSink:
                 "log.sinks names 'tensorboard', but tensorboardX is not installed",
                 fix="pip install 'spmdtrain[tensorboard]'",
             ) from None
+        self._last = step
         # A file is named after the second in which it is made: one that is resumed within that
         # second would write over it.
-        self._writer = SummaryWriter(
+        self._open = lambda first: SummaryWriter(
             str(directory / "tensorboard"),
-            purge_step=step + 1,
+            purge_step=first,
             filename_suffix=f".{time.time_ns()}",
         )
+        self._writer = self._open(step + 1)
 
     def metrics(self, step: int, figures: Figures) -> None:
+        if step < self._last:  # it is taken again
+            self._writer.close()
+            self._writer = self._open(step)
+        self._last = step
         for name, value in figures.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)
@@ -111,9 +118,14 @@ class WandbSink:
     The run has the name of its directory and keeps its id there, so that a resumed run goes on in
     it; the project is that of WANDB_PROJECT, or `spmdtrain`. Without a key, or with
     WANDB_MODE=offline, it is written for `wandb sync` to upload later: nothing is ever asked.
+
+    W&B drops a step that is not larger than the last one, so figures are held back until a
+    checkpoint makes them final; those of the newest step are in the run's summary, as latest/loss.
+    Where W&B has steps that are taken again all the same, as after a run that diverged, a new W&B
+    run begins with the steps that count.
     """
 
-    def __init__(self, directory: Path, config: RunConfig, step: int):  # noqa: ARG002
+    def __init__(self, directory: Path, config: RunConfig, step: int):
         try:
             import wandb
         except ImportError:
@@ -121,33 +133,78 @@ class WandbSink:
                 "log.sinks names 'wandb', but wandb is not installed",
                 fix="pip install 'spmdtrain[wandb]'",
             ) from None
+        self._held: dict[int, dict[str, Any]] = {}  # figures by step, in order
+        self._holds_back = config.checkpoint.every != 0
+        self._sent = directory / "wandb" / "last_step"
+        # Empty where a kill came amid writing it.
+        sent = int(self._sent.read_text(encoding="utf-8") or 0) if self._sent.exists() else 0
+        is_ahead = sent > step
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "spmdtrain"),
             name=directory.resolve().name,
-            id=_wandb_id(directory / "wandb" / "id"),
+            id=_wandb_id(directory / "wandb" / "id", is_new=is_ahead),
             resume="allow",
             dir=directory,
             config=resolved(config)["config"],
             mode=_wandb_mode(),
             settings=wandb.Settings(silent=True),
         )
+        if is_ahead:
+            self._held = _written(directory / "metrics.jsonl")
+            self._send(step)
 
     def metrics(self, step: int, figures: Figures) -> None:
+        self._forget(step)
         known = {name: value for name, value in figures.items() if value is not None}
-        self._run.log(known, step=step)
+        held = self._held.setdefault(step, {})
+        held |= {**known, "_timestamp": time.time()}
+        latest = {"step": step, **known}
+        self._run.summary.update({f"latest/{name}": value for name, value in latest.items()})
+        if not self._holds_back:
+            self._send(step)
 
     def event(self, event: str, step: int, values: Figures) -> None:
         """Keeps the step of the newest event of each kind in the run's summary."""
-        del values
+        if event == "saved":
+            self._send(step)
+        elif event == "rolled_back":
+            self._forget(values["to_step"])
         self._run.summary[f"event/{event}"] = step
 
     def close(self) -> None:
+        if self._held:
+            self._send(max(self._held))
         self._run.finish()
 
+    def _forget(self, last: int) -> None:
+        """The steps after `last` are taken again."""
+        while self._held and next(reversed(self._held)) > last:
+            self._held.popitem()
 
-def _wandb_id(path: Path) -> str:
+    def _send(self, last: int) -> None:
+        """Sends the figures of the steps up to `last`."""
+        final = [step for step in self._held if step <= last]
+        for step in final:
+            self._run.log(self._held.pop(step), step=step)
+        if final:
+            self._sent.write_text(str(final[-1]), encoding="utf-8")
+
+
+def _written(path: Path) -> dict[int, dict[str, Any]]:
+    """The figures of metrics.jsonl by step, in order; those of a step as they were taken last."""
+    if not path.exists():
+        return {}
+    found: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        values = json.loads(line)
+        figures = found.setdefault(values.pop("step"), {})
+        figures |= {name: value for name, value in values.items() if value is not None}
+    return dict(sorted(found.items()))
+
+
+def _wandb_id(path: Path, is_new: bool) -> str:
     """The id of the run, kept in a file from its first start on."""
-    if path.exists():
+    if path.exists() and not is_new:
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(exist_ok=True)
     found = secrets.token_hex(4)
