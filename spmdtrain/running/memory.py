@@ -10,6 +10,7 @@ from spmdtrain.parallel.xla_flags import (
     memory_share,
     memory_share_variable,
 )
+from spmdtrain.running.host_memory import host_bytes
 from spmdtrain.running.summary import held_bytes
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import bytes_per_device
@@ -76,16 +77,27 @@ class MemoryGuard:
             needed = held_bytes(self._report)
             parts["activations and the rest of the step"] = needed - sum(parts.values())
         said = [f"{name} {_size(count)}" for name, count in parts.items()]
-        fix = _larger_share(needed, available) or (
-            "--set train.microbatch=1, --set train.remat=full, or more of mesh.fsdp"
-        )
+        fix = "--set train.microbatch=1, --set train.remat=full, or more of mesh.fsdp"
+        if not _is_host(self._setup.mesh):
+            fix = _larger_share(needed, available) or fix
         return OutOfMemoryError(self._setup, needed, available, ", ".join(said), fix)
 
 
 def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
-    """The memory that jax may use of a device of this process; None where it does not say."""
+    """The memory that jax may use of a device of this process; None where it does not say.
+
+    Devices that are the processors of this host share its memory.
+    """
+    if _is_host(mesh):
+        there = host_bytes()
+        return None if there is None else there // len(mesh.local_devices)
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.local_devices]
     return min((limit for limit in limits if limit), default=None)
+
+
+def _is_host(mesh: jax.sharding.Mesh) -> bool:
+    """True if the devices are the processors of this host."""
+    return mesh.local_devices[0].platform == "cpu"
 
 
 def _larger_share(needed: int | None, available: int | None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from spmdtrain.config.errors import ConfigError
@@ -148,7 +149,7 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
         return _logits(module, tokens_bt, ctx)[..., : setup.model.rows]
 
     def under_mesh(params, tokens):
-        if not isinstance(tokens, jax.core.Tracer):  # a function that is traced knows no ids yet
+        if not isinstance(tokens, Tracer):  # a function that is traced knows no ids yet
             tokens = _checked_tokens(setup.config, tokens)
         with jax.set_mesh(setup.mesh), matmuls(compute):
             return logits(params, jnp.asarray(tokens))

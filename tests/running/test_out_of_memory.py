@@ -3,6 +3,7 @@ change.
 """
 
 import re
+from functools import partial
 
 import jax
 import pytest
@@ -12,7 +13,7 @@ import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, to_toml
 from spmdtrain.planner.remedy import cheapest_change
-from spmdtrain.running import loop, memory
+from spmdtrain.running import host_memory, loop, memory
 from spmdtrain.running.memory import OutOfMemoryError
 
 SETTINGS = ("train.steps=2", "train.global_batch=8", "train.sequence_length=64")
@@ -57,7 +58,7 @@ def test_what_jax_raises_at_run_time_is_the_same_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "compile_step", exhausted)
     with pytest.raises(
-        OutOfMemoryError, match="the step needs more than a device has; found parameters 0.. MB"
+        OutOfMemoryError, match="the step needs more than a device has; found .*parameters 0.. MB"
     ):
         st.run(tiny("train.steps=2"), tmp_path, **ONE)
 
@@ -92,3 +93,50 @@ def test_the_cheapest_change_comes_first_and_the_impossible_has_none():
     assert cheapest_change(config, sizes, 0.01) == []
     hard = cheapest_change(config, sizes, 0.12)
     assert any(setting.startswith("train.zero=1") or "fsdp" in setting for setting in hard)
+
+
+def test_a_step_that_the_host_has_no_memory_for_is_refused_before_it_runs(tmp_path, monkeypatch):
+    """Simulated devices share the host; what fits is let alone, to the byte."""
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory, "LIMITS", (tmp_path / "limit",))
+    config = tiny(*SETTINGS, "mesh.data=2")
+    setup = st.shard(config, devices=DEVICES[:2])
+    _, report = loop.compile_step(setup, loop.lower_step(setup))
+    needed = 2 * memory.held_bytes(report)
+    steps = []
+    for size, fits in ((needed // 1024 + 2, True), (needed // 1024 - 2, False)):
+        meminfo.write_text(f"MemTotal: {size - 1} kB\nMemFree: 5 kB\nSwapTotal: 1 kB\n")
+        run = partial(st.run, config, tmp_path / str(size), devices=DEVICES[:2])
+        hook = lambda event, step, _: steps.append((event, step))  # noqa: E731
+        if fits:
+            assert run(hooks=[hook]).step == 2
+            assert ("step", 1) in steps
+            steps.clear()
+        else:
+            with pytest.raises(OutOfMemoryError, match=r"the step needs .* of a device; found"):
+                run(hooks=[hook])
+            assert not steps
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "want"),
+    [
+        ("MemTotal:  100 kB\nSwapTotal: 20 kB\n", None, 120 * 1024),
+        ("MemTotal:  100 kB\nSwapTotal: 20 kB\n", "max\n", 120 * 1024),
+        ("MemTotal:  100 kB\nSwapTotal: 20 kB\n", "4096\n", 4096),
+        ("MemTotal:  100 kB\nSwapTotal: 20 kB\n", "9223372036854771712\n", 120 * 1024),
+        ("MemTotal:\n", None, None),
+        (None, "4096", 4096),
+        (None, None, None),
+    ],
+)
+def test_the_memory_of_a_host_is_what_it_has_or_what_its_group_may_have(
+    meminfo, limit, want, tmp_path, monkeypatch
+):
+    for name, content in (("MEMINFO", meminfo), ("limit", limit)):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "MEMINFO")
+    monkeypatch.setattr(host_memory, "LIMITS", (tmp_path / "limit",))
+    assert host_memory.host_bytes() == want
