@@ -12,6 +12,7 @@ Every leaf that is read is compared with its fingerprint in `meta` (fingerprint.
 as it was written is a DamagedError, in all processes alike, wherever one of them finds it.
 """
 
+import contextlib
 import functools
 import logging
 import shutil
@@ -312,6 +313,12 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """All complete steps, oldest first."""
         return sorted(self._manager.all_steps())
+
+    def recall(self, step: int) -> None:
+        """Takes in the losses that the checkpoint of `step` keeps; none where it is damaged."""
+        if self.retention:
+            with contextlib.suppress(DamagedError):
+                self.retention.recall(self._meta(step)[0])
 
     def best(self) -> tuple[int, float] | None:
         """The step with the lowest loss of an evaluation, and that, where the best are kept."""

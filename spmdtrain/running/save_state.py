@@ -58,6 +58,8 @@ def save(
         held.enter_context(open_directory(directory, fresh=False))
         checkpoints = Checkpoints(directory, setup, Retention(CheckpointConfig(keep=MOST_KEPT)))
         held.enter_context(contextlib.closing(checkpoints))
+        if there is not None:
+            checkpoints.recall(there)
         if jax.process_index() == 0:
             write_document(directory / "config.json", config_document(setup, opened))
         checkpoints.save(step, state, meta)

@@ -1,9 +1,11 @@
 """Which checkpoints of a run stay, and going back to one of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from helpers import assert_same_bits, tiny
 from hypothesis import given
@@ -12,11 +14,14 @@ from hypothesis import strategies as st
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.errors import DamagedError
 from spmdtrain.config.schema import CheckpointConfig
+from spmdtrain.data.source import open_data
 from spmdtrain.launch.launch import going_on
 from spmdtrain.running import loop
 from spmdtrain.running.checkpoint import steps_in
 from spmdtrain.running.restore import weights
 from spmdtrain.running.retention import Retention
+from spmdtrain.running.save_state import save
+from spmdtrain.train.setup import init_state, shard
 
 SETTINGS = (
     "train.steps=8",
@@ -122,6 +127,16 @@ def test_the_best_stays_and_is_saved_where_it_is_not_due(tmp_path, monkeypatch, 
 
 
 @pytest.mark.long
+def test_a_state_that_is_saved_by_hand_forgets_no_best(tmp_path, monkeypatch):
+    evaluations(monkeypatch, [5.0, 1.0, 4.0, 4.0, 4.0, 4.0])
+    run(tmp_path, "checkpoint.keep=best", "train.steps=4")
+    setup = shard(open_data(tiny(*SETTINGS))[0], devices=jax.devices()[:1])
+    save(setup, replace(init_state(setup), step=jnp.int32(5)), tmp_path)
+    run(tmp_path, "checkpoint.keep=best", "train.steps=6")
+    assert steps_in(tmp_path) == [2, 6]
+
+
+@pytest.mark.long
 def test_one_of_each_stretch_stays(tmp_path):
     run(tmp_path, "checkpoint.keep=1", "checkpoint.keep_every=4", "checkpoint.every=1")
     assert steps_in(tmp_path) == [4, 8]
@@ -167,6 +182,15 @@ def test_a_step_that_cannot_be_gone_back_to_changes_nothing(whole, options, over
     before = contents(whole)
     with pytest.raises((CheckpointError, ConfigError), match=match):
         run(whole, *overrides, **options)
+    assert contents(whole) == before
+
+
+@pytest.mark.long
+def test_a_length_in_epochs_is_counted_before_a_step_is_chosen(whole):
+    before = contents(whole)
+    config = tiny(*SETTINGS[1:], "train.epochs=0.0001", "optimizer.warmup=0")
+    with pytest.raises(ConfigError, match=r"nothing to train; asked train.steps=[1-4];"):
+        loop.run(config, whole, devices=jax.devices()[:1], step=4)
     assert contents(whole) == before
 
 
