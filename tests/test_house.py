@@ -3,6 +3,7 @@ no drawers.
 """
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -236,3 +237,9 @@ def _opens_text_without_encoding(call: ast.Call) -> bool:
     return not any(
         isinstance(mode, str) and set(mode) <= set("rwxab+") and "b" in mode for mode in texts
     )
+
+
+def test_no_two_files_of_tests_share_a_name():
+    """pytest imports them by their bare names: the second of two would not run."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, times in names.items() if times > 1] == []

@@ -36,7 +36,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
     ),
     "SIGTERM twice, amid a save, amid compiling": (
         "asked to end",
-        "parallel/test_signals.py::test_code_that_is_deaf_to_signals_is_ended_all_the_same",
+        "parallel/test_interrupts.py::test_code_that_is_deaf_to_signals_is_ended_all_the_same",
     ),
     "a run in two parts": (
         f"{RESUME}::"

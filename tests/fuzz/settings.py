@@ -89,6 +89,8 @@ NOT_DRAWN = {
     "model.extra": "is typed by such a model",
     "data.mix": "a table of sources; tests/data has it",
     "data.validation_path": "of token files that others made; tests/data has it",
+    "checkpoint.keep_best": "needs eval.every; tests/running/test_keeping.py has it",
+    "checkpoint.keep_every": "decides which files stay; tests/running/test_keeping.py has it",
     "eval.at_start": "needs eval.every; tests/running/test_early_stop.py has it",
     "eval.patience": "rounding alone may decide it; tests/running/test_early_stop.py has it",
     "eval.min_delta": "is of eval.patience",

@@ -56,8 +56,10 @@ def test_a_model_of_ones_own_counts_what_it_multiplies(monkeypatch):
     setup = shard(config, make, jax.devices()[:1])
     assert counted_flops_per_token(config, setup.model) == want
     monkeypatch.setattr(loop, "peak_flops", lambda _: 1e12)
-    metrics = {"tokens": np.float32(1000), "loss": np.float32(1)}
-    assert loop.make_figures(setup)(metrics, 0.5)["mfu"] == pytest.approx(want * 2000 / 1e12)
+    metrics = {"tokens": np.float32(10), "loss": np.float32(1)}
+    processed = config.train.global_batch * 16  # whatever has a loss
+    want_mfu = want * processed / 0.5 / 1e12
+    assert loop.make_figures(setup)(metrics, 0.5)["mfu"] == pytest.approx(want_mfu)
 
 
 def test_a_convolution_a_branch_and_a_loop_of_unknown_length():

@@ -247,10 +247,17 @@ def test_a_step_without_a_token_with_a_loss_has_no_loss(tmp_path, monkeypatch, c
 def test_a_run_goes_on_where_nobody_listens(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as closed:
-        monkeypatch.setattr("sys.stdout", closed)
-        tell("to nobody")
-        tell("again")
+    kept = os.dup(1)
+    os.dup2(writer, 1)
+    os.close(writer)
+    try:
+        with open(1, "w", closefd=False) as closed:
+            monkeypatch.setattr("sys.stdout", closed)
+            tell("to nobody")
+            tell("again")
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def test_the_step_clock_leaves_out_pauses():

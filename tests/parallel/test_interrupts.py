@@ -133,7 +133,7 @@ def test_a_command_that_is_over_keeps_its_code(tmp_path):
     program = started(tmp_path, ENDS_SLOWLY, "train", "tiny.toml", "--print-config")
     try:
         assert program.stdout is not None
-        while "late" not in program.stdout.readline():
+        while program.stdout.readline() != "late\n":
             assert program.poll() is None
         program.send_signal(signal.SIGINT)
         _, said = program.communicate(timeout=20)
