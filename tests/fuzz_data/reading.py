@@ -6,6 +6,7 @@ mask 1 are compared with those that the files hold, however they are cut into wi
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from fuzz_data.check import Outcome
 
 PADDING = 3  # windows behind the last that are asked for
+MANY = 20_000  # tokens: more are read in windows that are LONGER times as long
+LONGER = 128
 
 
 def plain_ids(case: Case, made: Made) -> list[Ids | None]:
@@ -56,6 +59,8 @@ def examine(case: Case, made: Made, paths: list[Path], files: list[Ids | None]) 
     from fuzz_data.check import Outcome, _refused
 
     sources = _sources(case, paths)
+    if sum(len(file.ids) for file in files if file is not None) > MANY:
+        case = replace(case, length=case.length * LONGER)
     held = _joined(case, files, sources)
     must_take = case.may_be_read and held is not None and _is_ample(case, held)
     try:

@@ -3,6 +3,7 @@
 `make fuzz-data` examines them by the thousand.
 """
 
+import functools
 import json
 import sys
 import time
@@ -17,6 +18,7 @@ from fuzz_data import campaign  # noqa: E402
 from fuzz_data.case import Case, draw  # noqa: E402
 from fuzz_data.worker import timed  # noqa: E402
 from spmdtrain import cli  # noqa: E402
+from spmdtrain.cli import command  # noqa: E402
 from spmdtrain.config.errors import DataError  # noqa: E402
 from spmdtrain.data import prepare  # noqa: E402
 from spmdtrain.data.batches import EvalWindows  # noqa: E402
@@ -25,6 +27,12 @@ from spmdtrain.data.token_writer import TokenWriter  # noqa: E402
 
 ENOUGH = 150  # cases, among which each planted fault shows
 SLICE = 500  # cases that every run of the tests examines
+
+
+@pytest.fixture(autouse=True)
+def one_parser(monkeypatch):
+    """Makes the parser of arguments once, and not for each case."""
+    monkeypatch.setattr(command, "make_parser", functools.cache(command.make_parser))
 
 
 def is_found(kind):
