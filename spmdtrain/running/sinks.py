@@ -133,6 +133,7 @@ class WandbSink:
                 "log.sinks names 'wandb', but wandb is not installed",
                 fix="pip install 'spmdtrain[wandb]'",
             ) from None
+        self._wandb = wandb
         self._held: dict[int, dict[str, Any]] = {}  # figures by step, in order
         self._holds_back = config.checkpoint.every != 0
         self._sent = directory / "wandb" / "last_step"
@@ -175,6 +176,10 @@ class WandbSink:
         if self._held:
             self._send(max(self._held))
         self._run.finish()
+        # Its service writes the last records a moment later. To wait for it ends all other runs of
+        # this process, too.
+        if self._wandb.run is None:
+            self._wandb.teardown()
 
     def _forget(self, last: int) -> None:
         """The steps after `last` are taken again."""

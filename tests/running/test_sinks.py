@@ -87,6 +87,17 @@ def test_weights_and_biases_keeps_the_figures_of_steps_as_they_were_taken_last(d
             assert len(WandbByHand.kept) == 1, "a run that is only killed stays the same one"
 
 
+@pytest.mark.parametrize("other", [None, object()], ids=["alone", "with another run"])
+def test_a_run_of_wandb_that_is_closed_is_on_the_disk(tmp_path, monkeypatch, other):
+    wandb = pytest.importorskip("wandb")
+    ended = []
+    monkeypatch.setattr(wandb, "init", WandbByHand)
+    monkeypatch.setattr(wandb, "run", other)
+    monkeypatch.setattr(wandb, "teardown", lambda: ended.append("its service"))
+    WandbSink(tmp_path, st.RunConfig(), 0).close()
+    assert ended == ([] if other else ["its service"])
+
+
 def test_tensorboard_is_told_which_steps_are_taken_again(tmp_path):
     """A reader drops the points that came earlier, from the step of a START on."""
     pytest.importorskip("tensorboardX")
