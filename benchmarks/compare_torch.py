@@ -92,7 +92,7 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
 
     from spmdtrain.models.size import train_flops_per_token
     from spmdtrain.running import loop
-    from spmdtrain.running.metrics import peak_flops
+    from spmdtrain.running.report.metrics import peak_flops
     from spmdtrain.train.setup import init_state, shard
 
     device = jax.devices()[0]

@@ -27,8 +27,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from spmdtrain.planner.overlap import FLEET, Overlap, hidden_shares
-from spmdtrain.planner.software import fitted_on
+from spmdtrain.planner.cost.overlap import FLEET, Overlap, hidden_shares
+from spmdtrain.planner.cost.software import fitted_on
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "fleet"

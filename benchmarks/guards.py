@@ -47,13 +47,14 @@ from spmdtrain.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from spmdtrain.parallel import pulse
-from spmdtrain.running import checkpoint, loop
-from spmdtrain.running.guard import Guard
-from spmdtrain.running.interrupt import Interrupt
-from spmdtrain.running.replicas import ReplicaCheck
+from spmdtrain.processes import pulse
+from spmdtrain.checkpoints import store
+from spmdtrain.running import loop
+from spmdtrain.running.guards.bad_steps import Guard
+from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.saves import Saves
-from spmdtrain.running.stragglers import Stragglers
+from spmdtrain.running.guards.stragglers import Stragglers
 from spmdtrain.train.setup import init_state, shard
 
 DEVICES = 2

@@ -44,10 +44,10 @@ from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, MeshConfig, PipelineConfig, RunConfig, TrainConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.parallel import hlo
+from spmdtrain.compiled import hlo
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.train import grad_pipeline
+from spmdtrain.train.gradients import grad_pipeline
 from spmdtrain.train.batch import batch_sharding
 from spmdtrain.train.setup import parameter_specs, shard_on
 

@@ -22,9 +22,10 @@ from spmdtrain.config import (
     TrainConfig,
 )
 from spmdtrain.models.size import matmul_parameters
-from spmdtrain.parallel import hlo, xla_flags
+from spmdtrain.compiled import hlo
+from spmdtrain.processes import xla_flags
 from spmdtrain.planner import deviceless
-from spmdtrain.planner.hardware import hardware
+from spmdtrain.planner.cost.hardware import hardware
 
 LINK, FLOPS = 50e9, 400e12  # bytes/s between stages on different hosts, FLOP/s of a tick's matmuls
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spmdtrain.data.rows import StoredRow
+from spmdtrain.data.token_files.rows import StoredRow
 
 TOKENS = 100_000_000
 ROUNDS = 9

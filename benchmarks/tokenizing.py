@@ -33,10 +33,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before anything imports tokeni
 import numpy as np
 import tokenizers
 
-from spmdtrain.data.documents import CHUNK_BYTES
-from spmdtrain.data.prepare import Job, prepare
-from spmdtrain.data.tokens import open_tokens
-from spmdtrain.data.train_tokenizer import train_tokenizer
+from spmdtrain.data.texts.documents import CHUNK_BYTES
+from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.data.tokenizers.train_tokenizer import train_tokenizer
 
 ALONE = "encode_batch"
 

@@ -17,7 +17,7 @@ from flax import nnx
 import spmdtrain as st
 from spmdtrain.config import GPT, AdamW, Llama, MeshConfig, RulesConfig, TrainConfig
 from spmdtrain.models.layers import Norm, weight
-from spmdtrain.running import show
+from spmdtrain.show import show
 
 TAPS = 8  # tokens that one convolution sees
 RULES = RulesConfig(

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 
-from spmdtrain.parallel.pipeline.schedule import Table, assign_slots
+from spmdtrain.pipeline.schedule import Table, assign_slots
 
 
 def some_waiting_table(seed: int) -> Table:

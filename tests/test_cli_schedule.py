@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.parallel.pipeline.draw import draw, svg
-from spmdtrain.parallel.pipeline.file import read, to_json
-from spmdtrain.parallel.pipeline.schedule import SCHEDULE_KINDS, build
-from spmdtrain.parallel.pipeline.timing import (
+from spmdtrain.pipeline.draw import draw, svg
+from spmdtrain.pipeline.file import read, to_json
+from spmdtrain.pipeline.schedule import SCHEDULE_KINDS, build
+from spmdtrain.pipeline.timing import (
     Times,
     bubble_fraction,
     megatron_orders,

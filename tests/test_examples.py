@@ -13,7 +13,7 @@ import pytest
 
 from spmdtrain.config import GPT, ConfigError, DataConfig, RunConfig, TrainConfig
 from spmdtrain.parallel.axes import AXES
-from spmdtrain.running import show
+from spmdtrain.show import show
 
 pytestmark = pytest.mark.long
 

@@ -114,7 +114,7 @@ def complain(module: str, room: str, name: str) -> str:
         )
     if room == "spmdtrain.config" and top in IMPORT_JAX:
         return f"{name}: the config room stays free of jax"
-    if top == "orbax" and module != "spmdtrain.running.checkpoint":
+    if top == "orbax" and module != "spmdtrain.checkpoints.store":
         return f"{name}: only spmdtrain/running/checkpoint.py knows orbax"
     return ""
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import spmdtrain
-from spmdtrain.running import sinks
+from spmdtrain.running.report import sinks
 
 # These raise where there is no home or no name; os.path.expanduser gives the path back.
 NEEDS_A_HOME = re.compile(r"Path\.home\(|\.expanduser\(\)|getuser\(|getpw\w+\(|getlogin\(")

@@ -22,8 +22,8 @@ from helpers import assert_same_bits, batches_of, mesh_of, tiny
 
 import spmdtrain as st
 from spmdtrain.config import CheckpointError, ConfigError, UserError
-from spmdtrain.running.checkpoint import Checkpoints
-from spmdtrain.train.learning_rates import learning_rate
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.train.updates.learning_rates import learning_rate
 from spmdtrain.train.state import bytes_per_device
 from spmdtrain.train.step import make_losses
 

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.planner.hardware import DEVICES, Hardware
-from spmdtrain.planner.layer_time import layer_time
-from spmdtrain.planner.software import Software, fitted_on
-from spmdtrain.planner.step_time import step_time
-from spmdtrain.planner.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.hardware import DEVICES, Hardware
+from spmdtrain.planner.cost.layer_time import layer_time
+from spmdtrain.planner.cost.software import Software, fitted_on
+from spmdtrain.planner.cost.step_time import step_time
+from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
 
 HERE = Path(__file__).parent
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from cases import ASSUMED, MAKERS, Case, SoftwareTable, cases
 
-from spmdtrain.planner.software import FITTED, software_table
+from spmdtrain.planner.cost.software import FITTED, software_table
 
 SPLIT = tomllib.loads((Path(__file__).parent / "split.toml").read_text())
 

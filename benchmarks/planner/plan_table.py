@@ -10,8 +10,8 @@ import time
 from cases import A100, Row, gpt, rows, tables
 
 from spmdtrain.planner.plan import Plan, search
-from spmdtrain.planner.software import software
-from spmdtrain.planner.workload import Workload
+from spmdtrain.planner.cost.software import software
+from spmdtrain.planner.cost.workload import Workload
 
 HEAD = "| | step | pipeline | data | tensor | microbatch | chunks | remat | memory | why not |"
 

@@ -6,7 +6,7 @@ settings. Nothing at all is imported before Ctrl-C has one line for an answer.
 
 from collections.abc import Sequence
 
-from spmdtrain.parallel import signals
+from spmdtrain.processes import signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from spmdtrain.cli.arguments import make_parser
 from spmdtrain.config import StorageError, UserError
-from spmdtrain.parallel import peers, signals
+from spmdtrain.processes import peers, signals
 
 CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE has ended
 # What a path or a disk can be to blame for, wherever it was named. The commands say it better for

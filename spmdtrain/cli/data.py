@@ -3,14 +3,14 @@
 import argparse
 
 from spmdtrain.config import DONE
-from spmdtrain.parallel import signals
+from spmdtrain.processes import signals
 
 
 def prepare(parsed: argparse.Namespace) -> int:
     """Write documents as token files."""
-    from spmdtrain.data.chat import CHATML
-    from spmdtrain.data.prepare import Job
-    from spmdtrain.data.prepare import prepare as write
+    from spmdtrain.data.tokenizers.chat import CHATML
+    from spmdtrain.data.prepare.prepare import Job
+    from spmdtrain.data.prepare.prepare import prepare as write
 
     job = Job(
         paths=parsed.paths,
@@ -32,7 +32,7 @@ def prepare(parsed: argparse.Namespace) -> int:
 
 def train_tokenizer(parsed: argparse.Namespace) -> int:
     """Make a tokenizer of documents."""
-    from spmdtrain.data.train_tokenizer import train_tokenizer as train
+    from spmdtrain.data.tokenizers.train_tokenizer import train_tokenizer as train
 
     train(
         parsed.paths,

@@ -25,7 +25,7 @@ def start_jax(
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on its own choices
     _forget_empty_variables()
-    from spmdtrain.parallel import processes, xla_flags
+    from spmdtrain.processes import processes, xla_flags
 
     xla_flags.check_given()
     if parsed.simulate_devices is not None:
@@ -116,7 +116,7 @@ def without_devices() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     _forget_empty_variables()
-    from spmdtrain.parallel import xla_flags
+    from spmdtrain.processes import xla_flags
 
     xla_flags.check_given()
     with _blaming_the_environment():

@@ -189,7 +189,7 @@ def _plugins(facts: Facts) -> dict[str, str]:
 def describe(facts: Facts) -> str:
     """The facts for a person, a line each."""
     from pallas_kernels import gpus
-    from spmdtrain.parallel import xla_flags
+    from spmdtrain.processes import xla_flags
 
     lines = [f"python       {facts['python']} on {facts['system']}, {facts['cores']} cores"]
     named = [f"{name} {version or 'missing'}" for name, version in facts["versions"].items()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spmdtrain.cli.outputs import refuse_unwritable
 from spmdtrain.config import ConfigError
-from spmdtrain.running.json_lines import write_document
+from spmdtrain.running.report.json_lines import write_document
 
 
 def launch(parsed: argparse.Namespace) -> int:

@@ -13,13 +13,13 @@ from spmdtrain.cli.outputs import refuse_unwritable, write_picture
 from spmdtrain.config import DONE, ConfigError, load
 from spmdtrain.config.near import did_you_mean
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.parallel import xla_flags
+from spmdtrain.processes import xla_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spmdtrain.parallel.pipeline.schedule import Table
-    from spmdtrain.planner.hardware import Hardware
+    from spmdtrain.pipeline.schedule import Table
+    from spmdtrain.planner.cost.hardware import Hardware
     from spmdtrain.planner.plan import Plan
 
 # Ticks x stages: seconds of work here, and more than anybody looks at.
@@ -31,8 +31,8 @@ LARGEST_SCHEDULE = 1_000_000
 
 def schedule(parsed: argparse.Namespace) -> int:
     """Print a pipeline schedule, and draw it with --svg."""
-    from spmdtrain.parallel.pipeline import draw, file, timing
-    from spmdtrain.parallel.pipeline.schedule import SCHEDULE_KINDS
+    from spmdtrain.pipeline import draw, file, timing
+    from spmdtrain.pipeline.schedule import SCHEDULE_KINDS
 
     is_built = parsed.kind in SCHEDULE_KINDS
     sizes = _given(parsed, "stages", "microbatches", "chunks")
@@ -80,7 +80,7 @@ def _built_schedule(
 
     Refuses missing sizes, and those that would take minutes or more memory than there is.
     """
-    from spmdtrain.parallel.pipeline.schedule import build
+    from spmdtrain.pipeline.schedule import build
 
     if stages is None or microbatches is None:
         raise ConfigError(
@@ -99,7 +99,7 @@ def _built_schedule(
 
 def _schedule_of_file(path: str, sizes: dict[str, int]) -> "Table":
     """Read a schedule; sizes need not be typed, but if they are they must be the file's."""
-    from spmdtrain.parallel.pipeline import file
+    from spmdtrain.pipeline import file
 
     table = file.read(path)
     for name, size in sizes.items():
@@ -124,7 +124,7 @@ def estimate(parsed: argparse.Namespace) -> int:
             asked=f"--batch {parsed.batch}",
             fix=f"--generate 512+128 --batch {parsed.batch}",
         )
-    from spmdtrain.planner.hardware import hardware as named_hardware
+    from spmdtrain.planner.cost.hardware import hardware as named_hardware
 
     hardware = named_hardware(parsed.hardware)
     config = load(parsed.config, parsed.set)
@@ -139,7 +139,8 @@ def estimate(parsed: argparse.Namespace) -> int:
 
 
 def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
-    from spmdtrain.planner import anchor, deviceless, report, traffic
+    from spmdtrain.planner import anchor, deviceless, report
+    from spmdtrain.planner.cost import traffic
     from spmdtrain.planner.estimate import estimate as estimate_config
     from spmdtrain.planner.estimate import with_vocab
     from spmdtrain.planner.own_model import describe
@@ -207,7 +208,7 @@ def plan(parsed: argparse.Namespace) -> int:
     """Print the best layouts on some devices; with --rules, the best rules of one mesh."""
     _refuse_together(parsed, "rules", "top", "compile")
     _refuse_together(parsed, "top", "compile")
-    from spmdtrain.planner.hardware import hardware as named_hardware
+    from spmdtrain.planner.cost.hardware import hardware as named_hardware
 
     hardware = named_hardware(parsed.hardware)
     config = load(parsed.config, parsed.set)
@@ -239,7 +240,7 @@ def _plan_layout(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardw
 def _plan_compiled(parsed: argparse.Namespace, plans: "Sequence[Plan]") -> int:
     from spmdtrain.planner import deviceless, report
     from spmdtrain.planner.compiled_plans import compile_plans
-    from spmdtrain.planner.hardware import hardware as named_hardware
+    from spmdtrain.planner.cost.hardware import hardware as named_hardware
 
     # A missing compiler is one line now, not a reason beside every layout.
     deviceless.described_devices(named_hardware(parsed.hardware), parsed.devices)

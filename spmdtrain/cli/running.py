@@ -12,13 +12,13 @@ from spmdtrain.cli.devices import start_jax
 from spmdtrain.cli.outputs import write_picture
 from spmdtrain.cli.prompts import as_json, read_prompts
 from spmdtrain.config import DONE, PREEMPTED, ConfigError, UserError, load, to_toml
-from spmdtrain.parallel import pulse
-from spmdtrain.parallel.scheduler import is_first
-from spmdtrain.running import stages
+from spmdtrain.processes import pulse
+from spmdtrain.processes.scheduler import is_first
+from spmdtrain.running.report import stages
 
 if TYPE_CHECKING:
     from spmdtrain.config.schema import RunConfig
-    from spmdtrain.running.memory import OutOfMemoryError
+    from spmdtrain.running.guards.memory import OutOfMemoryError
 
 
 def train(parsed: argparse.Namespace) -> int:
@@ -26,13 +26,13 @@ def train(parsed: argparse.Namespace) -> int:
     pulse.begin()
     config = load(parsed.config, parsed.set)
     if parsed.print_config:
-        from spmdtrain.parallel import xla_flags
+        from spmdtrain.processes import xla_flags
 
         print(f"{xla_flags.as_comment()}\n{to_toml(config)}", end="")
         return DONE
     directory = parsed.run or f"runs/{Path(parsed.config).stem}"
     if parsed.hardware is not None:
-        from spmdtrain.planner.hardware import hardware
+        from spmdtrain.planner.cost.hardware import hardware
 
         hardware(parsed.hardware)  # a typo is refused before devices are looked for
     with stages.shown(quiet=not is_first(parsed.process)):
@@ -43,7 +43,7 @@ def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> i
     stages.enter("starting jax")
     start_jax(parsed)
     from spmdtrain.running.loop import run
-    from spmdtrain.running.memory import OutOfMemoryError
+    from spmdtrain.running.guards.memory import OutOfMemoryError
 
     prediction = _prediction(config, parsed.hardware)
     try:
@@ -79,8 +79,8 @@ def _prediction(config, name: str | None):
     import jax
 
     from spmdtrain.planner.estimate import estimate
-    from spmdtrain.planner.hardware import NAME_OF_DEVICE_KIND, hardware
-    from spmdtrain.running.summary import Prediction
+    from spmdtrain.planner.cost.hardware import NAME_OF_DEVICE_KIND, hardware
+    from spmdtrain.running.report.summary import Prediction
 
     known = name or NAME_OF_DEVICE_KIND.get(jax.devices()[0].device_kind)
     if known is None:
@@ -98,8 +98,8 @@ def show(parsed: argparse.Namespace) -> int:
     """Print the config, the mesh and every parameter; with --svg, draw which devices hold what."""
     config = load(parsed.config, parsed.set)
     start_jax(parsed, alone=True)
-    from spmdtrain.running import sharding_svg
-    from spmdtrain.running import show as shown
+    from spmdtrain.show import sharding_svg
+    from spmdtrain.show import show as shown
 
     if parsed.svg is not None:
         write_picture(parsed.svg, sharding_svg.svg(shown.setup_of(config)))
@@ -118,7 +118,7 @@ def sample(parsed: argparse.Namespace) -> int:
     """Print text that a trained run generates."""
     prompts = read_prompts(parsed)
     with _waiting(parsed, f"reading {parsed.run} and writing on"):
-        from spmdtrain.running import sample
+        from spmdtrain.inference import sample
 
         choice = sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p)
         texts = sample.generate(
@@ -150,7 +150,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
         start_jax(parsed)
         return _evaluate_tasks(parsed)
     with _waiting(parsed, f"evaluating {parsed.run}"):
-        from spmdtrain.running.evaluate import evaluate
+        from spmdtrain.inference.evaluate import evaluate
 
         found = evaluate(
             parsed.run,
@@ -197,7 +197,7 @@ def _source_loss(found: dict, source: str) -> str:
 
 
 def _evaluate_tasks(parsed: argparse.Namespace) -> int:
-    from spmdtrain.running.harness import evaluate_tasks
+    from spmdtrain.inference.harness import evaluate_tasks
 
     found = evaluate_tasks(
         parsed.run,

@@ -18,14 +18,14 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
-from spmdtrain.data.compressed import COMPRESSIONS
-from spmdtrain.data.documents import command_to_prepare, format_of
-from spmdtrain.data.files import find_files, read_text
-from spmdtrain.data.foreign_tokens import ForeignTokens, is_foreign, open_foreign
-from spmdtrain.data.rows import Concatenated, StoredRow, reading
+from spmdtrain.data.texts.compressed import COMPRESSIONS
+from spmdtrain.data.texts.documents import command_to_prepare, format_of
+from spmdtrain.data.texts.files import find_files, read_text
+from spmdtrain.data.token_files.foreign_tokens import ForeignTokens, is_foreign, open_foreign
+from spmdtrain.data.token_files.rows import Concatenated, StoredRow, reading
 from spmdtrain.data.shuffle import random_bits
-from spmdtrain.data.tokenizer import Tokenizer, from_spec, open_tokenizer, tokenizer_fingerprint
-from spmdtrain.data.tokens import (
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec, open_tokenizer, tokenizer_fingerprint
+from spmdtrain.data.token_files.tokens import (
     DTYPES,
     TokenSource,
     beyond_vocabulary,

@@ -15,7 +15,7 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.corpus import Corpus, open_corpus
-from spmdtrain.data.cut_files import cut_shared_files
+from spmdtrain.data.token_files.cut_files import cut_shared_files
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixture import Mixture, mix

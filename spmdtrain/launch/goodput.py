@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypedDict
 
-from spmdtrain.parallel import pulse
+from spmdtrain.processes import pulse
 
 DOWN = "down"  # from the end of an attempt to the begin of the next
 HANG = "hang"  # from the last word of a process that hangs to its end

@@ -31,8 +31,8 @@ from spmdtrain.launch.goodput import DOWN, Goodput
 from spmdtrain.launch.patience import Patience
 from spmdtrain.launch.place import Place
 from spmdtrain.launch.ranks import Rank, Ranks
-from spmdtrain.parallel import closed_outputs, pulse
-from spmdtrain.parallel.signals import COMMANDS
+from spmdtrain.processes import closed_outputs, pulse
+from spmdtrain.processes.signals import COMMANDS
 
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL_SECONDS = 0.1

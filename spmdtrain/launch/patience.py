@@ -4,7 +4,7 @@ The limit of a phase is FACTOR times the longest that it has taken so far, and n
 floor: the rule of NVIDIA's nvidia-resiliency-ext for its heartbeats.
 """
 
-from spmdtrain.parallel import pulse
+from spmdtrain.processes import pulse
 
 FACTOR = 5
 STEP_SECONDS = 60.0

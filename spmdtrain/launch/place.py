@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.scheduler import starts_a_launcher_each
+from spmdtrain.processes.scheduler import starts_a_launcher_each
 
 HOSTS = "SPMDTRAIN_HOSTS"
 HOST = "SPMDTRAIN_HOST"

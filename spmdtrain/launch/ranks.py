@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spmdtrain.parallel import pulse
+from spmdtrain.processes import pulse
 
 STACKS_SECONDS = 2.0  # for the stacks of all processes to be printed
 TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL

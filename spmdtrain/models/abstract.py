@@ -27,7 +27,7 @@ from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
 from spmdtrain.parallel.gather import WeightGather, gathered_axes
-from spmdtrain.parallel.pipeline.layout import Layout, lay_out
+from spmdtrain.pipeline.layout import Layout, lay_out
 from spmdtrain.parallel.specs import drop_axes
 
 Axes = tuple[str | None, ...]

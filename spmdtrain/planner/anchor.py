@@ -14,7 +14,7 @@ from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.mesh import AXES
 from spmdtrain.planner.estimate import estimate_on_mesh
-from spmdtrain.planner.hardware import Hardware
+from spmdtrain.planner.cost.hardware import Hardware
 
 
 def anchor_scale(run: Path, hardware: Hardware) -> float:

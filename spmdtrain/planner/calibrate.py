@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import StorageError
-from spmdtrain.planner.hardware import DEVICES, NAME_OF_DEVICE_KIND, Hardware
-from spmdtrain.planner.software import LINK_SHARE, MEMORY_SHARE
+from spmdtrain.planner.cost.hardware import DEVICES, NAME_OF_DEVICE_KIND, Hardware
+from spmdtrain.planner.cost.software import LINK_SHARE, MEMORY_SHARE
 
 LONGEST = 0.3  # seconds that one timed call may take before sizes stop growing
 REPEATS = 5

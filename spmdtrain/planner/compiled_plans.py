@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmdtrain.planner.memory import SAFE_SHARE
+from spmdtrain.planner.cost.memory import SAFE_SHARE
 from spmdtrain.planner.plan import Plan
 
 LONGEST = 1200  # seconds for one layout; 1T over 3072 devices takes about 60

@@ -16,7 +16,7 @@ from typing import Any
 from pallas_kernels import gpus
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.hardware import Hardware, devices_per_host
+from spmdtrain.planner.cost.hardware import Hardware, devices_per_host
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> 
     The last two are None where they cannot be read off the text, as where XLA does not say how
     often a loop runs; `unread` is the reason. `model.vocab` must be set.
     """
-    from spmdtrain.parallel import hlo
+    from spmdtrain.compiled import hlo
 
     start = time.perf_counter()
     made, mesh = executable(config, sizes, device)

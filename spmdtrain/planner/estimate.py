@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.hardware import Hardware, described, devices_per_host, swept
-from spmdtrain.planner.memory import Memory, exact_state, step_memory
-from spmdtrain.planner.overlap import hidden_shares
+from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host, swept
+from spmdtrain.planner.cost.memory import Memory, exact_state, step_memory
+from spmdtrain.planner.cost.overlap import hidden_shares
 from spmdtrain.planner.own_model import OwnModel
-from spmdtrain.planner.software import Software, software
-from spmdtrain.planner.step_time import StepTime, step_time
-from spmdtrain.planner.workload import Workload, workload_of
-from spmdtrain.train.checkpoint_interval import CheckpointPlan, plan_checkpoints
+from spmdtrain.planner.cost.software import Software, software
+from spmdtrain.planner.cost.step_time import StepTime, step_time
+from spmdtrain.planner.cost.workload import Workload, workload_of
+from spmdtrain.checkpoints.intervals import CheckpointPlan, plan_checkpoints
 
 if TYPE_CHECKING:
-    from spmdtrain.train.optimizers import Optimizer
+    from spmdtrain.train.updates.optimizers import Optimizer
 
 # Bytes/s from a device into its host's memory: PCIe 4 x16, less overhead.
 TO_HOST_BANDWIDTH = 25e9

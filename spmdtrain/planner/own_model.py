@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.flops import model_flops_per_token
-from spmdtrain.planner.workload import MeshShape, ModelShape, Workload, model_shape
+from spmdtrain.planner.cost.flops import model_flops_per_token
+from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, model_shape
 
 if TYPE_CHECKING:
-    from spmdtrain.train.optimizers import Optimizer
+    from spmdtrain.train.updates.optimizers import Optimizer
 
 
 class OwnState(NamedTuple):
@@ -65,8 +65,8 @@ class OwnModel:
         import jax
 
         from spmdtrain.models.abstract import build_model, cast
-        from spmdtrain.train import optimizers
-        from spmdtrain.train.shipped_optimizers import shipped_rules
+        from spmdtrain.train.updates import optimizers
+        from spmdtrain.train.updates.shipped_optimizers import shipped_rules
 
         config = self._config
         model = build_model(config, self._make, stages, chunks)

@@ -24,15 +24,15 @@ from dataclasses import dataclass, replace
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.collective_time import all_gather_seconds, all_reduce_seconds
+from spmdtrain.planner.cost.collective_time import all_gather_seconds, all_reduce_seconds
 from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
-from spmdtrain.planner.hardware import Hardware
-from spmdtrain.planner.layer_time import half_time
-from spmdtrain.planner.memory import SAFE_SHARE, exact_state, step_memory
-from spmdtrain.planner.overlap import exposed
-from spmdtrain.planner.software import Software
-from spmdtrain.planner.step_time import vocabulary_seconds
-from spmdtrain.planner.workload import Group, Workload, workload_of
+from spmdtrain.planner.cost.hardware import Hardware
+from spmdtrain.planner.cost.layer_time import half_time
+from spmdtrain.planner.cost.memory import SAFE_SHARE, exact_state, step_memory
+from spmdtrain.planner.cost.overlap import exposed
+from spmdtrain.planner.cost.software import Software
+from spmdtrain.planner.cost.step_time import vocabulary_seconds
+from spmdtrain.planner.cost.workload import Group, Workload, workload_of
 
 # Way -> layout of the kind's input, and of that input's gradient.
 TAKES = {"split": "whole", "whole": "whole", "tokens": "time"}

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.memory import closed_form_state, step_memory
-from spmdtrain.planner.workload import workload_of
+from spmdtrain.planner.cost.memory import closed_form_state, step_memory
+from spmdtrain.planner.cost.workload import workload_of
 
 ROOM = 0.97  # of the memory that is there, as predictions are a few per cent off
 

@@ -20,11 +20,11 @@ import spmdtrain
 from spmdtrain.config.errors import CheckpointError, ConfigError, DataError, UserError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
-from spmdtrain.parallel.processes import said_by_all
-from spmdtrain.running.checkpoint import newest_step
-from spmdtrain.running.checkpoint_meta import MOST_NAMED
-from spmdtrain.running.identity import code_of, settings_of
-from spmdtrain.running.model_code import qualified_name, source_hash
+from spmdtrain.processes.processes import said_by_all
+from spmdtrain.checkpoints.store import newest_step
+from spmdtrain.checkpoints.meta import MOST_NAMED
+from spmdtrain.checkpoints.identity import code_of, settings_of
+from spmdtrain.checkpoints.model_code import qualified_name, source_hash
 from spmdtrain.train.setup import Setup
 
 # What is compared: name -> value. A name says all that a person needs to find its value.

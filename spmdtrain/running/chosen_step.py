@@ -4,10 +4,10 @@ from pathlib import Path
 
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.running.checkpoint import QUARANTINE, Checkpoints, steps_in
-from spmdtrain.running.reporter import Reporter
-from spmdtrain.running.restore import read_step
-from spmdtrain.running.resume import Found, newest_good
+from spmdtrain.checkpoints.store import QUARANTINE, Checkpoints, steps_in
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.checkpoints.restore import read_step
+from spmdtrain.checkpoints.newest import Found, newest_good
 from spmdtrain.train.state import TrainState
 
 

@@ -12,8 +12,8 @@ import jax
 from jax.experimental import multihost_utils
 
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
-from spmdtrain.running.checkpoint import newest_step
-from spmdtrain.running.suspicion import strange_in
+from spmdtrain.checkpoints.store import newest_step
+from spmdtrain.checkpoints.hostile import strange_in
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdtrain.config.schema import EvalConfig
-from spmdtrain.running.checkpoint_meta import Meta
+from spmdtrain.checkpoints.meta import Meta
 
 
 class EarlyStop:

@@ -22,17 +22,18 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel import hlo, pulse
-from spmdtrain.running import stages, summary
+from spmdtrain.compiled import hlo
+from spmdtrain.processes import pulse
+from spmdtrain.running.report import stages, summary
 from spmdtrain.running.agreement import check_model, check_program, check_start
-from spmdtrain.running.checkpoint import Checkpoints, newest_step
-from spmdtrain.running.checkpoint_meta import has_fingerprints
+from spmdtrain.checkpoints.store import Checkpoints, newest_step
+from spmdtrain.checkpoints.meta import has_fingerprints
 from spmdtrain.running.chosen_step import check_chosen, chosen_or_newest, set_aside_later
 from spmdtrain.running.directory import check_source, open_directory
 from spmdtrain.running.early_stop import EarlyStop
 from spmdtrain.running.elastic import adapt
-from spmdtrain.running.guard import GoBack, Guard, Record
-from spmdtrain.running.identity import (
+from spmdtrain.running.guards.bad_steps import GoBack, Guard, Record
+from spmdtrain.checkpoints.identity import (
     changes,
     check_identity,
     code_of,
@@ -41,30 +42,30 @@ from spmdtrain.running.identity import (
     identity,
     model_changes,
 )
-from spmdtrain.running.interrupt import Interrupt
-from spmdtrain.running.json_lines import write_document
-from spmdtrain.running.memory import MemoryGuard
-from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figures
-from spmdtrain.running.model_code import check_model_code
+from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.report.json_lines import write_document
+from spmdtrain.running.guards.memory import MemoryGuard
+from spmdtrain.running.report.metrics import OneLate, StepClock, peak_flops, step_figures
+from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.running.other_run import naming_settings, recorded
-from spmdtrain.running.profile import profiled
-from spmdtrain.running.progress import Progress, quantity
-from spmdtrain.running.replicas import ReplicaCheck
-from spmdtrain.running.reporter import Hook, Reporter, check
-from spmdtrain.running.restore import read_newest_good
-from spmdtrain.running.resume import Found, set_aside_damaged
-from spmdtrain.running.retention import Retention
+from spmdtrain.running.report.profile import profiled
+from spmdtrain.running.report.progress import Progress, quantity
+from spmdtrain.running.guards.replicas import ReplicaCheck
+from spmdtrain.running.report.reporter import Hook, Reporter, check
+from spmdtrain.checkpoints.restore import read_newest_good
+from spmdtrain.checkpoints.newest import Found, set_aside_damaged
+from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.running.rollback import go_back
 from spmdtrain.running.save_interval import SaveInterval
 from spmdtrain.running.saves import Saves
-from spmdtrain.running.sinks import MakeSink
-from spmdtrain.running.stragglers import Stragglers
-from spmdtrain.running.summary import Prediction
+from spmdtrain.running.report.sinks import MakeSink
+from spmdtrain.running.guards.stragglers import Stragglers
+from spmdtrain.running.report.summary import Prediction
 from spmdtrain.train import evaluation
 from spmdtrain.train.batch import to_devices
-from spmdtrain.train.grad_pipeline import describe
-from spmdtrain.train.learning_rates import Schedule
-from spmdtrain.train.optimizers import Optimizer
+from spmdtrain.train.gradients.grad_pipeline import describe
+from spmdtrain.train.updates.learning_rates import Schedule
+from spmdtrain.train.updates.optimizers import Optimizer
 from spmdtrain.train.setup import Setup, init_state, placed, shard, with_weights
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_step

@@ -11,14 +11,14 @@ from typing import Any
 
 from spmdtrain.config.errors import CheckpointError, UnfitError
 from spmdtrain.data.source import Data
-from spmdtrain.running.identity import (
+from spmdtrain.checkpoints.identity import (
     changes,
     check_identity,
     flat,
     refuse_other_settings,
     settings_of,
 )
-from spmdtrain.running.restore import read_document
+from spmdtrain.checkpoints.restore import read_document
 from spmdtrain.train.setup import Setup
 
 # Settings that change no leaf, but may well differ on the way.

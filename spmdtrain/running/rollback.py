@@ -1,9 +1,9 @@
 """Takes a run back to a checkpoint from before its bad steps, and leaves out their samples."""
 
-from spmdtrain.parallel import pulse
-from spmdtrain.running.guard import GoBack
-from spmdtrain.running.reporter import Reporter
-from spmdtrain.running.resume import newest_good, set_aside_damaged
+from spmdtrain.processes import pulse
+from spmdtrain.running.guards.bad_steps import GoBack
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.checkpoints.newest import newest_good, set_aside_damaged
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState

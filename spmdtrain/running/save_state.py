@@ -8,12 +8,12 @@ import jax
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import Source, Tokens, open_data
-from spmdtrain.running.checkpoint import Checkpoints, newest_step
+from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.running.directory import open_directory
-from spmdtrain.running.guard import Record
-from spmdtrain.running.identity import config_document, identity
-from spmdtrain.running.json_lines import write_document
-from spmdtrain.running.retention import Retention
+from spmdtrain.running.guards.bad_steps import Record
+from spmdtrain.checkpoints.identity import config_document, identity
+from spmdtrain.running.report.json_lines import write_document
+from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.train.setup import Setup, placed
 from spmdtrain.train.state import TrainState
 

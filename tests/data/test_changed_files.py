@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from spmdtrain.config import load
 from spmdtrain.config.errors import CheckpointError, DataError
-from spmdtrain.data.blocks import BLOCK_BYTES, BLOCKS, COVERED, hash_of_blocks
+from spmdtrain.data.token_files.blocks import BLOCK_BYTES, BLOCKS, COVERED, hash_of_blocks
 from spmdtrain.data.corpus import token_corpus
-from spmdtrain.data.encode import Encoded
+from spmdtrain.data.prepare.encode import Encoded
 from spmdtrain.data.source import CorpusData, open_data
-from spmdtrain.data.token_writer import TokenWriter
-from spmdtrain.data.tokenizer import open_tokenizer
-from spmdtrain.running.identity import check_identity, identity
+from spmdtrain.data.prepare.token_writer import TokenWriter
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
+from spmdtrain.checkpoints.identity import check_identity, identity
 from spmdtrain.train.setup import shard
 
 TOKENS = 5000
@@ -137,7 +137,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_line(
     name, size, most_open, tmp_path, monkeypatch
 ):
     """And the process lives: of a mapped file it would be killed."""
-    monkeypatch.setattr("spmdtrain.data.rows.MOST_OPEN", most_open)
+    monkeypatch.setattr("spmdtrain.data.token_files.rows.MOST_OPEN", most_open)
     write(tmp_path / "a")
     (tmp_path / "c.toml").write_text(CONFIG + '[data]\ncorpus = "tokens"\n')
     config = load(tmp_path / "c.toml", [f"data.path={tmp_path}/a.bin"])

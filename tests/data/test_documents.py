@@ -14,12 +14,12 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config.errors import DataError
-from spmdtrain.data import encode, shards
+from spmdtrain.data.prepare.prepare import encode, shards
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import token_corpus
-from spmdtrain.data.documents import find_inputs, read_chunks, values_of
-from spmdtrain.data.prepare import Job, prepare
-from spmdtrain.data.tokens import _read_shared, open_tokens
+from spmdtrain.data.texts.documents import find_inputs, read_chunks, values_of
+from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.token_files.tokens import _read_shared, open_tokens
 
 DOCUMENTS = ["to be", "", "or not\nto be", "dass ist die Fräge", "x" * 50]
 END = 255  # of bytes
@@ -111,7 +111,7 @@ def test_documents_of_every_format_end_with_the_end_of_text(name, tmp_path, caps
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_reader_goes_on_behind_any_row(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("spmdtrain.data.documents.CHUNK_BYTES", 20)  # several chunks to a file
+    monkeypatch.setattr("spmdtrain.data.texts.documents.CHUNK_BYTES", 20)  # several chunks to a file
     WRITERS[name](tmp_path / name)
     files = find_inputs([str(tmp_path / name)])
     split_on = "<|end|>" if name == "a.txt" else None
@@ -256,7 +256,7 @@ def uninterrupted(lines, tmp_path_factory) -> dict[str, bytes]:
 
 
 def test_processes_and_shards_change_nothing(lines, uninterrupted, tmp_path, monkeypatch):
-    monkeypatch.setattr("spmdtrain.data.documents.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("spmdtrain.data.texts.documents.CHUNK_BYTES", 2000)
     prepare(sharded(lines, tmp_path, workers=2))
     assert shard_bytes(tmp_path) == uninterrupted and len(uninterrupted) == 3 * 10
     prepare(Job([str(lines / "*.jsonl")], str(tmp_path / "whole")))
@@ -297,7 +297,7 @@ def test_shards_share_the_content_of_their_tokenizer(lines, tmp_path, tokenizer_
 def test_an_interrupted_prepare_goes_on_behind_its_last_shard(
     lines, uninterrupted, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("spmdtrain.data.documents.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("spmdtrain.data.texts.documents.CHUNK_BYTES", 2000)
     finish = shards.Output._end_shard
 
     def killed_at(number):
@@ -334,13 +334,13 @@ def test_an_interrupted_prepare_goes_on_behind_its_last_shard(
 def test_a_kill_in_the_middle_of_a_shard_costs_that_shard_alone(lines, uninterrupted, tmp_path):
     """Killed for good, with two workers, which must not outlive it."""
     code = (
-        "import sys, time, spmdtrain.data.shards as s; from spmdtrain.data.prepare import *\n"
+        "import sys, time, spmdtrain.data.prepare.shards as s; from spmdtrain.data.prepare.prepare import *\n"
         "if __name__ == '__main__':\n"
         "    write = s.Output.write\n"
         "    def slow(self, *a): write(self, *a); "
         "print(len(self.summaries), flush=True); time.sleep(0.3)\n"
         "    s.Output.write = slow\n"
-        "    import spmdtrain.data.documents as d; d.CHUNK_BYTES = 4000\n"
+        "    import spmdtrain.data.texts.documents as d; d.CHUNK_BYTES = 4000\n"
         "    prepare(Job([sys.argv[1]], sys.argv[2], shard_tokens=3000, workers=2))\n"
     )
     script = tmp_path / "killed.py"
@@ -411,7 +411,7 @@ def test_conversations_have_their_loss_on_the_answers(tmp_path):
 @pytest.mark.parametrize("most_open", [0, 100])
 def test_batches_of_conversations_count_the_answers_as_targets(most_open, tmp_path, monkeypatch):
     """Beside a text, all of which counts."""
-    monkeypatch.setattr("spmdtrain.data.rows.MOST_OPEN", most_open)
+    monkeypatch.setattr("spmdtrain.data.token_files.rows.MOST_OPEN", most_open)
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     (tmp_path / "text.txt").write_text("text")
     prepare(

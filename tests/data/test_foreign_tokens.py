@@ -11,8 +11,8 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.corpus import open_corpus
 from spmdtrain.data.source import open_data
-from spmdtrain.data.token_writer import write_tokens
-from spmdtrain.data.tokenizer import open_tokenizer
+from spmdtrain.data.prepare.token_writer import write_tokens
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 
 IDS = np.arange(100) % 61
 DOCUMENTS = [[20, 30], [], [7], [40, 3]]  # lengths of the sequences of each document

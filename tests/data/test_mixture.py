@@ -13,8 +13,8 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.data import mixture as mixture_module
 from spmdtrain.data.mixture import LONGEST_PERIOD, Mixture, mix
 from spmdtrain.data.source import open_data
-from spmdtrain.data.token_writer import write_tokens
-from spmdtrain.data.tokenizer import open_tokenizer
+from spmdtrain.data.prepare.token_writer import write_tokens
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 from spmdtrain.running import loop
 
 COUNTS = st.lists(st.integers(1, 30), min_size=1, max_size=6)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
-from spmdtrain.data.blocks import BLOCK_BYTES, COVERED
+from spmdtrain.data.token_files.blocks import BLOCK_BYTES, COVERED
 from spmdtrain.data.corpus import Corpus, open_corpus
 
 RNG = np.random.default_rng(0)

@@ -7,8 +7,8 @@ import pytest
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.data.prepare import Job, prepare
-from spmdtrain.data.tokenizer import ByteTokenizer
+from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
 
 
 def job(*paths, out, **options):
@@ -65,7 +65,7 @@ def test_a_wrong_file_leaves_no_token_file(texts):
 
 def test_a_document_that_takes_long_leaves_lines_too(texts, monkeypatch, capsys):
     """The reader of this test waits in the middle of the work for a second line."""
-    monkeypatch.setattr("spmdtrain.data.progress.SILENCE", 0.01)
+    monkeypatch.setattr("spmdtrain.data.prepare.progress.SILENCE", 0.01)
     heard = []
 
     def hear(*words, **options):
@@ -74,7 +74,7 @@ def test_a_document_that_takes_long_leaves_lines_too(texts, monkeypatch, capsys)
         two.set() if len(heard) == 2 else None
 
     two = threading.Event()
-    monkeypatch.setattr("spmdtrain.data.progress.print", hear, raising=False)
+    monkeypatch.setattr("spmdtrain.data.prepare.progress.print", hear, raising=False)
     encode = ByteTokenizer.encode_batch
 
     def slow(self, texts, **options):

@@ -12,9 +12,9 @@ from spmdtrain.config import RunConfig
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import Range, split
 from spmdtrain.data.corpus import Corpus, token_corpus
-from spmdtrain.data.encode import Encoded
+from spmdtrain.data.prepare.encode import Encoded
 from spmdtrain.data.source import open_data
-from spmdtrain.data.token_writer import TokenWriter
+from spmdtrain.data.prepare.token_writer import TokenWriter
 
 FILES = "abcde"
 VOCAB = 100_000

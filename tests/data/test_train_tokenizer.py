@@ -3,8 +3,8 @@ import json
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.data.tokenizer import open_tokenizer
-from spmdtrain.data.tokens import open_tokens
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
+from spmdtrain.data.token_files.tokens import open_tokens
 
 pytest.importorskip("tokenizers")
 

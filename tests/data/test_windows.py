@@ -6,10 +6,10 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from spmdtrain.data import huggingface_tokenizer, windows
-from spmdtrain.data.huggingface_tokenizer import HuggingFaceTokenizer
-from spmdtrain.data.offsets import Encoding
-from spmdtrain.data.windows import encode_in_windows, grouped
+from spmdtrain.data.tokenizers import huggingface_tokenizer, windows
+from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from spmdtrain.data.tokenizers.offsets import Encoding
+from spmdtrain.data.tokenizers.windows import encode_in_windows, grouped
 
 tokenizers = pytest.importorskip("tokenizers")
 PRE = tokenizers.pre_tokenizers

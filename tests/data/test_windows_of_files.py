@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import Corpus, token_corpus
-from spmdtrain.data.encode import Encoded
+from spmdtrain.data.prepare.encode import Encoded
 from spmdtrain.data.packing import PackedStream, PackedWindows
-from spmdtrain.data.token_writer import TokenWriter
-from spmdtrain.data.tokenizer import open_tokenizer
+from spmdtrain.data.prepare.token_writer import TokenWriter
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 
 PAGE = mmap.PAGESIZE // 2  # tokens of uint16 in a page of memory
 # At a page's end, one token off it, and anywhere.

@@ -13,7 +13,7 @@ from orbax.checkpoint._src.checkpointers import async_checkpointer
 from faults.runs import SMALLEST, acknowledged, losses
 from faults.turns import Figures, Turns
 from spmdtrain.running import loop
-from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.checkpoints.store import Checkpoints
 
 STEP_SECONDS = 0.05
 SLOWER = 1.0  # seconds that a save takes longer than on a disk that is there

@@ -33,8 +33,8 @@ from spmdtrain.data.source import open_data
 from spmdtrain.launch.launch import EXIT_SECONDS
 from spmdtrain.launch.ranks import TERM_SECONDS
 from spmdtrain.running import loop
-from spmdtrain.running.checkpoint import Checkpoints
-from spmdtrain.running.resume import newest_good
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.newest import newest_good
 from spmdtrain.train.setup import shard
 
 EACH_STEP = (ENDLESS, "checkpoint.every=1", *SMALLEST)

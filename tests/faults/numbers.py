@@ -20,7 +20,7 @@ from faults.turns import Figures, Turns
 from faults.two_processes import STEP
 from spmdtrain.config import CorruptedError
 from spmdtrain.running import loop
-from spmdtrain.running.replicas import ReplicaCheck
+from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.train.setup import init_state, shard
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from spmdtrain.parallel import processes
+from spmdtrain.processes import processes
 
 SLOW = 1  # the process
 BROKEN = (1, 1)  # the process, and which of its devices

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from random_schedules import waiting_table
 
-from spmdtrain.parallel.pipeline.check import LETTERS
-from spmdtrain.parallel.pipeline.schedule import Table
+from spmdtrain.pipeline.check import LETTERS
+from spmdtrain.pipeline.schedule import Table
 
 ROOM = "runs/fuzz"  # below the repository
 NAME = re.compile(rf"{ROOM}/random-(\d+)-p(\d+)-v(\d+)-m(\d+)(-split)?\.csv")

@@ -31,9 +31,10 @@ from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
 from fuzz.shrink import shrunk, spoken
 from spmdtrain.config import load
 from spmdtrain.parallel import reduce
-from spmdtrain.parallel.pipeline.choose import choose_table
+from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.running import loop
-from spmdtrain.train import grad_accumulation, loss, setup
+from spmdtrain.train import setup
+from spmdtrain.train.gradients import grad_accumulation, loss
 
 pytestmark = pytest.mark.long
 

@@ -25,7 +25,7 @@ from fuzz_data.texts import LAST_POINT
 from fuzz_data.wrong import Wrong
 from spmdtrain import cli
 from spmdtrain.config.errors import UserError
-from spmdtrain.data import documents
+from spmdtrain.data.texts import documents
 
 REFUSALS = (4, 5, 10)  # exit codes of the command line
 LONGEST_LINE = 3000  # characters of a refusal

@@ -23,7 +23,7 @@ from spmdtrain.config.errors import DataError  # noqa: E402
 from spmdtrain.data import prepare  # noqa: E402
 from spmdtrain.data.batches import EvalWindows  # noqa: E402
 from spmdtrain.data.corpus import Corpus  # noqa: E402
-from spmdtrain.data.token_writer import TokenWriter  # noqa: E402
+from spmdtrain.data.prepare.token_writer import TokenWriter  # noqa: E402
 
 ENOUGH = 150  # cases, among which each planted fault shows
 SLICE = 500  # cases that every run of the tests examines

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels import gpus
-from spmdtrain.planner.hardware import BOXES, DEVICES
+from spmdtrain.planner.cost.hardware import BOXES, DEVICES
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +33,8 @@ from pallas_kernels import choose
 from pallas_kernels.backends import mosaic
 from spmdtrain.cli import main
 from spmdtrain.planner import deviceless
-from spmdtrain.planner.hardware import NAME_OF_DEVICE_KIND, hardware
-from spmdtrain.running.metrics import peak_flops
+from spmdtrain.planner.cost.hardware import NAME_OF_DEVICE_KIND, hardware
+from spmdtrain.running.report.metrics import peak_flops
 
 for module in (choose, mosaic):
     module.device_kind = lambda: "Zeta Z900"

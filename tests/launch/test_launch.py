@@ -19,7 +19,7 @@ from spmdtrain.launch import ranks
 from spmdtrain.launch.goodput import Goodput
 from spmdtrain.launch.patience import FACTOR, Patience
 from spmdtrain.launch.place import Place, find_place
-from spmdtrain.parallel import pulse
+from spmdtrain.processes import pulse
 
 WORKER = Path(__file__).parent / "worker.py"
 DONE, PREEMPTED, HANG, LOST = 0, 3, HangError.exit_code, PeerLostError.exit_code

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from spmdtrain.parallel import pulse
+from spmdtrain.processes import pulse
 
 STEPS = int(os.environ.get("WORKER_STEPS", 12))
 EVERY = 4

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config import ConfigError
-from spmdtrain.parallel import hlo
+from spmdtrain.compiled import hlo
 from spmdtrain.parallel.collective_matmul import Ring, gather_matmul, matmul_scatter
 from spmdtrain.parallel.tensor_matmul import make_find_ring
-from spmdtrain.planner.traffic import needed_traffic
-from spmdtrain.planner.workload import workload_of
+from spmdtrain.planner.cost.traffic import needed_traffic
+from spmdtrain.planner.cost.workload import workload_of
 
 RINGS = {  # devices of context -> ring
     1: Ring("tensor", P(None, "tensor", None), P(None, None, "tensor", None)),

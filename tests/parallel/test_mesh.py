@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import MeshConfig
 from spmdtrain.parallel.mesh import AXES, arrange, build_mesh, describe_mesh, fill, group_by_host
-from spmdtrain.parallel.processes import simulate_devices
+from spmdtrain.processes.processes import simulate_devices
 
 simulate_devices(8)
 

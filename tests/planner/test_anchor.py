@@ -6,7 +6,7 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config import load, resolved
-from spmdtrain.parallel import xla_flags
+from spmdtrain.processes import xla_flags
 from spmdtrain.parallel.mesh import AXES
 from spmdtrain.planner import deviceless, report
 

@@ -6,8 +6,8 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.planner import calibrate
-from spmdtrain.planner.hardware import hardware
-from spmdtrain.planner.software import LINK_SHARE, MEMORY_SHARE
+from spmdtrain.planner.cost.hardware import hardware
+from spmdtrain.planner.cost.software import LINK_SHARE, MEMORY_SHARE
 
 
 def test_calibrate_writes_a_file_that_estimate_reads(tmp_path, monkeypatch, capsys):

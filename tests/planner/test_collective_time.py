@@ -2,9 +2,9 @@
 
 import pytest
 
-from spmdtrain.planner.collective_time import all_gather_seconds, all_reduce_seconds
-from spmdtrain.planner.hardware import DEVICES
-from spmdtrain.planner.workload import Group
+from spmdtrain.planner.cost.collective_time import all_gather_seconds, all_reduce_seconds
+from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.cost.workload import Group
 
 A100 = DEVICES["a100-80"]
 

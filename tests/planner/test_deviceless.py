@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config import ConfigError, RunConfig
 from spmdtrain.planner import deviceless, report
-from spmdtrain.planner.hardware import DEVICES
-from spmdtrain.planner.memory import Memory
+from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.cost.memory import Memory
 
 pytestmark = pytest.mark.long
 

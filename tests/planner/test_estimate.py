@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.planner.hardware import DEVICES
+from spmdtrain.planner.cost.hardware import DEVICES
 
 H100 = DEVICES["h100"]
 

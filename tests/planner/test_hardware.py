@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spmdtrain.config import ConfigError
-from spmdtrain.planner.hardware import DEVICES, hardware, swept
+from spmdtrain.planner.cost.hardware import DEVICES, hardware, swept
 
 H100 = DEVICES["h100"]
 

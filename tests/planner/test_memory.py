@@ -10,9 +10,9 @@ from helpers import prepared, tiny
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import rematerialised, run_block
-from spmdtrain.parallel.pipeline.layer_vjp import LayerGradient
-from spmdtrain.planner import memory
-from spmdtrain.planner.workload import MeshShape, ModelShape, Workload, workload_of
+from spmdtrain.pipeline.layer_vjp import LayerGradient
+from spmdtrain.planner.cost import memory
+from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
 from spmdtrain.running import loop
 from spmdtrain.train.state import bytes_per_device
 

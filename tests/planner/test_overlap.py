@@ -6,8 +6,8 @@ import pytest
 
 from spmdtrain.config.schema import Llama, RunConfig
 from spmdtrain.planner.estimate import estimate
-from spmdtrain.planner.hardware import DEVICES
-from spmdtrain.planner.overlap import (
+from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.cost.overlap import (
     LOST_BESIDE_COLLECTIVES,
     Overlap,
     exposed,
@@ -15,9 +15,9 @@ from spmdtrain.planner.overlap import (
     hidden_shares,
     saving,
 )
-from spmdtrain.planner.software import software
-from spmdtrain.planner.step_time import step_time
-from spmdtrain.planner.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.software import software
+from spmdtrain.planner.cost.step_time import step_time
+from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
 
 H100 = DEVICES["h100"]
 OURS = software("spmdtrain", "h100")

@@ -12,14 +12,14 @@ from spmdtrain.config import ConfigError, load
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.choose import choose_model
 from spmdtrain.planner.estimate import estimate
-from spmdtrain.planner.hardware import DEVICES
-from spmdtrain.planner.memory import SAFE_SHARE, exact_state, step_memory
+from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.cost.memory import SAFE_SHARE, exact_state, step_memory
 from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.plan import plan as plan_config
 from spmdtrain.planner.plan import search
-from spmdtrain.planner.software import software
-from spmdtrain.planner.step_time import step_time
-from spmdtrain.planner.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.software import software
+from spmdtrain.planner.cost.step_time import step_time
+from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
 
 ROOT = Path(__file__).parent.parent.parent
 A100 = DEVICES["a100-80"]

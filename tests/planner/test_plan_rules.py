@@ -14,12 +14,12 @@ from helpers import trained
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, load
 from spmdtrain.planner import plan_rules
-from spmdtrain.planner.hardware import DEVICES
-from spmdtrain.planner.memory import SAFE_SHARE, step_memory
+from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.cost.memory import SAFE_SHARE, step_memory
 from spmdtrain.planner.plan_rules import LOGICAL_AXIS, STREAMS, TAKES, Assignment, assign
-from spmdtrain.planner.software import software
-from spmdtrain.planner.step_time import step_time
-from spmdtrain.planner.workload import Group, MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.software import software
+from spmdtrain.planner.cost.step_time import step_time
+from spmdtrain.planner.cost.workload import Group, MeshShape, ModelShape, Workload
 
 OURS = software("spmdtrain", "h100")
 H100 = DEVICES["h100"]

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmdtrain.planner import flops
-from spmdtrain.planner.megatron_memory import megatron_memory
-from spmdtrain.planner.memory import SAFE_SHARE, Memory
-from spmdtrain.planner.software import FITTED, software, software_table
-from spmdtrain.planner.step_time import step_time
-from spmdtrain.planner.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost import flops
+from spmdtrain.planner.cost.megatron_memory import megatron_memory
+from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory
+from spmdtrain.planner.cost.software import FITTED, software, software_table
+from spmdtrain.planner.cost.step_time import step_time
+from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
 
 HERE = Path(__file__).parents[2] / "benchmarks" / "planner"
 CONSTANTS = [value for value, _ in FITTED.values()]

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 
 from spmdtrain.config import ConfigError
-from spmdtrain.parallel.pipeline import schedule, timing
-from spmdtrain.planner.schedules import SCHEDULES, Pipeline, lockstep_seconds
+from spmdtrain.pipeline import schedule, timing
+from spmdtrain.planner.cost.schedules import SCHEDULES, Pipeline, lockstep_seconds
 
 
 def tables() -> Iterator[tuple[str, Pipeline, schedule.Table]]:

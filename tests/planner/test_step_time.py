@@ -7,15 +7,15 @@ import pytest
 
 from spmdtrain.config.schema import Llama, RunConfig
 from spmdtrain.models.size import train_flops_per_token
-from spmdtrain.parallel.pipeline import schedule, timing
-from spmdtrain.planner.collective_time import all_gather_seconds, ring_latency, send_seconds
-from spmdtrain.planner.flops import model_flops_per_token
-from spmdtrain.planner.hardware import DEVICES, swept
-from spmdtrain.planner.layer_time import layer_time
-from spmdtrain.planner.overlap import LOST_BESIDE_COLLECTIVES, Overlap
-from spmdtrain.planner.software import software
-from spmdtrain.planner.step_time import step_time
-from spmdtrain.planner.workload import Group, MeshShape, ModelShape, Workload, model_shape
+from spmdtrain.pipeline import schedule, timing
+from spmdtrain.planner.cost.collective_time import all_gather_seconds, ring_latency, send_seconds
+from spmdtrain.planner.cost.flops import model_flops_per_token
+from spmdtrain.planner.cost.hardware import DEVICES, swept
+from spmdtrain.planner.cost.layer_time import layer_time
+from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, Overlap
+from spmdtrain.planner.cost.software import software
+from spmdtrain.planner.cost.step_time import step_time
+from spmdtrain.planner.cost.workload import Group, MeshShape, ModelShape, Workload, model_shape
 
 H100 = DEVICES["h100"]
 OURS = software("spmdtrain", "h100")

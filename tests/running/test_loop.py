@@ -19,11 +19,11 @@ from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
 from spmdtrain.data.source import CorpusData
 from spmdtrain.running import loop
-from spmdtrain.running.interrupt import Interrupt
-from spmdtrain.running.json_lines import forget_after
-from spmdtrain.running.metrics import OneLate, StepClock, peak_flops, step_figures
-from spmdtrain.running.progress import Progress, duration, quantity, tell
-from spmdtrain.running.reporter import Reporter
+from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.report.json_lines import forget_after
+from spmdtrain.running.report.metrics import OneLate, StepClock, peak_flops, step_figures
+from spmdtrain.running.report.progress import Progress, duration, quantity, tell
+from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.setup import init_state, shard
 
 ONE = {"devices": jax.devices()[:1]}

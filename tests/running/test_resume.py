@@ -23,9 +23,9 @@ from spmdtrain.config.errors import DamagedError, DivergedError, StorageError
 from spmdtrain.data import batches, source
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
-from spmdtrain.running.checkpoint import Checkpoints
+from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.running.directory import only_run
-from spmdtrain.running.json_lines import forget_after
+from spmdtrain.running.report.json_lines import forget_after
 from spmdtrain.train.setup import shard
 
 pytestmark = pytest.mark.long

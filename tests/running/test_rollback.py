@@ -13,7 +13,8 @@ import pytest
 from helpers import assert_same_bits, tiny
 
 from spmdtrain.config.errors import ConfigError, DivergedError
-from spmdtrain.running import loop, restore, rollback
+from spmdtrain.checkpoints import restore
+from spmdtrain.running import loop, rollback
 from spmdtrain.train.setup import shard
 
 pytestmark = pytest.mark.long

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmdtrain.train.checkpoint_interval import (
+from spmdtrain.checkpoints.intervals import (
     best_interval,
     lost_share,
     plan_checkpoints,

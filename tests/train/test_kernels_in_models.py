@@ -95,10 +95,10 @@ import sys
 from spmdtrain.config import GPT, DataConfig, MeshConfig, PipelineConfig, PrecisionConfig, \
 RunConfig, TrainConfig
 from spmdtrain.planner import deviceless
-from spmdtrain.planner.hardware import hardware
+from spmdtrain.planner.cost.hardware import hardware
 from spmdtrain.train.step import make_gradients
 from spmdtrain.train.setup import shard
-from spmdtrain.parallel import hlo
+from spmdtrain.compiled import hlo
 attention, stages = sys.argv[1], int(sys.argv[2])
 config = RunConfig(
     model=GPT(layers=4, embed=512, heads=8, vocab=4096, attention=attention),

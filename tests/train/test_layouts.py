@@ -8,9 +8,9 @@ import pytest
 from helpers import compiled_step, partitioned_text, prepared, trained
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.parallel import hlo
+from spmdtrain.compiled import hlo
 from spmdtrain.parallel.axes import BATCH_AXES
-from spmdtrain.train.learning_rates import learning_rate
+from spmdtrain.train.updates.learning_rates import learning_rate
 from spmdtrain.train.setup import init_state
 from spmdtrain.train.step import make_losses
 

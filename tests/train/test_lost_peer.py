@@ -15,10 +15,10 @@ import pytest
 from helpers import tiny
 
 from spmdtrain.config import to_toml
-from spmdtrain.data.token_writer import write_tokens
-from spmdtrain.data.tokenizer import open_tokenizer
+from spmdtrain.data.prepare.token_writer import write_tokens
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 from spmdtrain.running import loop
-from spmdtrain.running.checkpoint import newest_step
+from spmdtrain.checkpoints.store import newest_step
 
 pytestmark = pytest.mark.long
 
@@ -117,7 +117,7 @@ def test_after_a_kill_9_the_other_says_so_and_nothing_that_was_saved_is_lost(tok
 WORKER = """
 import os, signal, sys, time
 from spmdtrain.config import ConfigError
-from spmdtrain.parallel.processes import simulate_devices, start
+from spmdtrain.processes.processes import simulate_devices, start
 simulate_devices(1)
 start(sys.argv[4], int(sys.argv[6]), int(sys.argv[8]))
 how, ranks = sys.argv[1:3]

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from helpers import prepared
 
-from spmdtrain.running import loop, sample
+from spmdtrain.inference import sample
+from spmdtrain.running import loop
 from spmdtrain.train.step import make_eval_step
 
 MESHES = {

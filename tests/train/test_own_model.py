@@ -20,7 +20,7 @@ from spmdtrain.models.layers import Mlp, weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.running.loop import lower_step, run
-from spmdtrain.running.restore import weights
+from spmdtrain.checkpoints.restore import weights
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients, make_losses
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from spmdtrain.parallel.pipeline.layout import Layout
-from spmdtrain.parallel.pipeline.schedule import one_f_one_b
-from spmdtrain.train.grad_pipeline import describe
+from spmdtrain.pipeline.layout import Layout
+from spmdtrain.pipeline.schedule import one_f_one_b
+from spmdtrain.train.gradients.grad_pipeline import describe
 
 PADS = "7 layers in 8 places, 14% more layer work"
 SHRINKS = "a smaller train.microbatch makes more of them, and the bubble smaller"

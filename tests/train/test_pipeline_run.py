@@ -20,10 +20,10 @@ from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
-from spmdtrain.parallel import hlo
+from spmdtrain.compiled import hlo
 from spmdtrain.running import loop
-from spmdtrain.running.checkpoint import Checkpoints
-from spmdtrain.running.retention import Retention
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.train.setup import init_state, parameter_specs, shard
 from spmdtrain.train.step import make_step
 

@@ -19,12 +19,12 @@ import spmdtrain as st
 from spmdtrain.config import AdamW, ConfigError
 from spmdtrain.config.schema import ScheduleFreeAdamW
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.planner.memory import step_memory
-from spmdtrain.planner.workload import MeshShape, workload_of
+from spmdtrain.planner.cost.memory import step_memory
+from spmdtrain.planner.cost.workload import MeshShape, workload_of
 from spmdtrain.running import loop
-from spmdtrain.train import optimizers
+from spmdtrain.train.updates import optimizers
 from spmdtrain.train.setup import init_state, shard
-from spmdtrain.train.shipped_optimizers import is_matrix, shipped_rules
+from spmdtrain.train.updates.shipped_optimizers import is_matrix, shipped_rules
 from spmdtrain.train.step import make_gradients
 
 pytestmark = pytest.mark.long

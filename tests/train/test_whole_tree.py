@@ -12,8 +12,8 @@ from helpers import batches_of, mesh_of, tiny
 import spmdtrain as st
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.parallel.pipeline.layout import lay_out
-from spmdtrain.train import optimizers
+from spmdtrain.pipeline.layout import lay_out
+from spmdtrain.train.updates import optimizers
 
 SHAPES = {
     "blocks.layer.up": Parameter((3, 4, 5), ("layer", "embed", "ffn")),

@@ -1,0 +1,221 @@
+"""Identifies a run by its data, its model's code, and the function of its weights.
+
+They are saved with every checkpoint and compared when a run goes on. Settings that may change
+between the two are saved beside them, so that a run can report what has changed.
+"""
+
+import json
+import shlex
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.load import resolved
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.source import Data
+from spmdtrain.checkpoints.model_code import Record, check_model_code, model_code, qualified_name
+from spmdtrain.train.setup import Setup
+
+Meta = dict[str, Any]
+# name -> (value in the checkpoint, value now)
+Changes = dict[str, tuple[Any, Any]]
+# Where a corpus comes from.
+DATA = ("data.corpus", "data.path", "data.tokenizer", "data.mix")
+
+
+def config_document(setup: Setup, data: Data) -> dict[str, Any]:
+    """RUN/config.json: every setting with its origin, the data's fingerprint, the tokenizer, the
+    id that ends its documents, and which code the model is made of."""
+    return resolved(setup.config) | {
+        "corpus": data.fingerprint,
+        "tokenizer": data.tokenizer,
+        "end_of_text": data.end_of_text,
+        "template": data.template,
+        "model_code": code_of(setup),
+    }
+
+
+def code_of(setup: Setup) -> Record:
+    """The record of the code of the model; see model_code.py."""
+    return model_code(setup.make, setup.model.bind({}), setup.config.model.make)
+
+
+def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
+    """Describes the run, for its checkpoints to keep.
+
+    `fingerprint` is that of its data; `seams` are what the caller exchanged (None: nothing).
+    """
+    return {
+        "stream": _stream(setup.config, fingerprint),
+        "model": _model_function(setup.config),
+        "model_code": code_of(setup),
+        "settings": _changeable(setup.config, seams),
+    }
+
+
+def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:
+    """Maps each changeable setting that has changed since the checkpoint to (then, now).
+
+    Empty for an older checkpoint, which does not say how it was trained.
+    """
+    then = meta.get("settings")
+    if then is None:
+        return {}
+    now = _changeable(config, seams)
+    names = dict.fromkeys([*then, *now])
+    return {
+        name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)
+    }
+
+
+def describe_changes(found: Changes) -> str:
+    """`changes` for a person: "train.clip: 1.0, now none; ..."."""
+    said = []
+    for name, (then, now) in found.items():
+        then = "none" if then is None else then
+        now = "none" if now is None else now
+        said.append(f"{name}: {then}, now {now}")
+    return "; ".join(said)
+
+
+def check_identity(
+    meta: Meta, setup: Setup, data: Data, where: str, recorded: Mapping[str, Any]
+) -> list[str]:
+    """CheckpointError where the checkpoint's data, code or function is not this run's.
+
+    Gives lines to say: what of the code has changed. `where` names the checkpoint; `recorded` has
+    the settings of its run by dotted name, see other_run.py.
+    """
+    config = setup.config
+    said = check_model_code(meta.get("model_code"), code_of(setup), where)
+    for name, now in _stream(config, data.fingerprint).items():
+        then = meta.get("stream", {}).get(name)
+        by_earlier = name == "corpus" and then == data.earlier_fingerprint
+        if then != now and not by_earlier:
+            if name == "corpus":
+                refuse_other_settings(
+                    "the corpus is not the one this run was trained on", DATA, config, recorded
+                )
+            raise CheckpointError(
+                _what_changed(name),
+                asked=str(now)[:16],
+                found=f"{str(then)[:16]} in the checkpoint",
+                fix="the same data and seed, or --fresh for a new run",
+            )
+    for name, then, now in model_changes(meta, config):
+        raise CheckpointError(
+            f"{name} has changed",
+            asked=str(now),
+            found=f"{then} in the checkpoint",
+            fix=f"--set {name}={then}, or a new --run with train.init_from",
+        )
+    return said
+
+
+def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """(setting, its value in the checkpoint, its value now) where the function of the weights
+    differs. An older checkpoint, which does not say what its own was, differs in nothing."""
+    then = meta.get("model", {})
+    now = _model_function(config)
+    changed = [name for name in now if name in then and then[name] != now[name]]
+    return [(name, then[name], now[name]) for name in changed]
+
+
+def refuse_other_settings(
+    what: str, names: Collection[str], config: RunConfig, recorded: Mapping[str, Any]
+) -> None:
+    """CheckpointError with both values of each of these settings that is not as it was recorded.
+
+    Nothing where all are, or nothing was recorded.
+    """
+    now = settings_of(config)
+    other = [name for name in names if recorded and recorded.get(name) != now.get(name)]
+    if not other:
+        return
+
+    def said(values: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name}={_shown(values.get(name))}" for name in other)
+
+    then = [recorded.get(name) for name in other]
+    fix = "the settings of that run"
+    if all(isinstance(value, bool | int | float | str) for value in then):
+        each = (f"--set {shlex.quote(f'{name}={_shown(recorded[name])}')}" for name in other)
+        fix = " ".join(each)
+    raise CheckpointError(
+        what,
+        asked=said(now),
+        found=f"{said(recorded)} in the run",
+        fix=f"{fix}, or another --run",
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value as `--set` takes it."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its dotted name, as JSON keeps it."""
+    return flat(config.model_dump(mode="json"))
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested settings, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _what_changed(name: str) -> str:
+    if name == "corpus":
+        return "the corpus is not the one this run was trained on"
+    return f"{name} has changed"
+
+
+def _stream(config: RunConfig, fingerprint: str) -> dict[str, Any]:
+    """The settings that decide which tokens a sample index means, and the data's fingerprint."""
+    return {
+        "train.seed": config.train.seed,
+        "train.sequence_length": config.train.sequence_length,
+        "data.shuffle": config.data.shuffle,
+        "data.packing": config.data.packing,
+        "data.validation_fraction": config.data.validation_fraction,
+        "corpus": fingerprint,
+    }
+
+
+def _model_function(config: RunConfig) -> dict[str, Any]:
+    """The settings, beyond the shapes, that decide which function the weights compute."""
+    model = config.model
+    names = ["positions", "norm", "mlp", "norm_epsilon"]
+    if model.positions == "rope":
+        names.append("rope_theta")
+    shipped = {f"model.{name}": getattr(model, name) for name in names}
+    return shipped | {f"model.extra.{name}": value for name, value in model.extra.items()}
+
+
+def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that change the numbers of a run and may change on its way.
+
+    What the caller exchanged stands under its keyword, by its qualified name.
+    """
+    sections = {
+        "optimizer": config.optimizer.model_dump(mode="json"),
+        "precision": config.precision.model_dump(mode="json"),
+        "train": {name: getattr(config.train, name) for name in ("steps", "global_batch", "clip")},
+        "model": {"dropout": config.model.dropout},
+        "guard": config.guard.model_dump(mode="json") if config.guard.in_step else {},
+    }
+    settings = {
+        f"{section}.{name}": value
+        for section, values in sections.items()
+        for name, value in values.items()
+    }
+    given = {f"{name}=": qualified_name(each) for name, each in seams.items() if each is not None}
+    return settings | given

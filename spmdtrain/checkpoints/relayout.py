@@ -1,0 +1,105 @@
+"""Leaves of a checkpoint that rest otherwise than they were saved: in another pipeline layout, with
+other padding, or in another width.
+
+The first two belong to a mesh, and a run may go on on another; the width is `precision.params`. A
+leaf is then read as it was saved, and laid out anew on the devices.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.parallel.padding import Shape, add_zeros
+from spmdtrain.pipeline.layout import Layout
+from spmdtrain.parallel.specs import axes_of_dim
+from spmdtrain.train.setup import Setup
+
+
+def without_padding(setup: Setup, path: str, shape: Shape) -> Shape:
+    """The shape of a leaf of the parameter at `path`, without the zeros that it rests with.
+
+    A leaf of the optimizer that has another shape than the parameter has no zeros.
+    """
+    padding = setup.padding
+    return padding.of_model[path] if shape == padding.at_rest[path] else shape
+
+
+def in_layout(setup: Setup, path: str, shape: Shape, layout: Layout) -> Shape:
+    """The shape that a leaf has where the stack of layers lies as `layout` says."""
+    if not setup.model.in_stack(path):
+        return shape
+    return layout.shape + shape[len(setup.model.layout.shape) :]
+
+
+def as_saved(
+    setup: Setup, path: str, leaf: jax.ShapeDtypeStruct, shape: Shape, layout: Layout
+) -> jax.ShapeDtypeStruct:
+    """Gives `leaf` the shape in which it was saved, split over the mesh much as it will rest."""
+    if not isinstance(leaf.sharding, NamedSharding):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    mesh = leaf.sharding.mesh
+    spec = leaf.sharding.spec
+    parts = [*spec, *[None] * (len(leaf.shape) - len(spec))]
+    if setup.model.in_stack(path):
+        leading = _over_stages(layout.shape, mesh.shape["pipeline"])
+        parts = [*leading, *parts[len(setup.model.layout.shape) :]]
+    sharding = NamedSharding(mesh, _even(parts, shape, mesh.shape))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: Layout) -> Any:
+    """A parameter's leaves, read as `as_saved` says, in the shapes and shardings of `asked`."""
+    in_stack = setup.model.in_stack(path)
+
+    def laid_out(x: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if in_stack:
+            x = setup.model.layout.staged(layout.unstaged(x))
+        shape = without_padding(setup, path, leaf.shape)
+        return add_zeros(cut_to(x, shape), shape, leaf.shape).astype(leaf.dtype)
+
+    def kind(x: jax.Array | jax.ShapeDtypeStruct) -> tuple:
+        return x.shape, x.dtype
+
+    if not in_stack and jax.tree.map(kind, found) == jax.tree.map(kind, asked):
+        return found
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, asked)
+    run = jax.jit(lambda tree: jax.tree.map(laid_out, tree, asked), out_shardings=shardings)
+    return run(found)
+
+
+def cut_to(x, shape: Sequence[int]):
+    """The first elements of x along each dim, as many as `shape` says."""
+    return x[tuple(map(slice, shape))]
+
+
+def _over_stages(shape: Shape, stages: int) -> list[str | None]:
+    """The first of the leading dims of a stack that `stages` divide is split over them."""
+    parts: list[str | None] = [None] * len(shape)
+    divided = [dim for dim, size in enumerate(shape) if size % stages == 0]
+    if stages > 1 and divided:
+        parts[divided[0]] = "pipeline"
+    return parts
+
+
+def _even(parts: Sequence, shape: Shape, sizes) -> P:
+    """A spec of `parts`; a dim that does not divide comes whole, and another is split in its place,
+    if one is whole and divides."""
+    even = list(parts)
+    for dim, part in enumerate(parts):
+        ways = math.prod(sizes[axis] for axis in axes_of_dim(part))
+        if shape[dim] % ways == 0:
+            continue
+        even[dim] = None
+        others = (
+            at
+            for at, size in enumerate(shape)
+            if even[at] is None and at != dim and size % ways == 0
+        )
+        instead = next(others, None)
+        if instead is not None:
+            even[instead] = part
+    return P(*even)

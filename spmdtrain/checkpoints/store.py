@@ -1,0 +1,678 @@
+"""Checkpoints of a run: RUN/checkpoints/N holds the state after N completed steps.
+
+This is the only file that knows Orbax. A step has the items `params`, so that weights can be read
+alone, `state` (of the optimizer), `ema` (the average of the weights, where one is kept), and `meta`
+(checkpoint_meta.py). Orbax writes in the background under a temporary name and renames, so that a
+step that is listed is complete. Restoring reads straight into the shards that the abstract state
+asks for, whatever mesh or number of processes wrote them. Parameters are saved as they rest:
+stacked layers in pipeline layout, and padded where their mesh wanted it. Where another layout or
+padding is asked for, they are read and laid out anew, one parameter at a time.
+
+Every leaf that is read is compared with its fingerprint in `meta` (fingerprint.py). Whatever is not
+as it was written is a DamagedError, in all processes alike, wherever one of them finds it.
+"""
+
+import contextlib
+import functools
+import logging
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.tree_util import DictKey
+from orbax.checkpoint import type_handlers
+
+from spmdtrain.config.errors import (
+    CheckpointError,
+    DamagedError,
+    StorageError,
+    UnfitError,
+    UserError,
+)
+from spmdtrain.pipeline.layout import Layout, lay_out
+from spmdtrain.processes.processes import any_process
+from spmdtrain.checkpoints.meta import (
+    FORMAT,
+    PREFIX,
+    WITHOUT_FINGERPRINTS,
+    Meta,
+    describe,
+    different_leaves,
+    digest,
+    fits,
+    has_ema,
+    leaf_name,
+    leaf_text,
+    named_leaves,
+    of_items,
+    others_text,
+    recent_of,
+    rows_of,
+    scale_of,
+    scale_values,
+    unpadded_leaves,
+)
+from spmdtrain.checkpoints.fingerprint import Fingerprint, fingerprint, fingerprints
+from spmdtrain.checkpoints.plain_path import PlainPath
+from spmdtrain.checkpoints.relayout import (
+    as_saved,
+    cut_to,
+    in_layout,
+    lay_out_anew,
+    without_padding,
+)
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.hostile import (
+    check_chunks,
+    check_description,
+    check_files,
+    check_names,
+    check_sizes,
+)
+from spmdtrain.train.setup import Setup, with_ema_of_weights
+from spmdtrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    from etils import epath  # whose paths Orbax asks for
+
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that is being saved
+# The file that an item of arrays, or one of JSON, has once it is whole.
+WHOLE = ("manifest.ocdbt", "metadata")
+QUARANTINE = "quarantine"  # the folder of damaged steps, beside the good ones
+SETTLE_SECONDS = 1.0  # in which files that were being written are, after a failure
+MOST_SETTLE_SECONDS = 10.0  # on a disk where that goes on and on
+STRAY = "Event loop is closed"  # the error of a thread that ends after the one that failed
+# Orbax logs several lines for every save, and a traceback per thread for a failure, which comes
+# back as one exception anyway.
+for _logger in ("absl", "asyncio"):
+    logging.getLogger(_logger).setLevel(logging.CRITICAL)
+warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+
+
+class Checkpoints:
+    """The checkpoints of one run directory.
+
+    `setup` is that of the state that is saved and restored; None if only `read_weights` is asked
+    for. `keep` says which stay; with None nothing is changed, they are only read.
+    """
+
+    def __init__(self, run: Path, setup: Setup | None, keep: Retention | None):
+        _hide_stray_errors()
+        self._setup = setup
+        self.retention = keep
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=_Preserved(keep) if keep else None,
+            cleanup_tmp_directories=keep is not None,
+            read_only=keep is None,
+        )
+        handlers = {
+            "params": _array_handler(),
+            "state": _array_handler(),
+            "ema": _array_handler(),
+            "meta": ocp.JsonCheckpointHandler(),
+        }
+        self._saving: list[int] = []
+        self._without_arrays: set[str] = set()  # items, of which there is no manifest
+        self._failed = False
+        self._directory = (run / "checkpoints").absolute()
+        for step in steps_in(run):
+            try:
+                check_description(self._directory / str(step))
+            except ValueError as error:
+                raise DamagedError(
+                    f"checkpoint {self._directory / str(step)} is damaged: {error}",
+                    fix=f"mv {step} {step}.damaged, in {self._directory}",
+                ) from None
+        try:
+            if keep is not None:
+                self._directory.mkdir(parents=True, exist_ok=True)
+            self._plain = PlainPath(self._directory) if self._directory.is_dir() else None
+            self._manager = ocp.CheckpointManager(
+                self._plain.path if self._plain else self._directory,
+                options=options,
+                item_handlers=handlers,
+            )
+        except OSError as error:
+            raise StorageError(f"cannot write {run}: {error.strerror}") from None
+
+    def newest(self) -> int | None:
+        """The newest complete step, if there is one."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, meta: Meta) -> None:
+        """Starts saving; `state` may be donated as soon as this returns.
+
+        Waits for the save before it, if one is under way. `completed` says when it is on disk.
+        """
+        items = _items_of(state)
+        arrays = named_leaves(items)
+        leaves = describe(arrays)
+        of_model = describe(
+            named_leaves(self._without_padding(items, self._asked_setup().model.layout))
+        )
+        meta = {
+            "format": FORMAT,
+            "leaves": leaves,
+            "unpadded": {name: leaf[0] for name, leaf in of_model.items() if leaf != leaves[name]},
+            "layout": self._asked_setup().model.layout.describe(),
+            "fingerprints": fingerprints(arrays),
+            "recent": rows_of(state.recent),
+        } | meta
+        if state.loss_scale is not None:
+            meta["loss_scale"] = scale_values(state.loss_scale)
+        if self.retention:
+            meta |= self.retention.meta([*self.steps(), step])
+        meta["digest"] = digest(meta)
+        saved = ocp.args.Composite(
+            **{item: ocp.args.PyTreeSave(tree) for item, tree in items.items()},
+            meta=ocp.args.JsonSave(meta),
+        )
+        self._guarded(lambda: self._manager.save(step, args=saved))
+        self._saving.append(step)
+        self._without_arrays = {item for item, tree in items.items() if not jax.tree.leaves(tree)}
+
+    def completed(self) -> list[int]:
+        """The steps whose saves have become complete on disk since this was last asked."""
+        if not self._saving:
+            return []
+        if self._manager.is_saving_in_progress():
+            # It is the last one, which began when those before it had ended.
+            done = self._saving[:-1]
+            self._saving = self._saving[-1:]
+            return done
+        self.wait()  # raises if a save failed
+        done = self._saving
+        self._saving = []
+        self._check_readable(done[-1])  # those before it may be gone already
+        return done
+
+    def _check_readable(self, step: int) -> None:
+        """StorageError where a save has ended and its files could not be read back."""
+        if jax.process_index() > 0:
+            return
+        folder = self._folder(step)
+        items = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+        missing = [
+            path.name
+            for path in items
+            if path.name not in self._without_arrays
+            and not any((path / name).exists() for name in WHOLE)
+        ]
+        if missing or not items:
+            raise StorageError(
+                f"{self._at(step)} was written and cannot be read back",
+                found=f"{' and '.join(sorted(missing)) or 'nothing'} without a manifest",
+                fix="another --run",
+            )
+
+    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
+        """The state saved at `step`, each leaf read into the sharding that `abstract` gives it.
+
+        An average that was not saved begins with the weights: see `check_ema`.
+        """
+        asked = _items_of(abstract)
+        if "ema" in asked and not has_ema(self._meta(step)[0]):
+            del asked["ema"]
+        found, meta = self._restored(step, asked)
+        counter = jax.make_array_from_callback(
+            (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
+        )
+        recent = recent_of(meta.get("recent", []), abstract.recent)
+        scale = scale_of(
+            meta.get("loss_scale"), abstract.loss_scale, self._asked_setup().config.precision
+        )
+        state = TrainState(
+            step=counter,
+            params=found["params"],
+            opt_state=found["state"],
+            recent=recent,
+            ema=found.get("ema", {}),
+            loss_scale=scale,
+        )
+        return state if state.ema else with_ema_of_weights(self._asked_setup(), state), meta
+
+    def restore_params(
+        self,
+        step: int,
+        params: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+        *,
+        ema: bool = False,
+    ) -> tuple[dict[str, jax.Array], Meta]:
+        """The weights alone; with `ema` their averages, in float32, for those that are trained."""
+        if not ema:
+            found, meta = self._restored(step, {"params": params})
+            return found["params"], meta
+        averaged = self.check_ema(step)
+        asked = {
+            path: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=x.sharding)
+            for path, x in params.items()
+            if path in averaged
+        }
+        averages, meta = self._restored(step, {"ema": asked})
+        if asked.keys() == params.keys():
+            return averages["ema"], meta
+        found, meta = self._restored(step, {"params": params})
+        return found["params"] | averages["ema"], meta
+
+    def read_weights(self, step: int, *, ema: bool = False) -> dict[str, np.ndarray]:
+        """The weights alone as plain arrays, layers in order; needs neither model nor mesh.
+
+        With `ema` their averages, for those that are trained.
+        """
+        found = self._read_item(step, "params")
+        if ema:
+            self.check_ema(step)
+            found |= self._read_item(step, "ema")
+        return found
+
+    def _read_item(self, step: int, item: str) -> dict[str, np.ndarray]:
+        """The arrays of an item that is a flat dict, by path, in the order of the meta."""
+        meta, saved = self._meta(step)
+        folder = self._folder(step) / item
+        there = self._read(step, lambda: _read_plain(folder))
+        names = {PREFIX[item] + path: path for path in there}
+        found = {name: there[names[name]] for name in meta["leaves"] if name in names}
+        self._verify(step, meta, {name: fingerprint(x) for name, x in found.items()})
+        unpadded = unpadded_leaves(meta)
+        found = {names[name]: cut_to(x, unpadded[name][0]) for name, x in found.items()}
+        return {path: _in_order(path, x, saved) for path, x in found.items()}
+
+    def check_ema(self, step: int) -> set[str]:
+        """The paths of the parameters whose average was saved; CheckpointError where none was."""
+        meta, _ = self._meta(step)
+        if not has_ema(meta):
+            raise CheckpointError(
+                f"{self._at(step)} holds no average of the weights",
+                asked="ema",
+                found="optimizer.ema=none while it was trained",
+                fix="the weights as they are, or training with --set optimizer.ema=0.999",
+            )
+        prefix = PREFIX["ema"]
+        names = of_items(meta["leaves"], ["ema"])
+        return {name.removeprefix(prefix) for name in names}
+
+    def quarantine(self, steps: Collection[int]) -> None:
+        """Moves damaged steps into `quarantine`, where nobody takes them for good ones.
+
+        Nothing is deleted. All processes call it.
+        """
+        if jax.process_index() == 0:
+            self._guarded(lambda: [_set_aside(self._folder(step)) for step in steps])
+        if self.retention:
+            self.retention.forget(steps)
+        any_process(False)  # the others look at the directory when all is moved
+        self._manager.reload()
+
+    def steps(self) -> list[int]:
+        """All complete steps, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def recall(self, step: int) -> None:
+        """Takes in the losses that the checkpoint of `step` keeps; none where it is damaged."""
+        if self.retention:
+            with contextlib.suppress(DamagedError):
+                self.retention.recall(self._meta(step)[0])
+
+    def best(self) -> tuple[int, float] | None:
+        """The step with the lowest loss of an evaluation, and that, where the best are kept."""
+        return self.retention.best(self.steps()) if self.retention else None
+
+    def wait(self) -> None:
+        """Returns when the last save is complete on disk."""
+        self._guarded(self._manager.wait_until_finished)
+
+    def close(self) -> None:
+        """Ends the save that is under way, however the run ends."""
+        try:
+            self._guarded(self._manager.close)
+        finally:
+            if self._failed:
+                self._keep_removing()
+            if self._plain:
+                self._plain.close()
+
+    def _restored(
+        self, step: int, asked: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], Meta]:
+        """Each item's leaves by parameter, in the shapes and shardings of `asked`; and the meta."""
+        meta, saved = self._checked_meta(step, asked)
+        folder = self._folder(step)
+        trees = self._read(step, lambda: {item: _saved_tree(folder / item) for item in asked})
+        self._check_trees(step, trees, meta)
+
+        def read(item: str, shapes: Mapping[str, Any]) -> dict[str, Any]:
+            tree = {path: trees[item][path] for path in shapes}
+            return self._read(step, lambda: _read_leaves(folder / item, tree, shapes))
+
+        leaves = meta["leaves"]
+        if saved == self._asked_setup().model.layout and describe(named_leaves(asked)) == of_items(
+            leaves, asked
+        ):
+            found = {item: read(item, shapes) for item, shapes in asked.items()}
+            self._verify(step, meta, fingerprints(named_leaves(found)))
+            return found, meta
+
+        def relaid(item: str, path: str) -> Any:
+            tree = asked[item][path]
+
+            def shape_of(leaf_path: tuple, leaf: Any) -> Any:
+                shape, dtype = leaves[PREFIX[item] + leaf_name((DictKey(path), *leaf_path))]
+                leaf = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+                return as_saved(self._asked_setup(), path, leaf, tuple(shape), saved)
+
+            shapes = jax.tree_util.tree_map_with_path(shape_of, tree)
+            found = read(item, {path: shapes})
+            self._verify(step, meta, fingerprints(named_leaves({item: found})))
+            return lay_out_anew(self._asked_setup(), path, found[path], tree, saved)
+
+        return {item: {path: relaid(item, path) for path in asked[item]} for item in asked}, meta
+
+    def _without_padding(
+        self, items: Mapping[str, Mapping[str, Any]], layout: Layout
+    ) -> dict[str, Any]:
+        """Shapes and dtypes of all leaves, padding left out, with the layers as `layout` says."""
+
+        def leaf(path: str, x: Any) -> jax.ShapeDtypeStruct:
+            shape = without_padding(self._asked_setup(), path, x.shape)
+            return jax.ShapeDtypeStruct(
+                in_layout(self._asked_setup(), path, shape, layout), x.dtype
+            )
+
+        def tree(path: str, given: Any) -> Any:
+            return jax.tree.map(lambda x: leaf(path, x), given)
+
+        return {
+            item: {path: tree(path, x) for path, x in of_item.items()}
+            for item, of_item in items.items()
+        }
+
+    def _checked_meta(
+        self, step: int, asked: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[Meta, Layout]:
+        """The checkpoint's meta and layout, after a check that its leaves are those of `asked`.
+
+        Nothing is left out or made up: names and shapes are equal, padding left out, and so are
+        dtypes, but that `precision.params` may have changed.
+        """
+        meta, layout_saved = self._meta(step)
+        layout = self._asked_setup().model.layout
+        assert layout_saved is not None, "the model tells it where the meta does not"
+        if layout_saved.layers != layout.layers:
+            raise UnfitError(
+                f"{self._at(step)} does not fit",
+                asked=f"model.layers={layout.layers}",
+                found=f"{layout_saved.layers} layers",
+                fix="the configuration that it was saved with, or another --run",
+                meta=meta,
+            )
+        wanted = describe(named_leaves(self._without_padding(asked, layout_saved)))
+        there = of_items(unpadded_leaves(meta), asked)
+        different = [
+            name
+            for name in different_leaves(wanted, there)
+            if not fits(wanted.get(name), there.get(name))
+        ]
+        if different:
+            first = different[0]
+            raise UnfitError(
+                f"{self._at(step)} does not fit: {first}",
+                asked=leaf_text(wanted.get(first)),
+                found=f"{leaf_text(there.get(first))}{others_text(different)}",
+                fix="the configuration that it was saved with, or another --run",
+                meta=meta,
+            )
+        return meta, layout_saved
+
+    def _check_trees(self, step: int, trees: Mapping[str, Any], meta: Meta) -> None:
+        """DamagedError where the files hold other leaves than the meta says."""
+        there = describe(named_leaves(trees))
+        said = of_items(meta["leaves"], trees)
+        if different := different_leaves(said, there):
+            first = different[0]
+            raise self._damaged(
+                step,
+                f"{first} is {leaf_text(there.get(first))}, "
+                f"saved was {leaf_text(said.get(first))}{others_text(different)}",
+            )
+
+    def _verify(self, step: int, meta: Meta, found: Mapping[str, Fingerprint]) -> None:
+        """DamagedError where a leaf that was read has not the fingerprint that was saved."""
+        if "fingerprints" not in meta:  # a checkpoint of before
+            return
+        saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}
+        if different := different_leaves(saved, found):
+            raise self._damaged(
+                step, f"{different[0]} is not as it was saved{others_text(different)}"
+            )
+
+    def _meta(self, step: int) -> tuple[Meta, Layout | None]:
+        """The meta of a step, and the layout in which its stacked layers were saved.
+
+        None stands for a layout that only the model can tell, where there is none.
+        """
+
+        def read() -> tuple[Meta, Layout | None]:
+            check_files(Path(self._folder(step)))
+            found = ocp.JsonCheckpointHandler().restore(self._folder(step) / "meta")
+            meta = cast(Meta, found)  # a JSON object as json.loads makes it
+            if meta["format"] not in (FORMAT, WITHOUT_FINGERPRINTS):
+                raise CheckpointError(
+                    f"{self._at(step)} has format {meta['format']}",
+                    found=f"this version reads {FORMAT} and {WITHOUT_FINGERPRINTS}",
+                )
+            if meta["format"] == FORMAT and meta.pop("digest") != digest(meta):
+                raise ValueError("its meta is not as it was saved")
+            if "leaves" not in meta:
+                raise KeyError("its meta names no leaves")
+            check_names(meta["leaves"])
+            if "layout" in meta:
+                return meta, Layout(**meta["layout"])
+            if not self._setup:
+                return meta, None
+            return meta, lay_out(self._setup.model.layout.layers, 1, 1)
+
+        return self._read(step, read)
+
+    def _read(self, step: int, read: Callable[[], Any]) -> Any:
+        """Calls `read` in every process. Raises DamagedError in all of them if one cannot."""
+        found = None
+        wrong = None
+        try:
+            found = read()
+        except (UserError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # Orbax raises nothing narrower where a data file is damaged
+            wrong = error
+        if wrong is not None:
+            any_process(True)
+            cause = " ".join(str(wrong.__cause__ or wrong).split())[:200].rstrip(".")
+            raise self._damaged(step, f"it cannot be read: {cause}") from wrong
+        if any_process(False):
+            raise self._damaged(step, "another process cannot read it")
+        return found
+
+    def _damaged(self, step: int, what: str) -> DamagedError:
+        before = [other for other in self.steps() if other < step]
+        fix = f"resuming the run, which goes on from step {before[-1]}" if before else "another run"
+        return DamagedError(f"{self._at(step)} is damaged: {what}", fix=fix)
+
+    def _guarded(self, action):
+        """Runs an action that writes. tensorstore reports a full disk as a ValueError.
+
+        What it leaves unfinished is removed: on a full disk it holds the room that is needed.
+        """
+        try:
+            return action()
+        except (OSError, ValueError) as error:
+            self._remove_unfinished()
+            raise StorageError(
+                f"cannot save a checkpoint: {' '.join(str(error).split())[:200]}"
+            ) from error
+
+    def _remove_unfinished(self) -> None:
+        """Deletes what saves of this run have begun and cannot end."""
+        self._saving = []
+        self._failed = True
+        if jax.process_index() == 0:
+            for path in self._unfinished():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _keep_removing(self) -> None:
+        """Deletes it until nothing comes back: tensorstore makes folders anew for the writes that
+        it has begun, and nobody can wait for those.
+        """
+        quiet_since = time.monotonic()
+        end = quiet_since + MOST_SETTLE_SECONDS
+        while (now := time.monotonic()) < min(quiet_since + SETTLE_SECONDS, end):
+            if self._unfinished():
+                quiet_since = now
+                self._remove_unfinished()
+            time.sleep(SETTLE_SECONDS / 20)
+
+    def _unfinished(self) -> list["epath.Path"]:
+        return list(self._manager.directory.glob(f"*{UNFINISHED}*"))
+
+    def _asked_setup(self) -> Setup:
+        assert self._setup is not None, "only read_weights goes without a setup"
+        return self._setup
+
+    def _folder(self, step: int) -> "epath.Path":
+        return self._manager.directory / str(step)
+
+    def _at(self, step: int) -> str:
+        return f"checkpoint {self._directory / str(step)}"
+
+
+class _Preserved:
+    """A `Retention` as Orbax asks for it."""
+
+    def __init__(self, retention: Retention):
+        self._retention = retention
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        del context
+        steps = [each.step for each in checkpoints]
+        stay = self._retention.stay(steps)
+        return [step in stay for step in steps]
+
+
+@functools.cache
+def _hide_stray_errors() -> None:
+    """Hides tracebacks of other threads when a read or a write has failed.
+
+    Other reads and writes are still under way then, and a save is in the background anyway. Each
+    ends in a thread that finds its event loop closed and would print a traceback around our one
+    line (orbax-checkpoint 0.12 on tensorstore 0.1.86).
+    """
+    unraisable_hook = sys.unraisablehook
+    hook = sys.excepthook
+
+    def quiet_unraisable(unraisable) -> None:
+        if str(unraisable.exc_value) != STRAY:
+            unraisable_hook(unraisable)
+
+    def quiet(kind, error, trace) -> None:
+        if str(error) != STRAY:
+            hook(kind, error, trace)
+
+    sys.unraisablehook = quiet_unraisable
+    sys.excepthook = quiet
+
+
+def newest_step(run: Path) -> int | None:
+    """The newest checkpoint below `run`; reads directory names only."""
+    return max(steps_in(run), default=None)
+
+
+def steps_in(run: Path) -> list[int]:
+    """The checkpoints below `run`, oldest first; reads directory names only."""
+    folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
+    return sorted(int(path.name) for path in folders if path.name.isdecimal())
+
+
+def _items_of(state: TrainState) -> dict[str, dict[str, Any]]:
+    """The trees of a state that a checkpoint holds, by item; `ema` only if there is one."""
+    items = {"params": state.params, "state": state.opt_state}
+    return items | {"ema": state.ema} if state.ema else items
+
+
+def _set_aside(folder: "epath.Path") -> None:
+    quarantine = folder.parent / QUARANTINE
+    quarantine.mkdir(exist_ok=True)
+    taken = len(list(quarantine.glob(f"{folder.name}*")))
+    folder.rename(quarantine / (f"{folder.name}.{taken}" if taken else folder.name))
+
+
+def _array_handler() -> ocp.PyTreeCheckpointHandler:
+    """A handler that has every array written by its first replica alone.
+
+    Orbax would cut replicated arrays into a slice for each replica, on the devices and all at once:
+    a run over `data` that just fits would run out of memory at its first save.
+    """
+    arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _read_plain(folder: "epath.Path") -> dict[str, np.ndarray]:
+    """Every leaf of an item that is a flat dict, whole, as a numpy array."""
+    tree = _saved_tree(folder)
+    check_sizes(_leaves_of(tree), Path(folder))
+    how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    asked = ocp.args.PyTreeRestore(tree, restore_args=how)
+    return ocp.PyTreeCheckpointHandler().restore(folder, args=asked)
+
+
+def _in_order(path: str, x: np.ndarray, saved: Layout | None) -> np.ndarray:
+    """A parameter with its layers, if it has any, as [layers, ...]."""
+    if (
+        saved is None
+        or not path.startswith("blocks.")
+        or x.shape[: len(saved.shape)] != saved.shape
+    ):
+        return x
+    return saved.unstaged(x)
+
+
+def _saved_tree(folder: "epath.Path") -> Any:
+    """The structure of an item, with descriptions of its leaves."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder.name} is missing")
+    tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    leaves = _leaves_of(tree)
+    check_names(leaves)
+    check_chunks(leaves)
+    return tree
+
+
+def _leaves_of(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by name."""
+    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _read_leaves(folder: "epath.Path", saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
+    """The leaves of the tree `saved` in `folder`, with the structure and shardings of `asked`.
+
+    Leaves are found by name. The structures around them may differ: a node without leaves, such as
+    the state of a rule that keeps nothing, has no part in it. The handler is called without a
+    Checkpointer around it, in which a process that reads would wait for one that cannot.
+    """
+    wanted = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(asked)}
+    item = jax.tree_util.tree_map_with_path(lambda path, _: wanted[leaf_name(path)], saved)
+    how = jax.tree.map(
+        lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype),
+        item,
+    )
+    found = ocp.PyTreeCheckpointHandler().restore(
+        folder,
+        args=ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True),
+    )
+    values = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
+    return jax.tree_util.tree_map_with_path(lambda path, _: values[leaf_name(path)], asked)

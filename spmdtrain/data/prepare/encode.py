@@ -1,0 +1,236 @@
+"""Turn chunks of documents into tokens, on one core or in several processes.
+
+What comes out does not depend on how many processes there are, nor on how documents were cut into
+chunks: each document is encoded for itself, and chunks come out in the order in which they went in.
+"""
+
+import multiprocessing
+import os
+import reprlib
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizers.chat import Template, encode_conversation
+from spmdtrain.data.texts.documents import Chunk, texts_of_messages, values_of
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
+from spmdtrain.data.token_files.tokens import DTYPES, storage_dtype
+
+# What may be said of a document.
+SPELLS = 1  # it spells a special token, or a marker of the template
+HOLDS_END = 2  # the token that ends it is in it, too
+WAITING = 2  # chunks for each process that are handed out ahead of the one that is written
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings that turn documents into tokens. They can be pickled for another process."""
+
+    tokenizer: dict  # its specification
+    end_of_text: int | None  # the id behind each document
+    field: str  # that is read of tables and JSON lines
+    template: Template | None = None  # of messages, where the documents are conversations
+    parse_special: bool = False  # a special token that a text spells is that token
+
+
+class Encoded(NamedTuple):
+    """The tokens of some documents, one behind the other."""
+
+    ids: np.ndarray  # [tokens] uint16 or uint32
+    lengths: np.ndarray  # [documents] int64, tokens of each; 0: it was empty
+    text_bytes: np.ndarray  # [documents] int64, of UTF-8
+    loss: np.ndarray | None  # [tokens] uint8, 1: counts in the loss; None: all do
+    notes: np.ndarray | None = None  # [documents] uint8, of SPELLS and HOLDS_END
+
+    def cut(self, documents: int) -> tuple["Encoded", "Encoded"]:
+        """Return the first `documents` and the others."""
+        tokens = int(self.lengths[:documents].sum())
+        first_loss = None if self.loss is None else self.loss[:tokens]
+        other_loss = None if self.loss is None else self.loss[tokens:]
+        first = Encoded(
+            self.ids[:tokens],
+            self.lengths[:documents],
+            self.text_bytes[:documents],
+            first_loss,
+            None if self.notes is None else self.notes[:documents],
+        )
+        others = Encoded(
+            self.ids[tokens:],
+            self.lengths[documents:],
+            self.text_bytes[documents:],
+            other_loss,
+            None if self.notes is None else self.notes[documents:],
+        )
+        return first, others
+
+
+def make_encoder(recipe: Recipe) -> Callable[[Chunk], Encoded]:
+    """Return the function that encodes a chunk in this process."""
+    tokenizer = from_spec(recipe.tokenizer)
+    template = recipe.template
+    if template is None:
+        return lambda chunk: _encode_texts(chunk, recipe, tokenizer)
+    return lambda chunk: _encode_conversations(chunk, recipe, template, tokenizer)
+
+
+def _encode_texts(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
+    texts = []
+    sizes = []
+    for number, value in enumerate(values_of(chunk, recipe.field), chunk.first):
+        text = "" if value is None else value
+        texts.append(text)
+        sizes.append(_size(text, chunk, number, recipe.field))
+    encoded = tokenizer.encode_batch(texts, parse_special=recipe.parse_special)
+    spells = [tokenizer.spells_special(text) for text in texts]
+    return _joined(encoded, sizes, None, spells, recipe, tokenizer)
+
+
+def _size(text, chunk: Chunk, number: int, field: str) -> int:
+    """Return the bytes of a text. Raises DataError, with file and row, where it is none."""
+    where = f"{chunk.path}: {field!r} of row {number + 1}"
+    if not isinstance(text, str):
+        raise DataError(f"{where} is not a text", found=f"{reprlib.repr(text):.60}")
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        wrong = f"half a surrogate pair at position {error.start}"
+        raise DataError(f"{where} is not a text: {wrong}") from None
+
+
+def _encode_conversations(
+    chunk: Chunk, recipe: Recipe, template: Template, tokenizer: Tokenizer
+) -> Encoded:
+    encoded = []
+    losses = []
+    sizes = []
+    spells = []
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.uint8), 0
+    for number, value in enumerate(values_of(chunk, recipe.field), chunk.first):
+        where = f"{chunk.path}: {recipe.field!r} of row {number + 1}"
+        found = nothing
+        if value is not None:
+            found = encode_conversation(
+                value, template, tokenizer, where, parse_special=recipe.parse_special
+            )
+        ids, loss, size = found
+        spells.append(_spells(value, template, tokenizer))
+        encoded.append(ids)
+        losses.append(loss)
+        sizes.append(size)
+    return _joined(encoded, sizes, losses, spells, recipe, tokenizer)
+
+
+def _spells(messages, template: Template, tokenizer: Tokenizer) -> bool:
+    """Return whether a message spells a special token, or what looks like one to the template."""
+    return any(
+        tokenizer.spells_special(text) or any(marker in text for marker in template.markers)
+        for text in texts_of_messages(messages)
+    )
+
+
+def _joined(
+    encoded: list[np.ndarray],
+    sizes: list[int],
+    losses: list[np.ndarray] | None,
+    spells: list[bool],
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+) -> Encoded:
+    """Put documents behind each other, each with its end of text; one without tokens has none."""
+    dtype = DTYPES[storage_dtype(tokenizer.size)]
+    lengths = np.array([len(ids) for ids in encoded], np.int64)
+    notes = SPELLS * np.array(spells, np.uint8)
+    if recipe.end_of_text is not None:
+        notes += HOLDS_END * np.array([(recipe.end_of_text in ids) for ids in encoded], np.uint8)
+    ids = np.concatenate([*encoded, np.zeros(0, np.int32)])
+    in_range = not len(ids) or (ids.min() >= 0 and ids.max() < tokenizer.size)
+    assert in_range, "a tokenizer gave an id beyond its size"
+    loss = None if losses is None else np.concatenate([*losses, np.zeros(0, np.uint8)])
+    if recipe.end_of_text is not None:
+        ends = np.cumsum(lengths)[lengths > 0]
+        ids = np.insert(ids, ends, recipe.end_of_text)
+        if loss is not None:  # who learns the last token learns to stop
+            loss = np.insert(loss, ends, loss[ends - 1])
+        lengths = lengths + (lengths > 0)
+    return Encoded(ids.astype(dtype), lengths, np.array(sizes, np.int64), loss, notes)
+
+
+def encode_all(
+    recipe: Recipe, chunks: Iterable[Chunk], workers: int
+) -> Iterator[tuple[Chunk, Encoded]]:
+    """Yield chunks and their tokens, in order, encoded by `workers` processes.
+
+    One worker is this process, where the package `tokenizers` starts threads of its own. Raises
+    DataError where a chunk cannot be encoded, or a process is lost.
+    """
+    if workers == 1:
+        encode = make_encoder(recipe)
+        for chunk in chunks:
+            yield chunk, encode(chunk)
+        return
+    # A process that is forked would share the locks of whatever threads there are.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(recipe,))
+    try:
+        waiting: deque[tuple[Chunk, Future]] = deque()
+        for chunk in chunks:
+            waiting.append((chunk, _submit(pool, chunk)))
+            if len(waiting) > WAITING * workers:
+                yield _finished(waiting)
+        while waiting:
+            yield _finished(waiting)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future:
+    """Hand a chunk to a worker. One that starts for it is deaf to Ctrl-C from its first moment."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a child inherits it
+    try:
+        return pool.submit(_encode, chunk)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _finished(waiting: deque[tuple[Chunk, Future]]) -> tuple[Chunk, Encoded]:
+    chunk, future = waiting.popleft()
+    try:
+        return chunk, future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a process that makes tokens has died, for want of memory perhaps",
+            fix="fewer --workers, and the same command again: finished shards stay",
+        ) from None
+
+
+# The encoder of a worker, made once when its process starts.
+_encode_here: Callable[[Chunk], Encoded] | None = None
+
+
+def _start(recipe: Recipe) -> None:
+    """Prepare a worker, which ends with its parent."""
+    global _encode_here
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # A worker is to fill one core: the package would otherwise start a thread on each.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _encode_here = make_encoder(recipe)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker is started by a process"
+    parent.join()
+    os._exit(1)
+
+
+def _encode(chunk: Chunk) -> Encoded:
+    assert _encode_here is not None, "a worker starts with _start"
+    return _encode_here(chunk)

@@ -1,0 +1,227 @@
+"""Turn documents into token files: `spmdtrain data prepare`."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizers.chat import CHATML, Template, faults, markers_of_text, with_markers
+from spmdtrain.data.texts.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
+from spmdtrain.data.prepare.encode import Recipe, encode_all
+from spmdtrain.data.prepare.progress import heartbeat, plain_lines
+from spmdtrain.data.prepare.shards import Output, Position
+from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, share_tokenizer
+from spmdtrain.data.tokenizers.tokenizer import (
+    Tokenizer,
+    end_of_text,
+    open_tokenizer,
+    tokenizer_fingerprint,
+)
+from spmdtrain.data.token_files.tokens import open_tokens
+
+SHOWN = 40  # tokens of the first document that are printed
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request to turn files into token files."""
+
+    paths: Sequence[str]  # files, globs, folders of datasets
+    out: str  # OUT.bin, or OUT-00000.bin and so on
+    tokenizer: str = "bytes"
+    end_of_text: str = "auto"  # or "none", or a token
+    field: str | None = None  # of tables and JSON lines; default: text, or messages
+    split_on: str | None = None  # what separates the documents of a text file
+    chat: bool = False  # documents are conversations: the loss is on the answers
+    template: str = CHATML  # what a message of a conversation is written as
+    parse_special: bool = False  # a special token that a text spells is that token
+    workers: int = 1
+    shard_tokens: int | None = None  # a shard ends with the document that reaches it
+
+    @property
+    def field_name(self) -> str:
+        return self.field or ("messages" if self.chat else "text")
+
+
+def prepare(job: Job) -> None:
+    """Write the documents that `job` names as token files.
+
+    Progress goes to standard error, and what was written to standard output. (The tokenizer
+    `characters` reads all files twice: first for its alphabet.)
+
+    Raises DataError where a file cannot be read, or the output is there already and not that of
+    this job, and StorageError where it cannot be written.
+    """
+    files = find_inputs(job.paths)
+    if job.chat and any(format_of(file) == "text" for file in files):
+        raise DataError("--chat reads JSON lines and tables; a text file holds no messages")
+    template = Template.parse(job.template) if job.chat else None
+    texts = texts_in(files, job.field_name, job.split_on)
+    if job.chat:
+        texts = chain(texts, [job.template])
+    tokenizer = open_tokenizer(job.tokenizer, texts)
+    tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
+    if template:
+        tokenizer = with_markers(tokenizer, template)
+        for line in faults(template, tokenizer):
+            print(line, file=sys.stderr)
+    recipe = Recipe(tokenizer.spec(), end, job.field_name, template, job.parse_special)
+
+    @cache
+    def shared_spec() -> dict | None:
+        if not job.shard_tokens:
+            return None
+        return share_tokenizer(job.out.removesuffix(".bin"), tokenizer)
+
+    def make_writer(path: str) -> TokenWriter:  # called when nothing else is known to lie there
+        text = template.text if template else None
+        return TokenWriter(path, tokenizer, end, job.chat, shared_spec(), text)
+
+    identity = _identity(job, recipe, files)
+    with Output(job.out, job.shard_tokens, identity, make_writer) as output:
+        if not output.is_finished:
+            _write(output, files, job, recipe)
+    print(_report(job, output.summaries, tokenizer, end))
+
+
+def _write(output: Output, files: list[str], job: Job, recipe: Recipe) -> None:
+    """Write what the output does not hold yet."""
+    number_of = {file: number for number, file in enumerate(files)}
+    with _progress([os.path.getsize(file) for file in files]) as advance:
+        chunks = _chunks(files, job, output.position)
+        for chunk, encoded in encode_all(recipe, chunks, job.workers):
+            file = number_of[chunk.path]
+            output.write(encoded, (file, chunk.first))
+            advance(file, chunk.read, output.tokens)
+        output.finish()
+
+
+def _chunks(files: list[str], job: Job, position: Position) -> Iterator[Chunk]:
+    first, row = position
+    for number in range(first, len(files)):
+        skip = row if number == first else 0
+        yield from read_chunks(files[number], job.field_name, job.split_on, skip)
+
+
+def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
+    """Return what a job must have in common with the one that it goes on from."""
+    stats = [os.stat(file) for file in files]
+    described = asdict(replace(job, workers=1))
+    for name in ("workers", "out", "paths", "tokenizer", "template"):
+        del described[name]
+    return described | {
+        "files": [
+            [file, stat.st_size, int(stat.st_mtime)]
+            for file, stat in zip(files, stats, strict=True)
+        ],
+        "tokenizer": tokenizer_fingerprint(recipe.tokenizer),
+        "end_of_text": recipe.end_of_text,
+        "template": recipe.template and asdict(recipe.template),
+    }
+
+
+# --- what is said -------------------------------------------------------------------------------
+
+
+def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int | None) -> str:
+    """Return the lines that say what was written."""
+    first = summaries[0]
+    name = first.path
+    if len(summaries) > 1:
+        name = f"{first.path} to {Path(summaries[-1].path).name}"
+    tokens = sum(summary.tokens for summary in summaries)
+    count = sum(summary.documents for summary in summaries)
+    size = sum(summary.text_bytes for summary in summaries)
+    documents = "1 document" if count == 1 else f"{count:,} documents"
+    ending = "nothing ends a document" if end is None else f"token {end} ends each document"
+    source = open_tokens(first.path)
+    said = _said_of_specials(summaries, job, tokenizer)
+    if job.chat:
+        said.insert(0, _learned(summaries, tokens))
+    starts = source.document_starts
+    stop = min(SHOWN, starts[1] if len(starts) > 1 else len(source.row))
+    sample = tokenizer.decode(source.row[:stop])
+    return "\n".join(
+        [
+            f"{name}: {tokens:,} tokens ({first.dtype}) in {documents}, "
+            f"vocabulary {first.vocab:,}, tokenizer {job.tokenizer}",
+            f"{tokens / max(size, 1):.3f} tokens per byte of text; {ending}",
+            *said,
+            f"the first {stop} tokens: {sample!r}",
+        ]
+    )
+
+
+def _learned(summaries: list[Summary], tokens: int) -> str:
+    """Return how much of conversations counts in the loss; an older journal does not know."""
+    counts = [summary.learned for summary in summaries]
+    if None in counts:
+        return "the messages of the assistant are learned"
+    learned = sum(count for count in counts if count is not None)
+    return (
+        f"{learned:,} of {tokens:,} tokens are learned ({100 * learned / tokens:.0f} %), "
+        "those of the assistant's messages"
+    )
+
+
+def _said_of_specials(summaries: list[Summary], job: Job, tokenizer: Tokenizer) -> list[str]:
+    """Return what is to be said of documents that spell what is not text."""
+    lines = []
+    what = "a special token; kept as text (--parse-special reads it as the token)"
+    if job.parse_special:
+        what = "a special token; read as that token"
+    elif job.chat and markers_of_text(Template.parse(job.template), tokenizer):
+        what = "a marker of the template, which this tokenizer cannot tell from the template's own"
+    spelling = sum(summary.spelling for summary in summaries)
+    if spelling:
+        documents = "1 document spells" if spelling == 1 else f"{spelling:,} documents spell"
+        lines.append(f"{documents} {what}")
+    holding = sum(summary.holding_end for summary in summaries)
+    if holding:
+        documents = "1 document holds" if holding == 1 else f"{holding:,} documents hold"
+        lines.append(f"{documents} the token that ends one before the end")
+    return lines
+
+
+@contextmanager
+def _progress(sizes: list[int]) -> Iterator[Callable[[int, int, int], None]]:
+    """Yield `advance(number of the file, bytes of it that were read, tokens so far)`.
+
+    `sizes` are those of the files in bytes. It moves a bar on a terminal, and else prints about ten
+    plain lines, and more where a document takes long.
+    """
+    total = sum(sizes)
+    before = np.cumsum([0, *sizes]).tolist()
+    if not sys.stderr.isatty():
+        say = plain_lines(total)
+        done = [0, 0]  # bytes, tokens
+
+        def advance(file: int, read: int, tokens: int) -> None:
+            done[:] = before[file] + read, tokens
+            say(done[0], f", {tokens:,} tokens")
+
+        with heartbeat(lambda: f"{done[0]:,} of {total:,} bytes, {done[1]:,} tokens"):
+            yield advance
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("prepare", total=total, tokens=0)
+        yield lambda file, read, tokens: bar.update(
+            task, completed=before[file] + read, tokens=tokens
+        )

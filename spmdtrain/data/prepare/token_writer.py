@@ -1,0 +1,252 @@
+"""Write token files, which tokens.py describes."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError, StorageError
+from spmdtrain.config.named_file import read_named
+from spmdtrain.data.prepare.encode import HOLDS_END, SPELLS, Encoded
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer
+from spmdtrain.data.token_files.tokens import DTYPES, VERSION, loss_path, storage_dtype, token_paths
+
+LARGEST_TOKENIZER = 2**30  # bytes of its file
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The counts and the dtype of a finished token file."""
+
+    path: str  # of the .bin
+    documents: int
+    tokens: int
+    text_bytes: int
+    vocab: int
+    dtype: str
+    learned: int | None = None  # tokens that count in the loss; None: all do
+    spelling: int = 0  # documents that spell a special token
+    holding_end: int = 0  # documents that hold the token that ends one
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+class TokenWriter:
+    """One token file in the making. Call `finish()` at its end, and `close()` in any case.
+
+    Everything goes to temporary names first, so that an interruption leaves nothing under the
+    final ones.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        end_of_text: int | None,
+        with_loss: bool,
+        spec: dict | None = None,
+        template: str | None = None,
+    ):
+        """`spec` takes the place of the tokenizer's own, where several files share its content.
+        `template` is what a message of conversations is written as.
+
+        Raises StorageError where the file cannot be written.
+        """
+        self._tokenizer = tokenizer
+        self._spec = tokenizer.spec() if spec is None else spec
+        self._end_of_text = end_of_text
+        self._finals = [*token_paths(path)]
+        self._template = template
+        self._with_loss = with_loss
+        if with_loss:
+            self._finals.insert(0, loss_path(path))  # the sidecar, which is last, comes last
+        self._partials = [
+            final.with_name(f".{final.name}.{os.getpid()}.partial") for final in self._finals
+        ]
+        self.documents = 0
+        self.tokens = 0
+        self._text_bytes = 0
+        self._learned = 0
+        self._spelling = 0
+        self._holding_end = 0
+        self._files: dict[str, io.BufferedWriter] = {}
+        self._hashes = {}
+        with writing(self.path):
+            self._finals[0].parent.mkdir(parents=True, exist_ok=True)
+            for final, partial in zip(self._finals[:-1], self._partials, strict=False):
+                self._files[final.suffix] = partial.open("wb")
+                self._hashes[final.suffix] = hashlib.sha256()
+
+    @property
+    def learned(self) -> int | None:
+        """The tokens that count in the loss so far; None: all do."""
+        return self._learned if self._with_loss else None
+
+    @property
+    def path(self) -> Path:
+        """The .bin that this will be."""
+        return self._finals[-3]
+
+    def write(self, encoded: Encoded) -> None:
+        """Append documents. Raises StorageError where they cannot be written."""
+        kept = encoded.lengths[encoded.lengths > 0]
+        starts = self.tokens + np.cumsum(kept) - kept
+        with writing(self.path):
+            self._append(".bin", encoded.ids.tobytes())
+            self._append(".idx", starts.astype("<i8").tobytes())
+            if ".loss" in self._files:
+                assert encoded.loss is not None, "conversations say which tokens count"
+                self._append(".loss", encoded.loss.tobytes())
+                self._learned += int(encoded.loss.sum())
+        if encoded.notes is not None:
+            self._spelling += int(np.count_nonzero(encoded.notes & SPELLS))
+            self._holding_end += int(np.count_nonzero(encoded.notes & HOLDS_END))
+        self.documents += len(kept)
+        self.tokens += len(encoded.ids)
+        self._text_bytes += int(encoded.text_bytes.sum())
+
+    def _append(self, suffix: str, content: bytes) -> None:
+        self._files[suffix].write(content)
+        self._hashes[suffix].update(content)
+
+    def finish(self) -> Summary:
+        """Put the file in place, whole, and return what it holds.
+
+        Raises StorageError where it cannot be written.
+        """
+        vocab = self._tokenizer.size
+        dtype = storage_dtype(vocab)
+        sidecar = {
+            "version": VERSION,
+            "dtype": dtype,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "vocab": vocab,
+            "end_of_text": self._end_of_text,
+            "text_bytes": self._text_bytes,
+            "sha256": self._hashes[".bin"].hexdigest(),
+            "index_sha256": self._hashes[".idx"].hexdigest(),
+            "tokenizer": self._spec,
+        }
+        if ".loss" in self._hashes:
+            sidecar["loss_sha256"] = self._hashes[".loss"].hexdigest()
+            sidecar["template"] = self._template
+        with writing(self.path):
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+            content = json.dumps(sidecar, indent=1) + "\n"
+            self._partials[-1].write_text(content, encoding="utf-8")
+            for partial, final in zip(self._partials, self._finals, strict=True):
+                os.replace(partial, final)
+        return Summary(
+            str(self.path),
+            self.documents,
+            self.tokens,
+            self._text_bytes,
+            vocab,
+            dtype,
+            self.learned,
+            self._spelling,
+            self._holding_end,
+        )
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Throw away what `finish` has not put in place."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # what it could not write is thrown away
+                file.close()
+        for partial in filter(os.path.exists, self._partials):
+            partial.unlink()
+
+
+def share_tokenizer(out: str, tokenizer: Tokenizer) -> dict:
+    """Write the content of a tokenizer beside the files `out`, and return the spec that names it.
+
+    A tokenizer without a file of its own keeps its spec. Raises StorageError.
+    """
+    spec = tokenizer.spec()
+    if "json" not in spec:
+        return spec
+    path = Path(os.path.expanduser(out))
+    path = path.parent / f"{path.name}.tokenizer.json"
+    _refuse_other_content(path, spec["json"])
+    spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            spare.write_text(spec.pop("json"), encoding="utf-8")
+            spare.replace(path)
+        finally:
+            spare.unlink(missing_ok=True)
+    return spec | {"file": path.name}
+
+
+def _refuse_other_content(path: Path, content: str) -> None:
+    """Raise DataError where a file of other content exists: it may be anybody's."""
+    if not os.path.exists(path):
+        return
+    try:
+        is_same = read_named(path, LARGEST_TOKENIZER) == content.encode()
+    except OSError:
+        is_same = False
+    if not is_same:
+        raise DataError(f"{path} exists already", fix="another --out, or remove it first")
+
+
+def refuse_existing(path: str | Path) -> None:
+    """Raise DataError where a token file exists: somebody may be training on it."""
+    for final in (*token_paths(path), loss_path(path)):
+        if os.path.lexists(final):  # a link to nothing too
+            raise DataError(f"{final} exists already", fix="another --out, or remove it first")
+
+
+def write_tokens(
+    path: str | Path,
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    progress: Callable[[int, int], None] | None = None,
+    end_of_text: int | None = None,
+) -> Summary:
+    """Encode documents one by one into a token file.
+
+    `progress(documents, tokens)` is called after each, with the totals so far. `end_of_text` is the
+    id that is put behind each; None: nothing is.
+
+    Raises DataError where the file exists or there are no tokens, StorageError where writing fails.
+    """
+    refuse_existing(path)
+    dtype = DTYPES[storage_dtype(tokenizer.size)]
+    with TokenWriter(path, tokenizer, end_of_text, with_loss=False) as writer:
+        for document in documents:
+            ids = tokenizer.encode(document, parse_special=False)
+            if len(ids) and end_of_text is not None:
+                ids = np.append(ids, end_of_text)
+            lengths = np.array([len(ids)])
+            size = np.array([len(document.encode(errors="surrogatepass"))])
+            writer.write(Encoded(ids.astype(dtype), lengths, size, None))
+            if progress:
+                progress(writer.documents, writer.tokens)
+        if not writer.tokens:
+            raise DataError("the corpus is empty: no tokens to write")
+        return writer.finish()

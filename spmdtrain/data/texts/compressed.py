@@ -1,0 +1,108 @@
+"""Open files that may be compressed, and refuse those that end early."""
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.texts.files import import_for
+
+COMPRESSIONS = (".gz", ".zst")
+# What a name may end in that nothing here opens, and the command that unpacks it.
+UNREAD = {
+    ".bz2": "bunzip2",
+    ".xz": "unxz",
+    ".lz4": "unlz4",
+    ".zip": "unzip",
+    ".tar": "tar -xf",
+    ".tar.gz": "tar -xzf",
+    ".tgz": "tar -xzf",
+    ".tar.zst": "tar --zstd -xf",
+}
+
+# RFC 8878. Numbers are little-endian.
+FRAME = 0xFD2FB528
+SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[tuple[io.BufferedIOBase, io.BufferedReader]]:
+    """Open a file that may be compressed; yield it and the file as it lies on disk.
+
+    Turns what goes wrong while it is read into a DataError. An end in the middle of a compressed
+    frame is wrong, and so is a compressed file of no bytes.
+    """
+    refuse_unread(path)
+    broken = [OSError, EOFError, zlib.error]
+    try:
+        with open(path, "rb") as raw:
+            if path.endswith(COMPRESSIONS) and os.fstat(raw.fileno()).st_size == 0:
+                raise EOFError("the compressed file is empty")
+            if path.endswith(".gz"):
+                yield gzip.GzipFile(fileobj=raw), raw
+            elif path.endswith(".zst"):
+                zstandard = import_for("zstandard", path)
+                broken.append(zstandard.ZstdError)
+                _check_frames(raw)
+                reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+                yield io.BufferedReader(reader), raw
+            else:
+                yield raw, raw
+    except tuple(broken) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {path}: {reason}") from None
+
+
+def refuse_unread(path: str) -> None:
+    """Raise DataError for a file that is packed in a way that is not read."""
+    for ending, command in UNREAD.items():
+        if path.lower().endswith(ending):
+            raise DataError(
+                f"{path} is packed as {ending}, which is not read", fix=f"{command} {path}"
+            )
+
+
+def _check_frames(raw: io.BufferedReader) -> None:
+    """Raise EOFError where a zstandard file ends within a frame.
+
+    The package takes such an end for that of the text. Only the sizes of the blocks are read. What
+    is no frame is left to the package, which refuses it.
+    """
+    size = os.fstat(raw.fileno()).st_size
+    place = 0
+    while place < size:
+        magic = _number(raw, place, 4)
+        if magic in SKIPPABLE:
+            place += 8 + _number(raw, place + 4, 4)
+        elif magic == FRAME:
+            place = _end_of_frame(raw, place)
+        else:
+            return
+    if place > size:
+        raise EOFError("the compressed file ends early")
+
+
+def _end_of_frame(raw: io.BufferedReader, place: int) -> int:
+    """Return where the frame that begins at `place` ends by its own account."""
+    descriptor = _number(raw, place + 4, 1)
+    is_single_segment = descriptor >> 5 & 1
+    content_size = (is_single_segment, 2, 4, 8)[descriptor >> 6]
+    dictionary_id = (0, 1, 2, 4)[descriptor & 3]
+    place += 4 + 1 + (1 - is_single_segment) + dictionary_id + content_size
+    is_last = 0
+    while not is_last:
+        header = _number(raw, place, 3)
+        is_last, kind, length = header & 1, header >> 1 & 3, header >> 3
+        place += 3 + (1 if kind == 1 else length)  # 1: a byte that is repeated `length` times
+    has_checksum = descriptor >> 2 & 1
+    return place + 4 * has_checksum
+
+
+def _number(raw: io.BufferedReader, place: int, length: int) -> int:
+    content = os.pread(raw.fileno(), length, place)
+    if len(content) < length:
+        raise EOFError("the compressed file ends early")
+    return int.from_bytes(content, "little")

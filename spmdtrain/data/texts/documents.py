@@ -1,0 +1,269 @@
+"""Read documents from text, JSON lines, Parquet and Arrow files.
+
+A *document* is one text, or one conversation. A *row* is what a file holds of a document: a text
+file is one row, or as many as a separator cuts it into; a line is a row of JSON lines, and a row of
+a table is one. Rows are numbered from 0 in each file, empty ones too, so that a reader can go on
+behind any of them.
+
+A *chunk* is some rows that one process takes at a time. Cutting a file into chunks is quick; what
+takes time (JSON, tokens) is done by whoever takes the chunk.
+"""
+
+import io
+import os
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.texts.compressed import COMPRESSIONS, opened
+from spmdtrain.data.texts.files import decode, find_files, parse_json, read_json
+from spmdtrain.data.texts.tables import arrow_rows, no_field, parquet_rows
+
+CHUNK_BYTES = 2**18  # of text in a chunk, about: a fraction of a second's work
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some consecutive rows of one file."""
+
+    path: str
+    first: int  # the number of the first row
+    rows: list  # bytes of a JSON object each, or values of the field
+    read: int  # bytes of the file up to here, as they lie on disk
+
+
+def find_inputs(patterns: Iterable[str]) -> list[str]:
+    """Return the files of documents that paths and globs name.
+
+    A folder that `datasets.Dataset.save_to_disk` has written names the Arrow files in it, in their
+    order. Raises DataError as `find_files` does.
+    """
+    named: list[str] = []
+    for pattern in patterns:
+        folder = os.path.expanduser(pattern)
+        if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+            splits = sorted(state.parent.name for state in Path(folder).glob("*/state.json"))
+            raise DataError(
+                f"{pattern} holds several splits of a dataset",
+                found=", ".join(splits),
+                fix=os.path.join(pattern, splits[0]) if splits else "",
+            )
+        if os.path.isfile(os.path.join(folder, "state.json")):
+            named += _arrow_files(Path(folder))
+        else:
+            named.append(pattern)
+    return find_files(named)
+
+
+def _arrow_files(folder: Path) -> list[str]:
+    """Return the Arrow files of a dataset that was saved to `folder`.
+
+    Raises DataError where a file lies outside the folder or is missing, and where another file says
+    which rows are meant: `datasets` writes the rows out when it saves, and has since 2.0.
+    """
+    path = folder / "state.json"
+    state = read_json(str(path))
+    try:
+        names = [each["filename"] for each in state["_data_files"]]
+        has_indices = bool(state.get("_indices_data_files"))
+    except (KeyError, TypeError, AttributeError):
+        raise DataError(f"{path} is not the state of a saved dataset") from None
+    if has_indices:
+        code = f"import datasets as d; d.load_from_disk({str(folder)!r})"
+        code += f".flatten_indices().save_to_disk({str(folder) + '-rows'!r})"
+        raise DataError(
+            f"{path} chooses rows by _indices_data_files, which is not read",
+            fix=f"python -c {shlex.quote(code)}",
+        )
+    for name in names:
+        if not isinstance(name, str) or os.path.isabs(name) or ".." in Path(name).parts:
+            raise DataError(f"{path} names a file outside its folder", found=f"{name!r:.200}")
+        if not os.path.isfile(folder / name):
+            raise DataError(f"{path} names a file that is not there", found=name)
+    return [str(folder / name) for name in names]
+
+
+def format_of(path: str) -> str:
+    """Return "text", "jsonl", "parquet" or "arrow", as the ending of the name says."""
+    stem = path
+    for ending in COMPRESSIONS:
+        stem = stem.removesuffix(ending)
+    return FORMATS.get(os.path.splitext(stem)[1].lower(), "text")
+
+
+def command_to_prepare(path: str) -> str:
+    """Return the command that makes a token file of a file of documents, beside it."""
+    stem = path
+    for ending in COMPRESSIONS:
+        stem = stem.removesuffix(ending)
+    out = os.path.splitext(stem)[0] + "_tokens"
+    return f"spmdtrain data prepare {shlex.quote(path)} --out {shlex.quote(out)}"
+
+
+def read_chunks(
+    path: str, field: str, split_on: str | None = None, skip: int = 0
+) -> Iterator[Chunk]:
+    """Yield the rows of a file from the row `skip` on.
+
+    `field` is the column of a table that is read. `split_on` is what separates the rows of a text
+    file. Raises DataError where the file cannot be read.
+    """
+    kind = format_of(path)
+    if kind == "text":
+        yield from _text_chunks(path, split_on, skip)
+    elif kind == "jsonl":
+        yield from _line_chunks(path, skip)
+    else:
+        rows_of = parquet_rows if kind == "parquet" else arrow_rows
+        for first, rows, read in rows_of(path, field, skip, CHUNK_BYTES):
+            yield Chunk(path, first, rows, read)
+
+
+def values_of(chunk: Chunk, field: str) -> list:
+    """Return what the field holds in each row of a chunk; None where a row is empty.
+
+    Raises DataError, with the number of the line, where a line has no such field.
+    """
+    if format_of(chunk.path) != "jsonl":
+        return chunk.rows
+    numbered = enumerate(chunk.rows, chunk.first + 1)
+    return [_value_of_line(line, f"{chunk.path}:{number}", field) for number, line in numbered]
+
+
+def texts_in(
+    files: Iterable[str],
+    field: str,
+    split_on: str | None = None,
+    advance: Callable[[str, int], None] | None = None,
+) -> Iterator[str]:
+    """Yield every text in files of documents: the roles and contents of a conversation, each.
+
+    `advance` is told of (file, bytes of it that were read) from time to time.
+    """
+    for file in files:
+        for chunk in read_chunks(file, field, split_on):
+            for value in values_of(chunk, field):
+                if isinstance(value, str):
+                    yield value
+                elif isinstance(value, list):
+                    yield from texts_of_messages(value)
+            if advance:
+                advance(file, chunk.read)
+
+
+def texts_of_messages(messages: Any) -> Iterator[str]:
+    """Yield the texts that a conversation holds: roles, contents, and the parts of contents."""
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            yield from (text for text in message.values() if isinstance(text, str))
+            parts = message.get("content")
+            for part in parts if isinstance(parts, list) else ():
+                text = part.get("text") if isinstance(part, dict) else part
+                if isinstance(text, str):
+                    yield text
+
+
+def _value_of_line(line: bytes, where: str, field: str) -> Any:
+    if not line.strip():
+        return None
+    if where.endswith(":1") and line.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        raise _array(where.removesuffix(":1"))
+    row = parse_json(line, where, "a line of JSON")
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is not a JSON object", found=f"{line[:40]!r}")
+    if field not in row:
+        texts = {name: value for name, value in row.items() if isinstance(value, str)}
+        by_length = sorted(texts, key=lambda name: -len(texts[name]))
+        raise no_field(where, field, row, by_length)
+    return row[field]
+
+
+def _array(path: str) -> DataError:
+    """Return the error for a file that is one JSON array, with a command that makes lines of it."""
+    ending = os.path.splitext(path)[1]
+    opening = f"open({path!r}, 'rb')"
+    if ending == ".gz":
+        opening = f"__import__('gzip').open({path!r})"
+    elif ending == ".zst":
+        opening = f"__import__('zstandard').open({path!r})"
+    code = f"import json; [print(json.dumps(row)) for row in json.load({opening})]"
+    lines = f"{path.removesuffix(ending)}.lines.jsonl"
+    return DataError(
+        f"{path} is one JSON array, and not an object on each line",
+        fix=f"python -c {shlex.quote(code)} > {shlex.quote(lines)}",
+    )
+
+
+# --- text and lines -----------------------------------------------------------------------------
+
+
+def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
+    with opened(path) as (file, raw):
+        if split_on is None:
+            content = file.read()
+            if skip == 0:
+                yield Chunk(path, 0, [decode(content, path)], raw.tell())
+            return
+        rows: list[str | None] = []
+        number = 0  # of the next row
+        size = 0
+        for offset, content in _pieces(file, _separator(split_on)):
+            if number >= skip:
+                # A line break behind the last separator is no document.
+                rows.append(decode(content, path, offset) if content.strip() else None)
+                size += len(content)
+            number += 1
+            if size >= CHUNK_BYTES:
+                yield Chunk(path, number - len(rows), rows, raw.tell())
+                rows = []
+                size = 0
+        if rows:
+            yield Chunk(path, number - len(rows), rows, raw.tell())
+
+
+def _separator(split_on: str) -> bytes:
+    if not split_on:
+        raise DataError("--split-on is empty: it separates no documents")
+    try:
+        return split_on.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"--split-on {split_on!r:.60} is not UTF-8") from None
+
+
+def _pieces(file: io.BufferedIOBase, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, content) of what stands between the separators of a file."""
+    offset = 0  # in the file, of what is held
+    held = bytearray()
+    searched = 0  # bytes of it that no separator begins in
+    while block := file.read(CHUNK_BYTES):
+        held += block
+        done = 0
+        while (at := held.find(separator, max(done, searched))) >= 0:
+            yield offset + done, bytes(held[done:at])
+            done = at + len(separator)
+        del held[:done]
+        offset += done
+        # A separator may lie across the border of two blocks.
+        searched = max(len(held) - len(separator) + 1, 0)
+    yield offset, bytes(held)
+
+
+def _line_chunks(path: str, skip: int) -> Iterator[Chunk]:
+    with opened(path) as (file, raw):
+        first = 0
+        while lines := file.readlines(CHUNK_BYTES):
+            after = first + len(lines)
+            if after > skip:
+                begin = max(skip, first)
+                yield Chunk(path, begin, lines[begin - first :], raw.tell())
+            first = after

@@ -1,0 +1,121 @@
+"""Read one column of Parquet and Arrow files, some rows at a time."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.texts.files import import_for
+
+MOST_ROWS = 1000  # that are taken at a time
+FILE_MAGIC = b"ARROW1"
+# What ends a stream of record batches, as it is written now and as it was before Arrow 0.15.
+STREAM_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
+
+Rows = tuple[int, list, int]  # (number of the first row, values, bytes of the file up to here)
+
+
+def parquet_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Rows]:
+    """Yield the rows of a Parquet file from the row `skip` on, about `most_bytes` at a time."""
+    arrow = import_for("pyarrow", path)
+    parquet = import_for("pyarrow.parquet", path)
+    size = os.path.getsize(path)
+    with (
+        _reading_table(path, arrow),
+        parquet.ParquetFile(path, page_checksum_verification=True) as table,
+    ):
+        _check_column(path, field, table.schema_arrow)
+        total = max(table.metadata.num_rows, 1)
+        rows = max(min(MOST_ROWS, most_bytes * total // max(size, 1)), 1)
+        done = 0
+        for batch in table.iter_batches(rows, columns=[field]):
+            done += batch.num_rows
+            yield from _slices(batch.column(0), done, skip, size * done // total, most_bytes)
+
+
+def arrow_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Rows]:
+    """Yield the rows of an Arrow file or stream as `parquet_rows` does."""
+    arrow = import_for("pyarrow", path)
+    with _reading_table(path, arrow), arrow.memory_map(path) as mapped:
+        is_file = mapped.read(len(FILE_MAGIC)) == FILE_MAGIC
+        mapped.seek(0)
+        if is_file:
+            reader = arrow.ipc.open_file(mapped)
+            count = reader.num_record_batches
+            size = mapped.size()
+            batches = (
+                (reader.get_batch(number), size * (number + 1) // count) for number in range(count)
+            )
+        else:
+            reader = arrow.ipc.open_stream(mapped)  # as `datasets` writes it
+            batches = _batches_of_stream(reader, mapped)
+        _check_column(path, field, reader.schema)
+        done = 0
+        for batch, read in batches:
+            done += batch.num_rows
+            yield from _slices(batch.column(field), done, skip, read, most_bytes)
+
+
+def _batches_of_stream(reader: Any, mapped: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the batches of a stream, and where each ends.
+
+    Raises EOFError where the stream lacks its end, which Arrow takes for an end too, or goes on
+    behind it, as two that were written into one file do.
+    """
+    end = mapped.tell()
+    while True:
+        try:
+            batch = reader.read_next_batch()
+        except StopIteration:
+            break
+        end = mapped.tell()
+        yield batch, end
+    mapped.seek(end)
+    rest = mapped.size() - end
+    marker = mapped.read(8)
+    if not marker.startswith(STREAM_ENDS):
+        raise EOFError("the stream ends early")
+    if rest > 8 or (rest == 8 and marker not in STREAM_ENDS):
+        raise EOFError("bytes follow the end of the stream")
+
+
+def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> Iterator[Rows]:
+    """Yield the values of a column that ends with row `done`, from the row `skip` on."""
+    column.validate(full=True)
+    count = len(column)
+    first = done - count
+    step = max(min(MOST_ROWS, most_bytes * count // max(column.nbytes, 1)), 1)
+    for begin in range(max(skip - first, 0), count, step):
+        yield first + begin, column.slice(begin, step).to_pylist(), read
+
+
+def _check_column(path: str, field: str, schema: Any) -> None:
+    """Raise DataError where a table has no such column, or two."""
+    count = schema.names.count(field)
+    if count == 0:
+        texts = [column.name for column in schema if "string" in str(column.type)]
+        raise no_field(path, field, schema.names, texts)
+    if count > 1:
+        raise DataError(f"{path} has {count} columns {field!r}")
+
+
+def no_field(where: str, field: str, columns: Iterable[str], texts: Sequence[str]) -> DataError:
+    """Return the error; `texts` are the columns that may have been meant, the likeliest first."""
+    return DataError(
+        f"{where} has no field {field!r}",
+        found=", ".join(columns) or "none",
+        fix=f"--field {texts[0]}" if texts else "",
+    )
+
+
+@contextmanager
+def _reading_table(path: str, arrow: Any) -> Iterator[None]:
+    """Turn what damaged tables do to the package into a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (arrow.ArrowException, OSError, EOFError, ValueError, OverflowError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"cannot read {path}: {first_line}") from None

@@ -1,0 +1,240 @@
+"""Read the token files of other programs as they are: of nanoGPT, llm.c and Megatron.
+
+None says what its ids mean, and how many there are only a run can say: by `model.vocab`, or by
+`data.tokenizer`. A file is believed only where all that is known of it fits.
+
+    nanoGPT    NAME.bin alone: ids, little endian. Nothing says their type: it is `data.dtype`, or
+               else the smallest that holds the vocabulary
+    llm.c      NAME.bin alone: 256 int32, of which the first three are a magic number, a version
+               and the number of ids, then ids: uint16 of GPT-2, uint32 of Llama 3
+               (dev/data/data_common.py). The shards of modded-nanogpt are the same
+    Megatron   NAME.bin and NAME.idx: megatron_index.py
+"""
+
+import hashlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.token_files.blocks import read_blocks
+from spmdtrain.data.token_files.known_formats import NUMPY, kind_of_file
+from spmdtrain.data.token_files.megatron_index import MAGIC, read_index
+from spmdtrain.data.token_files.rows import StoredRow, reading, require_file
+from spmdtrain.data.token_files.tokens import DTYPES, beyond_vocabulary, loss_path, storage_dtype
+
+LLMC_HEADER = 1024  # bytes
+# The first of the 256 int32: which files have it, and the type of their ids.
+LLMC_MAGICS = {20240520: "uint16", 20240801: "uint32"}
+LLMC_VERSIONS = (1, 7)  # of GPT-2's files and Llama 3's
+FEW_IDS = 16  # a sample with fewer different ids says nothing of their width
+
+
+@dataclass(frozen=True)
+class ForeignTokens:
+    """A token file that another program has written. It has the properties of a TokenSource."""
+
+    path: str  # of the .bin
+    dtype: np.dtype
+    size: int  # tokens
+    starts: np.ndarray | None  # offsets of documents, int64; None: it does not say
+    skip: int = 0  # bytes of its header
+
+    vocab = None
+    tokenizer_spec = None
+    end_of_text = None
+    template = None
+    has_loss = False
+    loss_row = None
+
+    @property
+    def has_documents(self) -> bool:
+        return self.starts is not None
+
+    @property
+    def document_starts(self) -> np.ndarray:
+        return np.zeros(1, np.int64) if self.starts is None else self.starts
+
+    @cached_property
+    def row(self) -> StoredRow:
+        """The ids [size], read a slice at a time."""
+        return StoredRow(self.path, self.dtype, self.size, self.skip)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hex hash of sizes, documents and blocks of the content."""
+        digest = hashlib.sha256(f"{self.dtype.str} {self.size}".encode())
+        digest.update(self.document_starts.data)
+        for _, content in self._blocks():
+            digest.update(content)
+        return digest.hexdigest()
+
+    @property
+    def earlier_fingerprint(self) -> str:
+        return self.fingerprint
+
+    def check(self, vocab: int, *, is_bare: bool) -> None:
+        """Raise DataError where ids in the blocks do not fit the vocabulary.
+
+        The type of the ids of a bare file is guessed: those of another type may all be below the
+        vocabulary, and are known by their zeros.
+        """
+        width = self.dtype.itemsize
+        fix = f"--set data.dtype={'uint16' if width == 4 else 'uint32'}" if is_bare else ""
+        looks_wider = is_bare
+        sample = []
+        for at, content in self._blocks():
+            begin = -at % width
+            ids = np.frombuffer(
+                content[begin : len(content) - (len(content) - begin) % width], self.dtype
+            )
+            outside = ids >= vocab
+            if outside.any():
+                first = int(outside.argmax())
+                offset = (at + begin) // width + first
+                raise beyond_vocabulary(self.path, int(ids[first]), offset, vocab, fix)
+            looks_wider = looks_wider and _is_wider(ids, (at + begin) // width)
+            sample.append(ids)
+        if looks_wider and len(np.unique(np.concatenate(sample))) >= FEW_IDS:
+            raise DataError(
+                f"{self.path}: every second {self.dtype.name} is about 0, as of wider ids",
+                fix=fix if width == 2 and not _is_of_64_bits(sample) else "its ids as uint32",
+            )
+
+    def _blocks(self):
+        return read_blocks(self.path, self.size * self.dtype.itemsize, self.skip)
+
+
+def _is_wider(ids: np.ndarray, offset: int) -> bool:
+    """Whether the ids at odd offsets are the upper halves of wider ones.
+
+    They are then hardly above 0, and the others are not.
+    """
+    upper = ids[1 - offset % 2 :: 2]
+    lower = ids[offset % 2 :: 2]
+    if not len(upper) or not len(lower):
+        return False
+    most = int(upper.max())
+    return most < FEW_IDS and int((lower > most).sum()) * 4 > len(lower)
+
+
+def _is_of_64_bits(sample: list[np.ndarray]) -> bool:
+    """Whether the uint16 of some blocks are those of int64: of each four, three are about 0."""
+    upper = [ids[at % 4 :: 4] for ids in sample for at in (2, 3)]
+    return all(not len(part) or part.max() == 0 for part in upper)
+
+
+def is_foreign(bin_path: Path, idx_path: Path, json_path: Path) -> bool:
+    """Return whether a token file is another program's: it has no sidecar of ours."""
+    if json_path.exists() or loss_path(bin_path).exists():
+        return False
+    if not idx_path.exists():
+        return bin_path.is_file()
+    require_file(idx_path)
+    with reading(idx_path), idx_path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def open_foreign(bin_path: Path, idx_path: Path, vocab: int, dtype: str | None) -> ForeignTokens:
+    """Open a token file of another program, whose ids are below `vocab`.
+
+    `dtype` is that of the ids of a bare file, if the user has said it. Raises DataError where
+    something does not fit.
+    """
+    with reading(bin_path):
+        size = bin_path.stat().st_size
+    source = (
+        _of_megatron(bin_path, idx_path, size) if idx_path.exists() else _of_llmc(bin_path, size)
+    )
+    is_bare = source is None
+    if source is None:
+        source = _bare(bin_path, size, vocab, dtype)
+    if dtype and source.dtype != DTYPES[dtype]:
+        raise DataError(
+            f"{bin_path} says itself of which type its ids are",
+            asked=f"data.dtype={dtype}",
+            found=source.dtype.name,
+            fix="leaving data.dtype out",
+        )
+    source.check(vocab, is_bare=is_bare and dtype is None)
+    return source
+
+
+def _of_megatron(bin_path: Path, idx_path: Path, size: int) -> ForeignTokens:
+    index = read_index(idx_path)
+    expected = index.size * index.dtype.itemsize
+    _check_size(bin_path, size, expected, f"{expected} bytes ({idx_path})")
+    return ForeignTokens(str(bin_path), index.dtype, index.size, index.starts)
+
+
+def _check_size(path: Path, size: int, expected: int, asked: str) -> None:
+    if size != expected:
+        wrong = "truncated" if size < expected else "too long"
+        raise DataError(f"{path} is {wrong}", asked=asked, found=f"{size} bytes")
+
+
+def _of_llmc(path: Path, size: int) -> ForeignTokens | None:
+    """Return the tokens after a header of llm.c; None where there is none."""
+    with reading(path), path.open("rb") as file:
+        header = np.frombuffer(file.read(LLMC_HEADER)[: LLMC_HEADER // 4 * 4], np.uint8)
+    if len(header) < LLMC_HEADER:
+        return None
+    numbers = header.view("<i4")
+    magic, version, count = numbers[:3].tolist()
+    if magic not in LLMC_MAGICS:
+        # All their magic numbers are dates.
+        if 20230000 <= magic < 20400000 and 0 <= version < 100 and np.mean(numbers == 0) > 0.5:
+            raise DataError(
+                f"{path} has a header like those of llm.c, but not that of its token files",
+                asked=f"magic number {' or '.join(map(str, LLMC_MAGICS))}",
+                found=f"{magic}, version {version}",
+                fix="the training tokens",
+            )
+        return None
+    dtype = DTYPES[LLMC_MAGICS[magic]]
+    if version not in LLMC_VERSIONS:
+        asked = f"version {' or '.join(map(str, LLMC_VERSIONS))}"
+        raise DataError(
+            f"{path} has a header of llm.c that this program does not read",
+            asked=asked,
+            found=f"version {version}",
+        )
+    expected = LLMC_HEADER + count * dtype.itemsize
+    what = f"{expected} bytes for the {count} {dtype.name} that its header says"
+    _check_size(path, size, expected, what)
+    if count < 1:
+        raise DataError(f"{path} has a header of llm.c and no tokens", found=f"{count} tokens")
+    return ForeignTokens(str(path), dtype, count, None, LLMC_HEADER)
+
+
+def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens:
+    """Return the ids of a file that says nothing of itself."""
+    kind = None if asked else kind_of_file(path, size)
+    if kind:
+        fixes = {
+            "plain text": f"spmdtrain data prepare {shlex.quote(str(path))} --out NAME",
+            NUMPY: "its ids alone: numpy.load(FILE).astype('uint16').tofile('NAME.bin')",
+        }
+        raise DataError(
+            f"{path} holds no bare token ids: it is {kind}",
+            fix=fixes.get(kind, "a token file, or --set data.dtype=uint16 where it is one"),
+        )
+    name = asked or storage_dtype(vocab)
+    dtype = DTYPES[name]
+    if size == 0 or size % dtype.itemsize:
+        raise DataError(
+            f"{path} has neither sidecar nor .idx, and is no row of {name}",
+            found=f"{size} bytes",
+            fix=_other_width(size, name) or "spmdtrain data prepare FILE --out NAME",
+        )
+    return ForeignTokens(str(path), dtype, size // dtype.itemsize, None)
+
+
+def _other_width(size: int, name: str) -> str:
+    """Return what to type where a file can only be of the narrower type."""
+    fits: Sequence[str] = [other for other in DTYPES if size and size % DTYPES[other].itemsize == 0]
+    return f"--set data.dtype={fits[0]}" if fits and fits[0] != name else ""

@@ -1,0 +1,82 @@
+"""Read the .idx of a Megatron token file (megatron/core/datasets/indexed_dataset.py).
+
+Little endian: the 9 bytes MMIDIDX 0 0, version uint64 1, code of the ids' type uint8, number of
+sequences uint64, number of document bounds uint64, then of each sequence its length int32, of each
+its start in bytes int64, and the bounds of documents int64: the number of each one's first
+sequence, and at last the number of sequences.
+"""
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.token_files.rows import reading
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+# The signed types are read as unsigned: a negative id is then beyond any vocabulary, and refused.
+DTYPES = {1: "<u1", 2: "<u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
+
+
+class Index(NamedTuple):
+    """What an .idx says."""
+
+    dtype: np.dtype
+    size: int  # tokens
+    starts: np.ndarray  # offsets of documents, int64, strictly increasing, the first is 0
+
+
+def read_index(path: Path) -> Index:
+    """Read an .idx. Raises DataError where it does not fit together."""
+    with reading(path):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise DataError(f"{path} is truncated", found=f"{size} bytes")
+    _, version, code, sequences, bounds = HEADER.unpack(header)
+    if version != 1 or code not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        raise DataError(
+            f"{path} is of a Megatron version or type that this program does not read",
+            asked=f"version 1 and one of the types {known}",
+            found=f"version {version} and type {code}",
+        )
+    expected = HEADER.size + sequences * 12 + bounds * 8
+    if size != expected:
+        wrong = "truncated" if size < expected else "too long"
+        raise DataError(f"{path} is {wrong}", asked=f"{expected} bytes", found=f"{size} bytes")
+    lengths, pointers, documents = _read_parts(path, sequences, bounds)
+    dtype = np.dtype(DTYPES[code])
+    if lengths.min(initial=0) < 0:
+        raise DataError(f"{path} is damaged: a sequence has {lengths.min()} tokens")
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    total = int(ends[-1]) if sequences else 0
+    if not total or not np.array_equal(pointers, starts * dtype.itemsize):
+        raise DataError(f"{path} is empty, or its sequences do not stand one behind the other")
+    in_range = documents.min(initial=0) >= 0 and documents.max(initial=0) <= sequences
+    if not in_range:
+        raise DataError(f"{path} is damaged: a document lies beyond its {sequences} sequences")
+    if (np.diff(documents) < 0).any():
+        raise DataError(f"{path} is damaged: its documents do not rise")
+    offsets = np.append(starts, total)[documents]
+    # Empty documents have no tokens and no start; the first start is 0 in any case.
+    rising = np.unique(np.append(offsets[offsets < total], 0))
+    return Index(dtype, total, rising)
+
+
+def _read_parts(path: Path, sequences: int, bounds: int) -> tuple[np.ndarray, ...]:
+    """Return the lengths of sequences, their starts in bytes, and document bounds, int64."""
+    with reading(path), path.open("rb") as file:
+        file.seek(HEADER.size)
+        kinds = (("<i4", sequences), ("<i8", sequences), ("<i8", bounds))
+        parts = [
+            np.fromfile(file, dtype, count).astype(np.int64, copy=False) for dtype, count in kinds
+        ]
+    if [len(part) for part in parts] != [sequences, sequences, bounds]:
+        raise DataError(f"{path} was cut short while it was read")
+    return tuple(parts)

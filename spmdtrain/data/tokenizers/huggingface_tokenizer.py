@@ -1,0 +1,308 @@
+"""A tokenizer from the `tokenizer.json` of Hugging Face's library `tokenizers`.
+
+A *control token* stands for no text: it ends a document or opens a message. Those are the tokens
+that the file marks as special, those of the form <|...|> that it adds, and those that are named to
+it, as the end of text of a `tokenizer_config.json` is.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizers.offsets import Encoding, marks
+from spmdtrain.data.tokenizers.windows import LONGEST, encode_in_windows, grouped
+
+# Added tokens of this form stand for no text, however they are marked. The bars are ASCII's or the
+# fullwidth ones of DeepSeek.
+CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
+SAID = 200  # characters of an error of the package that are repeated
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, given as its content; `path` is for messages.
+
+    It adds no special tokens. `control` names tokens beyond those that the file marks as special;
+    names that it has no id for are left out.
+    """
+
+    def __init__(self, content: str, path: str, control: Iterable[str] = ()):
+        self._content = content
+        self._path = path
+        self._tokenizer = self._load()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.size = max(ids, default=-1) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        marked = {
+            token.content: i
+            for i, token in added.items()
+            if token.special or CONTROL.fullmatch(token.content)
+        }
+        # One character is in many a text, and cannot be kept out of the model's hands.
+        more = {token for token in control if token not in marked and len(token) > 1}
+        named = {token: i for token in more if (i := self.id_of(token)) is not None}
+        self._named = sorted(named)
+        self.control: dict[str, int] = marked | named
+        self._flags = {token.content: token for token in added.values()}
+        _mark(self._tokenizer, self.control, self._flags)
+        _keep_apart(self._tokenizer, self.control)
+        self._tokenizer.encode_special_tokens = True
+
+    def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:
+        return self.encode_batch([text], parse_special=parse_special)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[np.ndarray]:
+        tokenizer = self._parsing if parse_special else self._tokenizer
+        found: list[np.ndarray] = []
+        with self._refusing("cannot encode a text"):
+            # The package takes a hundred bytes and more for each of text.
+            for group in grouped(texts, LONGEST):
+                if len(group[0]) > LONGEST:
+                    found.append(encode_in_windows(group[0], self._encode_window(tokenizer)))
+                    continue
+                # The fast one tracks no offsets in the text.
+                encodings = tokenizer.encode_batch_fast(group, add_special_tokens=False)
+                found += [self._checked(encoding.ids) for encoding in encodings]
+        return found
+
+    def _encode_window(self, tokenizer: Any) -> Callable[[str], Encoding]:
+        return lambda text: self._with_offsets(tokenizer, text)
+
+    def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:
+        text = "".join(parts)
+        encoding = self._with_offsets(self._parsing, text)
+        if parse_special:
+            return encoding
+        # What the whole text gives is right, unless a part of others' text has made a token of it.
+        others = marks(parts, [number % 2 == 1 for number in range(len(parts))])
+        is_control = np.isin(encoding.ids, list(self.control.values()))
+        if not encoding.touches(others)[is_control].any():
+            return encoding
+        return self._encode_apart(parts)
+
+    def spells_special(self, text: str) -> bool:
+        return self._spelled is not None and self._spelled.search(text) is not None
+
+    def is_special(self, token: int) -> bool:
+        return token in self.control.values()
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def token_of(self, i: int) -> str | None:
+        """Return the token of an id; None where there is none."""
+        return self._tokenizer.id_to_token(i) if 0 <= i < self.size else None
+
+    def with_control(self, tokens: Iterable[str]) -> "HuggingFaceTokenizer":
+        """Return the tokenizer with more control tokens."""
+        more = [token for token in tokens if token not in self.control]
+        if not more:
+            return self
+        return HuggingFaceTokenizer(self._content, self._path, [*self._named, *more])
+
+    def added_in(self, text: str) -> list[str]:
+        """Return the added tokens that a text holds, but those of white space alone."""
+        return [token for token in self._flags if token.strip() and token in text]
+
+    def decode(self, ids) -> str:
+        known = [i for i in np.asarray(ids).tolist() if 0 <= i < self.size]
+        with self._refusing("cannot decode ids"):
+            return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def spec(self) -> dict:
+        spec: dict[str, Any] = {
+            "kind": "huggingface",
+            "path": self._path,
+            "sha256": hashlib.sha256(self._content.encode()).hexdigest(),
+            "json": self._content,
+        }
+        return spec | ({"control": self._named} if self._named else {})
+
+    @cached_property
+    def _parsing(self):
+        """The tokenizer that finds the control tokens that a text spells."""
+        tokenizer = self._load()
+        _mark(tokenizer, self.control, self._flags)
+        return tokenizer
+
+    @cached_property
+    def _stand_ins(self) -> tuple[Any, dict[str, str]]:
+        """A tokenizer that takes control tokens for text, but finds others in their place.
+
+        With it comes the text of the stand-in of each control token, which nobody can guess.
+        """
+        import tokenizers
+
+        tokenizer = self._load()
+        _mark(tokenizer, self.control, self._flags)
+        _keep_apart(tokenizer, self.control)
+        tokenizer.encode_special_tokens = True
+        stand_ins = {token: f"x{secrets.token_hex(16)}x" for token in self.control}
+        for token, stand_in in stand_ins.items():
+            flags = _flags_of(self._flags.get(token))
+            added = tokenizers.AddedToken(stand_in, special=False, **flags)
+            tokenizer.add_tokens([added])
+        return tokenizer, stand_ins
+
+    @cached_property
+    def _spelled(self) -> re.Pattern | None:
+        return _any_of(self.control)
+
+    def _encode_apart(self, parts: list[str]) -> Encoding:
+        """Encode as `encode_parts`, where a part of others' text spells a control token."""
+        tokenizer, stand_ins = self._stand_ins
+        pattern = _any_of(stand_ins)
+        assert pattern is not None, "a control token was found"
+        written = []
+        origin = []  # of each written character: its place in the text
+        place = 0
+        for number, part in enumerate(parts):
+            found = pattern.finditer(part) if number % 2 == 0 else ()
+            done = 0
+            for match in found:
+                stand_in = stand_ins[match.group()]
+                written += [part[done : match.start()], stand_in]
+                origin.append(np.arange(place + done, place + match.start()))
+                origin.append(np.full(len(stand_in), place + match.start()))
+                done = match.end()
+            written.append(part[done:])
+            origin.append(np.arange(place + done, place + len(part)))
+            place += len(part)
+        origin = np.concatenate([*origin, [place]])
+        with self._refusing("cannot encode a text"):
+            encoded = tokenizer.encode("".join(written), add_special_tokens=False)
+            number_of = {stand_ins[token]: number for token, number in self.control.items()}
+            ids = list(encoded.ids)
+            for place, token in enumerate(encoded.tokens):
+                if token in number_of:
+                    ids[place] = number_of[token]
+            starts, ends = _spans(encoded)
+        return Encoding(self._checked(ids), origin[starts], origin[ends])
+
+    def _with_offsets(self, tokenizer: Any, text: str) -> Encoding:
+        with self._refusing("cannot encode a text"):
+            encoded = tokenizer.encode(text, add_special_tokens=False)
+            return Encoding(self._checked(encoded.ids), *_spans(encoded))
+
+    def _load(self):
+        """Return it as the package reads it, without what would cut, pad or trim."""
+        try:
+            import tokenizers
+        except ModuleNotFoundError:
+            raise DataError(
+                f"the tokenizer {self._path} needs the package `tokenizers`, "
+                "which is not installed",
+                fix="pip install tokenizers",
+            ) from None
+        _refuse_aborting(self._content, self._path)
+        with self._refusing("is not a Hugging Face tokenizer.json"):
+            tokenizer = tokenizers.Tokenizer.from_str(self._content)
+            # A file saved with truncation would cut every document at a few hundred tokens.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            # It would take the space that a token begins with off its span.
+            tokenizer.post_processor = None
+        return tokenizer
+
+    def _checked(self, ids: Sequence[int]) -> np.ndarray:
+        if ids and max(ids) >= self.size:
+            raise DataError(
+                f"the tokenizer {self._path} is damaged: its model gives an id that it does "
+                "not list",
+                found=f"{max(ids)} of {self.size}",
+            )
+        return np.array(ids, np.int32)
+
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """Turn what the package raises into a DataError. Its panics are no `Exception`."""
+        try:
+            yield
+        except DataError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"{self._path} {what}: {str(error)[:SAID]}") from None
+
+
+def _refuse_aborting(content: str, path: str) -> None:
+    """Raise DataError for a file that would end the process, which nobody could catch.
+
+    The package cuts the prefix of word parts off the second half of each merge, by bytes, and
+    aborts where that leaves half a character (tokenizers 0.23).
+    """
+    if not PREFIX.search(content):
+        return
+    try:
+        model = json.loads(content)["model"]
+        prefix, merges = model["continuing_subword_prefix"], model.get("merges", [])
+        halves = [merge.split(" ")[-1] if isinstance(merge, str) else merge[1] for merge in merges]
+        is_sound = all(half.startswith(prefix) for half in halves)
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
+        return  # what is no tokenizer the package refuses
+    if not is_sound:
+        raise DataError(
+            f"{path} is not a Hugging Face tokenizer.json: a merge lacks the prefix {prefix!r:.40}"
+        )
+
+
+def _mark(tokenizer: Any, control: Iterable[str], flags: dict[str, Any]) -> None:
+    """Mark control tokens as special, each matched in a text as the file says."""
+    import tokenizers
+
+    tokenizer.add_special_tokens(
+        [
+            tokenizers.AddedToken(token, special=True, **_flags_of(flags.get(token)))
+            for token in control
+        ]
+    )
+
+
+def _flags_of(token: Any) -> dict[str, bool]:
+    """Return how an added token is matched; None: it is one of the vocabulary."""
+    if token is None:
+        return {"normalized": False}
+    return {
+        name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")
+    }
+
+
+def _keep_apart(tokenizer: Any, control: Iterable[str]) -> None:
+    """Have the model itself never make a control token of text that spells it.
+
+    A model of whole words, or one that prefers long pieces, may have the token in its vocabulary:
+    the text is cut behind the first character, which then is a word of its own.
+    """
+    from tokenizers import Regex, pre_tokenizers
+
+    in_model = [
+        token
+        for token in control
+        if len(token) > 1 and tokenizer.model.token_to_id(token) is not None
+    ]
+    if not in_model:
+        return
+    pattern = "|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in in_model)
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    before = tokenizer.pre_tokenizer
+    tokenizer.pre_tokenizer = split if before is None else pre_tokenizers.Sequence([before, split])
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern | None:
+    """Return the pattern that finds any of the texts, the longest at each place."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _spans(encoded: Any) -> tuple[np.ndarray, np.ndarray]:
+    spans = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+    return spans[:, 0], spans[:, 1]

@@ -1,0 +1,293 @@
+"""Turn text into token ids and back: bytes, characters, or a Hugging Face `tokenizer.json`.
+
+A tokenizer's *spec* is a JSON value from which it can be made again anywhere. It lies beside token
+files and in a run's config, so that ids can be decoded after the tokenizer's own file has moved.
+
+The *end of text* is the token that stands behind each document.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from spmdtrain.data.tokenizers.offsets import Encoding
+from spmdtrain.data.tokenizers.tokenizer_folder import ends_named, specials_named, tokenizer_file
+
+UNDECODABLE = "\ufffd"
+# Ids that no text has, so that they can end one. 0xFF is no byte of UTF-8, and U+10FFFF never a
+# character; as the last code point it takes no other character's id.
+END_BYTE = 0xFF
+END_CHARACTER = "\U0010ffff"
+# The names under which tokenizers have one, as Hugging Face's are published.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>")
+
+
+class Tokenizer(Protocol):
+    """The interface of a tokenizer."""
+
+    size: int  # ids are < size
+
+    def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:
+        """Return the ids, int32 [tokens]. Raises DataError for a text that it has no ids for.
+
+        A special token that the text spells is that token, or with `parse_special` False text.
+        """
+        ...
+
+    def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[np.ndarray]:
+        """Return `encode(text)` for each text."""
+        ...
+
+    def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:
+        """Return the tokens of the joined parts, encoded as one text, and where each stands.
+
+        The first, the third and so on are ours: special tokens that they spell are tokens. The
+        others are other people's text, and are so only with `parse_special`.
+        """
+        ...
+
+    def spells_special(self, text: str) -> bool:
+        """Return whether a text spells a special token."""
+        ...
+
+    def is_special(self, token: int) -> bool:
+        """Return whether an id is that of a special token."""
+        ...
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token that is written like this; None where there is none."""
+        ...
+
+    def decode(self, ids) -> str:
+        """Return the text. Never fails: an id that means nothing becomes U+FFFD, or is left out."""
+        ...
+
+    def spec(self) -> dict:
+        """Return the value from which `from_spec` makes it again."""
+        ...
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8: 256 ids. Every text comes back as it was."""
+
+    size = 256
+
+    def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:  # noqa: ARG002
+        try:
+            # surrogateescape: a prompt from the command line that is not UTF-8 keeps its bytes.
+            encoded = text.encode("utf-8", errors="surrogateescape")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the text holds half a surrogate pair at position {error.start}"
+            ) from None
+        return np.frombuffer(encoded, np.uint8).astype(np.int32)
+
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        parse_special: bool = True,  # noqa: ARG002
+    ) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:  # noqa: ARG002
+        text = "".join(parts)
+        points = _code_points(text)
+        sizes = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
+        places = np.repeat(np.arange(len(text)), sizes)
+        return Encoding(self.encode(text), places, places + 1)
+
+    def spells_special(self, text: str) -> bool:  # noqa: ARG002
+        return False  # there are none
+
+    def is_special(self, token: int) -> bool:  # noqa: ARG002
+        return False
+
+    def id_of(self, token: str) -> int | None:
+        encoded = token.encode("utf-8", errors="surrogateescape")
+        return encoded[0] if len(encoded) == 1 else None
+
+    def decode(self, ids) -> str:
+        ids = np.asarray(ids, np.int64)
+        # 0xFF never occurs in UTF-8: ids beyond the tokenizer (of a padded vocabulary) decode as
+        # U+FFFD.
+        known = np.where((ids < 0) | (ids > 255), 0xFF, ids)
+        return known.astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def spec(self) -> dict:
+        return {"kind": "bytes"}
+
+
+class CharacterTokenizer:
+    """One id per character of an alphabet, in the order of code points."""
+
+    def __init__(self, alphabet: Iterable[str]):
+        self.alphabet = "".join(sorted(set(alphabet)))
+        self.size = len(self.alphabet)
+        self._points = _code_points(self.alphabet)
+
+    def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:  # noqa: ARG002
+        points = _code_points(text)
+        ids = np.searchsorted(self._points, points)
+        unknown = self._points[np.minimum(ids, self.size - 1)] != points
+        if unknown.any():
+            at = int(unknown.argmax())
+            raise DataError(
+                f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among the "
+                f"{self.size} characters of the tokenizer"
+            )
+        return ids.astype(np.int32)
+
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        parse_special: bool = True,  # noqa: ARG002
+    ) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:  # noqa: ARG002
+        text = "".join(parts)
+        places = np.arange(len(text))
+        return Encoding(self.encode(text), places, places + 1)
+
+    def spells_special(self, text: str) -> bool:  # noqa: ARG002
+        return False  # there are none
+
+    def is_special(self, token: int) -> bool:  # noqa: ARG002
+        return False
+
+    def id_of(self, token: str) -> int | None:
+        found = self.alphabet.find(token) if len(token) == 1 else -1
+        return None if found < 0 else found
+
+    def decode(self, ids) -> str:
+        ids = np.asarray(ids).tolist()
+        return "".join(self.alphabet[i] if 0 <= i < self.size else UNDECODABLE for i in ids)
+
+    def spec(self) -> dict:
+        return {"kind": "characters", "characters": self.alphabet}
+
+
+def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
+    """Open a tokenizer: `bytes`, `characters`, or the path of a `tokenizer.json` or its folder.
+
+    `texts` are needed by `characters`, whose alphabet is what occurs in them. Raises DataError
+    where there is no such tokenizer, or its file cannot be read.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "characters":
+        assert texts is not None, "the characters tokenizer is made from a corpus"
+        alphabet = set().union(*texts)
+        if not alphabet:
+            raise DataError("the corpus is empty: it has no characters to make a tokenizer of")
+        return CharacterTokenizer(alphabet)
+    path = tokenizer_file(name)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{name} is not a Hugging Face tokenizer.json: not UTF-8 text") from None
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {name}: {error.strerror}") from None
+    return HuggingFaceTokenizer(content, str(name), specials_named(path.parent))
+
+
+def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer, int | None]:
+    """Return the tokenizer with an end of text, and its id, which is None if `asked` is "none".
+
+    `asked` may be a token of the tokenizer, or "auto". Then it is the byte 0xFF, the character
+    U+10FFFF, which is added to the alphabet, or of a `tokenizer.json` what the files beside it
+    name (`ends_named`), or else the special token with a known name.
+
+    `name` is that of the tokenizer, as `open_tokenizer` takes it. Raises DataError where there is
+    no such token.
+    """
+    if asked == "none":
+        return tokenizer, None
+    if asked != "auto":
+        found = tokenizer.id_of(asked)
+        if found is None:
+            raise DataError(f"the tokenizer {name} has no token {asked!r} to end a text with")
+        return _with_control(tokenizer, asked), found
+    if isinstance(tokenizer, ByteTokenizer):
+        return tokenizer, END_BYTE
+    if isinstance(tokenizer, CharacterTokenizer):
+        if END_CHARACTER in tokenizer.alphabet:
+            raise DataError(
+                "the texts hold U+10FFFF, with which the tokenizer `characters` ends one",
+                fix="--end-of-text none, or --tokenizer bytes",
+            )
+        extended = CharacterTokenizer(tokenizer.alphabet + END_CHARACTER)
+        return extended, extended.id_of(END_CHARACTER)
+    assert isinstance(tokenizer, HuggingFaceTokenizer), "the only other kind"
+    for named in ends_named(tokenizer_file(name).parent):
+        token = named if isinstance(named, str) else tokenizer.token_of(named)
+        found = None if token is None else tokenizer.id_of(token)
+        if token is not None and found is not None:
+            return tokenizer.with_control([token]), found
+    for token in END_NAMES:
+        if token in tokenizer.control:
+            return tokenizer, tokenizer.control[token]
+    raise DataError(
+        f"no token of {name} is known to end a text",
+        found=", ".join(list(tokenizer.control)[:5]) or "no special tokens",
+        fix="--end-of-text TOKEN, or --end-of-text none",
+    )
+
+
+def _with_control(tokenizer: Tokenizer, token: str) -> Tokenizer:
+    """Return the tokenizer, with a token that no text makes, where texts can be kept from it."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.with_control([token])
+    return tokenizer
+
+
+def from_spec(spec: dict) -> Tokenizer:
+    """Return the tokenizer that `spec()` described. Raises DataError where it is damaged."""
+    match spec:
+        case {"kind": "bytes"}:
+            return ByteTokenizer()
+        case {"kind": "characters", "characters": str(alphabet)} if alphabet:
+            return CharacterTokenizer(alphabet)
+        case {
+            "kind": "huggingface",
+            "path": str(path),
+            "sha256": str(digest),
+            "json": str(content),
+            **others,
+        }:
+            if hashlib.sha256(content.encode()).hexdigest() != digest:
+                raise DataError(
+                    f"the stored copy of the tokenizer {path} does not have its recorded sha256"
+                )
+            control = others.get("control", [])
+            if isinstance(control, list) and all(isinstance(token, str) for token in control):
+                return HuggingFaceTokenizer(content, path, control)
+    raise DataError(f"not a tokenizer that this version knows: {json.dumps(spec)[:80]}")
+
+
+def tokenizer_fingerprint(spec: dict | None) -> str:
+    """Return a hex hash of what a tokenizer does, whatever path it was read from."""
+    if spec and "json" in spec:
+        return _fingerprint_of_json(spec.get("kind"), spec.get("sha256"), spec["json"])
+    content = {key: value for key, value in (spec or {}).items() if key not in ("path", "control")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _fingerprint_of_json(kind: str | None, sha256: str | None, content: str) -> str:
+    """Return it for a `tokenizer.json`, which has megabytes and is that of many files."""
+    whole = {"kind": kind, "sha256": sha256, "json": content}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def _code_points(text: str) -> np.ndarray:
+    """Return [characters] uint32; half a surrogate pair passes."""
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")

@@ -1,0 +1,193 @@
+"""Evaluates how well a trained run predicts a text: loss, perplexity, bits per byte.
+
+Any files will do, and any mesh.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmdtrain.config.errors import ConfigError, DataError
+from spmdtrain.config.load import COMMAND_LINE
+from spmdtrain.data.batches import Range
+from spmdtrain.data.corpus import Corpus, token_corpus
+from spmdtrain.data.texts.documents import find_inputs, texts_in
+from spmdtrain.data.source import CorpusData, EvalSet, open_data
+from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, tokenizer_fingerprint
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.inference.trained_run import OF_DEVICES, OpenedRun, open_run
+from spmdtrain.train.evaluation import NOTHING, Predicted, mean_loss, window_losses
+from spmdtrain.train.step import make_eval_step
+
+SETTABLE = (
+    *OF_DEVICES,
+    "data.packing",
+    "data.validation_fraction",
+    "pipeline.",
+    "eval.batches",
+    "precision.compute",
+    "train.global_batch",
+    "train.microbatch",
+    "train.sequence_length",
+)
+
+
+def evaluate(
+    run: str | Path,
+    paths: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    field: str = "text",
+    overrides: Sequence[str] = (),
+    make: MakeModel | str | None = None,
+    ema: bool = False,
+) -> dict[str, Any]:
+    """The loss of `run` after `step` steps (default: the newest), on validation data or files.
+
+    `paths` are texts as `data prepare` reads them (`field` names the texts of a table or of JSON
+    lines), which the run's own tokenizer encodes, or token files that were made with it; all of
+    their tokens count. `overrides` may set mesh.* (default: one device) and what is in SETTABLE;
+    `make` is what the run was trained with, a class or its name as in `model.make`. With `ema` it
+    is the loss of the average of the weights, which the run has with `optimizer.ema`.
+
+    Gives "loss" (nats a token), "perplexity", "bits_per_byte" (None where ids mean no text, or the
+    model restores some of the tokens), "tokens" and "bytes" that were predicted, "split_tokens" of
+    which "tokens" were, and "step". On validation data the loss is the one that the run reports at
+    this step, of the same windows.
+
+    Of a mixture, loss and bits per byte are those of text that has each source by its share;
+    "loss/NAME", "bits_per_byte/NAME" and "tokens/NAME" are of one source, the first two only where
+    a token of it has a loss. Raises UserError.
+    """
+    opened = open_run(run, step=step, make=make, overrides=overrides, settable=SETTABLE, ema=ema)
+    sets = _eval_sets(opened, paths, field)
+    takes_all = paths and opened.config.origin.get("eval.batches") != COMMAND_LINE
+    limit = None if takes_all else opened.eval_windows
+    found = _predict(opened, sets, limit)
+    loss = mean_loss([predicted for predicted, _ in found])
+    if loss is None:
+        raise DataError(f"there is nothing to evaluate: {NOTHING}")
+    return {
+        "step": opened.step,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": _bits_per_byte(found),
+        "tokens": sum(predicted.tokens for predicted, _ in found),
+        "split_tokens": sum(predicted.of_tokens for predicted, _ in found),
+        "bytes": sum(size for _, size in found),
+    } | _by_source(found)
+
+
+def _by_source(found: Sequence[tuple[Predicted, int]]) -> dict[str, Any]:
+    """Returns the figures of each source of a mixture."""
+    figures: dict[str, Any] = {}
+    for predicted, size in found:
+        if not predicted.name:
+            continue
+        figures[f"tokens/{predicted.name}"] = predicted.tokens
+        if predicted.tokens:
+            figures[f"loss/{predicted.name}"] = predicted.loss
+        if size:
+            figures[f"bits_per_byte/{predicted.name}"] = _bits_per_byte([(predicted, size)])
+    return figures
+
+
+def _bits_per_byte(found: Sequence[tuple[Predicted, int]]) -> float | None:
+    """Returns the bits per byte of text that has the tokens of each source by its share.
+
+    These are bits a token over bytes a token, each a mean by the shares. It is None where a source
+    has no bytes.
+    """
+    counted = [(predicted, size) for predicted, size in found if predicted.tokens]
+    if not all(size for _, size in counted):
+        return None
+    nats = sum(predicted.weight * predicted.loss for predicted, _ in counted)
+    size = sum(predicted.weight * size / predicted.tokens for predicted, size in counted)
+    return nats / math.log(2) / size
+
+
+def _eval_sets(opened: OpenedRun, paths: Sequence[str], field: str) -> list[EvalSet]:
+    config = opened.config
+    if not paths:
+        _, data = open_data(config)
+        return data.eval_sets(config)
+    corpus = _corpus_of(opened, paths, field)
+    every = Range(0, len(corpus.tokens))
+    return CorpusData(corpus, train=Range(0, 0), validation=every).eval_sets(config)
+
+
+def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
+    """All of the files as one corpus, in the ids of the run's tokenizer."""
+    files = find_inputs(paths)
+    are_tokens = {file.endswith(".bin") for file in files}
+    if are_tokens == {True}:
+        corpus = token_corpus(files)
+        theirs = corpus.tokenizer.spec() if corpus.tokenizer else None
+        if tokenizer_fingerprint(theirs) != tokenizer_fingerprint(opened.tokenizer_spec):
+            raise DataError(
+                f"{files[0]} was made with another tokenizer than the run's",
+                fix="the texts themselves",
+            )
+        return corpus
+    if len(are_tokens) > 1:
+        raise ConfigError("token files and texts cannot be evaluated together", fix="one kind")
+    encoded = [
+        opened.tokenizer.encode(text, parse_special=False) for text in texts_in(files, field)
+    ]
+    documents = [_ended(ids, opened.end_of_text) for ids in encoded if len(ids)]
+    if not documents:
+        raise DataError("the files hold no text", found=", ".join(files[:5]))
+    tokens = np.concatenate(documents)
+    starts = np.cumsum([0, *map(len, documents[:-1])])
+    vocab = opened.config.vocab
+    return Corpus(tokens, starts.astype(np.int64), vocab, opened.tokenizer, fingerprint="")
+
+
+def _ended(ids: np.ndarray, end: int | None) -> np.ndarray:
+    """A document as the run was trained on it: with the token behind it that ends it."""
+    return ids if end is None else np.append(ids, end)
+
+
+def _predict(
+    opened: OpenedRun, sets: Sequence[EvalSet], limit: int | None
+) -> list[tuple[Predicted, int]]:
+    """Returns what the model predicted of each set, and the bytes of that text.
+
+    The bytes are 0 where ids mean no text. `limit`: windows of each set, or all.
+    """
+    setup = opened.setup
+    # It is not known here which tokens such a model restores, so neither are their bytes.
+    has_bytes = opened.tokenizer_spec and setup.model.corrupt is None
+    tokenizer = opened.tokenizer if has_bytes else None
+    step = make_eval_step(setup)
+
+    def predict(each: EvalSet) -> tuple[Predicted, int]:
+        nats = 0.0
+        tokens = 0.0
+        size = 0
+        for ids, loss, count in window_losses(setup, step, opened.params, each.windows, limit):
+            nats += loss
+            tokens += count
+            if tokenizer is not None:
+                rows = each.windows.samples(ids)
+                is_text = rows["targets"] != opened.end_of_text
+                size += _bytes(tokenizer, rows["targets"], rows["mask"] * is_text)
+        return Predicted(each.name, each.weight, nats, int(tokens), each.tokens), size
+
+    return [predict(each) for each in sets]
+
+
+def _bytes(tokenizer: Tokenizer, targets: np.ndarray, mask: np.ndarray) -> int:
+    """The bytes of the text that the counted targets are.
+
+    A window may cut a character of several tokens in two, whose bytes are then those of U+FFFD.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return int(mask.sum())
+    size = 0
+    for row, counts in zip(targets, mask, strict=True):
+        size += len(tokenizer.decode(row[counts > 0]).encode())
+    return size

@@ -1,0 +1,188 @@
+"""Runs tasks of lm-evaluation-harness on a trained run: it scores continuations and writes texts.
+
+`likelihoods` needs nothing but the run. `evaluate_tasks` needs the package `lm_eval`.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.inference.trained_run import OpenedRun, open_run
+from spmdtrain.inference.sample import Choice, make_generate, make_logits, refuse_corrupting
+
+BATCH = 8  # sequences at once
+# Tokens of a row. Lengths are rounded up to powers of two, so that few programs are compiled.
+SHORTEST = 16
+NEW_TOKENS = 256  # of a text, where a task does not say
+
+Ids = np.ndarray
+
+
+def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
+    """(log-likelihood in nats, is it the likeliest?) of each (context, continuation) in token ids.
+
+    A continuation is scored given its context. Of the two together the model sees as much as it was
+    trained for, the last `max_length` tokens. Both must have at least one token.
+    """
+    limit = opened.config.max_length
+    score = _make_score(opened)
+    lengths = [len(context) + len(continuation) for context, continuation in pairs]
+    order = sorted(range(len(pairs)), key=lengths.__getitem__)  # a batch holds similar lengths
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    for first in range(0, len(order), BATCH):
+        chosen = order[first : first + BATCH]
+        rows = [np.concatenate(pairs[at])[-(limit + 1) :] for at in chosen]
+        counted = [
+            min(len(pairs[at][1]), len(row) - 1) for at, row in zip(chosen, rows, strict=True)
+        ]
+        length = _rounded(max(len(row) for row in rows) - 1, limit)
+        tokens = np.zeros((BATCH, length), np.int32)
+        targets = np.zeros((BATCH, length), np.int32)
+        mask = np.zeros((BATCH, length), bool)
+        for line, (row, count) in enumerate(zip(rows, counted, strict=True)):
+            last = len(row) - 1
+            tokens[line, :last] = row[:-1]
+            targets[line, :last] = row[1:]
+            mask[line, last - count : last] = True
+        sums, are_likeliest = jax.device_get(score(opened.params, tokens, targets, mask))
+        for line, at in enumerate(chosen):
+            found[at] = (float(sums[line]), bool(are_likeliest[line]))
+    return found
+
+
+def rolling_windows(ids: Ids, first: int, limit: int) -> list[tuple[Ids, Ids]]:
+    """(context, continuation) pairs whose continuations are `ids`, one behind the other.
+
+    They are the harness's own (`get_rolling_token_windows`, `make_disjoint_window`): each window
+    scores `limit` tokens given the one before, which is `first` at the start; the last, shorter one
+    is given as many tokens as fit.
+    """
+    row = np.concatenate([[first], ids]).astype(np.int32)  # ids[at] is row[at + 1]
+    windows = []
+    for at in range(0, len(ids), limit):
+        end = min(at + limit, len(ids))
+        seen = max(end - limit, 0)
+        windows.append((row[seen : at + 1], row[at + 1 : end + 1]))
+    return windows
+
+
+def _make_score(opened: OpenedRun) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Makes `(params, tokens, targets, mask [batch, time]) -> (sums, all likeliest) [batch]`."""
+    refuse_corrupting(opened.setup)
+    logits_of = make_logits(opened.setup)
+
+    @jax.jit
+    def judged(logits, targets, mask):
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        likeliest = (logits.argmax(-1) == targets) | ~mask
+        return jnp.where(mask, chosen, 0).sum(-1), likeliest.all(-1)
+
+    return lambda params, tokens, targets, mask: judged(logits_of(params, tokens), targets, mask)
+
+
+def _rounded(length: int, limit: int) -> int:
+    """Rounds a length up to a power of two, at least SHORTEST and at most `limit`."""
+    size = SHORTEST
+    while size < length:
+        size *= 2
+    return min(size, limit)
+
+
+def evaluate_tasks(
+    run: str | Path,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    step: int | None = None,
+    overrides: Sequence[str] = (),
+    make: MakeModel | str | None = None,
+    ema: bool = False,
+) -> dict[str, Any]:
+    """Runs `tasks` of lm-evaluation-harness on `run`. Returns its results, by task.
+
+    `limit` is the number of examples of each task. The harness fetches its data by itself. With
+    `ema` they judge the average of the weights. Raises ConfigError where it is not installed, or
+    knows no such task.
+    """
+    try:
+        import lm_eval  # pyright: ignore[reportMissingImports]  no extra of ours brings it
+    except ImportError:
+        raise ConfigError("lm_eval is not installed", fix="pip install lm-eval") from None
+    opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
+    try:
+        found = lm_eval.simple_evaluate(harness_model(opened), tasks=list(tasks), limit=limit)
+    except KeyError as error:
+        raise ConfigError(f"lm_eval knows no task {error}", fix="lm-eval ls tasks") from None
+    return found["results"]
+
+
+def harness_model(opened: OpenedRun) -> Any:
+    """Wraps the run as a `lm_eval.api.model.LM`."""
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  likewise
+
+    encode = opened.tokenizer.encode
+
+    def pair(context: str, continuation: str) -> tuple[Ids, Ids]:
+        """Encodes both as the harness does: cut at the number of tokens of the context, whose last
+        spaces belong to the continuation; an empty context is the end of a text."""
+        stripped = context.rstrip()
+        whole = encode(context + continuation)
+        if not stripped:
+            return _before_a_text(opened), whole
+        before = encode(stripped)
+        return before, whole[len(before) :]
+
+    class TrainedRun(LM):
+        """Takes requests as texts, and answers in the order in which they were asked."""
+
+        def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
+            return likelihoods(opened, [pair(*request.args) for request in requests])
+
+        def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
+            limit = opened.config.max_length
+            found = []
+            for request in requests:
+                first = int(_before_a_text(opened)[-1])
+                windows = rolling_windows(encode(request.args[0]), first, limit)
+                found.append(sum(score for score, _ in likelihoods(opened, windows)))
+            return found
+
+        def generate_until(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
+            return [_text_until(opened, *request.args) for request in requests]
+
+    return TrainedRun()
+
+
+def _before_a_text(opened: OpenedRun) -> Ids:
+    """What stands before the first token of a text: the end of another, or else a line break."""
+    if opened.end_of_text is None:
+        return opened.tokenizer.encode("\n")
+    return np.array([opened.end_of_text], np.int32)
+
+
+def _text_until(opened: OpenedRun, context: str, options: dict[str, Any]) -> str:
+    """Writes the likeliest text after `context`, up to the first of `options["until"]` or to the
+    end of the text. Of a long context it sees the last tokens, as many as leave room for the text.
+    """
+    tokenizer = opened.tokenizer
+    length = int(options.get("max_gen_toks", NEW_TOKENS))
+    ids = tokenizer.encode(context) if context else _before_a_text(opened)
+    room = opened.config.max_length - length
+    ids = ids[-room:] if room > 0 else ids
+    ends = () if opened.end_of_text is None else (opened.end_of_text,)
+    generate = make_generate(opened.setup, length, Choice(temperature=0), ends)
+    made = generate(opened.params, [ids], jax.random.key(0))[0][len(ids) :]
+    is_end = np.isin(made, ends)
+    text = tokenizer.decode(made[: int(is_end.argmax())] if is_end.any() else made)
+    until = options.get("until", [])
+    if isinstance(until, str):
+        until = [until]
+    places = [text.find(each) for each in until if each]
+    end = min((at for at in places if at >= 0), default=len(text))
+    return text[:end]

@@ -1,0 +1,138 @@
+"""What a model is asked to go on from, as token ids: texts, conversations, or ids themselves."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.data.tokenizers.chat import ANSWERS, Template, encode_prompt
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer
+from spmdtrain.inference.trained_run import OpenedRun
+
+NOTHING = "--prompt is empty: there is nothing to go on from"
+
+
+class Prompts(NamedTuple):
+    """Prompts, and what they were given as."""
+
+    ids: list[np.ndarray]  # int32 [time] each
+    tokenizer: Tokenizer | None = None  # None: they were given as ids
+    template: Template | None = None  # of conversations, whose answers alone are wanted
+    is_one: bool = False  # rather than a list of them
+
+
+class Stops(NamedTuple):
+    """What ends a text."""
+
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+
+
+def read_prompts(opened: OpenedRun, prompt: Any, parse_special: bool = False) -> Prompts:
+    """Returns the ids of what `generate` was given. Raises UserError."""
+    vocab = opened.setup.model.rows
+    items = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
+    if isinstance(prompt, str) or (items and all(isinstance(item, str) for item in items)):
+        tokenizer = opened.tokenizer
+        if not parse_special and any(map(tokenizer.spells_special, items)):
+            line = "the prompt spells a special token, which is taken as text"
+            print(f"{line} (--parse-special, or --chat)", file=sys.stderr)
+        ids = [tokenizer.encode(text, parse_special=parse_special) for text in items]
+        return Prompts(_full(ids), tokenizer, is_one=isinstance(prompt, str))
+    is_one = bool(items) and all(isinstance(item, dict) for item in items)
+    conversations = [items] if is_one else items
+    if is_one or (items and all(map(_is_conversation, items))):
+        if opened.template is None:
+            raise ConfigError(
+                f"{opened.run} was not trained on conversations: it has no template to ask with",
+                fix="--prompt",
+            )
+        template = Template.parse(opened.template)
+        tokenizer = opened.tokenizer
+        ids = [
+            encode_prompt(messages, template, tokenizer, "the prompt") for messages in conversations
+        ]
+        return Prompts(_full(ids), tokenizer, template, is_one)
+    return Prompts(ids_of(prompt, vocab))
+
+
+def _is_conversation(item: Any) -> bool:
+    return isinstance(item, list | tuple) and bool(item) and isinstance(item[0], dict)
+
+
+def _full(prompts: list[np.ndarray]) -> list[np.ndarray]:
+    if not all(len(prompt) for prompt in prompts):
+        raise ConfigError(NOTHING)
+    return prompts
+
+
+def ids_of(ids: Any, vocab: int) -> list[np.ndarray]:
+    """Returns token ids [time] or [batch, time] as rows, int32 [time] each.
+
+    Raises ConfigError where they are no such thing, or not in the vocabulary.
+    """
+    try:
+        found = np.asarray(ids)
+    except ValueError:  # rows of several lengths
+        raise ConfigError(
+            "a prompt whose rows have several lengths", fix="integer ids [time] or [batch, time]"
+        ) from None
+    is_ids = found.ndim in (1, 2) and np.issubdtype(found.dtype, np.integer)
+    # An empty list is of floats to numpy.
+    if not found.size and found.ndim in (1, 2):
+        raise ConfigError(NOTHING)
+    if not is_ids:
+        raise ConfigError(
+            f"a prompt of shape {found.shape} and dtype {found.dtype}",
+            fix="text, a list of messages, or integer ids [time] or [batch, time]",
+        )
+    outside = (found < 0) | (found >= vocab)
+    if outside.any():
+        raise ConfigError(
+            f"a prompt with the id {found[outside].flat[0]}",
+            found=f"ids from 0 to {vocab - 1} in the vocabulary",
+        )
+    return list(found.reshape(-1, found.shape[-1]).astype(np.int32))
+
+
+def texts_to_stop(stop: Any) -> list[str]:
+    """Returns the texts that are to end a text. Raises ConfigError where they are none."""
+    texts = [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError("--stop is not a text", found=f"{texts!r:.60}")
+    return texts
+
+
+def stops_of(prompts: Prompts, texts: Sequence[str], end: int | None) -> Stops:
+    """Returns what ends the texts that are made: `texts`, the id `end`, and a message's close."""
+    ids = [] if end is None else [end]
+    texts = list(texts)
+    if texts and prompts.tokenizer is None:
+        raise ConfigError("--stop with a text needs a prompt of text", found="a prompt of ids")
+    if prompts.template is not None and prompts.tokenizer is not None:
+        closing = prompts.template.closing_of(ANSWERS)
+        first = prompts.tokenizer.encode_parts([closing]).ids[:1].tolist()
+        if first and prompts.tokenizer.is_special(first[0]):
+            ids += first
+        elif closing:
+            texts.append(closing.rstrip() or closing)
+    return Stops(tuple(ids), tuple(texts))
+
+
+def ended(prompts: Prompts, ids: np.ndarray, size: int, stops: Stops) -> str:
+    """Returns the text of ids, of which `size` are the prompt, up to what ends it.
+
+    Of a conversation it is the answer alone.
+    """
+    tokenizer = prompts.tokenizer
+    assert tokenizer is not None, "ids give ids"
+    is_end = np.isin(ids[size:], stops.ids)
+    if is_end.any():
+        ids = ids[: size + int(is_end.argmax())]
+    text = tokenizer.decode(ids)
+    behind = len(tokenizer.decode(ids[:size]))
+    places = [at for at in (text.find(each, behind) for each in stops.texts) if at >= 0]
+    first = behind if prompts.template else 0
+    return text[first : min(places, default=len(text))]

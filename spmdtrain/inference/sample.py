@@ -1,0 +1,360 @@
+"""Text, token ids and logits from trained weights, on any mesh without a pipeline.
+
+Text is made with a key-value cache in one compiled loop.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import SEEDS, RunConfig
+from spmdtrain.models.abstract import cast, make_gather, matmuls
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers import Cache
+from spmdtrain.models.sampling import choose
+from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.regions import make_constrain, make_local_map
+from spmdtrain.parallel.tensor_matmul import make_column_parallel, make_row_parallel, no_ring
+from spmdtrain.parallel.vocabulary import make_lookup
+from spmdtrain.inference.trained_run import OpenedRun, open_run
+from spmdtrain.inference.prompts import ended, ids_of, read_prompts, stops_of, texts_to_stop
+from spmdtrain.train.setup import Setup
+
+COLDEST = 1e-6  # the least temperature that is not 0
+LONGEST = 200  # tokens, where nobody asked for a number
+END_OF_TEXT = "end-of-text"  # among what stops a text: the token that ends a document
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings by which the next token is sampled; see `models.sampling.choose`."""
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        # Below COLDEST a float32 of logits over it overflows.
+        if not _is_number(self.temperature) or not (
+            self.temperature == 0 or COLDEST <= self.temperature < math.inf
+        ):
+            what = f"--temperature {self.temperature} is not 0, nor a number of at least {COLDEST}"
+            raise ConfigError(what)
+        if self.top_k is not None and (not _is_whole(self.top_k) or self.top_k < 1):
+            raise ConfigError(f"--top-k {self.top_k} leaves no token, or is no whole number")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ConfigError(f"--top-p {self.top_p} is not above 0 and at most 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may choose
+    run: str | Path,
+    prompt: str | Sequence[Any] | np.ndarray,
+    length: int | None = None,
+    *,
+    step: int | None = None,
+    choice: Choice = Choice(),  # noqa: B008 - it is frozen
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    make: MakeModel | str | None = None,
+    ema: bool = False,
+    parse_special: bool = False,
+) -> str | list[str] | np.ndarray:
+    """`prompt` and at most `length` tokens after it, by the weights of `run` after `step` steps
+    (default: the newest that are not damaged).
+
+    A prompt of text gives text, and a list of them a list, made as one batch; one of token ids
+    [time] or [batch, time] gives ids. A list of messages, {"role": ..., "content": ...}, is written
+    as in training and gives the answer, without the messages, up to where the template closes it.
+    Special tokens that a text spells are text, unless `parse_special`. `length` defaults to as many
+    tokens as the model was made for, at most LONGEST; more go on with the last tokens in sight
+    (rotary positions: with all).
+    Text ends before the first of the texts in `stop`; END_OF_TEXT among them means the token that
+    ends a document. `overrides` may set mesh.* (default: one device), rules.* and model.attention;
+    `make` is what the run was trained with, a class or its name as in `model.make`. With `ema`
+    the average of the weights makes it, which the run has with `optimizer.ema`. Raises UserError.
+    """
+    opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
+    setup = opened.setup
+    _refuse_pipeline(setup.mesh)
+    prompts = read_prompts(opened, prompt, parse_special)
+    length = _length(setup.config, prompts.ids, length)
+    texts = texts_to_stop(stop)
+    end = _end_of_text(opened) if END_OF_TEXT in texts else None
+    if prompts.template:
+        end = opened.end_of_text
+    stops = stops_of(prompts, [text for text in texts if text != END_OF_TEXT], end)
+    make_ids = make_generate(setup, length, choice, stops.ids)
+    made = make_ids(opened.params, prompts.ids, _key(seed))
+    if prompts.tokenizer is None:
+        return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
+    found = [
+        ended(prompts, ids, len(before), stops)
+        for ids, before in zip(made, prompts.ids, strict=True)
+    ]
+    return found[0] if prompts.is_one else found
+
+
+def generate_ids(
+    setup: Setup,
+    params: dict[str, jax.Array],
+    prompt: Sequence[int] | np.ndarray,
+    length: int | None = None,
+    *,
+    choice: Choice = Choice(),  # noqa: B008 - it is frozen
+    seed: int = 0,
+) -> np.ndarray:
+    """`generate` for token ids, with the parameters of a training state at hand."""
+    _refuse_pipeline(setup.mesh)
+    prompts = ids_of(prompt, setup.model.rows)
+    length = _length(setup.config, prompts, length)
+    make_ids = make_generate(setup, length, choice)
+    made = make_ids(params, prompts, _key(seed))
+    return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
+
+
+def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array]:
+    """`logits(params, tokens [batch, time]) -> float32 [batch, time, vocab]`, jitted, no dropout.
+
+    Each token sees those before it, as in training, or all if the model restores tokens; documents
+    are not told apart. Raises ConfigError where the mesh has a pipeline.
+    """
+    _refuse_pipeline(setup.mesh)
+    rules = _whole_batch(setup.rules)
+    compute = setup.config.precision.compute
+
+    @jax.jit
+    def logits(params, tokens_bt):
+        positions = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
+        ctx = _context(rules, jnp.broadcast_to(positions, tokens_bt.shape))
+        module = _bound(setup, params, rules)
+        return _logits(module, tokens_bt, ctx)[..., : setup.model.rows]
+
+    def under_mesh(params, tokens):
+        if not isinstance(tokens, Tracer):  # a function that is traced knows no ids yet
+            tokens = _checked_tokens(setup.config, tokens)
+        with jax.set_mesh(setup.mesh), matmuls(compute):
+            return logits(params, jnp.asarray(tokens))
+
+    return under_mesh
+
+
+def _checked_tokens(config: RunConfig, tokens: Any) -> np.ndarray:
+    """Returns tokens [batch, time]; ConfigError where they are none, or too many for the model."""
+    rows = np.stack(ids_of(tokens, config.vocab))
+    if np.ndim(tokens) != 2:
+        raise ConfigError(f"tokens of shape {np.shape(tokens)}", fix="tokens [batch, time]")
+    if config.model.positions == "learned" and rows.shape[1] > config.max_length:
+        raise ConfigError(
+            f"{rows.shape[1]} tokens are more than the model has positions",
+            asked=f"tokens of shape {rows.shape}",
+            found=f"model.max_length={config.max_length}",
+            fix=f"tokens[:, -{config.max_length}:]",
+        )
+    return rows
+
+
+def make_generate(
+    setup: Setup, length: int, choice: Choice, ends: Sequence[int] = ()
+) -> Callable[[dict[str, jax.Array], Sequence[np.ndarray], jax.Array], list[np.ndarray]]:
+    """`generate(params, prompts, key) -> ids`, each prompt with `length` tokens behind it.
+
+    What all prompts have in common in length is read at once, the rest token by token. The loop
+    ends once every text has come to one of the tokens `ends`; the ids behind it mean nothing.
+    Weights stay split as the rules say; the few sequences are whole on every device.
+    """
+    refuse_corrupting(setup)
+    config = setup.config
+    rules = _whole_batch(setup.rules)
+    compute = config.precision.compute
+
+    def filled(params, prompts_bt, lengths_b, key, start):
+        """`prompts_bt` has room for what is made; each row holds `lengths_b` tokens so far."""
+        module = _bound(setup, params, rules)
+        predict = _cached if _has_cache(config, module, prompts_bt.shape[1]) else _windowed
+        first, following = predict(config, module, rules, prompts_bt, start)
+
+        def unfinished(carry):
+            at, _, _, ended_b = carry
+            return (at < prompts_bt.shape[1]) & ~ended_b.all()
+
+        def next_token(carry):
+            at, tokens_bt, (logits_bv, cache), ended_b = carry
+            own_key = jax.random.fold_in(key, at)
+            logits_bv = logits_bv[:, : setup.model.rows]  # more are padding
+            chosen_b = choose(logits_bv, own_key, choice.temperature, choice.top_k, choice.top_p)
+            is_given_b = at < lengths_b
+            token_b = jnp.where(is_given_b, tokens_bt[:, at], chosen_b)
+            tokens_bt = tokens_bt.at[:, at].set(token_b)
+            for end in ends:
+                ended_b |= ~is_given_b & (token_b == end)
+            return at + 1, tokens_bt, following(tokens_bt, at, cache), ended_b
+
+        nobody = jnp.zeros(prompts_bt.shape[0], bool)
+        carry = (jnp.int32(start), prompts_bt, first, nobody)
+        return jax.lax.while_loop(unfinished, next_token, carry)[1]
+
+    def under_mesh(params, prompts, key) -> list[np.ndarray]:
+        lengths_b = np.array([len(prompt) for prompt in prompts], np.int32)
+        prompts_bt = np.zeros((len(prompts), lengths_b.max() + length), np.int32)
+        for row, prompt in zip(prompts_bt, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        start = int(lengths_b.min())
+        with jax.set_mesh(setup.mesh), matmuls(compute):
+            made = jax.jit(filled, static_argnums=4)(params, prompts_bt, lengths_b, key, start)
+        made = jax.device_get(made)
+        return [row[: size + length] for row, size in zip(made, lengths_b, strict=True)]
+
+    return under_mesh
+
+
+# The two ways to predict the next token. Each gives the (logits [b, v], cache) behind the first
+# `start` tokens, and a function of (tokens [b, t], place, cache) that gives those behind a place.
+
+
+def _cached(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
+    """Predicts from the cached keys and values of earlier tokens."""
+    model = config.model
+    shape = (model.layers, *tokens_bt.shape, model.key_value_heads, model.width_per_head)
+    zeros = jnp.zeros(shape, jnp.dtype(config.precision.compute))
+    empty = make_constrain(rules)(zeros, None, "batch", None, "kv_heads", "head_dim")
+
+    def extend(tokens_bt, cache):
+        positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
+        ctx = _context(rules, jnp.broadcast_to(positions, tokens_bt.shape))
+        return module.extend(tokens_bt, ctx, cache)
+
+    def following(tokens_bt, at, cache):
+        return extend(jax.lax.dynamic_slice_in_dim(tokens_bt, at, 1, 1), cache)
+
+    first = extend(tokens_bt[:, :start], Cache(empty, empty, jnp.int32(0)))
+    return first, following
+
+
+def _windowed(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
+    """From the last tokens anew, at most as many as the model has positions for.
+
+    Any model can do it, if a token sees none of those behind it.
+    """
+    window = min(config.max_length, tokens_bt.shape[1])
+
+    def following(tokens_bt, at, _):
+        first = jnp.maximum(at + 1 - window, 0)
+        seen_bt = jax.lax.dynamic_slice_in_dim(tokens_bt, first, window, 1)
+        positions = jnp.arange(window, dtype=jnp.int32)
+        ctx = _context(rules, jnp.broadcast_to(positions, seen_bt.shape))
+        return _logits(module, seen_bt, ctx, at - first), None
+
+    return following(tokens_bt, jnp.int32(start - 1), None), following
+
+
+def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
+    """True if the model can decode from cached keys and values, up to `length` tokens.
+
+    A block that overrides `__call__` and not `extend` would compute something else there: False.
+    """
+    if length > config.max_length and config.model.positions == "learned":
+        return False
+    block = type(module.blocks.layer)
+    if not hasattr(module, "extend") or not hasattr(block, "extend"):
+        return False
+    call = next(kind for kind in block.__mro__ if "__call__" in vars(kind))
+    extend = next(kind for kind in block.__mro__ if "extend" in vars(kind))
+    return issubclass(extend, call)
+
+
+def _logits(module: Any, tokens_bt: jax.Array, ctx: ForwardContext, at=None) -> jax.Array:
+    """float32 logits [b, t, v], or [b, v] of the place `at`."""
+    x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
+    hidden_bte, table_ve = module.head(x_bte, ctx)
+    if at is not None:
+        hidden_bte = jax.lax.dynamic_slice_in_dim(hidden_bte, at, 1, 1)
+    logits = jnp.einsum("bte,ve->btv", hidden_bte, table_ve, preferred_element_type=jnp.float32)
+    return logits if at is None else logits[:, 0]
+
+
+def _bound(setup: Setup, params: dict[str, jax.Array], rules: Rules) -> Any:
+    """The module of `params` in compute precision, whatever they rest split over."""
+    used = {path: setup.padding.rest_to_use(path, x) for path, x in params.items()}
+    return setup.model.bind(cast(used, setup.config.precision.compute), make_gather(rules))
+
+
+def _whole_batch(rules: Rules) -> Rules:
+    """The rules of a few sequences that are whole on every device."""
+    whole = {"batch": (), "time": (), "stream_time": ()}
+    return replace(rules, activations={**rules.activations, **whole})
+
+
+def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
+    constrain = make_constrain(rules)
+    return ForwardContext(
+        positions_bt,
+        constrain=constrain,
+        column_matmul=make_column_parallel(constrain, no_ring),
+        row_matmul=make_row_parallel(constrain, no_ring),
+        local_map=make_local_map(rules),
+        lookup=make_lookup(rules),
+        gather=make_gather(rules),
+    )
+
+
+def _length(config: RunConfig, prompts: Sequence[np.ndarray], asked: int | None) -> int:
+    """Chooses the number of tokens to make after each prompt. Raises ConfigError."""
+    if asked is not None:
+        if not _is_whole(asked) or asked < 1:
+            raise ConfigError(f"--length {asked!r} is not a whole number of at least 1")
+        return int(asked)
+    room = config.max_length - max(len(prompt) for prompt in prompts)
+    return min(room if room > 0 else LONGEST, LONGEST)
+
+
+def _key(seed: int) -> jax.Array:
+    if not _is_whole(seed) or not 0 <= seed < SEEDS:
+        raise ConfigError(f"--seed {seed!r} is not a whole number from 0 to {SEEDS - 1}")
+    return jax.random.key(seed)
+
+
+def _end_of_text(opened: OpenedRun) -> int:
+    """The id of the token that ended the documents that a run was trained on."""
+    if opened.end_of_text is None:
+        what = "the run was trained without a token that ends a text"
+        raise ConfigError(what, fix="--stop with a text")
+    return opened.end_of_text
+
+
+def _refuse_pipeline(mesh: Mesh) -> None:
+    if mesh.shape["pipeline"] > 1:
+        raise ConfigError(
+            f"mesh.pipeline={mesh.shape['pipeline']}: sampling has no pipeline",
+            fix="--set mesh.tensor or mesh.fsdp",
+        )
+
+
+def refuse_corrupting(setup: Setup) -> None:
+    """ConfigError for a model of which nobody can ask a next token."""
+    if setup.model.corrupt is not None:
+        name = type(setup.model.bind({})).__name__
+        raise ConfigError(
+            f"{name} restores tokens from all the others",
+            asked="the tokens behind a prompt",
+            found=f"{name}.corrupt",
+            fix="spmdtrain eval RUN, or make_logits in Python",
+        )

@@ -1,0 +1,131 @@
+"""A trained run, opened for reading: its settings, its model, its weights, its tokenizer."""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.load import COMMAND_LINE, from_resolved
+from spmdtrain.config.schema import MeshConfig, RunConfig
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.identity import code_of
+from spmdtrain.checkpoints.model_code import check_model_code
+from spmdtrain.checkpoints.restore import read_document, read_step, refuse_own_code
+from spmdtrain.train.setup import Setup, shard
+
+# What may be set where a run is read: what belongs to the devices, and not to the run.
+OF_DEVICES = ("mesh.", "rules.", "model.attention")
+SEQUENCES = 8  # of a batch on each of its shards, where nobody asked for a number
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run, opened by `open_run`. `params` are those of `step`, in the shards of `setup`."""
+
+    run: Path
+    step: int
+    setup: Setup
+    params: dict[str, jax.Array]
+    tokenizer_spec: dict | None
+    end_of_text: int | None = None  # the id that ends each document of its data
+    eval_windows: int | None = None  # of each validation split; None: all, see RunConfig
+    template: str | None = None  # what a message of its conversations is written as
+
+    @property
+    def config(self) -> RunConfig:
+        return self.setup.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """CheckpointError where the run was trained on ids that mean no text."""
+        if self.tokenizer_spec is None:
+            raise CheckpointError(
+                f"{self.run} was trained on tokens without a tokenizer: there is no text"
+            )
+        return from_spec(self.tokenizer_spec)
+
+
+def open_run(
+    run: str | Path,
+    *,
+    step: int | None = None,
+    make: MakeModel | str | None = None,
+    overrides: Sequence[str] = (),
+    settable: Sequence[str] = OF_DEVICES,
+    ema: bool = False,
+) -> OpenedRun:
+    """The weights of `run` after `step` steps, ready to compute with.
+
+    Without `step` it is the newest that is as it was saved: see `read_step` in restore.py.
+    `make` is what the run was trained with, a class or its name as in `model.make`. The mesh is one
+    device unless `overrides` set `mesh.*`; they may set what is in `settable` and nothing else.
+    With `ema` the weights are the average that was kept with `optimizer.ema`. Raises UserError.
+    """
+    run = Path(run)
+    _check_overrides(overrides, settable)
+    saved, named = read_document(run)
+    if not make:
+        refuse_own_code(run, saved, named)
+    # Mesh and attention are not the run's: they belong to the devices that it was trained on.
+    saved["config"]["mesh"] = MeshConfig().model_dump()
+    saved["config"]["model"]["attention"] = "auto"
+    saved["config"]["train"] |= {"zero": 0, "microbatch": None}
+    dropped = ("mesh.", "model.attention", "train.zero", "train.microbatch")
+    saved["origin"] = {
+        key: str(where) for key, where in saved["origin"].items() if not key.startswith(dropped)
+    }
+    trained_batch = saved["config"]["train"]["global_batch"]
+    config = from_resolved(saved, overrides)
+    # As many windows as the run itself evaluates on, however many are computed at once here.
+    asked = config.train.model_copy(update={"global_batch": trained_batch})
+    windows = config.model_copy(update={"train": asked}).eval_windows
+    setup = shard(_with_batch(config), make, _devices(config))
+    with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
+        at, (params, meta) = read_step(
+            checkpoints,
+            run,
+            step,
+            lambda at: checkpoints.restore_params(at, setup.state.params, ema=ema),
+        )
+    check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
+    end = saved.get("end_of_text")
+    template = saved.get("template")
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"{run}/config.json is damaged: template={template!r:.60}")
+    return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end, windows, template)
+
+
+def _check_overrides(overrides: Sequence[str], settable: Sequence[str]) -> None:
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if not any(key == each or each[-1] == "." and key.startswith(each) for each in settable):
+            names = [f"{each}*" if each[-1] == "." else each for each in settable]
+            raise ConfigError(
+                "a run is read with the settings it was trained with",
+                asked=f"--set {override}",
+                fix=f"--set of {', '.join(names)}",
+            )
+
+
+def _with_batch(config: RunConfig) -> RunConfig:
+    """The config with a batch that this mesh divides, unless one was asked for."""
+    if config.origin.get("train.global_batch") == COMMAND_LINE:
+        return config
+    mesh = config.mesh
+    shards = math.prod(max(size, 1) for size in (mesh.data, mesh.fsdp, mesh.expert))
+    if -1 in (mesh.data, mesh.fsdp, mesh.expert):
+        shards = jax.device_count()
+    train = config.train.model_copy(update={"global_batch": SEQUENCES * shards})
+    return config.model_copy(update={"train": train})
+
+
+def _devices(config: RunConfig) -> Sequence[jax.Device] | None:
+    """The first devices, as many as the mesh asks for."""
+    sizes = config.mesh.sizes.values()
+    return None if -1 in sizes else jax.devices()[: math.prod(sizes)]

@@ -1,0 +1,27 @@
+"""Find the table that a run's settings ask for: a schedule with a name, or one in a file."""
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.pipeline import file, schedule
+from spmdtrain.pipeline.schedule import Table
+
+
+def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Table:
+    """Return the table of `kind`: a name in schedule.SCHEDULE_KINDS, or a .json or .csv file.
+
+    A named schedule is built in these sizes. Raises ConfigError where a file has other sizes.
+    """
+    if kind in schedule.SCHEDULE_KINDS:
+        return schedule.build(kind, stages, microbatches, chunks)
+    table = file.read(kind)
+    asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    for name, value in asked.items():
+        found = getattr(table, name)
+        if found != value:
+            raise ConfigError(
+                f"pipeline.schedule={kind!r} is for other {name}",
+                asked=f"{name}={value} of the run",
+                found=f"{name}={found}",
+                fix="mesh.pipeline, pipeline.chunks and "
+                "train.global_batch / train.microbatch as in the file",
+            )
+    return table

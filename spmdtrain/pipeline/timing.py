@@ -1,0 +1,315 @@
+"""Price a schedule: given the time of each kind of work and of a hop, find what the whole takes.
+
+Two ways of running are priced. *Lockstep* is ours: a tick lasts as long as all kinds of work that
+are present on any stage take together, because a stage without work computes all the same, and
+its results are masked. *Orders* are Megatron's: each stage runs a list of operations of its own,
+each one as soon as its inputs have come.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.pipeline.schedule import (
+    WORK,
+    Table,
+    arriving_backward,
+    arriving_forward,
+    units_of,
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """The time of each kind of work on one microbatch, through all chunks of one stage; and of a
+    hop between stages.
+
+    In seconds, or in any one unit. A schedule that does not split backward takes
+    `backward + weight` for it. Embedding and head are not included.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
+    hop: float = 0.0
+
+    @property
+    def microbatch(self) -> float:
+        """The time of all work of one microbatch on one stage."""
+        return self.forward + self.backward + self.weight
+
+
+class Operation(NamedTuple):
+    """One unit's work in an order. `kind` is "forward", "backward" or "weight"."""
+
+    kind: str
+    microbatch: int
+    chunk: int
+
+
+class Span(NamedTuple):
+    """An operation that a stage runs from time `start` to `stop`."""
+
+    stage: int
+    kind: str
+    microbatch: int
+    chunk: int
+    start: float
+    stop: float
+
+
+Orders = list[list[Operation]]  # for each stage
+
+
+# Lockstep
+
+
+def lockstep_ticks(table: Table, times: Times, overlap: float = 1.0) -> np.ndarray:
+    """Return [ticks]: how long each lasts, with what its hops add.
+
+    A hop adds what it takes longer than the work that can run beside it. Beside an activation's
+    hop run the backward and the weight gradient of its tick; beside a cotangent's, the weight
+    gradient of its tick and the forward of the next. `overlap`: the share of a hop that may run
+    beside work. A single stage has no hops.
+    """
+    cost = _chunk_times(table.split, table.chunks, times)
+    work = {}
+    for kind in WORK:
+        present = (units_of(table, kind)[..., 0] >= 0).any(axis=1)
+        work[kind] = cost[kind] * present
+    ticks = work["forward"] + work["backward"] + work["weight"]
+    if table.stages == 1:
+        return ticks
+
+    # The executor sends an activation at the end of its forward, a cotangent at the start of the
+    # next tick.
+    next_forward = np.append(work["forward"][1:], 0.0)
+    for arriving, beside in (
+        (arriving_forward(table), work["backward"] + work["weight"]),
+        (arriving_backward(table), work["weight"] + next_forward),
+    ):
+        # What arrives at a tick was sent at the end of the tick before.
+        hops = np.append((arriving[1:, :, 0] >= 0).any(axis=1), False)
+        ticks += hops * exposed_hop(times.hop, beside, overlap)
+    return ticks
+
+
+def exposed_hop(hop: float, beside: np.ndarray, overlap: float) -> np.ndarray:
+    """Return what a hop of `hop` seconds adds to each tick, where the share `overlap` of it may run
+    beside work of `beside` seconds."""
+    return hop - np.minimum(overlap * hop, beside)
+
+
+def lockstep_time(table: Table, times: Times, overlap: float = 1.0) -> float:
+    """Return the time of the whole schedule, all microbatches."""
+    return float(lockstep_ticks(table, times, overlap).sum())
+
+
+def bubble_fraction(table: Table, times: Times | None = None, overlap: float = 1.0) -> float:
+    """Return idle / total: the share of the time in which a stage has no work of its own.
+
+    Hops that add time count as idle.
+    """
+    times = times or Times()
+    total = lockstep_time(table, times, overlap)
+    return 1 - table.microbatches * times.microbatch / total
+
+
+def bubble_over_ideal(table: Table, times: Times | None = None, overlap: float = 1.0) -> float:
+    """Return idle / work, as Narayanan et al. (arXiv 2104.04473, section 2.2) state the bubble.
+
+    For interleaved 1F1B they find (p - 1) / (v m). Here it is read off the table, like
+    everything else, so that the formula is tested and not assumed.
+    """
+    times = times or Times()
+    ideal = table.microbatches * times.microbatch
+    return lockstep_time(table, times, overlap) / ideal - 1
+
+
+def lockstep_spans(table: Table, times: Times, overlap: float = 1.0) -> list[Span]:
+    """Return when each unit runs.
+
+    Within a tick all stages run their forwards together, then backwards, then weight gradients.
+    """
+    cost = _chunk_times(table.split, table.chunks, times)
+    ends = lockstep_ticks(table, times, overlap).cumsum()
+    starts = np.concatenate([[0.0], ends[:-1]])  # of the current kind of work in each tick
+    spans = []
+    for kind in WORK:
+        units = units_of(table, kind)
+        runs = units[..., 0] >= 0
+        for tick, stage in np.argwhere(runs).tolist():
+            microbatch, chunk = units[tick, stage].tolist()
+            start = float(starts[tick])
+            spans.append(Span(stage, kind, microbatch, chunk, start, start + cost[kind]))
+        starts = starts + cost[kind] * runs.any(axis=1)
+    return spans
+
+
+# Orders
+
+
+def order_spans(orders: Orders, times: Times) -> list[Span]:
+    """Return when each operation runs if every stage works through its own list.
+
+    A stage waits for what its next operation needs. What another stage has made is there
+    `times.hop` after it was made, and hops do not wait for each other.
+
+    Raises ConfigError where the lists wait for each other in a circle.
+    """
+    stages = len(orders)
+    operations = [operation for order in orders for operation in order]
+    chunks = 1 + max(operation.chunk for operation in operations)
+    split = any(operation.kind == "weight" for operation in operations)
+    cost = _chunk_times(split, chunks, times)
+
+    spans: dict[tuple[int, Operation], Span] = {}
+    free_at = [0.0] * stages
+    left = [list(reversed(order)) for order in orders]  # the next one last, to be popped
+    while any(left):
+        moved = False
+        for stage, order in enumerate(left):
+            while order:
+                ready_at = _ready_at(stage, order[-1], spans, stages, chunks, times.hop)
+                if ready_at is None:
+                    break
+                operation = order.pop()
+                start = max(free_at[stage], ready_at)
+                free_at[stage] = start + cost[operation.kind]
+                spans[stage, operation] = Span(stage, *operation, start, free_at[stage])
+                moved = True
+        if not moved:
+            stage, operation = next((stage, order[-1]) for stage, order in enumerate(left) if order)
+            found = f"stage {stage} before {operation}"
+            raise ConfigError("the stages wait for each other", found=found)
+    return list(spans.values())
+
+
+def order_time(orders: Orders, times: Times) -> float:
+    """Return the time at which the last operation ends."""
+    return max(span.stop for span in order_spans(orders, times))
+
+
+def order_bubble_fraction(orders: Orders, times: Times) -> float:
+    """Return (time - m (F + B + W)) / time: the bubble rate of Qi et al., arXiv 2401.10241,
+    table 5."""
+    microbatches = 1 + max(operation.microbatch for order in orders for operation in order)
+    return 1 - microbatches * times.microbatch / order_time(orders, times)
+
+
+def table_orders(table: Table) -> Orders:
+    """Return a table's work as orders, to price it without lockstep.
+
+    Each stage goes tick by tick, and in a tick through forward, backward and weight gradient.
+    """
+    units = {kind: units_of(table, kind).tolist() for kind in WORK}
+    orders: Orders = [[] for _ in range(table.stages)]
+    for stage, order in enumerate(orders):
+        for tick in range(table.ticks):
+            for kind in WORK:
+                microbatch, chunk = units[kind][tick][stage]
+                if microbatch >= 0:
+                    order.append(Operation(kind, microbatch, chunk))
+    return orders
+
+
+def megatron_orders(stages: int, microbatches: int, chunks: int = 1) -> Orders:
+    """Return the orders of Megatron-LM's 1F1B, and with several chunks of its interleaved 1F1B.
+
+    Each stage runs some forwards to warm up, then one forward and one backward in turn, then the
+    backwards that are left. Stage s warms up with p - 1 - s forwards; interleaved with
+    2 (p - 1 - s) + (v - 1) p of them, or with all if m = p.
+    """
+    if chunks > 1 and microbatches % stages:
+        raise ConfigError(
+            "Megatron's interleaving needs microbatches % stages == 0",
+            asked=f"{microbatches}, {stages}",
+        )
+    total = microbatches * chunks
+    group = stages * chunks
+    units = []  # (microbatch, chunk) in the order of forwards
+    for unit in range(total):
+        microbatch = unit // group * stages + unit % stages
+        units.append((microbatch, unit % group // stages))
+    forward = [Operation("forward", *unit) for unit in units]
+    backward = [
+        Operation("backward", microbatch, chunks - 1 - chunk) for microbatch, chunk in units
+    ]
+
+    orders = []
+    for stage in range(stages):
+        if chunks == 1:
+            warm_up = stages - 1 - stage
+        elif microbatches == stages:
+            warm_up = total
+        else:
+            warm_up = 2 * (stages - 1 - stage) + (chunks - 1) * stages
+        warm_up = min(warm_up, total)
+        pairs = zip(forward[warm_up:], backward, strict=False)
+        in_turn = [operation for pair in pairs for operation in pair]
+        orders.append([*forward[:warm_up], *in_turn, *backward[total - warm_up :]])
+    return orders
+
+
+def zb_h1_orders(stages: int, microbatches: int) -> Orders:
+    """Return the orders of ZB-H1 (Qi et al., arXiv 2401.10241, figure 2).
+
+    It is 1F1B with backward split, where stage s puts off s weight gradients to the end.
+    """
+    orders = []
+    for stage, one_f_one_b in enumerate(megatron_orders(stages, microbatches)):
+        order = list(_with_weight_gradients(one_f_one_b, put_off=stage))
+        left = range(max(0, microbatches - stage), microbatches)
+        orders.append(order + [Operation("weight", microbatch, 0) for microbatch in left])
+    return orders
+
+
+def _with_weight_gradients(order: list[Operation], put_off: int) -> Iterator[Operation]:
+    """Follow each backward by the weight gradient of the microbatch `put_off` before it."""
+    for operation in order:
+        yield operation
+        if operation.kind == "backward" and operation.microbatch >= put_off:
+            yield Operation("weight", operation.microbatch - put_off, 0)
+
+
+def _chunk_times(split: bool, chunks: int, times: Times) -> dict[str, float]:
+    """Return the time of each kind of work in one chunk."""
+    backward = times.backward if split else times.backward + times.weight
+    return {
+        "forward": times.forward / chunks,
+        "backward": backward / chunks,
+        "weight": times.weight / chunks,
+    }
+
+
+def _ready_at(
+    stage: int,
+    operation: Operation,
+    spans: dict[tuple[int, Operation], Span],
+    stages: int,
+    chunks: int,
+    hop: float,
+) -> float | None:
+    """Return when an operation's input is on its stage; None if nobody has made it yet."""
+    kind, microbatch, chunk = operation
+    if kind == "forward" and (stage, chunk) == (0, 0):
+        return 0.0
+    if kind == "forward":
+        source = (stage - 1) % stages
+        needs = Operation("forward", microbatch, chunk if stage else chunk - 1)
+    elif kind == "backward" and (stage, chunk) == (stages - 1, chunks - 1):
+        source = stage
+        needs = Operation("forward", microbatch, chunk)
+    elif kind == "backward":
+        source = (stage + 1) % stages
+        needs = Operation("backward", microbatch, chunk if source else chunk + 1)
+    else:
+        source = stage
+        needs = Operation("backward", microbatch, chunk)
+    made = spans.get((source, needs))
+    if made is None:
+        return None
+    return made.stop if source == stage else made.stop + hop

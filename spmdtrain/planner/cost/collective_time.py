@@ -1,0 +1,99 @@
+"""Seconds of single collectives on one device: rings over a mesh axis, and sends between stages.
+
+A ring collective takes bytes / bandwidth for the data and one latency per hop. `Group` says which
+devices take part: the members of one host share fast links, and a ring that leaves its host uses
+the network.
+"""
+
+import math
+
+from spmdtrain.planner.cost.hardware import Hardware
+from spmdtrain.planner.cost.software import LINK_SHARE, SEND_SHARE
+from spmdtrain.planner.cost.workload import Group
+
+
+def ring_bandwidth(group: Group, hardware: Hardware, all_cards: bool = True) -> float:
+    """Bytes/s that each member of a ring gets.
+
+    A ring over several hosts uses one network card per member on a host (one card in all unless
+    `all_cards`).
+    """
+    on_a_host = _members_on_a_host(group, hardware)
+    if on_a_host == group.size:
+        return LINK_SHARE * hardware.link_bandwidth
+    cards = on_a_host if all_cards else 1
+    return LINK_SHARE * min(hardware.link_bandwidth, cards * hardware.network_bandwidth)
+
+
+def ring_latency(group: Group, hardware: Hardware) -> float:
+    """Seconds of all hops of a ring, which follow each other.
+
+    Of the members on a host, one sends to the next host.
+    """
+    on_a_host = _members_on_a_host(group, hardware)
+    if on_a_host == group.size:
+        across_hosts = 0
+    else:
+        across_hosts = min(group.size - 1, group.size / on_a_host)
+    inside_hosts = group.size - 1 - across_hosts
+    return inside_hosts * hardware.link_latency + across_hosts * hardware.network_latency
+
+
+def _members_on_a_host(group: Group, hardware: Hardware) -> int:
+    # Hosts hold consecutive devices, so members that are far apart share no host.
+    return max(1, min(group.size, hardware.per_host // group.stride))
+
+
+def all_gather_seconds(
+    moved: float,
+    group: Group,
+    hardware: Hardware,
+    *,
+    all_cards: bool = True,
+    pieces: int = 1,
+) -> float:
+    """All-gather or reduce-scatter of `moved` bytes, in `pieces` that follow each other.
+
+    `moved` counts the whole array, as each member has it after the all-gather.
+    """
+    if group.size == 1:
+        return 0.0
+    bandwidth = ring_bandwidth(group, hardware, all_cards)
+    # Each member has 1 / size of the bytes already, and receives the rest.
+    sending = (group.size - 1) / group.size * moved / bandwidth
+    return sending + pieces * ring_latency(group, hardware)
+
+
+def all_reduce_seconds(moved: float, group: Group, hardware: Hardware) -> float:
+    """A reduce-scatter and an all-gather of `moved` bytes, along a ring or a tree of hosts.
+
+    NCCL takes whichever is quicker. Both send the same bytes, but the latency of a tree grows with
+    the logarithm of the hosts (S. Jeaugey, Massively Scale Your Deep Learning Training with NCCL
+    2.4, 2019).
+    """
+    ring = ring_latency(group, hardware)
+    saved = max(0.0, ring - _tree_latency(group, hardware))
+    return 2 * (all_gather_seconds(moved, group, hardware) - saved)
+
+
+def _tree_latency(group: Group, hardware: Hardware) -> float:
+    """Seconds from the leaves of a binary tree of hosts to its root; on a host a chain."""
+    on_a_host = _members_on_a_host(group, hardware)
+    hosts = math.ceil(group.size / on_a_host)
+    levels = math.ceil(math.log2(hosts))
+    return (on_a_host - 1) * hardware.link_latency + levels * hardware.network_latency
+
+
+def send_seconds(moved: float, stride: int, hardware: Hardware) -> float:
+    """A send of `moved` bytes to the next stage, `stride` devices away.
+
+    Stages form a ring, so the slowest send decides: over the network as soon as a neighbour is on
+    another host.
+    """
+    if stride < hardware.per_host:
+        bandwidth = SEND_SHARE * hardware.link_bandwidth
+        latency = hardware.link_latency
+    else:
+        bandwidth = hardware.network_bandwidth
+        latency = hardware.network_latency
+    return moved / (LINK_SHARE * bandwidth) + latency

@@ -1,0 +1,280 @@
+"""Seconds of one transformer layer: each term of one microbatch on one device.
+
+A layer has two halves, attention and MLP. Each half is two matmuls, its elementwise passes (norm,
+residual, activation function), its collectives and what the backward computes again. A half can be
+estimated alone, because `plan --rules` splits the two in different ways.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from spmdtrain.planner.cost.collective_time import all_gather_seconds, all_reduce_seconds
+from spmdtrain.planner.cost.hardware import Hardware
+from spmdtrain.planner.cost.kernel_time import (
+    fused_attention_seconds,
+    matmul_seconds,
+    memory_seconds,
+)
+from spmdtrain.planner.cost.overlap import exposed, left_over
+from spmdtrain.planner.cost.software import Software
+from spmdtrain.planner.cost.workload import Group, ModelShape, Workload, bytes_of
+
+
+class Work(NamedTuple):
+    """Seconds of one microbatch on one device."""
+
+    forward: float
+    backward: float  # the gradient of the input
+    weight: float  # the gradient of the weights
+
+
+NO_WORK = Work(0.0, 0.0, 0.0)
+
+
+def add_work(*parts: Work) -> Work:
+    return Work(*map(sum, zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """The part of a workload that one layer's time depends on: the key of the cache.
+
+    A search asks for few different layers and for many workloads.
+    """
+
+    model: ModelShape
+    microbatch: int
+    sequence_length: int
+    tensor: int
+    context: Group
+    sequence_parallel: bool
+    collective_matmul: bool
+    remat: str
+    dtype: str
+
+    @property
+    def tokens(self) -> int:
+        return self.microbatch * self.sequence_length // self.context.size
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.tokens * self.model.embed * bytes_of(self.dtype)
+
+
+def layer_time(workload: Workload, hardware: Hardware, software: Software) -> Mapping[str, Work]:
+    """Term -> work of one layer."""
+    return _layer_time(_layer_sizes(workload, workload.mesh.tensor), hardware, software)
+
+
+def half_time(
+    half: str, workload: Workload, hardware: Hardware, software: Software, tensor: int
+) -> Mapping[str, Work]:
+    """Term -> work of the "attention" or the "mlp" half of a layer, split `tensor` ways."""
+    return _half_time(half, _layer_sizes(workload, tensor), hardware, software)
+
+
+def _layer_sizes(workload: Workload, tensor: int) -> LayerSizes:
+    return LayerSizes(
+        model=workload.model,
+        microbatch=workload.microbatch,
+        sequence_length=workload.sequence_length,
+        tensor=tensor,
+        context=workload.mesh.group("context"),
+        sequence_parallel=workload.sequence_parallel,
+        collective_matmul=workload.collective_matmul,
+        remat=workload.remat,
+        dtype=workload.dtype,
+    )
+
+
+@lru_cache(maxsize=50_000)
+def _layer_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> Mapping[str, Work]:
+    attention = _half_time("attention", sizes, hardware, software)
+    mlp = _half_time("mlp", sizes, hardware, software)
+    return {term: add_work(attention[term], mlp[term]) for term in attention}
+
+
+class _Half(NamedTuple):
+    """The parts in which the halves differ; bytes are those of the elementwise passes."""
+
+    matmul: Work
+    attention: Work
+    forward_bytes: float
+    backward_bytes: float
+    context_gather: float  # seconds in which keys and values come over `context`
+
+
+@lru_cache(maxsize=50_000)
+def _half_time(
+    half: str, sizes: LayerSizes, hardware: Hardware, software: Software
+) -> Mapping[str, Work]:
+    parts = _attention_half if half == "attention" else _mlp_half
+    own = parts(sizes, hardware, software)
+
+    # The norm and the residual, with dropout's mask. They are whole on every device of `tensor`
+    # unless the tokens are split (sequence parallelism).
+    norm_bytes = sizes.activation_bytes
+    if sizes.sequence_parallel:
+        norm_bytes = norm_bytes / sizes.tensor
+    forward_bytes = own.forward_bytes + (5.5 if sizes.model.dropout else 5) * norm_bytes
+    backward_bytes = own.backward_bytes + (6.5 if sizes.model.dropout else 6) * norm_bytes
+
+    work = {
+        "matmul": own.matmul,
+        "attention": own.attention,
+        "elementwise": Work(
+            software.elementwise_factor * memory_seconds(forward_bytes, hardware),
+            software.elementwise_factor * memory_seconds(backward_bytes, hardware),
+            0.0,
+        ),
+        "tensor_collectives": _tensor_collectives(sizes, own.matmul, hardware, software),
+        # The backward gathers keys and values again and scatters their gradients.
+        "context_collectives": Work(own.context_gather, 2 * own.context_gather, 0.0),
+    }
+    again = _recomputation(sizes.remat, work)
+    return work | {"recompute": Work(0.0, again, 0.0)}
+
+
+def _tensor_collectives(
+    sizes: LayerSizes, matmul: Work, hardware: Hardware, software: Software
+) -> Work:
+    """Seconds of the sums over `tensor` that `matmul`, the half's own, does not hide."""
+    group = Group(sizes.tensor, 1)
+    one_sum = all_reduce_seconds(sizes.activation_bytes, group, hardware)
+    if not sizes.collective_matmul:
+        alone = exposed(one_sum, software.overlap.tensor)
+        return Work(alone, alone, 0.0)
+
+    def in_pieces(moving: float, matmul: float) -> float:
+        # One of the pieces is here from the start: nothing travels beside its matmul.
+        beside = (sizes.tensor - 1) / sizes.tensor * matmul
+        return left_over(moving, min(software.overlap.collective_matmul * moving, beside))
+
+    # For the gradient of the weights the input's tokens are gathered again: half a sum.
+    return Work(in_pieces(one_sum, matmul.forward), in_pieces(1.5 * one_sum, matmul.backward), 0.0)
+
+
+def _recomputation(remat: str, work: Mapping[str, Work]) -> float:
+    """Seconds of the forward that the backward runs again; `Workload` says what each name means."""
+    elementwise = work["elementwise"].forward
+    attention = work["attention"].forward
+    if remat == "full":
+        return sum(each.forward for each in work.values())
+    return {
+        "none": 0.0,
+        "dots": elementwise,
+        "matmuls": elementwise + attention,
+        "attention": attention,
+        "half": elementwise + work["matmul"].forward / 2,
+    }[remat]
+
+
+def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Half:
+    model = sizes.model
+    tensor = sizes.tensor
+    qkv = _matmul_work(sizes, model.qkv_width // tensor, model.embed, hardware, software)
+    projection = _matmul_work(
+        sizes, model.embed, model.attention_width // tensor, hardware, software
+    )
+
+    column_bytes = sizes.tokens * bytes_of(sizes.dtype) / tensor  # of a column split over `tensor`
+    tokens = sizes.microbatch * sizes.sequence_length  # over all of `context`
+    kv_bytes = 2 * tokens * model.kv_heads * model.head_dim * bytes_of(sizes.dtype)
+    kv_bytes = kv_bytes / min(tensor, model.kv_heads)
+    context_gather = all_gather_seconds(kv_bytes, sizes.context, hardware)
+    return _Half(
+        matmul=add_work(qkv, projection),
+        attention=_attention_work(sizes, hardware, software),
+        forward_bytes=2 * model.qkv_width * column_bytes,
+        backward_bytes=5 / 3 * model.qkv_width * column_bytes,
+        context_gather=exposed(context_gather, software.overlap.context),
+    )
+
+
+def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Half:
+    model = sizes.model
+    tensor = sizes.tensor
+    up = _matmul_work(sizes, model.up_width // tensor, model.embed, hardware, software)
+    down = _matmul_work(sizes, model.embed, model.ffn // tensor, hardware, software)
+
+    # Columns that the activation function reads and writes.
+    forward_columns, backward_columns = (3, 5) if model.gated else (2, 3)
+    column_bytes = sizes.tokens * bytes_of(sizes.dtype) / tensor
+    return _Half(
+        matmul=add_work(up, down),
+        attention=NO_WORK,
+        forward_bytes=forward_columns * model.ffn * column_bytes,
+        backward_bytes=backward_columns * model.ffn * column_bytes,
+        context_gather=0.0,
+    )
+
+
+def _matmul_work(
+    sizes: LayerSizes, columns: int, inner: int, hardware: Hardware, software: Software
+) -> Work:
+    """[tokens, inner] x [inner, columns] and the matmuls of its two gradients.
+
+    A collective matmul is several of fewer tokens each; for the weights there is one.
+    """
+    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=sizes.dtype)
+    pieces = sizes.tensor if sizes.collective_matmul else 1
+    tokens = -(-sizes.tokens // pieces)
+    return Work(
+        forward=pieces * seconds(tokens, columns, inner),
+        backward=pieces * seconds(tokens, inner, columns),
+        weight=seconds(inner, columns, sizes.tokens),
+    )
+
+
+def _attention_work(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
+    if software.attention_share:
+        return _fused_attention_work(sizes, hardware, software)
+    return _unfused_attention_work(sizes, hardware, software)
+
+
+def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
+    model = sizes.model
+    keys = sizes.sequence_length
+    queries = keys // sizes.context.size
+    heads = max(1, model.heads // sizes.tensor)
+    # Causal: half of the 4 b h d s^2 FLOPs of two matmuls over all pairs.
+    flops = 2 * sizes.microbatch * heads * model.head_dim * queries * keys
+    seconds = partial(
+        fused_attention_seconds,
+        keys=keys,
+        head_dim=model.head_dim,
+        hardware=hardware,
+        software=software,
+        dtype=sizes.dtype,
+    )
+    # The backward has five matmuls to the forward's two.
+    return Work(forward=seconds(1.0 * flops), backward=seconds(2.5 * flops), weight=0.0)
+
+
+def _unfused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
+    """Batched matmuls over all pairs, and passes over scores that are written to memory."""
+    model = sizes.model
+    keys = sizes.sequence_length
+    queries = keys // sizes.context.size
+    matrices = sizes.microbatch * max(1, model.heads // sizes.tensor)
+    seconds = partial(
+        matmul_seconds,
+        hardware=hardware,
+        software=software,
+        dtype=sizes.dtype,
+        count=matrices,
+    )
+    scores = seconds(queries, keys, model.head_dim)
+    values = seconds(queries, model.head_dim, keys)
+
+    # Softmax, mask and dropout: passes over the scores, counted for Megatron-LM of 2021.
+    score_bytes = matrices * queries * keys * software.score_bytes * software.score_factor
+    forward_passes = 6.5 if model.dropout else 4.0
+    backward_passes = 5.5 if model.dropout else 4.0
+    return Work(
+        forward=scores + values + memory_seconds(forward_passes * score_bytes, hardware),
+        backward=2 * (scores + values) + memory_seconds(backward_passes * score_bytes, hardware),
+        weight=0.0,
+    )

@@ -1,0 +1,437 @@
+"""Bytes per device that a training step of this framework holds, by category.
+
+`exact_state` reads the bytes of parameters and optimizer off the abstract state. The other terms
+follow what the executors keep alive (train/grad_accumulation.py, parallel/pipeline/executor.py). A
+step goes through several moments, and `Memory.total` is the largest of them.
+
+`SAFE_SHARE` leaves room for what the driver, NCCL and the allocator hold beside the tensors.
+Fujii et al. (arXiv 2411.06465) found that runs whose estimate is at most 80 % of the memory never
+ran out of it: that is `Memory.fits`.
+
+megatron_memory.py counts what published runs of other frameworks held.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from pallas_kernels.attention.xla import BLOCK
+from pallas_kernels.loss.chunks import CHUNK_LOGITS
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.pipeline.choose import choose_table
+from spmdtrain.planner.cost.hardware import Hardware
+from spmdtrain.planner.cost.schedules import SCHEDULES, Pipeline, RingSlots
+from spmdtrain.planner.cost.workload import ModelShape, Workload
+
+if TYPE_CHECKING:
+    from spmdtrain.train.updates.optimizers import Optimizer
+
+SAFE_SHARE = 0.8  # of a device's memory
+FLOAT32 = 4  # bytes; gradients are accumulated in float32
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest device.
+
+    `buffers` holds the rest: copies of weights in compute precision, gathered weights, what stages
+    send each other, and one layer's workspace.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def fits(self, hardware: Hardware) -> bool:
+        return self.total <= SAFE_SHARE * hardware.memory
+
+    def by_category(self) -> dict[str, int]:
+        return asdict(self) | {"total": self.total}
+
+
+def step_memory(
+    workload: Workload, state: tuple[int, int] | None = None, resident: float | None = None
+) -> Memory:
+    """The memory of one step.
+
+    `state`: (parameter, optimizer) bytes, if `exact_state` read them. `resident`: as
+    `resident_elements` counts them, where the model is not a shipped one.
+    """
+    parameters, optimizer = state or closed_form_state(workload)
+    if resident is None:
+        resident = resident_elements(workload)
+    if workload.mesh.pipeline == 1:
+        return _accumulated_memory(workload, parameters, optimizer, resident)
+    return _pipelined_memory(workload, parameters, optimizer, resident)
+
+
+# Parameters and optimizer
+
+
+def exact_state(
+    config: RunConfig, mesh_sizes: Mapping[str, int], optimizer: "Optimizer | None" = None
+) -> tuple[int, int]:
+    """(parameter bytes, optimizer bytes) per device, off the abstract state; needs no devices.
+
+    Refuses what does not divide, by the same functions as a run.
+    """
+    import jax
+
+    from spmdtrain.parallel.mesh import AXES
+    from spmdtrain.train.setup import shard_on
+    from spmdtrain.train.state import bytes_per_device
+
+    # It has what is asked of a mesh here: sizes by axis.
+    mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_sizes[axis] for axis in AXES), AXES)
+    abstract = shard_on(config, mesh, optimizer=optimizer).state
+    parameters = bytes_per_device(abstract.params)
+    of_optimizer = bytes_per_device((abstract.opt_state, abstract.ema, abstract.step))
+    return parameters, of_optimizer
+
+
+def closed_form_state(workload: Workload) -> tuple[int, int]:
+    """`exact_state` for a search: a few per cent off where a dim is not split or is padded."""
+    elements = resident_elements(workload) / workload.mesh.fsdp
+    if workload.zero:
+        whole = _whole_under_zero(workload)
+        elements = whole + (elements - whole) / workload.mesh.data
+    return int(workload.stored_bytes * elements), int(workload.optimizer_bytes * elements)
+
+
+def _whole_under_zero(workload: Workload) -> float:
+    """Weight elements on a device that ZeRO-1 cannot split, because `reduce.scatter_dim` finds no
+    dim: fsdp and tensor split both of a matrix, and `data` divides none of them.
+
+    Those of attention have a dim that can be padded, that of a head.
+    """
+    mesh = workload.mesh
+    model = workload.model
+    if mesh.fsdp == 1 or model.embed % (mesh.fsdp * mesh.data) == 0:
+        return 0.0
+    whole = 0.0
+    layers = workload.layers_per_stage // workload.chunks
+    if mesh.tensor > 1 and workload.chunks % mesh.data and layers % mesh.data:
+        mlp = model.embed * (model.up_width + model.ffn)
+        whole += workload.layers_per_stage * mlp / mesh.tensor
+    if mesh.tensor * mesh.pipeline > 1:
+        whole += _outside_elements(workload)
+    return whole / mesh.fsdp
+
+
+def resident_elements(workload: Workload) -> float:
+    """Weight elements that rest on one device, before `data` and `fsdp` split them.
+
+    Includes the layers that pad a pipeline. step_time.stage_parameters is a simpler count.
+    """
+    layers = workload.layers_per_stage * _layer_elements(workload.model, workload.mesh.tensor)
+    return layers + _outside_elements(workload)
+
+
+def _layer_elements(model: ModelShape, tensor: int) -> float:
+    """Matrices are split over `tensor`; biases are few, and count as whole with the norms."""
+    if model.bias:
+        vectors = model.layer_parameters - model.layer_matrices
+    else:
+        vectors = 2 * model.embed
+    return model.layer_matrices / tensor + vectors
+
+
+def _outside_elements(workload: Workload) -> float:
+    model = workload.model
+    ways = workload.mesh.pipeline * workload.mesh.tensor
+    vocabulary = model.vocab * model.vocabulary_tables / ways
+    return model.embed * (vocabulary + model.position_rows + 2)
+
+
+# Activations
+
+
+def kept_bytes(workload: Workload, remat: str | None = None) -> int:
+    """Bytes that one layer keeps of one microbatch for its backward.
+
+    Tested equal to `LayerGradient.kept`.
+    """
+    return _kept_bytes(
+        workload.model,
+        workload.tokens,
+        workload.mesh.tensor,
+        workload.compute_bytes,
+        remat or workload.remat,
+        workload.stream_ways,
+    )
+
+
+@lru_cache(maxsize=10_000)
+def _kept_bytes(
+    model: ModelShape, tokens: int, tensor: int, size: int, remat: str, stream_ways: int
+) -> int:
+    """`size`: bytes of an element. `stream_ways`: as in Workload."""
+    layer_input = size * tokens * model.embed // stream_ways
+    if remat == "full":
+        return layer_input
+
+    # Attention keeps its result, and its log-sum-exp in float32.
+    attention = size * model.attention_width + FLOAT32 * model.heads
+    if remat == "dots":
+        matmuls = size * (model.qkv_width + model.up_width)
+        stream = 2 * size * model.embed // stream_ways
+        return tokens * (stream + (matmuls + attention) // tensor)
+
+    # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).
+    statistics = 2 * FLOAT32 if model.layernorm else FLOAT32
+    norm = tokens * (2 * size * model.embed + statistics) // stream_ways
+    # It keeps its input too, and the matmul behind it keeps its own.
+    attention += size * (model.qkv_width + model.attention_width)
+    mlp = size * (model.up_width + model.ffn)
+    return 2 * norm + tokens * (attention + mlp) // tensor
+
+
+def deferred_bytes(workload: Workload) -> int:
+    """Bytes that a layer's split backward leaves for its weight gradient.
+
+    Tested equal to `LayerGradient.deferred`.
+    """
+    model = workload.model
+    size = workload.compute_bytes
+    whole = (2 * size + 16) * model.embed
+    split = size * (model.up_width + model.qkv_width) // workload.mesh.tensor
+    return workload.tokens * (whole + split)
+
+
+def ring_slots(workload: Workload) -> RingSlots:
+    """Slots of the pipeline's rings: closed forms of named schedules, else off the table."""
+    pipeline = Pipeline(workload.mesh.pipeline, workload.accumulation, workload.chunks)
+    if workload.schedule in SCHEDULES:
+        return SCHEDULES[workload.schedule].ring_slots(pipeline)
+    table = choose_table(workload.schedule, pipeline.stages, pipeline.chunks, pipeline.microbatches)
+    return RingSlots(
+        stash=table.slots + 1,
+        cotangents=_with_trash(table.cotangent_slots),
+        deferred=_with_trash(table.deferred_slots),
+    )
+
+
+def _with_trash(slots: int) -> int:
+    """A ring has one slot more than it uses, the trash; where nothing waits there is no ring."""
+    return slots + 1 if slots else 0
+
+
+# The two executors
+
+
+def _accumulated_memory(
+    workload: Workload, parameters: int, optimizer: int, resident: float
+) -> Memory:
+    """Microbatches one after the other.
+
+    One of three moments is the fullest: the head, a layer's backward, or the optimizer. With ZeRO-1
+    a step begins with a copy of the parameters in compute precision, gathered over `data`.
+    """
+    model = workload.model
+    tensor = workload.mesh.tensor
+    size = workload.compute_bytes
+    at_rest = parameters / workload.stored_bytes
+    elements = at_rest
+    if workload.zero:
+        elements = resident / workload.mesh.fsdp
+    narrower = size < workload.stored_bytes
+    copied = narrower or elements > at_rest or not workload.gradients_at_weights
+    compute_copy = size * elements if copied else 0.0
+    gradients = size * elements
+    sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
+
+    layer = _layer_elements(model, tensor)
+    table = model.vocab * model.embed / tensor
+    gathered = 0.0
+    unscattered = 0.0
+    if workload.mesh.fsdp > 1:
+        gathered = size * (2 * layer + table)  # the layer in use and the next one
+        unscattered = size * (layer + table)  # gradients before they are scattered
+
+    # The first layer's input, the last one's output, and what the head reads.
+    ends = 3 * size * workload.tokens * model.embed
+    activations = model.layers * kept_bytes(workload) + ends
+    logits = _logit_bytes(workload, tensor)
+
+    at_head = sums + compute_copy + gathered + activations + logits
+    at_backward = (
+        sums
+        + compute_copy
+        + gathered
+        + unscattered
+        + gradients
+        + activations
+        + _recomputed_bytes(workload)
+        + _workspace_bytes(workload)
+        + _gathered_token_bytes(workload)
+    )
+    at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0)
+
+    peak = max(at_head, at_backward, at_optimizer)
+    if peak == at_optimizer:
+        return _memory(workload, parameters, optimizer, peak, gradients=FLOAT32 * elements)
+    if peak == at_backward:
+        return _memory(
+            workload,
+            parameters,
+            optimizer,
+            peak,
+            gradients=sums + gradients,
+            activations=activations,
+            logits=logits if peak == at_head else 0,
+        )
+    return _memory(
+        workload,
+        parameters,
+        optimizer,
+        peak,
+        gradients=sums,
+        activations=activations,
+        logits=logits,
+    )
+
+
+def _pipelined_memory(
+    workload: Workload, parameters: int, optimizer: int, elements: float
+) -> Memory:
+    """The rings of the schedule's table, one float32 gradient, and a tick's working set.
+
+    Weights are gathered over `fsdp` once per step, in compute precision.
+    """
+    model = workload.model
+    mesh = workload.mesh
+    size = workload.compute_bytes
+    layers_per_chunk = workload.layers_per_stage // workload.chunks
+    kept = layers_per_chunk * kept_bytes(workload)
+    deferred = layers_per_chunk * deferred_bytes(workload)
+    rings = ring_slots(workload)
+    full = workload.remat == "full"
+
+    # A slot of the stash holds a chunk's input if its layers are computed again.
+    stream_bytes = workload.activation_bytes // workload.stream_ways
+    stashed = stream_bytes if full else kept
+    # What arrives, what is sent back, and the embedding that enters next.
+    carried = 3 * stream_bytes
+    activations = (
+        rings.stash * stashed
+        + rings.deferred * deferred
+        + rings.cotangents * stream_bytes
+        + carried
+    )
+    narrower = size < workload.stored_bytes
+    gathers = mesh.fsdp > 1 or bool(workload.zero)
+    copies = narrower or gathers or not workload.gradients_at_weights
+    weights = size * elements if copies else 0.0
+    # A chunk's gradients, before they are added to the sum.
+    chunk_gradients = size * layers_per_chunk * _layer_elements(model, mesh.tensor)
+
+    # The forward makes one set of what layers keep, and the backward reads another. With remat
+    # "full" all layers of a chunk are computed again at once, with "dots" one at a time.
+    recomputed = _recomputed_bytes(workload)
+    if full:
+        working = 2 * layers_per_chunk * recomputed
+    else:
+        working = 2 * kept + recomputed
+    working += _gathered_token_bytes(workload)
+    if layers_per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
+        working += _workspace_bytes(workload)
+    if workload.chunks > 1:  # its weights are cut out of those of the stage, beside a tick's work
+        working += size * layers_per_chunk * _layer_elements(model, mesh.tensor)
+    if rings.deferred:
+        working += 2 * deferred
+    logits = _logit_bytes(workload, mesh.pipeline * mesh.tensor)
+
+    gradients = FLOAT32 * elements
+    peak = gradients + weights + activations + chunk_gradients + working + logits
+    return _memory(
+        workload,
+        parameters,
+        optimizer,
+        peak,
+        gradients=gradients,
+        activations=activations,
+        logits=logits,
+    )
+
+
+def _memory(
+    workload: Workload,
+    parameters: int,
+    optimizer: int,
+    peak: float,
+    *,
+    gradients: float,
+    activations: float = 0,
+    logits: float = 0,
+) -> Memory:
+    """`peak`: bytes beside the state at the fullest moment; what has no name goes to `buffers`."""
+    batch = 3 * 4 * workload.tokens * workload.accumulation  # tokens, targets, mask: 4 bytes each
+    named = int(gradients) + int(activations) + int(logits)
+    return Memory(
+        parameters=parameters,
+        gradients=int(gradients),
+        optimizer=optimizer,
+        activations=int(activations),
+        logits=int(logits),
+        buffers=max(0, int(peak) - named) + batch,
+    )
+
+
+def _logit_bytes(workload: Workload, ways: int) -> float:
+    """Logits of one chunk of the vocabulary, which is split `ways` ways.
+
+    They are kept in float32, and in compute precision for the matmuls of the gradients. With more
+    than one chunk, a float32 gradient of the table sums up over them.
+    """
+    rows = workload.model.vocab / ways
+    chunks = max(1, math.ceil(workload.tokens * rows / CHUNK_LOGITS))
+    logits = workload.tokens * rows / chunks * (FLOAT32 + workload.compute_bytes)
+    table_gradients = 0.0
+    if chunks > 1:
+        table_gradients = FLOAT32 * rows * workload.model.embed
+    return logits + table_gradients
+
+
+def _recomputed_bytes(workload: Workload) -> float:
+    """Bytes that one layer's backward computes again before it starts."""
+    if workload.remat == "none":
+        return 0.0
+    return kept_bytes(workload, "none")
+
+
+def _gathered_token_bytes(workload: Workload) -> float:
+    """Bytes that collective matmuls put together in a layer's backward.
+
+    That is the input of the two matmuls that gather and the gradient of the two that scatter, each
+    with the tokens of all devices.
+    """
+    return 4.0 * workload.activation_bytes if workload.collective_matmul else 0.0
+
+
+def _workspace_bytes(workload: Workload) -> float:
+    """Temporaries of one layer's backward: the larger of attention's and the MLP's.
+
+    Attention has two float32 tiles of scores, and the float32 gradients of queries, keys and
+    values; the MLP has its gradients. Where the layer was computed again, XLA reuses its buffers.
+    """
+    without_pipeline = workload.mesh.pipeline == 1
+    if workload.remat == "dots" or (workload.remat == "full" and without_pipeline):
+        return 0.0
+    model = workload.model
+    tensor = workload.mesh.tensor
+    queries = workload.tokens // workload.microbatch
+    tile = min(BLOCK, workload.sequence_length) * min(BLOCK, queries)
+    scores = 2 * FLOAT32 * workload.microbatch * model.heads / tensor * tile
+    qkv_gradients = FLOAT32 * workload.tokens * model.qkv_width / tensor
+    mlp_columns = model.up_width + model.ffn
+    mlp_gradients = workload.tokens * mlp_columns / tensor * workload.compute_bytes
+    return max(scores + qkv_gradients, mlp_gradients)

@@ -1,0 +1,199 @@
+"""Closed forms of the pipeline schedules that have names: the planner's one look-up by name.
+
+A table of a schedule (parallel/pipeline/schedule.py) says everything, but a search asks about
+thousands of layouts and cannot lay out a table for each. Tests hold the closed forms equal to the
+tables.
+
+The words are those of parallel/pipeline/schedule.py, and in formulas the papers' letters: p stages,
+m microbatches, v chunks per stage. There are two ways to run a schedule:
+
+- In *lockstep*, as this framework does, all stages tick together by the table.
+- By *order*, as Megatron-LM does, each stage runs its own list of operations, each as soon as its
+  input has arrived.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmdtrain.pipeline.timing import Times, exposed_hop
+
+
+class Pipeline(NamedTuple):
+    stages: int
+    microbatches: int
+    chunks: int
+
+
+class RingSlots(NamedTuple):
+    """Slots of the executor's three ring buffers, the trash slot of each included."""
+
+    stash: int
+    cotangents: int
+    deferred: int
+
+
+def _not_in_lockstep(pipeline: Pipeline) -> Any:
+    raise ValueError(f"no closed form of this schedule in lockstep, asked for {pipeline}")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The closed forms of one schedule.
+
+    `first_backward` and `first_weight` are ticks of the lockstep table. A schedule that only other
+    frameworks run has neither, and no ring slots.
+    """
+
+    order_bubble: Callable[[Pipeline, Times], float]
+    held_microbatches: Callable[[Pipeline, int], float]
+    splits_backward: bool = False  # weight gradients are operations of their own
+    first_backward: Callable[[Pipeline], int] = _not_in_lockstep
+    first_weight: Callable[[Pipeline], int] = _not_in_lockstep
+    ring_slots: Callable[[Pipeline], RingSlots] = _not_in_lockstep
+    searched_chunks: tuple[int, ...] = ()  # chunks per stage that a search of layouts tries
+
+
+# In lockstep
+
+
+def lockstep_seconds(kind: str, pipeline: Pipeline, times: Times, overlap: float = 1.0) -> float:
+    """The time of a whole schedule: `timing.lockstep_time` of the table of that name.
+
+    A tick lasts as long as the kinds of work in it take together. An activation is sent beside the
+    same tick's backward and weight gradient, a cotangent beside the weight gradient and the next
+    tick's forward, this share of it (`overlap`); what a send takes longer than that is added.
+    """
+    p, m, v = pipeline
+    schedule = SCHEDULES[kind]
+    units = m * v  # of each kind of work, per stage
+    first_backward = schedule.first_backward(pipeline)
+    tick = np.arange(first_backward + units + p - 1)
+
+    runs_forward = tick < units + p - 1
+    runs_backward = tick >= first_backward
+    forward = times.forward / v * runs_forward
+    if schedule.splits_backward:
+        backward = times.backward / v * runs_backward
+        weight = times.weight / v * (tick >= schedule.first_weight(pipeline))
+    else:
+        backward = (times.backward + times.weight) / v * runs_backward
+        weight = np.zeros(len(tick))
+
+    sends_activation = tick < units + p - 2
+    sends_cotangent = runs_backward & (tick < tick[-1])
+    next_forward = np.append(forward[1:], 0.0)
+    activations = exposed_hop(times.hop, backward + weight, overlap)
+    cotangents = exposed_hop(times.hop, weight + next_forward, overlap)
+    exposed = sends_activation * activations + sends_cotangent * cotangents
+    return float((forward + backward + weight + exposed).sum())
+
+
+def _gpipe_first_backward(pipeline: Pipeline) -> int:
+    return pipeline.microbatches + pipeline.stages - 1
+
+
+def _paired_first_backward(pipeline: Pipeline) -> int:
+    """1F1B and its kin: a backward follows as soon as the last stage has done the forward."""
+    return pipeline.chunks * pipeline.stages - 1
+
+
+def _zero_bubble_first_weight(pipeline: Pipeline) -> int:
+    """All stages run the same weight gradient in the tick of stage 0's backward."""
+    return pipeline.chunks * pipeline.stages + pipeline.stages - 2
+
+
+def _gpipe_rings(pipeline: Pipeline) -> RingSlots:
+    slots = pipeline.microbatches + 1
+    return RingSlots(stash=slots, cotangents=slots, deferred=0)
+
+
+def _paired_rings(pipeline: Pipeline) -> RingSlots:
+    p, m, v = pipeline
+    stash = min(m * v, (v - 1) * p + 2 * (p - 1) + 1)
+    return RingSlots(stash=stash + 1, cotangents=0, deferred=0)
+
+
+def _zero_bubble_rings(pipeline: Pipeline) -> RingSlots:
+    p, m, v = pipeline
+    return _paired_rings(pipeline)._replace(deferred=min(m * v, p) + 1)
+
+
+# By order. The bubbles are those of the middle stages: Qi et al., arXiv 2401.10241, tables 2 and 5.
+
+
+def _order_bubble(pipeline: Pipeline, times: Times) -> float:
+    p, _, v = pipeline
+    return (p - 1) * ((times.forward + times.backward + times.weight) / v + 2 * times.hop)
+
+
+def _zb_h1_order_bubble(pipeline: Pipeline, times: Times) -> float:
+    p = pipeline.stages
+    return (p - 1) * (times.forward + times.backward - times.weight + 4 * times.hop)
+
+
+def _zb_h2_order_bubble(pipeline: Pipeline, times: Times) -> float:
+    """ZB-H2 with its optimised order: only the sends are waited for."""
+    return (pipeline.stages - 1) * times.hop
+
+
+def _gpipe_held(pipeline: Pipeline, stage: int) -> float:  # noqa: ARG001
+    return pipeline.microbatches
+
+
+def _one_f_one_b_held(pipeline: Pipeline, stage: int) -> float:
+    return min(pipeline.microbatches, pipeline.stages - stage)
+
+
+def _interleaved_held(pipeline: Pipeline, stage: int) -> float:
+    p, m, v = pipeline
+    return min(m, ((v - 1) * p + 2 * (p - 1 - stage) + 1) / v)
+
+
+def _zb_h1_held(pipeline: Pipeline, stage: int) -> float:  # noqa: ARG001
+    return min(pipeline.microbatches, pipeline.stages)
+
+
+def _zb_h2_held(pipeline: Pipeline, stage: int) -> float:  # noqa: ARG001
+    return min(pipeline.microbatches, 2 * pipeline.stages - 1)
+
+
+# `held_microbatches`: those whose activations a stage holds at most, when stages run by order.
+SCHEDULES: Mapping[str, Schedule] = {
+    "gpipe": Schedule(
+        first_backward=_gpipe_first_backward,
+        ring_slots=_gpipe_rings,
+        order_bubble=_order_bubble,
+        held_microbatches=_gpipe_held,
+    ),
+    "1f1b": Schedule(
+        first_backward=_paired_first_backward,
+        ring_slots=_paired_rings,
+        order_bubble=_order_bubble,
+        held_microbatches=_one_f_one_b_held,
+        searched_chunks=(1,),
+    ),
+    "interleaved": Schedule(
+        first_backward=_paired_first_backward,
+        ring_slots=_paired_rings,
+        order_bubble=_order_bubble,
+        held_microbatches=_interleaved_held,
+        searched_chunks=(2, 3, 4),
+    ),
+    "zero_bubble": Schedule(  # by order: ZB-H1
+        splits_backward=True,
+        first_backward=_paired_first_backward,
+        first_weight=_zero_bubble_first_weight,
+        ring_slots=_zero_bubble_rings,
+        order_bubble=_zb_h1_order_bubble,
+        held_microbatches=_zb_h1_held,
+        searched_chunks=(1,),
+    ),
+    "zero_bubble_2p": Schedule(  # ZB-H2, of other frameworks only
+        splits_backward=True,
+        order_bubble=_zb_h2_order_bubble,
+        held_microbatches=_zb_h2_held,
+    ),
+}

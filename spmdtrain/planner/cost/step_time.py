@@ -1,0 +1,360 @@
+"""Seconds of one training step: the layers (layer_time.py), and everything around them.
+
+Every term is kept, because the breakdown is half of the answer. A pipeline takes m microbatches of
+its slowest stage, and a bubble. Two kinds of executor are estimated (schedules.py): this framework
+ticks in lockstep and shares the head among the stages; other frameworks' stages run their own
+orders, with the embedding on the first and the head on the last stage.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from spmdtrain.pipeline import timing
+from spmdtrain.pipeline.choose import choose_table
+from spmdtrain.planner.cost.collective_time import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    send_seconds,
+)
+from spmdtrain.planner.cost.flops import model_flops_per_token
+from spmdtrain.planner.cost.hardware import Hardware
+from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
+from spmdtrain.planner.cost.layer_time import Work, layer_time
+from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, exposed, left_over
+from spmdtrain.planner.cost.schedules import SCHEDULES, Pipeline, lockstep_seconds
+from spmdtrain.planner.cost.software import Software
+from spmdtrain.planner.cost.workload import Workload
+
+# Bytes per parameter that the optimizer moves: gradient, weight and two moments read, weight and
+# moments written, and the copy in compute precision.
+OPTIMIZER_BYTES = 30
+EMA_BYTES = 8  # likewise: the average of a weight read and written
+# Bytes per logit that the loss moves in forward and backward: the float32 logit, its maximum and
+# its sum, and the copies of the gradient.
+LOGIT_BYTES = (18, 14)
+# Largest schedule, in ticks x stages, that is laid out as a table to estimate it.
+LARGEST_TABLE = 40_000
+
+# Term -> what bounds it. The order is that of the breakdown.
+BOUND_BY: Mapping[str, str] = {
+    "matmul": "compute",  # of the layers
+    "attention": "compute",  # scores, softmax and values
+    "elementwise": "memory",  # norms, residuals and activation functions
+    "recompute": "compute",  # what remat runs again
+    "head": "compute",  # logits, loss and their gradients
+    "embedding": "memory",
+    "tensor_collectives": "network",  # sums of activations over `tensor`
+    "context_collectives": "network",  # keys and values over `context`
+    "pipeline_bubble": "idle",  # the fullest stage waits for others
+    "pipeline_hops": "network",  # sends between stages, where the bubble does not count them
+    "exchanges": "host",  # the host, around each microbatch of a stage
+    "vocabulary_collectives": "network",  # sums over `pipeline` where stages share the vocabulary
+    "fsdp_collectives": "network",  # gathered weights and scattered gradients
+    "data_reduction": "network",  # gradients over `data`
+    "optimizer": "memory",
+    "outside_the_device": "host",  # data and logging
+    "stragglers": "network",  # waiting for the slowest device
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of one step. `terms`: term -> seconds that nothing hides, so they add up."""
+
+    workload: Workload
+    hardware: Hardware
+    software: Software
+    terms: Mapping[str, float]
+    scale: float = 1.0  # measured / estimated, of a run that the estimate is anchored on
+
+    @property
+    def seconds(self) -> float:
+        return self.scale * sum(self.terms.values())
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.workload.tokens_per_step / self.seconds / self.workload.mesh.devices
+
+    @property
+    def model_flops_per_device(self) -> float:
+        """FLOP/s that count: forward and backward once, causal attention."""
+        per_token = model_flops_per_token(self.workload.model, self.workload.sequence_length)
+        return per_token * self.tokens_per_second_per_device
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the share of the data sheet's peak, whatever the power limit."""
+        unlimited = replace(self.hardware, power_limit=0.0)
+        return self.model_flops_per_device / unlimited.peak(self.workload.dtype)
+
+    @property
+    def bubble_fraction(self) -> float:
+        return self.terms["pipeline_bubble"] / sum(self.terms.values())
+
+    def bound_by(self, term: str) -> str:
+        if term == "attention" and not self.software.attention_share:
+            return "memory"  # scores are written out
+        return BOUND_BY[term]
+
+
+def step_time(
+    workload: Workload, hardware: Hardware, software: Software, *, closed_form: bool = False
+) -> StepTime:
+    """The time of one step.
+
+    `closed_form`: the bubble is that of the schedule's closed form instead of its table. A search
+    asks for it.
+    """
+    layer = layer_time(workload, hardware, software)
+    stage = {term: workload.layers_per_stage * sum(work) for term, work in layer.items()}
+    terms = dict.fromkeys(BOUND_BY, 0.0)
+    terms |= _work_terms(workload, hardware, software, stage)
+    if workload.mesh.pipeline > 1:
+        terms |= _pipeline_terms(workload, hardware, software, layer, closed_form)
+    terms["fsdp_collectives"] = _fsdp_seconds(workload, hardware, software, sum(stage.values()))
+    terms["data_reduction"] = _reduction_seconds(workload, hardware, software)
+    terms["optimizer"] = _optimizer_seconds(workload, hardware, software)
+    terms["outside_the_device"] = software.host_seconds
+    doublings = math.log2(workload.mesh.devices)
+    terms["stragglers"] = software.straggler_share * doublings * sum(terms.values())
+    return StepTime(workload, hardware, software, terms)
+
+
+def stage_parameters(workload: Workload, software: Software) -> float:
+    """Parameters on a device of the fullest stage, before `data` and `fsdp` split them.
+
+    All of a layer counts as split over `tensor`. memory.resident_elements is the exact count.
+    """
+    model = workload.model
+    tensor = workload.mesh.tensor
+    inside = workload.layers_per_stage * model.layer_parameters / tensor
+    outside = model.outside_parameters / tensor
+    if workload.mesh.pipeline == 1:
+        return inside + outside
+    if software.lockstep:
+        return inside + outside / workload.mesh.pipeline
+    last_stage = inside - workload.short_ends * model.layer_parameters / tensor
+    return max(inside, last_stage + model.vocab * model.embed / tensor)
+
+
+# Work of a stage
+
+
+def _work_terms(
+    workload: Workload, hardware: Hardware, software: Software, stage: Mapping[str, float]
+) -> dict[str, float]:
+    """Term -> seconds of all microbatches on the slowest stage.
+
+    `stage`: term -> seconds of one microbatch in the layers of the fullest stage.
+    """
+    microbatches = workload.accumulation
+    embedding = _embedding_seconds(workload, hardware, software)
+    head = _head_seconds(workload, hardware, software)
+    if workload.mesh.pipeline > 1 and not software.lockstep:
+        return _slowest_stage(workload, stage, embedding, head)
+    terms = {term: microbatches * seconds for term, seconds in stage.items()}
+    terms["embedding"] = microbatches * embedding
+    terms["head"] = microbatches * head / workload.mesh.pipeline
+    if workload.mesh.pipeline > 1:
+        one = _vocabulary_collective_seconds(workload, hardware)
+        terms["vocabulary_collectives"] = exposed(microbatches * one, software.overlap.vocabulary)
+    return terms
+
+
+def _slowest_stage(
+    workload: Workload, stage: Mapping[str, float], embedding: float, head: float
+) -> dict[str, float]:
+    """Term -> seconds, with the embedding on the first stage and the head on the last."""
+    end_share = 1 - workload.short_ends / workload.layers_per_stage
+    end = {term: end_share * seconds for term, seconds in stage.items()}
+    first = end | {"embedding": embedding}
+    last = end | {"head": head}
+    stages = [first, last]
+    if workload.mesh.pipeline > 2:
+        stages = [stage, first, last]
+    slowest = max(stages, key=lambda terms: sum(terms.values()))
+    return {term: workload.accumulation * seconds for term, seconds in slowest.items()}
+
+
+def vocabulary_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    """The embedding and the head of one microbatch, by all devices of their stage."""
+    embedding = _embedding_seconds(workload, hardware, software)
+    return embedding + _head_seconds(workload, hardware, software)
+
+
+def _head_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    """Logits, loss and both gradients of one microbatch, by all devices of one stage."""
+    tokens = workload.tokens
+    embed = workload.model.embed
+    vocab = -(-workload.model.vocab // workload.mesh.tensor)
+    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=workload.dtype)
+    matmuls = (
+        seconds(tokens, vocab, embed),
+        seconds(tokens, embed, vocab),
+        seconds(vocab, embed, tokens),
+    )
+    logits = memory_seconds(sum(LOGIT_BYTES) * tokens * vocab, hardware)
+    tensor_group = workload.mesh.group("tensor")
+    input_gradient = all_reduce_seconds(workload.activation_bytes, tensor_group, hardware)
+    return sum(matmuls) + logits + input_gradient
+
+
+def _embedding_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    """The look-up and its gradient: six passes over one microbatch's activations."""
+    moved = workload.activation_bytes
+    passes = software.elementwise_factor * memory_seconds(6 * moved, hardware)
+    return passes + all_reduce_seconds(moved, workload.mesh.group("tensor"), hardware)
+
+
+def _vocabulary_collective_seconds(workload: Workload, hardware: Hardware) -> float:
+    """Sums over `pipeline` of one microbatch.
+
+    Where all stages share the vocabulary, they sum the embedding, give the last activation to all,
+    and sum the gradients of both. Each device of `tensor` sums some of the tokens; a stream that is
+    whole is put together again after all but the first, whose gather counts as the embedding's.
+    """
+    moved = workload.activation_bytes
+    stages = workload.mesh.group("pipeline")
+    sums = 4 * all_reduce_seconds(moved / workload.sum_ways, stages, hardware)
+    if workload.sum_ways == workload.stream_ways:
+        return sums
+    return sums + 3 * all_gather_seconds(moved, workload.mesh.group("tensor"), hardware)
+
+
+# Pipelines
+
+
+def _pipeline_terms(
+    workload: Workload,
+    hardware: Hardware,
+    software: Software,
+    layer: Mapping[str, Work],
+    closed_form: bool,
+) -> dict[str, float]:
+    """Term -> seconds that only a pipeline has. `layer`: term -> work of one layer."""
+    ways = workload.mesh.tensor if software.sends_split else workload.stream_ways
+    sent = workload.activation_bytes / ways
+    one_send = send_seconds(sent, workload.mesh.stride("pipeline"), hardware)
+    layers = workload.layers_per_stage
+    times = timing.Times(
+        forward=layers * sum(work.forward for work in layer.values()),
+        backward=layers * sum(work.backward for work in layer.values()),
+        weight=layers * sum(work.weight for work in layer.values()),
+        hop=one_send,
+    )
+    microbatches = workload.accumulation
+    terms = {
+        "pipeline_bubble": _bubble_seconds(workload, times, software, closed_form),
+        "exchanges": 2 * microbatches * software.host_wait,
+    }
+    # In lockstep the bubble counts the sends. By order, a split backward hides them behind weight
+    # gradients.
+    if not software.lockstep and not SCHEDULES[workload.schedule].splits_backward:
+        sends = 2 * microbatches * workload.chunks
+        terms["pipeline_hops"] = exposed(sends * one_send, software.overlap.hops)
+    return terms
+
+
+def _bubble_seconds(
+    workload: Workload, times: timing.Times, software: Software, closed_form: bool
+) -> float:
+    """Seconds in which the fullest stage waits for others, by the table that a run would execute.
+
+    `times`: of one microbatch. The closed form, and that of tables too large to lay out, is in
+    lockstep; a search ranks all software by it.
+    """
+    schedule = workload.schedule
+    pipeline = Pipeline(workload.mesh.pipeline, workload.accumulation, workload.chunks)
+    if not software.lockstep and not closed_form:
+        return SCHEDULES[schedule].order_bubble(pipeline, times)
+    cells = pipeline.microbatches * pipeline.chunks * pipeline.stages
+    if closed_form or (schedule in SCHEDULES and cells > LARGEST_TABLE):
+        # A search takes software that runs its own orders for one that hides what it can.
+        hops = software.overlap.hops if software.lockstep else 1.0
+        whole = lockstep_seconds(schedule, pipeline, times, hops)
+    else:
+        table = choose_table(schedule, pipeline.stages, pipeline.chunks, pipeline.microbatches)
+        whole = timing.lockstep_time(table, times, software.overlap.hops)
+    return whole - pipeline.microbatches * times.microbatch
+
+
+# Split and copied parameters, and the optimizer
+
+
+def _fsdp_seconds(
+    workload: Workload, hardware: Hardware, software: Software, stage_seconds: float
+) -> float:
+    """Gathering weights that are split over `fsdp`, and scattering their gradients.
+
+    With a pipeline this happens once per step, beside nothing. Without one it happens for each
+    microbatch: the layers' weights are gathered for the forward and for the backward and their
+    gradients scattered after it, beside the layers' work (`stage_seconds` per microbatch), which
+    is slowed by it. Where no share of it is known to run beside work, it is all but the first
+    gather and what lies outside the layers.
+    """
+    if workload.mesh.fsdp == 1:
+        return 0.0
+    all_gather = partial(
+        all_gather_seconds,
+        group=workload.mesh.group("fsdp"),
+        hardware=hardware,
+        all_cards=software.all_network_cards,
+    )
+    size = workload.compute_bytes
+    scatter_cost = (software.scattered_gradient_bytes or size) / size  # scatter / gather
+    if workload.mesh.pipeline > 1:
+        return (1 + scatter_cost) * all_gather(stage_parameters(workload, software) * size)
+
+    layers = workload.layers_per_stage
+    layer = workload.model.layer_parameters / workload.mesh.tensor
+    outside = workload.model.outside_parameters / workload.mesh.tensor
+    pieces = software.gathers_per_layer
+    of_layers = (2 + scatter_cost) * all_gather(layers * layer * size, pieces=layers * pieces)
+    first_layer = all_gather(layer * size, pieces=pieces)
+    alone = first_layer + (1 + scatter_cost) * all_gather(outside * size)
+    moving = of_layers + alone
+    beside_work = of_layers
+    if software.overlap.fsdp is not None:
+        beside_work = software.overlap.fsdp * moving
+    # Collectives slow the work beside them, and slower work hides more of them.
+    slowing = 1 - LOST_BESIDE_COLLECTIVES * software.work_beside_gathers
+    hidden = min(beside_work, software.work_beside_gathers * stage_seconds / slowing)
+    return workload.accumulation * left_over(moving, hidden)
+
+
+def _reduction_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    """Summing gradients over `data`, once per step.
+
+    That is a reduce-scatter and an all-gather: of the gradients, or with a distributed optimizer of
+    the parameters that it has updated.
+    """
+    elements = stage_parameters(workload, software) / workload.mesh.fsdp
+    scattered = software.gradient_bytes * elements
+    gathered = _gathered_over_data(workload, software) * elements
+    ring = partial(
+        all_gather_seconds,
+        group=workload.mesh.group("data"),
+        hardware=hardware,
+        all_cards=software.all_network_cards,
+    )
+    return exposed(ring(scattered) + ring(gathered), software.overlap.data)
+
+
+def _gathered_over_data(workload: Workload, software: Software) -> int:
+    """Bytes of one element of what is gathered: of a parameter, or else of a gradient."""
+    if software.gathered_parameter_bytes:
+        return software.gathered_parameter_bytes
+    if workload.zero:
+        return workload.compute_bytes
+    return software.gradient_bytes
+
+
+def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    ways = workload.mesh.fsdp
+    if workload.zero or software.gathered_parameter_bytes:
+        ways = workload.mesh.fsdp * workload.mesh.data
+    each = OPTIMIZER_BYTES + (EMA_BYTES if workload.ema else 0)
+    moved = each * stage_parameters(workload, software) / ways
+    return memory_seconds(moved, hardware)

@@ -1,0 +1,241 @@
+"""Ends all processes of a run soon after one of them has ended.
+
+Left to jax, the others would hang in a collective, or be aborted. So each process holds a
+connection to the coordinator (coordinator.py). A process that fails sends the reason before it
+ends; one that is killed is noticed when its connection breaks. The others then end with exit code
+8. A process that is alone holds no connection, and `end` and `leave` do nothing.
+"""
+
+import atexit
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError, PeerLostError, UserError
+from spmdtrain.processes import coordinator
+
+KEY = "spmdtrain/lines"  # in jax's key-value store: port and token of the coordinator's news
+CONNECT_SECONDS = 60
+# jax aborts a process, with a stack of C++, that has waited 300 seconds for the others to start.
+START_SECONDS = 290
+SILENT_SECONDS = 10  # of waiting, before a line says for whom
+# How long a process may go on after news of another. The same mistake is often made by all, and
+# then each can say it itself.
+GRACE_SECONDS = 2
+# What a collective raises when the other side is gone: in gloo, in NCCL, in jax's own barriers.
+BROKEN = re.compile("gloo .* failed|by peer|remote process|coordination service|barrier", re.I)
+
+_connection: socket.socket | None = None  # to the coordinator; None: alone, or done
+_news: list[str] = []
+_news_came = threading.Event()
+_ending = threading.Lock()
+
+
+def join(**arguments) -> None:
+    """Call `jax.distributed.initialize`, but run the coordinator as a program of its own.
+
+    Then connect to it. Raises ConfigError where its port cannot be reached.
+    """
+    import jax
+    from jax._src import distributed  # its service and client have no public way, 0.10 to 0.12
+
+    jaxlib: Any = vars(distributed)["_jax"]
+    started: list[_Coordinator] = []
+
+    def start(*given, **named):
+        started.append(_Coordinator(*given, **named))
+        return started[0]
+
+    start_service = jaxlib.get_distributed_runtime_service
+    jaxlib.get_distributed_runtime_service = start
+    met = threading.Event()
+    threading.Thread(target=_watch_the_start, args=(met,), name="start", daemon=True).start()
+    try:
+        jax.distributed.initialize(**arguments)
+    finally:
+        met.set()
+        jaxlib.get_distributed_runtime_service = start_service
+
+    state: Any = distributed.global_state
+    if started:  # this is process 0
+        state.client.key_value_set(KEY, f"{started[0].port} {started[0].token}")
+    port, token = state.client.blocking_key_value_get(KEY, 1000 * CONNECT_SECONDS).split()
+    host = state.coordinator_address.rpartition(":")[0].strip("[]")
+    try:
+        connection = socket.create_connection((host, int(port)), CONNECT_SECONDS)
+    except OSError as error:
+        raise ConfigError(
+            f"process {state.process_id} cannot reach port {port} of {host}",
+            found=error.strerror or str(error),
+            fix="a network in which hosts reach all ports of each other, as collectives do",
+        ) from None
+    _hold(connection, token, state.process_id)
+
+
+def _watch_the_start(met: threading.Event) -> None:
+    """Say for whom this process waits, and end it in one line where they do not come."""
+    if met.wait(SILENT_SECONDS):
+        return
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    others = f"the other processes of {state.num_processes}, at {state.coordinator_address}"
+    if _has_no_address(state.coordinator_address):
+        waited = f"process {state.process_id} knows no host of the name that it is to reach"
+    else:
+        what = f"process {state.process_id} waits for {others}"
+        print(f"spmdtrain: {what}", file=sys.stderr, flush=True)
+        if met.wait(START_SECONDS - SILENT_SECONDS):
+            return
+        waited = f"process {state.process_id} has waited {START_SECONDS} s for others"
+    error = PeerLostError(
+        waited,
+        found=others,
+        fix="the same command on all hosts, or env -u SLURM_NTASKS -u OMPI_COMM_WORLD_SIZE "
+        "spmdtrain ... for one process",
+    )
+    print(f"spmdtrain: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
+def _has_no_address(address: str) -> bool:
+    try:
+        socket.getaddrinfo(address.rpartition(":")[0].strip("[]"), None)
+    except socket.gaierror as error:
+        return error.errno == socket.EAI_NONAME
+    return False
+
+
+def _hold(connection: socket.socket, token: str, process: int) -> None:
+    """Introduce this process to the coordinator, and from now on listen, and say how it ends."""
+    global _connection
+    connection.settimeout(None)
+    coordinator.keep_alive(connection)
+    connection.sendall(f"{token} {process}\n".encode())
+    _connection = connection
+    threading.Thread(target=_listen, args=(connection,), name="peers", daemon=True).start()
+    sys.excepthook = _end_uncaught
+    # Registered after jax's own, so it runs before that one, which waits for the others.
+    atexit.register(_say_last, "done")
+
+
+class _Coordinator:
+    """The coordinator as jax's service: what jax gets from its start function."""
+
+    def __init__(self, *arguments, **named):
+        self.token = secrets.token_hex(16)
+        said = json.dumps([arguments, named, self.token])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", coordinator.__file__, said],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        said_back = self._process.stdout
+        assert said_back is not None  # it is a pipe
+        answer = said_back.readline() or '[null, "it did not start"]'
+        self.port, wrong = json.loads(answer)
+        if self.port is None:
+            raise ConfigError(
+                f"the coordinator cannot listen at {arguments[0]}",
+                found=str(wrong),
+                fix="another port, 12346 say, on all processes",
+            )
+
+    def shutdown(self) -> None:
+        assert self._process.stdin is not None  # it is a pipe
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _listen(connection: socket.socket) -> None:
+    """Wait for news of another process, then end this one if it does not end by itself."""
+    heard = b""
+    with suppress(OSError):
+        heard = connection.makefile("rb").readline()
+    if _connection is None:  # this process is done
+        return
+    _news.append(_describe_news(heard.decode(errors="replace").strip()))
+    _news_came.set()
+    time.sleep(GRACE_SECONDS)
+    if _connection is not None:
+        _end_now(PeerLostError(_news[0]))
+
+
+def _describe_news(news: str) -> str:
+    """Put "INDEX failed WHY" or "INDEX lost" in words; "", if the coordinator itself is gone."""
+    process, _, said = news.partition(" ")
+    if said.startswith("failed "):
+        return f"process {process} failed: {said.removeprefix('failed ')}"
+    return f"process {process or 0} was lost: killed, or its host is gone"
+
+
+def _say_last(word: str) -> None:
+    """Say the last word to the coordinator; from then on its news does not concern us."""
+    global _connection
+    connection, _connection = _connection, None
+    if connection is not None:
+        with suppress(OSError):
+            connection.sendall(f"{word}\n".encode())
+
+
+def end(error: BaseException) -> None:
+    """End this process with `error`: show it, and tell it to the others. Alone: return.
+
+    An error that comes of another process's end is shown as that, in one line.
+    """
+    if _connection is None:
+        return
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    broken = BROKEN.search(str(root))
+    if broken or not isinstance(error, UserError):
+        # It may be the fault of another process, whose news is then under way.
+        if _news_came.wait(GRACE_SECONDS):
+            error = PeerLostError(_news[0])
+        elif broken:
+            first_line = str(root).splitlines()[0]
+            error = PeerLostError("another process was lost", found=first_line[:200])
+    _end_now(error)
+
+
+def _end_uncaught(kind: type[BaseException], error: BaseException, trace) -> None:
+    end(error)
+    sys.__excepthook__(kind, error, trace)
+
+
+def _end_now(error: BaseException) -> None:
+    if not _ending.acquire(blocking=False):
+        threading.Event().wait()  # another thread is at it: wait for the end of the process
+    if isinstance(error, UserError):
+        why = str(error)
+        print(f"spmdtrain: {error}", file=sys.stderr)
+    else:
+        why = repr(error)
+        traceback.print_exception(error)
+    word = "done" if isinstance(error, PeerLostError) else f"failed {why}"
+    leave(getattr(error, "exit_code", 1), word)
+
+
+def leave(code: int, word: str) -> None:
+    """End this process now, without jax's shutdown, which is a barrier. Alone: return.
+
+    `word` is what the coordinator is told: "failed WHY" or "done".
+    """
+    if _connection is None:
+        return
+    _say_last(" ".join(word.split())[:1000])
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,162 @@
+"""Turn one run into several processes, and make one process see many simulated devices.
+
+Both must happen before jax looks for devices, so the command line calls these functions first.
+"""
+
+import os
+import re
+import sys
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.processes import peers, scheduler
+
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+MOST_SIMULATED = 4096
+HEARTBEAT_SECONDS = 30  # jax waits 100 before it calls a silent process dead
+SHUTDOWN_SECONDS = 15  # and 300 for the others when one ends with an exception
+
+
+def simulate_devices(count: int) -> None:
+    """Make this process see `count` CPU devices.
+
+    Raises ConfigError for a count out of range, and once jax has looked and found another number.
+    """
+    asked = f"--simulate-devices {count}"
+    if count < 1:
+        raise ConfigError("a run needs a device", asked=asked, fix="--simulate-devices 8")
+    if count > MOST_SIMULATED:
+        fix = f"1 to {MOST_SIMULATED}"
+        raise ConfigError("too many devices to simulate", asked=asked, fix=fix)
+    if "jax" in sys.modules:
+        import jax
+
+        # No public way asks without starting it (jax 0.10 to 0.12).
+        if sys.modules["jax._src.xla_bridge"].backends_are_initialized():
+            if (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
+                raise ConfigError(
+                    "jax has already looked for devices",
+                    asked=f"{count} simulated devices",
+                    found=f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
+                    fix="calling simulate_devices before anything that touches a device",
+                )
+            return
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    # The environment as well: for a jax that is imported later, and for child processes.
+    os.environ.pop("JAX_NUM_CPU_DEVICES", None)  # would win over the flag
+    flags = re.sub(rf"{DEVICE_COUNT_FLAG}=?\S*", "", os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), f"{DEVICE_COUNT_FLAG}={count}"])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def start(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None
+) -> None:
+    """Join the other processes of this run, if there are any.
+
+    Which ones they are is said by the arguments (all three, or none), else by Slurm or Open MPI;
+    where nobody says anything, this process is alone.
+
+    Where the arguments say it, a process uses every GPU that it sees. Under Slurm and Open MPI it
+    does so too if it is the only one on its host, or if Slurm gave it GPUs of its own. Otherwise
+    it takes the GPU with the number of its local rank.
+
+    Raises ConfigError where what is said makes no sense, or the coordinator cannot be reached.
+    """
+    if (coordinator, processes, process) != (None, None, None):
+        arguments = _from_arguments(coordinator, processes, process)
+    else:
+        arguments = scheduler.arguments_for_jax(os.environ)
+    if arguments is None:
+        return
+    import jax
+
+    # Its C++ handler would swallow SIGTERM: the loop installs one that finishes the step and saves.
+    jax.config.update("jax_enable_preemption_service", False)
+    arguments["heartbeat_timeout_seconds"] = HEARTBEAT_SECONDS
+    arguments["shutdown_timeout_seconds"] = SHUTDOWN_SECONDS
+    peers.join(**arguments)
+
+
+def any_process(flag: bool) -> bool:
+    """True if `flag` is set in any process. A collective: every process must call it."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def of_process_0(number: int) -> int:
+    """Gives every process what process 0 says. All processes call it, and wait for all."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def said_by_all(text: str) -> list[str]:
+    """Gives every process what each of them says, in their order. All call it, and wait for all."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return [text]
+    mine = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(mine.size, np.int32))
+    row = np.zeros(sizes.max(), np.uint8)
+    row[: mine.size] = mine
+    rows = multihost_utils.process_allgather(row)
+    pairs = zip(np.asarray(rows), sizes.tolist(), strict=True)
+    return [bytes(one[:size]).decode() for one, size in pairs]
+
+
+def _from_arguments(
+    coordinator: str | None, processes: int | None, process: int | None
+) -> dict | None:
+    """Return arguments of `jax.distributed.initialize`; None where there is one process."""
+    given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
+    asked = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
+    missing = [flag for flag, value in given.items() if value is None]
+    if coordinator is None or processes is None or process is None:
+        raise ConfigError(
+            f"{' and '.join(missing)} missing: all three are needed together",
+            asked=asked,
+            fix="--coordinator HOST:PORT --processes N --process I",
+        )
+    if processes < 1 or not 0 <= process < processes:
+        last = f"0 to {processes - 1}" if processes > 0 else "0"
+        fix = f"--processes {max(processes, 1)} --process {last}"
+        raise ConfigError("no such process", asked=asked, fix=fix)
+    _check_address(coordinator, asked)
+    if processes == 1:
+        return None
+    return {
+        "coordinator_address": coordinator,
+        "num_processes": processes,
+        "process_id": process,
+        "cluster_detection_method": "deactivate",
+    }
+
+
+def _check_address(coordinator: str, asked: str) -> None:
+    """Refuse HOST:PORT without a legal port, and a host that means "this one" on several nodes."""
+    host, _, port = coordinator.rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        bare = coordinator.removesuffix(f":{port}") if host else coordinator.rstrip(":")
+        fix = f"--coordinator {bare}:12345"
+        raise ConfigError("the coordinator has no port", asked=asked, fix=fix)
+    nodes = scheduler.number(os.environ, "SLURM_JOB_NUM_NODES") or 1
+    if nodes > 1 and re.fullmatch(r"localhost|127\..*|\[::1\]|0\.0\.0\.0|\[::\]", host):
+        raise ConfigError(
+            f"other hosts cannot reach a coordinator at {host}",
+            asked=asked,
+            found=f"{nodes} nodes",
+            fix=f"--coordinator NAME_OF_FIRST_NODE:{port}",
+        )

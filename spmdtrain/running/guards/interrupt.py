@@ -1,0 +1,88 @@
+"""Ends a run early: on a signal, or because a hook asks for it.
+
+SIGINT and SIGTERM ask the loop to stop after the step in flight, and the second of them ends the
+process at once. So do the early warnings of schedulers, SIGUSR1 and SIGUSR2, and SIGHUP of a
+terminal that is closed, but these end nothing however often they come. Outside the loop there is
+nothing to save: there parallel/signals.py ends a command at the first signal.
+"""
+
+import signal
+import threading
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.processes import closed_outputs, pulse, signals
+from spmdtrain.processes.signals import COMMANDS
+
+# Left alone where somebody else has them: ignored (nohup), or a handler of the caller.
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+Ending = Literal["preempted", "stopped"]  # by a signal, by a hook
+
+
+class Interrupt:
+    """Use it as a context around the loop, and ask `agreed` once a step.
+
+    With several processes a signal may reach only one of them, and all must stop at the same step.
+    Each step they sum their flags on the devices, and read the sum one step late, so that asking
+    costs no wait.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.requested = False  # by a signal
+        self._commanded = False
+        self._mesh = mesh
+        self._votes: jax.Array | None = None
+        everywhere = NamedSharding(mesh, P())
+        self._count = jax.jit(lambda flags: jnp.sum(flags, axis=0), out_shardings=everywhere)
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            for number in (*COMMANDS, *filter(_is_free, WARNINGS)):
+                self._before[number] = signal.signal(number, self._handle)
+            signals.saves_first(self._handle)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def agreed(self, stop_asked: bool = False) -> Ending | None:
+        """Agrees with all processes whether to stop after the step that was dispatched last.
+
+        `stop_asked`: a hook of this process asks for it. Returns why they stop; None: they go on.
+        """
+        flags = (self.requested, stop_asked)
+        if jax.process_count() > 1:
+            earlier = self._votes
+            self._votes = self._count(self._everywhere(flags))
+            flags = (False, False) if earlier is None else np.asarray(earlier) > 0
+        if flags[0]:
+            return "preempted"
+        return "stopped" if flags[1] else None
+
+    def _everywhere(self, flags: tuple[bool, bool]) -> jax.Array:
+        """This process's flags on each of its devices, int32 [devices, 2]."""
+        row = np.array([flags], np.int32)
+        split = NamedSharding(self._mesh, P(self._mesh.axis_names))
+        return jax.make_array_from_callback((self._mesh.size, 2), split, lambda _: row)
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if number in COMMANDS:
+            if self._commanded:
+                signals.end(number)
+            self._commanded = True
+        elif number == signal.SIGHUP:
+            closed_outputs.let_go()
+        self.requested = True
+
+
+def _is_free(number: int) -> bool:
+    """True where nobody has taken the signal: with SIGUSR1 a launcher asks for the stacks."""
+    asks_for_stacks = number == signal.SIGUSR1 and pulse.is_watched()
+    return signal.getsignal(number) == signal.SIG_DFL and not asks_for_stacks

@@ -1,0 +1,153 @@
+"""Devices that hold copies of one array must hold the same bits: one that does not is broken.
+
+Every `guard.replica_check` steps, and before each save, each device sums what it holds of every
+leaf of the state (fingerprint.py). Where copies differ, the device that is alone with its sums is
+named, and the run ends before it saves: the newest checkpoint is from before the fault. But before
+a save the answer is read one step late, so that asking costs no wait.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.config.errors import CorruptedError
+from spmdtrain.parallel.regions import manual_region
+from spmdtrain.checkpoints.fingerprint import local_sums, replica_axes
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.train.state import TrainState
+
+
+class ReplicaCheck:
+    """Compares the copies of a state. `every`: steps between two times; 0: never.
+
+    Where they differ it raises CorruptedError, in all processes alike.
+    """
+
+    def __init__(self, mesh: Mesh, every: int, reporter: Reporter):
+        self._mesh = mesh
+        self._every = every if mesh.size > 1 else 0
+        self._reporter = reporter
+        self._asked: tuple[int, list[str], tuple[P, ...], jax.Array, jax.Array] | None = None
+
+    def after_step(self, step: int, state: TrainState) -> None:
+        """Hears of the step that was asked about before, and asks about this one if it is due."""
+        self._hear()
+        if self._every and step % self._every == 0:
+            self._ask(step, state)
+
+    def before_save(self, step: int, state: TrainState) -> None:
+        """Asks and waits for the answer."""
+        self._hear()
+        if self._every:
+            self._ask(step, state)
+            self._hear()
+
+    def _ask(self, step: int, state: TrainState) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.ema))
+        names = [jax.tree_util.keystr(path[1:], simple=True, separator=".") for path, _ in leaves]
+        specs = tuple(leaf.sharding.spec for _, leaf in leaves)
+        differ, sums = _program(self._mesh, specs)([leaf for _, leaf in leaves])
+        self._asked = step, names, specs, differ, sums
+
+    def _hear(self) -> None:
+        if self._asked is None:
+            return
+        step, names, specs, differ, sums = self._asked
+        self._asked = None
+        if not bool(differ):
+            return
+        if jax.process_count() > 1:
+            sums = multihost_utils.process_allgather(sums, tiled=True)
+        found = compare(
+            np.asarray(sums), [replica_axes(self._mesh, each) for each in specs], self._mesh.shape
+        )
+        devices = self._mesh.devices.flat
+        who = " or ".join(_named(devices[at]) for at in found.devices)
+        leaf = names[found.leaf]
+        more = f" and {found.leaves - 1} more" if found.leaves > 1 else ""
+        self._reporter.event(
+            "corrupted", step, devices=[int(devices[at].id) for at in found.devices], leaf=leaf
+        )
+        raise CorruptedError(
+            f"after step {step} {who} holds other bits of {leaf}{more} than its copies",
+            fix="the same command, which goes on from the newest checkpoint; without that device, "
+            "if it happens again",
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The devices that may be broken, and the leaf that shows it.
+
+    `devices` are places in the mesh: one, if the copies tell which is wrong. `leaf` is the first of
+    the `leaves` that differ.
+    """
+
+    devices: Sequence[int]
+    leaf: int
+    leaves: int
+
+
+def compare(
+    sums: np.ndarray, copies: Sequence[tuple[str, ...]], shape: Mapping[str, int]
+) -> Difference:
+    """Finds the devices whose sums differ from those of their copies; the copies do differ.
+
+    `sums`: uint32 [devices, leaves, 2]. `copies`: the mesh axes along which devices hold copies of
+    each leaf. `shape`: of the mesh. Of two copies either may be the wrong one; other leaves, which
+    have other copies, may tell.
+    """
+    places = np.arange(len(sums)).reshape(tuple(shape.values()))
+    axes = list(shape)
+    suspects: list[set[int]] = []
+    different = []
+    for leaf, along in enumerate(copies):
+        last = [axes.index(axis) for axis in along]
+        size = int(np.prod([shape[axis] for axis in along], dtype=int))
+        groups = np.moveaxis(places, last, range(-len(last), 0)).reshape(-1, size) if last else []
+        for group in groups:
+            found = [tuple(sums[at, leaf].tolist()) for at in group]
+            counts = Counter(found).most_common(2)
+            if len(counts) == 1:
+                continue
+            different.append(leaf)
+            tie = counts[0][1] == counts[1][1]
+            right = None if tie else counts[0][0]
+            suspects.append(
+                {int(at) for at, sum_ in zip(group, found, strict=True) if sum_ != right}
+            )
+    common = functools.reduce(set.intersection, suspects)
+    either = functools.reduce(set.union, suspects)
+    return Difference(sorted(common or either), different[0], len(set(different)))
+
+
+@functools.cache
+def _program(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], tuple]:
+    """`leaves -> (whether copies differ, the sums of each device uint32 [devices, leaves, 2])`."""
+    copies = [replica_axes(mesh, spec) for spec in specs]
+
+    def local(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        sums = jnp.stack([local_sums(x, mesh, spec) for x, spec in zip(leaves, specs, strict=True)])
+        differ = jnp.bool_(False)
+        for along in dict.fromkeys(copies):
+            if along:
+                these = sums[np.array([each == along for each in copies])]
+                differ |= (lax.pmax(these, along) != lax.pmin(these, along)).any()
+        return lax.psum(differ.astype(jnp.int32), mesh.axis_names) > 0, sums[None]
+
+    out = (P(), P(mesh.axis_names))
+    return jax.jit(manual_region(local, mesh, mesh.axis_names, (list(specs),), out))
+
+
+def _named(device: jax.Device) -> str:
+    where = f" of process {device.process_index}" if jax.process_count() > 1 else ""
+    return f"device {device.id}{where} ({device.device_kind})"

@@ -1,0 +1,127 @@
+"""Reports how a run goes: to the terminal, the sinks and the hooks."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.running.report.progress import Progress, tell
+from spmdtrain.running.report.sinks import SHIPPED, Figures, JsonLinesSink, MakeSink, Sink
+
+# hook(event, step, figures): called in every process after a step ("step"), an evaluation
+# ("evaluated") and a save that is complete on disk ("saved"). True stops the run.
+Hook = Callable[[str, int, Figures], bool | None]
+
+
+class Reporter:
+    """Hands on what the loop tells. Use it as a context: its sinks are closed at the end.
+
+    `step` is the number of completed steps from which the run goes on. `sinks` are those beside
+    the files of the run and `log.sinks`. `progress` takes over the terminal while it is set.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: RunConfig,
+        step: int,
+        sinks: Sequence[MakeSink] = (),
+        hooks: Sequence[Hook] = (),
+    ):
+        check(sinks, hooks)
+        self.progress: Progress | None = None
+        self.stop_asked = False  # by a hook
+        self._hooks = hooks
+        self.directory = directory
+        self._config = config
+        self._makes = (JsonLinesSink, *(SHIPPED[name] for name in config.log.sinks), *sinks)
+        self._sinks: list[Sink] = []
+        self._open(step)
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._close()
+
+    def go_back(self, step: int) -> None:
+        """The steps after `step` are taken again: sinks are opened anew, as for a resumed run."""
+        self._close()
+        self._open(step)
+
+    def _open(self, step: int) -> None:
+        if jax.process_index() == 0:
+            for make_sink in self._makes:
+                self._sinks.append(_opened(make_sink, self.directory, self._config, step))
+
+    def _close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+    def step(self, step: int, **figures: Any) -> None:
+        """The figures of one step."""
+        for sink in self._sinks:
+            sink.metrics(step, figures)
+        self._call_hooks("step", step, figures)
+
+    def evaluated(self, step: int, **figures: Any) -> None:
+        """The figures of an evaluation after `step`."""
+        for sink in self._sinks:
+            sink.metrics(step, figures)
+        self.event("evaluated", step, **figures)
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        """Something that a person asks about the next morning."""
+        for sink in self._sinks:
+            sink.event(event, step, values)
+        if event in ("evaluated", "saved"):
+            self._call_hooks(event, step, values)
+
+    def say(self, text: str) -> None:
+        """A line for the person at the terminal."""
+        if self.progress:
+            self.progress.say(text)
+        elif jax.process_index() == 0:
+            tell(text)
+
+    def _call_hooks(self, event: str, step: int, figures: Figures) -> None:
+        for hook in self._hooks:
+            answer = hook(event, step, figures)
+            if not isinstance(answer, bool | None):
+                raise ConfigError(
+                    f"the hook {_name(hook)} returned {answer!r:.60} after {event} of step {step}",
+                    fix="True, which stops the run, or None",
+                )
+            self.stop_asked |= bool(answer)
+
+
+def check(sinks: Sequence[MakeSink], hooks: Sequence[Hook]) -> None:
+    """ConfigError where the sinks or the hooks are not sequences of callables."""
+    for word, given, takes in (
+        ("sinks", sinks, "sinks=[MySink], a class or function of (directory, config, step)"),
+        ("hooks", hooks, "hooks=[my_hook], a function of (event, step, figures)"),
+    ):
+        listed = isinstance(given, list | tuple)
+        if not listed or not all(map(callable, given)):
+            raise ConfigError(f"{word}={given!r:.80} is not a list of callables", fix=takes)
+
+
+def _opened(make_sink: MakeSink, directory: Path, config: RunConfig, step: int) -> Sink:
+    sink = make_sink(directory, config, step)
+    missing = [
+        name for name in ("metrics", "event", "close") if not callable(getattr(sink, name, None))
+    ]
+    if missing:
+        raise ConfigError(
+            f"the sink {_name(make_sink)} has no {' and no '.join(missing)}",
+            fix="metrics(step, figures), event(event, step, values) and close()",
+        )
+    return sink
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))

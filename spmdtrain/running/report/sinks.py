@@ -1,0 +1,233 @@
+"""Sinks: where the figures and the events of a run are written.
+
+RUN/metrics.jsonl and RUN/events.jsonl are always written; `log.sinks` names more that we ship, and
+`run(..., sinks=[...])` takes those of the caller.
+"""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.load import resolved
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.running.report.json_lines import JsonLines, forget_after
+
+Figures = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """A destination for the figures and events of a run. Only process 0 has sinks."""
+
+    def metrics(self, step: int, figures: Figures) -> None:
+        """Takes the figures of step `step` (1 is the first), or of an evaluation after it.
+
+        A step has loss (the mean over its `tokens`, absent where there is none), grad_norm,
+        learning_rate, tokens (with a loss), tokens_per_second (of all tokens), step_seconds and mfu
+        (None where the peak of the device is not known); an evaluation has eval_loss,
+        and eval_loss_ema where an average of the weights is kept.
+        """
+
+    def event(self, event: str, step: int, values: Figures) -> None:
+        """Takes what happened: started, resumed, evaluated, saved, stopped, finished, ..."""
+
+    def close(self) -> None:
+        """The run has ended, well or not."""
+
+
+# Opens a sink for the run in a directory that goes on after so many completed steps. A class whose
+# constructor takes these three is one.
+MakeSink = Callable[[Path, RunConfig, int], Sink]
+
+
+class JsonLinesSink:
+    """RUN/metrics.jsonl, one object per step or evaluation, and RUN/events.jsonl, one per event."""
+
+    def __init__(self, directory: Path, config: RunConfig, step: int):  # noqa: ARG002
+        self._directory = directory
+        self._files: dict[str, JsonLines] = {}
+        # Before the first save all begins anew, an evaluation before the first step included.
+        forget_after(directory / "metrics.jsonl", step or -1)
+
+    def metrics(self, step: int, figures: Figures) -> None:
+        self._file("metrics.jsonl").write(step=step, **figures)
+
+    def event(self, event: str, step: int, values: Figures) -> None:
+        self._file("events.jsonl").write(time=time.time(), event=event, step=step, **values)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, name: str) -> JsonLines:
+        """The file, which is made when it is first written to."""
+        if name not in self._files:
+            self._files[name] = JsonLines(self._directory / name)
+        return self._files[name]
+
+
+class TensorBoardSink:
+    """RUN/tensorboard: a scalar per figure. Needs tensorboardX, the extra `tensorboard`.
+
+    The points of steps that a resumed run takes again are marked as superseded (`purge_step`).
+    """
+
+    def __init__(self, directory: Path, config: RunConfig, step: int):  # noqa: ARG002
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "log.sinks names 'tensorboard', but tensorboardX is not installed",
+                fix="pip install 'spmdtrain[tensorboard]'",
+            ) from None
+        self._last = step
+        # A file is named after the second in which it is made: one that is resumed within that
+        # second would write over it.
+        self._open = lambda first: SummaryWriter(
+            str(directory / "tensorboard"),
+            purge_step=first,
+            filename_suffix=f".{time.time_ns()}",
+        )
+        self._writer = self._open(step + 1)
+
+    def metrics(self, step: int, figures: Figures) -> None:
+        if step < self._last:  # it is taken again
+            self._writer.close()
+            self._writer = self._open(step)
+        self._last = step
+        for name, value in figures.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def event(self, event: str, step: int, values: Figures) -> None:
+        """Flushes: what is worth an event is worth being seen."""
+        del event, step, values
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases, its files in RUN/wandb. Needs wandb, the extra `wandb`.
+
+    The run has the name of its directory and keeps its id there, so that a resumed run goes on in
+    it; the project is that of WANDB_PROJECT, or `spmdtrain`. Without a key, or with
+    WANDB_MODE=offline, it is written for `wandb sync` to upload later: nothing is ever asked.
+
+    W&B drops a step that is not larger than the last one, so figures are held back until a
+    checkpoint makes them final; those of the newest step are in the run's summary, as latest/loss.
+    Where W&B has steps that are taken again all the same, as after a run that diverged, a new W&B
+    run begins with the steps that count.
+    """
+
+    def __init__(self, directory: Path, config: RunConfig, step: int):
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "log.sinks names 'wandb', but wandb is not installed",
+                fix="pip install 'spmdtrain[wandb]'",
+            ) from None
+        self._wandb = wandb
+        self._held: dict[int, dict[str, Any]] = {}  # figures by step, in order
+        self._holds_back = config.checkpoint.every != 0
+        self._sent = directory / "wandb" / "last_step"
+        # Empty where a kill came amid writing it.
+        sent = int(self._sent.read_text(encoding="utf-8") or 0) if self._sent.exists() else 0
+        is_ahead = sent > step
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "spmdtrain"),
+            name=directory.resolve().name,
+            id=_wandb_id(directory / "wandb" / "id", is_new=is_ahead),
+            resume="allow",
+            dir=directory,
+            config=resolved(config)["config"],
+            mode=_wandb_mode(),
+            settings=wandb.Settings(silent=True),
+        )
+        if is_ahead:
+            self._held = _written(directory / "metrics.jsonl")
+            self._send(step)
+
+    def metrics(self, step: int, figures: Figures) -> None:
+        self._forget(step)
+        known = {name: value for name, value in figures.items() if value is not None}
+        held = self._held.setdefault(step, {})
+        held |= {**known, "_timestamp": time.time()}
+        latest = {"step": step, **known}
+        self._run.summary.update({f"latest/{name}": value for name, value in latest.items()})
+        if not self._holds_back:
+            self._send(step)
+
+    def event(self, event: str, step: int, values: Figures) -> None:
+        """Keeps the step of the newest event of each kind in the run's summary."""
+        if event == "saved":
+            self._send(step)
+        elif event == "rolled_back":
+            self._forget(values["to_step"])
+        self._run.summary[f"event/{event}"] = step
+
+    def close(self) -> None:
+        if self._held:
+            self._send(max(self._held))
+        self._run.finish()
+        # Its service writes the last records a moment later. To wait for it ends all other runs of
+        # this process, too.
+        if self._wandb.run is None:
+            self._wandb.teardown()
+
+    def _forget(self, last: int) -> None:
+        """The steps after `last` are taken again."""
+        while self._held and next(reversed(self._held)) > last:
+            self._held.popitem()
+
+    def _send(self, last: int) -> None:
+        """Sends the figures of the steps up to `last`."""
+        final = [step for step in self._held if step <= last]
+        for step in final:
+            self._run.log(self._held.pop(step), step=step)
+        if final:
+            self._sent.write_text(str(final[-1]), encoding="utf-8")
+
+
+def _written(path: Path) -> dict[int, dict[str, Any]]:
+    """The figures of metrics.jsonl by step, in order; those of a step as they were taken last."""
+    if not path.exists():
+        return {}
+    found: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        values = json.loads(line)
+        figures = found.setdefault(values.pop("step"), {})
+        figures |= {name: value for name, value in values.items() if value is not None}
+    return dict(sorted(found.items()))
+
+
+def _wandb_id(path: Path, is_new: bool) -> str:
+    """The id of the run, kept in a file from its first start on."""
+    if path.exists() and not is_new:
+        return path.read_text(encoding="utf-8").strip()
+    path.parent.mkdir(exist_ok=True)
+    found = secrets.token_hex(4)
+    path.write_text(found, encoding="utf-8")
+    return found
+
+
+def _wandb_mode() -> Any:
+    """Takes WANDB_MODE as it is, since wandb checks it; else offline where there is no key."""
+    return os.environ.get("WANDB_MODE") or (None if _has_wandb_key() else "offline")
+
+
+def _has_wandb_key() -> bool:
+    netrc = Path(os.path.expanduser("~/.netrc"))  # without a home, "~" is a folder like any other
+    in_netrc = os.access(netrc, os.R_OK) and "api.wandb.ai" in netrc.read_text(
+        encoding="utf-8", errors="replace"
+    )
+    return in_netrc or "WANDB_API_KEY" in os.environ
+
+
+SHIPPED: Mapping[str, MakeSink] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}

@@ -1,0 +1,1 @@
+"""Pictures and tables of what has not run: shardings, meshes and memory."""

@@ -1,0 +1,94 @@
+"""Shows what a configuration means, before anything runs.
+
+Every parameter is listed with where it rests and the bytes that it costs per device.
+"""
+
+from typing import Any
+
+from spmdtrain.config.load import resolved, to_toml
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.corpus import find_vocab
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.parallel.mesh import describe_mesh
+from spmdtrain.parallel.specs import axes_of_dim
+from spmdtrain.train.gradients.grad_pipeline import describe as describe_pipeline
+from spmdtrain.train.setup import Setup, shard
+from spmdtrain.train.state import bytes_per_device
+
+
+def setup_of(config: RunConfig, make: MakeModel | str | None = None) -> Setup:
+    """The setup of a run of `config` on the devices at hand, its vocabulary resolved."""
+    vocab = config.model.vocab or find_vocab(config.data, config.train.seed)
+    return shard(config.with_vocab(vocab), make)
+
+
+def describe(
+    config: RunConfig, make: MakeModel | str | None = None
+) -> tuple[dict[str, Any], Setup]:
+    """The plain values of `show --json`, and the setup.
+
+    They are config, origin, mesh, pipeline (a line, or null), parameters (a row each) and totals.
+    """
+    setup = setup_of(config, make)
+    model = setup.model
+    pipeline = describe_pipeline(setup.schedule, model.layout) if setup.schedule else None
+    abstract, specs = setup.state, setup.specs
+    rows = [
+        {
+            "path": path,
+            "shape": list(parameter.shape),
+            "logical_axes": list(parameter.axes),
+            "mesh_axes": [list(axes_of_dim(part)) for part in specs[path]],
+            "dtype": str(abstract.params[path].dtype),
+            "bytes_per_device": bytes_per_device(abstract.params[path]),
+            "optimizer_bytes_per_device": bytes_per_device(
+                (abstract.opt_state.get(path), abstract.ema.get(path))
+            ),
+        }
+        for path, parameter in model.parameters.items()
+    ]
+    totals = {
+        "parameters": model.size,
+        "bytes_per_device": sum(row["bytes_per_device"] for row in rows),
+        "optimizer_bytes_per_device": sum(row["optimizer_bytes_per_device"] for row in rows),
+        "accumulation": setup.batch_shape.accumulation,
+        "sequences_at_once": setup.batch_shape.sequences,
+    }
+    found = {
+        "mesh": dict(setup.mesh.shape),
+        "pipeline": pipeline,
+        "parameters": rows,
+        "totals": totals,
+    }
+    return resolved(setup.config) | found, setup
+
+
+def show(config: RunConfig) -> str:
+    """Formats the values of `describe` as text for a person."""
+    values, setup = describe(config)
+    rows = [("parameter", "shape", "logical axes", "mesh axes", "bytes/device", "optimizer")]
+    for row in values["parameters"]:
+        mesh_axes = ", ".join("x".join(part) or "-" for part in row["mesh_axes"])
+        logical = ", ".join(axis or "-" for axis in row["logical_axes"])
+        rows.append(
+            (row["path"], " x ".join(map(str, row["shape"])), logical, mesh_axes, *_sizes(row))
+        )
+    totals = values["totals"]
+    rows.append(("total", f"{totals['parameters']:,} parameters", "", "", *_sizes(totals)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([*map(str.ljust, row[:4], widths), *map(str.rjust, row[4:], widths[4:])])
+        for row in rows
+    ]
+    accumulation, sequences = totals["accumulation"], totals["sequences_at_once"]
+    batch = (
+        f"batch: {accumulation} x {sequences} sequences of {config.train.sequence_length} tokens"
+    )
+    pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
+    settings = to_toml(setup.config).strip()
+    mesh = describe_mesh(setup.mesh)
+    return "\n\n".join([settings, mesh, *pipeline, batch, "\n".join(lines)])
+
+
+def _sizes(row: dict[str, Any]) -> tuple[str, str]:
+    return f"{row['bytes_per_device']:,}", f"{row['optimizer_bytes_per_device']:,}"

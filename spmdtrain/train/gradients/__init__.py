@@ -1,0 +1,1 @@
+"""Loss and gradients of one batch: by accumulation over microbatches, or by a pipeline."""

@@ -1,0 +1,155 @@
+"""Gradients without a pipeline: microbatches one after the other, then one reduction over the
+shards.
+
+All of it runs in one region that is manual over the axes of the batch. A weight that rests split
+over such an axis (`fsdp`) is gathered by the layer that uses it, and its gradient is scattered by
+the same layer, in each microbatch. All other gradients are accumulated locally and reduced once a
+step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.partition import axes_of
+from spmdtrain.models.abstract import cast, cast_floating
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.gather import gather_over
+from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
+from spmdtrain.parallel.specs import keep_axes
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.gradients.loss import (
+    add_copies,
+    count_tokens,
+    join_losses,
+    make_context,
+    make_head_losses,
+    make_layer_gather,
+    mean_gradients,
+    objective,
+    sum_over_shards,
+    total_of,
+    zero_gradients,
+)
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.token_loss import Losses
+
+BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...]
+
+
+def make_gradients(setup: Setup) -> Callable[..., Any]:
+    """Makes `(params, step, batch, cotangent) -> (gradients of the mean objective, sums)`.
+
+    The backward pass starts from `cotangent`, a float32 scalar, and gradients are divided by it in
+    the end; None: 1. Gradients and sums are over all microbatches and shards. `sums`: tokens
+    (unmasked), loss, and the other losses of the head and the blocks; float32 scalars, or vectors
+    as `loss.means` takes them. The objective is the sum of all losses.
+    """
+    accumulate = setup.config.precision.accumulate
+    context = make_context(setup)
+    forward = _make_forward(setup, training=True)
+
+    def minimised(trained, fixed, microbatch: Batch, step, cotangent):
+        losses = forward(fixed | trained, microbatch, context(microbatch, step))
+        total = objective(losses)
+        if cotangent is not None:
+            total = total * cotangent
+        return total, losses | count_tokens(setup, microbatch, training=True)
+
+    def of_microbatch(weights, microbatch: Batch, step, cotangent):
+        find = jax.value_and_grad(minimised, has_aux=True)
+        (_, sums), gradients = find(*weights, microbatch, step, cotangent)
+        return cast(gradients, accumulate), sums
+
+    def accumulated(weights, step, batch: Batch, cotangent):
+        first = {name: x[0] for name, x in batch.items()}
+        if batch["tokens"].shape[0] == 1:
+            return of_microbatch(weights, first, step, cotangent)
+        shapes = jax.eval_shape(of_microbatch, weights, first, step, cotangent)[1]
+        no_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        def add(totals, microbatch):
+            found = of_microbatch(weights, microbatch, step, cotangent)
+            return jax.tree.map(jnp.add, totals, found), None
+
+        trained, _ = weights
+        totals, _ = jax.lax.scan(add, (zero_gradients(setup, trained), no_sums), batch)
+        return totals
+
+    def local(params, step, batch: Batch, cotangent):
+        weights = add_copies(setup, _over_data(setup, params))
+        split = setup.model.split_trained(weights)
+        gradients, sums = accumulated(split, step, batch, cotangent)
+        sums = sum_over_shards(sums, setup.rules)
+        return mean_gradients(setup, gradients, total_of(sums["tokens"]), cotangent), sums
+
+    resting = _resting(setup)
+    trained, _ = setup.model.split_trained(resting)
+    in_specs = (resting, P(), BATCH, P())
+    out_specs = (trained, P())
+    return manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
+
+
+def make_losses(setup: Setup) -> Callable[..., Any]:
+    """Makes `(params, batch) -> sums`, those of `make_gradients` without dropout."""
+    context = make_context(setup)
+    forward = _make_forward(setup, training=False)
+
+    def local(params, batch: Batch):
+        weights = add_copies(setup, _over_data(setup, params))
+
+        def one(_, microbatch):
+            losses = forward(weights, microbatch, context(microbatch))
+            return None, losses | count_tokens(setup, microbatch, training=False)
+
+        _, sums = jax.lax.scan(one, None, batch)
+        return sum_over_shards(jax.tree.map(jnp.sum, sums), setup.rules)
+
+    return manual_region(local, setup.mesh, MANUAL_AXES, (_resting(setup), BATCH), P())
+
+
+def _resting(setup: Setup) -> dict[str, P]:
+    """The specs of weights, and of their gradients, at the border of the region: as they rest."""
+    return {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
+
+
+def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Gathers over `data` the parameters that ZeRO-1 splits.
+
+    This happens once a step, in compute precision.
+    """
+    if not setup.config.train.zero:
+        return params
+
+    def whole(path: str, x: jax.Array) -> jax.Array:
+        spec = setup.specs[path]
+        if "data" not in axes_of(spec):
+            return x
+        in_compute = cast_floating(x, setup.config.precision.compute)
+        gathered = gather_over(("data",), spec, in_compute)
+        gathered = setup.padding.rest_to_use(path, gathered)
+        # A gradient has the dtype of its parameter. One that a layer scatters is a sum over
+        # devices, which must not be rounded to compute precision on its way back.
+        return gathered.astype(x.dtype) if setup.gathered[path] else gathered
+
+    return {path: whole(path, x) for path, x in params.items()}
+
+
+def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
+    """Makes `forward(params, microbatch, ctx) -> losses`, in compute precision."""
+    head_losses = make_head_losses(setup, training=training)
+    gather = make_layer_gather(setup)
+
+    def forward(params, microbatch: Batch, ctx: ForwardContext) -> Losses:
+        here = {path: x for path, x in params.items() if not setup.gathered[path]}
+        # A layer that gathers a weight also casts it.
+        values = params | cast(here, setup.config.precision.compute)
+        module = setup.model.bind(values, gather)
+        x_bte, side_losses = module.blocks(module.embed(microbatch["tokens"], ctx), ctx)
+        return join_losses(head_losses(module, x_bte, ctx, microbatch), side_losses)
+
+    return forward

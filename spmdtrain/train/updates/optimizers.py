@@ -1,0 +1,249 @@
+"""The rule by which each parameter is updated, and clipping.
+
+Each parameter has a *rule* of its own: an optax transformation and a multiple of the learning rate.
+The rule sees one layer's tensor, because it is vmapped over the dims that stack layers. A
+layer-wise rule (a trust ratio, an orthogonalisation, a factored moment) is therefore right on
+stacked layers, and so is a decay mask that asks for the number of dims. A parameter without a rule
+is frozen: it has no moments, and its gradient counts nowhere.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.models.abstract import Parameter
+from spmdtrain.pipeline.layout import Layout
+from spmdtrain.train.updates.whole_tree import WholeTree, needs_whole_tree, over_stack
+
+OptimizerState = dict[str, Any]  # by dotted parameter path; frozen parameters have none
+
+
+GradientPoint = Callable[[Any, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The update of one parameter: x - learning rate x `rate` x update.
+
+    `transformation` makes the update from the gradient of one layer, as `optax.scale_by_adam()`
+    does. It must not scale by the learning rate itself.
+
+    `gradient_point(state, x)` is where the gradient is taken, element by element; None: at x. A
+    rule that has one is given learning rate x `rate` as `learning_rate=`, and its update holds it
+    (schedule_free.py).
+
+    `together` is set by `choose_rules`, where one transformation has to see several parameters.
+    """
+
+    transformation: optax.GradientTransformation
+    rate: float = 1.0
+    gradient_point: GradientPoint | None = None
+    together: WholeTree | None = None
+
+
+Rules = Mapping[str, Rule]  # by dotted parameter path
+# What a caller may give: one transformation for all parameters, or a function of a parameter's
+# dotted path and its shape and logical axes. None freezes the parameter.
+ChooseRule = Callable[[str, Parameter], Rule | optax.GradientTransformation | None]
+Optimizer = ChooseRule | optax.GradientTransformation
+
+
+# Rules of all parameters
+
+
+def choose_rules(
+    optimizer: Optimizer, parameters: Mapping[str, Parameter], layout: Layout
+) -> Rules:
+    """The rule of each parameter that is not frozen. ConfigError where `optimizer` is none.
+
+    `layout`: of the layers, where the parameters are stacked.
+    """
+    choose = optimizer
+    if isinstance(optimizer, optax.GradientTransformation):
+        choose = lambda *_: optimizer  # noqa: E731
+    if not callable(choose):
+        raise ConfigError(f"optimizer={optimizer!r:.80} is no optimizer", fix=_TAKES)
+    chosen = {path: _rule(path, choose(path, each)) for path, each in parameters.items()}
+    rules = {path: rule for path, rule in chosen.items() if rule is not None}
+    if not rules:
+        raise ConfigError(f"optimizer= freezes all {len(parameters)} parameters", fix=_TAKES)
+    for path, rule in rules.items():
+        if rule.gradient_point is not None:
+            _check_direction(path, parameters[path], rule)
+    return _with_whole_trees(rules, parameters, layout)
+
+
+_TAKES = "an optax transformation, or a function (path, parameter) -> transformation, Rule or None"
+
+
+def _rule(path: str, found: Any) -> Rule | None:
+    if isinstance(found, optax.GradientTransformation):
+        found = Rule(found)
+    if found is None or isinstance(found, Rule):
+        return found
+    raise ConfigError(f"optimizer= gives {found!r:.80} for {path}", fix=_TAKES)
+
+
+def _with_whole_trees(rules: Rules, parameters: Mapping[str, Parameter], layout: Layout) -> Rules:
+    """The rules, those together whose parameters share a transformation that is not of one tensor.
+
+    ConfigError where it has only one of them, or cannot see them all.
+    """
+    sharing: dict[int, dict[str, Parameter]] = {}
+    for path, rule in rules.items():
+        if rule.gradient_point is None:
+            sharing.setdefault(id(rule.transformation), {})[path] = parameters[path]
+    found = dict(rules)
+    for group in sharing.values():
+        transformation = rules[next(iter(group))].transformation
+        whole = needs_whole_tree(transformation, group)
+        if whole is None:
+            by_dims = {len(each.shape) - each.stacked: path for path, each in group.items()}
+            for path in by_dims.values():
+                _check_direction(path, parameters[path], rules[path])
+            continue
+        if len(group) == 1 and len(rules) > 1:
+            raise ConfigError(
+                f"optimizer= gives {next(iter(group))} a transformation of its own that looks at "
+                "other tensors, or draws numbers",
+                fix="the same one for all parameters, made outside the function; to clip: "
+                "--set train.clip=1.0",
+            )
+        if layout.padding or (whole.by_layer and len(layout.shape) > 1):
+            raise ConfigError(
+                "optimizer= looks at all layers at once, or draws numbers, and a pipeline has them "
+                "on several devices",
+                fix="train.clip, which clips to the global norm on any mesh, or mesh.pipeline=1",
+            )
+        _check_sign(next(iter(group)), *whole.trial_update(group))
+        for path in group:
+            found[path] = replace(rules[path], together=whole)
+    return found
+
+
+def _check_direction(path: str, parameter: Parameter, rule: Rule) -> None:
+    """Refuses a transformation whose update points against the gradient, see `_check_sign`."""
+    small = (2,) * (len(parameter.shape) - parameter.stacked)
+    values = jnp.ones(small)
+    gradient = jnp.ones(small)
+    state = rule.transformation.init(values)
+    update, _ = _update_of(rule, jnp.float32(1))(gradient, state, values)
+    _check_sign(path, update, gradient)
+
+
+def _check_sign(path: str, update: Any, gradient: jax.Array) -> None:
+    """Refuses an update that points against the gradient: it is subtracted, so that the loss would
+    rise. That is what optax gives with the learning rate in it."""
+    if float(jnp.vdot(jnp.asarray(update), gradient)) < 0:
+        raise ConfigError(
+            f"optimizer= holds a learning rate: its update of {path} points against the gradient",
+            found="an optax optimizer such as optax.lion(1e-3)",
+            fix="its part before the rate, optax.scale_by_lion(); "
+            "the rate is optimizer.learning_rate",
+        )
+
+
+def init(
+    rules: Rules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]
+) -> OptimizerState:
+    """The optimizer state before the first step."""
+    found = {}
+    for path, rule in rules.items():
+        if rule.together is None:
+            begin = over_stack(rule.transformation.init, parameters[path].stacked)
+            found[path] = begin(values[path])
+    for whole in _whole_trees(rules):
+        found |= whole.init(values)
+    return {path: found[path] for path in rules}
+
+
+def updates(
+    rules: Rules,
+    parameters: Mapping[str, Parameter],
+    gradients: Mapping[str, jax.Array],
+    state: OptimizerState,
+    values: Mapping[str, jax.Array],
+    rate: jax.Array | float = 1.0,
+) -> tuple[dict[str, jax.Array], OptimizerState]:
+    """(updates, new state) by parameter.
+
+    An update is still to be scaled by its rate, as `scaled` does, and subtracted. `rate` is the
+    learning rate, for rules that hold it.
+
+    Gradients may be more precise than the state (`precision.params` below `precision.accumulate`):
+    the rule computes in the wider dtype of the two, and every leaf of the state keeps the dtype
+    that `init` gave it.
+    """
+    found = {}
+    after = {}
+    for path, rule in rules.items():
+        if rule.together is None:
+            update = over_stack(_update_of(rule, rate), parameters[path].stacked)
+            found[path], after[path] = update(gradients[path], state[path], values[path])
+    for whole in _whole_trees(rules):
+        updated, new = whole.update(gradients, state, values)
+        found |= updated
+        after |= new
+    kept = {
+        path: jax.tree.map(lambda new, old: new.astype(old.dtype), after[path], state[path])
+        for path in rules
+    }
+    return {path: found[path] for path in rules}, kept
+
+
+def _whole_trees(rules: Rules) -> list[WholeTree]:
+    """Each once."""
+    together = {id(rule.together): rule.together for rule in rules.values()}
+    return [whole for whole in together.values() if whole is not None]
+
+
+def _update_of(rule: Rule, rate: jax.Array | float) -> Callable:
+    """`update(gradient, state, value)` of one layer, for a learning rate."""
+    if rule.gradient_point is None:
+        return rule.transformation.update
+    holds_rate = optax.with_extra_args_support(rule.transformation)
+    return partial(holds_rate.update, learning_rate=rule.rate * rate)
+
+
+def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
+    """The update as it is subtracted from the parameter, float32."""
+    update = update.astype(jnp.float32)
+    if rule.gradient_point is not None:
+        return update
+    own_rate = rate if rule.rate == 1 else rule.rate * rate
+    return own_rate * update
+
+
+def gradient_points(
+    rules: Rules, values: Mapping[str, jax.Array], state: OptimizerState
+) -> dict[str, jax.Array]:
+    """The point at which each gradient is taken, in its parameter's dtype and as that rests."""
+    points = dict(values)
+    for path, rule in rules.items():
+        if rule.gradient_point is not None:
+            x = values[path]
+            points[path] = rule.gradient_point(state[path], x).astype(x.dtype)
+    return points
+
+
+# Clipping
+
+
+def clip(
+    gradients: dict[str, jax.Array], limit: float | None
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Gradients scaled so that their global norm is at most `limit`, and the norm before.
+
+    The squares add up in float32 whatever the dtype of the gradients.
+    """
+    norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))
+    if limit is None:
+        return gradients, norm
+    scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+    return {path: (leaf * scale).astype(leaf.dtype) for path, leaf in gradients.items()}, norm

@@ -1,0 +1,194 @@
+"""The optimizers that a config can name, as optax transformations.
+
+None of them holds the learning rate: `updates` gives what is scaled by it and subtracted. Each sees
+one layer's tensor. The leaves of a state have the same names whatever the values of the settings,
+so that a run goes on with another decay or momentum.
+
+*Matrices* are tensors of two dims and more (of one layer) that are not biases. Weight decay acts on
+them alone, and so do rules that ask for a matrix.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import (
+    Adafactor,
+    AdamW,
+    Lamb,
+    Lion,
+    Muon,
+    OptimizerConfig,
+    ScheduleFreeAdamW,
+    Sgd,
+)
+from spmdtrain.models.abstract import Parameter
+from spmdtrain.train.updates.optimizers import GradientPoint, Rule, Rules
+from spmdtrain.train.updates.schedule_free import gradient_point, schedule_free
+
+Transformation = optax.GradientTransformation
+# Dims of the tables that are read row by row: no update of theirs is a matrix's.
+TABLE_AXES = ("vocab", "position")
+RMS_OF_ADAM = 0.2  # of an AdamW update, which Muon's are scaled to (arXiv:2502.16982)
+
+
+def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule | None]:
+    """The optimizer that these settings ask for, as a function of path and parameter.
+
+    It gives None for a parameter that a group freezes.
+    """
+    build = BUILDERS[type(config)]
+    point: GradientPoint | None = None
+    if isinstance(config, ScheduleFreeAdamW):
+        point = partial(gradient_point, config.beta1)
+
+    def choose(path: str, parameter: Parameter) -> Rule | None:
+        group = next((each for each in config.groups if fnmatchcase(path, each.match)), None)
+        if group is None:
+            return Rule(build(config, path, parameter), gradient_point=point)
+        if group.frozen:
+            return None
+        own = config
+        if group.weight_decay is not None:
+            own = config.model_copy(update={"weight_decay": group.weight_decay})
+        return Rule(build(own, path, parameter), group.rate, point)
+
+    return choose
+
+
+def shipped_rules(config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> Rules:
+    """The rule of each parameter that is not frozen, by these settings.
+
+    ConfigError where a group has no parameter, or all parameters are frozen.
+    """
+    for group in config.groups:
+        if not any(fnmatchcase(path, group.match) for path in parameters):
+            near = difflib.get_close_matches(group.match, parameters, 1) or sorted(parameters)[:1]
+            raise ConfigError(
+                f"optimizer.groups: no parameter matches {group.match!r}",
+                fix=f"a pattern of paths such as {near[0]}",
+            )
+    choose = make_optimizer(config)
+    chosen = {path: choose(path, parameter) for path, parameter in parameters.items()}
+    rules = {path: rule for path, rule in chosen.items() if rule is not None}
+    if not rules:
+        what = f"optimizer.groups freezes all {len(parameters)} parameters"
+        raise ConfigError(what, fix="a group that matches less")
+    return rules
+
+
+def is_matrix(path: str, parameter: Parameter) -> bool:
+    """True if it has at least two dims, those of the stack not counted, and is not a bias."""
+    is_bias = "bias" in path.rsplit(".", 1)[-1]
+    return len(parameter.shape) - parameter.stacked >= 2 and not is_bias
+
+
+def _adamw(config: AdamW | Lamb | Muon, path: str, parameter: Parameter) -> Transformation:
+    """Adam with decoupled weight decay (arXiv:1711.05101)."""
+    rule = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    return optax.chain(rule, *_decay(config, path, parameter))
+
+
+def _adafactor(config: Adafactor, path: str, parameter: Parameter) -> Transformation:
+    """Squares of a large matrix by row and column only (arXiv:1804.04235).
+
+    As in the paper, an update is scaled by the root mean square of its parameter.
+    """
+    return optax.chain(
+        optax.scale_by_factored_rms(decay_rate=config.decay_rate),
+        optax.clip_by_block_rms(config.clip_update),
+        optax.scale_by_param_block_rms(),
+        *_decay(config, path, parameter),
+    )
+
+
+def _lamb(config: Lamb, path: str, parameter: Parameter) -> Transformation:
+    """AdamW, whose update of a matrix is as long as the matrix (arXiv:1904.00962)."""
+    trust = [optax.scale_by_trust_ratio()] if is_matrix(path, parameter) else []
+    return optax.chain(_adamw(config, path, parameter), *trust)
+
+
+def _lion(config: Lion, path: str, parameter: Parameter) -> Transformation:
+    """The sign of an interpolated momentum, with decoupled weight decay (arXiv:2302.06675)."""
+    rule = optax.scale_by_lion(config.beta1, config.beta2)
+    return optax.chain(rule, *_decay(config, path, parameter))
+
+
+def _muon(config: Muon, path: str, parameter: Parameter) -> Transformation:
+    """Orthogonalised momentum for the matrices of layers, AdamW for all else.
+
+    (Jordan et al. 2024, kellerjordan.github.io/posts/muon.) An update has the root mean square of
+    one of AdamW (arXiv:2502.16982), so that both take the same learning rate and weight decay.
+    """
+    if not is_matrix(path, parameter) or set(parameter.axes) & set(TABLE_AXES):
+        return _adamw(config, path, parameter)
+    from optax import contrib
+
+    axes = parameter.axes[parameter.stacked :]
+    shape = parameter.shape[parameter.stacked :]
+    # A tensor of more dims is the matrix from the stream to all the others, or back.
+    row = axes.index("embed") if "embed" in axes else 0
+    others = tuple(dim for dim in range(len(shape)) if dim != row)
+    rows = shape[row]
+    columns = math.prod(shape) // rows
+    orthogonal = contrib.scale_by_muon(
+        beta=config.momentum,
+        weight_dimension_numbers=contrib.MuonDimensionNumbers((row,), others),
+    )
+    # All singular values of the update are about 1: its squares sum up to min(rows, columns).
+    size = RMS_OF_ADAM * max(rows, columns) ** 0.5
+    return optax.chain(orthogonal, optax.scale(size), *_decay(config, path, parameter))
+
+
+def _schedule_free_adamw(
+    config: ScheduleFreeAdamW, path: str, parameter: Parameter
+) -> Transformation:
+    """AdamW without momentum, whose weights are an average (arXiv:2405.15682).
+
+    Weight decay acts at the point where the gradient is taken.
+    """
+    squares = optax.scale_by_rms(
+        config.beta2, config.epsilon, eps_in_sqrt=False, bias_correction=True
+    )
+    base = optax.chain(squares, *_decay(config, path, parameter))
+    return schedule_free(base, config.beta1)
+
+
+def _sgd(config: Sgd, path: str, parameter: Parameter) -> Transformation:
+    """Momentum of gradients with the weight decay in them."""
+    rule = optax.chain(optax.trace(config.momentum))
+    decay = _decay(config, path, parameter)
+    if not decay:
+        return rule
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # A chain's state would differ from that of `rule`.
+        decayed = jax.tree.map(lambda g, x: g + config.weight_decay * x, updates, params)
+        return rule.update(decayed, state, params)
+
+    return Transformation(rule.init, update)
+
+
+def _decay(config: OptimizerConfig, path: str, parameter: Parameter) -> list[Transformation]:
+    """Weight decay as the last link of a chain, where it acts."""
+    if not config.weight_decay or not is_matrix(path, parameter):
+        return []
+    return [optax.add_decayed_weights(config.weight_decay)]
+
+
+BUILDERS: Mapping[type[OptimizerConfig], Callable[[Any, str, Parameter], Transformation]] = {
+    Adafactor: _adafactor,
+    AdamW: _adamw,
+    Lamb: _lamb,
+    Lion: _lion,
+    Muon: _muon,
+    ScheduleFreeAdamW: _schedule_free_adamw,
+    Sgd: _sgd,
+}

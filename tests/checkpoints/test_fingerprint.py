@@ -1,0 +1,98 @@
+"""A fingerprint is the same however an array is split, and any bit that flips changes it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.checkpoints import fingerprint as module
+from spmdtrain.checkpoints.fingerprint import fingerprint, fingerprints
+
+DTYPES = ["float32", "bfloat16", "int32", "int8", "bool"]
+
+
+def array(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    values = np.random.default_rng(0).standard_normal(shape) * 50
+    return values > 0 if dtype == "bool" else values.astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (8, 1), (1, 1)])
+def test_no_sharding_changes_it(sizes):
+    mesh = jax.make_mesh(
+        sizes, ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]]
+    )
+    specs = [P("x", "y"), P(None, "y"), P(("x", "y")), P("y"), P()]
+    plain = {dtype: array(dtype, (16, 8)) for dtype in DTYPES} | {
+        "scalar": np.float32(2),
+        "empty": np.zeros((0, 3)),
+    }
+    shardings = dict(zip(plain, [*specs, P(), P()], strict=True))
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, shardings[name])) for name, x in plain.items()
+    }
+    assert fingerprints(placed) == {name: fingerprint(np.asarray(placed[name])) for name in plain}
+
+
+def test_it_does_not_depend_on_the_other_arrays():
+    x, y = jnp.arange(6.0), jnp.ones((2, 2))
+    assert fingerprints({"b": x, "a": y}) == fingerprints({"a": y}) | fingerprints({"b": x})
+    assert fingerprints({}) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int8"])
+def test_every_single_bit_changes_both_sums(dtype):
+    x = array(dtype, (5, 7))
+    before = fingerprint(x)
+    for bit in range(8 * x.nbytes):
+        x.view(np.uint8).reshape(-1)[bit // 8] ^= 1 << bit % 8
+        after = fingerprint(x)
+        assert before[0] != after[0] and before[1] != after[1]
+        x.view(np.uint8).reshape(-1)[bit // 8] ^= 1 << bit % 8
+    assert fingerprint(x) == before
+
+
+def test_elements_that_change_places_change_it():
+    x = array("float32", (64, 4))
+    assert fingerprint(x) not in (
+        fingerprint(x[::-1]),
+        fingerprint(np.roll(x, 1)),
+        fingerprint(x.T),
+    )
+
+
+def test_large_arrays_are_read_in_pieces(monkeypatch):
+    x = array("float32", (100,))
+    whole = fingerprint(x)
+    monkeypatch.setattr(module, "CHUNK", 7)
+    assert fingerprint(x) == whole
+
+
+def test_many_random_changes_are_missed_as_rarely_as_by_random_numbers():
+    """Of a sum, cut to 10 bits: about 1 in 1024 is missed."""
+    draw = np.random.default_rng(1)
+    x = array("float32", (256,))
+    before = fingerprint(x)
+    tries = 8192
+    missed = np.zeros(2)
+    for _ in range(tries):
+        changed = x.copy()
+        at = draw.choice(256, size=draw.integers(2, 9), replace=False)
+        changed[at] = draw.standard_normal(at.size)
+        after = fingerprint(changed)
+        missed += [before[sum_] % 1024 == after[sum_] % 1024 for sum_ in range(2)]
+    assert np.all(missed < 3 * tries / 1024) and np.all(missed > 0)
+
+
+def test_all_arrays_cross_the_devices_in_one_sum():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), (AxisType.Auto,) * 2)
+    specs = (P("x", "y"), P(None, ("y", "x")), P("y"), P())
+    arrays = [jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec)) for spec in specs]
+    text = module._program(mesh, specs).lower(arrays).compile().as_text()
+    sums = [
+        line for line in text.splitlines() if "all-reduce(" in line or "all-reduce-start(" in line
+    ]
+    others = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    assert len(sums) == 1 and "u32[4,2]" in sums[0]
+    assert not any(kind in text for kind in others)

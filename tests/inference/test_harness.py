@@ -1,0 +1,119 @@
+"""Likelihoods as lm-evaluation-harness asks for them: those of the logits, whatever the batch and
+the length.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny
+
+import spmdtrain as st
+from spmdtrain.config import ConfigError
+from spmdtrain.inference import harness
+
+SMALL = (
+    "model.layers=1",
+    "model.embed=16",
+    "model.heads=2",
+    "train.sequence_length=16",
+    "train.global_batch=4",
+)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("harness")
+    (folder / "a.txt").write_text("to be or not to be, that is the question. " * 60)
+    data = (
+        "data.corpus=text",
+        f"data.path={folder / 'a.txt'}",
+        "data.tokenizer=bytes",
+        "model.vocab=none",
+    )
+    st.run(tiny(*SMALL, *data, "train.steps=2"), folder / "run", devices=jax.devices()[:1])
+    return st.open_run(folder / "run")
+
+
+def expected(opened, context, continuation) -> tuple[float, bool]:
+    ids = np.concatenate([context, continuation])[-17:]
+    logits = np.asarray(st.make_logits(opened.setup)(opened.params, ids[None, :-1]))[0]
+    count = min(len(continuation), len(ids) - 1)
+    chosen = jax.nn.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]][-count:]
+    return float(chosen.sum()), bool((logits.argmax(-1) == ids[1:])[-count:].all())
+
+
+def test_likelihoods_are_those_of_the_logits_in_the_order_asked(opened):
+    encode = opened.tokenizer.encode
+    texts = [
+        ("to be or", " not"),
+        ("t", "o"),
+        ("that is the question. ", "to be"),
+        ("a", "long continuation of all"),
+    ]
+    pairs = [(encode(context), encode(continuation)) for context, continuation in texts * 3]
+    found = harness.likelihoods(opened, pairs)
+    wanted = [expected(opened, *pair) for pair in pairs]
+    np.testing.assert_allclose(
+        [score for score, _ in found], [score for score, _ in wanted], rtol=1e-4
+    )
+    assert [is_likeliest for _, is_likeliest in found] == [
+        is_likeliest for _, is_likeliest in wanted
+    ]
+    greedy = st.generate_ids(opened.setup, opened.params, encode("to be"), 3, choice=st.Choice(0))
+    assert harness.likelihoods(opened, [(encode("to be"), greedy[-3:])])[0][1]
+
+
+# Made by lm-eval 0.4.9: map(make_disjoint_window, get_rolling_token_windows(1 to n, 0, limit, 1)).
+ROLLING = [
+    (0, 4, []),
+    (1, 4, [([0], [1])]),
+    (3, 4, [([0], [1, 2, 3])]),
+    (4, 4, [([0], [1, 2, 3, 4])]),
+    (5, 4, [([0], [1, 2, 3, 4]), ([1, 2, 3, 4], [5])]),
+    (8, 4, [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8])]),
+    (10, 4, [([0], [1, 2, 3, 4]), ([4], [5, 6, 7, 8]), ([6, 7, 8], [9, 10])]),
+    (3, 1, [([0], [1]), ([1], [2]), ([2], [3])]),
+]
+
+
+@pytest.mark.parametrize(("tokens", "limit", "wanted"), ROLLING)
+def test_a_long_text_is_cut_as_the_harness_cuts_it(tokens, limit, wanted):
+    found = harness.rolling_windows(np.arange(1, tokens + 1, dtype=np.int32), 0, limit)
+    assert [(before.tolist(), after.tolist()) for before, after in found] == wanted
+
+
+def test_what_stands_before_a_text_is_the_end_of_another(opened):
+    """Or a line break, where the documents of the run had no end; the harness takes it so too."""
+    assert harness._before_a_text(opened).tolist() == [ord("\n")]
+    ending = dataclasses.replace(opened, end_of_text=255)
+    assert harness._before_a_text(ending).tolist() == [255]
+    # The likeliest text ends before the token that ends one, and does not hold it.
+    whole = harness._text_until(opened, "to be", {"max_gen_toks": 6})
+    third = dataclasses.replace(opened, end_of_text=int(opened.tokenizer.encode(whole)[2]))
+    shorter = harness._text_until(third, "to be", {"max_gen_toks": 6})
+    assert whole.startswith(shorter) and len(shorter) <= 2
+
+
+def test_the_harness_asks_and_is_answered(opened):
+    instance = pytest.importorskip("lm_eval.api.instance")
+    model = harness.harness_model(opened)
+
+    def ask(kind, *arguments):
+        request = instance.Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+        return getattr(model, kind)([request])[0]
+
+    encode = opened.tokenizer.encode
+    score, _ = ask("loglikelihood", "to be", " or")
+    assert score == pytest.approx(expected(opened, encode("to be"), encode(" or"))[0], rel=1e-4)
+    rolling = ask("loglikelihood_rolling", "to be or not to be, that is")
+    assert rolling < score < 0
+    text = ask("generate_until", "to be", {"until": ["zzz"], "max_gen_toks": 5})
+    assert len(encode(text)) >= 5 or "\ufffd" in text
+
+
+def test_without_the_package_there_is_one_line(opened, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match="lm_eval is not installed; try pip install lm-eval"):
+        harness.evaluate_tasks(opened.run, ["hellaswag"])

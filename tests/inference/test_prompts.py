@@ -1,0 +1,182 @@
+"""What a run is asked: prompts of text, conversations by the template of the run, and ids, each
+checked where it comes in."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny
+
+import spmdtrain as st
+from spmdtrain.cli import main
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.data.tokenizers.chat import CHATML, Template, encode_conversation
+from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.inference import prompts as reading
+
+SMALL = (
+    "model.layers=1",
+    "model.embed=16",
+    "model.heads=2",
+    "train.sequence_length=32",
+    "train.global_batch=4",
+    "model.vocab=none",
+    "train.steps=1",
+    "data.corpus=tokens",
+    "data.packing=best_fit",
+)
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes yes"}]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A run that was trained on conversations."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("prompts")
+    (folder / "a.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 40)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=270,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello yes assistant user"] * 3, trainer)
+    tokenizer.save(str(folder / "bpe.json"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        prepare = ["data", "prepare", "a.jsonl", "--chat", "--out", "a", "--tokenizer", "bpe.json"]
+        assert main(prepare) == 0
+        st.run(tiny(*SMALL, "data.path=a.bin"), "run", devices=jax.devices()[:1])
+        yield st.open_run("run")
+
+
+def test_a_question_has_the_tokens_of_training_and_the_answer_ends_where_it_closes(
+    here, monkeypatch, capsys
+):
+    asked = CHAT[:1]
+    found = reading.read_prompts(here, asked)
+    assert here.template == CHATML
+    trained = open_tokens("a").tokens
+    assert found.ids[0].tolist() == trained[: len(found.ids[0])].tolist()
+    whole, _, _ = encode_conversation(CHAT, Template.parse(CHATML), here.tokenizer, "here")
+    assert whole.tolist() == trained[: len(whole)].tolist()
+    # A model that writes the answer: the text is the answer alone, up to its close.
+    monkeypatch.setattr(
+        "spmdtrain.inference.sample.make_generate",
+        lambda *_: lambda _, ids, __: [np.concatenate([whole, [0, 0]])] * len(ids),
+    )
+    assert st.generate("run", asked) == "yes yes"
+    assert st.generate("run", [asked, CHAT[:1]]) == ["yes yes"] * 2
+    assert main(["sample", "run", "--chat", "hello"]) == 0
+    assert capsys.readouterr().out == "yes yes\n"
+    Path("p.jsonl").write_text(json.dumps({"messages": asked}) + "\n")
+    assert main(["sample", "run", "--prompts", "p.jsonl", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"messages": asked, "text": "yes yes"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--prompt", r"a\nb\tc\\n"], "a\nb\tc\\n"),
+        (["--prompts", "p.txt"], r"a\nb"),
+        (["--prompts", "p.jsonl"], "a\n\u2028b"),
+    ],
+)
+def test_a_typed_prompt_has_escapes_and_a_line_of_json_has_line_breaks(
+    arguments, text, here, capsys
+):
+    del here
+    Path("p.txt").write_text(r"a\nb" + "\n")
+    Path("p.jsonl").write_text(json.dumps({"prompt": "a\n\u2028b"}, ensure_ascii=False) + "\n\n")
+    assert main(["sample", "run", "--json", "--length", "1", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompt"] == text and found["text"].startswith(text)
+
+
+def test_a_special_token_of_a_prompt_is_text_unless_asked(here, capsys):
+    end = here.tokenizer.id_of("<|im_end|>")
+    prompt = "a<|im_end|>"
+    assert end not in reading.read_prompts(here, prompt).ids[0]
+    assert "spells a special token, which is taken as text" in capsys.readouterr().err
+    assert reading.read_prompts(here, prompt, parse_special=True).ids[0][-1] == end
+    question = [{"role": "user", "content": prompt}]
+    assert (reading.read_prompts(here, question).ids[0] == end).sum() == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([5, 300], "the id 300; found ids from 0 to 269"),
+        ([5, -1], "the id -1"),
+        ([2**40], "the id 1099511627776"),
+        (np.array([2**64 - 1], np.uint64), "the id 18446744073709551615"),
+        ([2**70], "dtype object"),
+        ([1.0, 2.0], "dtype float64"),
+        ([True, False], "dtype bool"),
+        ([[1, 2], [3]], "several lengths"),
+        (5, r"shape \(\)"),
+        (None, r"shape \(\)"),
+        (b"abc", r"shape \(\)"),
+        ([[[1]]], r"shape \(1, 1, 1\)"),
+        ([], "--prompt is empty"),
+        ([[]], "--prompt is empty"),
+        ("", "--prompt is empty"),
+        (["a", ""], "--prompt is empty"),
+        (["a", 3], "dtype <U"),
+    ],
+)
+def test_what_is_no_prompt_is_one_line(prompt, said, here):
+    with pytest.raises(ConfigError, match=said):
+        reading.read_prompts(here, prompt)
+    is_text = isinstance(prompt, str) or (isinstance(prompt, list) and "a" in prompt)
+    if not is_text:
+        with pytest.raises(ConfigError, match=said):
+            st.generate_ids(here.setup, here.params, prompt, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"length": 0}, "--length 0 "),
+        ({"length": -1}, "--length -1 "),
+        ({"length": 1.5}, "--length 1.5 "),
+        ({"length": True}, "--length True "),
+        ({"seed": -1}, "--seed -1 "),
+        ({"seed": 2**64}, "--seed 18446744073709551616 "),
+        ({"stop": ""}, "--stop is not a text"),
+        ({"stop": [3]}, "--stop is not a text"),
+        ({"stop": ["a"], "prompt": [1]}, "needs a prompt of text"),
+        ({"choice": (float("nan"),)}, "--temperature nan"),
+        ({"choice": (float("inf"),)}, "--temperature inf"),
+        ({"choice": (1e-40,)}, "--temperature 1e-40"),
+        ({"choice": ("1",)}, "--temperature 1"),
+        ({"choice": (1.0, -1)}, "--top-k -1"),
+        ({"choice": (1.0, 1.5)}, "--top-k 1.5"),
+        ({"choice": (1.0, True)}, "--top-k True"),
+        ({"choice": (1.0, None, float("nan"))}, "--top-p nan"),
+        ({"choice": (1.0, None, "a")}, "--top-p a"),
+    ],
+)
+def test_what_sampling_cannot_do_is_one_line(given, said, here):
+    del here
+    with pytest.raises(ConfigError, match=said):
+        choice = st.Choice(*given.get("choice", (1.0,)))
+        others = {name: value for name, value in given.items() if name not in ("choice", "prompt")}
+        st.generate("run", given.get("prompt", "a"), choice=choice, **others)
+
+
+def test_a_line_that_is_no_prompt_is_named(here, capsys):
+    del here
+    for line in ("[" * 100_000, "{}", "3", '{"prompt": ""}', '{"messages": [1]}', "{"):
+        Path("bad.jsonl").write_text(f'"fine"\n{line}\n')
+        assert main(["sample", "run", "--prompts", "bad.jsonl"]) == ConfigError.exit_code
+        assert "bad.jsonl:2 is " in capsys.readouterr().err
+    for one, two in (("--prompt", "--chat"), ("--prompts", "--chat"), ("--prompt", "--prompts")):
+        assert main(["sample", "run", one, "a", two, "b"]) == ConfigError.exit_code
+        assert f"{one} and {two} cannot go together" in capsys.readouterr().err
