@@ -6,8 +6,8 @@ Each layout is a process of its own (`spmdtrain estimate CONFIG --compile --json
 the process where it cannot compile: that is a row of the table then. What a process found is kept
 in runs/fleet/NAME.json; the page is made of all that lie there, so `--only` compiles some again.
 
-Once all layouts are there, spmdtrain/planner/fleet_overlap.json is written too: the shares of a
-step's traffic that the planner takes for hidden.
+Once all layouts are there, spmdtrain/planner/cost/fleet_overlap.json is written too: the shares
+of a step's traffic that the planner takes for hidden.
 
 Needs what `make cuda-compiler` installs, jax 0.11 or later. One to two minutes a layout on two
 cores.
@@ -32,7 +32,7 @@ from spmdtrain.planner.cost.software import fitted_on
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "fleet"
-SHARES = ROOT / "spmdtrain" / "planner" / FLEET
+SHARES = ROOT / "spmdtrain" / "planner" / "cost" / FLEET
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 GIGA = 1e9
 
@@ -215,7 +215,8 @@ PER_HOST = 8  # devices, of all clusters above
 BYTES = """\
 GB of each collective's output on one device in one step, `in loops + outside`. *Sent* is
 what a ring sends for them all, *needed* what theory asks of the layout
-(`spmdtrain/planner/traffic.py`). With fsdp and context and no pipeline, gradients are scattered
+(`spmdtrain/planner/cost/traffic.py`).
+With fsdp and context and no pipeline, gradients are scattered
 over context first: more crosses context than needed, and less fsdp. Compare their sums.
 """
 OVERLAP = """\

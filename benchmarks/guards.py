@@ -36,6 +36,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import jax
 from overhead import Spent, add_common_arguments, publish
 
+from spmdtrain.checkpoints import store
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import (
@@ -48,13 +49,12 @@ from spmdtrain.config.schema import (
     TrainConfig,
 )
 from spmdtrain.processes import pulse
-from spmdtrain.checkpoints import store
 from spmdtrain.running import loop
 from spmdtrain.running.guards.bad_steps import Guard
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.guards.replicas import ReplicaCheck
-from spmdtrain.running.saves import Saves
 from spmdtrain.running.guards.stragglers import Stragglers
+from spmdtrain.running.saves import Saves
 from spmdtrain.train.setup import init_state, shard
 
 DEVICES = 2
@@ -81,7 +81,7 @@ IN_EACH_STEP = {
 AT_A_SAVE = {
     "is it finite": (Guard, "check_state"),
     "are the copies equal": (ReplicaCheck, "before_save"),
-    "fingerprints": (checkpoint, "fingerprints"),
+    "fingerprints": (store, "fingerprints"),
     "all of saving": (Saves, "save"),
 }
 

@@ -41,14 +41,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, AdamW, CheckpointConfig, EvalConfig, RunConfig, TrainConfig
 from spmdtrain.running import loop
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.report.reporter import Reporter
-from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.train.setup import init_state, shard
 
 LIMIT = 1.03  # largest ratio loop / bare that we accept

@@ -40,15 +40,15 @@ from jax.sharding import NamedSharding
 from overhead import Spent, add_common_arguments, publish, spread
 from pipeline_baselines import make_gradients, whole_vocabulary
 
+from spmdtrain.compiled import hlo
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, MeshConfig, PipelineConfig, RunConfig, TrainConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.compiled import hlo
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.train.gradients import grad_pipeline
 from spmdtrain.train.batch import batch_sharding
+from spmdtrain.train.gradients import grad_pipeline
 from spmdtrain.train.setup import parameter_specs, shard_on
 
 # Largest ratio interleaved / circular of the temporaries, full, at 32 microbatches.

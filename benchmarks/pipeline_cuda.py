@@ -12,6 +12,7 @@ bytes at 50 GB/s (one 400 Gb/s port per GPU) and the tick's FLOPs at 400 TFLOP/s
 
 import argparse
 
+from spmdtrain.compiled import hlo
 from spmdtrain.config import (
     GPT,
     DataConfig,
@@ -22,10 +23,9 @@ from spmdtrain.config import (
     TrainConfig,
 )
 from spmdtrain.models.size import matmul_parameters
-from spmdtrain.compiled import hlo
-from spmdtrain.processes import xla_flags
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.cost.hardware import hardware
+from spmdtrain.processes import xla_flags
 
 LINK, FLOPS = 50e9, 400e12  # bytes/s between stages on different hosts, FLOP/s of a tick's matmuls
 

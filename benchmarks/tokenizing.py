@@ -33,8 +33,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before anything imports tokeni
 import numpy as np
 import tokenizers
 
-from spmdtrain.data.texts.documents import CHUNK_BYTES
 from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.texts.documents import CHUNK_BYTES
 from spmdtrain.data.token_files.tokens import open_tokens
 from spmdtrain.data.tokenizers.train_tokenizer import train_tokenizer
 

@@ -20,8 +20,9 @@ the same losses. In Python, `import spmdtrain as st`:
 `run` takes what a caller exchanges as keywords: `make` (the model), `optimizer`, `schedule`,
 `loss`, `data`, `sinks` and `hooks`.
 
-The rooms, lowest first: `config`, `parallel`, `models` and `data`, `train`, `running`,
-`planner` and `launch`, `cli`; imports only go down. `__init__.pyi` lists the public names and their
+The rooms, lowest first: `config`, `processes`, `parallel` and `compiled`, `pipeline`, `models` and
+`data`, `train`, `checkpoints`, `running`, `inference`, `show`, `planner` and `launch`, `cli`;
+imports only go down. `__init__.pyi` lists the public names and their
 homes, also for type checkers. They are imported when they are asked for, so that
 `spmdtrain --help` takes milliseconds.
 """

@@ -17,10 +17,19 @@ FLOORS = [
     ["pallas_kernels"],
     ["spmdtrain"],  # its __init__.py alone: the version
     ["spmdtrain.config"],
-    ["spmdtrain.parallel"],
+    ["spmdtrain.processes"],
+    ["spmdtrain.parallel", "spmdtrain.compiled"],
+    ["spmdtrain.pipeline"],
     ["spmdtrain.models", "spmdtrain.data"],
     ["spmdtrain.train"],
-    ["spmdtrain.running", "spmdtrain.planner", "spmdtrain.launch"],
+    ["spmdtrain.checkpoints"],
+    [
+        "spmdtrain.running",
+        "spmdtrain.inference",
+        "spmdtrain.show",
+        "spmdtrain.planner",
+        "spmdtrain.launch",
+    ],
     ["spmdtrain.cli", "spmdtrain.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -115,7 +124,7 @@ def complain(module: str, room: str, name: str) -> str:
     if room == "spmdtrain.config" and top in IMPORT_JAX:
         return f"{name}: the config room stays free of jax"
     if top == "orbax" and module != "spmdtrain.checkpoints.store":
-        return f"{name}: only spmdtrain/running/checkpoint.py knows orbax"
+        return f"{name}: only spmdtrain/checkpoints/store.py knows orbax"
     return ""
 
 
@@ -176,7 +185,7 @@ def test_every_python_file_of_the_house_is_read():
         (
             "spmdtrain/running/loop.py",
             "from orbax import checkpoint",
-            "only spmdtrain/running/checkpoint.py",
+            "only spmdtrain/checkpoints/store.py",
         ),
         ("spmdtrain/train/utils.py", "", "drawer"),
         ("spmdtrain/common/names.py", "", "drawer"),
@@ -197,7 +206,7 @@ def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
             "spmdtrain/train/step.py",
             "from spmdtrain.models import size\nfrom . import loss\nfrom ..parallel import mesh",
         ),
-        ("spmdtrain/running/checkpoint.py", "import orbax.checkpoint"),
+        ("spmdtrain/checkpoints/store.py", "import orbax.checkpoint"),
         (
             "spmdtrain/cli.py",
             "from spmdtrain import __version__\nfrom spmdtrain.config import load",

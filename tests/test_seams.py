@@ -21,11 +21,11 @@ from flax import nnx
 from helpers import assert_same_bits, batches_of, mesh_of, tiny
 
 import spmdtrain as st
-from spmdtrain.config import CheckpointError, ConfigError, UserError
 from spmdtrain.checkpoints.store import Checkpoints
-from spmdtrain.train.updates.learning_rates import learning_rate
+from spmdtrain.config import CheckpointError, ConfigError, UserError
 from spmdtrain.train.state import bytes_per_device
 from spmdtrain.train.step import make_losses
+from spmdtrain.train.updates.learning_rates import learning_rate
 
 SEAMS = Path(__file__).parent.parent / "examples" / "seams"
 DEVICES = jax.devices()

@@ -17,11 +17,11 @@ import numpy as np
 
 from spmdtrain.config import from_resolved, resolved
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.processes import xla_flags
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.cost import memory
 from spmdtrain.planner.cost.hardware import DEVICES, Hardware
 from spmdtrain.planner.cost.workload import Workload, workload_of
+from spmdtrain.processes import xla_flags
 
 GPT = "model.name=gpt model.layers=8 model.embed=1024 model.heads=16 model.vocab=32768"
 LLAMA = (

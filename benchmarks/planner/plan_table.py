@@ -9,9 +9,9 @@ import time
 
 from cases import A100, Row, gpt, rows, tables
 
-from spmdtrain.planner.plan import Plan, search
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.workload import Workload
+from spmdtrain.planner.plan import Plan, search
 
 HEAD = "| | step | pipeline | data | tensor | microbatch | chunks | remat | memory | why not |"
 

@@ -7,15 +7,15 @@ PICTURE = "walk.svg"
 STATIONS = [
     ("read the settings", "spmdtrain/config/load.py", "RunConfig"),
     ("mesh, rules, abstract state", "spmdtrain/train/setup.py", "Setup"),
-    ("create or restore the state", "spmdtrain/running/checkpoint.py", "TrainState"),
+    ("create or restore the state", "spmdtrain/checkpoints/store.py", "TrainState"),
     ("sample indices to windows", "spmdtrain/data/batches.py", "rows on the host"),
     ("rows to global arrays", "spmdtrain/train/batch.py", "tokens [a, b, t]"),
     ("the step begins", "spmdtrain/train/step.py", "params, batch"),
-    ("scan over microbatches", "spmdtrain/train/grad_accumulation.py", "tokens [b, t]"),
+    ("scan over microbatches", "spmdtrain/train/gradients/grad_accumulation.py", "tokens [b, t]"),
     ("embed, blocks, head", "spmdtrain/models/transformer.py", "hidden [b, t, e], table [v, e]"),
     ("cross entropy", "pallas_kernels/loss/api.py", "sum of losses"),
     ("reduce over the mesh", "spmdtrain/parallel/reduce.py", "mean gradients"),
-    ("clip and update", "spmdtrain/train/optimizers.py", "new TrainState"),
+    ("clip and update", "spmdtrain/train/updates/optimizers.py", "new TrainState"),
     ("figures, saves, signals", "spmdtrain/running/loop.py", "metrics.jsonl"),
 ]
 COLUMNS = 3

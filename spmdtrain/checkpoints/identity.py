@@ -9,11 +9,11 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from spmdtrain.checkpoints.model_code import Record, check_model_code, model_code, qualified_name
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
-from spmdtrain.checkpoints.model_code import Record, check_model_code, model_code, qualified_name
 from spmdtrain.train.setup import Setup
 
 Meta = dict[str, Any]

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from spmdtrain.checkpoints.meta import Meta
+from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, DamagedError
-from spmdtrain.checkpoints.store import QUARANTINE, Checkpoints
-from spmdtrain.checkpoints.meta import Meta, has_fingerprints
-from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.state import TrainState
 
 T = TypeVar("T")
@@ -66,13 +65,3 @@ def read_newest(
     raise CheckpointError(
         f"all {len(damaged)} checkpoints of the run are damaged; the newest: {newest}"
     )
-
-
-def set_aside_damaged(checkpoints: Checkpoints, found: Found, reporter: Reporter) -> None:
-    """Moves the damaged checkpoints out of the way, and says what is wrong with each."""
-    checkpoints.quarantine(found.damaged)
-    for step, error in found.damaged.items():
-        reporter.event("quarantined", step, why=str(error))
-        reporter.say(f"{error.what}; it is now in checkpoints/{QUARANTINE}")
-    if not has_fingerprints(found.meta):
-        reporter.say(f"checkpoint {found.step} has no fingerprints yet: it could not be verified")

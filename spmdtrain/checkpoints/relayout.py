@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.padding import Shape, add_zeros
-from spmdtrain.pipeline.layout import Layout
 from spmdtrain.parallel.specs import axes_of_dim
+from spmdtrain.pipeline.layout import Layout
 from spmdtrain.train.setup import Setup
 
 

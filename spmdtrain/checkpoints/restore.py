@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from spmdtrain.checkpoints.identity import code_of
+from spmdtrain.checkpoints.meta import Meta
+from spmdtrain.checkpoints.model_code import SHIPPED, check_model_code
+from spmdtrain.checkpoints.newest import read_newest
+from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.checkpoints.store import Checkpoints
-from spmdtrain.checkpoints.meta import Meta
-from spmdtrain.checkpoints.identity import code_of
-from spmdtrain.checkpoints.model_code import SHIPPED, check_model_code
-from spmdtrain.checkpoints.newest import read_newest
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.checkpoints.meta import Meta
+from spmdtrain.config.schema import CheckpointConfig
 
 EVAL_LOSSES = "eval_losses"  # in the meta: the losses of the checkpoints that are there, by step
 

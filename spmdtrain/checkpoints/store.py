@@ -29,15 +29,14 @@ import orbax.checkpoint as ocp
 from jax.tree_util import DictKey
 from orbax.checkpoint import type_handlers
 
-from spmdtrain.config.errors import (
-    CheckpointError,
-    DamagedError,
-    StorageError,
-    UnfitError,
-    UserError,
+from spmdtrain.checkpoints.fingerprint import Fingerprint, fingerprint, fingerprints
+from spmdtrain.checkpoints.hostile import (
+    check_chunks,
+    check_description,
+    check_files,
+    check_names,
+    check_sizes,
 )
-from spmdtrain.pipeline.layout import Layout, lay_out
-from spmdtrain.processes.processes import any_process
 from spmdtrain.checkpoints.meta import (
     FORMAT,
     PREFIX,
@@ -59,7 +58,6 @@ from spmdtrain.checkpoints.meta import (
     scale_values,
     unpadded_leaves,
 )
-from spmdtrain.checkpoints.fingerprint import Fingerprint, fingerprint, fingerprints
 from spmdtrain.checkpoints.plain_path import PlainPath
 from spmdtrain.checkpoints.relayout import (
     as_saved,
@@ -69,13 +67,15 @@ from spmdtrain.checkpoints.relayout import (
     without_padding,
 )
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.hostile import (
-    check_chunks,
-    check_description,
-    check_files,
-    check_names,
-    check_sizes,
+from spmdtrain.config.errors import (
+    CheckpointError,
+    DamagedError,
+    StorageError,
+    UnfitError,
+    UserError,
 )
+from spmdtrain.pipeline.layout import Layout, lay_out
+from spmdtrain.processes.processes import any_process
 from spmdtrain.train.setup import Setup, with_ema_of_weights
 from spmdtrain.train.state import TrainState
 

@@ -8,9 +8,9 @@ from spmdtrain.processes import signals
 
 def prepare(parsed: argparse.Namespace) -> int:
     """Write documents as token files."""
-    from spmdtrain.data.tokenizers.chat import CHATML
     from spmdtrain.data.prepare.prepare import Job
     from spmdtrain.data.prepare.prepare import prepare as write
+    from spmdtrain.data.tokenizers.chat import CHATML
 
     job = Job(
         paths=parsed.paths,

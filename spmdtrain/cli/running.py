@@ -42,8 +42,8 @@ def train(parsed: argparse.Namespace) -> int:
 def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> int:
     stages.enter("starting jax")
     start_jax(parsed)
-    from spmdtrain.running.loop import run
     from spmdtrain.running.guards.memory import OutOfMemoryError
+    from spmdtrain.running.loop import run
 
     prediction = _prediction(config, parsed.hardware)
     try:
@@ -78,8 +78,8 @@ def _prediction(config, name: str | None):
     """
     import jax
 
-    from spmdtrain.planner.estimate import estimate
     from spmdtrain.planner.cost.hardware import NAME_OF_DEVICE_KIND, hardware
+    from spmdtrain.planner.estimate import estimate
     from spmdtrain.running.report.summary import Prediction
 
     known = name or NAME_OF_DEVICE_KIND.get(jax.devices()[0].device_kind)

@@ -18,13 +18,12 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
+from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.texts.compressed import COMPRESSIONS
 from spmdtrain.data.texts.documents import command_to_prepare, format_of
 from spmdtrain.data.texts.files import find_files, read_text
 from spmdtrain.data.token_files.foreign_tokens import ForeignTokens, is_foreign, open_foreign
 from spmdtrain.data.token_files.rows import Concatenated, StoredRow, reading
-from spmdtrain.data.shuffle import random_bits
-from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec, open_tokenizer, tokenizer_fingerprint
 from spmdtrain.data.token_files.tokens import (
     DTYPES,
     TokenSource,
@@ -32,6 +31,12 @@ from spmdtrain.data.token_files.tokens import (
     open_tokens,
     storage_dtype,
     token_paths,
+)
+from spmdtrain.data.tokenizers.tokenizer import (
+    Tokenizer,
+    from_spec,
+    open_tokenizer,
+    tokenizer_fingerprint,
 )
 
 STDLIB_BYTES = 4_000_000  # enough for a quick start to fall visibly, read in a fraction of a second

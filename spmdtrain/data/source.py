@@ -15,13 +15,13 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.corpus import Corpus, open_corpus
-from spmdtrain.data.token_files.cut_files import cut_shared_files
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixture import Mixture, mix
 from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.targets import check_targets
+from spmdtrain.data.token_files.cut_files import cut_shared_files
 
 # tokens(seed, index): the ids of sample `index`, integers [sequence_length + 1]. The same for the
 # same arguments, always: that is what makes a resumed run go on bit by bit.
@@ -94,7 +94,7 @@ class CorpusData:
 
     @property
     def template(self) -> str | None:
-        """What a message is written as, where there are conversations; see data/chat.py."""
+        """What a message is written as, where there are conversations; see tokenizers/chat.py."""
         return self.corpus.template
 
     def train_samples(self, config: RunConfig) -> Samples:

@@ -14,11 +14,11 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.load import COMMAND_LINE
 from spmdtrain.data.batches import Range
 from spmdtrain.data.corpus import Corpus, token_corpus
-from spmdtrain.data.texts.documents import find_inputs, texts_in
 from spmdtrain.data.source import CorpusData, EvalSet, open_data
+from spmdtrain.data.texts.documents import find_inputs, texts_in
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, tokenizer_fingerprint
-from spmdtrain.models.choose import MakeModel
 from spmdtrain.inference.trained_run import OF_DEVICES, OpenedRun, open_run
+from spmdtrain.models.choose import MakeModel
 from spmdtrain.train.evaluation import NOTHING, Predicted, mean_loss, window_losses
 from spmdtrain.train.step import make_eval_step
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.models.choose import MakeModel
-from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.inference.sample import Choice, make_generate, make_logits, refuse_corrupting
+from spmdtrain.inference.trained_run import OpenedRun, open_run
+from spmdtrain.models.choose import MakeModel
 
 BATCH = 8  # sequences at once
 # Tokens of a row. Lengths are rounded up to powers of two, so that few programs are compiled.

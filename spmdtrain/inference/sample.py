@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import SEEDS, RunConfig
+from spmdtrain.inference.prompts import ended, ids_of, read_prompts, stops_of, texts_to_stop
+from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.abstract import cast, make_gather, matmuls
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
@@ -26,8 +28,6 @@ from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.tensor_matmul import make_column_parallel, make_row_parallel, no_ring
 from spmdtrain.parallel.vocabulary import make_lookup
-from spmdtrain.inference.trained_run import OpenedRun, open_run
-from spmdtrain.inference.prompts import ended, ids_of, read_prompts, stops_of, texts_to_stop
 from spmdtrain.train.setup import Setup
 
 COLDEST = 1e-6  # the least temperature that is not 0

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import jax
 
+from spmdtrain.checkpoints.identity import code_of
+from spmdtrain.checkpoints.model_code import check_model_code
+from spmdtrain.checkpoints.restore import read_document, read_step, refuse_own_code
+from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.load import COMMAND_LINE, from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 from spmdtrain.models.choose import MakeModel
-from spmdtrain.checkpoints.store import Checkpoints
-from spmdtrain.checkpoints.identity import code_of
-from spmdtrain.checkpoints.model_code import check_model_code
-from spmdtrain.checkpoints.restore import read_document, read_step, refuse_own_code
 from spmdtrain.train.setup import Setup, shard
 
 # What may be set where a run is read: what belongs to the devices, and not to the run.

@@ -1,7 +1,7 @@
 """A run under a launcher: attempt after attempt, until one ends as it should.
 
 An attempt ends when one of its processes does. The others then have EXIT_SECONDS to end by
-themselves, which they do because the coordinator tells them (parallel/peers.py), before they are
+themselves, which they do because the coordinator tells them (processes/peers.py), before they are
 ended. Where all are silent for longer than their phases may take, the run hangs: all print their
 stacks, and all are ended.
 

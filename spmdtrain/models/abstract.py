@@ -27,8 +27,8 @@ from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
 from spmdtrain.parallel.gather import WeightGather, gathered_axes
-from spmdtrain.pipeline.layout import Layout, lay_out
 from spmdtrain.parallel.specs import drop_axes
+from spmdtrain.pipeline.layout import Layout, lay_out
 
 Axes = tuple[str | None, ...]
 # (tokens [b, t], a random key per sequence [b]) -> (tokens [b, t], those to restore [b, t])

@@ -1,7 +1,7 @@
 """Chooses the model that a run trains: a shipped one, or the user's own with its own settings.
 
 A user's code runs only because the user names it: in a config, on the command line or in Python.
-The model that a run directory names is not imported (running/restore.py).
+The model that a run directory names is not imported (checkpoints/restore.py).
 """
 
 import importlib

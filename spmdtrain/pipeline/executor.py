@@ -22,11 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.pipeline.layer_vjp import LayerGradient
 from spmdtrain.pipeline.layout import Layout
 from spmdtrain.pipeline.phases import Phase, Round, rounds
 from spmdtrain.pipeline.schedule import Table
-from spmdtrain.parallel.reduce import psum_tree
 
 AXIS = "pipeline"
 Tree = Any

@@ -2,37 +2,37 @@
 
 Start reading at `estimate.estimate`. The walk of `spmdtrain estimate` to its number:
 
-    cli/planning.py     reads the options and calls
-    estimate.py         estimate: settings become a Workload, a Hardware and a Software
-    step_time.py        step_time: seconds, term by term, which add up
-    layer_time.py       the terms of one layer
-    kernel_time.py      seconds of one matmul, one attention, one pass over memory
-    memory.py           step_memory: bytes, category by category
-    report.py           estimate_text or estimate_values: what is printed
+    cli/planning.py          reads the options and calls
+    estimate.py              estimate: settings become a Workload, a Hardware and a Software
+    cost/step_time.py        step_time: seconds, term by term, which add up
+    cost/layer_time.py       the terms of one layer
+    cost/kernel_time.py      seconds of one matmul, one attention, one pass over memory
+    cost/memory.py           step_memory: bytes, category by category
+    report.py                estimate_text or estimate_values: what is printed
 
 The three descriptions that every formula takes:
 
-    workload.py         what runs: model, batch, mesh, schedule
-    hardware.py         on what: a device in its box, off its data sheet
-    software.py         how well: shares of those figures that a framework reaches; fitted constants
+    cost/workload.py         what runs: model, batch, mesh, schedule
+    cost/hardware.py         on what: a device in its box, off its data sheet
+    cost/software.py         how well: shares of those that a framework reaches; fitted constants
 
 Parts of the formulas:
 
-    collective_time.py  seconds of an all-reduce, an all-gather, a send
-    overlap.py          which share of them is hidden, read off compiled steps
-    schedules.py        closed forms of the pipeline schedules, looked up by name
-    flops.py            FLOPs as papers count them
-    megatron_memory.py  bytes that published runs of other frameworks held
+    cost/collective_time.py  seconds of an all-reduce, an all-gather, a send
+    cost/overlap.py          which share of them is hidden, read off compiled steps
+    cost/schedules.py        closed forms of the pipeline schedules, looked up by name
+    cost/flops.py            FLOPs as papers count them
+    cost/megatron_memory.py  bytes that published runs of other frameworks held
 
 One file per other question:
 
-    plan.py             spmdtrain plan: every layout, ranked
-    compiled_plans.py   spmdtrain plan --compile: the best layouts, ranked again by XLA's figures
-    plan_rules.py       spmdtrain plan --rules: how to use the tensor axis
-    inference.py        spmdtrain estimate --generate: prefill and decode
-    anchor.py           spmdtrain estimate --anchor: scaled by a measured run
-    deviceless.py       spmdtrain estimate --compile: XLA's own figures, without a GPU
-    calibrate.py        spmdtrain calibrate: measures this machine into a hardware file
+    plan.py                  spmdtrain plan: every layout, ranked
+    compiled_plans.py        spmdtrain plan --compile: the best layouts, ranked again by XLA
+    plan_rules.py            spmdtrain plan --rules: how to use the tensor axis
+    inference.py             spmdtrain estimate --generate: prefill and decode
+    anchor.py                spmdtrain estimate --anchor: scaled by a measured run
+    deviceless.py            spmdtrain estimate --compile: XLA's own figures, without a GPU
+    calibrate.py             spmdtrain calibrate: measures this machine into a hardware file
 
 Words. A *layout* is a mesh shape with a microbatch, a schedule and its chunks, remat and ZeRO. A
 *term* is one summand of a step's seconds. *Hidden* seconds run beside work and do not count;

@@ -13,8 +13,8 @@ from spmdtrain.config.load import from_resolved
 from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.mesh import AXES
-from spmdtrain.planner.estimate import estimate_on_mesh
 from spmdtrain.planner.cost.hardware import Hardware
+from spmdtrain.planner.estimate import estimate_on_mesh
 
 
 def anchor_scale(run: Path, hardware: Hardware) -> float:

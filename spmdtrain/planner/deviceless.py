@@ -4,7 +4,7 @@ collectives.
 Needs jax's CUDA plugin and the compiler wheels, no driver and no GPU: `pip install --no-deps
 jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm` beside the jax in use. Call
 `set_xla_flags(deviceless=True)` before jax starts, or some layouts end the process
-(parallel/xla_flags.py). Nothing is autotuned without a device, so temporary bytes and kernels
+(processes/xla_flags.py). Nothing is autotuned without a device, so temporary bytes and kernels
 differ a little from a compile on the GPU.
 """
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from spmdtrain.checkpoints.intervals import CheckpointPlan, plan_checkpoints
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host, swept
 from spmdtrain.planner.cost.memory import Memory, exact_state, step_memory
 from spmdtrain.planner.cost.overlap import hidden_shares
-from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.cost.software import Software, software
 from spmdtrain.planner.cost.step_time import StepTime, step_time
 from spmdtrain.planner.cost.workload import Workload, workload_of
-from spmdtrain.checkpoints.intervals import CheckpointPlan, plan_checkpoints
+from spmdtrain.planner.own_model import OwnModel
 
 if TYPE_CHECKING:
     from spmdtrain.train.updates.optimizers import Optimizer

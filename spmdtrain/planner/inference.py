@@ -11,12 +11,12 @@ from functools import partial
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.cost.collective_time import all_reduce_seconds
-from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.cost.layer_time import layer_time
 from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.workload import MeshShape, Workload, workload_of
+from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.planner.estimate import Estimate, our_software, with_vocab
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host
 from spmdtrain.planner.cost.megatron_memory import megatron_memory
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory, step_memory
-from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.cost.schedules import SCHEDULES
 from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
+from spmdtrain.planner.estimate import Estimate, our_software, with_vocab
+from spmdtrain.planner.own_model import OwnModel
 
 # Layouts this close to the best are as good as it, for all the model knows.
 WITHIN_ERROR = 0.05

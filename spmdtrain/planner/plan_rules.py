@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.cost.collective_time import all_gather_seconds, all_reduce_seconds
-from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.layer_time import half_time
 from spmdtrain.planner.cost.memory import SAFE_SHARE, exact_state, step_memory
@@ -33,6 +32,7 @@ from spmdtrain.planner.cost.overlap import exposed
 from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.step_time import vocabulary_seconds
 from spmdtrain.planner.cost.workload import Group, Workload, workload_of
+from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
 
 # Way -> layout of the kind's input, and of that input's gradient.
 TAKES = {"split": "whole", "whole": "whole", "tokens": "time"}

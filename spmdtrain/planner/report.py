@@ -9,10 +9,10 @@ from dataclasses import asdict
 from typing import Any
 
 from spmdtrain.planner.compiled_plans import CompiledPlan
-from spmdtrain.planner.estimate import Estimate
 from spmdtrain.planner.cost.hardware import Hardware
-from spmdtrain.planner.inference import InferenceEstimate
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory
+from spmdtrain.planner.estimate import Estimate
+from spmdtrain.planner.inference import InferenceEstimate
 from spmdtrain.planner.plan import WITHIN_ERROR, Plan
 from spmdtrain.planner.plan_rules import Assignment
 

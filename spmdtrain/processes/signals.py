@@ -5,8 +5,8 @@ which turns it into another error, in a callback, which prints and forgets it, o
 compilation is over. So a thread hears of the signal, and ends the process at once.
 
 Two end otherwise. A command with files to clean up gets the exception (`cleaning_up`). The loop
-takes the signals over and saves first (running/interrupt.py); the second one ends it at once, also
-while its main thread waits for devices.
+takes the signals over and saves first (running/guards/interrupt.py); the second one ends it at
+once, also while its main thread waits for devices.
 
 This file imports little and nothing of ours: until it is at work, Ctrl-C shows a traceback.
 """

@@ -1,5 +1,5 @@
-"""Runs many steps, with all that surrounds them: checkpoints, logs, evaluation, sampling.
+"""Runs many steps, and what happens over them: saves, returns to a checkpoint, evaluations.
 
-Start with loop.py, `run`. checkpoint.py is the only door to Orbax. (Not named `run`: that is the
-public verb, `spmdtrain.run`.)
+Start with loop.py, `run`. guards/ watches the steps, and report/ says what happens. (Not named
+`run`: that is the public verb, `spmdtrain.run`.)
 """

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import jax
 
 import spmdtrain
+from spmdtrain.checkpoints.identity import code_of, settings_of
+from spmdtrain.checkpoints.meta import MOST_NAMED
+from spmdtrain.checkpoints.model_code import qualified_name, source_hash
+from spmdtrain.checkpoints.store import newest_step
 from spmdtrain.config.errors import CheckpointError, ConfigError, DataError, UserError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
 from spmdtrain.processes.processes import said_by_all
-from spmdtrain.checkpoints.store import newest_step
-from spmdtrain.checkpoints.meta import MOST_NAMED
-from spmdtrain.checkpoints.identity import code_of, settings_of
-from spmdtrain.checkpoints.model_code import qualified_name, source_hash
 from spmdtrain.train.setup import Setup
 
 # What is compared: name -> value. A name says all that a person needs to find its value.

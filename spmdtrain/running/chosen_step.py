@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from spmdtrain.checkpoints.newest import Found, newest_good
+from spmdtrain.checkpoints.restore import read_step
+from spmdtrain.checkpoints.store import QUARANTINE, Checkpoints, steps_in
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.checkpoints.store import QUARANTINE, Checkpoints, steps_in
 from spmdtrain.running.report.reporter import Reporter
-from spmdtrain.checkpoints.restore import read_step
-from spmdtrain.checkpoints.newest import Found, newest_good
 from spmdtrain.train.state import TrainState
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
-from spmdtrain.checkpoints.store import newest_step
 from spmdtrain.checkpoints.hostile import strange_in
+from spmdtrain.checkpoints.store import newest_step
+from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from spmdtrain.config.schema import EvalConfig
 from spmdtrain.checkpoints.meta import Meta
+from spmdtrain.config.schema import EvalConfig
 
 
 class EarlyStop:

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
+from spmdtrain.checkpoints.restore import read_document
+from spmdtrain.checkpoints.store import newest_step
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.mesh import fill
-from spmdtrain.checkpoints.store import newest_step
-from spmdtrain.checkpoints.restore import read_document
 
 ELASTIC = ("data", "fsdp")
 BATCH = (*ELASTIC, "expert")  # axes that split the batch

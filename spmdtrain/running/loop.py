@@ -14,25 +14,6 @@ from typing import Any, Literal
 import jax
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.batches import ReadAhead, batch_ids
-from spmdtrain.data.source import Data, Source, Tokens, open_data
-from spmdtrain.models.choose import MakeModel
-from spmdtrain.models.flops import counted_flops_per_token
-from spmdtrain.models.size import train_flops_per_token
-from spmdtrain.models.transformer import Transformer
-from spmdtrain.compiled import hlo
-from spmdtrain.processes import pulse
-from spmdtrain.running.report import stages, summary
-from spmdtrain.running.agreement import check_model, check_program, check_start
-from spmdtrain.checkpoints.store import Checkpoints, newest_step
-from spmdtrain.checkpoints.meta import has_fingerprints
-from spmdtrain.running.chosen_step import check_chosen, chosen_or_newest, set_aside_later
-from spmdtrain.running.directory import check_source, open_directory
-from spmdtrain.running.early_stop import EarlyStop
-from spmdtrain.running.elastic import adapt
-from spmdtrain.running.guards.bad_steps import GoBack, Guard, Record
 from spmdtrain.checkpoints.identity import (
     changes,
     check_identity,
@@ -42,34 +23,53 @@ from spmdtrain.checkpoints.identity import (
     identity,
     model_changes,
 )
-from spmdtrain.running.guards.interrupt import Interrupt
-from spmdtrain.running.report.json_lines import write_document
-from spmdtrain.running.guards.memory import MemoryGuard
-from spmdtrain.running.report.metrics import OneLate, StepClock, peak_flops, step_figures
+from spmdtrain.checkpoints.meta import has_fingerprints
 from spmdtrain.checkpoints.model_code import check_model_code
+from spmdtrain.checkpoints.newest import Found
+from spmdtrain.checkpoints.restore import read_newest_good
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.store import Checkpoints, newest_step
+from spmdtrain.compiled import hlo
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.batches import ReadAhead, batch_ids
+from spmdtrain.data.source import Data, Source, Tokens, open_data
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.models.flops import counted_flops_per_token
+from spmdtrain.models.size import train_flops_per_token
+from spmdtrain.models.transformer import Transformer
+from spmdtrain.processes import pulse
+from spmdtrain.running.agreement import check_model, check_program, check_start
+from spmdtrain.running.chosen_step import check_chosen, chosen_or_newest, set_aside_later
+from spmdtrain.running.directory import check_source, open_directory
+from spmdtrain.running.early_stop import EarlyStop
+from spmdtrain.running.elastic import adapt
+from spmdtrain.running.guards.bad_steps import GoBack, Guard, Record
+from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.guards.memory import MemoryGuard
+from spmdtrain.running.guards.replicas import ReplicaCheck
+from spmdtrain.running.guards.stragglers import Stragglers
 from spmdtrain.running.other_run import naming_settings, recorded
+from spmdtrain.running.report import stages, summary
+from spmdtrain.running.report.json_lines import write_document
+from spmdtrain.running.report.metrics import OneLate, StepClock, peak_flops, step_figures
 from spmdtrain.running.report.profile import profiled
 from spmdtrain.running.report.progress import Progress, quantity
-from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.report.reporter import Hook, Reporter, check
-from spmdtrain.checkpoints.restore import read_newest_good
-from spmdtrain.checkpoints.newest import Found, set_aside_damaged
-from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.running.rollback import go_back
+from spmdtrain.running.report.sinks import MakeSink
+from spmdtrain.running.report.summary import Prediction
+from spmdtrain.running.rollback import go_back, set_aside_damaged
 from spmdtrain.running.save_interval import SaveInterval
 from spmdtrain.running.saves import Saves
-from spmdtrain.running.report.sinks import MakeSink
-from spmdtrain.running.guards.stragglers import Stragglers
-from spmdtrain.running.report.summary import Prediction
 from spmdtrain.train import evaluation
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.gradients.grad_pipeline import describe
-from spmdtrain.train.updates.learning_rates import Schedule
-from spmdtrain.train.updates.optimizers import Optimizer
 from spmdtrain.train.setup import Setup, init_state, placed, shard, with_weights
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_step
 from spmdtrain.train.token_loss import TokenLoss
+from spmdtrain.train.updates.learning_rates import Schedule
+from spmdtrain.train.updates.optimizers import Optimizer
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
       data: `tokens(seed, sample index)`, the ids [sequence_length + 1] of a sample, or a `Source`
         with validation beside; takes the place of `[data]`. It must always give the same.
       sinks: where figures and events go beside the files of the run and `log.sinks`; each is
-        opened by process 0 as `sink(directory, config, completed steps)`, see running/sinks.py.
+        opened by process 0 as `sink(directory, config, completed steps)`, see report/sinks.py.
       hooks: each is called as `hook(event, step, figures)` in every process after a "step", after
         an evaluation ("evaluated") and after a save is complete on disk ("saved"). One that
         returns True stops the run after the step in flight; it is saved.

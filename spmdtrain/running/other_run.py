@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from spmdtrain.config.errors import CheckpointError, UnfitError
-from spmdtrain.data.source import Data
 from spmdtrain.checkpoints.identity import (
     changes,
     check_identity,
@@ -19,6 +17,8 @@ from spmdtrain.checkpoints.identity import (
     settings_of,
 )
 from spmdtrain.checkpoints.restore import read_document
+from spmdtrain.config.errors import CheckpointError, UnfitError
+from spmdtrain.data.source import Data
 from spmdtrain.train.setup import Setup
 
 # Settings that change no leaf, but may well differ on the way.

@@ -1,9 +1,11 @@
-"""Takes a run back to a checkpoint from before its bad steps, and leaves out their samples."""
+"""Takes a run back to an older checkpoint: from before its bad steps, or the newest intact one."""
 
+from spmdtrain.checkpoints.meta import has_fingerprints
+from spmdtrain.checkpoints.newest import Found, newest_good
+from spmdtrain.checkpoints.store import QUARANTINE, Checkpoints
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.bad_steps import GoBack
 from spmdtrain.running.report.reporter import Reporter
-from spmdtrain.checkpoints.newest import newest_good, set_aside_damaged
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -41,3 +43,13 @@ def go_back(
     reporter.go_back(found.step)
     reporter.say(f"{bad}: back to step {found.step}, and on without the samples {first} to {last}")
     return found.state, found.step, last + 1
+
+
+def set_aside_damaged(checkpoints: Checkpoints, found: Found, reporter: Reporter) -> None:
+    """Moves the damaged checkpoints out of the way, and says what is wrong with each."""
+    checkpoints.quarantine(found.damaged)
+    for step, error in found.damaged.items():
+        reporter.event("quarantined", step, why=str(error))
+        reporter.say(f"{error.what}; it is now in checkpoints/{QUARANTINE}")
+    if not has_fingerprints(found.meta):
+        reporter.say(f"checkpoint {found.step} has no fingerprints yet: it could not be verified")

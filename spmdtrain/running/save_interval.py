@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from spmdtrain.processes.processes import of_process_0
 from spmdtrain.checkpoints.intervals import plan_checkpoints
+from spmdtrain.processes.processes import of_process_0
 
 FIRST_AUTO = 10  # steps until the first save, by which `auto` measures what one costs
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import jax
 
+from spmdtrain.checkpoints.identity import config_document, identity
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import Source, Tokens, open_data
-from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.running.directory import open_directory
 from spmdtrain.running.guards.bad_steps import Record
-from spmdtrain.checkpoints.identity import config_document, identity
 from spmdtrain.running.report.json_lines import write_document
-from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.train.setup import Setup, placed
 from spmdtrain.train.state import TrainState
 

@@ -23,18 +23,18 @@ from spmdtrain.parallel.copies import Copies, copies_of
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.padding import Padding, Shape, pad_vocabulary, round_up
-from spmdtrain.pipeline.choose import choose_table
-from spmdtrain.pipeline.schedule import Table
 from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.tensor_matmul import check_collective_matmul
+from spmdtrain.pipeline.choose import choose_table
+from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train import ema, token_loss
-from spmdtrain.train.updates import optimizers
 from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
-from spmdtrain.train.updates.learning_rates import Schedule, make_schedule
-from spmdtrain.train.updates.shipped_optimizers import shipped_rules
 from spmdtrain.train.state import Specs, TrainState, abstract_state, fresh_state
 from spmdtrain.train.token_loss import TokenLoss
+from spmdtrain.train.updates import optimizers
+from spmdtrain.train.updates.learning_rates import Schedule, make_schedule
+from spmdtrain.train.updates.shipped_optimizers import shipped_rules
 
 
 @dataclass(frozen=True)

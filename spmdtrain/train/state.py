@@ -18,8 +18,8 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast
 from spmdtrain.parallel.padding import Padding, Shape
 from spmdtrain.train import ema, loss_scale, spikes
-from spmdtrain.train.updates import optimizers
 from spmdtrain.train.loss_scale import LossScale
+from spmdtrain.train.updates import optimizers
 
 Specs = Mapping[str, P]  # by dotted parameter path
 

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import ema, loss_scale, spikes
-from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
-from spmdtrain.train.updates import optimizers
 from spmdtrain.train.batch import Batch, check_batch
 from spmdtrain.train.corrupt import make_corrupt
+from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.loss import means
-from spmdtrain.train.updates.optimizers import OptimizerState
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
+from spmdtrain.train.updates import optimizers
+from spmdtrain.train.updates.optimizers import OptimizerState
 
 Metrics = dict[str, jax.Array]
 

@@ -16,14 +16,14 @@ from faults.damage import cut, flip_bit
 from helpers import assert_same_bits, tiny
 
 import spmdtrain as st
+from spmdtrain.checkpoints import restore
+from spmdtrain.checkpoints.newest import newest_good
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.cli import main
 from spmdtrain.config.errors import CheckpointError, DamagedError
 from spmdtrain.config.schema import CheckpointConfig
-from spmdtrain.checkpoints import restore
 from spmdtrain.running import loop
-from spmdtrain.checkpoints.store import Checkpoints
-from spmdtrain.checkpoints.newest import newest_good
-from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.train.setup import Setup, shard
 
 pytestmark = pytest.mark.long

@@ -14,10 +14,10 @@ import pytest
 from faults.hostile import ATTACKS, LEAF, Case
 from helpers import tiny
 
-from spmdtrain.config.errors import UserError
 from spmdtrain.checkpoints import restore
-from spmdtrain.running import loop
 from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.config.errors import UserError
+from spmdtrain.running import loop
 from spmdtrain.train.setup import shard
 
 pytestmark = pytest.mark.long

@@ -12,9 +12,9 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
+from spmdtrain.checkpoints import model_code
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.models.layers import Mlp
-from spmdtrain.checkpoints import model_code
 
 ONE = {"devices": jax.devices()[:1]}
 SMALL = (

@@ -11,15 +11,15 @@ from helpers import assert_same_bits, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdtrain.checkpoints.restore import weights
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.store import steps_in
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.errors import DamagedError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.launch.launch import going_on
 from spmdtrain.running import loop
-from spmdtrain.checkpoints.store import steps_in
-from spmdtrain.checkpoints.restore import weights
-from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.running.save_state import save
 from spmdtrain.train.setup import init_state, shard
 

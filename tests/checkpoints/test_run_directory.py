@@ -10,12 +10,12 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
+from spmdtrain.checkpoints import plain_path
+from spmdtrain.checkpoints.plain_path import PlainPath
 from spmdtrain.cli import main
 from spmdtrain.config import StorageError, UserError
 from spmdtrain.config.run_files import RunFiles
-from spmdtrain.checkpoints import plain_path
 from spmdtrain.running.directory import open_directory
-from spmdtrain.checkpoints.plain_path import PlainPath
 
 SETTINGS = (
     "model.layers=1",

@@ -13,15 +13,15 @@ import jax
 import pytest
 from helpers import tiny
 
+from spmdtrain.checkpoints import store
+from spmdtrain.checkpoints.intervals import plan_checkpoints
+from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.config import StorageError, to_toml
 from spmdtrain.config.schema import CheckpointConfig
-from spmdtrain.checkpoints import store
-from spmdtrain.running import loop
 from spmdtrain.running import directory as module
+from spmdtrain.running import loop
 from spmdtrain.running.directory import only_run
-from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.running.save_interval import SaveInterval
-from spmdtrain.checkpoints.intervals import plan_checkpoints
 
 SETTINGS = (
     "train.steps=12",
@@ -86,9 +86,9 @@ def test_a_full_disk_costs_the_steps_since_the_last_save(tmp_path):
 def test_nothing_of_a_save_that_failed_stays_whenever_its_last_write_comes(
     tmp_path, monkeypatch, after
 ):
-    monkeypatch.setattr(checkpoint, "SETTLE_SECONDS", 0.2)
-    checkpoints = checkpoint.Checkpoints(tmp_path, None, Retention(CheckpointConfig()))
-    late = tmp_path / "checkpoints" / f"5{checkpoint.UNFINISHED}" / "params" / "d"
+    monkeypatch.setattr(store, "SETTLE_SECONDS", 0.2)
+    checkpoints = store.Checkpoints(tmp_path, None, Retention(CheckpointConfig()))
+    late = tmp_path / "checkpoints" / f"5{store.UNFINISHED}" / "params" / "d"
     writes = [threading.Timer(after * times, late.mkdir, [0o755, True, True]) for times in (1, 2)]
 
     def fails():

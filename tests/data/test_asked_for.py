@@ -9,12 +9,12 @@ from spmdtrain.config import load
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import Corpus
-from spmdtrain.data.prepare.encode import Encoded
 from spmdtrain.data.mixture import mix
 from spmdtrain.data.packing import PackedStream, PackedWindows
+from spmdtrain.data.prepare.encode import Encoded
+from spmdtrain.data.prepare.token_writer import TokenWriter
 from spmdtrain.data.source import Source, SourceWindows, open_data
 from spmdtrain.data.targets import has_target
-from spmdtrain.data.prepare.token_writer import TokenWriter
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 
 LENGTH = 6

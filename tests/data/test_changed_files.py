@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmdtrain.checkpoints.identity import check_identity, identity
 from spmdtrain.config import load
 from spmdtrain.config.errors import CheckpointError, DataError
-from spmdtrain.data.token_files.blocks import BLOCK_BYTES, BLOCKS, COVERED, hash_of_blocks
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.prepare.encode import Encoded
-from spmdtrain.data.source import CorpusData, open_data
 from spmdtrain.data.prepare.token_writer import TokenWriter
+from spmdtrain.data.source import CorpusData, open_data
+from spmdtrain.data.token_files.blocks import BLOCK_BYTES, BLOCKS, COVERED, hash_of_blocks
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
-from spmdtrain.checkpoints.identity import check_identity, identity
 from spmdtrain.train.setup import shard
 
 TOKENS = 5000

@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 
 from spmdtrain.cli import main
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.data.tokenizers.chat import CHATML, Template, encode_conversation, encode_prompt
 from spmdtrain.data.corpus import text_corpus
-from spmdtrain.data.tokenizers.offsets import Encoding
 from spmdtrain.data.prepare.prepare import Job, prepare
-from spmdtrain.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, from_spec, open_tokenizer
 from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.data.tokenizers.chat import CHATML, Template, encode_conversation, encode_prompt
+from spmdtrain.data.tokenizers.offsets import Encoding
+from spmdtrain.data.tokenizers.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    from_spec,
+    open_tokenizer,
+)
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -14,11 +14,11 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.prepare.prepare import encode, shards
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import token_corpus
-from spmdtrain.data.texts.documents import find_inputs, read_chunks, values_of
+from spmdtrain.data.prepare import encode, shards
 from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.texts.documents import find_inputs, read_chunks, values_of
 from spmdtrain.data.token_files.tokens import _read_shared, open_tokens
 
 DOCUMENTS = ["to be", "", "or not\nto be", "dass ist die Fräge", "x" * 50]
@@ -111,7 +111,9 @@ def test_documents_of_every_format_end_with_the_end_of_text(name, tmp_path, caps
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_reader_goes_on_behind_any_row(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("spmdtrain.data.texts.documents.CHUNK_BYTES", 20)  # several chunks to a file
+    monkeypatch.setattr(
+        "spmdtrain.data.texts.documents.CHUNK_BYTES", 20
+    )  # several chunks to a file
     WRITERS[name](tmp_path / name)
     files = find_inputs([str(tmp_path / name)])
     split_on = "<|end|>" if name == "a.txt" else None
@@ -334,7 +336,8 @@ def test_an_interrupted_prepare_goes_on_behind_its_last_shard(
 def test_a_kill_in_the_middle_of_a_shard_costs_that_shard_alone(lines, uninterrupted, tmp_path):
     """Killed for good, with two workers, which must not outlive it."""
     code = (
-        "import sys, time, spmdtrain.data.prepare.shards as s; from spmdtrain.data.prepare.prepare import *\n"
+        "import sys, time, spmdtrain.data.prepare.shards as s\n"
+        "from spmdtrain.data.prepare.prepare import *\n"
         "if __name__ == '__main__':\n"
         "    write = s.Output.write\n"
         "    def slow(self, *a): write(self, *a); "

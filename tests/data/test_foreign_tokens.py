@@ -10,8 +10,8 @@ from spmdtrain.config import RunConfig
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.data.source import open_data
 from spmdtrain.data.prepare.token_writer import write_tokens
+from spmdtrain.data.source import open_data
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 
 IDS = np.arange(100) % 61

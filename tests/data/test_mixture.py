@@ -12,8 +12,8 @@ from spmdtrain.config import from_resolved, load, resolved, to_toml
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.data import mixture as mixture_module
 from spmdtrain.data.mixture import LONGEST_PERIOD, Mixture, mix
-from spmdtrain.data.source import open_data
 from spmdtrain.data.prepare.token_writer import write_tokens
+from spmdtrain.data.source import open_data
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 from spmdtrain.running import loop
 

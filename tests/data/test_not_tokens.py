@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
-from spmdtrain.data.token_files.blocks import BLOCK_BYTES, COVERED
 from spmdtrain.data.corpus import Corpus, open_corpus
+from spmdtrain.data.token_files.blocks import BLOCK_BYTES, COVERED
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 50257, 3000)

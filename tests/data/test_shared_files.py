@@ -13,8 +13,8 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import Range, split
 from spmdtrain.data.corpus import Corpus, token_corpus
 from spmdtrain.data.prepare.encode import Encoded
-from spmdtrain.data.source import open_data
 from spmdtrain.data.prepare.token_writer import TokenWriter
+from spmdtrain.data.source import open_data
 
 FILES = "abcde"
 VOCAB = 100_000

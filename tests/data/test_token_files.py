@@ -14,10 +14,10 @@ from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import Corpus, open_corpus, token_corpus
 from spmdtrain.data.packing import PackedWindows
-from spmdtrain.data.token_files.rows import MOST_OPEN, Concatenated
 from spmdtrain.data.prepare.token_writer import write_tokens
-from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
+from spmdtrain.data.token_files.rows import MOST_OPEN, Concatenated
 from spmdtrain.data.token_files.tokens import open_tokens, storage_dtype
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 
 DOCUMENTS = ["to be", "", "or not to be", "that is the question"]
 

@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.tokenizers.tokenizer import end_of_text, from_spec, open_tokenizer, tokenizer_fingerprint
+from spmdtrain.data.tokenizers.tokenizer import (
+    end_of_text,
+    from_spec,
+    open_tokenizer,
+    tokenizer_fingerprint,
+)
 
 TEXTS = ["hello wörld\r\n", "", "a 🙂 b\t\x00", "hello there, hello again"]
 

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 
 pytest.importorskip("tokenizers")
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import Corpus, token_corpus
-from spmdtrain.data.prepare.encode import Encoded
 from spmdtrain.data.packing import PackedStream, PackedWindows
+from spmdtrain.data.prepare.encode import Encoded
 from spmdtrain.data.prepare.token_writer import TokenWriter
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 

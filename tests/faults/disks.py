@@ -1,4 +1,4 @@
-"""Cases of slow disks; full ones and read-only ones are in tests/running/test_storage.py."""
+"""Cases of slow disks; full ones and read-only ones are in tests/checkpoints/test_storage.py."""
 
 import statistics
 import time
@@ -12,8 +12,8 @@ from orbax.checkpoint._src.checkpointers import async_checkpointer
 
 from faults.runs import SMALLEST, acknowledged, losses
 from faults.turns import Figures, Turns
-from spmdtrain.running import loop
 from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.running import loop
 
 STEP_SECONDS = 0.05
 SLOWER = 1.0  # seconds that a save takes longer than on a disk that is there

@@ -4,7 +4,7 @@ A proof is the name of a case of cases.py, or FILE::TEST below tests/.
 """
 
 RESUME = "running/test_resume.py"
-STORAGE = "running/test_storage.py"
+STORAGE = "checkpoints/test_storage.py"
 LAUNCH = "launch/test_launch.py"
 
 EXPERIMENTS: dict[str, tuple[str, ...]] = {
@@ -36,7 +36,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
     ),
     "SIGTERM twice, amid a save, amid compiling": (
         "asked to end",
-        "parallel/test_interrupts.py::test_code_that_is_deaf_to_signals_is_ended_all_the_same",
+        "processes/test_interrupts.py::test_code_that_is_deaf_to_signals_is_ended_all_the_same",
     ),
     "a run in two parts": (
         f"{RESUME}::"
@@ -59,7 +59,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
     ),
     "a batch gives NaN": (
         "bad steps",
-        "running/test_guard.py::test_a_skipped_step_leaves_weights_and_optimizer_as_they_were",
+        "running/guards/test_guard.py::test_a_skipped_step_leaves_weights_and_optimizer_as_they_were",
     ),
     "a spike of the loss, and several": (
         "bad steps",
@@ -68,11 +68,11 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
     "a bit flips on a device": ("flipped copies", "watched"),
     "a process is slow": (
         "watched",
-        "running/test_replicas.py::test_a_slow_process_is_said_once_and_what_waits_is_not_its_own",
+        "running/guards/test_replicas.py::test_a_slow_process_is_said_once_and_what_waits_is_not_its_own",
     ),
     "other settings or other code on resume": (
         f"{RESUME}::test_a_checkpoint_that_does_not_fit_is_refused_by_name",
-        "running/test_identity.py::test_another_class_is_refused_wherever_weights_are_read",
+        "checkpoints/test_identity.py::test_another_class_is_refused_wherever_weights_are_read",
     ),
     "two runs in one directory": (f"{RESUME}::test_two_runs_in_one_directory_are_one_too_many",),
     "bad data": (

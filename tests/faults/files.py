@@ -18,13 +18,13 @@ from faults.hostile import ATTACKS
 from faults.hostile import Case as Hostile
 from faults.runs import SMALLEST, command, configure, events, losses
 from faults.turns import Figures, Turns
-from spmdtrain.config import CheckpointError
-from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.checkpoints import restore
-from spmdtrain.running import loop
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.checkpoints.newest import newest_good
 from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.config import CheckpointError
+from spmdtrain.config.schema import CheckpointConfig
+from spmdtrain.running import loop
 from spmdtrain.train.setup import shard
 
 SAVED = ("train.steps=3", "checkpoint.every=1", "checkpoint.keep=3", *SMALLEST)

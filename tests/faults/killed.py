@@ -29,12 +29,12 @@ from faults.runs import (
 )
 from faults.saving import PHASES, SETTINGS
 from faults.turns import Figures, Turns
+from spmdtrain.checkpoints.newest import newest_good
+from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.data.source import open_data
 from spmdtrain.launch.launch import EXIT_SECONDS
 from spmdtrain.launch.ranks import TERM_SECONDS
 from spmdtrain.running import loop
-from spmdtrain.checkpoints.store import Checkpoints
-from spmdtrain.checkpoints.newest import newest_good
 from spmdtrain.train.setup import shard
 
 EACH_STEP = (ENDLESS, "checkpoint.every=1", *SMALLEST)

@@ -12,8 +12,8 @@ from helpers import tiny
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.data.tokenizers.chat import CHATML, Template, encode_conversation
 from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.data.tokenizers.chat import CHATML, Template, encode_conversation
 from spmdtrain.inference import prompts as reading
 
 SMALL = (

@@ -13,8 +13,8 @@ from helpers import compiled_step, prepared
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.config import ConfigError
 from spmdtrain.compiled import hlo
+from spmdtrain.config import ConfigError
 from spmdtrain.parallel.collective_matmul import Ring, gather_matmul, matmul_scatter
 from spmdtrain.parallel.tensor_matmul import make_find_ring
 from spmdtrain.planner.cost.traffic import needed_traffic

@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh
 
 import spmdtrain as st
 from spmdtrain.config.schema import RulesConfig
+from spmdtrain.inference.sample import Choice
 from spmdtrain.parallel.axes import make_rules
 from spmdtrain.parallel.mesh import AXES
 from spmdtrain.parallel.padding import Padding, pad_vocabulary
-from spmdtrain.inference.sample import Choice
 from spmdtrain.train.setup import init_state, shard_on
 
 SHAPES = some.lists(some.tuples(some.integers(1, 5), some.integers(0, 3)), min_size=1, max_size=4)

@@ -6,9 +6,9 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config import load, resolved
-from spmdtrain.processes import xla_flags
 from spmdtrain.parallel.mesh import AXES
 from spmdtrain.planner import deviceless, report
+from spmdtrain.processes import xla_flags
 
 
 @pytest.fixture

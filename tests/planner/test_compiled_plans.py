@@ -6,9 +6,9 @@ import subprocess
 from spmdtrain.planner import compiled_plans, report
 from spmdtrain.planner.compiled_plans import compile_plans
 from spmdtrain.planner.cost.hardware import DEVICES
-from spmdtrain.planner.plan import Plan, best_of_each_mesh, search
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.workload import ModelShape, Workload
+from spmdtrain.planner.plan import Plan, best_of_each_mesh, search
 
 H100 = DEVICES["h100"]
 MODEL = ModelShape(layers=24, embed=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=32768)

@@ -5,7 +5,6 @@ from dataclasses import asdict, fields, replace
 import pytest
 
 from spmdtrain.config.schema import Llama, RunConfig
-from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.overlap import (
     LOST_BESIDE_COLLECTIVES,
@@ -18,6 +17,7 @@ from spmdtrain.planner.cost.overlap import (
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.estimate import estimate
 
 H100 = DEVICES["h100"]
 OURS = software("spmdtrain", "h100")

@@ -11,15 +11,15 @@ from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, load
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.choose import choose_model
-from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.memory import SAFE_SHARE, exact_state, step_memory
-from spmdtrain.planner.own_model import OwnModel
-from spmdtrain.planner.plan import plan as plan_config
-from spmdtrain.planner.plan import search
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.estimate import estimate
+from spmdtrain.planner.own_model import OwnModel
+from spmdtrain.planner.plan import plan as plan_config
+from spmdtrain.planner.plan import search
 
 ROOT = Path(__file__).parent.parent.parent
 A100 = DEVICES["a100-80"]

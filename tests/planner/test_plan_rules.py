@@ -16,10 +16,10 @@ from spmdtrain.config import ConfigError, load
 from spmdtrain.planner import plan_rules
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.memory import SAFE_SHARE, step_memory
-from spmdtrain.planner.plan_rules import LOGICAL_AXIS, STREAMS, TAKES, Assignment, assign
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import Group, MeshShape, ModelShape, Workload
+from spmdtrain.planner.plan_rules import LOGICAL_AXIS, STREAMS, TAKES, Assignment, assign
 
 OURS = software("spmdtrain", "h100")
 H100 = DEVICES["h100"]

@@ -1,6 +1,6 @@
 """SIGINT and SIGTERM end a command at any moment, whatever it is busy with: one line, no traceback.
 
-The loop, which saves first, is in tests/running/test_signals.py.
+The loop, which saves first, is in tests/running/guards/test_signals.py.
 """
 
 import os

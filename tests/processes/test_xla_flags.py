@@ -14,8 +14,8 @@ from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
-from spmdtrain.processes import xla_flags
 from spmdtrain.planner.cost.memory import SAFE_SHARE
+from spmdtrain.processes import xla_flags
 
 JAXLIB = tuple(map(int, jaxlib.__version__.split(".")[:2]))
 ALL = [str(flag) for flag in xla_flags.FLAGS if flag.first <= JAXLIB]

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits, mesh_of, tiny
 
+from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config import CheckpointError, ConfigError, to_toml
 from spmdtrain.config.errors import DamagedError, DivergedError, StorageError
 from spmdtrain.data import batches, source
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.running.directory import only_run
 from spmdtrain.running.report.json_lines import forget_after
 from spmdtrain.train.setup import shard

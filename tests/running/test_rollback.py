@@ -12,8 +12,8 @@ import optax
 import pytest
 from helpers import assert_same_bits, tiny
 
-from spmdtrain.config.errors import ConfigError, DivergedError
 from spmdtrain.checkpoints import restore
+from spmdtrain.config.errors import ConfigError, DivergedError
 from spmdtrain.running import loop, rollback
 from spmdtrain.train.setup import shard
 

@@ -10,9 +10,9 @@ from helpers import compiled_step, partitioned_text, prepared, trained
 from pallas_kernels.partition import axes_of
 from spmdtrain.compiled import hlo
 from spmdtrain.parallel.axes import BATCH_AXES
-from spmdtrain.train.updates.learning_rates import learning_rate
 from spmdtrain.train.setup import init_state
 from spmdtrain.train.step import make_losses
+from spmdtrain.train.updates.learning_rates import learning_rate
 
 pytestmark = pytest.mark.long
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from helpers import MESHES, SPLIT, mesh_of, tiny
 
+from spmdtrain.compiled import hlo
 from spmdtrain.config import ConfigError, DataConfig
 from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.source import open_data
-from spmdtrain.compiled import hlo
 from spmdtrain.running import loop
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.setup import Setup, init_state, shard

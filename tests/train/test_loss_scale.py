@@ -17,8 +17,8 @@ from helpers import assert_same_bits, batches_of, compiled_step, prepared, tiny
 
 import spmdtrain as st
 from examples.seams.side_losses import CalmTransformer
-from spmdtrain.config import ConfigError
 from spmdtrain.checkpoints.meta import scale_of
+from spmdtrain.config import ConfigError
 from spmdtrain.train import loss_scale
 from spmdtrain.train.loss_scale import LossScale
 from spmdtrain.train.setup import init_state, shard

@@ -14,11 +14,16 @@ from helpers import batches_of, prepared, tiny, trained
 from spmdtrain.config import AdamW, ConfigError, Sgd
 from spmdtrain.config.schema import Adafactor, Lamb, Lion, Muon, ParameterGroup
 from spmdtrain.models.abstract import Parameter
+from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.step import make_step
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.learning_rates import learning_rate
-from spmdtrain.train.setup import init_state, shard
-from spmdtrain.train.updates.shipped_optimizers import BUILDERS, is_matrix, make_optimizer, shipped_rules
-from spmdtrain.train.step import make_step
+from spmdtrain.train.updates.shipped_optimizers import (
+    BUILDERS,
+    is_matrix,
+    make_optimizer,
+    shipped_rules,
+)
 
 SHAPES = {
     "blocks.layer.up": Parameter((3, 4, 5), ("layer", "embed", "ffn")),

@@ -13,6 +13,7 @@ from flax import nnx
 from helpers import assert_gradients_of_one_device, batches_of, mesh_of, prepared, tiny
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.checkpoints.restore import weights
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.buffer import Buffer
@@ -20,7 +21,6 @@ from spmdtrain.models.layers import Mlp, weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.running.loop import lower_step, run
-from spmdtrain.checkpoints.restore import weights
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients, make_losses
 

@@ -16,14 +16,14 @@ from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepar
 from jax.sharding import NamedSharding
 
 import spmdtrain as st
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.compiled import hlo
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
-from spmdtrain.compiled import hlo
 from spmdtrain.running import loop
-from spmdtrain.checkpoints.store import Checkpoints
-from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.train.setup import init_state, parameter_specs, shard
 from spmdtrain.train.step import make_step
 

@@ -22,10 +22,10 @@ from spmdtrain.models.abstract import Parameter
 from spmdtrain.planner.cost.memory import step_memory
 from spmdtrain.planner.cost.workload import MeshShape, workload_of
 from spmdtrain.running import loop
-from spmdtrain.train.updates import optimizers
 from spmdtrain.train.setup import init_state, shard
-from spmdtrain.train.updates.shipped_optimizers import is_matrix, shipped_rules
 from spmdtrain.train.step import make_gradients
+from spmdtrain.train.updates import optimizers
+from spmdtrain.train.updates.shipped_optimizers import is_matrix, shipped_rules
 
 pytestmark = pytest.mark.long
 

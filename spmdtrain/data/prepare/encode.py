@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.tokenizers.chat import Template, encode_conversation
 from spmdtrain.data.texts.documents import Chunk, texts_of_messages, values_of
-from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 from spmdtrain.data.token_files.tokens import DTYPES, storage_dtype
+from spmdtrain.data.tokenizers.chat import Template, encode_conversation
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 
 # What may be said of a document.
 SPELLS = 1  # it spells a special token, or a marker of the template

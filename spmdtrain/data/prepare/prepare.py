@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.tokenizers.chat import CHATML, Template, faults, markers_of_text, with_markers
-from spmdtrain.data.texts.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
 from spmdtrain.data.prepare.encode import Recipe, encode_all
 from spmdtrain.data.prepare.progress import heartbeat, plain_lines
 from spmdtrain.data.prepare.shards import Output, Position
 from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, share_tokenizer
+from spmdtrain.data.texts.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
+from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.data.tokenizers.chat import CHATML, Template, faults, markers_of_text, with_markers
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,
     end_of_text,
     open_tokenizer,
     tokenizer_fingerprint,
 )
-from spmdtrain.data.token_files.tokens import open_tokens
 
 SHOWN = 40  # tokens of the first document that are printed
 

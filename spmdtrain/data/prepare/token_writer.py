@@ -14,8 +14,8 @@ import numpy as np
 from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.named_file import read_named
 from spmdtrain.data.prepare.encode import HOLDS_END, SPELLS, Encoded
-from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 from spmdtrain.data.token_files.tokens import DTYPES, VERSION, loss_path, storage_dtype, token_paths
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
 LARGEST_TOKENIZER = 2**30  # bytes of its file
 

@@ -1,7 +1,7 @@
 """Bytes per device that a training step of this framework holds, by category.
 
 `exact_state` reads the bytes of parameters and optimizer off the abstract state. The other terms
-follow what the executors keep alive (train/grad_accumulation.py, parallel/pipeline/executor.py). A
+follow what the executors keep alive (train/gradients/grad_accumulation.py, pipeline/executor.py). A
 step goes through several moments, and `Memory.total` is the largest of them.
 
 `SAFE_SHARE` leaves room for what the driver, NCCL and the allocator hold beside the tensors.

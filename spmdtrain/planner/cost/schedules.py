@@ -1,10 +1,10 @@
 """Closed forms of the pipeline schedules that have names: the planner's one look-up by name.
 
-A table of a schedule (parallel/pipeline/schedule.py) says everything, but a search asks about
+A table of a schedule (pipeline/schedule.py) says everything, but a search asks about
 thousands of layouts and cannot lay out a table for each. Tests hold the closed forms equal to the
 tables.
 
-The words are those of parallel/pipeline/schedule.py, and in formulas the papers' letters: p stages,
+The words are those of pipeline/schedule.py, and in formulas the papers' letters: p stages,
 m microbatches, v chunks per stage. There are two ways to run a schedule:
 
 - In *lockstep*, as this framework does, all stages tick together by the table.

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spmdtrain.checkpoints.identity import Meta
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.config.schema import GuardConfig
-from spmdtrain.checkpoints.identity import Meta
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.state import TrainState, is_finite
 

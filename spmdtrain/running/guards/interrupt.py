@@ -3,7 +3,7 @@
 SIGINT and SIGTERM ask the loop to stop after the step in flight, and the second of them ends the
 process at once. So do the early warnings of schedulers, SIGUSR1 and SIGUSR2, and SIGHUP of a
 terminal that is closed, but these end nothing however often they come. Outside the loop there is
-nothing to save: there parallel/signals.py ends a command at the first signal.
+nothing to save: there processes/signals.py ends a command at the first signal.
 """
 
 import signal

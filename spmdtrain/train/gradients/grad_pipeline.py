@@ -19,12 +19,12 @@ from spmdtrain.models.abstract import AbstractModel, cast
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import rematerialised, run_block
 from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
+from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum, manual_region
+from spmdtrain.parallel.specs import axes_of_dim, drop_axes, keep_axes
 from spmdtrain.pipeline.draw import headline
 from spmdtrain.pipeline.executor import Program, gradients, losses
 from spmdtrain.pipeline.layout import Layout
 from spmdtrain.pipeline.schedule import Table
-from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum, manual_region
-from spmdtrain.parallel.specs import axes_of_dim, drop_axes, keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.loss import (
     add_copies,

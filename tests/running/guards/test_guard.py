@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits, tiny
 
+from spmdtrain.checkpoints import restore
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.checkpoints import restore
 from spmdtrain.running import loop
 from spmdtrain.train.setup import shard
 

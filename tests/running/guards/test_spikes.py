@@ -12,8 +12,8 @@ import optax
 import pytest
 from helpers import assert_same_bits, mesh_of, tiny
 
-from spmdtrain.config.errors import DivergedError
 from spmdtrain.checkpoints import restore
+from spmdtrain.config.errors import DivergedError
 from spmdtrain.running import loop
 from spmdtrain.train import spikes
 from spmdtrain.train.setup import shard
