@@ -10,6 +10,7 @@ import os
 import tempfile
 
 import hypothesis
+import two_pythons
 
 # Before anything imports jax: it reads all of this once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -48,9 +49,17 @@ def gpu_is_there() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--share",
+        choices=two_pythons.SHARES,
+        help="leave out what CI's other Python runs (tests/two_pythons.py)",
+    )
+
+
 def pytest_collection_modifyitems(config, items):
-    """Deselects what is slow unless `-m slow` asks for it, and what needs a GPU where there is
-    none.
+    """Deselects what is slow unless `-m slow` asks for it, what needs a GPU where there is none,
+    and what is of the other share.
     """
     left_out = set()
     if "slow" not in config.option.markexpr:
@@ -58,6 +67,15 @@ def pytest_collection_modifyitems(config, items):
     gpu = {item for item in items if item.get_closest_marker("gpu")}
     if gpu and not gpu_is_there():
         left_out |= gpu
+    if share := config.option.share:
+        cases = [two_pythons.Case(item.nodeid, runs_on_both(item)) for item in items]
+        shares = two_pythons.shares_of(cases)
+        left_out |= {item for item, of in zip(items, shares, strict=True) if share not in of}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def runs_on_both(item) -> bool:
+    """True for the core, and for what one of the two may skip."""
+    return any(item.get_closest_marker(name) for name in ("core", "skipif"))

@@ -1,0 +1,31 @@
+"""CI's two shares of the tests: nothing is lost between them."""
+
+from two_pythons import BOTH, SHARES, Case, shares_of
+
+GRID = [Case(f"tests/train/test_layouts.py::test_it[{mesh}]") for mesh in "abcdefgh"]
+PLAIN = [Case(f"tests/data/test_chat.py::test_{number}") for number in range(40)]
+
+
+def test_each_test_runs_on_at_least_one_python():
+    assert all(shares_of([*GRID, *PLAIN]))
+
+
+def test_the_first_case_of_a_test_that_meets_jax_runs_on_both_and_the_others_on_one():
+    first, *others = shares_of(GRID)
+    assert first == BOTH
+    assert {len(share) for share in others} == {1}
+
+
+def test_who_runs_a_case_does_not_depend_on_the_cases_before_it():
+    """One Python may collect a case that the other one does not have."""
+    assert shares_of(GRID)[2:] == shares_of([GRID[0], *GRID[2:]])[1:]
+
+
+def test_tests_without_jax_run_on_one_python_and_both_have_some():
+    shares = shares_of(PLAIN)
+    assert all(len(share) == 1 for share in shares)
+    assert all(10 <= shares.count(frozenset({name})) <= 30 for name in SHARES)
+
+
+def test_what_is_marked_runs_on_both():
+    assert shares_of([Case(PLAIN[0].name, is_on_both=True)]) == [BOTH]
