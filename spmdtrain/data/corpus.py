@@ -19,7 +19,7 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.shuffle import random_bits
-from spmdtrain.data.texts.compressed import COMPRESSIONS
+from spmdtrain.data.texts.compressed import compression_of
 from spmdtrain.data.texts.documents import command_to_prepare, format_of
 from spmdtrain.data.texts.files import find_files, read_text
 from spmdtrain.data.token_files.foreign_tokens import ForeignTokens, is_foreign, open_foreign
@@ -277,7 +277,7 @@ def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
     """
     files = find_files(patterns)
     for file in files:
-        if format_of(file) != "text" or file.endswith(COMPRESSIONS):
+        if format_of(file) != "text" or compression_of(file):
             raise DataError(f"{file} is not plain text", fix=command_to_prepare(file))
     return _encode_texts([read_text(path) for path in files], tokenizer)
 

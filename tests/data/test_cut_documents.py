@@ -6,8 +6,10 @@ import json
 import os
 import random
 import shlex
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.prepare.prepare import Job, prepare
 from spmdtrain.data.texts import documents
 from spmdtrain.data.texts.documents import find_inputs, read_chunks, values_of
+from spmdtrain.data.texts.files import read_text
 
 arrow = pytest.importorskip("pyarrow")
 zstandard = pytest.importorskip("zstandard")
@@ -55,10 +58,22 @@ def arrow_file(table, sink) -> None:
         writer.write_table(table, max_chunksize=5)
 
 
+def bgzf(content: bytes) -> bytes:
+    """What bgzip writes of it: members that say how long they are, the last one empty."""
+    written = b""
+    for part in (content[:1000], content[1000:], b""):
+        packer = zlib.compressobj(wbits=-15)
+        packed = packer.compress(part) + packer.flush()
+        head = b"\x1f\x8b\x08\4\0\0\0\0\0\xff\6\0BC\2\0" + struct.pack("<H", len(packed) + 25)
+        written += head + packed + struct.pack("<II", zlib.crc32(part), len(part))
+    return written
+
+
 HALVES = lines(TEXTS[:9]), lines(TEXTS[9:])
 SKIPPABLE = b"\x50\x2a\x4d\x18\x03\0\0\0abc"
 WHOLE = {
     "a.jsonl.gz": b"".join(map(gzip.compress, HALVES)),
+    "b.jsonl.gz": bgzf(b"".join(HALVES)),
     "a.jsonl.zst": b"".join(map(zst, HALVES)),
     "b.jsonl.zst": SKIPPABLE + zst(HALVES[0], write_checksum=True) + SKIPPABLE + zst(HALVES[1]),
     "c.jsonl.zst": zst(b"".join(HALVES), write_content_size=False, level=1)
@@ -140,7 +155,50 @@ def test_a_flipped_byte_is_a_line_or_another_text(folder, data):
         found = texts_of(folder / name)
     except DataError:
         return
-    assert name != "a.jsonl.gz" or found == TEXTS  # of gzip every byte of text is under a checksum
+    assert (
+        not name.endswith(".gz") or found == TEXTS
+    )  # of gzip every byte of text is under a checksum
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "b.arrow"])
+def test_two_tables_in_one_file_are_refused(name, folder):
+    """Their readers begin at the end, and would take one of them alone."""
+    small = table_bytes(
+        lambda table, sink: (parquet if "parq" in name else arrow_file)(table[:3], sink)
+    )
+    whole = WHOLE[name]
+    for content in (whole + whole, small + whole, whole + small):
+        (folder / name).write_bytes(content)
+        with pytest.raises(DataError, match="cannot read"):
+            texts_of(folder / name)
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "A.JSONL.GZ", "a.jsonl.Zst", "A.PARQUET"])
+def test_an_ending_in_capitals_is_the_same_ending(name, folder):
+    (folder / name).write_bytes(WHOLE[name.lower()])
+    assert texts_of(folder / name) == TEXTS
+
+
+CODES = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".txt.gz"])
+def test_a_text_in_another_encoding_is_refused_with_the_command_that_turns_it(
+    code, ending, tmp_path
+):
+    content = lines(["plain Latin letters, each of them with a NUL", "and more"])
+    (path := tmp_path / f"it's{ending}").write_bytes(
+        (gzip.compress if ending.endswith("gz") else bytes)(content.decode().encode(code))
+    )
+    for read in (texts_of, lambda path: read_text(str(path))):
+        with pytest.raises(DataError, match="is not UTF-8 text.*UTF-") as error:
+            read(path)
+        if ending.endswith("gz"):
+            return
+    subprocess.run(["bash", "-c", str(error.value).partition("; try ")[2]], check=True)
+    (turned,) = tmp_path.glob("*_utf8*")
+    assert turned.read_bytes() == content
 
 
 # --- one line for each --------------------------------------------------------------------------
@@ -153,6 +211,9 @@ HOSTILE = {
     "utf.jsonl": (b'{"text": "\xff"}', "is not a line of JSON: not UTF-8"),
     "a.tar.gz": (gzip.compress(b"x"), "is packed as .tar.gz, which is not read; try tar -xzf"),
     "a.jsonl.bz2": (b"BZh", "is packed as .bz2, which is not read; try bunzip2"),
+    "a.txt.Z": (b"\x1f\x9d", "is packed as .Z, which is not read; try uncompress"),
+    "a.feather": (WHOLE["b.arrow"], "is not UTF-8 text; found an Arrow file"),
+    "a.txt": (gzip.compress(b"x"), "is not UTF-8 text; found compressed with gzip"),
     "empty.txt.gz": (b"", "the compressed file is empty"),
     "a" * 60 + "/": (b"", "no file matches"),
 }

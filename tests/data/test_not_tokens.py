@@ -10,6 +10,7 @@ import json
 import lzma
 import os
 import pickle
+import shlex
 import struct
 import tarfile
 import zipfile
@@ -107,6 +108,11 @@ def litdata() -> bytes:
     return np.array([3, *offsets], "<u4").tobytes() + bytes(1600)
 
 
+def swapped_header() -> bytes:
+    content = llmc(20240520, 1, IDS, "<u2")
+    return np.frombuffer(content[:1024], "<u4").astype(">u4").tobytes() + content[1024:]
+
+
 OTHERS = {
     "numpy": (numpy_file(IDS.astype("<u2")), r"an array of numpy \(.npy\)"),
     "gzip": (gzip.compress(IDS.tobytes()), "compressed with gzip"),
@@ -120,6 +126,8 @@ OTHERS = {
     "safetensors": (safetensors(), "a file of safetensors"),
     "litdata": (litdata(), "a chunk of samples"),
     "index": (b"MMIDIDX\x00\x00" + bytes(100), "the .idx of a Megatron token file"),
+    "another header": (llmc(278895051, 1, IDS, "<u2"), "ids with a header"),
+    "swapped header": (swapped_header(), "ids with a header"),
     "text": (TEXT.encode(), "plain text"),
     "one line": (b"12 words", "plain text"),
     "json lines": ((json.dumps({"text": TEXT}) + "\n").encode() * 3, "plain text"),
@@ -144,21 +152,47 @@ def test_who_says_the_type_of_the_ids_is_believed(tmp_path):
     ("ids", "dtype", "vocab", "said"),
     [
         (IDS, "<u4", 50304, r"every second uint16 is about 0.*try --set data\.dtype=uint32"),
-        (IDS, "<i8", 50304, "every second uint16 is about 0.*try its ids as uint32"),
-        (WIDE, "<i8", 128256, "every second uint32 is about 0.*try its ids as uint32"),
+        (IDS, "<i8", 50304, "every second uint16 is about 0.*; try python -c"),
+        (WIDE, "<i8", 128256, "every second uint32 is about 0.*; try python -c"),
+        (IDS, ">u4", 65536, "every second uint16 is about 0.*; try python -c"),
+        (WIDE, ">u4", 128256, "is beyond its vocabulary of 128256; try python -c"),
         (IDS, "<u2", 128256, r"is beyond its vocabulary of 128256; try --set data\.dtype=uint16"),
         (IDS[:2999], "<u2", 128256, r"is no row of uint32.*try --set data\.dtype=uint16"),
         (WIDE, "<u4", 50304, "is beyond its vocabulary of 50304"),
-        (IDS, ">u2", 50304, "is beyond its vocabulary of 50304"),
-        (IDS, "<f4", 50304, "is beyond its vocabulary of 50304"),
+        (IDS, ">u2", 50304, "is beyond its vocabulary of 50304; try python -c"),
+        (IDS % 251, "u1", 251, "is beyond its vocabulary of 251; try python -c"),
+        (IDS, "<f4", 50304, "is beyond its vocabulary of 50304$"),
     ],
 )
 def test_ids_of_another_type_than_the_vocabulary_asks_for_are_refused(
     ids, dtype, vocab, said, tmp_path
 ):
     path = written(tmp_path, ids.astype(dtype).tobytes())
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=said) as error:
         opened(path, vocab)
+    if said.endswith("python -c"):
+        assert ids_of_cure(error.value, tmp_path, vocab) == ids.tolist()
+
+
+def ids_of_cure(error: DataError, folder: Path, vocab: int) -> list[int]:
+    """The ids of the file that the command of an error writes."""
+    *_, code = shlex.split(str(error).partition("; try ")[2])
+    exec(code)
+    (made,) = folder.glob("*_uint*.bin")
+    corpus = opened(made, vocab)
+    return corpus.read(0, len(corpus.tokens)).tolist()
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<i8"])
+def test_an_array_of_numpy_is_refused_with_the_command_that_takes_its_ids(version, dtype, tmp_path):
+    file = io.BytesIO()
+    np.lib.format.write_array(file, IDS.astype(dtype), version=version)
+    path = written(tmp_path, file.getvalue())
+    for said in ({}, {"dtype": "uint16"}):
+        with pytest.raises(DataError, match="it is an array of numpy") as error:
+            opened(path, 50304, **said)
+    assert ids_of_cure(error.value, tmp_path, 50304) == IDS.tolist()
 
 
 def test_bare_files_of_both_types_are_read(tmp_path):
@@ -169,9 +203,10 @@ def test_bare_files_of_both_types_are_read(tmp_path):
         (IDS, "<u4", 50304, {"dtype": "uint32"}),
         (IDS % 4, "<u2", 4, {}),
         (IDS % 17, "<u2", 17, {}),
+        (np.r_[np.zeros(900), IDS[:900], np.zeros(1200)], "<u2", 50304, {}),
     ):
         corpus = opened(written(tmp_path, ids.astype(dtype).tobytes()), vocab, **more)
-        assert corpus.read(0, 3000).tolist() == ids.tolist()
+        assert corpus.read(0, len(ids)).tolist() == ids.tolist()
 
 
 @given(st.integers(2, 50304), st.integers(1, 400), st.integers(0, 2**32))

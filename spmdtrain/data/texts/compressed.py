@@ -3,9 +3,11 @@
 import gzip
 import io
 import os
+import shlex
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.texts.files import import_for
@@ -21,15 +23,36 @@ UNREAD = {
     ".tar.gz": "tar -xzf",
     ".tgz": "tar -xzf",
     ".tar.zst": "tar --zstd -xf",
+    ".7z": "7z x",
+    ".br": "brotli -d",
+    ".lzma": "unlzma",
+    ".rar": "unrar x",
+    ".z": "uncompress",
 }
+
+# BGZF (bgzip) is gzip in small members that name their size, and ends with an empty one.
+BGZF_BEGINS = b"\x1f\x8b\x08\x04"
+BGZF_FIELD = b"\x06\0BC\x02\0"  # at byte 10
+BGZF_ENDS = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
 
 # RFC 8878. Numbers are little-endian.
 FRAME = 0xFD2FB528
 SKIPPABLE = range(0x184D2A50, 0x184D2A60)
 
 
+def compression_of(path: str) -> str:
+    """Returns what the name of a compressed file ends in, as it is in COMPRESSIONS; or ""."""
+    ending = os.path.splitext(path)[1].lower()
+    return ending if ending in COMPRESSIONS else ""
+
+
+def without_compression(path: str) -> str:
+    """Returns the name that a file has once it is unpacked."""
+    return path[: len(path) - len(compression_of(path))]
+
+
 @contextmanager
-def opened(path: str) -> Iterator[tuple[io.BufferedIOBase, io.BufferedReader]]:
+def opened(path: str) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
     """Open a file that may be compressed; yield it and the file as it lies on disk.
 
     Turns what goes wrong while it is read into a DataError. An end in the middle of a compressed
@@ -37,13 +60,17 @@ def opened(path: str) -> Iterator[tuple[io.BufferedIOBase, io.BufferedReader]]:
     """
     refuse_unread(path)
     broken = [OSError, EOFError, zlib.error]
+    compression = compression_of(path)
     try:
         with open(path, "rb") as raw:
-            if path.endswith(COMPRESSIONS) and os.fstat(raw.fileno()).st_size == 0:
+            if compression and os.fstat(raw.fileno()).st_size == 0:
                 raise EOFError("the compressed file is empty")
-            if path.endswith(".gz"):
-                yield gzip.GzipFile(fileobj=raw), raw
-            elif path.endswith(".zst"):
+            if compression == ".gz":
+                _check_bgzf(raw)
+                # It has all that a raw stream needs, but is none.
+                members: Any = gzip.GzipFile(fileobj=raw)
+                yield io.BufferedReader(members), raw
+            elif compression == ".zst":
                 zstandard = import_for("zstandard", path)
                 broken.append(zstandard.ZstdError)
                 _check_frames(raw)
@@ -60,9 +87,22 @@ def refuse_unread(path: str) -> None:
     """Raise DataError for a file that is packed in a way that is not read."""
     for ending, command in UNREAD.items():
         if path.lower().endswith(ending):
+            said = path[-len(ending) :]
             raise DataError(
-                f"{path} is packed as {ending}, which is not read", fix=f"{command} {path}"
+                f"{path} is packed as {said}, which is not read",
+                fix=f"{command} {shlex.quote(path)}",
             )
+
+
+def _check_bgzf(raw: io.BufferedReader) -> None:
+    """Raises EOFError where a BGZF file ends between two members, which gzip takes for whole."""
+    first = os.pread(raw.fileno(), 16, 0)
+    if not first.startswith(BGZF_BEGINS) or first[10:] != BGZF_FIELD:
+        return
+    size = os.fstat(raw.fileno()).st_size
+    last = os.pread(raw.fileno(), len(BGZF_ENDS), max(size - len(BGZF_ENDS), 0))
+    if last != BGZF_ENDS:
+        raise EOFError("the compressed file ends early: it lacks the last member of bgzip")
 
 
 def _check_frames(raw: io.BufferedReader) -> None:

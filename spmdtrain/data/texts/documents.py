@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.texts.compressed import COMPRESSIONS, opened
+from spmdtrain.data.texts.compressed import compression_of, opened, without_compression
 from spmdtrain.data.texts.files import decode, find_files, parse_json, read_json
+from spmdtrain.data.texts.other_kinds import LOOKED_AT, refuse_other_kinds
 from spmdtrain.data.texts.tables import arrow_rows, no_field, parquet_rows
 
 CHUNK_BYTES = 2**18  # of text in a chunk, about: a fraction of a second's work
@@ -95,18 +96,12 @@ def _arrow_files(folder: Path) -> list[str]:
 
 def format_of(path: str) -> str:
     """Return "text", "jsonl", "parquet" or "arrow", as the ending of the name says."""
-    stem = path
-    for ending in COMPRESSIONS:
-        stem = stem.removesuffix(ending)
-    return FORMATS.get(os.path.splitext(stem)[1].lower(), "text")
+    return FORMATS.get(os.path.splitext(without_compression(path))[1].lower(), "text")
 
 
 def command_to_prepare(path: str) -> str:
     """Return the command that makes a token file of a file of documents, beside it."""
-    stem = path
-    for ending in COMPRESSIONS:
-        stem = stem.removesuffix(ending)
-    out = os.path.splitext(stem)[0] + "_tokens"
+    out = os.path.splitext(without_compression(path))[0] + "_tokens"
     return f"spmdtrain data prepare {shlex.quote(path)} --out {shlex.quote(out)}"
 
 
@@ -190,14 +185,13 @@ def _value_of_line(line: bytes, where: str, field: str) -> Any:
 
 def _array(path: str) -> DataError:
     """Return the error for a file that is one JSON array, with a command that makes lines of it."""
-    ending = os.path.splitext(path)[1]
-    opening = f"open({path!r}, 'rb')"
-    if ending == ".gz":
-        opening = f"__import__('gzip').open({path!r})"
-    elif ending == ".zst":
-        opening = f"__import__('zstandard').open({path!r})"
+    opening = {
+        "": f"open({path!r}, 'rb')",
+        ".gz": f"__import__('gzip').open({path!r})",
+        ".zst": f"__import__('zstandard').open({path!r})",
+    }[compression_of(path)]
     code = f"import json; [print(json.dumps(row)) for row in json.load({opening})]"
-    lines = f"{path.removesuffix(ending)}.lines.jsonl"
+    lines = f"{without_compression(path)}.lines.jsonl"
     return DataError(
         f"{path} is one JSON array, and not an object on each line",
         fix=f"python -c {shlex.quote(code)} > {shlex.quote(lines)}",
@@ -209,6 +203,8 @@ def _array(path: str) -> DataError:
 
 def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
     with opened(path) as (file, raw):
+        if "\0" not in (split_on or ""):
+            refuse_other_kinds(file.peek(LOOKED_AT), path)
         if split_on is None:
             content = file.read()
             if skip == 0:
@@ -240,7 +236,7 @@ def _separator(split_on: str) -> bytes:
         raise DataError(f"--split-on {split_on!r:.60} is not UTF-8") from None
 
 
-def _pieces(file: io.BufferedIOBase, separator: bytes) -> Iterator[tuple[int, bytes]]:
+def _pieces(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, content) of what stands between the separators of a file."""
     offset = 0  # in the file, of what is held
     held = bytearray()
@@ -260,6 +256,7 @@ def _pieces(file: io.BufferedIOBase, separator: bytes) -> Iterator[tuple[int, by
 
 def _line_chunks(path: str, skip: int) -> Iterator[Chunk]:
     with opened(path) as (file, raw):
+        refuse_other_kinds(file.peek(LOOKED_AT), path)
         first = 0
         while lines := file.readlines(CHUNK_BYTES):
             after = first + len(lines)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.texts.other_kinds import LOOKED_AT, refuse_other_kinds
 
 # How many files of a folder a message lists.
 LISTED = 5
@@ -83,9 +84,11 @@ def _no_match(pattern: str, path: str) -> DataError:
 def read_text(path: str) -> str:
     """Return a whole UTF-8 file, line ends untouched. Raises DataError where it cannot be read."""
     try:
-        return decode(Path(path).read_bytes(), path)
+        content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+    refuse_other_kinds(content[:LOOKED_AT], path)
+    return decode(content, path)
 
 
 def decode(content: bytes, path: str, offset: int = 0) -> str:

@@ -10,6 +10,9 @@ from spmdtrain.data.texts.files import import_for
 
 MOST_ROWS = 1000  # that are taken at a time
 FILE_MAGIC = b"ARROW1"
+PARQUET_MAGIC = b"PAR1"
+BLOCK = 2**20  # bytes that are looked through at a time
+JOINED = "it is two files in one; only one of them would be read"
 # What ends a stream of record batches, as it is written now and as it was before Arrow 0.15.
 STREAM_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 
@@ -25,7 +28,8 @@ def parquet_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[
         _reading_table(path, arrow),
         parquet.ParquetFile(path, page_checksum_verification=True) as table,
     ):
-        _check_column(path, field, table.schema_arrow)
+        _check_column(path, field, table.schema_arrow, arrow)
+        _check_alone(path, table.metadata, size)
         total = max(table.metadata.num_rows, 1)
         rows = max(min(MOST_ROWS, most_bytes * total // max(size, 1)), 1)
         done = 0
@@ -41,6 +45,7 @@ def arrow_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Ro
         is_file = mapped.read(len(FILE_MAGIC)) == FILE_MAGIC
         mapped.seek(0)
         if is_file:
+            _check_file_alone(arrow, mapped)
             reader = arrow.ipc.open_file(mapped)
             count = reader.num_record_batches
             size = mapped.size()
@@ -50,7 +55,7 @@ def arrow_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Ro
         else:
             reader = arrow.ipc.open_stream(mapped)  # as `datasets` writes it
             batches = _batches_of_stream(reader, mapped)
-        _check_column(path, field, reader.schema)
+        _check_column(path, field, reader.schema, arrow)
         done = 0
         for batch, read in batches:
             done += batch.num_rows
@@ -80,6 +85,53 @@ def _batches_of_stream(reader: Any, mapped: Any) -> Iterator[tuple[Any, int]]:
         raise EOFError("bytes follow the end of the stream")
 
 
+def _check_alone(path: str, metadata: Any, size: int) -> None:
+    """Raises EOFError where a Parquet file has another in front, of which nothing would be read."""
+    if not metadata.num_row_groups:
+        return
+    last = metadata.row_group(metadata.num_row_groups - 1)
+    ends = []
+    for number in range(last.num_columns):
+        column = last.column(number)
+        first = column.dictionary_page_offset or column.data_page_offset
+        ends.append(min(first, column.data_page_offset) + column.total_compressed_size)
+    # Only indexes of pages and the footer are left, and no end of one file and start of another.
+    with open(path, "rb") as file:
+        place = max(ends, default=0)
+        file.seek(place)
+        held = b""
+        while place < size and (block := file.read(BLOCK)):
+            if PARQUET_MAGIC * 2 in held + block:
+                raise EOFError(JOINED)
+            held = block[-2 * len(PARQUET_MAGIC) :]
+            place += len(block)
+
+
+def _check_file_alone(arrow: Any, mapped: Any) -> None:
+    """Raises EOFError where an Arrow file has another in front, of which nothing would be read.
+
+    One that lacks the end of its messages, which older programs leave out, is taken as it is.
+    """
+    size = mapped.size()
+    mapped.seek(max(size - len(FILE_MAGIC) - 4, 0))
+    footer = int.from_bytes(mapped.read(4), "little")
+    if mapped.read() != FILE_MAGIC:
+        return  # the package refuses it
+    mapped.seek(8)  # the magic and what fills it up
+    messages = arrow.ipc.MessageReader.open_stream(mapped)
+    try:
+        while True:
+            messages.read_next_message()
+    except StopIteration:
+        place = mapped.tell()
+    except (arrow.ArrowException, OSError):
+        return
+    finally:
+        mapped.seek(0)
+    if place + footer + 4 + len(FILE_MAGIC) < size:
+        raise EOFError(JOINED)
+
+
 def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> Iterator[Rows]:
     """Yield the values of a column that ends with row `done`, from the row `skip` on."""
     column.validate(full=True)
@@ -90,14 +142,20 @@ def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> It
         yield first + begin, column.slice(begin, step).to_pylist(), read
 
 
-def _check_column(path: str, field: str, schema: Any) -> None:
+def _check_column(path: str, field: str, schema: Any, arrow: Any) -> None:
     """Raise DataError where a table has no such column, or two."""
     count = schema.names.count(field)
     if count == 0:
-        texts = [column.name for column in schema if "string" in str(column.type)]
+        texts = [column.name for column in schema if _is_text(column.type, arrow)]
         raise no_field(path, field, schema.names, texts)
     if count > 1:
         raise DataError(f"{path} has {count} columns {field!r}")
+
+
+def _is_text(kind: Any, arrow: Any) -> bool:
+    held = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    tests = (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_string_view)
+    return any(test(held) for test in tests)
 
 
 def no_field(where: str, field: str, columns: Iterable[str], texts: Sequence[str]) -> DataError:

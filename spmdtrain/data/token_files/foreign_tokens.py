@@ -12,8 +12,9 @@ None says what its ids mean, and how many there are only a run can say: by `mode
 """
 
 import hashlib
+import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.texts.other_kinds import NUMPY
 from spmdtrain.data.token_files.blocks import read_blocks
-from spmdtrain.data.token_files.known_formats import NUMPY, kind_of_file
+from spmdtrain.data.token_files.known_formats import kind_of_file
 from spmdtrain.data.token_files.megatron_index import MAGIC, read_index
 from spmdtrain.data.token_files.rows import StoredRow, reading, require_file
 from spmdtrain.data.token_files.tokens import DTYPES, beyond_vocabulary, loss_path, storage_dtype
@@ -31,6 +33,16 @@ LLMC_HEADER = 1024  # bytes
 # The first of the 256 int32: which files have it, and the type of their ids.
 LLMC_MAGICS = {20240520: "uint16", 20240801: "uint32"}
 LLMC_VERSIONS = (1, 7)  # of GPT-2's files and Llama 3's
+# Types that the ids of a bare file may have, those first that fit by no chance.
+TYPES = {
+    "int64": np.dtype("<u8"),
+    "int64, big endian": np.dtype(">u8"),
+    "uint32, big endian": np.dtype(">u4"),
+    "uint32": DTYPES["uint32"],
+    "uint16": DTYPES["uint16"],
+    "uint16, big endian": np.dtype(">u2"),
+    "uint8": np.dtype("u1"),
+}
 FEW_IDS = 16  # a sample with fewer different ids says nothing of their width
 
 
@@ -83,49 +95,72 @@ class ForeignTokens:
         The type of the ids of a bare file is guessed: those of another type may all be below the
         vocabulary, and are known by their zeros.
         """
-        width = self.dtype.itemsize
-        fix = f"--set data.dtype={'uint16' if width == 4 else 'uint32'}" if is_bare else ""
         looks_wider = is_bare
         sample = []
-        for at, content in self._blocks():
-            begin = -at % width
-            ids = np.frombuffer(
-                content[begin : len(content) - (len(content) - begin) % width], self.dtype
-            )
+        for at, ids in self._sampled(self.dtype):
             outside = ids >= vocab
             if outside.any():
                 first = int(outside.argmax())
-                offset = (at + begin) // width + first
-                raise beyond_vocabulary(self.path, int(ids[first]), offset, vocab, fix)
-            looks_wider = looks_wider and _is_wider(ids, (at + begin) // width)
+                fix = self._other_type(vocab) if is_bare else ""
+                raise beyond_vocabulary(self.path, int(ids[first]), at + first, vocab, fix)
+            looks_wider = looks_wider and _is_wider(ids)
             sample.append(ids)
         if looks_wider and len(np.unique(np.concatenate(sample))) >= FEW_IDS:
             raise DataError(
                 f"{self.path}: every second {self.dtype.name} is about 0, as of wider ids",
-                fix=fix if width == 2 and not _is_of_64_bits(sample) else "its ids as uint32",
+                fix=self._other_type(vocab),
             )
 
-    def _blocks(self):
+    def _other_type(self, vocab: int) -> str:
+        """Return what to try where the ids of a bare file are of another type; "": none fits."""
+        size = self.size * self.dtype.itemsize
+        for name, dtype in TYPES.items():
+            if size % dtype.itemsize or dtype == self.dtype:
+                continue
+            if dtype.itemsize == 1 and vocab > 256:  # any byte would fit
+                continue
+            samples = [ids for _, ids in self._sampled(dtype)]
+            if any((ids >= vocab).any() for ids in samples) or all(map(_is_wider, samples)):
+                continue
+            read = f"fromfile({{}}, {json.dumps(dtype.str)})"
+            command = _converting(self.path, read, vocab)
+            return f"--set data.dtype={name}" if name in DTYPES else command
+        return ""
+
+    def _sampled(self, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (offset of the first, ids) of blocks, read as ids of this type."""
+        width = dtype.itemsize
+        for at, content in self._blocks():
+            begin = -at % width
+            whole = content[begin : len(content) - (len(content) - begin) % width]
+            yield (at + begin) // width, np.frombuffer(whole, dtype)
+
+    def _blocks(self) -> Iterator[tuple[int, bytes]]:
         return read_blocks(self.path, self.size * self.dtype.itemsize, self.skip)
 
 
-def _is_wider(ids: np.ndarray, offset: int) -> bool:
-    """Whether the ids at odd offsets are the upper halves of wider ones.
+def _converting(path: str, read: str, vocab: int) -> str:
+    """Return the command that writes ids, which numpy can read, as a bare file of their own."""
+    fits = storage_dtype(vocab)
+    out = path.removesuffix(".bin") + f"_{fits}.bin"
+    ids = f"numpy.{read.format(json.dumps(path))}"
+    write = f"astype({json.dumps(DTYPES[fits].str)}).tofile({json.dumps(out)})"
+    return f"python -c {shlex.quote(f'import numpy; {ids}.{write}')}"
 
-    They are then hardly above 0, and the others are not.
+
+def _is_wider(ids: np.ndarray) -> bool:
+    """Whether every second id is the upper half of a wider one.
+
+    These are then hardly above 0, and the others are not.
     """
-    upper = ids[1 - offset % 2 :: 2]
-    lower = ids[offset % 2 :: 2]
+    return any(_is_above(ids[begin::2], ids[1 - begin :: 2]) for begin in (0, 1))
+
+
+def _is_above(lower: np.ndarray, upper: np.ndarray) -> bool:
     if not len(upper) or not len(lower):
         return False
     most = int(upper.max())
     return most < FEW_IDS and int((lower > most).sum()) * 4 > len(lower)
-
-
-def _is_of_64_bits(sample: list[np.ndarray]) -> bool:
-    """Whether the uint16 of some blocks are those of int64: of each four, three are about 0."""
-    upper = [ids[at % 4 :: 4] for ids in sample for at in (2, 3)]
-    return all(not len(part) or part.max() == 0 for part in upper)
 
 
 def is_foreign(bin_path: Path, idx_path: Path, json_path: Path) -> bool:
@@ -213,11 +248,11 @@ def _of_llmc(path: Path, size: int) -> ForeignTokens | None:
 
 def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens:
     """Return the ids of a file that says nothing of itself."""
-    kind = None if asked else kind_of_file(path, size)
+    kind = kind_of_file(path, size, certain=asked is not None)
     if kind:
         fixes = {
             "plain text": f"spmdtrain data prepare {shlex.quote(str(path))} --out NAME",
-            NUMPY: "its ids alone: numpy.load(FILE).astype('uint16').tofile('NAME.bin')",
+            NUMPY: _converting(str(path), "load({})", vocab),
         }
         raise DataError(
             f"{path} holds no bare token ids: it is {kind}",

@@ -5,45 +5,28 @@ from pathlib import Path
 
 import numpy as np
 
+from spmdtrain.data.texts.other_kinds import LOOKED_AT, MAGICS
 from spmdtrain.data.token_files.rows import reading
 
-LOOKED_AT = 4096  # bytes
-NUMPY = "an array of numpy (.npy)"
-# (first bytes, what has them)
-MAGICS = (
-    (b"\x93NUMPY", NUMPY),
-    (b"\x1f\x8b\x08", "compressed with gzip"),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstandard"),
-    (b"\xfd7zXZ\x00", "compressed with xz"),
-    (b"\x04\x22\x4d\x18", "compressed with lz4"),
-    (b"BZh", "compressed with bzip2"),
-    (b"PK\x03\x04", "a zip file, as .npz and .pt are"),
-    (b"PK\x05\x06", "a zip file, as .npz and .pt are"),
-    (b"PAR1", "a Parquet file"),
-    (b"ARROW1", "an Arrow file"),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
-    (b"MMIDIDX\x00\x00", "the .idx of a Megatron token file"),
-    (b"TNTIDX\x00\x00", "the .idx of a fairseq token file"),
-    (b"LITPKDS", "a packed data set of lit-gpt"),
-    (b"\x80\x02\x8a\x0a", "a file of torch.save"),
-    (b"GGUF", "a GGUF model"),
-    (b"SQLite format 3\x00", "an SQLite file"),
-    (b"\x7fELF", "a program"),
-    (b"%PDF-", "a PDF file"),
-    (b"\x89PNG\r\n", "a picture"),
-)
+HEADER = 1024  # bytes of the headers of token files, as far as they are known
+CERTAIN = 6  # bytes that no row of ids begins with by chance
 TEXT_CONTROLS = frozenset(b"\t\n\v\f\r\x1b")
 
 
-def kind_of_file(path: Path, size: int) -> str | None:
-    """Return what a file is that holds no bare ids, for a message; None: nothing known."""
+def kind_of_file(path: Path, size: int, *, certain: bool = False) -> str | None:
+    """Return what a file is that holds no bare ids, for a message; None: nothing known.
+
+    With `certain` only what no row of ids begins with: someone has said that it is one.
+    """
     with reading(path), path.open("rb") as file:
         first = file.read(LOOKED_AT)
         file.seek(max(size - 1, 0))
         last = file.read(1)
     for magic, kind in MAGICS:
-        if first.startswith(magic):
+        if first.startswith(magic) and (len(magic) >= CERTAIN or not certain):
             return kind
+    if certain:
+        return None
     if first[:1] == b"\x80" and first[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and last == b".":
         return "a pickle of Python"
     if first[257:262] == b"ustar":
@@ -54,7 +37,18 @@ def kind_of_file(path: Path, size: int) -> str | None:
         return "a chunk of samples with their offsets, as litdata writes"
     if _is_text(first):
         return "plain text"
+    if _has_header(first, size):
+        return "ids with a header, which this program does not know"
     return None
+
+
+def _has_header(first: bytes, size: int) -> bool:
+    """Whether the first KiB is a few numbers and else zeros, as none is that comes after it."""
+    row = np.frombuffer(first[: len(first) // HEADER * HEADER], np.uint8).reshape(-1, HEADER)
+    if size <= HEADER or len(row) < 2:
+        return False
+    ends_in_zeros = np.count_nonzero(row[:, HEADER // 4 :], axis=1) == 0
+    return bool(ends_in_zeros[0] and first[:HEADER].strip(b"\0") and not ends_in_zeros[1:].any())
 
 
 def _is_safetensors(first: bytes, size: int) -> bool:

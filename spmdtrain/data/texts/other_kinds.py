@@ -1,0 +1,80 @@
+"""Recognise what is no UTF-8 text by its first bytes: files of other kinds, other encodings."""
+
+import os
+import shlex
+
+from spmdtrain.config.errors import DataError
+
+LOOKED_AT = 4096  # bytes
+NUMPY = "an array of numpy (.npy)"
+# (first bytes, what has them)
+MAGICS = (
+    (b"\x93NUMPY", NUMPY),
+    (b"\x1f\x8b\x08", "compressed with gzip"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstandard"),
+    (b"\xfd7zXZ\x00", "compressed with xz"),
+    (b"\x04\x22\x4d\x18", "compressed with lz4"),
+    (b"BZh", "compressed with bzip2"),
+    (b"PK\x03\x04", "a zip file, as .npz and .pt are"),
+    (b"PK\x05\x06", "a zip file, as .npz and .pt are"),
+    (b"PAR1", "a Parquet file"),
+    (b"ARROW1\0\0", "an Arrow file"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
+    (b"MMIDIDX\x00\x00", "the .idx of a Megatron token file"),
+    (b"TNTIDX\x00\x00", "the .idx of a fairseq token file"),
+    (b"LITPKDS", "a packed data set of lit-gpt"),
+    (b"\x80\x02\x8a\x0a", "a file of torch.save"),
+    (b"GGUF", "a GGUF model"),
+    (b"SQLite format 3\x00", "an SQLite file"),
+    (b"\x7fELF", "a program"),
+    (b"%PDF-", "a PDF file"),
+    (b"\x89PNG\r\n", "a picture"),
+)
+# (first bytes, what has them, as iconv names it)
+MARKS = (
+    (b"\xff\xfe\0\0", "UTF-32"),
+    (b"\0\0\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
+# Which of four bytes are 0, in texts of mostly Latin letters.
+ZEROS = {
+    (False, True, False, True): "UTF-16LE",
+    (True, False, True, False): "UTF-16BE",
+    (False, True, True, True): "UTF-32LE",
+    (True, True, True, False): "UTF-32BE",
+}
+SHORTEST = 16  # bytes that tell a text from others by its zeros
+
+
+def refuse_other_kinds(first: bytes, path: str) -> None:
+    """Raises DataError where the first bytes of a text say that it is none, or not UTF-8.
+
+    UTF-16 without a mark is valid UTF-8 where all letters are Latin: each comes with a NUL.
+    """
+    for magic, kind in MAGICS:
+        if first.startswith(magic) and not magic.decode("latin-1").isprintable():
+            raise DataError(f"{path} is not UTF-8 text", found=kind)
+    name = _encoding(first[:LOOKED_AT])
+    if name is None:
+        return
+    stem, ending = os.path.splitext(path)
+    is_packed = ending.lower() in (".gz", ".zst")
+    out = shlex.quote(f"{stem}_utf8{ending}")
+    command = f"iconv -f {name} -t UTF-8 {shlex.quote(path)} > {out}"
+    raise DataError(f"{path} is not UTF-8 text", found=name, fix="" if is_packed else command)
+
+
+def _encoding(first: bytes) -> str | None:
+    for mark, name in MARKS:
+        if first.startswith(mark):
+            return name
+    if len(first) < SHORTEST:
+        return None
+    fours = first[: len(first) // 4 * 4]
+    name = ZEROS.get(tuple(fours[at::4].count(0) * 8 > len(fours) for at in range(4)))
+    if name is None:
+        return None
+    text = fours.decode(name, "replace")
+    shown = sum(letter.isprintable() or letter.isspace() for letter in text)
+    return name if shown > 0.9 * len(text) else None
