@@ -58,13 +58,16 @@ def arrow_file(table, sink) -> None:
         writer.write_table(table, max_chunksize=5)
 
 
+BGZF = b"\x1f\x8b\x08\4"
+
+
 def bgzf(content: bytes) -> bytes:
     """What bgzip writes of it: members that say how long they are, the last one empty."""
     written = b""
     for part in (content[:1000], content[1000:], b""):
         packer = zlib.compressobj(wbits=-15)
         packed = packer.compress(part) + packer.flush()
-        head = b"\x1f\x8b\x08\4\0\0\0\0\0\xff\6\0BC\2\0" + struct.pack("<H", len(packed) + 25)
+        head = BGZF + b"\0\0\0\0\0\xff\6\0BC\2\0" + struct.pack("<H", len(packed) + 25)
         written += head + packed + struct.pack("<II", zlib.crc32(part), len(part))
     return written
 
@@ -132,6 +135,13 @@ def test_a_border_of_blocks_or_messages_is_no_end(folder):
         path.write_bytes(b"".join(parts[:number]))
         with pytest.raises(DataError, match="the compressed file"):
             texts_of(path)
+    members = WHOLE["b.jsonl.gz"]
+    begins = [place for place in range(len(members)) if members.startswith(BGZF, place)]
+    assert len(begins) == 3
+    for place in begins:
+        (folder / "b.jsonl.gz").write_bytes(members[:place])
+        with pytest.raises(DataError, match="the compressed file"):
+            texts_of(folder / "b.jsonl.gz")
     whole = WHOLE["a.arrow"]
     for place in range(0, len(whole), 8):  # messages are aligned so
         (folder / "a.arrow").write_bytes(whole[:place])
