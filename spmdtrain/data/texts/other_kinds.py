@@ -37,13 +37,8 @@ MARKS = (
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
 )
-# Which of four bytes are 0, in texts of mostly Latin letters.
-ZEROS = {
-    (False, True, False, True): "UTF-16LE",
-    (True, False, True, False): "UTF-16BE",
-    (False, True, True, True): "UTF-32LE",
-    (True, True, True, False): "UTF-32BE",
-}
+# Which of four bytes are 0 in a text of mostly Latin letters.
+ZEROS = {"x0x0": "UTF-16LE", "0x0x": "UTF-16BE", "x000": "UTF-32LE", "000x": "UTF-32BE"}
 SHORTEST = 16  # bytes that tell a text from others by its zeros
 
 
@@ -72,7 +67,8 @@ def _encoding(first: bytes) -> str | None:
     if len(first) < SHORTEST:
         return None
     fours = first[: len(first) // 4 * 4]
-    name = ZEROS.get(tuple(fours[at::4].count(0) * 8 > len(fours) for at in range(4)))
+    pattern = ["0" if fours[at::4].count(0) * 8 > len(fours) else "x" for at in range(4)]
+    name = ZEROS.get("".join(pattern))
     if name is None:
         return None
     text = fours.decode(name, "replace")
