@@ -203,7 +203,7 @@ def test_bare_files_of_both_types_are_read(tmp_path):
         (IDS, "<u4", 50304, {"dtype": "uint32"}),
         (IDS % 4, "<u2", 4, {}),
         (IDS % 17, "<u2", 17, {}),
-        (np.r_[IDS[:90], np.zeros(900), IDS], "<u2", 50304, {}),
+        (np.r_[IDS[:90], np.zeros(3000), IDS], "<u2", 50304, {}),
     ):
         corpus = opened(written(tmp_path, ids.astype(dtype).tobytes()), vocab, **more)
         assert corpus.read(0, len(ids)).tolist() == ids.tolist()
