@@ -9,15 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
-
-from spmdtrain.config.schema import PrecisionConfig
-from spmdtrain.train.loss_scale import LossScale
 
 FORMAT = 2
 WITHOUT_FINGERPRINTS = 1  # the format before
-# Item -> what its leaves' names begin with, in meta. No parameter has a blank in its name.
-PREFIX = {"params": "", "state": "optimizer.", "ema": "ema of "}
+OPTIMIZER = "optimizer."  # what the names of the leaves of "state" begin with
+OF_ITEM = " of "  # after its name in those of an item; no parameter has a blank in its name
 FLOATS = {"float32", "bfloat16"}  # those that `precision.params` may name
 MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
@@ -28,15 +24,20 @@ def has_fingerprints(meta: Meta) -> bool:
     return "fingerprints" in meta
 
 
-def has_ema(meta: Meta) -> bool:
-    """True if a checkpoint with this meta holds an average of the weights."""
-    return bool(of_items(meta["leaves"], ["ema"]))
+def has_item(meta: Meta, item: str) -> bool:
+    """True if a checkpoint with this meta holds arrays of this item, "ema" say."""
+    return bool(of_items(meta["leaves"], [item]))
+
+
+def prefix(item: str) -> str:
+    """What the names of an item's leaves begin with: "params", "state" or an item of the state."""
+    return {"params": "", "state": OPTIMIZER}.get(item, item + OF_ITEM)
 
 
 def named_leaves(items: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of items by the names that meta gives them."""
     return {
-        PREFIX[item] + leaf_name(path): leaf
+        prefix(item) + leaf_name(path): leaf
         for item, tree in items.items()
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
@@ -59,11 +60,13 @@ def unpadded_leaves(meta: Meta) -> dict[str, list]:
 
 
 def of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list]:
-    """Selects the leaves that are in these items, "params", "state" or "ema"."""
+    """Selects the leaves that are in these items: "params", "state" or an item of the state."""
 
     def item_of(name: str) -> str:
-        prefixed = (item for item, prefix in PREFIX.items() if prefix and name.startswith(prefix))
-        return next(prefixed, "params")
+        item, of_item, _ = name.partition(OF_ITEM)
+        if of_item:
+            return item
+        return "state" if name.startswith(OPTIMIZER) else "params"
 
     return {name: leaf for name, leaf in leaves.items() if item_of(name) in items}
 
@@ -94,54 +97,6 @@ def others_text(different: list[str]) -> str:
 def leaf_text(leaf: list | None) -> str:
     """Says dtype and shape as in float32[2, 64]; "nothing" where there is no leaf."""
     return f"{leaf[1]}{leaf[0]}" if leaf else "nothing"
-
-
-def rows_of(recent: jax.Array | None) -> list[list[float]]:
-    """The rows of `TrainState.recent` that are there, oldest first; float32 is exact in JSON."""
-    if recent is None:
-        return []
-    rows = np.asarray(recent)
-    return rows[np.isfinite(rows[:, 0])].tolist()
-
-
-def recent_of(
-    rows: list[list[float]], asked: jax.Array | jax.ShapeDtypeStruct | None
-) -> jax.Array | None:
-    """`TrainState.recent` of these rows, or of the newest that have room.
-
-    A checkpoint of before, or of another `guard.policy`, has none.
-    """
-    if asked is None:
-        return None
-    whole = np.full(asked.shape, np.inf, asked.dtype)
-    newest = rows[-len(whole) :]
-    if newest:
-        whole[-len(newest) :] = newest
-    return jax.make_array_from_callback(whole.shape, asked.sharding, lambda index: whole[index])
-
-
-def scale_values(loss_scale: LossScale | None) -> list[float] | None:
-    """The scale of the loss and its good steps; float32 is exact in JSON."""
-    if loss_scale is None:
-        return None
-    return [float(loss_scale.scale), int(loss_scale.good_steps)]
-
-
-def scale_of(
-    values: list[float] | None, asked: LossScale | None, precision: PrecisionConfig
-) -> LossScale | None:
-    """`TrainState.loss_scale` of these values, or that of the first step.
-
-    A checkpoint of before, or of another `precision.compute`, has none.
-    """
-    if asked is None:
-        return None
-    scale, good_steps = values or (precision.first_loss_scale, 0)
-
-    def scalar(value: float, like: jax.Array) -> jax.Array:
-        return jax.make_array_from_callback((), like.sharding, lambda _: like.dtype.type(value))
-
-    return LossScale(scalar(scale, asked.scale), scalar(good_steps, asked.good_steps))
 
 
 def digest(meta: Meta) -> str:

@@ -6,7 +6,7 @@ leaf is then read as it was saved, and laid out anew on the devices.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ def as_saved(
     if setup.model.in_stack(path):
         leading = _over_stages(layout.shape, mesh.shape["pipeline"])
         parts = [*leading, *parts[len(setup.model.layout.shape) :]]
-    sharding = NamedSharding(mesh, _even(parts, shape, mesh.shape))
+    sharding = NamedSharding(mesh, evenly(parts, shape, mesh.shape))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
@@ -85,9 +85,10 @@ def _over_stages(shape: Shape, stages: int) -> list[str | None]:
     return parts
 
 
-def _even(parts: Sequence, shape: Shape, sizes) -> P:
+def evenly(parts: Sequence, shape: Shape, sizes: Mapping[str, int]) -> P:
     """A spec of `parts`; a dim that does not divide comes whole, and another is split in its place,
     if one is whole and divides."""
+    parts = [*parts, *[None] * (len(shape) - len(parts))]
     even = list(parts)
     for dim, part in enumerate(parts):
         ways = math.prod(sizes[axis] for axis in axes_of_dim(part))

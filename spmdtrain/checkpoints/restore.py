@@ -51,8 +51,7 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
     with _opened(run, setup) as checkpoints:
 
         def read(at: int) -> tuple[TrainState, Meta]:
-            if setup.state.ema:
-                checkpoints.check_ema(at)
+            checkpoints.check_items(at, setup.state)
             return checkpoints.restore(at, setup.state)
 
         at, (state, meta) = read_step(checkpoints, Path(run), step, read)

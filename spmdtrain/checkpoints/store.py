@@ -1,12 +1,12 @@
 """Checkpoints of a run: RUN/checkpoints/N holds the state after N completed steps.
 
 This is the only file that knows Orbax. A step has the items `params`, so that weights can be read
-alone, `state` (of the optimizer), `ema` (the average of the weights, where one is kept), and `meta`
-(checkpoint_meta.py). Orbax writes in the background under a temporary name and renames, so that a
-step that is listed is complete. Restoring reads straight into the shards that the abstract state
-asks for, whatever mesh or number of processes wrote them. Parameters are saved as they rest:
-stacked layers in pipeline layout, and padded where their mesh wanted it. Where another layout or
-padding is asked for, they are read and laid out anew, one parameter at a time.
+alone, `state` (of the optimizer), such as `ema` for what else the state has (items.py), and `meta`
+(meta.py). Orbax writes in the background under a temporary name and renames, so that a step that is
+listed is complete. Restoring reads straight into the shards that the abstract state asks for,
+whatever mesh or number of processes wrote them. Parameters are saved as they rest: stacked layers
+in pipeline layout, and padded where their mesh wanted it. Where another layout or padding is asked
+for, they are read and laid out anew, one parameter at a time.
 
 Every leaf that is read is compared with its fingerprint in `meta` (fingerprint.py). Whatever is not
 as it was written is a DamagedError, in all processes alike, wherever one of them finds it.
@@ -37,25 +37,30 @@ from spmdtrain.checkpoints.hostile import (
     check_names,
     check_sizes,
 )
+from spmdtrain.checkpoints.items import (
+    arrays_of,
+    by_parameter,
+    folded,
+    from_note,
+    is_in,
+    notes_of,
+    saved_by_parameter,
+    shapes_saved,
+)
 from spmdtrain.checkpoints.meta import (
     FORMAT,
-    PREFIX,
     WITHOUT_FINGERPRINTS,
     Meta,
     describe,
     different_leaves,
     digest,
     fits,
-    has_ema,
     leaf_name,
     leaf_text,
     named_leaves,
     of_items,
     others_text,
-    recent_of,
-    rows_of,
-    scale_of,
-    scale_values,
+    prefix,
     unpadded_leaves,
 )
 from spmdtrain.checkpoints.plain_path import PlainPath
@@ -76,7 +81,9 @@ from spmdtrain.config.errors import (
 )
 from spmdtrain.pipeline.layout import Layout, lay_out
 from spmdtrain.processes.processes import any_process
-from spmdtrain.train.setup import Setup, with_ema_of_weights
+from spmdtrain.train import ema, items
+from spmdtrain.train.item import Item, Value, as_parameters
+from spmdtrain.train.setup import Setup, with_items_begun
 from spmdtrain.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -112,12 +119,9 @@ class Checkpoints:
             cleanup_tmp_directories=keep is not None,
             read_only=keep is None,
         )
-        handlers = {
-            "params": _array_handler(),
-            "state": _array_handler(),
-            "ema": _array_handler(),
-            "meta": ocp.JsonCheckpointHandler(),
-        }
+        arrays = ["params", "state", *(item.name for item in items.TABLE if item.note is None)]
+        handlers = {item: _array_handler() for item in arrays}
+        handlers |= {"meta": ocp.JsonCheckpointHandler()}
         self._saving: list[int] = []
         self._without_arrays: set[str] = set()  # items, of which there is no manifest
         self._failed = False
@@ -151,32 +155,29 @@ class Checkpoints:
 
         Waits for the save before it, if one is under way. `completed` says when it is on disk.
         """
-        items = _items_of(state)
-        arrays = named_leaves(items)
+        trees = arrays_of(state)
+        arrays = named_leaves(trees)
         leaves = describe(arrays)
-        of_model = describe(
-            named_leaves(self._without_padding(items, self._asked_setup().model.layout))
-        )
+        layout = self._asked_setup().model.layout
+        of_model = describe(named_leaves(self._without_padding(by_parameter(state), layout)))
         meta = {
             "format": FORMAT,
             "leaves": leaves,
             "unpadded": {name: leaf[0] for name, leaf in of_model.items() if leaf != leaves[name]},
-            "layout": self._asked_setup().model.layout.describe(),
+            "layout": layout.describe(),
             "fingerprints": fingerprints(arrays),
-            "recent": rows_of(state.recent),
+            **notes_of(state),
         } | meta
-        if state.loss_scale is not None:
-            meta["loss_scale"] = scale_values(state.loss_scale)
         if self.retention:
             meta |= self.retention.meta([*self.steps(), step])
         meta["digest"] = digest(meta)
         saved = ocp.args.Composite(
-            **{item: ocp.args.PyTreeSave(tree) for item, tree in items.items()},
+            **{item: ocp.args.PyTreeSave(tree) for item, tree in trees.items()},
             meta=ocp.args.JsonSave(meta),
         )
         self._guarded(lambda: self._manager.save(step, args=saved))
         self._saving.append(step)
-        self._without_arrays = {item for item, tree in items.items() if not jax.tree.leaves(tree)}
+        self._without_arrays = {item for item, tree in trees.items() if not jax.tree.leaves(tree)}
 
     def completed(self) -> list[int]:
         """The steps whose saves have become complete on disk since this was last asked."""
@@ -198,14 +199,14 @@ class Checkpoints:
         if jax.process_index() > 0:
             return
         folder = self._folder(step)
-        items = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+        saved = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
         missing = [
             path.name
-            for path in items
+            for path in saved
             if path.name not in self._without_arrays
             and not any((path / name).exists() for name in WHOLE)
         ]
-        if missing or not items:
+        if missing or not saved:
             raise StorageError(
                 f"{self._at(step)} was written and cannot be read back",
                 found=f"{' and '.join(sorted(missing)) or 'nothing'} without a manifest",
@@ -215,28 +216,37 @@ class Checkpoints:
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
         """The state saved at `step`, each leaf read into the sharding that `abstract` gives it.
 
-        An average that was not saved begins with the weights: see `check_ema`.
+        Items of the state that were not saved begin with its weights: see `check_items`.
         """
-        asked = _items_of(abstract)
-        if "ema" in asked and not has_ema(self._meta(step)[0]):
-            del asked["ema"]
-        found, meta = self._restored(step, asked)
+        meta, _ = self._meta(step)
+        found, meta = self._restored(step, saved_by_parameter(abstract, meta))
         counter = jax.make_array_from_callback(
             (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
         )
-        recent = recent_of(meta.get("recent", []), abstract.recent)
-        scale = scale_of(
-            meta.get("loss_scale"), abstract.loss_scale, self._asked_setup().config.precision
-        )
-        state = TrainState(
-            step=counter,
-            params=found["params"],
-            opt_state=found["state"],
-            recent=recent,
-            ema=found.get("ema", {}),
-            loss_scale=scale,
-        )
-        return state if state.ema else with_ema_of_weights(self._asked_setup(), state), meta
+        values = {}
+        for item, asked in items.of(abstract.items):
+            value = found.get(item.name)
+            if item.note:
+                value = from_note(item, asked, meta)
+            elif item.rests is not as_parameters:
+                value = self._read_unlike_parameters(step, item, asked)
+            if value is not None:
+                values[item.name] = value
+        state = TrainState(counter, found["params"], found["state"], values)
+        return with_items_begun(self._asked_setup(), state, abstract.items.keys() - values), meta
+
+    def _read_unlike_parameters(self, step: int, item: Item, asked: Value) -> Value | None:
+        """An item whose arrays rest otherwise than parameters; None where it is to begin anew."""
+        meta, _ = self._meta(step)
+        shapes = shapes_saved(item, asked, meta)
+        if shapes is None:
+            return None
+        folder = self._folder(step) / item.name
+        tree = self._read(step, lambda: _saved_tree(folder))
+        self._check_trees(step, {item.name: tree}, meta)
+        found = self._read(step, lambda: _read_leaves(folder, tree, shapes))
+        self._verify(step, meta, fingerprints(named_leaves({item.name: found})))
+        return folded(item, found, asked)
 
     def restore_params(
         self,
@@ -249,7 +259,7 @@ class Checkpoints:
         if not ema:
             found, meta = self._restored(step, {"params": params})
             return found["params"], meta
-        averaged = self.check_ema(step)
+        averaged = self.averaged(step)
         asked = {
             path: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=x.sharding)
             for path, x in params.items()
@@ -268,7 +278,7 @@ class Checkpoints:
         """
         found = self._read_item(step, "params")
         if ema:
-            self.check_ema(step)
+            self.averaged(step)  # refuses where there is none
             found |= self._read_item(step, "ema")
         return found
 
@@ -277,26 +287,27 @@ class Checkpoints:
         meta, saved = self._meta(step)
         folder = self._folder(step) / item
         there = self._read(step, lambda: _read_plain(folder))
-        names = {PREFIX[item] + path: path for path in there}
+        names = {prefix(item) + path: path for path in there}
         found = {name: there[names[name]] for name in meta["leaves"] if name in names}
         self._verify(step, meta, {name: fingerprint(x) for name, x in found.items()})
         unpadded = unpadded_leaves(meta)
         found = {names[name]: cut_to(x, unpadded[name][0]) for name, x in found.items()}
         return {path: _in_order(path, x, saved) for path, x in found.items()}
 
-    def check_ema(self, step: int) -> set[str]:
+    def check_items(self, step: int, abstract: TrainState) -> None:
+        """Raises the error of an item of the state that was not saved, if it has one."""
+        meta, _ = self._meta(step)
+        for item, _ in items.of(abstract.items):
+            if item.lacking and not is_in(meta, item):
+                raise item.lacking(self._at(step))
+
+    def averaged(self, step: int) -> set[str]:
         """The paths of the parameters whose average was saved; CheckpointError where none was."""
         meta, _ = self._meta(step)
-        if not has_ema(meta):
-            raise CheckpointError(
-                f"{self._at(step)} holds no average of the weights",
-                asked="ema",
-                found="optimizer.ema=none while it was trained",
-                fix="the weights as they are, or training with --set optimizer.ema=0.999",
-            )
-        prefix = PREFIX["ema"]
-        names = of_items(meta["leaves"], ["ema"])
-        return {name.removeprefix(prefix) for name in names}
+        if not is_in(meta, ema.ITEM):
+            raise ema.none_saved(self._at(step))
+        item = ema.ITEM.name
+        return {name.removeprefix(prefix(item)) for name in of_items(meta["leaves"], [item])}
 
     def quarantine(self, steps: Collection[int]) -> None:
         """Moves damaged steps into `quarantine`, where nobody takes them for good ones.
@@ -363,7 +374,7 @@ class Checkpoints:
             tree = asked[item][path]
 
             def shape_of(leaf_path: tuple, leaf: Any) -> Any:
-                shape, dtype = leaves[PREFIX[item] + leaf_name((DictKey(path), *leaf_path))]
+                shape, dtype = leaves[prefix(item) + leaf_name((DictKey(path), *leaf_path))]
                 leaf = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
                 return as_saved(self._asked_setup(), path, leaf, tuple(shape), saved)
 
@@ -375,7 +386,7 @@ class Checkpoints:
         return {item: {path: relaid(item, path) for path in asked[item]} for item in asked}, meta
 
     def _without_padding(
-        self, items: Mapping[str, Mapping[str, Any]], layout: Layout
+        self, trees: Mapping[str, Mapping[str, Any]], layout: Layout
     ) -> dict[str, Any]:
         """Shapes and dtypes of all leaves, padding left out, with the layers as `layout` says."""
 
@@ -390,7 +401,7 @@ class Checkpoints:
 
         return {
             item: {path: tree(path, x) for path, x in of_item.items()}
-            for item, of_item in items.items()
+            for item, of_item in trees.items()
         }
 
     def _checked_meta(
@@ -595,12 +606,6 @@ def steps_in(run: Path) -> list[int]:
     """The checkpoints below `run`, oldest first; reads directory names only."""
     folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
     return sorted(int(path.name) for path in folders if path.name.isdecimal())
-
-
-def _items_of(state: TrainState) -> dict[str, dict[str, Any]]:
-    """The trees of a state that a checkpoint holds, by item; `ema` only if there is one."""
-    items = {"params": state.params, "state": state.opt_state}
-    return items | {"ema": state.ema} if state.ema else items
 
 
 def _set_aside(folder: "epath.Path") -> None:

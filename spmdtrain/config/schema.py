@@ -818,6 +818,11 @@ class RunConfig(Settings):
             raise ValueError("model.vocab is not set yet; config.with_vocab(...)")
         return self.model.vocab
 
+    @property
+    def judges_steps(self) -> bool:
+        """True if the compiled step judges itself: after a bad one the weights are as before."""
+        return self.guard.in_step or self.precision.compute == "float16"
+
     def with_vocab(self, vocab: int) -> "RunConfig":
         """Return the same run with `model.vocab` set, as the tokenizer says."""
         return self.model_copy(update={"model": self.model.model_copy(update={"vocab": vocab})})

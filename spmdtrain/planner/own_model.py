@@ -6,8 +6,6 @@ beside matmuls are those of a transformer of the sizes in [model], with as many 
 better: `plan --compile`, `estimate --compile`.
 """
 
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +22,8 @@ if TYPE_CHECKING:
 class OwnState(NamedTuple):
     """The state that rests on one device.
 
-    Bytes of `parameters` and of the `optimizer` (with an average of the weights). `resident`: the
-    elements that it would have if `data` and `fsdp` split no weight.
+    Bytes of `parameters`, and of all else in the state: the `optimizer`. `resident`: the elements
+    that it would have if `data` and `fsdp` split no weight.
     """
 
     parameters: int
@@ -60,11 +58,10 @@ class OwnModel:
             return False
         return True
 
-    def _build(self, stages: int, chunks: int) -> tuple[Any, Any]:
-        """The abstract model for so many stages, and the shapes of its optimizer state."""
-        import jax
-
-        from spmdtrain.models.abstract import build_model, cast
+    def _build(self, stages: int, chunks: int) -> tuple[Any, Any, Any]:
+        """The abstract model for so many stages, its update rules, and the shapes of its state."""
+        from spmdtrain.models.abstract import build_model
+        from spmdtrain.train.state import fresh_shapes
         from spmdtrain.train.updates import optimizers
         from spmdtrain.train.updates.shipped_optimizers import shipped_rules
 
@@ -75,12 +72,7 @@ class OwnModel:
             rules = shipped_rules(config.optimizer, trained)
         else:
             rules = optimizers.choose_rules(self._optimizer, trained, model.layout)
-
-        def fresh(key: jax.Array) -> tuple[Any, Any]:
-            params = cast(model.init(key), config.precision.params)
-            return params, optimizers.init(rules, model.parameters, params)
-
-        return model, jax.eval_shape(fresh, jax.random.key(0))
+        return model, rules, fresh_shapes(model, rules, config)
 
     def _state(self, mesh_shape: MeshShape, chunks: int, zero: int) -> OwnState:
         import jax
@@ -88,34 +80,19 @@ class OwnModel:
         from spmdtrain.parallel.axes import make_rules
         from spmdtrain.parallel.mesh import AXES
         from spmdtrain.train.setup import resting_specs
-        from spmdtrain.train.state import spec_beside
+        from spmdtrain.train.state import abstract_state, bytes_per_device, resting_bytes
 
         mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_shape.sizes[axis] for axis in AXES), AXES)
-        model, (params, moments) = self._built(mesh_shape.pipeline, chunks)
+        model, updates, shapes = self._built(mesh_shape.pipeline, chunks)
         rules = make_rules(self._config.rules, mesh.shape)
         specs, padding = resting_specs(model, rules, zero)
-
-        def bytes_here(path: str, leaves: Any) -> Iterator[int]:
-            at_rest = padding.at_rest[path]
-            stacked = model.parameters[path].stacked
-            for leaf in jax.tree.leaves(leaves):
-                shape = at_rest if leaf.shape == padding.of_model[path] else leaf.shape
-                spec = spec_beside(shape, at_rest, stacked, specs[path])
-                part = jax.sharding.NamedSharding(mesh, spec).shard_shape(shape)
-                yield math.prod(part) * leaf.dtype.itemsize
-
-        # The average of a weight is float32, and rests as the weight does.
-        of_params = {path: sum(bytes_here(path, leaf)) for path, leaf in params.items()}
-        of_moments = sum(sum(bytes_here(path, tree)) for path, tree in moments.items())
-        if self._config.optimizer.ema:
-            sizes = {path: params[path].dtype.itemsize for path in moments}
-            of_moments += sum(4 * of_params[path] // size for path, size in sizes.items())
-        counter = 4  # bytes of the step
+        state = abstract_state(model, updates, self._config, mesh, specs, padding, shapes)
         unsplit = replace(mesh_shape, data=1, fsdp=1)
-        resident = sum(of_params[path] // leaf.dtype.itemsize for path, leaf in params.items())
         if unsplit != mesh_shape:
             resident = self._states(unsplit, chunks, 0).resident
-        return OwnState(sum(of_params.values()), of_moments + counter, resident)
+        else:
+            resident = sum(bytes_per_device(x) // x.dtype.itemsize for x in state.params.values())
+        return OwnState(*resting_bytes(state), resident)
 
 
 def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:

@@ -12,6 +12,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.train.gradients.grad_pipeline import describe as describe_pipeline
+from spmdtrain.train.items import by_parameter
 from spmdtrain.train.setup import Setup, shard
 from spmdtrain.train.state import bytes_per_device
 
@@ -42,7 +43,7 @@ def describe(
             "dtype": str(abstract.params[path].dtype),
             "bytes_per_device": bytes_per_device(abstract.params[path]),
             "optimizer_bytes_per_device": bytes_per_device(
-                (abstract.opt_state.get(path), abstract.ema.get(path))
+                [tree.get(path) for tree in (abstract.opt_state, *by_parameter(abstract.items))]
             ),
         }
         for path, parameter in model.parameters.items()

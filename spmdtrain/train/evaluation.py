@@ -100,7 +100,7 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
 
     def figures(state: TrainState) -> dict[str, float]:
         losses, counts = losses_of(state.params, "eval_loss")
-        if state.ema:
+        if "ema" in state.items:
             losses |= losses_of(state.averaged, "eval_loss_ema")[0]
         return losses | counts
 
@@ -116,7 +116,7 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
     figures = make_eval_figures(setup, data)
 
     def evaluate(state: TrainState) -> float:
-        found = figures(replace(state, ema={}))
+        found = figures(replace(state, items={}))
         if "eval_loss" not in found:
             raise DataError(f"there is nothing to evaluate: {NOTHING}")
         return found["eval_loss"]

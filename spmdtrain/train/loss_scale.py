@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
+from spmdtrain.train.item import Item, Metrics, Note, Start, Taken, whole
 
 LEAST = 1.0
 MOST = 2.0**32
@@ -70,3 +71,37 @@ def after_step(
     halved = jnp.maximum(scale / 2, LEAST)
     too_large = is_too_large(loss_scale, loss, grad_norm)
     return LossScale(jnp.where(too_large, halved, grown), jnp.where(grows, 0, good_steps))
+
+
+def _update(loss_scale: LossScale, taken: Taken) -> LossScale:
+    return after_step(loss_scale, taken.config.precision, taken.loss, taken.grad_norm)
+
+
+def _figures(loss_scale: LossScale, taken: Taken) -> Metrics:
+    overflow = is_too_large(loss_scale, taken.loss, taken.grad_norm)
+    return {"loss_scale": loss_scale.scale, "overflow": overflow.astype(jnp.float32)}
+
+
+def values_of(loss_scale: LossScale) -> list[float]:
+    """The scale and its good steps; float32 is exact in JSON."""
+    return [float(loss_scale.scale), int(loss_scale.good_steps)]
+
+
+def scale_of(values: list[float], asked: LossScale) -> LossScale:
+    """The opposite of `values_of`; still Python's numbers."""
+    return jax.tree.unflatten(jax.tree.structure(asked), values)
+
+
+def _begin(start: Start) -> LossScale | None:
+    return begin(start.config.precision)
+
+
+ITEM = Item(
+    "loss_scale",
+    begin=_begin,
+    rests=whole,
+    update=_update,
+    figures=_figures,
+    when_skipped="update",
+    note=Note(values_of, scale_of),
+)

@@ -5,7 +5,7 @@ pipeline's schedule) and hands them on as one frozen value, a `Setup`. Steps, gr
 the run and the planner take it; nobody derives a spec again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -28,9 +28,10 @@ from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.tensor_matmul import check_collective_matmul
 from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.pipeline.schedule import Table
-from spmdtrain.train import ema, token_loss
+from spmdtrain.train import items, token_loss
 from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
-from spmdtrain.train.state import Specs, TrainState, abstract_state, fresh_state
+from spmdtrain.train.item import Specs, Start
+from spmdtrain.train.state import TrainState, abstract_state, fresh_state
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.learning_rates import Schedule, make_schedule
@@ -197,7 +198,15 @@ def init_state(setup: Setup) -> TrainState:
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
 
     def fresh(key: jax.Array) -> TrainState:
-        return fresh_state(setup.model, setup.optimizer, setup.config, key, setup.padding)
+        return fresh_state(
+            setup.model,
+            setup.optimizer,
+            setup.config,
+            key,
+            setup.mesh,
+            setup.specs,
+            setup.padding,
+        )
 
     return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
 
@@ -236,7 +245,7 @@ _STATES = "dataclasses.replace(state, params=...) of a state of init_state, rest
 
 
 def with_weights(setup: Setup, state: TrainState, params: dict[str, jax.Array]) -> TrainState:
-    """The state of a new run that begins with these weights: its average and moments do too."""
+    """The state of a new run that begins with these weights: its items and moments do too."""
     state = replace(state, params=params)
     if any(rule.gradient_point for rule in setup.optimizer.values()):
         padding = setup.padding
@@ -248,16 +257,23 @@ def with_weights(setup: Setup, state: TrainState, params: dict[str, jax.Array]) 
 
         shardings = jax.tree.map(lambda x: x.sharding, setup.state.opt_state)
         state = replace(state, opt_state=jax.jit(begin, out_shardings=shardings)(params))
-    return with_ema_of_weights(setup, state)
+    return with_items_begun(setup, state, setup.state.items)
 
 
-def with_ema_of_weights(setup: Setup, state: TrainState) -> TrainState:
-    """The state with an average, if the settings ask for one, that begins with its weights."""
-    if not setup.state.ema:
+def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
+    """The state, in which these items begin with its weights."""
+    if not names:
         return state
-    shardings = {path: x.sharding for path, x in setup.state.ema.items()}
-    begin = jax.jit(lambda params: ema.begin(params, shardings), out_shardings=shardings)
-    return replace(state, ema=begin(state.params))
+    asked = {name: setup.state.items[name] for name in names}
+    shardings = jax.tree.map(lambda x: x.sharding, asked)
+
+    def begin(params: dict[str, jax.Array]) -> items.Values:
+        start = Start(setup.config, params, setup.optimizer, setup.specs, setup.mesh.shape)
+        begun = items.begin(start)
+        return {name: begun[name] for name in asked}
+
+    begun = jax.jit(begin, out_shardings=shardings)(state.params)
+    return replace(state, items=state.items | begun)
 
 
 def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.config.schema import GuardConfig
+from spmdtrain.train.item import Item, Metrics, Note, Start, Taken, whole
 
 
 def no_figures(guard: GuardConfig) -> np.ndarray | None:
@@ -48,3 +49,47 @@ def is_good(figures: jax.Array, most: jax.Array) -> jax.Array:
 def remember(recent: jax.Array, figures: jax.Array, good: jax.Array) -> jax.Array:
     """`recent` after a step with these figures [2]: a bad one leaves no trace."""
     return jnp.where(good, jnp.concatenate([recent[1:], figures[None]]), recent)
+
+
+def _begin(start: Start) -> jax.Array | None:
+    figures = no_figures(start.config.guard)
+    return None if figures is None else jnp.array(figures)
+
+
+def _update(recent: jax.Array, taken: Taken) -> jax.Array:
+    """A step without a token with a loss says nothing of the size of good ones: it leaves none."""
+    assert taken.good is not None, "where steps are judged by those before them, they are judged"
+    figures = jnp.stack([taken.loss, taken.grad_norm])
+    return remember(recent, figures, taken.good & (taken.tokens > 0))
+
+
+def _limits_of(recent: jax.Array, taken: Taken) -> Metrics:  # noqa: ARG001
+    assert taken.limits is not None, "where steps are judged by those before them, they are judged"
+    return {"loss_limit": taken.limits[0], "grad_norm_limit": taken.limits[1]}
+
+
+def rows_of(recent: jax.Array) -> list[list[float]]:
+    """The rows that are there, oldest first; float32 is exact in JSON."""
+    rows = np.asarray(recent)
+    return rows[np.isfinite(rows[:, 0])].tolist()
+
+
+def recent_of(rows: list[list[float]], asked: jax.Array | jax.ShapeDtypeStruct) -> np.ndarray:
+    """The figures of good steps that these rows are, or of the newest that have room."""
+    recent = np.full(asked.shape, np.inf, asked.dtype)
+    newest = rows[-len(recent) :]
+    if newest:
+        recent[-len(newest) :] = newest
+    return recent
+
+
+ITEM = Item(
+    "recent",
+    begin=_begin,
+    rests=whole,
+    update=_update,
+    figures=_limits_of,
+    when_skipped="update",
+    is_finite=False,  # rows that are not there yet
+    note=Note(rows_of, recent_of),
+)

@@ -5,23 +5,21 @@ Initialisation, restore, the compiled step and the planner all read it, and ther
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast
 from spmdtrain.parallel.padding import Padding, Shape
-from spmdtrain.train import ema, loss_scale, spikes
-from spmdtrain.train.loss_scale import LossScale
+from spmdtrain.train import items
+from spmdtrain.train.item import Specs, Start
+from spmdtrain.train.items import Values, at_rest
 from spmdtrain.train.updates import optimizers
-
-Specs = Mapping[str, P]  # by dotted parameter path
 
 
 @jax.tree_util.register_dataclass
@@ -29,23 +27,30 @@ Specs = Mapping[str, P]  # by dotted parameter path
 class TrainState:
     """`step`: optimizer steps done. `params` and `opt_state`: by dotted parameter path.
 
-    Frozen parameters have no `opt_state`. `recent`: loss and gradient norm of the last good steps,
-    float32 [window, 2], where steps are judged by them (spikes.py). `ema`: the exponential moving
-    average of the parameters that are trained, float32, which rests as they do; empty without
-    `optimizer.ema`. `loss_scale`: of float16 (loss_scale.py).
+    Frozen parameters have no `opt_state`. `items`: what else the settings ask for, by name; of the
+    items in train/items.py those that begin with a value.
     """
 
     step: jax.Array
     params: dict[str, jax.Array]
     opt_state: optimizers.OptimizerState
-    recent: jax.Array | None = None
-    ema: dict[str, jax.Array] = field(default_factory=dict)
-    loss_scale: LossScale | None = None
+    items: Values = field(default_factory=dict)
 
     @property
     def averaged(self) -> dict[str, jax.Array]:
-        """The average of each parameter, and those that are not trained as they are."""
-        return self.params | self.ema
+        """The average of each parameter, and those that are not trained as they are.
+
+        They are all as they are where `optimizer.ema` keeps no average.
+        """
+        return self.params | self.items.get("ema", {})
+
+
+Shapes = tuple[dict[str, Any], optimizers.OptimizerState]  # of parameters, of the optimizer state
+
+
+def fresh_shapes(model: AbstractModel, rules: optimizers.Rules, config: RunConfig) -> Shapes:
+    """The shapes of weights and optimizer state as the model has them; no mesh changes them."""
+    return jax.eval_shape(lambda key: _fresh(model, rules, config, key), jax.random.key(0))
 
 
 def abstract_state(  # noqa: PLR0913 - all that a state hangs on
@@ -55,36 +60,32 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     mesh: Mesh,
     specs: Specs,
     padding: Padding,
+    shapes: Shapes | None = None,
 ) -> TrainState:
     """A TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
 
     `specs` and `padding`: where and in which shape each parameter rests, and its optimizer state
-    with it.
+    with it. `shapes`: those of `fresh_shapes`, for whoever has them.
     """
 
-    def moments_of(path: str, state):
+    def leaf(path: str, x: Any) -> Any:
         shape = padding.at_rest[path]
+        if x.shape == padding.of_model[path]:
+            x = jax.ShapeDtypeStruct(shape, x.dtype)
         stacked = model.parameters[path].stacked
-        return jax.tree.map(
-            lambda x: _leaf(x, mesh, spec_beside(x.shape, shape, stacked, specs[path])), state
-        )
+        return at_rest(x, mesh, spec_beside(x.shape, shape, stacked, specs[path]))
 
-    shapes = jax.eval_shape(
-        lambda key: fresh_state(model, rules, config, key, padding), jax.random.key(0)
-    )
+    def leaves(path: str, tree: Any) -> Any:
+        return jax.tree.map(lambda x: leaf(path, x), tree)
+
+    of_params, of_optimizer = shapes or fresh_shapes(model, rules, config)
+    params = {path: leaf(path, x) for path, x in of_params.items()}
     return TrainState(
-        step=_leaf(shapes.step, mesh, P()),
-        params={path: _leaf(x, mesh, specs[path]) for path, x in shapes.params.items()},
-        opt_state={path: moments_of(path, state) for path, state in shapes.opt_state.items()},
-        recent=None if shapes.recent is None else _leaf(shapes.recent, mesh, P()),
-        ema={path: _leaf(x, mesh, specs[path]) for path, x in shapes.ema.items()},
-        loss_scale=jax.tree.map(lambda x: _leaf(x, mesh, P()), shapes.loss_scale),
+        step=at_rest(jax.ShapeDtypeStruct((), jnp.int32), mesh, P()),
+        params=params,
+        opt_state={path: leaves(path, tree) for path, tree in of_optimizer.items()},
+        items=items.abstract(Start(config, params, rules, specs, mesh.shape), mesh),
     )
-
-
-def _leaf(x: Any, mesh: Mesh, spec: P) -> Any:
-    """A ShapeDtypeStruct with its sharding, which stands for an array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def spec_beside(leaf: Shape, shape: Shape, stacked: int, spec: P) -> P:
@@ -101,26 +102,38 @@ def spec_beside(leaf: Shape, shape: Shape, stacked: int, spec: P) -> P:
     return P()
 
 
-def fresh_state(
+def fresh_state(  # noqa: PLR0913 - all that a state hangs on
     model: AbstractModel,
     rules: optimizers.Rules,
     config: RunConfig,
     key: jax.Array,
+    mesh: Mesh,
+    specs: Specs,
     padding: Padding,
 ) -> TrainState:
     """The state at step 0, for tracing: under jit with output shardings no leaf is ever whole."""
-    params = cast(model.init(key), config.precision.params)
-    opt_state = optimizers.init(rules, model.parameters, params)
-    recent = spikes.no_figures(config.guard)
-    at_rest = {path: padding.to_rest(path, x) for path, x in params.items()}
+    params, opt_state = _fresh(model, rules, config, key)
+    resting = {path: padding.to_rest(path, x) for path, x in params.items()}
     return TrainState(
         step=jnp.int32(0),
-        params=at_rest,
+        params=resting,
         opt_state={path: padding.tree_to_rest(path, x) for path, x in opt_state.items()},
-        recent=None if recent is None else jnp.array(recent),
-        ema=ema.begin(at_rest, rules) if config.optimizer.ema else {},
-        loss_scale=loss_scale.begin(config.precision),
+        items=items.begin(Start(config, resting, rules, specs, mesh.shape)),
     )
+
+
+def _fresh(
+    model: AbstractModel, rules: optimizers.Rules, config: RunConfig, key: jax.Array
+) -> tuple[dict[str, jax.Array], optimizers.OptimizerState]:
+    """Weights and optimizer state as the model has them, without padding."""
+    params = cast(model.init(key), config.precision.params)
+    return params, optimizers.init(rules, model.parameters, params)
+
+
+def resting_bytes(abstract: TrainState) -> tuple[int, int]:
+    """Bytes per device of the parameters, and of all else in the state."""
+    others = (abstract.step, abstract.opt_state, abstract.items)
+    return bytes_per_device(abstract.params), bytes_per_device(others)
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -130,11 +143,11 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def is_finite(state: TrainState) -> bool:
-    """True if every number of the weights and the optimizer state is finite.
+    """True if every number of the weights, the optimizer state and the items is finite.
 
-    Waits for the devices.
+    Of the items those count that say they are. Waits for the devices.
     """
-    return bool(_is_finite(state.params, state.opt_state, state.ema))
+    return bool(_is_finite(state.params, state.opt_state, items.finite(state.items)))
 
 
 @jax.jit

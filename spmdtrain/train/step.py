@@ -7,7 +7,6 @@ global arrays: a layer-wise rule on local shards would be silently wrong.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,17 +14,16 @@ import jax.numpy as jnp
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import matmuls
-from spmdtrain.train import ema, loss_scale, spikes
+from spmdtrain.train import items, loss_scale, spikes
 from spmdtrain.train.batch import Batch, check_batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.loss import means
+from spmdtrain.train.item import Metrics, Taken
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.optimizers import OptimizerState
-
-Metrics = dict[str, jax.Array]
 
 
 def make_step(setup: Setup) -> jax.stages.Wrapped:
@@ -45,7 +43,8 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
         check_batch(setup.batch, batch, dropout=config.model.dropout > 0)
         points = optimizers.gradient_points(setup.optimizer, state.params, state.opt_state)
         with matmuls(config.precision.compute):
-            cotangent = loss_scale.cotangent(config, state.loss_scale)
+            scale = state.items.get(loss_scale.ITEM.name)
+            cotangent = loss_scale.cotangent(config, scale)
             gradients, sums = find_gradients(points, state.step, batch, cotangent)
         gradients = {path: g for path, g in gradients.items() if path in setup.optimizer}
         gradients, norm = optimizers.clip(gradients, config.train.clip)
@@ -54,56 +53,29 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
         params = _apply(setup.optimizer, state.params, updates, rate)
         found = means(setup, sums)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
-        averaged = ema.update(state.ema, config.optimizer.ema, params)
-        after = replace(
-            state, step=state.step + 1, params=params, opt_state=opt_state, ema=averaged
-        )
-        if config.guard.in_step or state.loss_scale is not None:
-            figures = jnp.stack([found["loss"], norm])
-            after, judged = _judge(config, after, state, figures, found["tokens"] > 0)
-            metrics |= judged
-        return after, metrics
+        loss = found["loss"]
+        limits, good = _judge(config, state, loss, norm) if config.judges_steps else (None, None)
+        taken = Taken(config, params, gradients, batch, loss, norm, found["tokens"], limits, good)
+        if good is not None:
+            metrics["skipped"] = 1.0 - good.astype(jnp.float32)
+            params, opt_state = items.unless_skipped(
+                good, (params, opt_state), (state.params, state.opt_state)
+            )
+        kept, figures = items.after_step(state.items, taken)
+        # The batch of a step that is skipped is used up: the counter goes on.
+        after = TrainState(state.step + 1, params, opt_state, kept)
+        return after, metrics | figures
 
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def _judge(
-    config: RunConfig,
-    after: TrainState,
-    before: TrainState,
-    figures: jax.Array,
-    has_loss: jax.Array,
-) -> tuple[TrainState, Metrics]:
-    """The state that a step with this loss and gradient norm [2] leaves, and what is said of it.
-
-    A step without a token with a loss says nothing of the size of good ones: it is not remembered.
-    """
-    most = spikes.limits(config.guard, before.recent)
-    good = spikes.is_good(figures, most)
-    after = _unless_skipped(good, after, before)
-    judged = {"skipped": 1.0 - good.astype(jnp.float32)}
-    if before.loss_scale is not None:
-        scale = loss_scale.after_step(before.loss_scale, config.precision, *figures)
-        after = replace(after, loss_scale=scale)
-        overflow = loss_scale.is_too_large(before.loss_scale, *figures)
-        judged["loss_scale"] = before.loss_scale.scale
-        judged["overflow"] = overflow.astype(jnp.float32)
-    if before.recent is None:
-        return after, judged
-    after = replace(after, recent=spikes.remember(before.recent, figures, good & has_loss))
-    return after, judged | {"loss_limit": most[0], "grad_norm_limit": most[1]}
-
-
-def _unless_skipped(good: jax.Array, after: TrainState, before: TrainState) -> TrainState:
-    """The state after a step that is good; after another that of before, bit for bit. Either way
-    its batch is used up: the counter goes on."""
-    params, opt_state, averaged = jax.tree.map(
-        lambda new, old: jnp.where(good, new, old),
-        (after.params, after.opt_state, after.ema),
-        (before.params, before.opt_state, before.ema),
-    )
-    return replace(after, params=params, opt_state=opt_state, ema=averaged)
+    config: RunConfig, before: TrainState, loss: jax.Array, grad_norm: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The largest loss and gradient norm of a good step, [2], and whether this step is one."""
+    most = spikes.limits(config.guard, before.items.get(spikes.ITEM.name))
+    return most, spikes.is_good(jnp.stack([loss, grad_norm]), most)
 
 
 def make_eval_step(setup: Setup) -> Callable[..., Any]:

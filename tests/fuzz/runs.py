@@ -177,7 +177,7 @@ def in_order(setup: Setup, params: dict[str, jax.Array]) -> State:
 
 
 def as_it_rests(state) -> State:
-    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.ema))
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.items))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 

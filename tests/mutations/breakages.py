@@ -495,8 +495,8 @@ BREAKAGES = [
     Breakage(
         "a step that overflowed changes the weights",
         "train/step.py",
-        "if config.guard.in_step or state.loss_scale is not None:",
-        "if config.guard.in_step:",
+        "_judge(config, state, loss, norm) if config.judges_steps else (None, None)",
+        "_judge(config, state, loss, norm) if config.guard.in_step else (None, None)",
         f"{LOSS_SCALE} -k 'changes_no_weight and one'",
     ),
     Breakage(
@@ -508,9 +508,9 @@ BREAKAGES = [
     ),
     Breakage(
         "a checkpoint loses the scale of the loss",
-        "checkpoints/meta.py",
-        "scale, good_steps = values or (precision.first_loss_scale, 0)",
-        "scale, good_steps = precision.first_loss_scale, 0",
+        "checkpoints/items.py",
+        "if item.note is None or item.name not in meta:",
+        'if item.note is None or item.name != "recent":',
         f"{LOSS_SCALE} -k to_the_bit",
     ),
     Breakage(
@@ -544,8 +544,8 @@ BREAKAGES = [
     Breakage(
         "the average of the weights is updated before they are",
         "train/step.py",
-        "averaged = ema.update(state.ema, config.optimizer.ema, params)",
-        "averaged = ema.update(state.ema, config.optimizer.ema, state.params)",
+        "taken = Taken(config, params, gradients",
+        "taken = Taken(config, state.params, gradients",
         f"{EMA} -k numpy",
     ),
     Breakage(
@@ -557,22 +557,22 @@ BREAKAGES = [
     ),
     Breakage(
         "a skipped step moves the average of the weights",
-        "train/step.py",
-        "return replace(after, params=params, opt_state=opt_state, ema=averaged)",
-        "return replace(after, params=params, opt_state=opt_state)",
+        "train/items.py",
+        'if taken.good is not None and item.when_skipped == "keep":',
+        'if taken.good is not None and item.when_skipped != "keep":',
         "tests/running/guards/test_guard.py",
     ),
     Breakage(
         "the average of a resumed run begins anew",
         "checkpoints/store.py",
-        "return state if state.ema else with_ema_of_weights(self._asked_setup(), state), meta",
-        "return with_ema_of_weights(self._asked_setup(), state), meta",
+        "return with_items_begun(self._asked_setup(), state, abstract.items.keys() - values), meta",
+        "return with_items_begun(self._asked_setup(), state, abstract.items.keys()), meta",
         f"{EMA} -k interrupted",
     ),
     Breakage(
         "a run that begins with another's weights averages fresh ones",
         "train/setup.py",
-        "return with_ema_of_weights(setup, state)",
+        "return with_items_begun(setup, state, setup.state.items)",
         "return state",
         f"{EMA} -k another_run",
     ),
@@ -584,18 +584,18 @@ BREAKAGES = [
         "tests/train/test_own_model.py -k not_forgotten",
     ),
     Breakage(
-        "a plan forgets the average of an own model's weights",
-        "planner/own_model.py",
-        "if self._config.optimizer.ema:",
-        "if not self._config.optimizer:",
-        "tests/planner/test_plan.py -k weights_and_moments",
+        "an estimate forgets the average of the weights",
+        "train/state.py",
+        "others = (abstract.step, abstract.opt_state, abstract.items)",
+        "others = (abstract.step, abstract.opt_state)",
+        "tests/planner/test_memory.py -k argument_bytes",
     ),
     Breakage(
-        "a plan counts an own model's moments as if they rested whole",
-        "planner/own_model.py",
-        "spec = spec_beside(shape, at_rest, stacked, specs[path])",
-        "spec = specs[path] if leaves is params.get(path) else jax.sharding.PartitionSpec()",
-        "tests/planner/test_plan.py -k weights_and_moments",
+        "a search counts no average of the weights",
+        "planner/cost/workload.py",
+        "item_bytes=_item_bytes(config),",
+        "item_bytes=0,",
+        "tests/planner/test_memory.py -k closed_form_of_the_state",
     ),
     # The run
     Breakage(
@@ -750,7 +750,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a skipped step changes the state of the optimizer",
-        "train/step.py",
+        "train/items.py",
         "lambda new, old: jnp.where(good, new, old),",
         "lambda new, old: jnp.where(good | (new.ndim == 0), new, old),",
         "tests/running/guards/test_guard.py",
@@ -764,9 +764,9 @@ BREAKAGES = [
     ),
     Breakage(
         "the figures of the last good steps do not survive a resume",
-        "checkpoints/meta.py",
-        "whole[-len(newest) :] = newest",
-        "whole[: len(newest)] = newest",
+        "train/spikes.py",
+        "recent[-len(newest) :] = newest",
+        "recent[: len(newest)] = newest",
         "tests/running/guards/test_spikes.py -k resumed",
     ),
     Breakage(

@@ -100,7 +100,7 @@ def followed(*settings: str) -> tuple[list[Weights], TrainState]:
 
 def test_it_is_that_of_numpy():
     seen, state = followed(*NUMBERS)
-    got = jax.device_get(state.ema)
+    got = jax.device_get(state.items["ema"])
     assert_close(got, oracle(seen), 1e-6)
     assert far_apart(got, seen[0]) and far_apart(got, seen[-1])
 
@@ -164,9 +164,13 @@ def evaluations(directory: Path) -> dict[int, dict[str, float]]:
 def test_on_a_mesh_it_rests_as_the_weights_do_and_is_that_of_one_device(averaged):
     setup = prepared(*NUMBERS, *MESH)
     state = restored(averaged, *MESH)
-    assert_close(in_order(setup, state.ema), jax.device_get(followed(*NUMBERS)[1].ema), 1e-6)
-    for path, average in state.ema.items():
-        assert setup.state.ema[path].sharding == setup.state.params[path].sharding
+    assert_close(
+        in_order(setup, state.items["ema"]),
+        jax.device_get(followed(*NUMBERS)[1].items["ema"]),
+        1e-6,
+    )
+    for path, average in state.items["ema"].items():
+        assert setup.state.items["ema"][path].sharding == setup.state.params[path].sharding
         assert average.shape == state.params[path].shape
         padded = setup.padding.to_rest(path, setup.padding.from_rest(path, np.asarray(average)))
         assert np.array_equal(padded, average), f"{path}: padding is no longer zero"
@@ -177,18 +181,20 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(averaged, tm
     back_to(2, averaged, tmp_path / "run")
     run(tmp_path / "run", *MESH, *EVALUATED)
     got, want = restored(tmp_path / "run", *MESH), restored(averaged, *MESH)
-    assert want.ema
+    assert want.items["ema"]
     assert_same_bits(got, want)
     assert evaluations(tmp_path / "run")[STEPS] == evaluations(averaged)[STEPS]
 
 
 def test_a_pipeline_reads_the_same_bits_and_goes_on_as_one_device_does(averaged, tmp_path):
-    here = in_order(prepared(*NUMBERS, *MESH), restored(averaged, *MESH, step=2).ema)
-    there = in_order(prepared(*NUMBERS, *PIPELINE), restored(averaged, *PIPELINE, step=2).ema)
+    here = in_order(prepared(*NUMBERS, *MESH), restored(averaged, *MESH, step=2).items["ema"])
+    there = in_order(
+        prepared(*NUMBERS, *PIPELINE), restored(averaged, *PIPELINE, step=2).items["ema"]
+    )
     assert_same_bits(there, here)
     back_to(2, averaged, tmp_path / "run")
     run(tmp_path / "run", *PIPELINE)
-    want = jax.device_get(followed(*NUMBERS)[1].ema)
+    want = jax.device_get(followed(*NUMBERS)[1].items["ema"])
     assert_close(st.weights(tmp_path / "run", ema=True), want, 1e-6)
 
 

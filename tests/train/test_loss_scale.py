@@ -17,11 +17,11 @@ from helpers import assert_same_bits, batches_of, compiled_step, prepared, tiny
 
 import spmdtrain as st
 from examples.seams.side_losses import CalmTransformer
-from spmdtrain.checkpoints.meta import scale_of
+from spmdtrain.checkpoints.items import from_note
 from spmdtrain.config import ConfigError
 from spmdtrain.train import loss_scale
 from spmdtrain.train.loss_scale import LossScale
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.setup import init_state, shard, with_items_begun
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_gradients
 
@@ -63,10 +63,11 @@ def followed(
 
     def begin() -> TrainState:
         state = init_state(setup)
-        if scale is None or state.loss_scale is None:
+        if scale is None or "loss_scale" not in state.items:
             return state
-        first = jax.device_put(np.float32(scale), state.loss_scale.scale.sharding)
-        return replace(state, loss_scale=replace(state.loss_scale, scale=first))
+        before = state.items["loss_scale"]
+        first = jax.device_put(np.float32(scale), before.scale.sharding)
+        return replace(state, items=state.items | {"loss_scale": replace(before, scale=first)})
 
     state = begin()
     metrics = []
@@ -104,9 +105,10 @@ def test_a_scale_that_is_too_large_comes_down_and_changes_no_weight(layout):
     assert of("overflow", metrics).all() and of("skipped", metrics).all()
     assert np.isfinite(of("loss", metrics)).all()
     assert list(of("loss_scale", metrics)) == [2.0**32, 2.0**31, 2.0**30, 2.0**29]
-    assert state.loss_scale is not None and float(state.loss_scale.scale) == 2.0**28
-    for name in ("params", "opt_state", "ema"):
+    assert float(state.items["loss_scale"].scale) == 2.0**28
+    for name in ("params", "opt_state"):
         assert_same_bits(getattr(state, name), getattr(begun, name))
+    assert_same_bits(state.items["ema"], begun.items["ema"])
     assert int(state.step) == 4, "the batch of a step that is left is used up"
 
 
@@ -145,13 +147,14 @@ def test_an_overflow_halves_the_scale_and_the_good_steps_count_anew():
 
 def test_a_checkpoint_of_before_begins_with_the_first_scale():
     setup = prepared(*NARROW)
-    asked = setup.state.loss_scale
-    begun = scale_of(None, asked, setup.config.precision)
-    kept = scale_of([512.0, 3], asked, setup.config.precision)
-    assert begun is not None and (float(begun.scale), int(begun.good_steps)) == (1024.0, 0)
+    asked = setup.state.items["loss_scale"]
+    assert from_note(loss_scale.ITEM, asked, {}) is None
+    begun = with_items_begun(setup, init_state(setup), ["loss_scale"]).items["loss_scale"]
+    kept = from_note(loss_scale.ITEM, asked, {"loss_scale": [512.0, 3]})
+    assert (float(begun.scale), int(begun.good_steps)) == (1024.0, 0)
     assert kept is not None and (float(kept.scale), int(kept.good_steps)) == (512.0, 3)
     assert kept.good_steps.dtype == jnp.int32
-    assert scale_of([512.0, 3], None, setup.config.precision) is None, "it goes on in float32"
+    assert "loss_scale" not in prepared(*NUMBERS).state.items, "it goes on in float32"
 
 
 @pytest.mark.parametrize("name", ["loss_scale", "loss_scale_steps"])
@@ -208,5 +211,5 @@ def test_a_run_comes_down_from_any_scale_and_resumes_to_the_bit(tmp_path):
     run(tmp_path / "resumed")
     setup = prepared(*NARROW)
     got, want = (st.restore(tmp_path / name, setup) for name in ("resumed", "whole"))
-    assert want.loss_scale is not None and int(want.loss_scale.good_steps) > 0
+    assert int(want.items["loss_scale"].good_steps) > 0
     assert_same_bits(got, want)

@@ -80,7 +80,7 @@ def step_memory(
 def exact_state(
     config: RunConfig, mesh_sizes: Mapping[str, int], optimizer: "Optimizer | None" = None
 ) -> tuple[int, int]:
-    """(parameter bytes, optimizer bytes) per device, off the abstract state; needs no devices.
+    """(parameter bytes, bytes of all else in the state) per device; needs no devices.
 
     Refuses what does not divide, by the same functions as a run.
     """
@@ -88,14 +88,11 @@ def exact_state(
 
     from spmdtrain.parallel.mesh import AXES
     from spmdtrain.train.setup import shard_on
-    from spmdtrain.train.state import bytes_per_device
+    from spmdtrain.train.state import resting_bytes
 
     # It has what is asked of a mesh here: sizes by axis.
     mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_sizes[axis] for axis in AXES), AXES)
-    abstract = shard_on(config, mesh, optimizer=optimizer).state
-    parameters = bytes_per_device(abstract.params)
-    of_optimizer = bytes_per_device((abstract.opt_state, abstract.ema, abstract.step))
-    return parameters, of_optimizer
+    return resting_bytes(shard_on(config, mesh, optimizer=optimizer).state)
 
 
 def closed_form_state(workload: Workload) -> tuple[int, int]:

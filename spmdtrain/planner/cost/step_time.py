@@ -30,7 +30,6 @@ from spmdtrain.planner.cost.workload import Workload
 # Bytes per parameter that the optimizer moves: gradient, weight and two moments read, weight and
 # moments written, and the copy in compute precision.
 OPTIMIZER_BYTES = 30
-EMA_BYTES = 8  # likewise: the average of a weight read and written
 # Bytes per logit that the loss moves in forward and backward: the float32 logit, its maximum and
 # its sum, and the copies of the gradient.
 LOGIT_BYTES = (18, 14)
@@ -355,6 +354,6 @@ def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Softwar
     ways = workload.mesh.fsdp
     if workload.zero or software.gathered_parameter_bytes:
         ways = workload.mesh.fsdp * workload.mesh.data
-    each = OPTIMIZER_BYTES + (EMA_BYTES if workload.ema else 0)
+    each = OPTIMIZER_BYTES + 2 * workload.item_bytes  # which are read and written
     moved = each * stage_parameters(workload, software) / ways
     return memory_seconds(moved, hardware)

@@ -1,13 +1,13 @@
 """The run to be estimated: a model's sizes, its mesh, and how a batch is cut.
 
-Plain numbers, no jax. `workload_of(config)` reads them off a run's settings; benchmarks write
-published runs down as workloads directly.
+Plain numbers. `workload_of(config)` reads them off a run's settings; benchmarks write published
+runs down as workloads directly.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmdtrain.config.schema import RunConfig
 
@@ -145,7 +145,7 @@ class Workload:
     stored_bytes: int = 4  # of a weight at rest, and of each moment
     moments: int = 2  # that the optimizer keeps of each weight
     gradients_at_weights: bool = True  # False: at a point beside them, which a step holds as well
-    ema: bool = False  # whether an average of the weights is kept
+    item_bytes: int = 0  # of other items of the state for each weight, such as an average of it
 
     @property
     def accumulation(self) -> int:
@@ -154,8 +154,8 @@ class Workload:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state for each weight: moments, and a float32 of the average."""
-        return self.stored_bytes * self.moments + (4 if self.ema else 0)
+        """Bytes for each weight of the moments, and of other items of the state."""
+        return self.stored_bytes * self.moments + self.item_bytes
 
     @property
     def tokens(self) -> int:
@@ -242,5 +242,21 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         stored_bytes=4 if config.precision.params == "float32" else 2,
         moments=config.optimizer.moments,
         gradients_at_weights=config.optimizer.gradients_at_weights,
-        ema=config.optimizer.ema is not None,
+        item_bytes=_item_bytes(config),
     )
+
+
+def _item_bytes(config: RunConfig) -> int:
+    """Bytes of the items of a state of one weight that they have for that weight."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    from spmdtrain.parallel.mesh import AXES
+    from spmdtrain.train import items
+    from spmdtrain.train.item import Start
+
+    weight: dict[str, Any] = {"weight": jax.ShapeDtypeStruct((1,), config.precision.params)}
+    where = {"weight": PartitionSpec()}
+    start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1))
+    of_weight = [tree["weight"] for tree in items.by_parameter(items.shapes(start))]
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))

@@ -13,7 +13,7 @@ from spmdtrain.processes.xla_flags import (
 from spmdtrain.running.guards.host_memory import host_bytes
 from spmdtrain.running.report.summary import held_bytes
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.state import bytes_per_device
+from spmdtrain.train.state import resting_bytes
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"
 
@@ -67,11 +67,8 @@ class MemoryGuard:
 
     def _too_little(self) -> OutOfMemoryError:
         available = available_bytes(self._setup.mesh)
-        state = self._setup.state
-        parts = {
-            "parameters": bytes_per_device(state.params),
-            "optimizer": bytes_per_device((state.opt_state, state.ema)),
-        }
+        parameters, optimizer = resting_bytes(self._setup.state)
+        parts: dict[str, int] = {"parameters": parameters, "optimizer": optimizer}
         needed = None
         if self._report is not None:
             needed = held_bytes(self._report)

@@ -52,7 +52,8 @@ class ReplicaCheck:
             self._hear()
 
     def _ask(self, step: int, state: TrainState) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.ema))
+        trees = (state.params, state.opt_state, state.items)
+        leaves = jax.tree_util.tree_leaves_with_path(trees)
         names = [jax.tree_util.keystr(path[1:], simple=True, separator=".") for path, _ in leaves]
         specs = tuple(leaf.sharding.spec for _, leaf in leaves)
         differ, sums = _program(self._mesh, specs)([leaf for _, leaf in leaves])

@@ -138,7 +138,7 @@ def test_a_resumed_run_judges_as_if_it_had_never_stopped(onto, undisturbed, tmp_
     assert figures(tmp_path) == figures(undisturbed)
     setup = shard(tiny(*SETTINGS, *settings), devices=jax.devices()[:1])
     got, want = (restore.restore(directory, setup) for directory in (tmp_path, undisturbed))
-    assert np.isfinite(want.recent).all()
+    assert np.isfinite(want.items["recent"]).all()
     assert_same_bits(got, want)
 
 

@@ -1,0 +1,138 @@
+"""What an item of the training state is: a value that steps change and checkpoints keep, besides
+the weights and their optimizer state.
+
+An item says how it begins, where it rests, what a step makes of it, and what happens where a
+checkpoint lacks it. That is all: the step, checkpoints, fingerprints, comparisons of replicas,
+`show` and the planner go through the table of items (items.py) and name none of them.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.parallel.specs import drop_axes
+from spmdtrain.train.batch import Batch
+
+Specs = Mapping[str, P]  # by dotted parameter path
+Metrics = dict[str, jax.Array]
+# A tree of arrays. One of an item that is saved among the arrays of a checkpoint is a dict.
+Value = Any
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an item may begin with.
+
+    `params`: the weights as they rest, traced or abstract, and `specs`, where they do. `trained`:
+    the paths of those that an update changes. `sizes`: devices along each axis of the mesh.
+    """
+
+    config: RunConfig
+    params: Mapping[str, jax.Array]
+    trained: Collection[str]
+    specs: Specs
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step, as items see it when they are updated; for tracing.
+
+    `params`: the weights that it made, at rest. `gradients`: of the mean loss over the batch, and
+    clipped. `loss`, `grad_norm` (before clipping) and `tokens` (with a loss): float32 scalars.
+    `limits`: the largest loss and gradient norm of a good step, float32 [2]. `good`: a bool; where
+    it is false, the step leaves the weights as they were. Both are None where nothing judges steps.
+    """
+
+    config: RunConfig
+    params: Mapping[str, jax.Array]
+    gradients: Mapping[str, jax.Array]
+    batch: Batch
+    loss: jax.Array
+    grad_norm: jax.Array
+    tokens: jax.Array
+    limits: jax.Array | None = None
+    good: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Note:
+    """How an item of a few numbers lies in the meta of a checkpoint, which is JSON.
+
+    `read(written, asked)` gives numbers, or numpy arrays, of the structure and shapes of `asked`,
+    whatever the shapes were that were written.
+    """
+
+    write: Callable[[Value], Any]
+    read: Callable[[Any, Value], Value]
+
+
+def no_figures(value: Value, taken: Taken) -> Metrics:  # noqa: ARG001
+    """An item that reports nothing."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item of the training state.
+
+    `begin(start)` is its value before the first step, for tracing, or None where the settings ask
+    for none. `rests(start, value)` gives the spec of each leaf: `as_parameters`, `whole` or
+    `per_data_shard`. `update(value, taken)` is its value after a step; `figures(value, taken)` is
+    what the step reports of the value before it.
+
+    `name` is its key in `TrainState.items`, and its name in a checkpoint: an identifier.
+    """
+
+    name: str
+    begin: Callable[[Start], Value | None]
+    rests: Callable[[Start, Value], Value]
+    update: Callable[[Value, Taken], Value]
+    figures: Callable[[Value, Taken], Metrics] = no_figures
+    # What a step does that leaves the weights as they were: keeps the item too, or updates it.
+    when_skipped: Literal["keep", "update"] = "keep"
+    # False: it may hold numbers that are not finite, in a state that is good.
+    is_finite: bool = True
+    # None: it lies among the arrays of a checkpoint.
+    note: Note | None = None
+    # `lacking(where)`: the error of whoever restores a state from a checkpoint without it; None: it
+    # begins there. A run that goes on begins it in any case.
+    lacking: Callable[[str], CheckpointError] | None = None
+    # `fold(leaf, shape)`: a leaf of an array that does not rest as parameters do, brought to the
+    # shape that it has on another mesh; None: it begins anew there.
+    fold: Callable[[jax.Array, tuple[int, ...]], jax.Array] | None = None
+
+
+def as_parameters(start: Start, value: Value) -> Value:
+    """By dotted path of parameters: each array has the shape of its parameter, and rests with it.
+
+    A checkpoint brings it to another layout of the pipeline, and to other padding, as it does the
+    parameter.
+    """
+    return {path: start.specs[path] for path in value}
+
+
+def whole(start: Start, value: Value) -> Value:  # noqa: ARG001
+    """The same on every device."""
+    return jax.tree.map(lambda _: P(), value)
+
+
+def per_data_shard(start: Start, value: Value) -> Value:
+    """The first dim counts the shards of `data`, each of which holds its own.
+
+    An array at the path of a parameter, with the parameter's dims after the first, is split along
+    them as the parameter is in use.
+    """
+
+    def spec(path: tuple, x: jax.Array) -> P:
+        name = getattr(path[0], "key", "") if path else ""
+        if name not in start.specs or start.params[name].ndim != x.ndim - 1:
+            return P("data")
+        return P("data", *drop_axes(("data",), start.specs[name]))
+
+    return jax.tree_util.tree_map_with_path(spec, value)

@@ -1,0 +1,79 @@
+"""The items of the training state, and what is done with all of them.
+
+A new one is a file with an `Item` (item.py), and a line in `TABLE`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.train import ema, loss_scale, spikes
+from spmdtrain.train.item import Item, Metrics, Start, Taken, Value, as_parameters
+
+TABLE: tuple[Item, ...] = (ema.ITEM, spikes.ITEM, loss_scale.ITEM)
+
+Values = dict[str, Value]  # by the name of the item
+
+
+def of(values: Mapping[str, Value]) -> Iterator[tuple[Item, Value]]:
+    """Yields the items that a state has, with their values."""
+    return ((item, values[item.name]) for item in TABLE if item.name in values)
+
+
+def begin(start: Start) -> Values:
+    """The items that the settings ask for, before the first step; for tracing."""
+    begun = {item.name: item.begin(start) for item in TABLE}
+    return {name: value for name, value in begun.items() if value is not None}
+
+
+def shapes(start: Start) -> Values:
+    """The same as ShapeDtypeStructs; `start.params` may be such too."""
+    return jax.eval_shape(lambda params: begin(replace(start, params=params)), dict(start.params))
+
+
+def abstract(start: Start, mesh: Mesh) -> Values:
+    """The same again, each with its sharding."""
+    return {
+        item.name: jax.tree.map(
+            lambda x, spec: at_rest(x, mesh, spec), value, item.rests(start, value)
+        )
+        for item, value in of(shapes(start))
+    }
+
+
+def at_rest(x: Any, mesh: Mesh, spec: P) -> Any:
+    """A ShapeDtypeStruct with its sharding, which stands for an array."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:
+    """The items after a step, and what it reports of them; for tracing."""
+    after = {}
+    figures: Metrics = {}
+    for item, value in of(values):
+        figures |= item.figures(value, taken)
+        new = item.update(value, taken)
+        if taken.good is not None and item.when_skipped == "keep":
+            new = unless_skipped(taken.good, new, value)
+        after[item.name] = new
+    return after, figures
+
+
+def unless_skipped(good: jax.Array, after: Value, before: Value) -> Value:
+    """What a step that is good has made; after another what was there before, bit for bit."""
+    return jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
+
+
+def by_parameter(values: Mapping[str, Value]) -> list[Mapping[str, Value]]:
+    """The values that rest as parameters do, each by dotted path."""
+    return [value for item, value in of(values) if item.rests is as_parameters]
+
+
+def finite(values: Mapping[str, Value]) -> list[Value]:
+    """The values that have only finite numbers in a state that is good."""
+    return [value for item, value in of(values) if item.is_finite]
