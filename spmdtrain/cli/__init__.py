@@ -6,12 +6,14 @@ settings. Nothing at all is imported before Ctrl-C has one line for an answer.
 
 from collections.abc import Sequence
 
-from spmdtrain.processes import signals
+from spmdtrain.processes import closed_outputs, signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command (default: that of sys.argv, whose program then ends); return its code."""
     is_program = arguments is None
+    if is_program:
+        closed_outputs.complete()
     with signals.heard(until_exit=is_program):
         from spmdtrain.cli import command
 

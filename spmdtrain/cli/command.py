@@ -30,6 +30,9 @@ OF_THE_PATH = (
     errno.ENFILE,
 )
 
+# What standard output may have: no reader, no room, a file that is open for reading alone.
+OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+
 
 def run(arguments: Sequence[str] | None) -> int:
     """Run one command and return its exit code.
@@ -60,7 +63,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         if error.filename and error.errno in OF_THE_PATH:
             return _end_with(StorageError(f"{error.filename!r:.80}: {error.strerror}"))
-        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
+        if error.errno not in OF_OUTPUT or error.filename:
             raise
         # Standard output takes nothing more. Python would flush it again at its end, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,7 @@ a pause that doubles. One that would only come again (the settings, the data, nu
 a full disk) is not, and neither are CYCLES failures in a row without a new checkpoint.
 """
 
+import math
 import signal
 import sys
 import time
@@ -31,10 +32,9 @@ from spmdtrain.launch.goodput import DOWN, Goodput
 from spmdtrain.launch.patience import Patience
 from spmdtrain.launch.place import Place
 from spmdtrain.launch.ranks import Rank, Ranks
-from spmdtrain.processes import closed_outputs, pulse
-from spmdtrain.processes.signals import COMMANDS
+from spmdtrain.processes import closed_outputs, pulse, signals
+from spmdtrain.processes.signals import COMMANDS, WARNINGS
 
-WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 15.0  # for the others to end after one has failed
 ORDERLY_SECONDS = 60.0  # for the others to end after one has as it should
@@ -95,7 +95,7 @@ class Launcher:
         before = {
             number: signal.signal(number, self._on_signal)
             for number in (*COMMANDS, *WARNINGS)
-            if number in COMMANDS or signal.getsignal(number) == signal.SIG_DFL  # not of nohup
+            if number in COMMANDS or signals.is_free(number)  # not of nohup
         }
         try:
             return self._attempts()
@@ -138,11 +138,14 @@ class Launcher:
 
     def _watch(self, ranks: Ranks) -> Ending:
         handed_on = 0
+        since = -math.inf
         while True:
             for rank, what, step in ranks.listen(POLL_SECONDS):
                 self._note(rank, what, step, leads=rank is ranks.ranks[0])
-            if self._asked_to_end > handed_on:
-                handed_on = self._asked_to_end
+            is_another = time.monotonic() - since > 2 * signals.HANDED_ON_SECONDS
+            if self._asked_to_end > handed_on and is_another:
+                handed_on += 1
+                since = time.monotonic()
                 ranks.signal(signal.SIGTERM)
             if len(ranks.running()) < len(ranks.ranks):
                 return self._ended(ranks)

@@ -10,6 +10,8 @@ import os
 import signal
 from contextlib import suppress
 
+from spmdtrain.processes import signals
+
 PIPE = "SPMDTRAIN_PULSE"  # in the environment: the number of the file descriptor
 
 # The phases of a process, in their order. `begin` is entered by being started.
@@ -44,6 +46,7 @@ def begin() -> None:
     except OSError:  # left behind by a launcher that is not ours
         return
     _pipe = pipe
+    signals.launched()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # written in C: needs no free GIL
 
 

@@ -1,4 +1,7 @@
-"""Ends a command at any moment on SIGINT (Ctrl-C) or SIGTERM: one line, and code 130 or 143.
+"""Ends a command at any moment on a signal that asks for it: one line, and code 128 + its number.
+
+These are SIGINT (Ctrl-C) and SIGTERM, the early warnings of schedulers, SIGUSR1 and SIGUSR2, and
+SIGHUP of a terminal that is closed.
 
 Python itself would raise KeyboardInterrupt wherever its main thread happens to be: in an import,
 which turns it into another error, in a callback, which prints and forgets it, or not before a
@@ -17,10 +20,13 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 COMMANDS = (signal.SIGINT, signal.SIGTERM)
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+HANDED_ON_SECONDS = 2.0  # in which a launcher hands on what a scheduler has sent to both of them
 CLEANING_SECONDS = 5.0  # that a command may take to clean up
 FLUSHING_SECONDS = 1.0  # that a full pipe may hold up the end
 ERASE = "\r\x1b[2K"  # of a terminal's live line
@@ -28,6 +34,7 @@ ERASE = "\r\x1b[2K"  # of a terminal's live line
 _is_cleaning = False
 _asked = 0  # the signal that has come; 0: none
 _code: int | None = None  # of a program that is about to exit
+_is_launched = False
 _saving: object = None  # the handler of a loop, which saves
 _farewell: Callable[[int], None] | None = None
 _is_ending = threading.Lock()
@@ -35,13 +42,14 @@ _is_ending = threading.Lock()
 
 @contextmanager
 def heard(until_exit: bool = False) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM end the process; so do they afterwards where it is to exit then.
+    """Inside, COMMANDS and WARNINGS end the process; so do they afterwards if it is to exit then.
 
     A signal that somebody else has taken over, or that is ignored, is left alone.
     """
     global _asked, _code, _farewell
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    taken = [number for number in COMMANDS if signal.getsignal(number) == defaults[number]]
+    defaults = dict.fromkeys((*COMMANDS, *WARNINGS), signal.SIG_DFL)
+    defaults[signal.SIGINT] = signal.default_int_handler
+    taken = [number for number, default in defaults.items() if signal.getsignal(number) == default]
     if threading.current_thread() is not threading.main_thread():
         taken = []
     if not taken:
@@ -53,7 +61,8 @@ def heard(until_exit: bool = False) -> Iterator[None]:
     before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     for number in taken:
         signal.signal(number, _on_signal)
-    threading.Thread(target=_listen, args=(listened,), name="signals", daemon=True).start()
+    listener = threading.Thread(target=_listen, args=(listened,), name="signals", daemon=True)
+    listener.start()
     if until_exit and signal.SIGINT in taken:
         # Python's very end, which lasts a moment, would give the signal its default again.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
@@ -65,6 +74,7 @@ def heard(until_exit: bool = False) -> Iterator[None]:
                 signal.signal(number, defaults[number])
             signal.set_wakeup_fd(before)
             os.close(told)  # which ends the thread
+            listener.join()
 
 
 @contextmanager
@@ -80,6 +90,36 @@ def cleaning_up() -> Iterator[None]:
     finally:
         _is_cleaning = False
         sys.unraisablehook = before
+
+
+def is_free(number: int) -> bool:
+    """True where nobody has taken the signal over, and it is not ignored."""
+    return signal.getsignal(number) in (signal.SIG_DFL, _on_signal)
+
+
+def launched() -> None:
+    """Says that a launcher watches this process: it hands on what it is sent itself."""
+    global _is_launched
+    _is_launched = True
+
+
+class Requests:
+    """Tells the second request to end from the first one.
+
+    A scheduler sends a signal to all processes of a job, launchers included, and a launcher hands
+    it on: what comes to a launched process within HANDED_ON_SECONDS is one request.
+    """
+
+    def __init__(self):
+        self._first: float | None = None
+
+    def is_second(self) -> bool:
+        """Counts a request that has come; True if it is not the first."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            return False
+        return not _is_launched or now - self._first > HANDED_ON_SECONDS
 
 
 def saves_first(handler: object) -> None:
@@ -109,7 +149,7 @@ def say(number: int = 0) -> int:
     """Says once that the command was ended by a signal, SIGINT unless told; returns the code."""
     number = number or _asked or signal.SIGINT
     erase = ERASE if os.isatty(2) else ""
-    how = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     with suppress(OSError):
         os.write(2, f"{erase}spmdtrain: {how}\n".encode())
     return 128 + number  # as a shell reports a program that a signal has ended
@@ -145,11 +185,11 @@ def _on_signal(number: int, _frame: object) -> None:
 
 
 def _listen(listened: int) -> None:
-    commands = 0  # that came while a loop saves
+    requests = Requests()  # that came while a loop saves
     while told := os.read(listened, 1):
         number = told[0]
         handler = signal.getsignal(number)
-        if number in COMMANDS and handler is _on_signal:
+        if handler is _on_signal:
             if _code is not None:
                 os._exit(_code)
             if _is_cleaning or _asked:
@@ -159,8 +199,6 @@ def _listen(listened: int) -> None:
                 if _code is not None:
                     os._exit(_code)
             end(number)
-        elif number in COMMANDS and handler == _saving:
-            commands += 1
-            if commands > 1:
-                end(number)
+        elif number in COMMANDS and handler == _saving and requests.is_second():
+            end(number)
     os.close(listened)

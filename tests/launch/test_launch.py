@@ -19,7 +19,7 @@ from spmdtrain.launch import ranks
 from spmdtrain.launch.goodput import Goodput
 from spmdtrain.launch.patience import FACTOR, Patience
 from spmdtrain.launch.place import Place, find_place
-from spmdtrain.processes import pulse
+from spmdtrain.processes import pulse, signals
 
 WORKER = Path(__file__).parent / "worker.py"
 DONE, PREEMPTED, HANG, LOST = 0, 3, HangError.exit_code, PeerLostError.exit_code
@@ -127,6 +127,34 @@ def test_a_signal_is_handed_on_and_the_run_saves(launch, tmp_path, monkeypatch):
     code, launcher = launch("")
     assert (code, launcher.attempts) == (PREEMPTED, 1)
     assert int((tmp_path / "saved.0").read_text()) > 4
+
+
+def test_a_second_signal_is_handed_on_when_it_cannot_be_the_first_once_more(monkeypatch):
+    monkeypatch.setattr(signals, "HANDED_ON_SECONDS", 0.1)
+    launcher = module.Launcher([], Place(), 1, step_seconds=100)
+    heard = []
+
+    class Deaf:
+        """One process that ends when it has heard two signals."""
+
+        ranks = (ranks.Rank(0, None, 0),)  # pyright: ignore[reportArgumentType]
+
+        def listen(self, seconds: float) -> list:
+            time.sleep(seconds / 10)
+            return []
+
+        def signal(self, number: int) -> None:
+            assert number == signal.SIGTERM
+            heard.append(time.monotonic())
+
+        def running(self) -> tuple:
+            return self.ranks if len(heard) < 2 else ()
+
+    monkeypatch.setattr(launcher, "_ended", lambda _: module.Ending(PREEMPTED))
+    launcher._on_signal(signal.SIGTERM, None)
+    launcher._on_signal(signal.SIGTERM, None)
+    assert launcher._watch(Deaf()).code == PREEMPTED  # pyright: ignore[reportArgumentType]
+    assert heard[1] - heard[0] > 0.1
 
 
 def test_no_process_outlives_its_launcher(tmp_path):

@@ -1,9 +1,10 @@
-"""SIGINT and SIGTERM end a command at any moment, whatever it is busy with: one line, no traceback.
+"""Signals end a command at any moment, whatever it is busy with: one line, no traceback.
 
 The loop, which saves first, is in tests/running/guards/test_signals.py.
 """
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -28,7 +29,9 @@ code = main()
 atexit.register(lambda: (print("late", flush=True), time.sleep(30)))
 sys.exit(code)
 """
-LINE = {signal.SIGINT: "spmdtrain: interrupted\n", signal.SIGTERM: "spmdtrain: ended by SIGTERM\n"}
+SIGNALS = (*signals.COMMANDS, *signals.WARNINGS)
+LINE: dict[int, str] = {number: f"spmdtrain: ended by {number.name}\n" for number in SIGNALS}
+LINE[signal.SIGINT] = "spmdtrain: interrupted\n"
 TINY = """
 [model]
 layers = 1
@@ -158,12 +161,24 @@ def test_who_has_taken_the_signal_over_keeps_it():
     )
 
 
+@pytest.fixture
+def by_default():
+    """Nobody has taken a signal over, whatever the tests run under."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("by_default")
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ImportError("numpy"), OSError("cut")])
-def test_whatever_becomes_of_an_interrupt_is_one_line(error, monkeypatch, capfd):
+def test_whatever_becomes_of_an_interrupt_is_one_line(error, number, monkeypatch, capfd):
     """numpy's import, say, turns it into an ImportError."""
 
     def interrupted(_):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         raise error  # no signal reaches this line without `cleaning_up`
 
     def parse(_):
@@ -173,11 +188,19 @@ def test_whatever_becomes_of_an_interrupt_is_one_line(error, monkeypatch, capfd)
             except KeyboardInterrupt:
                 raise error from None
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.getsignal(number)
     monkeypatch.setattr(command, "_run", parse)
-    try:
-        assert main([]) == 130
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capfd.readouterr().err == LINE[signal.SIGINT]
+    assert main([]) == 128 + number
+    assert signal.getsignal(number) == before
+    assert capfd.readouterr().err == LINE[number]
+
+
+@pytest.mark.usefixtures("by_default")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_a_command_that_has_nothing_to_clean_up(number, monkeypatch, capfd):
+    left = queue.Queue()
+    monkeypatch.setattr(os, "_exit", left.put)
+    with signals.heard():
+        signal.raise_signal(number)
+        assert left.get(timeout=20) == 128 + number
+    assert capfd.readouterr().err == LINE[number]

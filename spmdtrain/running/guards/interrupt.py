@@ -17,10 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.processes import closed_outputs, pulse, signals
-from spmdtrain.processes.signals import COMMANDS
+from spmdtrain.processes.signals import COMMANDS, WARNINGS
 
-# Left alone where somebody else has them: ignored (nohup), or a handler of the caller.
-WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 Ending = Literal["preempted", "stopped"]  # by a signal, by a hook
 
 
@@ -34,7 +32,7 @@ class Interrupt:
 
     def __init__(self, mesh: Mesh):
         self.requested = False  # by a signal
-        self._commanded = False
+        self._commands = signals.Requests()
         self._mesh = mesh
         self._votes: jax.Array | None = None
         everywhere = NamedSharding(mesh, P())
@@ -74,15 +72,17 @@ class Interrupt:
 
     def _handle(self, number: int, _frame: Any) -> None:
         if number in COMMANDS:
-            if self._commanded:
+            if self._commands.is_second():
                 signals.end(number)
-            self._commanded = True
         elif number == signal.SIGHUP:
             closed_outputs.let_go()
         self.requested = True
 
 
 def _is_free(number: int) -> bool:
-    """True where nobody has taken the signal: with SIGUSR1 a launcher asks for the stacks."""
+    """True where nobody has taken the signal: ignored (nohup), or with a handler of the caller.
+
+    With SIGUSR1 a launcher asks for the stacks.
+    """
     asks_for_stacks = number == signal.SIGUSR1 and pulse.is_watched()
-    return signal.getsignal(number) == signal.SIG_DFL and not asks_for_stacks
+    return signals.is_free(number) and not asks_for_stacks

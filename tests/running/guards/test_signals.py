@@ -1,5 +1,6 @@
 """Signals that ask a run to end: it saves, whichever comes and whoever still reads its output."""
 
+import contextlib
 import json
 import os
 import pty
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from spmdtrain.processes import closed_outputs, pulse
+from spmdtrain.processes import closed_outputs, pulse, signals
 from spmdtrain.running.guards.interrupt import COMMANDS, WARNINGS, Interrupt
 
 ROOT = Path(__file__).parents[3]
@@ -47,11 +48,14 @@ def disposed(number: int, handler):
 def test_a_signal_asks_the_loop_to_end_and_is_given_back(number):
     put_back = disposed(number, signal.SIG_DFL)
     try:
-        with Interrupt(MESH) as interrupt:
-            assert interrupt.agreed() is None
-            signal.raise_signal(number)
-            assert interrupt.agreed() == "preempted"
-        assert signal.getsignal(number) == signal.SIG_DFL
+        for around in (contextlib.nullcontext(), signals.heard()):  # in Python, and in a command
+            with around:
+                before = signal.getsignal(number)
+                with Interrupt(MESH) as interrupt:
+                    assert interrupt.agreed() is None
+                    signal.raise_signal(number)
+                    assert interrupt.agreed() == "preempted"
+                assert signal.getsignal(number) == before
     finally:
         put_back()
 
@@ -66,6 +70,19 @@ def test_only_the_second_command_ends_the_process_at_once(second, monkeypatch):
         assert interrupt.requested and left == []
         signal.raise_signal(second)
     assert left == [128 + second]
+
+
+def test_what_a_scheduler_sends_to_a_launcher_and_its_run_is_one_request(monkeypatch):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(signals, "_is_launched", True)
+    with Interrupt(MESH) as interrupt:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        assert interrupt.requested and left == []
+        monkeypatch.setattr(signals, "HANDED_ON_SECONDS", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+    assert left == [128 + signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", WARNINGS)
