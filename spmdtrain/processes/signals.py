@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 COMMANDS = (signal.SIGINT, signal.SIGTERM)
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -47,7 +48,7 @@ def heard(until_exit: bool = False) -> Iterator[None]:
     A signal that somebody else has taken over, or that is ignored, is left alone.
     """
     global _asked, _code, _farewell
-    defaults = dict.fromkeys((*COMMANDS, *WARNINGS), signal.SIG_DFL)
+    defaults: dict[int, Any] = dict.fromkeys((*COMMANDS, *WARNINGS), signal.SIG_DFL)
     defaults[signal.SIGINT] = signal.default_int_handler
     taken = [number for number, default in defaults.items() if signal.getsignal(number) == default]
     if threading.current_thread() is not threading.main_thread():
