@@ -28,6 +28,7 @@ from spmdtrain.data.token_files.tokens import (
     DTYPES,
     TokenSource,
     beyond_vocabulary,
+    loss_path,
     open_tokens,
     storage_dtype,
     token_paths,
@@ -117,10 +118,19 @@ class Corpus:
             index += 1
 
     def counts(self, start: int, stop: int) -> np.ndarray:
-        """Return which tokens at the offsets start to stop - 1 count as targets, float32 0 or 1."""
+        """Return which tokens at the offsets start to stop - 1 count as targets, float32 0 or 1.
+
+        Raises DataError where the files of a corpus say neither.
+        """
         if self.loss is None:
             return np.ones(stop - start, np.float32)
-        return self.loss[start:stop].astype(np.float32)
+        marks = self.loss[start:stop]
+        if marks.max(initial=0) > 1:
+            path, offset = self._place(start + int((marks > 1).argmax()))
+            raise DataError(
+                f"{loss_path(path)} is damaged: its mark at token offset {offset} is not 0 or 1"
+            )
+        return marks.astype(np.float32)
 
     def has_tokenizer_of(self, other: "Corpus") -> bool:
         """Return whether the ids of both mean the same."""
@@ -130,10 +140,15 @@ class Corpus:
 
     def _refuse(self, offset: int, token: int):
         assert self.files, f"id {token} at {offset} of a corpus we made is beyond its vocabulary"
+        path, place = self._place(offset)
+        raise beyond_vocabulary(path, token, place, self.vocab)
+
+    def _place(self, offset: int) -> tuple[str, int]:
+        """Return the file of the token at an offset, and its offset there."""
         file = bisect_right(self.files, offset, key=lambda file: file[0]) - 1
         first, path = self.files[file]
         skipped = self.file_offsets[file] if self.file_offsets else 0
-        raise beyond_vocabulary(path, token, skipped + offset - first, self.vocab)
+        return path, skipped + offset - first
 
 
 def find_vocab(config: DataConfig, seed: int) -> int:

@@ -43,6 +43,19 @@ def original(tmp_path_factory):
     return folder
 
 
+def test_a_mark_of_a_loss_that_is_not_0_or_1_is_no_weight(tmp_path):
+    for name in "ab":
+        write(tmp_path / name)
+    marks = bytearray((tmp_path / "b.loss").read_bytes())
+    marks[70] = 129
+    (tmp_path / "b.loss").write_bytes(marks)
+    corpus = token_corpus([str(tmp_path / "*.bin")])
+    assert corpus.counts(0, TOKENS + 70).max() == 1
+    said = r"b\.loss is damaged: its mark at token offset 70 is not 0 or 1"
+    with pytest.raises(DataError, match=said):
+        corpus.counts(TOKENS, TOKENS + 71)
+
+
 @given(st.sampled_from([".bin", ".loss"]), st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_file_rewritten_in_place_at_its_size_is_another(original, suffix, data):

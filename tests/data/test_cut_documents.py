@@ -48,8 +48,8 @@ def parquet(table, sink) -> None:
     parquet.write_table(table, sink, row_group_size=7, write_page_checksum=True)
 
 
-def stream(table, sink) -> None:
-    with arrow.ipc.new_stream(sink, table.schema) as writer:
+def stream(table, sink, **options) -> None:
+    with arrow.ipc.new_stream(sink, table.schema, **options) as writer:
         writer.write_table(table, max_chunksize=5)
 
 
@@ -150,6 +150,14 @@ def test_a_border_of_blocks_or_messages_is_no_end(folder):
     (folder / "a.arrow").write_bytes(whole * 2)
     with pytest.raises(DataError, match="bytes follow the end of the stream"):
         texts_of(folder / "a.arrow")
+    legacy = arrow.ipc.IpcWriteOptions(use_legacy_format=True)  # ends in four zeros
+    older = table_bytes(lambda table, sink: stream(table, sink, options=legacy))
+    (folder / "a.arrow").write_bytes(older)
+    assert texts_of(folder / "a.arrow") == TEXTS
+    for more in (b"x", bytes(4), bytes(5)):
+        (folder / "a.arrow").write_bytes(older + more)
+        with pytest.raises(DataError, match="bytes follow the end of the stream"):
+            texts_of(folder / "a.arrow")
 
 
 @settings(max_examples=60)

@@ -129,6 +129,8 @@ OTHERS = {
     "another header": (llmc(278895051, 1, IDS, "<u2"), "ids with a header"),
     "swapped header": (swapped_header(), "ids with a header"),
     "text": (TEXT.encode(), "plain text"),
+    "UTF-16": (TEXT.encode("utf-16-le"), "text in UTF-16LE"),
+    "UTF-16, swapped": (TEXT.encode("utf-16-be"), "text in UTF-16BE"),
     "one line": (b"12 words", "plain text"),
     "json lines": ((json.dumps({"text": TEXT}) + "\n").encode() * 3, "plain text"),
     "cut character": (("x" * 4095 + "é" * 3000).encode(), "plain text"),
@@ -203,10 +205,11 @@ def test_bare_files_of_both_types_are_read(tmp_path):
         (IDS, "<u4", 50304, {"dtype": "uint32"}),
         (IDS % 4, "<u2", 4, {}),
         (IDS % 17, "<u2", 17, {}),
+        (np.frombuffer(TEXT.encode(), np.uint8), "<u2", 256, {}),  # ids that are bytes
         (np.r_[IDS[:90], np.zeros(3000), IDS], "<u2", 50304, {}),
     ):
         corpus = opened(written(tmp_path, ids.astype(dtype).tobytes()), vocab, **more)
-        assert corpus.read(0, len(ids)).tolist() == ids.tolist()
+        assert corpus.read(0, len(corpus.tokens)).tolist() == ids.tolist()
 
 
 @given(st.integers(2, 50304), st.integers(1, 400), st.integers(0, 2**32))

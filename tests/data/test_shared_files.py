@@ -1,6 +1,7 @@
 """No token of any validation split is in any training range, whatever files sources share."""
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ class Numbers:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Files of several documents; each also by a link of either kind, and under another path."""
+    """Files of several documents; each also by a link of either kind, as a copy, and under another path."""
     root = tmp_path_factory.mktemp("shared")
     (root / "other").symlink_to(root)
     rng = np.random.default_rng(0)
@@ -50,11 +51,22 @@ def folder(tmp_path_factory):
         for link, make in (("soft", os.symlink), ("hard", os.link)):
             for path in root.glob(f"{name}.*"):
                 make(path, root / f"{link}_{name}{path.suffix}")
+        for path in root.glob(f"{name}.*"):
+            shutil.copyfile(path, root / f"copy_{name}{path.suffix}")
         assert number < len(FILES)
     return root
 
 
-SPELLINGS = ("{}.bin", "{}", "soft_{}.bin", "hard_{}.bin", "other/{}.bin", "[{}].bin", "./{}.bin")
+SPELLINGS = (
+    "{}.bin",
+    "{}",
+    "soft_{}.bin",
+    "hard_{}.bin",
+    "copy_{}.bin",
+    "other/{}.bin",
+    "[{}].bin",
+    "./{}.bin",
+)
 named = st.tuples(st.sampled_from(FILES), st.sampled_from(SPELLINGS))
 sources = st.lists(named, min_size=1, max_size=4, unique_by=lambda each: each[0])
 

@@ -6,7 +6,7 @@ from random import Random
 
 DOCUMENT_FORMATS = ("text", "jsonl", "parquet", "arrow_stream", "arrow_file", "dataset")
 TOKEN_FORMATS = ("plain", "ours", "ours_chat", "nanogpt", "llmc", "llmc3", "megatron")
-TOKENIZERS = ("bytes", "characters", "bytelevel", "metaspace")
+TOKENIZERS = ("bytes", "characters", "bytelevel", "metaspace", "unmarked")
 SEPARATORS = ("<|endoftext|>", "\n\n", "aa", "\u2028", "\x00")
 TEMPLATES = (
     "<|im_start|>{role}\n{content}<|im_end|>\n",
@@ -16,7 +16,12 @@ TEMPLATES = (
 # What is done to one file of a case. LEGAL ones change nothing of what it holds.
 LEGAL = ("none", "link", "members")
 BYTES = ("cut", "flip", "insert", "delete", "zeros", "tail", "twice", "empty")
-CONTENTS = ("nested", "digits", "surrogate", "utf16", "bom", "crlf", "array", "other_format")
+CONTENTS = (
+    *("nested", "digits", "surrogate", "other_encoding", "bom", "crlf", "cr", "array"),
+    *("other_format", "other_compression"),
+)
+# Of ids that say nothing of themselves.
+RETYPED = ("<u4", "<i8", ">u2", ">u4", ">i8", "<f4", "npy", "header")
 PLACES = ("fifo", "folder", "missing", "ending", "socket")
 OUTS = ("fresh", "exists", "long", "below_a_file", "fifo")
 
@@ -45,7 +50,9 @@ class Case:
     length: int = 8  # of a sequence
     fraction: float = 0.0  # of the tokens that validate
     shuffle: bool = False
-    reads: str = "path"  # how a run names the files: "path", "glob", "validation_path", "mix"
+    # How a run names the files: "path", "glob", "validation_path", "mix" or "shared", which is a
+    # mixture of sources that share files.
+    reads: str = "path"
 
     @property
     def is_prepared(self) -> bool:
@@ -134,10 +141,14 @@ def _draw_tokens(seed: int, random: Random) -> Case:
     )
     if format_ == "plain":
         case = replace(case, reads=random.choice(("path", "glob")))
+    if format_ in ("nanogpt", "llmc") and random.random() < 0.3:
+        case = replace(case, reads="shared", files=3)
     if random.random() < 0.4:
         return replace(case, damage=random.choice(LEGAL[:2]))
     beside = {"ours": ("sidecar", "index"), "ours_chat": ("sidecar", "index", "loss")}
     beside["megatron"] = ("index",)
     target = random.choice(("input", *beside.get(format_, ())))
     damage = "shrink" if random.random() < 0.05 else _draw_damage(random)
+    if format_ == "nanogpt" and random.random() < 0.4:
+        damage = random.choice(RETYPED)
     return replace(case, target=target, damage=damage)

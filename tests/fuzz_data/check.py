@@ -5,6 +5,8 @@
 3. What is valid is taken.
 4. What `data prepare` writes is exactly what `expected` reads in its input, document by document.
 5. What a run reads in an epoch is what was written, every token once.
+6. No token that validates is trained on, whatever files the sources of a mixture share.
+7. Other content is known by its fingerprint, though its size and its times are the same.
 """
 
 import contextlib

@@ -1,17 +1,24 @@
 """Does to a file what disks, copies, editors and people do."""
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from fuzz_data.case import BYTES, Case
+import numpy as np
+
+from fuzz_data.case import BYTES, RETYPED, Case
 from fuzz_data.formats import Made, compressed
 
 DEEP = 100_000  # brackets
 DIGITS = 5_000
+SKIPPABLE = b"\x5e\x2a\x4d\x18\5\0\0\0hello"  # a frame of zstandard that holds no text
 # The first bytes of Parquet, Arrow, gzip, zstd, NumPy, zip and pickle.
 MAGICS = (
     b"PAR1",
@@ -34,7 +41,15 @@ ENDINGS = (
     ".txt.gz",
     ".bin",
     ".npy",
+    ".TXT.GZ",
+    ".jsonl.ZST",
+    ".bz2",
+    ".jsonl.xz",
+    ".lz4",
+    ".tar.gz",
+    ".feather",
 )
+CODES = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
 
 
 def damage(case: Case, made: Made) -> None:
@@ -45,6 +60,9 @@ def damage(case: Case, made: Made) -> None:
         return
     if case.damage in BYTES:
         path.write_bytes(_changed(path.read_bytes(), case.damage, random))
+    elif case.damage in RETYPED:
+        made.unreadable.add(path)
+        path.write_bytes(_retyped(path.read_bytes(), case.damage, random))
     elif case.damage == "link":
         moved = path.rename(path.with_name(f"moved-{path.name}"))
         path.symlink_to(moved)
@@ -54,6 +72,12 @@ def damage(case: Case, made: Made) -> None:
         _rename(made, path, random)
     elif case.damage in ("fifo", "folder", "missing", "socket"):
         _replace(path, case.damage)
+    elif case.damage == "other_compression":
+        content = path.read_bytes()
+        pack = random.choice((gzip.compress, bz2.compress, lzma.compress, _as_zst))
+        path.write_bytes(pack(content))
+        if case.compression and pack is _of_ending(path):
+            made.unreadable.add(path)  # it is packed twice
     else:
         content = _other_content(path, case, made, random)
         path.write_bytes(_packed(content, path, random))
@@ -99,13 +123,31 @@ def _changed(content: bytes, how: str, random: Random) -> bytes:
 
 
 def _add_members(case: Case, path: Path, random: Random) -> None:
-    """Append what is legal behind a compressed file: empty members, and zeros behind the last."""
+    """Add what is legal in a compressed file: empty members and frames, zeros after the last."""
     more = b""
     if case.compression == "gz":
         more = random.choice((gzip.compress(b"", mtime=0), bytes(512)))
     elif case.compression == "zst":
-        more = compressed(b"", "zst", Random(0))
+        more = random.choice((compressed(b"", "zst", Random(0)), SKIPPABLE))
+        if random.random() < 0.5:
+            path.write_bytes(SKIPPABLE + path.read_bytes())
     path.write_bytes(path.read_bytes() + more)
+
+
+def _retyped(content: bytes, how: str, random: Random) -> bytes:
+    """Return the ids of a bare file as numbers of another type, or with a header."""
+    ids = np.frombuffer(content, "<u2")
+    if how == "header":
+        header = np.zeros(256, "<i4")
+        header[:3] = random.choice((278895051, 20230420, 7)), 1, len(ids)
+        return header.tobytes() + content
+    if how == "npy":
+        file = io.BytesIO()
+        rows = random.choice((ids, ids[None]))
+        version = random.choice(((1, 0), (2, 0), (3, 0)))
+        np.lib.format.write_array(file, rows.astype(random.choice(("<u2", ">u2", "<i8"))), version)
+        return file.getvalue()
+    return ids.astype(how).tobytes()
 
 
 def _rename(made: Made, path: Path, random: Random) -> None:
@@ -142,8 +184,11 @@ def _other_content(path: Path, case: Case, made: Made, random: Random) -> bytes:
         return random.choice(within).encode()
     if case.damage == "surrogate":
         return f'{{{name}: "a\\ud800"}}\n'.encode()
-    if case.damage == "utf16":
-        return f"{{{name}: {json.dumps(plain)}}}\n".encode("utf-16")
+    if case.damage == "other_encoding":
+        made.unreadable.add(path)
+        return (f"{{{name}: {json.dumps(plain)}}}\n" * random.randint(1, 3)).encode(
+            random.choice(CODES)
+        )
     if case.damage == "array":
         return json.dumps([{made.field_name: plain}] * 2, indent=random.choice((None, 1))).encode()
     if case.damage == "other_format":
@@ -151,12 +196,20 @@ def _other_content(path: Path, case: Case, made: Made, random: Random) -> bytes:
     original = path.read_bytes()
     if case.damage == "bom":
         return b"\xef\xbb\xbf" + original
-    return original.replace(b"\n", b"\r\n")
+    return original.replace(b"\n", b"\r\n" if case.damage == "crlf" else b"\r")
+
+
+def _as_zst(content: bytes) -> bytes:
+    return compressed(content, "zst", Random(0))
+
+
+def _of_ending(path: Path) -> Callable[[bytes], bytes] | None:
+    return {".gz": gzip.compress, ".zst": _as_zst}.get(path.suffix.lower())
 
 
 def _packed(content: bytes, path: Path, random: Random) -> bytes:
     """Return the content as the ending says, so that what is within is found too."""
     if random.random() < 0.2:
         return content
-    ending = path.suffix
+    ending = path.suffix.lower()
     return compressed(content, ending[1:], random) if ending in (".gz", ".zst") else content

@@ -3,6 +3,7 @@
 It is what `check` compares the framework with, and shares no code with it.
 """
 
+import contextlib
 import gzip
 import json
 import struct
@@ -16,9 +17,10 @@ import pyarrow.parquet
 import zstandard
 
 from fuzz_data.case import Case
-from fuzz_data.formats import JSONL_ENDINGS, LLMC, MEGATRON, Made
+from fuzz_data.formats import BGZF, JSONL_ENDINGS, LLMC, MEGATRON, Made
 
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # with which an Arrow stream ends
+# With which an Arrow stream ends, now and before Arrow 0.15.
+ENDS_OF_STREAM = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 
 
 class Unreadable(Exception):
@@ -53,6 +55,8 @@ def _rows(case: Case, made: Made, path: Path) -> list:
         return _saved_rows(made, path)
     if not path.is_file():
         raise Unreadable("no file")
+    if path in made.unreadable:
+        raise Unreadable("as it is told")
     name = path.name.lower()
     stem = name
     for ending in (".gz", ".zst"):
@@ -60,6 +64,8 @@ def _rows(case: Case, made: Made, path: Path) -> list:
     kind = Path(stem).suffix
     try:
         if kind == ".parquet":
+            if path.read_bytes().count(b"PAR1") > 2:
+                raise Unreadable("two files in one")
             return _column(pyarrow.parquet.read_table(path), made.field_name)
         if kind == ".arrow":
             return _arrow_rows(path.read_bytes(), made.field_name)
@@ -79,6 +85,9 @@ def _unpacked(content: bytes, ending: str) -> bytes:
     """Return what all members of a file hold, each of which must be whole."""
     if ending not in (".gz", ".zst"):
         return content
+    is_bgzf = content.startswith(BGZF[:4]) and content[10 : len(BGZF)] == BGZF[10:]
+    if is_bgzf and not content.endswith(BGZF + b"\x1b\0\3\0" + bytes(8)):
+        raise Unreadable("it lacks its last member")
     whole = b""
     is_first = True
     # Zeros may follow the last member of a .gz, as on a tape.
@@ -86,6 +95,12 @@ def _unpacked(content: bytes, ending: str) -> bytes:
         is_first = False
         if ending == ".gz":
             member = zlib.decompressobj(31)
+        elif content[1:4] == b"\x2a\x4d\x18" and 0x50 <= content[0] < 0x60:
+            end = 8 + int.from_bytes(content[4:8], "little")
+            if len(content) < end:
+                raise Unreadable("it ends early")
+            content = content[end:]
+            continue
         else:
             member = zstandard.ZstdDecompressor().decompressobj()
         try:
@@ -132,23 +147,30 @@ def _value(line: bytes, field: str) -> Any:
 
 
 def _column(table: pyarrow.Table, field: str) -> list:
-    table.validate(full=True)
     if table.schema.names.count(field) != 1:
         raise Unreadable("no such column")
-    return table.column(field).to_pylist()
+    column = table.column(field)
+    column.validate(full=True)  # what others hold is read by nobody
+    return column.to_pylist()
 
 
 def _arrow_rows(content: bytes, field: str) -> list:
     source = pyarrow.BufferReader(content)
+    if content.startswith(b"ARROW1") and content.count(b"ARROW1") > 2:
+        raise Unreadable("two files in one")
     try:
         reader = pyarrow.ipc.open_stream(source)
     except pyarrow.ArrowInvalid:
         return _column(pyarrow.ipc.open_file(pyarrow.BufferReader(content)).read_all(), field)
-    table = reader.read_all()
+    batches = []
     end = source.tell()
-    if content[end - len(END_OF_STREAM) : end] != END_OF_STREAM:
+    with contextlib.suppress(StopIteration):
+        while True:
+            batches.append(reader.read_next_batch())
+            end = source.tell()
+    if content[end:] not in ENDS_OF_STREAM:
         raise Unreadable("the stream ends early")
-    return _column(table, field)
+    return _column(pyarrow.Table.from_batches(batches, reader.schema), field)
 
 
 def _saved_rows(made: Made, folder: Path) -> list:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import struct
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -18,12 +19,15 @@ from fuzz_data import tokenizer_files
 from fuzz_data.case import Case
 from fuzz_data.texts import draw_messages, draw_odd_messages, draw_text
 
+BGZF = b"\x1f\x8b\x08\4\0\0\0\0\0\xff\6\0BC\2\0"  # a member up to its size
 JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
 ROLES = pyarrow.struct(
     [("role", pyarrow.string()), ("content", pyarrow.string()), ("weight", pyarrow.int64())]
 )
+TERMS = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
 LLMC = {"llmc": (20240520, 1, "<u2", 50257), "llmc3": (20240801, 7, "<u4", 128256)}
 MEGATRON = {1: "<u1", 4: "<i4", 8: "<u2"}
+MOST_IDS = 2000  # in a file, of those that are shared
 FOREIGN_VOCAB = 251  # of ids in files of other programs, where their format does not say it
 
 
@@ -38,6 +42,7 @@ class Made:
     tokenizer: Path | None = None
     documents: list = field(default_factory=list)  # that were written; None where a row is empty
     is_odd: bool = False  # some documents may be refused
+    unreadable: set[Path] = field(default_factory=set)  # those that no reader may take as they are
     vocab: int | None = None  # that a run has to say
 
 
@@ -99,6 +104,8 @@ def _write(case: Case, random: Random, made: Made, documents: list, number: int)
         content = _arrow(random, made, documents, is_file=case.format == "arrow_file")
         ending = ".arrow"
     suffix = f".{case.compression}" if case.compression else ""
+    if random.random() < 0.05:
+        ending, suffix = ending.upper(), suffix.upper()
     path = made.folder / f"in-{number}{ending}{suffix}"
     path.write_bytes(compressed(content, case.compression, random))
     made.paths.append(path)
@@ -114,11 +121,27 @@ def compressed(content: bytes, how: str, random: Random) -> bytes:
         cut = random.randint(0, len(content))
         parts = [content[:cut], content[cut:]]
     if how == "gz":
-        return b"".join(gzip.compress(part, mtime=0) for part in parts)
+        pack = _bgzf if random.random() < 0.2 else lambda part: gzip.compress(part, mtime=0)
+        return b"".join(map(pack, parts))
     options: dict[str, Any] = {"write_checksum": random.random() < 0.5}
     options["write_content_size"] = random.random() < 0.5
     packer = zstandard.ZstdCompressor(level=random.choice((1, 3)), **options)
     return b"".join(packer.compress(part) for part in parts)
+
+
+def _bgzf(content: bytes) -> bytes:
+    """As bgzip: members that name their size, and an empty one at the end."""
+    half = len(content) // 2
+    members = []
+    for part in (content[:half], content[half:], b""):
+        packer = zlib.compressobj(wbits=-15)
+        packed = packer.compress(part) + packer.flush()
+        size = len(packed) + len(BGZF) + 9
+        if size >= 2**16:  # its size would not fit
+            return gzip.compress(content, mtime=0)
+        sums = struct.pack("<II", zlib.crc32(part), len(part))
+        members.append(BGZF + struct.pack("<H", size) + packed + sums)
+    return b"".join(members)
 
 
 def _text_file(case: Case, made: Made, documents: list[str]) -> bytes:
@@ -156,11 +179,21 @@ def _is_utf8(document: Any) -> bool:
 
 def _table(random: Random, made: Made, documents: list) -> pyarrow.Table:
     made.documents += documents
+    kind: Any
     if made.field_name == "messages" or any(isinstance(each, list) for each in documents):
-        kind: Any = pyarrow.list_(ROLES)
+        kind = pyarrow.list_(ROLES)
     else:
-        kind = random.choice((pyarrow.string(), pyarrow.string(), pyarrow.large_string()))
+        strings = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), TERMS)
+        kind = random.choice((pyarrow.string(), *strings))
+    if documents and made.field_name != "messages" and random.random() < 0.02:
+        made.is_odd = True  # no text, but bytes
+        kind = pyarrow.binary()
+        documents = [each and each.encode() for each in documents if not isinstance(each, list)]
     columns = {made.field_name: pyarrow.array(documents, kind)}
+    if random.random() < 0.1:  # a column that has one of its name within
+        kind_within = pyarrow.struct([(made.field_name, pyarrow.string())])
+        inner = pyarrow.array([{made.field_name: "within"}] * len(documents), kind_within)
+        columns = {"nested": inner, **columns}
     if random.random() < 0.5:
         columns = {"id": pyarrow.array(range(len(documents)), pyarrow.int64()), **columns}
     return pyarrow.table(columns)
@@ -172,7 +205,10 @@ def _parquet(random: Random, made: Made, documents: list) -> bytes:
         _table(random, made, documents),
         sink,
         row_group_size=random.choice((1, 3, 1000)),
-        compression=random.choice(("none", "snappy", "zstd", "gzip")),
+        compression=random.choice(("none", "snappy", "zstd", "gzip", "lz4", "brotli")),
+        data_page_version=random.choice(("1.0", "2.0")),
+        version=random.choice(("1.0", "2.6")),
+        write_page_index=random.random() < 0.2,
         use_dictionary=random.random() < 0.5,
         write_page_checksum=random.random() < 0.5,
     )
@@ -181,13 +217,19 @@ def _parquet(random: Random, made: Made, documents: list) -> bytes:
 
 def _arrow(random: Random, made: Made, documents: list, *, is_file: bool) -> bytes:
     table = _table(random, made, documents)
-    return _ipc(table, is_file=is_file, rows=random.choice((1, 2, 1000)))
+    is_new = made.field_name != "messages" and random.random() < 0.8
+    options = pyarrow.ipc.IpcWriteOptions(
+        compression=random.choice((None, None, "lz4", "zstd")) if is_new else None,
+        use_legacy_format=not is_new,
+    )
+    rows = random.choice((1, 2, 1000))
+    return _ipc(table, is_file=is_file, rows=rows, options=options)
 
 
-def _ipc(table: pyarrow.Table, *, is_file: bool, rows: int) -> bytes:
+def _ipc(table: pyarrow.Table, *, is_file: bool, rows: int, options: Any = None) -> bytes:
     sink = io.BytesIO()
     make = pyarrow.ipc.new_file if is_file else pyarrow.ipc.new_stream
-    with make(sink, table.schema) as writer:
+    with make(sink, table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=rows)
     return sink.getvalue()
 
@@ -240,27 +282,31 @@ def make_foreign(case: Case, folder: Path) -> Made:
             path.write_bytes("".join(draw_text(random) for _ in range(case.documents)).encode())
         else:
             path = folder / f"in-{number}.bin"
-            made.vocab = _write_ids(case, random, path)
+            made.vocab = _write_ids(case, random, path, number * MOST_IDS)
         made.paths.append(path)
         made.holders.append(path)
     return made
 
 
-def _write_ids(case: Case, random: Random, path: Path) -> int:
-    """Write ids, and return their vocabulary."""
-    lengths = [random.choice((0, 1, 2, 7, 40)) for _ in range(case.documents)] + [20]
+def _write_ids(case: Case, random: Random, path: Path, first: int) -> int:
+    """Write ids, and return their vocabulary. Where files are shared no two are equal."""
+    lengths = [random.choice((0, 1, 2, 7, 40)) for _ in range(case.documents)]
+    is_shared = case.reads == "shared"
+    lengths.append(400 if is_shared else 50)
     total = sum(lengths)
     if case.format in LLMC:
         magic, version, dtype, vocab = LLMC[case.format]
         header = np.zeros(256, "<i4")
         header[:3] = magic, version, total
-        ids = np.array([random.randrange(vocab) for _ in range(total)], dtype)
+        drawn = range(first, first + total)
+        ids = np.array(drawn if is_shared else [random.randrange(vocab) for _ in drawn], dtype)
         path.write_bytes(header.tobytes() + ids.tobytes())
         return vocab
     ids = [random.randrange(1, FOREIGN_VOCAB) for _ in range(total)]
     if case.format == "nanogpt":
+        ids = range(first, first + total) if is_shared else ids
         path.write_bytes(np.array(ids, "<u2").tobytes())
-        return FOREIGN_VOCAB
+        return LLMC["llmc"][3] if is_shared else FOREIGN_VOCAB
     code = case.random("type").choice(list(MEGATRON))
     path.write_bytes(np.array(ids, MEGATRON[code]).tobytes())
     path.with_suffix(".idx").write_bytes(_megatron_index(random, lengths, code))

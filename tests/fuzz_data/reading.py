@@ -4,7 +4,9 @@ A *pair* is a token and the one after it, which a run predicts from it. The pair
 mask 1 are compared with those that the files hold, however they are cut into windows and ordered.
 """
 
+import contextlib
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import numpy as np
 from fuzz_data import tokenizer_files
 from fuzz_data.case import Case
 from fuzz_data.expected import Ids
-from fuzz_data.formats import Made
+from fuzz_data.formats import LLMC, Made
 from fuzz_data.wrong import Wrong
 from spmdtrain.config import RunConfig
 from spmdtrain.config.errors import UserError
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from fuzz_data.check import Outcome
 
 PADDING = 3  # windows behind the last that are asked for
+LLMC_HEADER = 1024  # bytes
 MANY = 20_000  # tokens: more are read in windows that are LONGER times as long
 LONGER = 128
 
@@ -44,9 +47,7 @@ def plain_ids(case: Case, made: Made) -> list[Ids | None]:
         alphabet = sorted(set("".join(texts)))
         encoded = [[alphabet.index(letter) for letter in text] for text in texts]
     else:
-        package = tokenizer_files.opened(tokenizer_files.content_of(case.tokenizer))
-        package = type(package).from_str(package.to_str())
-        package.encode_special_tokens = True  # text is text
+        package = tokenizer_files.taking_text_for_text(case.tokenizer)
         encoded = [package.encode(text, add_special_tokens=False).ids for text in texts]
     rows = [np.array(list(ids), np.int64) for ids in encoded]
     return [
@@ -64,8 +65,8 @@ def examine(case: Case, made: Made, paths: list[Path], files: list[Ids | None]) 
     held = _joined(case, files, sources)
     must_take = case.may_be_read and held is not None and _is_ample(case, held)
     try:
-        config = _config(case, made, sources)
-        config, data = open_data(config)
+        asked = _config(case, made, sources)
+        config, data = open_data(asked)
         if case.damage == "shrink":
             os.truncate(made.holders[0], made.holders[0].stat().st_size // 2)
         epochs = _epochs(case, config, data)
@@ -73,8 +74,13 @@ def examine(case: Case, made: Made, paths: list[Path], files: list[Ids | None]) 
         return _refused(case, str(refusal), must_take=must_take)
     if held is None:
         raise Wrong(f"{case.format} that does not fit is read", f"{case.damage} of {case.target}")
-    for (corpus, train, validation), whole in zip(epochs, held, strict=True):
-        _compare(case, corpus, train, validation, whole)
+    if case.reads == "shared" and case.fraction:
+        _compare_shared(epochs, held)
+    else:
+        for (corpus, train, validation), whole in zip(epochs, held, strict=True):
+            _compare(case, corpus, train, validation, whole)
+    if case.damage != "shrink":
+        _see_other_content(case, asked, data.fingerprint, paths)
     return Outcome("passed", "")
 
 
@@ -82,7 +88,21 @@ def _sources(case: Case, paths: list[Path]) -> list[list[Path]]:
     """Return the files of each source of a mixture, or those that train and those that validate."""
     if case.reads in ("mix", "validation_path") and len(paths) > 1:
         return [paths[:1], paths[1:]]
+    if case.reads == "shared":
+        first = _again(case, paths[0])
+        return [paths, [first]] if case.shuffle else [paths, paths[:1], [first, paths[2]]]
     return [paths]
+
+
+def _again(case: Case, path: Path) -> Path:
+    """Return another name of a file, or another file of the same content."""
+    other = path.with_name(f"again-{path.name}")
+    how = case.random("again").choice((os.symlink, os.link, shutil.copyfile))
+    try:
+        how(path, other)
+    except (OSError, shutil.Error):  # it is damaged, and no file
+        return path
+    return other
 
 
 class Whole:
@@ -120,6 +140,9 @@ def _joined(case: Case, files: list[Ids | None], sources: list[list[Path]]) -> l
         return None
     if len(sources) == 1:
         return [Whole(known, None)]
+    if case.reads == "shared":
+        parts = [known, known[:1], [known[0], known[2]]][: len(sources)]
+        return [Whole(part, None) for part in parts]
     if case.reads == "validation_path":
         return [Whole(known, len(known[0].ids))]
     return [Whole(known[:1], None), Whole(known[1:], None)]
@@ -127,6 +150,8 @@ def _joined(case: Case, files: list[Ids | None], sources: list[list[Path]]) -> l
 
 def _is_ample(case: Case, held: list[Whole]) -> bool:
     """Return whether each part of each source has something to learn."""
+    if case.reads == "shared" and case.fraction:
+        return False  # a file may be too short to be cut
     for whole in held:
         cut = whole.cut
         if cut is None:
@@ -149,7 +174,7 @@ def _config(case: Case, made: Made, sources: list[list[Path]]) -> RunConfig:
         names = [[f"{folder}/{'out' if case.is_prepared else 'in-'}{ending}"]]
     data: dict[str, Any] = {"packing": case.packing, "shuffle": case.shuffle}
     data |= {"validation_fraction": case.fraction}
-    if len(names) > 1 and case.reads == "mix":
+    if len(names) > 1 and case.reads in ("mix", "shared"):
         data["mix"] = [{"name": f"s{i}", "path": path} for i, path in enumerate(names)]
     else:
         data |= {"corpus": "tokens", "path": names[0]}
@@ -193,9 +218,9 @@ def _windows(case: Case, source: CorpusData) -> int:
 
 def _compare_mixture(config: RunConfig, data: MixtureData, trains: list) -> None:
     """See that the first samples of a mixture are those of its sources, in turn."""
-    count = 2 * min(len(train["tokens"]) for train in trains)
-    batch = data.train_samples(config)(np.arange(count))
-    if np.bincount(batch["source"], minlength=len(trains)).tolist() != [count // 2] * len(trains):
+    each = min(len(train["tokens"]) for train in trains)
+    batch = data.train_samples(config)(np.arange(each * len(trains)))
+    if np.bincount(batch["source"], minlength=len(trains)).tolist() != [each] * len(trains):
         raise Wrong("a mixture of equal weights is unequal")
 
 
@@ -221,6 +246,45 @@ def _compare(case: Case, source: CorpusData, train: dict, validation: dict | Non
         raise Wrong(f"an evaluation is not what was written ({case.packing})")
 
 
+def _compare_shared(epochs: list[tuple], held: list[Whole]) -> None:
+    """See that sources which share files agree on what validates. No two ids are equal."""
+    trained: set[int] = set()
+    validated: set[int] = set()
+    for (source, train, validation), whole in zip(epochs, held, strict=True):
+        parts = [source.corpus.read(*span) for span in (source.train, source.validation)]
+        if sorted(np.concatenate(parts)) != sorted(whole.ids):
+            raise Wrong("a source that shares files loses tokens")
+        trained.update(parts[0].tolist(), *_pairs_of(train))
+        if validation is not None:
+            validated.update(parts[1].tolist(), *_pairs_of(validation))
+    if trained & validated:
+        raise Wrong("tokens that validate are trained on", str(sorted(trained & validated)[:9]))
+
+
+def _see_other_content(case: Case, config: RunConfig, known: str, paths: list[Path]) -> None:
+    """See that another byte in a file of the same size and times gives another fingerprint."""
+    random = case.random("fingerprint")
+    path = random.choice(paths)
+    beside = [path.with_suffix(ending) for ending in (".idx", ".loss")]
+    if case.is_prepared or case.format.startswith("ours"):
+        path = random.choice([path, *(each for each in beside if each.exists())])
+    first = LLMC_HEADER if case.format in LLMC else 0
+    content = path.read_bytes()
+    changed = bytearray(content)
+    changed[random.randrange(first, len(content))] ^= 1 << random.randrange(8)
+    times = path.stat()
+    path.write_bytes(changed)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with contextlib.suppress(UserError):
+        if open_data(config)[1].fingerprint == known:
+            raise Wrong("other content has the same fingerprint", path.suffix)
+    path.write_bytes(content)
+    if open_data(config)[1].fingerprint != known:
+        raise Wrong("the same content has another fingerprint", path.suffix)
+
+
 def _pairs_of(batch: dict[str, np.ndarray]) -> dict[tuple[int, int], int]:
     counts = batch["mask"] > 0
+    if (batch["mask"][counts] != 1).any():
+        raise Wrong("a token counts more than once", str(batch["mask"][counts].max()))
     return _counted(batch["tokens"][counts], batch["targets"][counts])

@@ -20,9 +20,9 @@ from fuzz_data.worker import timed  # noqa: E402
 from spmdtrain import cli  # noqa: E402
 from spmdtrain.cli import command  # noqa: E402
 from spmdtrain.config.errors import DataError  # noqa: E402
-from spmdtrain.data import prepare  # noqa: E402
 from spmdtrain.data.batches import EvalWindows  # noqa: E402
 from spmdtrain.data.corpus import Corpus  # noqa: E402
+from spmdtrain.data.prepare import prepare  # noqa: E402
 from spmdtrain.data.prepare.token_writer import TokenWriter  # noqa: E402
 
 ENOUGH = 150  # cases, among which each planted fault shows

@@ -1,6 +1,7 @@
-"""Two small tokenizers, written by hand so that they are the same everywhere, and what they mean.
+"""Small tokenizers, written by hand so that they are the same everywhere, and what they mean.
 
-`bytelevel` is that of GPT-2: every text comes back. `metaspace` is that of Llama 2: bytes for what
+`bytelevel` is that of GPT-2: every text comes back. `unmarked` is the same, but does not say that
+its special tokens are special. `metaspace` is that of Llama 2: bytes for what
 it does not know, and a space put before each text.
 """
 
@@ -12,14 +13,21 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 BYTELEVEL_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 METASPACE_SPECIALS = ("<s>", "</s>")
-ENDS = {"bytelevel": "<|endoftext|>", "metaspace": "</s>"}
+ENDS = {"bytelevel": "<|endoftext|>", "metaspace": "</s>", "unmarked": "<|endoftext|>"}
 PAIRS = ("l l", "h e", "t h", "th e", "he ll", "hell o", "Ġ t", "a a", "aa aa", "1 2", "n o")
 
 
 @cache
 def content_of(name: str) -> str:
     """Return the `tokenizer.json`."""
-    return (_bytelevel() if name == "bytelevel" else _metaspace()).to_str(pretty=True)
+    made = _metaspace() if name == "metaspace" else _bytelevel(is_marked=name == "bytelevel")
+    return made.to_str(pretty=True)
+
+
+def special_ids(name: str) -> list[int]:
+    """Return the ids that stand for no text."""
+    made = opened(content_of(name))
+    return list(made.get_added_tokens_decoder())
 
 
 def write(name: str, path: Path) -> None:
@@ -32,12 +40,12 @@ def _with_pairs(pieces: list[str], pairs: list[str]) -> tuple[dict[str, int], li
     return {piece: i for i, piece in enumerate([*pieces, *merged])}, merges
 
 
-def _bytelevel() -> Tokenizer:
+def _bytelevel(*, is_marked: bool) -> Tokenizer:
     vocab, merges = _with_pairs(sorted(pre_tokenizers.ByteLevel.alphabet()), list(PAIRS))
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(BYTELEVEL_SPECIALS))
+    tokenizer.add_tokens([AddedToken(each, special=is_marked) for each in BYTELEVEL_SPECIALS])
     return tokenizer
 
 
@@ -59,6 +67,15 @@ def opened(content: str) -> Tokenizer:
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    return tokenizer
+
+
+@cache
+def taking_text_for_text(name: str) -> Tokenizer:
+    """Return the package's own tokenizer, to which a special token that a text spells is text."""
+    marked = "bytelevel" if name == "unmarked" else name  # it heeds the mark alone
+    tokenizer = Tokenizer.from_str(content_of(marked))
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

@@ -50,7 +50,7 @@ def refuse_other_kinds(first: bytes, path: str) -> None:
     for magic, kind in MAGICS:
         if first.startswith(magic) and not magic.decode("latin-1").isprintable():
             raise DataError(f"{path} is not UTF-8 text", found=kind)
-    name = _encoding(first[:LOOKED_AT])
+    name = encoding_of(first[:LOOKED_AT])
     if name is None:
         return
     stem, ending = os.path.splitext(path)
@@ -60,7 +60,8 @@ def refuse_other_kinds(first: bytes, path: str) -> None:
     raise DataError(f"{path} is not UTF-8 text", found=name, fix="" if is_packed else command)
 
 
-def _encoding(first: bytes) -> str | None:
+def encoding_of(first: bytes) -> str | None:
+    """Returns how a text is encoded that is not UTF-8, as iconv names it; None: nothing known."""
     for mark, name in MARKS:
         if first.startswith(mark):
             return name

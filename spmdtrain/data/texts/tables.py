@@ -81,7 +81,7 @@ def _batches_of_stream(reader: Any, mapped: Any) -> Iterator[tuple[Any, int]]:
     marker = mapped.read(8)
     if not marker.startswith(STREAM_ENDS):
         raise EOFError("the stream ends early")
-    if rest > 8 or (rest == 8 and marker not in STREAM_ENDS):
+    if rest > 8 or marker not in STREAM_ENDS:
         raise EOFError("bytes follow the end of the stream")
 
 

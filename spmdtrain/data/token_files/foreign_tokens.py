@@ -248,7 +248,7 @@ def _of_llmc(path: Path, size: int) -> ForeignTokens | None:
 
 def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens:
     """Return the ids of a file that says nothing of itself."""
-    kind = kind_of_file(path, size, certain=asked is not None)
+    kind = kind_of_file(path, size, vocab, certain=asked is not None)
     if kind:
         fixes = {
             "plain text": f"spmdtrain data prepare {shlex.quote(str(path))} --out NAME",

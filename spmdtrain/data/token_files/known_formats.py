@@ -5,15 +5,17 @@ from pathlib import Path
 
 import numpy as np
 
-from spmdtrain.data.texts.other_kinds import LOOKED_AT, MAGICS
+from spmdtrain.data.texts.other_kinds import LOOKED_AT, MAGICS, encoding_of
 from spmdtrain.data.token_files.rows import reading
 
 HEADER = 1024  # bytes of the headers of token files, as far as they are known
 CERTAIN = 6  # bytes that no row of ids begins with by chance
+# Ids of about so many are bytes: a row of them is what UTF-16 makes of a text.
+BYTE_VOCAB = 512
 TEXT_CONTROLS = frozenset(b"\t\n\v\f\r\x1b")
 
 
-def kind_of_file(path: Path, size: int, *, certain: bool = False) -> str | None:
+def kind_of_file(path: Path, size: int, vocab: int, *, certain: bool = False) -> str | None:
     """Return what a file is that holds no bare ids, for a message; None: nothing known.
 
     With `certain` only what no row of ids begins with: someone has said that it is one.
@@ -37,15 +39,18 @@ def kind_of_file(path: Path, size: int, *, certain: bool = False) -> str | None:
         return "a chunk of samples with their offsets, as litdata writes"
     if _is_text(first):
         return "plain text"
-    if _has_header(first, size):
+    if vocab > BYTE_VOCAB and (name := encoding_of(first)):
+        return f"text in {name}"
+    if _has_header(first):
         return "ids with a header, which this program does not know"
     return None
 
 
-def _has_header(first: bytes, size: int) -> bool:
+def _has_header(first: bytes) -> bool:
     """Whether the first KiB is a few numbers and else zeros, as none is that comes after it."""
     row = np.frombuffer(first[: len(first) // HEADER * HEADER], np.uint8).reshape(-1, HEADER)
-    if size <= HEADER or len(row) < 2:
+    rest = first[HEADER:]
+    if not len(row) or rest.count(0) > len(rest) // 2:  # zeros are as common after it
         return False
     ends_in_zeros = np.count_nonzero(row[:, HEADER // 4 :], axis=1) == 0
     return bool(ends_in_zeros[0] and first[:HEADER].strip(b"\0") and not ends_in_zeros[1:].any())
