@@ -22,6 +22,7 @@ from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.texts.compressed import compression_of
 from spmdtrain.data.texts.documents import command_to_prepare, format_of
 from spmdtrain.data.texts.files import find_files, read_text
+from spmdtrain.data.token_files.blocks import contents
 from spmdtrain.data.token_files.foreign_tokens import ForeignTokens, is_foreign, open_foreign
 from spmdtrain.data.token_files.rows import Concatenated, StoredRow, reading
 from spmdtrain.data.token_files.tokens import (
@@ -316,6 +317,8 @@ def token_corpus(
     validating = [_with_ending(pattern) for pattern in validation]
     paths = find_files([*training, *validating])
     num_training = len(find_files(training))
+    if validating:
+        _refuse_copies(paths[:num_training], paths[num_training:])
     theirs = lru_cache(maxsize=1)(open_tokenizer)  # read once for all files
     sources: list[TokenSource | ForeignTokens] = []
     kinds: list[tuple[int, dict | None]] = []
@@ -333,6 +336,18 @@ def token_corpus(
     if tokenizer != "bytes" and spec:
         _check_tokenizer(tokenizer, spec, sources[0].path)
     return _joined(sources, first_vocab, spec, num_training if validating else None)
+
+
+def _refuse_copies(training: Sequence[str], validating: Sequence[str]) -> None:
+    """Raises DataError where a file that validates holds what one holds that is trained on."""
+    content = contents({path: path for path in (*training, *validating)})
+    trained = {content[path]: path for path in training}
+    for path in validating:
+        if content[path] in trained:
+            raise DataError(
+                f"data.validation_path: {path} is a copy of {trained[content[path]]}, which trains",
+                fix="other files, or data.validation_fraction",
+            )
 
 
 def _joined(

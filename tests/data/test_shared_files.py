@@ -33,7 +33,7 @@ class Numbers:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Files of several documents; each also by a link of either kind, as a copy, and under another path."""
+    """Files of several documents; each by a link of either kind, too, as a copy, and elsewhere."""
     root = tmp_path_factory.mktemp("shared")
     (root / "other").symlink_to(root)
     rng = np.random.default_rng(0)
@@ -57,16 +57,8 @@ def folder(tmp_path_factory):
     return root
 
 
-SPELLINGS = (
-    "{}.bin",
-    "{}",
-    "soft_{}.bin",
-    "hard_{}.bin",
-    "copy_{}.bin",
-    "other/{}.bin",
-    "[{}].bin",
-    "./{}.bin",
-)
+NAMES = ("{}.bin", "{}", "soft_{}.bin", "hard_{}.bin", "other/{}.bin", "[{}].bin", "./{}.bin")
+SPELLINGS = (*NAMES, "copy_{}.bin")
 named = st.tuples(st.sampled_from(FILES), st.sampled_from(SPELLINGS))
 sources = st.lists(named, min_size=1, max_size=4, unique_by=lambda each: each[0])
 
@@ -122,7 +114,7 @@ def test_nothing_that_validates_is_trained_on(folder, mixture, fraction):
             assert each.fingerprint != plain.fingerprint != each.earlier_fingerprint
 
 
-@pytest.mark.parametrize("again", SPELLINGS)
+@pytest.mark.parametrize("again", NAMES)
 @pytest.mark.parametrize("setting", ["path", "validation_path", "mix"])
 def test_a_file_twice_in_one_source_is_refused_by_any_name(again, setting, folder):
     one, other = f"{folder}/a.bin", f"{folder}/" + again.format("a")
@@ -147,3 +139,13 @@ def test_an_id_in_a_tail_is_refused_by_its_place_in_the_file(folder):
         DataError, match=rf"b\.bin: id {last[0]} at token offset {len(b.tokens) - 1} "
     ):
         every.corpus.read(every.validation.start, every.validation.stop)
+
+
+def test_a_copy_of_what_trains_does_not_validate(folder):
+    files = {
+        "path": [f"{folder}/a.bin", f"{folder}/b.bin"],
+        "validation_path": f"{folder}/copy_b.bin",
+    }
+    settings_ = {"model": {"name": "gpt"}, "data": {"corpus": "tokens", **files}}
+    with pytest.raises(DataError, match=r"copy_b\.bin is a copy of .*/b\.bin, which trains"):
+        open_data(RunConfig.model_validate(settings_))

@@ -1,7 +1,9 @@
 """Fixed blocks of a file, by which it is known again: these files may hold terabytes."""
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 
@@ -10,6 +12,8 @@ from spmdtrain.data.token_files.rows import reading
 
 BLOCKS = 64
 BLOCK_BYTES = 2**16
+File = str | tuple[int, int]  # as identity_of names it
+TO_COMPARE = 3  # of the blocks of a file, by which a copy is known
 COVERED = BLOCKS * BLOCK_BYTES  # a file up to this size is covered whole
 
 
@@ -38,3 +42,18 @@ def hash_of_blocks(path: str, size: int) -> str:
     for _, content in read_blocks(path, size, count=count):
         digest.update(content)
     return digest.hexdigest()
+
+
+def contents(path_of: Mapping[File, str]) -> dict[File, Hashable]:
+    """Returns for each file what it shares with its copies, and with no other file.
+
+    Blocks are read only of files that have the size of another.
+    """
+    sizes = {file: os.path.getsize(path) for file, path in path_of.items()}
+    frequent = Counter(sizes.values())
+    return {
+        file: tuple(read_blocks(path_of[file], size, count=TO_COMPARE))
+        if frequent[size] > 1
+        else file
+        for file, size in sizes.items()
+    }

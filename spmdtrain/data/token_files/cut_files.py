@@ -6,20 +6,16 @@ sources are cut file by file: then what of a file validates is the same in each 
 """
 
 import hashlib
-import os
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.texts.files import identity_of
-from spmdtrain.data.token_files.blocks import read_blocks
+from spmdtrain.data.token_files.blocks import contents
 from spmdtrain.data.token_files.rows import Concatenated, StoredRow
-
-File = str | tuple[int, int]  # as identity_of gives it
-BLOCKS = 3  # of a file, by which a copy is known
 
 
 def cut_shared_files(corpora: Sequence[Corpus], fraction: float) -> list[Corpus]:
@@ -33,7 +29,7 @@ def cut_shared_files(corpora: Sequence[Corpus], fraction: float) -> list[Corpus]
         for corpus, own in zip(corpora, files, strict=True)
         for identity, (_, path) in zip(own, corpus.files, strict=True)
     }
-    content = _contents(path_of)
+    content = contents(path_of)
     named = Counter(content[file] for own in files for file in own)
     return [
         _cut_each_file(corpus, fraction)
@@ -41,16 +37,6 @@ def cut_shared_files(corpora: Sequence[Corpus], fraction: float) -> list[Corpus]
         else corpus
         for corpus, own in zip(corpora, files, strict=True)
     ]
-
-
-def _contents(path_of: Mapping[File, str]) -> dict[File, Hashable]:
-    """Return for each file what is the same for its copies: a few blocks, where sizes are equal."""
-    sizes = {file: os.path.getsize(path) for file, path in path_of.items()}
-    frequent = Counter(sizes.values())
-    return {
-        file: tuple(read_blocks(path_of[file], size, count=BLOCKS)) if frequent[size] > 1 else file
-        for file, size in sizes.items()
-    }
 
 
 def _cut_each_file(corpus: Corpus, fraction: float) -> Corpus:
