@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.config import RunConfig
@@ -77,6 +77,7 @@ def ids_of(corpus: Corpus, span: Range) -> list[int]:
     return corpus.read(span.start, span.stop).tolist()
 
 
+@example([[("a", "{}.bin"), ("b", "{}.bin")], [("a", "copy_{}.bin")]], 0.3)
 @given(st.lists(sources, min_size=1, max_size=4), st.sampled_from([0.0, 0.1, 0.3, 0.5]))
 @settings(max_examples=50, deadline=None)
 def test_nothing_that_validates_is_trained_on(folder, mixture, fraction):
