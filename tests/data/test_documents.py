@@ -163,6 +163,22 @@ def test_a_damaged_file_is_named(name, tmp_path):
         prepare(Job([str(tmp_path / name)], str(tmp_path / "out")))
 
 
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("held", "said"), [("chats", "; try --field 'a chat'"), ("texts", "")])
+def test_a_field_of_conversations_is_answered_by_conversations(ending, held, said, tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"id": "a text", "list": ["x"]} | ({"a chat": messages} if held == "chats" else {})
+    path = tmp_path / f"a{ending}"
+    if ending == ".jsonl":
+        path.write_text(json.dumps(row))
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist([row]), path)
+    with pytest.raises(DataError) as error:
+        prepare(Job([str(path)], str(tmp_path / "out"), chat=True))
+    assert str(error.value).endswith(f"found {', '.join(row)}{said}")
+
+
 def test_a_column_and_a_split_that_are_not_there_are_answered_by_those_that_are(tmp_path):
     write_parquet(tmp_path / "a.parquet") if table() else None
     with pytest.raises(

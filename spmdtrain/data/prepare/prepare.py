@@ -18,6 +18,7 @@ from spmdtrain.data.prepare.progress import heartbeat, plain_lines
 from spmdtrain.data.prepare.shards import Output, Position
 from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, share_tokenizer
 from spmdtrain.data.texts.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
+from spmdtrain.data.texts.tables import CONVERSATIONS
 from spmdtrain.data.token_files.tokens import open_tokens
 from spmdtrain.data.tokenizers.chat import CHATML, Template, faults, markers_of_text, with_markers
 from spmdtrain.data.tokenizers.tokenizer import (
@@ -48,7 +49,7 @@ class Job:
 
     @property
     def field_name(self) -> str:
-        return self.field or ("messages" if self.chat else "text")
+        return self.field or (CONVERSATIONS if self.chat else "text")
 
 
 def prepare(job: Job) -> None:

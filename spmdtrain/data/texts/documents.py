@@ -21,7 +21,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.texts.compressed import compression_of, opened, without_compression
 from spmdtrain.data.texts.files import decode, find_files, parse_json, read_json
 from spmdtrain.data.texts.other_kinds import LOOKED_AT, refuse_other_kinds
-from spmdtrain.data.texts.tables import arrow_rows, no_field, parquet_rows
+from spmdtrain.data.texts.tables import CONVERSATIONS, arrow_rows, no_field, parquet_rows
 
 CHUNK_BYTES = 2**18  # of text in a chunk, about: a fraction of a second's work
 FORMATS = {
@@ -177,10 +177,21 @@ def _value_of_line(line: bytes, where: str, field: str) -> Any:
     if not isinstance(row, dict):
         raise DataError(f"{where} is not a JSON object", found=f"{line[:40]!r}")
     if field not in row:
-        texts = {name: value for name, value in row.items() if isinstance(value, str)}
-        by_length = sorted(texts, key=lambda name: -len(texts[name]))
+        is_meant = _is_conversation if field == CONVERSATIONS else _is_text
+        meant = {name: value for name, value in row.items() if is_meant(value)}
+        by_length = sorted(meant, key=lambda name: -len(meant[name]))
         raise no_field(where, field, row, by_length)
     return row[field]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_conversation(value: Any) -> bool:
+    return bool(
+        isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
+    )
 
 
 def _array(path: str) -> DataError:

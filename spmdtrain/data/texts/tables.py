@@ -1,6 +1,7 @@
 """Read one column of Parquet and Arrow files, some rows at a time."""
 
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.texts.files import import_for
 
 MOST_ROWS = 1000  # that are taken at a time
+CONVERSATIONS = "messages"  # the field of conversations, if none is named
 FILE_MAGIC = b"ARROW1"
 PARQUET_MAGIC = b"PAR1"
 BLOCK = 2**20  # bytes that are looked through at a time
@@ -146,8 +148,9 @@ def _check_column(path: str, field: str, schema: Any, arrow: Any) -> None:
     """Raise DataError where a table has no such column, or two."""
     count = schema.names.count(field)
     if count == 0:
-        texts = [column.name for column in schema if _is_text(column.type, arrow)]
-        raise no_field(path, field, schema.names, texts)
+        is_meant = _is_conversation if field == CONVERSATIONS else _is_text
+        meant = [column.name for column in schema if is_meant(column.type, arrow)]
+        raise no_field(path, field, schema.names, meant)
     if count > 1:
         raise DataError(f"{path} has {count} columns {field!r}")
 
@@ -158,12 +161,17 @@ def _is_text(kind: Any, arrow: Any) -> bool:
     return any(test(held) for test in tests)
 
 
-def no_field(where: str, field: str, columns: Iterable[str], texts: Sequence[str]) -> DataError:
-    """Return the error; `texts` are the columns that may have been meant, the likeliest first."""
+def _is_conversation(kind: Any, arrow: Any) -> bool:
+    del arrow
+    return "struct<" in str(kind) and "role:" in str(kind)
+
+
+def no_field(where: str, field: str, columns: Iterable[str], meant: Sequence[str]) -> DataError:
+    """Return the error; `meant` are the columns that may have been, the likeliest first."""
     return DataError(
         f"{where} has no field {field!r}",
         found=", ".join(columns) or "none",
-        fix=f"--field {texts[0]}" if texts else "",
+        fix=f"--field {shlex.quote(meant[0])}" if meant else "",
     )
 
 
