@@ -191,6 +191,30 @@ def test_two_tables_in_one_file_are_refused(name, folder):
             texts_of(folder / name)
 
 
+def test_a_table_that_says_another_number_of_rows_is_refused(folder):
+    path = folder / "a.parquet"
+    path.write_bytes(WHOLE["a.parquet"])
+    rows = len(TEXTS)
+    assert texts_of(path) == TEXTS
+    length = int.from_bytes(WHOLE["a.parquet"][-8:-4], "little")
+    head, footer = WHOLE["a.parquet"][: -8 - length], WHOLE["a.parquet"][-8 - length :]
+    # Thrift: field 3 of the footer, int64, in zigzag.
+    assert footer.count(bytes([0x16, 2 * rows])) > 0
+    at = footer.index(bytes([0x16, 2 * rows]))
+    path.write_bytes(head + footer[: at + 1] + bytes([2 * rows - 4]) + footer[at + 2 :])
+    with pytest.raises(DataError, match=f"it has {rows} rows, and says {rows - 2}"):
+        texts_of(path)
+
+
+def test_a_column_whose_name_is_the_path_of_another_is_read_itself(folder):
+    from pyarrow import parquet
+
+    held = {"text": [{"text": "within"}] * 2, "text.text": ["a", "b"]}
+    parquet.write_table(arrow.table(held), folder / "dots.parquet")
+    (chunk,) = read_chunks(str(folder / "dots.parquet"), "text.text")
+    assert chunk.rows == ["a", "b"]
+
+
 @pytest.mark.parametrize("name", ["A.JSONL", "A.JSONL.GZ", "a.jsonl.Zst", "A.PARQUET"])
 def test_an_ending_in_capitals_is_the_same_ending(name, folder):
     (folder / name).write_bytes(WHOLE[name.lower()])

@@ -66,7 +66,10 @@ def _rows(case: Case, made: Made, path: Path) -> list:
         if kind == ".parquet":
             if path.read_bytes().count(b"PAR1") > 2:
                 raise Unreadable("two files in one")
-            return _column(pyarrow.parquet.read_table(path), made.field_name)
+            table = pyarrow.parquet.read_table(path, columns=[made.field_name])
+            if pyarrow.parquet.read_metadata(path).num_rows != len(table):
+                raise Unreadable("another number of rows")
+            return _column(table, made.field_name)
         if kind == ".arrow":
             return _arrow_rows(path.read_bytes(), made.field_name)
         content = _unpacked(path.read_bytes(), Path(name).suffix)

@@ -37,7 +37,9 @@ def parquet_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[
         done = 0
         for batch in table.iter_batches(rows, columns=[field]):
             done += batch.num_rows
-            yield from _slices(batch.column(0), done, skip, size * done // total, most_bytes)
+            yield from _slices(batch.column(field), done, skip, size * done // total, most_bytes)
+        if done != table.metadata.num_rows:
+            raise EOFError(f"it has {done} rows, and says {table.metadata.num_rows}")
 
 
 def arrow_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Rows]:
