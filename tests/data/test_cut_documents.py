@@ -215,6 +215,15 @@ def test_a_column_whose_name_is_the_path_of_another_is_read_itself(folder):
     assert chunk.rows == ["a", "b"]
 
 
+def test_a_frame_of_the_longest_window_is_read(folder):
+    """As `zstd --long=31` writes it."""
+    options = {"window_log": 31, "enable_ldm": True, "write_content_size": False}
+    parameters = zstandard.ZstdCompressionParameters(**options)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (folder / "a.jsonl.zst").write_bytes(packer.compress(lines(TEXTS)) + packer.flush())
+    assert texts_of(folder / "a.jsonl.zst") == TEXTS
+
+
 @pytest.mark.parametrize("name", ["A.JSONL", "A.JSONL.GZ", "a.jsonl.Zst", "A.PARQUET"])
 def test_an_ending_in_capitals_is_the_same_ending(name, folder):
     (folder / name).write_bytes(WHOLE[name.lower()])

@@ -37,6 +37,7 @@ BGZF_ENDS = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000
 
 # RFC 8878. Numbers are little-endian.
 FRAME = 0xFD2FB528
+LONGEST_WINDOW = 2**31  # bytes: `zstd --long=31`, as archives of forums are packed
 SKIPPABLE = range(0x184D2A50, 0x184D2A60)
 
 
@@ -74,7 +75,8 @@ def opened(path: str) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
                 zstandard = import_for("zstandard", path)
                 broken.append(zstandard.ZstdError)
                 _check_frames(raw)
-                reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+                unpacker = zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW)
+                reader = unpacker.stream_reader(raw, read_across_frames=True)
                 yield io.BufferedReader(reader), raw
             else:
                 yield raw, raw
