@@ -41,6 +41,8 @@ from spmdtrain.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from spmdtrain.data.source import open_data
+from spmdtrain.running.compile_step import compile_step, lower_step
 
 GPT2 = Path(__file__).parents[1] / "configs" / "gpt2_124m.toml"
 ALONE = ["data.corpus=synthetic", "data.path=none", "data.validation_fraction=0.0", "eval.every=0",
@@ -98,7 +100,7 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
     device = jax.devices()[0]
     if device.platform == "cpu" and not chosen.dry:
         sys.exit("there is no GPU here; --dry runs tiny shapes on the CPU")
-    config, data = loop.open_data(config)
+    config, data = open_data(config)
     setup = shard(config, devices=[device])
     state = init_state(setup)
     # Such small matrices do hardly anything: what they compute would not show in the loss.
@@ -114,7 +116,7 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
                  for name in ("tokens", "targets")}  # fmt: skip
         np.savez(chosen.start, **{name: np.asarray(x) for name, x in state.params.items()}, **first)
     count = sum(x.size for x in state.params.values())
-    step, _ = loop.compile_step(setup, loop.lower_step(setup))
+    step, _ = compile_step(setup, lower_step(setup))
     losses = []
     for batch in batches:
         state, metrics = step(state, batch)

@@ -48,8 +48,10 @@ from spmdtrain.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from spmdtrain.data.source import open_data
 from spmdtrain.processes import pulse
 from spmdtrain.running import loop
+from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.guards.bad_steps import Guard
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.guards.replicas import ReplicaCheck
@@ -132,12 +134,12 @@ def of_the_devices(config: RunConfig, rounds: int, steps: int) -> dict[str, floa
     """A step that judges itself to one that does not: medians over the rounds, on the wall and on
     the processors, and the ratio of the fastest.
     """
-    config, data = loop.open_data(config)
+    config, data = open_data(config)
     contenders = []
     for policy in ("rollback", "abort"):
         guard = config.guard.model_copy(update={"policy": policy})
         setup = shard(config.model_copy(update={"guard": guard}), devices=jax.devices()[:DEVICES])
-        step, _ = loop.compile_step(setup, loop.lower_step(setup))
+        step, _ = compile_step(setup, lower_step(setup))
         contenders.append([step, init_state(setup)])
     with loop.batches(setup, data, 0, 0) as ahead:
         batches = [next(ahead) for _ in range(steps)]

@@ -41,12 +41,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmdtrain.checkpoints.identity import identity
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, AdamW, CheckpointConfig, EvalConfig, RunConfig, TrainConfig
+from spmdtrain.data.source import open_data
 from spmdtrain.running import loop
+from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.setup import init_state, shard
@@ -257,7 +260,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     """
     train = config.train.model_copy(update={"steps": (rounds + 1) * steps})
     config = config.model_copy(update={"train": train, "eval": EvalConfig(every=steps)})
-    config, data = loop.open_data(config)
+    config, data = open_data(config)
     setup = shard(config, devices=jax.devices()[:1])
     directory.mkdir(parents=True, exist_ok=True)
     with loop.batches(setup, data, 0, 0) as ahead:
@@ -265,7 +268,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     pairs = [(batch["tokens"][0], batch["targets"][0]) for batch in batches]
 
     state = init_state(setup)
-    step, _ = loop.compile_step(setup, loop.lower_step(setup))
+    step, _ = compile_step(setup, lower_step(setup))
     alone = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
     contenders = {
         name: Contender(*bare_step(setup.config, state.params, name == BARE[1]), pairs)
@@ -283,7 +286,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     ):
         turns = Turns(contenders, steps)
         saves = loop.Saves(
-            setup, loop.identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0
+            setup, identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0
         )
         loop.train(setup, state, step, turns, ahead, saves, reporter, interrupt)
 

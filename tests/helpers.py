@@ -13,8 +13,10 @@ import numpy as np
 
 from spmdtrain.config import RunConfig, from_resolved, resolved
 from spmdtrain.data.batches import ReadAhead
+from spmdtrain.data.source import open_data
 from spmdtrain.parallel.axes import AXES
 from spmdtrain.running import loop
+from spmdtrain.running.compile_step import lower_step
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_gradients
@@ -72,7 +74,7 @@ def prepared(*overrides: str) -> Setup:
 
 def batches_of(setup: Setup) -> ReadAhead:
     """The batches of a run from its first step on; use it in a `with`."""
-    config, data = loop.open_data(setup.config)
+    config, data = open_data(setup.config)
     assert config.model.vocab == setup.config.model.vocab
     return loop.batches(setup, data, 0, 0)
 
@@ -96,7 +98,7 @@ def trained(
 @cache
 def compiled_step(*overrides: str) -> jax.stages.Compiled:
     """The step's executable, which several tests run or read; nothing is allocated."""
-    return loop.lower_step(prepared(*overrides)).compile()
+    return lower_step(prepared(*overrides)).compile()
 
 
 def partitioned_text(*overrides: str) -> str:
@@ -105,7 +107,7 @@ def partitioned_text(*overrides: str) -> str:
     """
     with tempfile.TemporaryDirectory() as directory:
         dump = {"xla_dump_to": directory, "xla_dump_hlo_pass_re": "spmd-partitioning"}
-        loop.lower_step(prepared(*overrides)).compile(compiler_options=dump)
+        lower_step(prepared(*overrides)).compile(compiler_options=dump)
         dumped = list(Path(directory).glob("*after_spmd-partitioning*.txt"))
         assert dumped, "nothing was compiled: the step lay in the compilation cache"
         return dumped[0].read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config import CheckpointError
-from spmdtrain.running.directory import check_source
+from spmdtrain.running.start.directory import check_source
 
 CONFIG = '[model]\nlayers = 1\nembed = 16\nheads = 1\n[data]\ncorpus = "synthetic"\n'
 LONG = "x" * 300

@@ -11,9 +11,9 @@ from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import Source, Tokens, open_data
-from spmdtrain.running.directory import open_directory
 from spmdtrain.running.guards.bad_steps import Record
 from spmdtrain.running.report.json_lines import write_document
+from spmdtrain.running.start.directory import open_directory
 from spmdtrain.train.setup import Setup, placed
 from spmdtrain.train.state import TrainState
 

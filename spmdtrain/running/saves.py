@@ -7,8 +7,8 @@ from spmdtrain.checkpoints.identity import Meta
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.processes import pulse
-from spmdtrain.running.early_stop import EarlyStop
 from spmdtrain.running.guards.bad_steps import Record
+from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState

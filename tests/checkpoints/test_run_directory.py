@@ -15,7 +15,7 @@ from spmdtrain.checkpoints.plain_path import PlainPath
 from spmdtrain.cli import main
 from spmdtrain.config import StorageError, UserError
 from spmdtrain.config.run_files import RunFiles
-from spmdtrain.running.directory import open_directory
+from spmdtrain.running.start.directory import open_directory
 
 SETTINGS = (
     "model.layers=1",

@@ -20,8 +20,8 @@ from spmdtrain.config import StorageError, to_toml
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.running import directory as module
 from spmdtrain.running import loop
-from spmdtrain.running.directory import only_run
 from spmdtrain.running.save_interval import SaveInterval
+from spmdtrain.running.start.directory import only_run
 
 SETTINGS = (
     "train.steps=12",

@@ -67,16 +67,18 @@ def slow_commits() -> None:
     async_checkpointer._on_commit_callback = slowly
 
 
-def compile_slowly(loop: Any) -> None:
+def compile_slowly() -> None:
     """Compiling takes a while in C, and the file `hit` says when it has begun."""
-    compile_step = loop.compile_step
+    from spmdtrain.running.start import compiling
+
+    compile_step = compiling.compile_step
 
     def slowly(*given: Any) -> Any:
         Path("hit").write_text(str(time.monotonic()))
         subprocess.run(["sleep", "2"], check=True)
         return compile_step(*given)
 
-    loop.compile_step = slowly
+    compiling.compile_step = slowly
 
 
 def main(fault: str, rank: int, arguments: list[str]) -> int:
@@ -89,7 +91,7 @@ def main(fault: str, rank: int, arguments: list[str]) -> int:
     if fault == "slow save":
         slow_commits()
     elif fault == "compile":
-        compile_slowly(loop)
+        compile_slowly()
     elif own == rank:
 
         def hook(event: str, step: int, _: Any) -> None:

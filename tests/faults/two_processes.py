@@ -25,8 +25,9 @@ def main(kind: str, run: str, port: str, rank: int) -> None:
 
     from faults.damage import flip_copy
     from spmdtrain.running import loop
+    from spmdtrain.running.start import compiling
 
-    compile_step = loop.compile_step
+    compile_step = compiling.compile_step
 
     def compile_broken(setup, lowered):
         step, report = compile_step(setup, lowered)
@@ -48,7 +49,7 @@ def main(kind: str, run: str, port: str, rank: int) -> None:
             time.sleep(0.2)
 
     if kind == "flip":
-        loop.compile_step = compile_broken
+        compiling.compile_step = compile_broken
     settings = (
         "model.layers=1",
         "train.global_batch=4",

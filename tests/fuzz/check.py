@@ -30,7 +30,7 @@ from fuzz.kinds import without_numbers
 from fuzz.runs import Run, Stop, lines_of, run
 from fuzz.settings import BASE_FILE, Values, overrides
 from spmdtrain.config import RunConfig, UserError, load
-from spmdtrain.running.loop import open_data
+from spmdtrain.data.source import open_data
 from spmdtrain.train.setup import shard
 
 ADVICE = re.compile(

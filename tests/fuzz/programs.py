@@ -16,8 +16,10 @@ import jax
 
 from spmdtrain.config import RunConfig
 from spmdtrain.running import loop
+from spmdtrain.running.compile_step import compile_step, lower_step
+from spmdtrain.running.start import begin, compiling, session
 from spmdtrain.train import evaluation
-from spmdtrain.train.setup import Setup
+from spmdtrain.train.setup import Setup, init_state, shard
 
 WITHOUT = ("checkpoint", "log", "eval")  # sections that no program depends on
 KEPT = 24  # the layouts of a few neighbouring draws, and of their changed settings
@@ -34,8 +36,7 @@ def forget() -> None:
 @contextlib.contextmanager
 def shared() -> Iterator[None]:
     """Runs inside share what they compile with those before them."""
-    shard, lower, compiled = loop.shard, loop.lower_step, loop.compile_step
-    evaluate, init = evaluation.make_eval_step, loop.init_state
+    evaluate = evaluation.make_eval_step
 
     def setup(config, make, devices, **own):
         assert not any(own.values()), "no run of the fuzzer has parts of its own"
@@ -45,28 +46,33 @@ def shared() -> Iterator[None]:
     def fresh(setup):
         key = _key_of(setup)
         if ("state", *key) not in _kept:
-            state = init(setup)
+            state = init_state(setup)
             _once("state", key, lambda: jax.device_get(state))
             return state
         shardings = jax.tree.map(lambda x: x.sharding, setup.state)
         return jax.device_put(_once("state", key, lambda: None), shardings)
 
-    replaced = {
-        "shard": setup,
-        "lower_step": lambda setup: _once("lowered", _key_of(setup), lambda: lower(setup)),
-        "compile_step": lambda setup, lowered: _once(
-            "step", _key_of(setup), lambda: compiled(setup, lowered)
-        ),
-        "init_state": fresh,
-    }
+    def lowered(setup):
+        return _once("lowered", _key_of(setup), lambda: lower_step(setup))
+
+    def compiled(setup, lowered):
+        return _once("step", _key_of(setup), lambda: compile_step(setup, lowered))
+
+    replaced = [
+        (loop, "shard", setup),
+        (session, "lower_step", lowered),
+        (compiling, "lower_step", lowered),
+        (compiling, "compile_step", compiled),
+        (begin, "init_state", fresh),
+    ]
 
     def eval_step(setup):
         return _once("evaluation", _key_of(setup), lambda: evaluate(setup))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(evaluation, "make_eval_step", eval_step))
-        for name, what in replaced.items():
-            stack.enter_context(patch.object(loop, name, what))
+        for module, name, what in replaced:
+            stack.enter_context(patch.object(module, name, what))
         yield
 
 

@@ -1,6 +1,6 @@
 """One run through `loop.run`, as a user would get it, and everything that it leaves behind.
 
-What the files do not tell is seen by standing in for three names of the loop: parameters where
+What the files do not tell is seen by standing in for three names of the run: parameters where
 they are born, states where they are saved, and the place where a step has just been dispatched, at
 which a run is stopped.
 """
@@ -27,6 +27,8 @@ from fuzz.settings import BASE_FILE, Values, overrides
 from spmdtrain.config import UserError, load
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.running import loop
+from spmdtrain.running.report.metrics import OneLate
+from spmdtrain.running.start import begin, session
 from spmdtrain.train.setup import Setup
 
 STEP = ("loss", "grad_norm", "learning_rate", "tokens")
@@ -120,7 +122,7 @@ def _quiet() -> Iterator[io.StringIO]:
 
 @contextlib.contextmanager
 def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
-    push, init, checkpoints = loop.OneLate.push, loop.init_state, loop.Checkpoints
+    push, init, checkpoints = OneLate.push, begin.init_state, session.Checkpoints
 
     def pushed(self, step, metrics):
         if stop and step == stop.step:
@@ -152,9 +154,10 @@ def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
             seen.saved[step] = as_it_rests(state)
 
     with (
-        patch.object(loop.OneLate, "push", pushed),
-        patch.object(loop, "init_state", born),
-        patch.object(loop, "Checkpoints", Watching),
+        patch.object(OneLate, "push", pushed),
+        patch.object(begin, "init_state", born),
+        patch.object(begin, "Checkpoints", Watching),
+        patch.object(session, "Checkpoints", Watching),
     ):
         yield
 

@@ -15,7 +15,7 @@ from spmdtrain.models.abstract import build_model
 from spmdtrain.models.flops import UncountableError, counted_flops_per_token, flops_of
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.running import loop
+from spmdtrain.running.report import metrics
 from spmdtrain.train.setup import shard
 
 
@@ -55,11 +55,11 @@ def test_a_model_of_ones_own_counts_what_it_multiplies(monkeypatch):
     want = 3 * 2 * (2 * (mlp + squares) + 64 * 32)
     setup = shard(config, make, jax.devices()[:1])
     assert counted_flops_per_token(config, setup.model) == want
-    monkeypatch.setattr(loop, "peak_flops", lambda _: 1e12)
-    metrics = {"tokens": np.float32(10), "loss": np.float32(1)}
+    monkeypatch.setattr(metrics, "peak_flops", lambda _: 1e12)
+    taken = {"tokens": np.float32(10), "loss": np.float32(1)}
     processed = config.train.global_batch * 16  # whatever has a loss
     want_mfu = want * processed / 0.5 / 1e12
-    assert loop.make_figures(setup)(metrics, 0.5)["mfu"] == pytest.approx(want_mfu)
+    assert metrics.make_figures(setup)(taken, 0.5)["mfu"] == pytest.approx(want_mfu)
 
 
 def test_a_convolution_a_branch_and_a_loop_of_unknown_length():

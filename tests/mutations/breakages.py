@@ -813,7 +813,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a run writes through links in its directory",
-        "running/directory.py",
+        "running/start/directory.py",
         "for path in strange_in(directory):",
         "for path in strange_in(directory)[:0]:",
         "tests/checkpoints/test_hostile.py -k through",
@@ -841,10 +841,10 @@ BREAKAGES = [
     ),
     Breakage(
         "a run on fewer devices takes more sequences at once",
-        "running/elastic.py",
+        "running/start/elastic.py",
         "for each in range(1, most + 1)",
         "for each in range(1, batch + 1)",
-        "tests/running/test_elastic.py -k layout",
+        "tests/running/start/test_elastic.py -k layout",
     ),
     Breakage(
         "a resumed run forgets how many steps were skipped in a row",

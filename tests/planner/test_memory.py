@@ -13,7 +13,7 @@ from spmdtrain.models.stack import rematerialised, run_block
 from spmdtrain.pipeline.layer_vjp import LayerGradient
 from spmdtrain.planner.cost import memory
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
-from spmdtrain.running import loop
+from spmdtrain.running.compile_step import lower_step
 from spmdtrain.train.state import bytes_per_device
 
 LLAMA = (
@@ -43,7 +43,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("overrides", LAYOUTS)
 def test_argument_bytes_of_the_compiled_step(overrides):
     setup = prepared(*overrides)
-    compiled = loop.lower_step(setup).compile().memory_analysis()
+    compiled = lower_step(setup).compile().memory_analysis()
     batch = dict(setup.batch)
     batch.pop("sample")  # only dropout needs the sample indices
     state = memory.exact_state(setup.config, dict(setup.mesh.shape))

@@ -15,9 +15,11 @@ import pytest
 from helpers import batches_of, tiny
 from orbax.checkpoint._src.serialization import replica_slices
 
+from spmdtrain.checkpoints.identity import identity
+from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
-from spmdtrain.data.source import CorpusData
+from spmdtrain.data.source import CorpusData, open_data
 from spmdtrain.running import loop
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.report.json_lines import forget_after
@@ -69,7 +71,7 @@ class Unread:
 
 def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
     setup = shard(tiny("train.steps=8", "eval.every=0", "checkpoint.every=0"), **ONE)
-    data = loop.open_data(setup.config)[1]
+    data = open_data(setup.config)[1]
     state = init_state(setup)
     Unread.dispatched = 0
 
@@ -96,7 +98,7 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
 
     with Reporter(tmp_path, setup.config, 0) as reporter, batches_of(setup) as ahead:
         saves = loop.Saves(
-            setup, loop.identity(setup, data.fingerprint, {}), NoCheckpoints(), reporter, 0, 0
+            setup, identity(setup, data.fingerprint, {}), NoCheckpoints(), reporter, 0, 0
         )
         with Interrupt(setup.mesh) as interrupt:
             outcome = loop.train(
@@ -163,8 +165,8 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
 def test_evaluation_is_the_mean_over_every_validation_token(finished):
     """Against a plain sum over all windows, one by one, of the weights that were saved."""
     setup = shard(tiny(*SETTINGS), **ONE)
-    data = loop.open_data(setup.config)[1]
-    with contextlib.closing(loop.Checkpoints(finished, setup, keep=None)) as checkpoints:
+    data = open_data(setup.config)[1]
+    with contextlib.closing(Checkpoints(finished, setup, keep=None)) as checkpoints:
         state, _ = checkpoints.restore(6, setup.state)
     model = setup.model.bind(state.params)
     windows = EvalWindows(data.corpus, data.validation, 16)
@@ -189,7 +191,7 @@ def test_evaluation_is_the_mean_over_every_validation_token(finished):
 
 def test_evaluation_without_validation_data_is_refused():
     with pytest.raises(ConfigError, match="data.validation_fraction=0"):
-        loop.open_data(tiny("eval.every=3", "data.validation_fraction=0"))
+        open_data(tiny("eval.every=3", "data.validation_fraction=0"))
 
 
 def test_figures_of_a_step():
@@ -264,7 +266,8 @@ def test_the_step_clock_leaves_out_pauses():
     now = iter([0.0, 1.0, 1.0, 6.0, 8.0])
     clock = StepClock(lambda: next(now))
     assert clock.tick() == 1.0
-    clock.paused(lambda: None)  # from 1 to 6
+    with clock.pause():  # from 1 to 6
+        pass
     assert clock.tick() == 2.0
 
 

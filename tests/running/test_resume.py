@@ -24,8 +24,9 @@ from spmdtrain.config.errors import DamagedError, DivergedError, StorageError
 from spmdtrain.data import batches, source
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
-from spmdtrain.running.directory import only_run
 from spmdtrain.running.report.json_lines import forget_after
+from spmdtrain.running.report.metrics import OneLate
+from spmdtrain.running.start.directory import only_run
 from spmdtrain.train.setup import shard
 
 pytestmark = pytest.mark.long
@@ -91,7 +92,7 @@ def test_a_signal_stops_after_the_step_in_flight_and_the_resumed_run_is_bit_iden
     uninterrupted, tmp_path, monkeypatch
 ):
     consumed: list[np.ndarray] = []
-    push = loop.OneLate.push
+    push = OneLate.push
 
     def stop_at_20(self, step, metrics):
         if step == 20 and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -105,7 +106,7 @@ def test_a_signal_stops_after_the_step_in_flight_and_the_resumed_run_is_bit_iden
 
     monkeypatch.setattr(source, "TrainStream", Spy)
     with monkeypatch.context() as patched:
-        patched.setattr(loop.OneLate, "push", stop_at_20)
+        patched.setattr(OneLate, "push", stop_at_20)
         assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("preempted", 20)
     first_half = {int(i) for ids in consumed for i in ids}
     consumed.clear()

@@ -14,7 +14,7 @@ import pytest
 from helpers import batches_of, mesh_of, tiny
 
 from spmdtrain.config import ConfigError
-from spmdtrain.running import loop
+from spmdtrain.running.compile_step import lower_step
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.step import make_gradients
 
@@ -82,7 +82,7 @@ def test_a_kernel_gives_the_gradients_of_the_plain_implementation(settings):
 def test_an_implementation_that_cannot_run_is_one_line():
     setup = setup_with("cudnn", ())
     with pytest.raises(ConfigError) as refused:
-        loop.lower_step(setup)
+        lower_step(setup)
     said = (
         "model.attention='cudnn' cannot run: bfloat16 and float16, not float32; "
         "try --set model.attention=auto"

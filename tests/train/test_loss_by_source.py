@@ -11,7 +11,8 @@ from spmdtrain.compiled import hlo
 from spmdtrain.config import ConfigError, DataConfig
 from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.source import open_data
-from spmdtrain.running import loop
+from spmdtrain.running.compile_step import lower_step
+from spmdtrain.running.report.metrics import make_figures
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.step import make_eval_step, make_step
@@ -46,7 +47,7 @@ def batch_of(setup: Setup, step: int) -> dict[str, jax.Array]:
 
 @cache
 def compiled(mesh: str, *, mixed: bool = True) -> jax.stages.Compiled:
-    return loop.lower_step(setup_of(mesh, mixed=mixed)).compile()
+    return lower_step(setup_of(mesh, mixed=mixed)).compile()
 
 
 @cache
@@ -110,7 +111,7 @@ def test_a_step_is_the_same_with_and_without_the_figures():
 
 
 def test_a_source_without_tokens_is_left_out_of_the_figures():
-    found = loop.make_figures(setup_of("one device"))(trained("one device")[0], 1.0)
+    found = make_figures(setup_of("one device"))(trained("one device")[0], 1.0)
     assert {name for name in found if "/" in name} == {
         f"{figure}/{source}" for figure in ("loss", "tokens") for source in ("web", "books")
     }

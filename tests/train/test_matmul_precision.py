@@ -8,7 +8,7 @@ import pytest
 from helpers import prepared
 
 from spmdtrain.inference import sample
-from spmdtrain.running import loop
+from spmdtrain.running.compile_step import lower_step
 from spmdtrain.train.step import make_eval_step
 
 MESHES = {
@@ -34,7 +34,7 @@ def precisions(text: str) -> set[str]:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_matmul_of_a_step_says_what_compute_means(mesh, compute, wanted):
     setup = prepared(*MESHES[mesh], f"precision.compute={compute}")
-    assert precisions(loop.lower_step(setup).as_text()) == {wanted}
+    assert precisions(lower_step(setup).as_text()) == {wanted}
     evaluate = make_eval_step(setup)
     batch = setup.batch
     assert precisions(evaluate.lower(setup.state.params, batch).as_text()) == {wanted}

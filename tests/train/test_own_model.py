@@ -20,7 +20,8 @@ from spmdtrain.models.buffer import Buffer
 from spmdtrain.models.layers import Mlp, weight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
-from spmdtrain.running.loop import lower_step, run
+from spmdtrain.running.compile_step import lower_step
+from spmdtrain.running.loop import run
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients, make_losses
 

@@ -21,9 +21,11 @@ from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.compiled import hlo
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.schema import CheckpointConfig
+from spmdtrain.data.source import open_data
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.running import loop
+from spmdtrain.running.compile_step import lower_step
 from spmdtrain.train.setup import init_state, parameter_specs, shard
 from spmdtrain.train.step import make_step
 
@@ -160,7 +162,7 @@ def test_evaluation_is_that_of_one_device(layout):
             "data.packing=documents",
         )
         setup = prepared(*whole, *settings)
-        evaluate = st.make_evaluate(setup, loop.open_data(setup.config)[1])
+        evaluate = st.make_evaluate(setup, open_data(setup.config)[1])
         values.append(evaluate(init_state(setup)))
     assert values[1] == pytest.approx(values[0], rel=1e-5)
 
@@ -363,7 +365,7 @@ def test_side_losses_of_layers_are_trained_on_alike_with_and_without_a_pipeline(
 
 def test_layers_without_side_losses_report_none_with_and_without_a_pipeline():
     for settings in ((), (*ONE_F_ONE_B, batch(8))):
-        _, metrics = loop.lower_step(prepared(*settings)).out_info
+        _, metrics = lower_step(prepared(*settings)).out_info
         assert metrics.keys() == {"loss", "grad_norm", "learning_rate", "tokens"}
 
 
@@ -373,7 +375,7 @@ def test_a_side_loss_of_one_scalar_is_called_so():
             return super().__call__(x_bte, ctx), jnp.float32(1)
 
     setup = shard(tiny(), transformer_of(Lone), jax.devices()[:1])
-    _, metrics = loop.lower_step(setup).out_info
+    _, metrics = lower_step(setup).out_info
     assert "side_loss" in metrics
 
 
@@ -391,7 +393,7 @@ def test_what_is_no_side_loss_costs_one_line(given, said):
             return super().__call__(x_bte, ctx), given
 
     with pytest.raises(ConfigError, match=said):
-        loop.lower_step(shard(tiny(), transformer_of(Wrong), jax.devices()[:1]))
+        lower_step(shard(tiny(), transformer_of(Wrong), jax.devices()[:1]))
 
 
 # Refusals

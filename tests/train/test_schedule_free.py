@@ -18,10 +18,10 @@ from optax import contrib
 import spmdtrain as st
 from spmdtrain.config import AdamW, ConfigError
 from spmdtrain.config.schema import ScheduleFreeAdamW
+from spmdtrain.data.source import open_data
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.planner.cost.memory import step_memory
 from spmdtrain.planner.cost.workload import MeshShape, workload_of
-from spmdtrain.running import loop
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients
 from spmdtrain.train.updates import optimizers
@@ -168,7 +168,7 @@ def test_a_run_in_a_pipeline_saves_and_evaluates_the_average_of_one_device(split
     reported = next(line["eval_loss"] for line in lines if "eval_loss" in line)
     same = ["eval.batches=2", "train.global_batch=16"]
     assert st.evaluate(split, overrides=same)["loss"] == pytest.approx(reported, rel=1e-6)
-    config, data = loop.open_data(tiny(*NUMBERS, "eval.batches=2"))
+    config, data = open_data(tiny(*NUMBERS, "eval.batches=2"))
     setup = shard(config, devices=jax.devices()[:1])
     evaluate = st.make_evaluate(setup, data)
     state = init_state(setup)

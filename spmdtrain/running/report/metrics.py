@@ -8,13 +8,19 @@ dense bfloat16 in pallas_kernels/gpus.py; on hardware that is not listed there M
 guessed.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from pallas_kernels import gpus
+from spmdtrain.models.flops import counted_flops_per_token
+from spmdtrain.models.size import train_flops_per_token
+from spmdtrain.models.transformer import Transformer
+from spmdtrain.running.report import summary
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import OF_THE_STEP
 
 
@@ -67,7 +73,7 @@ class OneLate:
 
 
 class StepClock:
-    """Seconds per step as the loop sees them: from `tick` to `tick`, less what was `paused`."""
+    """Seconds per step as the loop sees them: from `tick` to `tick`, less each `pause`."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
@@ -79,12 +85,31 @@ class StepClock:
         self._last = self._now() if ended is None else ended
         return self._last - before
 
-    def paused(self, action: Callable[[], Any]) -> Any:
-        """Runs `action` outside of the step time."""
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, time is none of a step."""
         start = self._now()
-        result = action()
+        yield
         self._last += self._now() - start
-        return result
+
+
+def make_figures(setup: Setup) -> Callable[[dict[str, Any], float], dict[str, Any]]:
+    """`figures(metrics, seconds)`: a step's line of metrics.jsonl."""
+    config = setup.config
+    peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
+    flops = None
+    if setup.make is Transformer:
+        flops = train_flops_per_token(config.model, config.train.sequence_length)
+    elif peak:
+        flops = counted_flops_per_token(config, setup.model)
+    processed = config.train.global_batch * config.train.sequence_length
+
+    def figures(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+        held = summary.peak_bytes(setup.mesh)
+        found = step_figures(metrics, seconds, processed, flops, setup.mesh.size, peak)
+        return found | {"memory_bytes": held}
+
+    return figures
 
 
 def step_figures(

@@ -13,9 +13,10 @@ import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, to_toml
 from spmdtrain.planner.remedy import cheapest_change
-from spmdtrain.running import loop
+from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.guards import host_memory, memory
 from spmdtrain.running.guards.memory import OutOfMemoryError
+from spmdtrain.running.start import compiling
 
 SETTINGS = ("train.steps=2", "train.global_batch=8", "train.sequence_length=64")
 DEVICES = jax.devices()
@@ -57,7 +58,7 @@ def test_what_jax_raises_at_run_time_is_the_same_line(tmp_path, monkeypatch):
     def exhausted(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
 
-    monkeypatch.setattr(loop, "compile_step", exhausted)
+    monkeypatch.setattr(compiling, "compile_step", exhausted)
     with pytest.raises(
         OutOfMemoryError, match="the step needs more than a device has; found .*parameters 0.. MB"
     ):
@@ -66,7 +67,7 @@ def test_what_jax_raises_at_run_time_is_the_same_line(tmp_path, monkeypatch):
     def other(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    monkeypatch.setattr(loop, "compile_step", other)
+    monkeypatch.setattr(compiling, "compile_step", other)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         st.run(tiny("train.steps=2"), tmp_path, **ONE)
 
@@ -103,7 +104,7 @@ def test_a_step_that_the_host_has_no_memory_for_is_refused_before_it_runs(tmp_pa
     monkeypatch.setattr(host_memory, "LIMITS", (tmp_path / "limit",))
     config = tiny(*SETTINGS, "mesh.data=2")
     setup = st.shard(config, devices=DEVICES[:2])
-    _, report = loop.compile_step(setup, loop.lower_step(setup))
+    _, report = compiling.compile_step(setup, lower_step(setup))
     needed = 2 * memory.held_bytes(report)
     steps = []
     for size, fits in ((needed // 1024 + 2, True), (needed // 1024 - 2, False)):

@@ -18,6 +18,7 @@ from spmdtrain.running import loop
 from spmdtrain.running.guards import stragglers
 from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.guards.stragglers import Stragglers, slowest
+from spmdtrain.running.start import compiling
 from spmdtrain.train.setup import init_state
 
 SETTINGS = (
@@ -98,7 +99,7 @@ def test_a_run_ends_before_it_saves_and_goes_on_from_before_the_fault(tmp_path, 
         return loop.run(tiny(*settings), directory, devices=devices)
 
     run(tmp_path / "clean")
-    compile_step = loop.compile_step
+    compile_step = compiling.compile_step
 
     def compile_broken(setup, lowered):
         step, report = compile_step(setup, lowered)
@@ -117,7 +118,7 @@ def test_a_run_ends_before_it_saves_and_goes_on_from_before_the_fault(tmp_path, 
         return broken_at_5, report
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "compile_step", compile_broken)
+        patched.setattr(compiling, "compile_step", compile_broken)
         with pytest.raises(CorruptedError, match="after step 6 device 2 "):
             run(tmp_path / "run")
     assert CorruptedError.exit_code == 11

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import EvalConfig
 from spmdtrain.running import loop
-from spmdtrain.running.early_stop import EarlyStop
+from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.train import evaluation
 
 SETTINGS = (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.running import loop
-from spmdtrain.running.elastic import choose_layout
+from spmdtrain.running.start.elastic import choose_layout
 
 STEPS = 9
 MESH = {"mesh.data": 2, "mesh.fsdp": 2}

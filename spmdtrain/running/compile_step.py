@@ -1,0 +1,26 @@
+"""The step of a run, traced and compiled."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from spmdtrain.compiled import hlo
+from spmdtrain.running.report import stages
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.step import make_step
+
+
+def lower_step(setup: Setup) -> jax.stages.Lowered:
+    """The step, traced: what a model cannot do on this mesh is refused here."""
+    stages.enter("tracing the step")
+    return make_step(setup).lower(setup.state, setup.batch)
+
+
+def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> tuple[Callable, dict[str, Any]]:
+    """The step as an executable, and the report for compiled.json."""
+    stages.enter("compiling the step")
+    start = time.perf_counter()
+    step = lowered.compile()
+    return step, hlo.report(step, setup.mesh, time.perf_counter() - start)

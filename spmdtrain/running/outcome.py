@@ -1,0 +1,80 @@
+"""How a run has ended, and its last words."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spmdtrain.running.guards.early_stop import EarlyStop
+from spmdtrain.running.report import summary
+from spmdtrain.running.report.json_lines import write_of_process_0
+from spmdtrain.running.report.summary import Prediction
+from spmdtrain.running.start.begin import Start
+from spmdtrain.running.start.prepare import Prepared
+from spmdtrain.running.start.session import Session
+
+Status = Literal["finished", "preempted", "stopped", "stopped_early", "nothing to do"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run: how it came, and after how many steps in all.
+
+    A run is preempted by a signal, stopped by a hook, and stopped_early by `eval.patience`; it is
+    saved each time and can go on.
+    `step_seconds` is the median of the steps taken now, but for the first.
+    """
+
+    status: Status
+    step: int
+    step_seconds: float | None = field(default=None, compare=False)
+
+
+def nothing_to_do(session: Session, start: Start) -> Outcome | None:
+    """The outcome of a run that has ended before, which is said; None where steps are left."""
+    directory = session.prepared.directory
+    early_stop = start.early_stop
+    if start.step >= session.setup.config.train.steps:
+        why = f"{directory} is finished at step {start.step}"
+        more = f"--set train.steps={2 * start.step}"
+    elif early_stop.is_over:
+        why = f"{directory} has stopped early at step {start.step}: {early_stop.describe()}"
+        more = f"--set eval.patience={early_stop.more_patience}"
+    else:
+        return None
+    session.reporter.say(f"{why}; to go on: {more}")
+    return Outcome("nothing to do", start.step)
+
+
+def conclude(
+    session: Session,
+    start: Start,
+    outcome: Outcome,
+    report: dict[str, Any],
+    prediction: Prediction | None,
+) -> None:
+    """Says how the run has ended, and writes summary.json: predicted, compiled and measured.
+
+    `report` is that of the compiled step.
+    """
+    session.reporter.say(_ending(session, outcome, start.early_stop))
+    peak = summary.peak_bytes(session.setup.mesh)
+    figures = summary.figures(prediction, report, outcome.step_seconds, peak)
+    write_of_process_0(session.prepared.directory / "summary.json", figures)
+    session.reporter.say(summary.show(figures))
+
+
+def _ending(session: Session, outcome: Outcome, early_stop: EarlyStop) -> str:
+    directory = session.prepared.directory
+    end = f"{outcome.status}, saved at step {outcome.step}; {_again(session.prepared)} goes on"
+    if outcome.status == "stopped_early":
+        why = f"stopped early after {outcome.step} steps: {early_stop.describe()}"
+        end = f"{why}; everything is in {directory}"
+    if outcome.status == "finished":
+        end = f"finished {outcome.step} steps; everything is in {directory}"
+    best = session.checkpoints.best()
+    return end if best is None else f"{end}; the best is step {best[0]}, eval loss {best[1]:.4f}"
+
+
+def _again(prepared: Prepared) -> str:
+    """Says which command goes on: the same one, unless that would begin or go back again."""
+    without = "--fresh" if prepared.fresh else "--step" if prepared.step else ""
+    return f"the same command without {without}" if without else "the same command"

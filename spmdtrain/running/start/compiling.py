@@ -1,0 +1,73 @@
+"""Compiles the step of a session, and says what it is: in words, config.json and compiled.json."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels.partition import axes_of
+from spmdtrain.checkpoints.identity import config_document
+from spmdtrain.data.source import Data
+from spmdtrain.models.transformer import Transformer
+from spmdtrain.processes import pulse
+from spmdtrain.running.compile_step import compile_step, lower_step
+from spmdtrain.running.report.json_lines import write_of_process_0
+from spmdtrain.running.report.progress import quantity
+from spmdtrain.running.start.agreement import check_program
+from spmdtrain.running.start.session import Session
+from spmdtrain.train.gradients.grad_pipeline import describe
+from spmdtrain.train.setup import Setup
+
+
+def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
+    """The executable of a step, and the report that compiled.json holds.
+
+    Raises UserError where the processes have traced different programs, and OutOfMemoryError where
+    the step does not fit.
+    """
+    setup = session.setup
+    prepared = session.prepared
+    session.reporter.say(_introduction(setup, prepared.data))
+    pulse.tell(pulse.COMPILE)
+    lowered = session.lowered or lower_step(setup)
+    check_program(lowered)
+    step, report = compile_step(setup, lowered)
+    session.memory.compiled(report)
+    config = prepared.adapted.as_asked(config_document(setup, prepared.data))
+    write_of_process_0(prepared.directory / "config.json", config)
+    write_of_process_0(prepared.directory / "compiled.json", report)
+    session.reporter.say(_describe(report))
+    return step, report
+
+
+def _introduction(setup: Setup, data: Data) -> str:
+    """What is trained, where and on what, before the long wait for the compiler."""
+    config = setup.config
+    mesh = setup.mesh
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    kind = mesh.devices.flat[0].device_kind
+    name = config.model.name
+    if setup.make is not Transformer:
+        name = type(setup.model.bind({})).__name__
+    size = quantity(setup.model.size)
+    lines = [*config.notes]
+    lines += [f"{name}: {size} parameters on {mesh.size} x {kind} ({axes or 'no split'})"]
+    if mesh.shape["expert"] > 1 and not any(
+        "expert" in axes_of(spec) for spec in setup.specs.values()
+    ):
+        lines.append(
+            "mesh.expert: the model has no experts, and the axis splits the batch as data does"
+        )
+    if setup.schedule:
+        lines.append(f"pipeline: {describe(setup.schedule, setup.model.layout)}")
+    lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")
+    return "\n".join(lines)
+
+
+def _describe(report: dict[str, Any]) -> str:
+    workspace = report["memory"]["temp_bytes"] / 2**20
+    seconds = report["compile_seconds"]
+    parts = [f"compiled in {seconds:.1f} s", f"{workspace:.1f} MiB of workspace per device"]
+    if report["calls"]:
+        parts.append(f"calls {', '.join(report['calls'])}")
+    if "unread" in report:
+        parts.append("what crosses the network is not known, see compiled.json")
+    return "; ".join(parts)

@@ -1,0 +1,54 @@
+"""Settles what a run is asked to do, before there is a model: data, vocabulary and mesh."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.source import Data, Source, Tokens, open_data
+from spmdtrain.running.report import stages
+from spmdtrain.running.start.agreement import check_start
+from spmdtrain.running.start.chosen_step import check_chosen
+from spmdtrain.running.start.elastic import Adapted, adapt
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is asked to do.
+
+    `config` is the one to train with: it has the vocabulary of `data`, and a mesh that fits the
+    devices (`adapted` says how that came about). `seams` is what the caller exchanged, by keyword.
+    With `fresh`, an older run in `directory` is set aside; with `step`, the run goes back to the
+    checkpoint of that step.
+    """
+
+    directory: Path
+    config: RunConfig
+    data: Data
+    adapted: Adapted
+    seams: Mapping[str, Any]
+    fresh: bool
+    step: int | None
+
+
+def prepare(
+    asked: RunConfig,
+    directory: Path,
+    devices: Sequence[jax.Device] | None,
+    seams: Mapping[str, Source | Tokens | Any],
+    fresh: bool,
+    step: int | None,
+) -> Prepared:
+    """Opens the data and fits the mesh to `devices` (default: all).
+
+    Raises UserError where settings, data or `step` are wrong, or the processes disagree about them.
+    """
+    stages.enter("opening the data")
+    config, data = open_data(asked, seams["data"])
+    check_start(asked, data, seams, directory, fresh, step)
+    check_chosen(directory, step, config, fresh)
+    adapted = adapt(config, directory, devices, fresh)
+    return Prepared(directory, adapted.config, data, adapted, seams, fresh, step)

@@ -1,0 +1,117 @@
+"""A run that holds its directory: what it reads there, and where it reports to."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from spmdtrain.checkpoints.identity import check_identity
+from spmdtrain.checkpoints.newest import Found
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.store import Checkpoints, newest_step
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.processes import pulse
+from spmdtrain.running.compile_step import lower_step
+from spmdtrain.running.guards.memory import MemoryGuard
+from spmdtrain.running.report import stages
+from spmdtrain.running.report.reporter import Hook, Reporter
+from spmdtrain.running.report.sinks import MakeSink
+from spmdtrain.running.start.agreement import check_model
+from spmdtrain.running.start.chosen_step import chosen_or_newest
+from spmdtrain.running.start.directory import check_source, open_directory
+from spmdtrain.running.start.other_run import naming_settings, recorded
+from spmdtrain.running.start.prepare import Prepared
+from spmdtrain.train.setup import Setup, placed
+from spmdtrain.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run that holds its directory.
+
+    `found` is the checkpoint that it goes on from, and `remarks` what is to be said of that;
+    `given` is the state that a caller begins it with. `lowered` is the traced step where that was
+    needed already.
+    """
+
+    prepared: Prepared
+    setup: Setup
+    checkpoints: Checkpoints
+    reporter: Reporter
+    memory: MemoryGuard
+    found: Found | None
+    remarks: Sequence[str]
+    given: TrainState | None
+    lowered: jax.stages.Lowered | None
+
+
+@contextlib.contextmanager
+def open_session(
+    prepared: Prepared,
+    setup: Setup,
+    state: TrainState | None,
+    sinks: Sequence[MakeSink],
+    hooks: Sequence[Hook],
+) -> Iterator[Session]:
+    """Locks the run directory and looks for a checkpoint; lets go of all of it at the end.
+
+    `state` is what a caller begins the run with. What cannot begin touches no directory. Raises
+    UserError where the directory or what it holds does not fit the run.
+    """
+    directory = prepared.directory
+    check_model(setup)
+    given = None if state is None else placed(setup, state)
+    if given is not None:
+        _check_given(prepared)
+    lowered = None
+    if _is_new(prepared):
+        check_source(prepared.config.train.init_from, directory, prepared.fresh)
+        lowered = lower_step(setup)
+    with contextlib.ExitStack() as held:
+        memory = held.enter_context(MemoryGuard(setup))
+        held.enter_context(open_directory(directory, prepared.fresh))
+        checkpoints = Checkpoints(directory, setup, Retention(setup.config.checkpoint))
+        held.enter_context(contextlib.closing(checkpoints))
+        found = _find(prepared, setup, checkpoints)
+        done = found.step if found else 0 if given is None else int(given.step)
+        remarks = _check_found(found, prepared, setup)
+        reporter = Reporter(directory, setup.config, done, sinks, hooks)
+        held.enter_context(reporter)
+        yield Session(
+            prepared, setup, checkpoints, reporter, memory, found, remarks, given, lowered
+        )
+
+
+def _is_new(prepared: Prepared) -> bool:
+    return prepared.fresh or newest_step(prepared.directory) is None
+
+
+def _check_given(prepared: Prepared) -> None:
+    """ConfigError where a run that is given a state would begin with another one."""
+    if not _is_new(prepared):
+        there = newest_step(prepared.directory)
+        raise ConfigError(
+            f"state= is of a new run, and {prepared.directory} holds step {there}",
+            fix="another directory, or fresh=True",
+        )
+    source = prepared.config.train.init_from
+    if source:
+        what = f"state= and train.init_from={source!r} both give weights"
+        raise ConfigError(what, fix="one of them")
+
+
+def _find(prepared: Prepared, setup: Setup, checkpoints: Checkpoints) -> Found | None:
+    pulse.tell(pulse.RESTORE)
+    stages.enter("looking for a checkpoint")
+    with naming_settings(prepared.directory, setup, prepared.data, prepared.seams):
+        return chosen_or_newest(checkpoints, prepared.directory, prepared.step, setup.state)
+
+
+def _check_found(found: Found | None, prepared: Prepared, setup: Setup) -> Sequence[str]:
+    """What is to be said of the checkpoint. CheckpointError where it is not one of this run."""
+    if found is None:
+        return []
+    directory = prepared.directory
+    where = f"step {found.step} of {directory}"
+    return check_identity(found.meta, setup, prepared.data, where, recorded(directory))

@@ -1,0 +1,149 @@
+"""Watches the steps of a run: reads their figures, judges them, and knows what is due."""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from spmdtrain.processes import pulse
+from spmdtrain.running.guards.bad_steps import Guard
+from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.guards.replicas import ReplicaCheck
+from spmdtrain.running.guards.stragglers import Stragglers
+from spmdtrain.running.outcome import Status
+from spmdtrain.running.report.metrics import OneLate, StepClock, make_figures
+from spmdtrain.running.report.profile import profiled
+from spmdtrain.running.report.progress import Progress, quantity
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.save_interval import SaveInterval
+from spmdtrain.running.saves import Saves
+from spmdtrain.train import evaluation
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+Evaluate = Callable[[TrainState], dict[str, float]]
+
+
+class Watch:
+    """Takes the steps of a run after `first`, and looks at each. Use it as a context.
+
+    The figures of a step are read when the next one has been dispatched, so that the devices never
+    wait for the host. `evaluate(state)` gives the figures of an evaluation. A method that looks at
+    a step raises DivergedError where the run is to end, and GoBack where it is to go back.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        first: int,
+        evaluate: Evaluate,
+        saves: Saves,
+        reporter: Reporter,
+        interrupt: Interrupt,
+    ):
+        config = setup.config
+        self._config = config
+        self._first = first
+        self._total = config.train.steps
+        self._evaluate = evaluate
+        self._saves = saves
+        self._reporter = reporter
+        self._interrupt = interrupt
+        self._guard = Guard(config.guard, saves, reporter)
+        self._replicas = ReplicaCheck(setup.mesh, config.guard.replica_check, reporter)
+        self._stragglers = Stragglers(setup.mesh, config.log.every, reporter)
+        self._interval = SaveInterval(config.checkpoint.every, first, setup.mesh.size)
+        self._late = OneLate(self._read)
+        self._clock = StepClock()
+        self._figures_of = make_figures(setup)
+        self._seconds: list[float] = []  # of the steps that were read
+        quiet = jax.process_index() > 0
+        self._progress = Progress(self._total, first, config.log.every, quiet=quiet)
+
+    def __enter__(self) -> "Watch":
+        self._progress.__enter__()
+        self._reporter.progress = self._progress
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._progress.__exit__(*error)
+
+    def step(self, number: int, step: Callable, state: TrainState, ahead: Iterator) -> TrainState:
+        """Dispatches step `number` on the next batch, and reads the figures of the one before."""
+        # The first step is over when its metrics are read, after the second was dispatched.
+        pulse.tell(pulse.STEP if number > self._first + 2 else pulse.FIRST_STEP, number)
+        batch = next(ahead)
+        self._late.before_dispatch()
+        profile = profiled(self._reporter.directory, number, self._config.log.profile)
+        with self._stragglers.waiting(), profile as traced:
+            state, metrics = traced(step(state, batch))
+        self._late.push(number, metrics)
+        with self._stragglers.waiting():
+            self._replicas.after_step(number, state)
+        self._stragglers.after_step(number)
+        self._saves.announce()
+        return state
+
+    def evaluate(self, number: int, state: TrainState) -> None:
+        """Evaluates `state`, which step `number` has made, and reports the figures."""
+        with self._pause():
+            pulse.tell(pulse.EVALUATE, number)
+            figures = self._evaluate(state)
+            self._saves.evaluated(number, figures)
+            self._reporter.evaluated(number, **figures)
+            self._say(number, evaluation.describe(figures))
+
+    def ending(self, number: int) -> Status | None:
+        """Why all processes end after step `number`; None where they go on."""
+        if number == self._total:
+            return "finished"
+        with self._stragglers.waiting():
+            asked = self._interrupt.agreed(self._reporter.stop_asked)
+        return asked or ("stopped_early" if self._saves.early_stop.is_over else None)
+
+    def save_if_due(self, number: int, state: TrainState, ending: Status | None) -> None:
+        """Saves `state` where it is time, and always at the end."""
+        if not (ending or self._interval.is_due(number) or self._saves.wants(number)):
+            return
+        self._late.flush()
+        if ending or self._guard.lets_save:
+            with self._pause():
+                self._save(number, state)
+
+    def median_seconds(self) -> float | None:
+        """Of the steps that were taken here, but for the first; None where there was no other."""
+        return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
+
+    def _save(self, number: int, state: TrainState) -> None:
+        pulse.tell(pulse.SAVE, number)
+        start = time.perf_counter()
+        self._guard.check_state(number, state)
+        self._replicas.before_save(number, state)
+        self._saves.save(number, state)
+        stopped = time.perf_counter() - start
+        if self._interval.saved(number, stopped, self._seconds):
+            more = f"the next one follows after {quantity(self._interval.every)} steps"
+            self._say(number, f"a save stops the run for {stopped:.2g} s: {more}")
+
+    def _read(self, number: int, metrics: Any, ended: float | None) -> None:
+        with self._stragglers.waiting():
+            metrics = jax.device_get(metrics)
+        figures = self._figures_of(metrics, self._clock.tick(ended))
+        self._seconds.append(figures["step_seconds"])
+        self._reporter.step(number, **figures)
+        self._guard.check(number, figures)
+        is_end = number in (self._first + 1, self._total)
+        self._progress.update(number, figures, due=is_end)
+
+    def _say(self, number: int, text: str) -> None:
+        self._reporter.say(f"step {number}/{self._total}  {text}")
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Inside, time is none of a step and none of this process alone. Reads what is held."""
+        self._late.flush()
+        with self._stragglers.waiting(), self._clock.pause():
+            yield
