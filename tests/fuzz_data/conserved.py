@@ -134,7 +134,7 @@ class _Meant:
 
     def has_tokens(self, text: str) -> bool:
         """Return whether a document has any."""
-        if self._package is None or not text:
+        if self._package is None or not text or len(text) > LONG:
             return bool(text)
         return len(self._package.encode(text, add_special_tokens=False).ids) > 0
 

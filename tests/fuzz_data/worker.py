@@ -20,7 +20,7 @@ from fuzz_data.case import Case, draw
 from fuzz_data.check import Outcome, examine
 from spmdtrain.cli import command
 
-SECONDS = 20.0  # that a case may take on a busy machine
+SECONDS = 40.0  # that a case may take on a busy machine
 MEMORY = 6 * 2**30  # bytes: a damaged number may ask for any amount
 IN_MEMORY = "/dev/shm"  # where no file waits for a disk
 
