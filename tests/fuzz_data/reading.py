@@ -130,8 +130,10 @@ class Whole:
 
 
 def _counted(before: np.ndarray, after: np.ndarray) -> dict[tuple[int, int], int]:
-    pairs, counts = np.unique(np.stack([before, after]), axis=1, return_counts=True)
-    return dict(zip(map(tuple, pairs.T.tolist()), counts.tolist(), strict=True))
+    both = before.astype(np.int64) << 32 | after.astype(np.int64)  # sorts ten times as fast as two
+    pairs, counts = np.unique(both, return_counts=True)
+    first, second = (pairs >> 32).tolist(), (pairs & 0xFFFFFFFF).tolist()
+    return dict(zip(zip(first, second, strict=True), counts.tolist(), strict=True))
 
 
 def _joined(case: Case, files: list[Ids | None], sources: list[list[Path]]) -> list[Whole] | None:
