@@ -570,6 +570,27 @@ BREAKAGES = [
         f"{EMA} -k interrupted",
     ),
     Breakage(
+        "every device holds what is of one shard of the data",
+        "train/item.py",
+        'return P("data", *drop_axes(("data",), start.specs[name]))',
+        "return P()",
+        "tests/train/test_items.py -k holds_its_own",
+    ),
+    Breakage(
+        "what shards of the data hold begins anew on another mesh, though it could be folded",
+        "checkpoints/items.py",
+        "if item.fold is None or {",
+        "if item.fold or {",
+        "tests/train/test_items.py -k folded",
+    ),
+    Breakage(
+        "copies of items of the state are not compared",
+        "running/guards/replicas.py",
+        "trees = (state.params, state.opt_state, state.items)",
+        "trees = (state.params, state.opt_state)",
+        "tests/running/guards/test_replicas.py -k items",
+    ),
+    Breakage(
         "a run that begins with another's weights averages fresh ones",
         "train/setup.py",
         "return with_items_begun(setup, state, setup.state.items)",

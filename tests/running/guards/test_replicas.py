@@ -5,6 +5,7 @@ waiting is.
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -82,6 +83,16 @@ def test_the_device_is_named(mesh, alone):
             )
         else:
             assert len(values["devices"]) == 2 and not alone
+
+
+@pytest.mark.long
+def test_items_of_the_state_are_compared_too():
+    setup = prepared(*SETTINGS, "mesh.data=4", "guard.policy=skip")
+    state = init_state(setup)
+    other = flip_copy(state.items["recent"], setup.mesh.devices.flat[2], random.Random(0))
+    broken = replace(state, items=state.items | {"recent": other})
+    with pytest.raises(CorruptedError, match="device 2 .* holds other bits of recent than"):
+        ReplicaCheck(setup.mesh, 1, Told()).before_save(0, broken)
 
 
 @pytest.mark.long
