@@ -43,6 +43,7 @@ from spmdtrain.config.schema import (
 )
 from spmdtrain.data.source import open_data
 from spmdtrain.running.compile_step import compile_step, lower_step
+from spmdtrain.running.device_batches import batches as device_batches
 
 GPT2 = Path(__file__).parents[1] / "configs" / "gpt2_124m.toml"
 ALONE = ["data.corpus=synthetic", "data.path=none", "data.validation_fraction=0.0", "eval.every=0",
@@ -93,7 +94,6 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from spmdtrain.models.size import train_flops_per_token
-    from spmdtrain.running import loop
     from spmdtrain.running.report.metrics import peak_flops
     from spmdtrain.train.setup import init_state, shard
 
@@ -109,7 +109,7 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
             state,
             params={name: x * (DRY_SCALE if x.ndim > 1 else 1) for name, x in state.params.items()},
         )
-    with loop.batches(setup, data, 0, 0) as ahead:
+    with device_batches(setup, data, 0, 0) as ahead:
         batches = [next(ahead) for _ in range(FIRST)]
     if not chosen.start.exists():
         first = {f"batch{i}.{name}": np.asarray(batch[name][0]) for i, batch in enumerate(batches)

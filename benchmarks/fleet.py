@@ -215,7 +215,7 @@ PER_HOST = 8  # devices, of all clusters above
 BYTES = """\
 GB of each collective's output on one device in one step, `in loops + outside`. *Sent* is
 what a ring sends for them all, *needed* what theory asks of the layout
-(`spmdtrain/planner/cost/traffic.py`).
+(`spmdtrain/planner/traffic.py`).
 With fsdp and context and no pipeline, gradients are scattered
 over context first: more crosses context than needed, and less fsdp. Compare their sums.
 """

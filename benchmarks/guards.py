@@ -52,7 +52,8 @@ from spmdtrain.data.source import open_data
 from spmdtrain.processes import pulse
 from spmdtrain.running import loop
 from spmdtrain.running.compile_step import compile_step, lower_step
-from spmdtrain.running.guards.bad_steps import Guard
+from spmdtrain.running.device_batches import batches as device_batches
+from spmdtrain.running.guards.guard import Guard
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.guards.stragglers import Stragglers
@@ -141,7 +142,7 @@ def of_the_devices(config: RunConfig, rounds: int, steps: int) -> dict[str, floa
         setup = shard(config.model_copy(update={"guard": guard}), devices=jax.devices()[:DEVICES])
         step, _ = compile_step(setup, lower_step(setup))
         contenders.append([step, init_state(setup)])
-    with loop.batches(setup, data, 0, 0) as ahead:
+    with device_batches(setup, data, 0, 0) as ahead:
         batches = [next(ahead) for _ in range(steps)]
 
     def round_of(contender: list) -> Spent:

@@ -48,10 +48,11 @@ from spmdtrain.config.errors import UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, AdamW, CheckpointConfig, EvalConfig, RunConfig, TrainConfig
 from spmdtrain.data.source import open_data
-from spmdtrain.running import loop
 from spmdtrain.running.compile_step import compile_step, lower_step
+from spmdtrain.running.device_batches import batches as device_batches
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.saves import Saves
 from spmdtrain.train.setup import init_state, shard
 
 LIMIT = 1.03  # largest ratio loop / bare that we accept
@@ -263,7 +264,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     config, data = open_data(config)
     setup = shard(config, devices=jax.devices()[:1])
     directory.mkdir(parents=True, exist_ok=True)
-    with loop.batches(setup, data, 0, 0) as ahead:
+    with device_batches(setup, data, 0, 0) as ahead:
         batches = [next(ahead) for _ in range(train.steps)]
     pairs = [(batch["tokens"][0], batch["targets"][0]) for batch in batches]
 
@@ -279,16 +280,14 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     with (
         contextlib.closing(checkpoints),
         Reporter(directory, setup.config, 0) as reporter,
-        loop.batches(setup, data, 0, 0) as ahead,
+        batches(setup, data, 0, 0) as ahead,
         (directory / "log").open("w") as log,
         contextlib.redirect_stdout(log),
         Interrupt(setup.mesh) as interrupt,
     ):
         turns = Turns(contenders, steps)
-        saves = loop.Saves(
-            setup, identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0
-        )
-        loop.train(setup, state, step, turns, ahead, saves, reporter, interrupt)
+        saves = Saves(setup, identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0)
+        steps.train(setup, state, step, turns, ahead, saves, reporter, interrupt)
 
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     seen = {name: contender.rounds[1:] for name, contender in contenders.items()} | {

@@ -23,8 +23,8 @@ from .planner.estimate import estimate as estimate
 from .planner.plan import plan as plan
 from .processes.processes import simulate_devices as simulate_devices
 from .processes.xla_flags import set_xla_flags as set_xla_flags
+from .running.device_batches import batches as batches
 from .running.loop import Outcome as Outcome
-from .running.loop import batches as batches
 from .running.loop import run as run
 from .running.save_state import save as save
 from .train.evaluation import make_evaluate as make_evaluate

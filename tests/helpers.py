@@ -15,8 +15,8 @@ from spmdtrain.config import RunConfig, from_resolved, resolved
 from spmdtrain.data.batches import ReadAhead
 from spmdtrain.data.source import open_data
 from spmdtrain.parallel.axes import AXES
-from spmdtrain.running import loop
 from spmdtrain.running.compile_step import lower_step
+from spmdtrain.running.device_batches import batches
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_gradients
@@ -76,7 +76,7 @@ def batches_of(setup: Setup) -> ReadAhead:
     """The batches of a run from its first step on; use it in a `with`."""
     config, data = open_data(setup.config)
     assert config.model.vocab == setup.config.model.vocab
-    return loop.batches(setup, data, 0, 0)
+    return batches(setup, data, 0, 0)
 
 
 @cache

@@ -252,3 +252,64 @@ def test_no_two_files_of_tests_share_a_name():
     """pytest imports them by their bare names: the second of two would not run."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, times in names.items() if times > 1] == []
+
+
+# --- budgets --------------------------------------------------------------------------------------
+
+MOST_FILES = 12  # in a room
+MOST_IMPORTS = 15  # of ours, in a file of the rooms where everything meets
+MEETING = ("spmdtrain.running", "spmdtrain.train")
+# Config meets devices here, once, so that it does nowhere else.
+MANY_IMPORTS = {"spmdtrain.train.setup": 23}
+
+
+def sources(root: Path) -> dict[str, Path]:
+    """Dotted name -> file, of everything in spmdtrain/."""
+    files = sorted((root / "spmdtrain").rglob("*.py"))
+    return {module_of(path.relative_to(root)): path for path in files}
+
+
+def over_budget(root: Path) -> list[str]:
+    files = sources(root)
+    rooms = Counter(path.parent for path in files.values() if not path.name.startswith("__"))
+    found = [
+        f"{room.relative_to(root)} has {count} files, more than {MOST_FILES}"
+        for room, count in rooms.items()
+        if count > MOST_FILES
+    ]
+    homes: dict[str, list[str]] = {}
+    for module, path in files.items():
+        tree = ast.parse(path.read_text())
+        names = {name for _, name in imported(tree, module.rpartition(".")[0])}
+        ours = {name if name in files else name.rpartition(".")[0] for name in names} & set(files)
+        most = MANY_IMPORTS.get(module, MOST_IMPORTS)
+        if module.startswith(MEETING) and len(ours) > most:
+            found.append(f"{module} imports {len(ours)} files of ours, more than {most}")
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    return found + [f"class {name} is in {at}" for name, at in homes.items() if len(at) > 1]
+
+
+def test_rooms_imports_and_class_names_stay_within_their_budget():
+    assert over_budget(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({f"models/part{n}.py": "" for n in range(13)}, "spmdtrain/models has 13 files"),
+        ({"data/a.py": "class A: ...", "models/b.py": "class A: ..."}, "class A is in"),
+        (
+            {"train/hub.py": "".join(f"from spmdtrain.models.p{n} import x\n" for n in range(16))}
+            | {f"models/p{n}.py": "" for n in range(16)},
+            "spmdtrain.train.hub imports 16 files",
+        ),
+    ],
+)
+def test_a_house_over_its_budget_is_found(tmp_path, files, complaint):
+    for name, text in files.items():
+        path = tmp_path / "spmdtrain" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert any(complaint in each for each in over_budget(tmp_path))

@@ -29,7 +29,6 @@ import orbax.checkpoint as ocp
 from jax.tree_util import DictKey
 from orbax.checkpoint import type_handlers
 
-from spmdtrain.checkpoints.fingerprint import Fingerprint, fingerprint, fingerprints
 from spmdtrain.checkpoints.hostile import (
     check_chunks,
     check_description,
@@ -37,7 +36,8 @@ from spmdtrain.checkpoints.hostile import (
     check_names,
     check_sizes,
 )
-from spmdtrain.checkpoints.items import (
+from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, fingerprint, fingerprints
+from spmdtrain.checkpoints.leaves.items import (
     arrays_of,
     by_parameter,
     folded,
@@ -46,6 +46,13 @@ from spmdtrain.checkpoints.items import (
     notes_of,
     saved_by_parameter,
     shapes_saved,
+)
+from spmdtrain.checkpoints.leaves.relayout import (
+    as_saved,
+    cut_to,
+    in_layout,
+    lay_out_anew,
+    without_padding,
 )
 from spmdtrain.checkpoints.meta import (
     FORMAT,
@@ -64,13 +71,6 @@ from spmdtrain.checkpoints.meta import (
     unpadded_leaves,
 )
 from spmdtrain.checkpoints.plain_path import PlainPath
-from spmdtrain.checkpoints.relayout import (
-    as_saved,
-    cut_to,
-    in_layout,
-    lay_out_anew,
-    without_padding,
-)
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.config.errors import (
     CheckpointError,
@@ -79,7 +79,7 @@ from spmdtrain.config.errors import (
     UnfitError,
     UserError,
 )
-from spmdtrain.pipeline.layout import Layout, lay_out
+from spmdtrain.pipeline.layout import StageLayout, lay_out
 from spmdtrain.processes.processes import any_process
 from spmdtrain.train import ema, items
 from spmdtrain.train.item import Item, Value, as_parameters
@@ -386,7 +386,7 @@ class Checkpoints:
         return {item: {path: relaid(item, path) for path in asked[item]} for item in asked}, meta
 
     def _without_padding(
-        self, trees: Mapping[str, Mapping[str, Any]], layout: Layout
+        self, trees: Mapping[str, Mapping[str, Any]], layout: StageLayout
     ) -> dict[str, Any]:
         """Shapes and dtypes of all leaves, padding left out, with the layers as `layout` says."""
 
@@ -406,7 +406,7 @@ class Checkpoints:
 
     def _checked_meta(
         self, step: int, asked: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[Meta, Layout]:
+    ) -> tuple[Meta, StageLayout]:
         """The checkpoint's meta and layout, after a check that its leaves are those of `asked`.
 
         Nothing is left out or made up: names and shapes are equal, padding left out, and so are
@@ -463,13 +463,13 @@ class Checkpoints:
                 step, f"{different[0]} is not as it was saved{others_text(different)}"
             )
 
-    def _meta(self, step: int) -> tuple[Meta, Layout | None]:
+    def _meta(self, step: int) -> tuple[Meta, StageLayout | None]:
         """The meta of a step, and the layout in which its stacked layers were saved.
 
         None stands for a layout that only the model can tell, where there is none.
         """
 
-        def read() -> tuple[Meta, Layout | None]:
+        def read() -> tuple[Meta, StageLayout | None]:
             check_files(Path(self._folder(step)))
             found = ocp.JsonCheckpointHandler().restore(self._folder(step) / "meta")
             meta = cast(Meta, found)  # a JSON object as json.loads makes it
@@ -484,7 +484,7 @@ class Checkpoints:
                 raise KeyError("its meta names no leaves")
             check_names(meta["leaves"])
             if "layout" in meta:
-                return meta, Layout(**meta["layout"])
+                return meta, StageLayout(**meta["layout"])
             if not self._setup:
                 return meta, None
             return meta, lay_out(self._setup.model.layout.layers, 1, 1)
@@ -635,7 +635,7 @@ def _read_plain(folder: "epath.Path") -> dict[str, np.ndarray]:
     return ocp.PyTreeCheckpointHandler().restore(folder, args=asked)
 
 
-def _in_order(path: str, x: np.ndarray, saved: Layout | None) -> np.ndarray:
+def _in_order(path: str, x: np.ndarray, saved: StageLayout | None) -> np.ndarray:
     """A parameter with its layers, if it has any, as [layers, ...]."""
     if (
         saved is None

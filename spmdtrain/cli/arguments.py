@@ -4,7 +4,7 @@ import argparse
 import re
 
 from spmdtrain.cli import doctor, launching, running
-from spmdtrain.cli.data_arguments import add_data, add_tokenizer
+from spmdtrain.cli.data import add_data, add_tokenizer
 from spmdtrain.cli.planning_arguments import add_calibrate, add_estimate, add_plan, add_schedule
 from spmdtrain.cli.shared_arguments import (
     add_config,

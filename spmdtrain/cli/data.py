@@ -1,12 +1,91 @@
-"""Run the commands around data: `data prepare`, `tokenizer train`."""
+"""The commands around data: `data prepare` and `tokenizer train`."""
 
 import argparse
 
+from spmdtrain.cli.shared_arguments import (
+    add_documents,
+    positive_int,
+    unescaped,
+)
 from spmdtrain.config import DONE
 from spmdtrain.processes import signals
 
 
-def prepare(parsed: argparse.Namespace) -> int:
+def add_data(commands) -> None:
+    """Adds the command `data` and its arguments."""
+    group = commands.add_parser("data", help="token files")
+    commands = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    prepare = commands.add_parser("prepare", help="documents to token files")
+    add_documents(prepare)
+    prepare.add_argument(
+        "--out", required=True, metavar="NAME", help="writes NAME.bin and its sidecars"
+    )
+    prepare.add_argument(
+        "--tokenizer",
+        default="bytes",
+        help="bytes | characters | a tokenizer.json or its folder (default: bytes)",
+    )
+    prepare.add_argument(
+        "--end-of-text",
+        default="auto",
+        metavar="TOKEN",
+        help="stands behind each document: a token, auto (the tokenizer's own) or none "
+        "(default: auto)",
+    )
+    prepare.add_argument(
+        "--chat",
+        action="store_true",
+        help="documents are lists of messages with role and content; the loss is on the answers",
+    )
+    prepare.add_argument(
+        "--template",
+        type=unescaped,
+        help="what a message is written as, with {role} and {content} (default: ChatML)",
+    )
+    prepare.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="a special token that a text spells, <|endoftext|> say, is that token "
+        "(default: it is text)",
+    )
+    prepare.add_argument(
+        "--workers",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="processes that make tokens (default: 1)",
+    )
+    prepare.add_argument(
+        "--shard-tokens",
+        type=positive_int,
+        metavar="N",
+        help="writes NAME-00000.bin and so on, of N tokens each, "
+        "and goes on behind the last one when it was killed",
+    )
+    prepare.set_defaults(command=_prepare)
+
+
+def add_tokenizer(commands) -> None:
+    """Adds the command `tokenizer` and its arguments."""
+    group = commands.add_parser("tokenizer", help="a tokenizer of one's own")
+    commands = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="documents to the tokenizer.json of a byte-level BPE")
+    add_documents(train)
+    train.add_argument("--out", required=True, metavar="FILE", help="a tokenizer.json")
+    train.add_argument(
+        "--vocab", type=positive_int, required=True, metavar="N", help="tokens, 32000 say"
+    )
+    train.add_argument(
+        "--special",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="one more token that is never cut, beside <|endoftext|>; may be repeated",
+    )
+    train.set_defaults(command=_train_tokenizer)
+
+
+def _prepare(parsed: argparse.Namespace) -> int:
     """Write documents as token files."""
     from spmdtrain.data.prepare.prepare import Job
     from spmdtrain.data.prepare.prepare import prepare as write
@@ -30,7 +109,7 @@ def prepare(parsed: argparse.Namespace) -> int:
     return DONE
 
 
-def train_tokenizer(parsed: argparse.Namespace) -> int:
+def _train_tokenizer(parsed: argparse.Namespace) -> int:
     """Make a tokenizer of documents."""
     from spmdtrain.data.tokenizers.train_tokenizer import train_tokenizer as train
 

@@ -139,8 +139,7 @@ def estimate(parsed: argparse.Namespace) -> int:
 
 
 def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardware") -> int:
-    from spmdtrain.planner import anchor, deviceless, report
-    from spmdtrain.planner.cost import traffic
+    from spmdtrain.planner import anchor, deviceless, report, traffic
     from spmdtrain.planner.estimate import estimate as estimate_config
     from spmdtrain.planner.estimate import with_vocab
     from spmdtrain.planner.own_model import describe

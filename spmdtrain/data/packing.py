@@ -24,7 +24,7 @@ from spmdtrain.data.shuffle import permute, random_bits
 
 
 @dataclass(frozen=True)
-class Plan:
+class Packing:
     """The assignment of pieces to windows."""
 
     starts: np.ndarray  # [pieces] int64, the offset of each piece's first token
@@ -38,7 +38,7 @@ class Plan:
         return len(self.bounds) - 1
 
 
-def make_plan(document_starts: np.ndarray, span: Range, length: int) -> Plan:
+def make_plan(document_starts: np.ndarray, span: Range, length: int) -> Packing:
     """Pack the documents of a range of tokens into windows of `length` positions.
 
     Windows are in the order of their first documents. Raises DataError where no document has two
@@ -59,7 +59,7 @@ def make_plan(document_starts: np.ndarray, span: Range, length: int) -> Plan:
     rank[order] = np.arange(len(order))
     by_rank = np.argsort(np.repeat(rank, counts), kind="stable")
     new_bounds = np.concatenate([[0], np.cumsum(counts[order])])
-    return Plan(starts[by_rank], sizes[by_rank], new_bounds)
+    return Packing(starts[by_rank], sizes[by_rank], new_bounds)
 
 
 def _pieces(document_starts: np.ndarray, span: Range, length: int) -> tuple[np.ndarray, np.ndarray]:

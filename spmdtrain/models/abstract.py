@@ -28,7 +28,7 @@ from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
 from spmdtrain.parallel.gather import WeightGather, gathered_axes
 from spmdtrain.parallel.specs import drop_axes
-from spmdtrain.pipeline.layout import Layout, lay_out
+from spmdtrain.pipeline.layout import StageLayout, lay_out
 
 Axes = tuple[str | None, ...]
 # (tokens [b, t], a random key per sequence [b]) -> (tokens [b, t], those to restore [b, t])
@@ -59,7 +59,7 @@ class AbstractModel:
     graphdef: nnx.GraphDef
     variables: tuple[tuple[tuple, nnx.Variable], ...]
     make: Callable[[jax.Array], LanguageModel]
-    layout: Layout  # of the parameters in the stack `blocks`
+    layout: StageLayout  # of the parameters in the stack `blocks`
     rows: int  # of the whole table that `head` gives
 
     def in_stack(self, path: str) -> bool:
@@ -166,7 +166,7 @@ def build_model(
     return AbstractModel(parameters, graphdef, variables, build, layout, rows)
 
 
-def _parameter(path: tuple, variable: nnx.Variable, layout: Layout) -> Parameter:
+def _parameter(path: tuple, variable: nnx.Variable, layout: StageLayout) -> Parameter:
     """Shape and axes of a variable; those of the layers as `layout` has them."""
     is_floating = jnp.issubdtype(variable.dtype, jnp.floating)
     if not isinstance(variable, Buffer) and not (isinstance(variable, nnx.Param) and is_floating):

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.pipeline.layer_vjp import LayerGradient
-from spmdtrain.pipeline.layout import Layout
-from spmdtrain.pipeline.phases import Phase, Round, rounds
+from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.pipeline.phases import Phase, RepeatedPhases, rounds
 from spmdtrain.pipeline.schedule import Table
 
 AXIS = "pipeline"
@@ -63,7 +63,7 @@ def sum_over_stages(x: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Program:
+class StageProgram:
     """The functions that a pipeline runs.
 
     Losses are float32 scalars by name; training minimises the sum of them all.
@@ -89,9 +89,9 @@ class Program:
 
 
 def losses(
-    program: Program,
+    program: StageProgram,
     table: Table,
-    layout: Layout,
+    layout: StageLayout,
     shared: Tree,
     stack: Tree,
     fixed: Mapping[str, jax.Array] | None = None,
@@ -109,9 +109,9 @@ def losses(
 
 
 def gradients(
-    program: Program,
+    program: StageProgram,
     table: Table,
-    layout: Layout,
+    layout: StageLayout,
     shared: Tree,
     stack: Tree,
     totals: tuple[Tree, Tree],
@@ -142,9 +142,9 @@ class _Executor:
 
     def __init__(
         self,
-        program: Program,
+        program: StageProgram,
         table: Table,
-        layout: Layout,
+        layout: StageLayout,
         shared: Tree,
         stack: Tree,
         fixed: Mapping[str, jax.Array],
@@ -260,7 +260,7 @@ class _Executor:
             carry = self.scan_round(each, carry, tick, columns)
         return carry
 
-    def scan_round(self, round: Round, carry: Carry, tick: Tick, columns: Cell) -> Carry:
+    def scan_round(self, round: RepeatedPhases, carry: Carry, tick: Tick, columns: Cell) -> Carry:
         """Scan each phase of a round; where the round repeats, scan those scans.
 
         So the size of the program follows from the number of phases, not of microbatches.

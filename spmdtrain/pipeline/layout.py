@@ -19,7 +19,7 @@ Stack = TypeVar("Stack", jax.Array, np.ndarray)
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """`layers` layers in `chunks` v on each of `stages` p, with `per_chunk` Lc places in each."""
 
     chunks: int
@@ -66,9 +66,9 @@ class Layout:
         return asdict(self)
 
 
-def lay_out(layers: int, stages: int, chunks: int) -> Layout:
+def lay_out(layers: int, stages: int, chunks: int) -> StageLayout:
     """Return the layout with the least padding. One stage has one chunk, whatever is asked."""
     if stages == 1:
         chunks = 1
     per_chunk = -(-layers // (stages * chunks))
-    return Layout(chunks, stages, per_chunk, layers)
+    return StageLayout(chunks, stages, per_chunk, layers)

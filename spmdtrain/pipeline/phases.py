@@ -40,7 +40,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Round:
+class RepeatedPhases:
     """Phases that run one after the other, `repeats` times over.
 
     All repeats have phases of the same lengths with the same kinds of work. `phases` are those of
@@ -61,7 +61,7 @@ def phases(table: Table) -> tuple[Phase, ...]:
     return _split_runs(table, _kinds_of_work(table))
 
 
-def rounds(table: Table) -> tuple[Round, ...]:
+def rounds(table: Table) -> tuple[RepeatedPhases, ...]:
     """Return the phases as an executor scans them: cut further, then folded.
 
     Phases are cut where the head starts or stops as well, because its work is too dear to be done
@@ -76,7 +76,7 @@ def rounds(table: Table) -> tuple[Round, ...]:
         return folded
     # Cells without work are masked, so a tick may do every kind of work; it only takes longer.
     whole = Phase(0, table.ticks, *_any_flags(runs))
-    return (Round((whole,), repeats=1),)
+    return (RepeatedPhases((whole,), repeats=1),)
 
 
 def _kinds_of_work(table: Table) -> np.ndarray:
@@ -108,7 +108,7 @@ def _split_runs(table: Table, same: np.ndarray) -> tuple[Phase, ...]:
     )
 
 
-def _fold(runs: Sequence[Phase]) -> Iterator[Round]:
+def _fold(runs: Sequence[Phase]) -> Iterator[RepeatedPhases]:
     """Fold runs that repeat.
 
     Greedy: at each run it takes the repetition that covers most runs, and of those that cover
@@ -135,7 +135,7 @@ def _fold(runs: Sequence[Phase]) -> Iterator[Round]:
         for first in range(at, at + best_period):
             flags = _any_flags(runs[first:end:best_period])
             folded.append(Phase(runs[first].start, runs[first].stop, *flags))
-        yield Round(tuple(folded), best_repeats)
+        yield RepeatedPhases(tuple(folded), best_repeats)
         at = end
 
 

@@ -7,7 +7,7 @@ from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report import summary
 from spmdtrain.running.report.json_lines import write_of_process_0
 from spmdtrain.running.report.summary import Prediction
-from spmdtrain.running.start.begin import Start
+from spmdtrain.running.start.begin import StartingPoint
 from spmdtrain.running.start.prepare import Prepared
 from spmdtrain.running.start.session import Session
 
@@ -28,7 +28,7 @@ class Outcome:
     step_seconds: float | None = field(default=None, compare=False)
 
 
-def nothing_to_do(session: Session, start: Start) -> Outcome | None:
+def nothing_to_do(session: Session, start: StartingPoint) -> Outcome | None:
     """The outcome of a run that has ended before, which is said; None where steps are left."""
     directory = session.prepared.directory
     early_stop = start.early_stop
@@ -46,7 +46,7 @@ def nothing_to_do(session: Session, start: Start) -> Outcome | None:
 
 def conclude(
     session: Session,
-    start: Start,
+    start: StartingPoint,
     outcome: Outcome,
     report: dict[str, Any],
     prediction: Prediction | None,

@@ -1,11 +1,11 @@
 """Takes a run back to an older checkpoint: from before its bad steps, or the newest intact one."""
 
-from spmdtrain.checkpoints.items import begins_anew
+from spmdtrain.checkpoints.leaves.items import begins_anew
 from spmdtrain.checkpoints.meta import has_fingerprints
 from spmdtrain.checkpoints.newest import Found, newest_good
 from spmdtrain.checkpoints.store import QUARANTINE, Checkpoints
 from spmdtrain.processes import pulse
-from spmdtrain.running.guards.bad_steps import GoBack
+from spmdtrain.running.guards.guard import GoBack
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.setup import Setup

@@ -11,7 +11,7 @@ from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import Source, Tokens, open_data
-from spmdtrain.running.guards.bad_steps import Record
+from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.report.json_lines import write_document
 from spmdtrain.running.start.directory import open_directory
 from spmdtrain.train.setup import Setup, placed
@@ -53,7 +53,7 @@ def save(
     if sample is None:
         sample = step * setup.config.train.global_batch
     meta = identity(setup, opened.fingerprint, {"loss": setup.loss, "data": data})
-    meta |= {"sample": sample, "guard": Record().document()}
+    meta |= {"sample": sample, "guard": BadSteps().document()}
     with contextlib.ExitStack() as held:
         held.enter_context(open_directory(directory, fresh=False))
         checkpoints = Checkpoints(directory, setup, Retention(CheckpointConfig(keep=MOST_KEPT)))

@@ -7,7 +7,7 @@ from spmdtrain.checkpoints.identity import Meta
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.processes import pulse
-from spmdtrain.running.guards.bad_steps import Record
+from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.setup import Setup
@@ -30,10 +30,10 @@ class Saves:
         reporter: Reporter,
         first: int,
         sample: int,
-        record: Record | None = None,
+        record: BadSteps | None = None,
         early_stop: EarlyStop | None = None,
     ):
-        self.record = record or Record()
+        self.record = record or BadSteps()
         self.early_stop = early_stop or EarlyStop(setup.config.eval)
         self.checkpoints = checkpoints
         self._setup = setup

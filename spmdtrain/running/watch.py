@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from spmdtrain.processes import pulse
-from spmdtrain.running.guards.bad_steps import Guard
+from spmdtrain.running.guards.guard import Guard
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.guards.stragglers import Stragglers

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.checkpoints import fingerprint as module
-from spmdtrain.checkpoints.fingerprint import fingerprint, fingerprints
+from spmdtrain.checkpoints.leaves import fingerprint as module
+from spmdtrain.checkpoints.leaves.fingerprint import fingerprint, fingerprints
 
 DTYPES = ["float32", "bfloat16", "int32", "int8", "bool"]
 

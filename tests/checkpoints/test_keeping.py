@@ -21,6 +21,7 @@ from spmdtrain.data.source import open_data
 from spmdtrain.launch.launch import going_on
 from spmdtrain.running import loop
 from spmdtrain.running.save_state import save
+from spmdtrain.train import evaluation
 from spmdtrain.train.setup import init_state, shard
 
 SETTINGS = (
@@ -63,7 +64,7 @@ def evaluations(monkeypatch, losses: list[float]) -> None:
             "eval_split_tokens": 1,
         }
 
-    monkeypatch.setattr(loop.evaluation, "make_eval_figures", make)
+    monkeypatch.setattr(evaluation, "make_eval_figures", make)
 
 
 CONFIGS = st.builds(

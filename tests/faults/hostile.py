@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from spmdtrain.checkpoints.fingerprint import fingerprint
+from spmdtrain.checkpoints.leaves.fingerprint import fingerprint
 
 LEAF = "tokens.table_ve"  # [64, 16] in the tests' runs
 

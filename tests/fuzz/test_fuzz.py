@@ -32,7 +32,7 @@ from fuzz.shrink import shrunk, spoken
 from spmdtrain.config import load
 from spmdtrain.parallel import reduce
 from spmdtrain.pipeline.choose import choose_table
-from spmdtrain.running import loop
+from spmdtrain.running import steps
 from spmdtrain.train import setup
 from spmdtrain.train.gradients import grad_accumulation, loss
 
@@ -216,8 +216,10 @@ def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles
 
 
 def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):
-    batches = loop.batches
-    monkeypatch.setattr(loop, "batches", lambda setup, data, step, _: batches(setup, data, step, 0))
+    batches = steps.batches
+    monkeypatch.setattr(
+        steps, "batches", lambda setup, data, step, _: batches(setup, data, step, 0)
+    )
     draws = [
         Draw(0, TWO, {"checkpoint.every": 1}, end="same", stop=1, by="term"),
         Draw(

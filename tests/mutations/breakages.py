@@ -508,7 +508,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a checkpoint loses the scale of the loss",
-        "checkpoints/items.py",
+        "checkpoints/leaves/items.py",
         "if item.note is None or item.name not in meta:",
         'if item.note is None or item.name != "recent":',
         f"{LOSS_SCALE} -k to_the_bit",
@@ -628,7 +628,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a resumed run reads the data from its start",
-        "running/loop.py",
+        "running/device_batches.py",
         "ids = sample + batch_ids(at - step, config.train.global_batch)",
         "ids = batch_ids(at - step, config.train.global_batch)",
         f"{RESUME} -k 'signal or twice'",
@@ -642,14 +642,14 @@ BREAKAGES = [
     ),
     Breakage(
         "layers are laid out anew without leaving their old layout",
-        "checkpoints/relayout.py",
+        "checkpoints/leaves/relayout.py",
         "staged(layout.unstaged(x))",
         "staged(x.reshape(-1, *x.shape[len(layout.shape) :])[: layout.layers][::-1])",
         f"{PIPELINE_RUN} -k 'any_other and p2'",
     ),
     Breakage(
         "weights are padded anew without leaving their old padding",
-        "checkpoints/relayout.py",
+        "checkpoints/leaves/relayout.py",
         "add_zeros(cut_to(x, shape), shape, leaf.shape)",
         "jnp.resize(x, leaf.shape)",
         f"{PIPELINE_RUN} -k 'any_other and thirds'",
@@ -693,7 +693,7 @@ BREAKAGES = [
     ),
     Breakage(
         "an element is mixed with the sum of its indices",
-        "checkpoints/fingerprint.py",
+        "checkpoints/leaves/fingerprint.py",
         "index += along * jnp.uint32(stride % 2**32)",
         "index += along",
         "tests/checkpoints/test_fingerprint.py",
@@ -730,8 +730,8 @@ BREAKAGES = [
     Breakage(
         "the loss is on the token before the one that counts",
         "data/corpus.py",
-        "return self.loss[start:stop].astype(np.float32)",
-        "return self.loss[start - 1 : stop - 1].astype(np.float32)",
+        "marks = self.loss[start:stop]",
+        "marks = self.loss[start - 1 : stop - 1]",
         f"{DATA_ROOM}/test_documents.py -k batches_of_conversations",
     ),
     Breakage(
@@ -799,7 +799,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a run that goes back saves among bad steps",
-        "running/guards/bad_steps.py",
+        "running/guards/guard.py",
         'return self._config.policy != "rollback" or self._record.in_a_row == 0',
         "return True",
         "tests/running/test_rollback.py -k never",
@@ -848,7 +848,7 @@ BREAKAGES = [
     ),
     Breakage(
         "the copies of a leaf are looked for along axes that split it",
-        "checkpoints/fingerprint.py",
+        "checkpoints/leaves/fingerprint.py",
         "if size > 1 and axis not in named)",
         "if size > 1 and axis in named)",
         "tests/running/guards/test_replicas.py -k named",

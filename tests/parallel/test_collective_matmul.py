@@ -17,8 +17,8 @@ from spmdtrain.compiled import hlo
 from spmdtrain.config import ConfigError
 from spmdtrain.parallel.collective_matmul import Ring, gather_matmul, matmul_scatter
 from spmdtrain.parallel.tensor_matmul import make_find_ring
-from spmdtrain.planner.cost.traffic import needed_traffic
 from spmdtrain.planner.cost.workload import workload_of
+from spmdtrain.planner.traffic import needed_traffic
 
 RINGS = {  # devices of context -> ring
     1: Ring("tensor", P(None, "tensor", None), P(None, None, "tensor", None)),

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from random_schedules import some_waiting_table
 
-from spmdtrain.pipeline.executor import Program, gradients, losses
+from spmdtrain.pipeline.executor import StageProgram, gradients, losses
 from spmdtrain.pipeline.layout import lay_out
 from spmdtrain.pipeline.phases import rounds
 from spmdtrain.pipeline.schedule import Table, build
@@ -78,7 +78,7 @@ def piped(table: Table, layout, shared, stack, batch, layer=layer, keep=True, he
     def head_by_name(shared, x, context):
         return {"loss": head(shared, x, context)}
 
-    program = Program(embed, by_name, head_by_name, lambda microbatch: batch[microbatch])
+    program = StageProgram(embed, by_name, head_by_name, lambda microbatch: batch[microbatch])
     staged = jax.tree.map(layout.staged, stack)
     split = P(None, "pipeline")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from spmdtrain.planner.cost.traffic import needed_traffic
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.traffic import needed_traffic
 
 MODEL = ModelShape(
     layers=4,

@@ -20,12 +20,13 @@ from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
 from spmdtrain.data.source import CorpusData, open_data
-from spmdtrain.running import loop
+from spmdtrain.running import loop, steps
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.report.json_lines import forget_after
 from spmdtrain.running.report.metrics import OneLate, StepClock, peak_flops, step_figures
 from spmdtrain.running.report.progress import Progress, duration, quantity, tell
 from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.saves import Saves
 from spmdtrain.train.setup import init_state, shard
 
 ONE = {"devices": jax.devices()[:1]}
@@ -97,11 +98,9 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
             pass
 
     with Reporter(tmp_path, setup.config, 0) as reporter, batches_of(setup) as ahead:
-        saves = loop.Saves(
-            setup, identity(setup, data.fingerprint, {}), NoCheckpoints(), reporter, 0, 0
-        )
+        saves = Saves(setup, identity(setup, data.fingerprint, {}), NoCheckpoints(), reporter, 0, 0)
         with Interrupt(setup.mesh) as interrupt:
-            outcome = loop.train(
+            outcome = steps.train(
                 setup, state, step, lambda _: 0.0, ahead, saves, reporter, interrupt
             )
     assert outcome == loop.Outcome("finished", 8)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdtrain.pipeline.layout import Layout
+from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.pipeline.schedule import one_f_one_b
 from spmdtrain.train.gradients.grad_pipeline import describe
 
@@ -15,7 +15,7 @@ SHRINKS = "a smaller train.microbatch makes more of them, and the bubble smaller
     [(8, 4, []), (7, 4, [PADS]), (8, 1, [SHRINKS]), (7, 1, [PADS, SHRINKS])],
 )
 def test_it_says_what_padding_costs_and_how_the_bubble_shrinks(layers, microbatches, said):
-    layout = Layout(chunks=1, stages=2, per_chunk=4, layers=layers)
+    layout = StageLayout(chunks=1, stages=2, per_chunk=4, layers=layers)
     sizes, *more = describe(one_f_one_b(2, microbatches), layout).split("; ")
     assert sizes.startswith("1f1b: 2 stages")
     assert more == said

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.checkpoints.fingerprint import local_sums, replica_axes
+from spmdtrain.checkpoints.leaves.fingerprint import local_sums, replica_axes
 from spmdtrain.config.errors import CorruptedError
 from spmdtrain.parallel.regions import manual_region
 from spmdtrain.running.report.reporter import Reporter

@@ -1,31 +1,24 @@
 """The state that a run begins with: fresh, given, with the weights of another run, or resumed."""
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-
-from spmdtrain.checkpoints.identity import changes, code_of, describe_changes, model_changes
-from spmdtrain.checkpoints.meta import Meta, has_fingerprints
-from spmdtrain.checkpoints.model_code import check_model_code
+from spmdtrain.checkpoints.identity import changes, describe_changes
+from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.checkpoints.newest import Found
-from spmdtrain.checkpoints.restore import read_newest_good
-from spmdtrain.checkpoints.store import Checkpoints
-from spmdtrain.running.guards.bad_steps import Record
+from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report import stages
-from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.rollback import set_aside_damaged
 from spmdtrain.running.start.chosen_step import set_aside_later
-from spmdtrain.running.start.other_run import naming_settings
+from spmdtrain.running.start.init_from import weights_of
 from spmdtrain.running.start.session import Session
-from spmdtrain.train.setup import Setup, init_state, with_weights
+from spmdtrain.train.setup import init_state, with_weights
 from spmdtrain.train.state import TrainState
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingPoint:
     """Where a run goes on: after `step`, with the global sample index `sample`.
 
     `record` has the bad steps up to there, and `early_stop` the evaluations.
@@ -34,11 +27,11 @@ class Start:
     state: TrainState
     step: int
     sample: int
-    record: Record
+    record: BadSteps
     early_stop: EarlyStop
 
 
-def resume_or_begin(session: Session) -> Start:
+def resume_or_begin(session: Session) -> StartingPoint:
     """The start of a run from the checkpoint that was found, or else of a new one."""
     if session.found is not None:
         return _resume(session, session.found)
@@ -49,12 +42,14 @@ def resume_or_begin(session: Session) -> Start:
     return _start(session, state, step, sample, {})
 
 
-def _start(session: Session, state: TrainState, step: int, sample: int, meta: Meta) -> Start:
+def _start(
+    session: Session, state: TrainState, step: int, sample: int, meta: Meta
+) -> StartingPoint:
     early_stop = EarlyStop(session.setup.config.eval, meta)
-    return Start(state, step, sample, Record.of(meta), early_stop)
+    return StartingPoint(state, step, sample, BadSteps.of(meta), early_stop)
 
 
-def _resume(session: Session, found: Found) -> Start:
+def _resume(session: Session, found: Found) -> StartingPoint:
     step = found.step
     reporter = session.reporter
     setup = session.setup
@@ -85,28 +80,9 @@ def _begin(session: Session) -> TrainState:
         reporter.event("started", int(session.given.step), mesh=mesh, init_from="state=")
         return session.given
     source = setup.config.train.init_from
-    params = _weights_of(Path(source), setup, reporter) if source else None
+    params = weights_of(Path(source), setup, reporter) if source else None
     state = init_state(setup)
     if params is not None:
         state = with_weights(setup, state, params)
     reporter.event("started", 0, mesh=mesh, init_from=source)
     return state
-
-
-def _weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
-    """The parameters of the newest intact checkpoint of another run."""
-    reading = contextlib.closing(Checkpoints(run, setup, keep=None))
-    with reading as checkpoints, naming_settings(run, setup):
-        _, (params, meta), line = read_newest_good(
-            checkpoints, run, lambda step: checkpoints.restore_params(step, setup.state.params)
-        )
-    if line:
-        reporter.say(line)
-    asked = f"train.init_from='{run}'"
-    for line in check_model_code(meta.get("model_code"), code_of(setup), asked):
-        reporter.say(line)
-    if not has_fingerprints(meta):
-        reporter.say(f"the weights of {run} have no fingerprints yet: they could not be verified")
-    for name, then, now in model_changes(meta, setup.config):
-        reporter.say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
-    return params

@@ -25,7 +25,7 @@ BATCH = (*ELASTIC, "expert")  # axes that split the batch
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshSizes:
     """Sizes of the mesh axes, and the sequences that a shard of the batch takes at once."""
 
     sizes: Mapping[str, int]
@@ -85,7 +85,7 @@ def adapt(
     return Adapted(adapted, config, line)
 
 
-def choose_layout(config: RunConfig, count: int) -> Layout | None:
+def choose_layout(config: RunConfig, count: int) -> MeshSizes | None:
     """The layout of `count` devices that is nearest to that of the config.
 
     `fsdp` stays if it can, else it is the largest divisor that is smaller, so that a device holds
@@ -106,7 +106,7 @@ def choose_layout(config: RunConfig, count: int) -> Layout | None:
     microbatch = max(each for each in range(1, most + 1) if batch % (shards * each) == 0)
     fsdp = max(each for each in range(1, max(sizes["fsdp"], 1) + 1) if rest % each == 0)
     chosen = {**sizes, "data": rest // fsdp, "fsdp": fsdp}
-    return Layout(chosen, microbatch)
+    return MeshSizes(chosen, microbatch)
 
 
 def _is_mesh_of(run: Path, config: RunConfig) -> bool:

@@ -6,21 +6,17 @@ from dataclasses import dataclass
 
 import jax
 
-from spmdtrain.checkpoints.identity import check_identity
 from spmdtrain.checkpoints.newest import Found
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.processes import pulse
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.guards.memory import MemoryGuard
-from spmdtrain.running.report import stages
-from spmdtrain.running.report.reporter import Hook, Reporter
-from spmdtrain.running.report.sinks import MakeSink
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.seams import Hook, MakeSink
 from spmdtrain.running.start.agreement import check_model
-from spmdtrain.running.start.chosen_step import chosen_or_newest
 from spmdtrain.running.start.directory import check_source, open_directory
-from spmdtrain.running.start.other_run import naming_settings, recorded
+from spmdtrain.running.start.find import find
 from spmdtrain.running.start.prepare import Prepared
 from spmdtrain.train.setup import Setup, placed
 from spmdtrain.train.state import TrainState
@@ -73,9 +69,8 @@ def open_session(
         held.enter_context(open_directory(directory, prepared.fresh))
         checkpoints = Checkpoints(directory, setup, Retention(setup.config.checkpoint))
         held.enter_context(contextlib.closing(checkpoints))
-        found = _find(prepared, setup, checkpoints)
+        found, remarks = find(prepared, setup, checkpoints)
         done = found.step if found else 0 if given is None else int(given.step)
-        remarks = _check_found(found, prepared, setup)
         reporter = Reporter(directory, setup.config, done, sinks, hooks)
         held.enter_context(reporter)
         yield Session(
@@ -99,19 +94,3 @@ def _check_given(prepared: Prepared) -> None:
     if source:
         what = f"state= and train.init_from={source!r} both give weights"
         raise ConfigError(what, fix="one of them")
-
-
-def _find(prepared: Prepared, setup: Setup, checkpoints: Checkpoints) -> Found | None:
-    pulse.tell(pulse.RESTORE)
-    stages.enter("looking for a checkpoint")
-    with naming_settings(prepared.directory, setup, prepared.data, prepared.seams):
-        return chosen_or_newest(checkpoints, prepared.directory, prepared.step, setup.state)
-
-
-def _check_found(found: Found | None, prepared: Prepared, setup: Setup) -> Sequence[str]:
-    """What is to be said of the checkpoint. CheckpointError where it is not one of this run."""
-    if found is None:
-        return []
-    directory = prepared.directory
-    where = f"step {found.step} of {directory}"
-    return check_identity(found.meta, setup, prepared.data, where, recorded(directory))

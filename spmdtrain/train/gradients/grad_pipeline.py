@@ -22,8 +22,8 @@ from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
 from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum, manual_region
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes, keep_axes
 from spmdtrain.pipeline.draw import headline
-from spmdtrain.pipeline.executor import Program, gradients, losses
-from spmdtrain.pipeline.layout import Layout
+from spmdtrain.pipeline.executor import StageProgram, gradients, losses
+from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.loss import (
@@ -41,7 +41,7 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
 
-def describe(table: Table, layout: Layout) -> str:
+def describe(table: Table, layout: StageLayout) -> str:
     """The schedule in one line, what padding costs, and how a large bubble shrinks."""
     parts = [headline(table)]
     if layout.padding:
@@ -162,7 +162,7 @@ def _program(
     *,
     fixed: dict[str, jax.Array],
     training: bool,
-) -> Program:
+) -> StageProgram:
     """The program that stages run on this batch.
 
     `table_axes` are what `_table_axes` gives. Without a step there is no dropout. `cotangent`: of
@@ -191,7 +191,7 @@ def _program(
 
     # Under "full" the executor runs whole chunks again by itself.
     remat = "dots" if setup.config.train.remat == "dots" else "none"
-    return Program(
+    return StageProgram(
         embed=embed,
         layer=rematerialised(layer, remat),
         head=head,

@@ -18,7 +18,7 @@ import optax
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.pipeline.layout import Layout
+from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.train.updates.whole_tree import WholeTree, needs_whole_tree, over_stack
 
 OptimizerState = dict[str, Any]  # by dotted parameter path; frozen parameters have none
@@ -58,7 +58,7 @@ Optimizer = ChooseRule | optax.GradientTransformation
 
 
 def choose_rules(
-    optimizer: Optimizer, parameters: Mapping[str, Parameter], layout: Layout
+    optimizer: Optimizer, parameters: Mapping[str, Parameter], layout: StageLayout
 ) -> Rules:
     """The rule of each parameter that is not frozen. ConfigError where `optimizer` is none.
 
@@ -90,7 +90,9 @@ def _rule(path: str, found: Any) -> Rule | None:
     raise ConfigError(f"optimizer= gives {found!r:.80} for {path}", fix=_TAKES)
 
 
-def _with_whole_trees(rules: Rules, parameters: Mapping[str, Parameter], layout: Layout) -> Rules:
+def _with_whole_trees(
+    rules: Rules, parameters: Mapping[str, Parameter], layout: StageLayout
+) -> Rules:
     """The rules, those together whose parameters share a transformation that is not of one tensor.
 
     ConfigError where it has only one of them, or cannot see them all.

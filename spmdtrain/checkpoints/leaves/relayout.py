@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.padding import Shape, add_zeros
 from spmdtrain.parallel.specs import axes_of_dim
-from spmdtrain.pipeline.layout import Layout
+from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.train.setup import Setup
 
 
@@ -28,7 +28,7 @@ def without_padding(setup: Setup, path: str, shape: Shape) -> Shape:
     return padding.of_model[path] if shape == padding.at_rest[path] else shape
 
 
-def in_layout(setup: Setup, path: str, shape: Shape, layout: Layout) -> Shape:
+def in_layout(setup: Setup, path: str, shape: Shape, layout: StageLayout) -> Shape:
     """The shape that a leaf has where the stack of layers lies as `layout` says."""
     if not setup.model.in_stack(path):
         return shape
@@ -36,7 +36,7 @@ def in_layout(setup: Setup, path: str, shape: Shape, layout: Layout) -> Shape:
 
 
 def as_saved(
-    setup: Setup, path: str, leaf: jax.ShapeDtypeStruct, shape: Shape, layout: Layout
+    setup: Setup, path: str, leaf: jax.ShapeDtypeStruct, shape: Shape, layout: StageLayout
 ) -> jax.ShapeDtypeStruct:
     """Gives `leaf` the shape in which it was saved, split over the mesh much as it will rest."""
     if not isinstance(leaf.sharding, NamedSharding):
@@ -51,7 +51,7 @@ def as_saved(
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
-def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: Layout) -> Any:
+def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: StageLayout) -> Any:
     """A parameter's leaves, read as `as_saved` says, in the shapes and shardings of `asked`."""
     in_stack = setup.model.in_stack(path)
 

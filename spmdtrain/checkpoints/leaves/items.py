@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from spmdtrain.checkpoints.leaves.relayout import evenly
 from spmdtrain.checkpoints.meta import Meta, describe, has_item, named_leaves, of_items
-from spmdtrain.checkpoints.relayout import evenly
 from spmdtrain.train import items
 from spmdtrain.train.item import Item, Value, as_parameters
 from spmdtrain.train.state import TrainState

@@ -1,0 +1,110 @@
+"""Responds to a bad step: the run ends, goes on without it, or goes back to a checkpoint.
+
+Where a bad step must not touch the weights, the step itself judges on the devices whether it is bad
+(train/spikes.py). The guard hears of it one step late, with the other figures. Going back leaves
+out the samples from the checkpoint to the last bad step. Every checkpoint keeps the ranges that
+were left out; all other samples are consumed in order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spmdtrain.config.schema import GuardConfig
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.saves import Saves
+from spmdtrain.train.state import TrainState, is_finite
+
+NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+class GoBack(Exception):
+    """The run is to go back to a checkpoint from before `first`, the first bad step in a row.
+
+    `step` is the last one. The text says what is wrong with it.
+    """
+
+    def __init__(self, what: str, first: int, step: int):
+        super().__init__(what)
+        self.first = first
+        self.step = step
+
+
+class Guard:
+    """Looks at the figures of each step, and does as `[guard]` says where they are wrong."""
+
+    def __init__(self, config: GuardConfig, saves: Saves, reporter: Reporter):
+        self._config = config
+        self._saves = saves
+        self._record = saves.record
+        self._reporter = reporter
+
+    @property
+    def lets_save(self) -> bool:
+        """False amid bad steps under `rollback`, which goes back to before the first of them."""
+        return self._config.policy != "rollback" or self._record.in_a_row == 0
+
+    def check(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Judges the figures of `step`, and reports the samples that it skipped.
+
+        A step that was left because the scale of the loss was too large is none of its business.
+        Raises DivergedError where the run is to abort, and GoBack where it is to go back.
+        """
+        if figures.get("overflow"):  # the scale of the loss was too large: the batch is not bad
+            return
+        if not self._is_bad(figures):
+            self._record.in_a_row = 0
+            return
+        what = self._describe(step, figures)
+        if self._config.policy == "abort":
+            raise self._saves.diverged(step, what)
+        skipped = self._record.in_a_row
+        self._record.in_a_row += 1
+        if skipped < self._config.most_skipped:
+            samples = self._saves.samples(step)
+            self._reporter.event("skipped", step, why=what, samples=samples)
+            self._reporter.say(f"{what}: skipped, with the samples {samples[0]} to {samples[1]}")
+            return
+        what = f"{what}, and {skipped} were skipped before"
+        if self._config.policy == "skip":
+            raise self._saves.diverged(step, what)
+        raise GoBack(what, step - skipped, step)
+
+    def check_state(self, step: int, state: TrainState) -> None:
+        """Raises the same errors where a state to be saved is not finite. Waits for the devices."""
+        if is_finite(state):  # the loss of the next step would tell, too late
+            return
+        what = f"the weights or the optimizer state after step {step} are not finite"
+        if self._config.policy == "rollback":
+            raise GoBack(what, step, step)
+        raise self._saves.diverged(step, what)
+
+    def _is_bad(self, figures: Mapping[str, Any]) -> bool:
+        if "skipped" in figures:  # the step has decided
+            return figures["skipped"] > 0
+        return any(not figures[name] <= self._limit(name, figures) for name in _known(figures))
+
+    def _limit(self, name: str, figures: Mapping[str, Any]) -> float:
+        """The largest finite value that is good."""
+        fixed = self._config.grad_norm if name == "grad_norm" else None
+        limit = figures.get(f"{name}_limit", fixed)
+        most = float(np.finfo(np.float32).max)
+        return most if limit is None else min(limit, most)
+
+    def _describe(self, step: int, figures: Mapping[str, Any]) -> str:
+        for name in _known(figures):
+            if not np.isfinite(figures[name]):
+                return f"the {NAMES[name]} of step {step} is {figures[name]}"
+        over = {name: figures[name] / self._limit(name, figures) for name in _known(figures)}
+        name = max(over, key=lambda name: over[name])
+        limit = self._limit(name, figures)
+        what = f"the {NAMES[name]} of step {step} is {figures[name]:.4g}, above {limit:.4g}"
+        if limit == (self._config.grad_norm if name == "grad_norm" else None):
+            return what
+        return f"{what}, {self._config.deviations:g} standard deviations above the mean before it"
+
+
+def _known(figures: Mapping[str, Any]) -> list[str]:
+    """Returns those of `NAMES` that a step has: without a token with a loss it has no loss."""
+    return [name for name in NAMES if name in figures]

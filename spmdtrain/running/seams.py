@@ -1,0 +1,23 @@
+"""What a caller of `run` may exchange: the types, in one place.
+
+Each has an example below examples/seams.
+"""
+
+from spmdtrain.data.source import Source, Tokens
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.running.report.reporter import Hook
+from spmdtrain.running.report.sinks import MakeSink
+from spmdtrain.train.token_loss import TokenLoss
+from spmdtrain.train.updates.learning_rates import Schedule
+from spmdtrain.train.updates.optimizers import Optimizer
+
+__all__ = [
+    "Hook",
+    "MakeModel",
+    "MakeSink",
+    "Optimizer",
+    "Schedule",
+    "Source",
+    "TokenLoss",
+    "Tokens",
+]

@@ -1,0 +1,31 @@
+"""Finds the checkpoint from which a run goes on, and what is to be said of it."""
+
+from collections.abc import Sequence
+
+from spmdtrain.checkpoints.identity import check_identity
+from spmdtrain.checkpoints.newest import Found
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.processes import pulse
+from spmdtrain.running.report import stages
+from spmdtrain.running.start.chosen_step import chosen_or_newest
+from spmdtrain.running.start.other_run import naming_settings, recorded
+from spmdtrain.running.start.prepare import Prepared
+from spmdtrain.train.setup import Setup
+
+
+def find(
+    prepared: Prepared, setup: Setup, checkpoints: Checkpoints
+) -> tuple[Found | None, Sequence[str]]:
+    """The checkpoint of the chosen step, or the newest intact one, with remarks on it.
+
+    None in a directory without one. CheckpointError where it is not one of this run.
+    """
+    pulse.tell(pulse.RESTORE)
+    stages.enter("looking for a checkpoint")
+    directory = prepared.directory
+    with naming_settings(directory, setup, prepared.data, prepared.seams):
+        found = chosen_or_newest(checkpoints, directory, prepared.step, setup.state)
+    if found is None:
+        return None, []
+    where = f"step {found.step} of {directory}"
+    return found, check_identity(found.meta, setup, prepared.data, where, recorded(directory))

@@ -1,0 +1,34 @@
+"""Weights of another run, with which a new one begins: `train.init_from`."""
+
+import contextlib
+from pathlib import Path
+
+import jax
+
+from spmdtrain.checkpoints.identity import code_of, model_changes
+from spmdtrain.checkpoints.meta import has_fingerprints
+from spmdtrain.checkpoints.model_code import check_model_code
+from spmdtrain.checkpoints.restore import read_newest_good
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.start.other_run import naming_settings
+from spmdtrain.train.setup import Setup
+
+
+def weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
+    """The parameters of the newest intact checkpoint of another run."""
+    reading = contextlib.closing(Checkpoints(run, setup, keep=None))
+    with reading as checkpoints, naming_settings(run, setup):
+        _, (params, meta), line = read_newest_good(
+            checkpoints, run, lambda step: checkpoints.restore_params(step, setup.state.params)
+        )
+    if line:
+        reporter.say(line)
+    asked = f"train.init_from='{run}'"
+    for line in check_model_code(meta.get("model_code"), code_of(setup), asked):
+        reporter.say(line)
+    if not has_fingerprints(meta):
+        reporter.say(f"the weights of {run} have no fingerprints yet: they could not be verified")
+    for name, then, now in model_changes(meta, setup.config):
+        reporter.say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
+    return params

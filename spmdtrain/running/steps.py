@@ -1,0 +1,86 @@
+"""The loop: batch, step, figures, and what is due after a step."""
+
+from collections.abc import Callable, Iterator
+
+from spmdtrain.checkpoints.identity import identity
+from spmdtrain.processes import pulse
+from spmdtrain.running.device_batches import batches
+from spmdtrain.running.guards.guard import GoBack
+from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.outcome import Outcome
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.rollback import go_back
+from spmdtrain.running.saves import Saves
+from spmdtrain.running.start.begin import StartingPoint
+from spmdtrain.running.start.session import Session
+from spmdtrain.running.watch import Evaluate, Watch
+from spmdtrain.train import evaluation
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+
+def train_with_returns(session: Session, start: StartingPoint, step: Callable) -> Outcome:
+    """`train`, and again from an older checkpoint wherever the guard goes back to one."""
+    setup = session.setup
+    data = session.prepared.data
+    reporter = session.reporter
+    evaluate = evaluation.make_eval_figures(setup, data)
+    kept = identity(setup, data.fingerprint, session.prepared.seams)
+    state, done, sample = start.state, start.step, start.sample
+    with Interrupt(setup.mesh) as interrupt:
+        while True:
+            saves = Saves(
+                setup,
+                kept,
+                session.checkpoints,
+                reporter,
+                done,
+                sample,
+                start.record,
+                start.early_stop,
+            )
+            try:
+                with batches(setup, data, done, sample) as ahead:
+                    return train(setup, state, step, evaluate, ahead, saves, reporter, interrupt)
+            except GoBack as error:
+                bad = error.with_traceback(None)  # whose frames hold a state
+            state, done, sample = go_back(bad, setup, saves, reporter)
+
+
+def train(
+    setup: Setup,
+    state: TrainState,
+    step: Callable,
+    evaluate: Evaluate,
+    ahead: Iterator,
+    saves: Saves,
+    reporter: Reporter,
+    interrupt: Interrupt,
+) -> Outcome:
+    """The loop, from `state` on. Raises GoBack where it is to go on from an older checkpoint.
+
+    `step(state, batch)` is the compiled step, and `ahead` has the batches. A hook that stops the
+    run ends it with the step in flight.
+    """
+    config = setup.config
+    done = int(state.step)
+    ending = None
+    with Watch(setup, done, evaluate, saves, reporter, interrupt) as watch:
+        if config.eval.at_start and not saves.checkpoints.steps():
+            watch.evaluate(done, state)
+        while not ending:
+            done += 1
+            state = watch.step(done, step, state, ahead)
+            if is_due(config.eval.every, done, last=done == config.train.steps):
+                watch.evaluate(done, state)
+            ending = watch.ending(done)
+            watch.save_if_due(done, state, ending)
+        pulse.tell(pulse.END, done)
+        saves.finish()
+    reporter.event(ending, done)
+    return Outcome(ending, done, watch.median_seconds())
+
+
+def is_due(every: int, step: int, last: bool) -> bool:
+    """True after each `every`-th step and after the last one; never if `every` is 0."""
+    return bool(every) and (last or step % every == 0)
