@@ -35,7 +35,7 @@ def choose(
     """
     if asked is None:
         return _first_willing(op, refusals, preference)
-    name = asked.removesuffix(INTERPRET)
+    name = asked.removesuffix(INTERPRET) if isinstance(asked, str) else ""
     if name not in refusals:
         names = ", ".join(refusals)
         raise ValueError(f"{op}: no implementation {asked!r}; there are {names}")

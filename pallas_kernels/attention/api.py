@@ -11,6 +11,7 @@ from pallas_kernels.attention import cudnn, hopper, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, prepare
 from pallas_kernels.choose import INTERPRET, choose
 from pallas_kernels.counting import is_counted, marked, seen_pairs
+from pallas_kernels.given import check_arrays, check_flag
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "mosaic": hopper, "triton": triton, "cudnn": cudnn}
@@ -71,6 +72,8 @@ def attention(  # noqa: PLR0913 - the question has as many parts
     """
     if is_counted():
         return _mark(q, k, v, causal, window, return_lse)
+    check_arrays("attention", q=q, k=k, v=v, bias=bias)
+    check_flag("attention", "return_lse", return_lse)
     refuse_checked_vma("attention", q, k, v, bias)
     problem, inputs = prepare(
         q,

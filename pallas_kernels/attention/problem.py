@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.given import as_number, as_whole, check_flag, check_ids
+
 MOST_POSITIONS = 2**30  # positions are int32, and so are differences of two
 
 
@@ -93,10 +95,15 @@ def prepare(  # noqa: PLR0913 - the arguments of `attention`
 ) -> tuple[Problem, Inputs]:
     """The call, checked: each mistake is a ValueError of one line."""
     _check_qkv(q, k, v)
+    check_flag("attention", "causal", causal)
+    if scale is not None:
+        scale = as_number("attention", "scale", scale)
     b, t, h, d = q.shape
     s = k.shape[1]
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"attention: softcap={softcap} must be above 0 and finite; None: no cap")
+    if softcap is not None:
+        softcap = as_number("attention", "softcap", softcap, 0)
+        if not softcap:
+            raise ValueError("attention: softcap=0 must be above 0; None: no cap")
     farthest = t + s if positions is None else MOST_POSITIONS
     left, right = _check_window(window, farthest)
     if causal:
@@ -104,7 +111,7 @@ def prepare(  # noqa: PLR0913 - the arguments of `attention`
     _check_bias(bias, (b, h, t, s))
     q_segment_ids, kv_segment_ids = _check_pair("segment_ids", segment_ids, b, t, s)
     q_positions, kv_positions = _check_pair("positions", positions, b, t, s)
-    problem = Problem(left, right, softcap, d**-0.5 if scale is None else float(scale))
+    problem = Problem(left, right, softcap, d**-0.5 if scale is None else scale)
     inputs = Inputs(
         q,
         k,
@@ -120,6 +127,8 @@ def prepare(  # noqa: PLR0913 - the arguments of `attention`
 
 def _check_qkv(q, k, v) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is None:
+            raise ValueError(f"attention: {name} is an array, not None")
         if x.ndim != 4 or 0 in x.shape:
             raise ValueError(
                 f"attention: {name} must be [batch, time, heads, head_dim], each at least 1, "
@@ -148,11 +157,11 @@ def _check_window(window, farthest: int) -> tuple[int | None, int | None]:
         raise ValueError(
             f"attention: window={window} must be (left, right), keys before and after the query"
         )
-    if any(side is not None and side < 0 for side in window):
-        raise ValueError(
-            f"attention: window={window}: (left, right) count keys, at least 0; None: no bound"
-        )
-    left, right = (None if side is None or side >= farthest else int(side) for side in window)
+    sides = [
+        None if side is None else as_whole("attention", "a side of window", side, 0, 2**62)
+        for side in window
+    ]
+    left, right = (None if side is None or side >= farthest else side for side in sides)
     return left, right
 
 
@@ -181,7 +190,7 @@ def _check_pair(name: str, given, b: int, t: int, s: int):
         raise ValueError(
             f"attention: {name} must be [batch, t], [batch, s] = {(b, t)}, {(b, s)}, not {found}"
         )
-    if any(not jnp.issubdtype(x.dtype, jnp.integer) for x in pair):
-        raise ValueError(f"attention: {name} must be integers")
+    for x in pair:
+        check_ids("attention", name, x)
     for_queries, for_keys = pair
     return for_queries.astype(jnp.int32), for_keys.astype(jnp.int32)

@@ -12,6 +12,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.given import (
+    as_number,
+    as_whole,
+    check_arrays,
+    check_flag,
+    check_floating,
+    check_ids,
+)
 from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, join, pad_time
 from pallas_kernels.partition import refuse_checked_vma
 
@@ -64,8 +72,20 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     Raises:
       ValueError: the arguments do not fit together.
     """
+    _check(x, weight, targets, mask, parts)
     refuse_checked_vma("linear_cross_entropy", x, weight, targets, mask)
-    _check(x, weight, targets, mask, label_smoothing, z_loss)
+    label_smoothing = as_number(_OP, "label_smoothing", label_smoothing, 0)
+    z_loss = as_number(_OP, "z_loss", z_loss, 0)
+    if label_smoothing >= 1:
+        raise ValueError(f"{_OP}: label_smoothing={label_smoothing} is a share below 1")
+    chunk_logits = as_whole(_OP, "chunk_logits", chunk_logits, 1, 2**62)
+    check_flag(_OP, "with_z_loss", with_z_loss)
+    axis_name = _check_axes(axis_name)
+    if ignore_index is not None:
+        ignore_index = as_whole(_OP, "ignore_index", ignore_index, -(2**31))
+    if vocab is not None:
+        most = 2**31 - 1 if axis_name else weight.shape[0]
+        vocab = as_whole(_OP, "vocab", vocab, 1, most)
     mask = jnp.ones(targets.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     if ignore_index is not None:
         mask = jnp.where(targets == ignore_index, 0, mask)
@@ -76,8 +96,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     chunks = chunk_count(x_bte.shape[0], time, weight.shape[0], chunk_logits)
     # The mask of what is padded is 0.
     x_bte, targets_bt, mask_bt = pad_time(chunks, x_bte, targets_bt, mask_bt)
-    axis_name = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    options = _Options(chunks, float(label_smoothing), float(z_loss), axis_name, vocab)
+    options = _Options(chunks, label_smoothing, z_loss, axis_name, vocab)
     part_bn = None if parts is None else parts.astype(jnp.float32).reshape(-1, parts.shape[-1])
     sums = _loss_compiled(options, x_bte, weight, targets_bt, mask_bt, part_bn)
     given = sums[:2] if with_z_loss else sums[:1]
@@ -86,22 +105,42 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     return given if len(given) > 1 else given[0]
 
 
-def _check(x, weight, targets, mask, label_smoothing, z_loss) -> None:
-    op = "linear_cross_entropy"
+_OP = "linear_cross_entropy"
+
+
+def _check(x, weight, targets, mask, parts) -> None:
+    check_arrays(_OP, x=x, weight=weight, targets=targets, mask=mask, parts=parts)
+    for name, each in (("x", x), ("weight", weight), ("targets", targets)):
+        if each is None:
+            raise ValueError(f"{_OP}: {name} is an array, not None")
     fits = x.ndim >= 2 and x.shape[:-1] == targets.shape
     if not fits or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
-            f"{op}: x {x.shape}, weight {weight.shape}, targets {targets.shape} are not "
+            f"{_OP}: x {x.shape}, weight {weight.shape}, targets {targets.shape} are not "
             "[..., time, embed], [vocabulary, embed], [..., time]"
         )
+    check_floating(_OP, "x", x)
+    check_floating(_OP, "weight", weight)
+    check_ids(_OP, "targets", targets)
     if mask is not None and mask.shape != targets.shape:
         raise ValueError(
-            f"{op}: mask must have the shape of targets, {targets.shape}, not {mask.shape}"
+            f"{_OP}: mask must have the shape of targets, {targets.shape}, not {mask.shape}"
         )
-    if not 0 <= label_smoothing < 1 or z_loss < 0:
-        raise ValueError(f"{op}: 0 <= label_smoothing={label_smoothing} < 1, 0 <= z_loss={z_loss}")
-    if 0 in x.shape:
-        raise ValueError(f"{op}: x {x.shape} has no elements")
+    sequences = targets.shape[:-1]
+    if parts is not None and (parts.shape[:-1] != sequences or parts.shape[-1:] in ((), (0,))):
+        raise ValueError(f"{_OP}: parts must be {[*sequences, 'n']}, not {parts.shape}")
+    for name, each in (("mask", mask), ("parts", parts)):
+        if each is not None and jnp.issubdtype(each.dtype, jnp.complexfloating):
+            raise ValueError(f"{_OP}: {name} is {each.dtype}, not real")
+    if 0 in x.shape or 0 in weight.shape:
+        raise ValueError(f"{_OP}: x {x.shape} or weight {weight.shape} has no elements")
+
+
+def _check_axes(axis_name) -> tuple[str, ...]:
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{_OP}: axis_name={axis_name!r:.60} is no name of a mesh axis")
+    return tuple(names)
 
 
 class _Options(NamedTuple):

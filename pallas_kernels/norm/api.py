@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choose import INTERPRET, choose
+from pallas_kernels.given import as_number, check_arrays, check_floating
 from pallas_kernels.norm import triton, xla
 from pallas_kernels.partition import refuse_checked_vma
 
@@ -63,6 +64,10 @@ def rmsnorm(
 
 
 def _norm(op, x, scale, bias, residual, eps, implementation):
+    check_arrays(op, x=x, scale=scale, bias=bias, residual=residual)
+    if x is None or scale is None:
+        raise ValueError(f"{op}: x and scale are arrays, not None")
+    eps = as_number(op, "eps", eps, 0)
     refuse_checked_vma(op, x, scale, bias, residual)
     _check(op, x, scale, bias, residual)
     rows = (math.prod(x.shape[:-1]), x.shape[-1])
@@ -73,15 +78,15 @@ def _norm(op, x, scale, bias, residual, eps, implementation):
     x_nd = x.reshape(rows)
     residual_nd = None if residual is None else residual.reshape(rows)
     centred = op == "layernorm"
-    y, total = _normalise_compiled(float(eps), centred, name, x_nd, scale, bias, residual_nd)
+    y, total = _normalise_compiled(eps, centred, name, x_nd, scale, bias, residual_nd)
     y = y.reshape(x.shape)
     return y if residual is None else (y, total.reshape(x.shape))
 
 
 def _check(op, x, scale, bias, residual) -> None:
     for name, each in (("x", x), ("scale", scale), ("bias", bias), ("residual", residual)):
-        if each is not None and not jnp.issubdtype(each.dtype, jnp.floating):
-            raise ValueError(f"{op}: {name} is {each.dtype}, not floating")
+        if each is not None:
+            check_floating(op, name, each)
     width = x.shape[-1:]
     for name, vector in (("scale", scale), ("bias", bias)):
         if vector is not None and vector.shape != width:

@@ -19,10 +19,11 @@ from spmdtrain.checkpoints.model_code import SHIPPED, check_model_code
 from spmdtrain.checkpoints.newest import read_newest
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError
-from spmdtrain.config.load import from_resolved
+from spmdtrain.config.given import as_flag, as_path, as_step
+from spmdtrain.config.load import as_overrides, from_resolved
 from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.train.setup import Setup
+from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 
 T = TypeVar("T")
@@ -36,7 +37,8 @@ def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     `shard(config, make=...)` takes yours. Raises CheckpointError where `run` is no run directory,
     ConfigError where an override cannot be obeyed.
     """
-    return from_resolved(read_document(Path(run))[0], overrides)
+    overrides = as_overrides(overrides)
+    return from_resolved(read_document(as_path(run, "run"))[0], overrides)
 
 
 def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainState:
@@ -48,13 +50,15 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
     checkpoint, or it does not fit the model and the optimizer of `setup`, or is of another model,
     or has no average of the weights where `setup` is to keep one: only `run` begins one on the way.
     """
+    check_setup(setup)
+    run, step = as_path(run, "run"), as_step(step)
     with _opened(run, setup) as checkpoints:
 
         def read(at: int) -> tuple[TrainState, Meta]:
             checkpoints.check_items(at, setup.state)
             return checkpoints.restore(at, setup.state)
 
-        at, (state, meta) = read_step(checkpoints, Path(run), step, read)
+        at, (state, meta) = read_step(checkpoints, run, step, read)
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
     return state
 
@@ -69,9 +73,10 @@ def weights(
     average, float32, which the run has with `optimizer.ema`. Needs no mesh, no model and no
     devices. Raises CheckpointError where there is no such checkpoint, or no average in it.
     """
+    run, step, ema = as_path(run, "run"), as_step(step), as_flag(ema, "ema")
     with _opened(run, None) as checkpoints:
         _, found = read_step(
-            checkpoints, Path(run), step, lambda at: checkpoints.read_weights(at, ema=ema)
+            checkpoints, run, step, lambda at: checkpoints.read_weights(at, ema=ema)
         )
     return found
 
@@ -154,5 +159,5 @@ def _is_good(step: int, read: Callable[[int], Any]) -> bool:
     return True
 
 
-def _opened(run: str | Path, setup: Setup | None) -> contextlib.closing[Checkpoints]:
-    return contextlib.closing(Checkpoints(Path(run), setup, keep=None))
+def _opened(run: Path, setup: Setup | None) -> contextlib.closing[Checkpoints]:
+    return contextlib.closing(Checkpoints(run, setup, keep=None))

@@ -19,7 +19,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import as_path, as_texts, shown
 from spmdtrain.config.near import nearest
+from spmdtrain.config.refusal import expectation
 from spmdtrain.config.schema import RunConfig, Settings
 from spmdtrain.config.toml_file import DEEPEST, MOST_EXTENDED, parse_toml, read_toml
 
@@ -49,10 +51,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     table: TomlTable = {}
     origin: Origin = {}
-    for where, source in _read_chain(Path(path)):
+    overrides = as_overrides(overrides)
+    for where, source in _read_chain(as_path(path, "path")):
         _add_source(table, source, origin, where)
     _add_overrides(table, overrides, origin)
     return _with_origin(_build(table, origin), origin)
+
+
+def as_overrides(overrides: Any) -> tuple[str, ...]:
+    """Return `a.b=c` strings that a caller gave as a tuple. ConfigError where they are none."""
+    return as_texts(overrides, "overrides", "train.steps=100")
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
@@ -83,6 +91,7 @@ def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunC
     origin = {key: where for key, where in values["origin"].items() if where != DEFAULT}
     # For messages every key needs an origin, defaults of the version that wrote the file too: this
     # version may not know the setting. So name the file, at least.
+    overrides = as_overrides(overrides)
     named = {".".join(path): "config.json" for path, _ in _leaves(table)} | origin
     _add_overrides(table, overrides, named)
     origin |= {key: where for key, where in named.items() if where == COMMAND_LINE}
@@ -114,7 +123,7 @@ def typed_extra(config: RunConfig, kind: type) -> tuple[Any, dict[str, Any]]:
         if first["type"] == "missing":
             raise ConfigError(f"{key} is missing, {kind.__name__} has no default for it") from None
         where = config.origin.get(key, DEFAULT)
-        raise _refused(key, first["input"], where, _expectation(first)) from None
+        raise _refused(key, first["input"], where, expectation(first)) from None
     return settings, adapter.dump_python(settings, mode="json", exclude_none=True)
 
 
@@ -284,7 +293,7 @@ def _parse_override(path: KeyPath, text: str, table: TomlTable, origin: Origin) 
         return _parse(annotation, text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise _refused(key, text, COMMAND_LINE, _expectation(first)) from None
+        raise _refused(key, text, COMMAND_LINE, expectation(first)) from None
 
 
 def _parse(annotation: Any, text: str) -> Any:
@@ -487,7 +496,7 @@ def _in_our_words(error: ValidationError, values: TomlTable, origin: Origin) -> 
         return ConfigError(f"{key}{inside} is missing (from {origin[key]})")
     # A union complains once for each of its members.
     complaints = [first, *(other for other in others if _locate(other["loc"], values)[0] == key)]
-    expected = dict.fromkeys(map(_expectation, complaints))
+    expected = dict.fromkeys(map(expectation, complaints))
     return _refused(key, value, origin[key], *expected, inside=inside)
 
 
@@ -514,36 +523,14 @@ def _locate(loc: tuple[int | str, ...], values: TomlTable) -> tuple[str, str, An
     return ".".join(path), inside, value
 
 
-def _expectation(error: Any) -> str:
-    """Say what pydantic wanted, in words of TOML."""
-    words = {
-        "int": "an integer",
-        "float": "a number",
-        "bool": "true or false",
-        "string": "a string",
-        "tuple": "a list",
-    }
-    kind = error["type"].removesuffix("_type").removesuffix("_parsing")
-    return words.get(kind) or error["msg"].removeprefix("Input should be ")
-
-
 def _refused(key: str, value: Any, where: str, *expected: str, inside: str = "") -> ConfigError:
-    shown = _shown(value)
     hint = ""
     if isinstance(value, str):
         close = nearest(value, re.findall(r"'([^']*)'", expected[0]))
         if close:
             hint = f", did you mean {close!r}?"
     must = f"must be {' or '.join(expected)}"
-    return ConfigError(f"{key}{inside}={shown} (from {where}) {must}{hint}")
-
-
-def _shown(value: Any) -> str:
-    try:
-        shown = repr(value)
-    except ValueError:  # 0xfff...: Python reads its 5,000 digits, and does not write them
-        shown = "a number of thousands of digits"
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return ConfigError(f"{key}{inside}={shown(value)} (from {where}) {must}{hint}")
 
 
 def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:

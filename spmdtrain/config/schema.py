@@ -18,12 +18,16 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PrivateAttr,
+    ValidationError,
     model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import as_whole, check_kind
 from spmdtrain.config.near import did_you_mean
+from spmdtrain.config.refusal import refusal_in_python
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -51,7 +55,21 @@ Steps = Annotated[tuple[Count, ...], Field(strict=False)]
 Sinks = Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)]
 
 
-class Settings(BaseModel):
+class _InOneLine(type(BaseModel)):
+    """Makes `TrainConfig(steps=0)` in Python a ConfigError of one line, as in a file."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *sections, **values):
+            if sections:
+                raise ConfigError(f"{cls.__name__} takes keywords only", fix=f"{cls.__name__}(...)")
+            try:
+                return super().__call__(**values)
+            except ValidationError as error:
+                raise refusal_in_python(cls.__name__, cls.model_fields, error) from None
+
+
+class Settings(BaseModel, metaclass=_InOneLine):
     """Base of all sections: frozen; refuses unknown keys, and does not convert TOML's types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -825,6 +843,7 @@ class RunConfig(Settings):
 
     def with_vocab(self, vocab: int) -> "RunConfig":
         """Return the same run with `model.vocab` set, as the tokenizer says."""
+        vocab = as_whole(vocab, "vocab", 1, 2**31 - 1)
         return self.model_copy(update={"model": self.model.model_copy(update={"vocab": vocab})})
 
     def with_steps(self, steps: int) -> "RunConfig":
@@ -897,3 +916,8 @@ class RunConfig(Settings):
         late = [step for step in self.log.profile if step > self.train.steps]
         if late:
             raise ValueError(f"log.profile={late} lies beyond train.steps={self.train.steps}")
+
+
+def check_config(config: Any) -> None:
+    """Raise ConfigError where a caller gives something else for the settings of a run."""
+    check_kind(config, RunConfig, "config", "st.load(FILE) or st.RunConfig(...)")

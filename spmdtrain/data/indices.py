@@ -4,6 +4,8 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 
+LAST_SAMPLE = 2**62  # that a run begins at: those after it fit into 64 bits
+
 
 def sample_indices(indices: object) -> np.ndarray:
     """Return sample indices as int64 [n]. Raises DataError where they are none."""

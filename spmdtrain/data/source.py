@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.given import as_whole, check_kind, shown
+from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.corpus import Corpus, open_corpus
 from spmdtrain.data.epochs import counted_in_steps
@@ -44,6 +45,14 @@ class Source:
     tokens: Tokens
     validation: Tokens | None = None
     validation_samples: int = 0
+
+    def __post_init__(self):
+        fix = "a function (seed, sample index) -> tokens"
+        for name, given in (("tokens", self.tokens), ("validation", self.validation)):
+            if not callable(given) and not (name == "validation" and given is None):
+                raise ConfigError(f"Source({name}={shown(given)}) is no function", fix=fix)
+        count = as_whole(self.validation_samples, "validation_samples", 0, 2**31 - 1)
+        object.__setattr__(self, "validation_samples", count)
 
 
 class Windows(Protocol):
@@ -268,12 +277,19 @@ class SourceWindows:
 Data = CorpusData | MixtureData | SourceData
 
 
+def check_data(data: Any) -> None:
+    """ConfigError where a caller gives something else for the data of a run."""
+    kinds = (CorpusData, MixtureData, SourceData)
+    check_kind(data, kinds, "data", "config, data = st.open_data(config)")
+
+
 def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple[RunConfig, Data]:
     """The data of a run, and the config with its vocabulary and `train.epochs` resolved.
 
     Without a `source` it is the corpus that the config names, cut into training and validation.
     Raises DataError or ConfigError where the two do not fit.
     """
+    check_config(config)
     config, data = _open(config, source)
     return counted_in_steps(config, data), data
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError, DataError
+from spmdtrain.config.given import as_texts, check_kind
 from spmdtrain.config.load import COMMAND_LINE
 from spmdtrain.data.batches import Range
 from spmdtrain.data.corpus import Corpus, token_corpus
@@ -37,7 +38,7 @@ SETTABLE = (
 
 def evaluate(
     run: str | Path,
-    paths: Sequence[str] = (),
+    paths: Sequence[str | Path] = (),
     *,
     step: int | None = None,
     field: str = "text",
@@ -62,6 +63,8 @@ def evaluate(
     "loss/NAME", "bits_per_byte/NAME" and "tokens/NAME" are of one source, the first two only where
     a token of it has a loss. Raises UserError.
     """
+    paths = as_texts(paths, "paths", "book.txt")
+    check_kind(field, str, "field", "the name of a column")
     opened = open_run(run, step=step, make=make, overrides=overrides, settable=SETTABLE, ema=ema)
     sets = _eval_sets(opened, paths, field)
     takes_all = paths and opened.config.origin.get("eval.batches") != COMMAND_LINE
@@ -162,7 +165,7 @@ def _predict(
     # It is not known here which tokens such a model restores, so neither are their bytes.
     has_bytes = opened.tokenizer_spec and setup.model.corrupt is None
     tokenizer = opened.tokenizer if has_bytes else None
-    step = make_eval_step(setup)
+    step = make_eval_step(setup).jitted  # its batches are ours
 
     def predict(each: EvalSet) -> tuple[Predicted, int]:
         nats = 0.0

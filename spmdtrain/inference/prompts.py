@@ -99,7 +99,8 @@ def ids_of(ids: Any, vocab: int) -> list[np.ndarray]:
 
 def texts_to_stop(stop: Any) -> list[str]:
     """Returns the texts that are to end a text. Raises ConfigError where they are none."""
-    texts = [stop] if isinstance(stop, str) else list(stop)
+    is_list = isinstance(stop, list | tuple)
+    texts = list(stop) if is_list else [stop]
     if not all(isinstance(text, str) and text for text in texts):
         raise ConfigError("--stop is not a text", found=f"{texts!r:.60}")
     return texts

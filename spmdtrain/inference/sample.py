@@ -3,7 +3,6 @@
 Text is made with a key-value cache in one compiled loop.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.given import as_flag, check_kind, shown
 from spmdtrain.config.schema import SEEDS, RunConfig
 from spmdtrain.inference.prompts import ended, ids_of, read_prompts, stops_of, texts_to_stop
 from spmdtrain.inference.trained_run import OpenedRun, open_run
@@ -28,9 +28,13 @@ from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.tensor_matmul import make_column_parallel, make_row_parallel, no_ring
 from spmdtrain.parallel.vocabulary import make_lookup
-from spmdtrain.train.setup import Setup
+from spmdtrain.train.given.arrays import check_params
+from spmdtrain.train.setup import Setup, check_setup
+from spmdtrain.train.state import are_finite
 
 COLDEST = 1e-6  # the least temperature that is not 0
+MOST_TOKENS = 2**24  # that a text is asked for: its cache is made at once
+HOTTEST = 1e30  # more is not a number of float32 any more
 LONGEST = 200  # tokens, where nobody asked for a number
 END_OF_TEXT = "end-of-text"  # among what stops a text: the token that ends a document
 
@@ -46,10 +50,11 @@ class Choice:
     def __post_init__(self):
         # Below COLDEST a float32 of logits over it overflows.
         if not _is_number(self.temperature) or not (
-            self.temperature == 0 or COLDEST <= self.temperature < math.inf
+            self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
         ):
-            what = f"--temperature {self.temperature} is not 0, nor a number of at least {COLDEST}"
-            raise ConfigError(what)
+            given = shown(self.temperature).strip("'")
+            what = f"--temperature {given} is not 0"
+            raise ConfigError(f"{what}, nor a number from {COLDEST:g} to {HOTTEST:g}")
         if self.top_k is not None and (not _is_whole(self.top_k) or self.top_k < 1):
             raise ConfigError(f"--top-k {self.top_k} leaves no token, or is no whole number")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
@@ -92,18 +97,21 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     `make` is what the run was trained with, a class or its name as in `model.make`. With `ema`
     the average of the weights makes it, which the run has with `optimizer.ema`. Raises UserError.
     """
+    choice, stop = _choice(choice), texts_to_stop(stop)
+    parse_special = as_flag(parse_special, "parse_special")
+    key = _key(seed)
+    _check_length(length)
     opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
     setup = opened.setup
     _refuse_pipeline(setup.mesh)
     prompts = read_prompts(opened, prompt, parse_special)
     length = _length(setup.config, prompts.ids, length)
-    texts = texts_to_stop(stop)
-    end = _end_of_text(opened) if END_OF_TEXT in texts else None
+    end = _end_of_text(opened) if END_OF_TEXT in stop else None
     if prompts.template:
         end = opened.end_of_text
-    stops = stops_of(prompts, [text for text in texts if text != END_OF_TEXT], end)
+    stops = stops_of(prompts, [text for text in stop if text != END_OF_TEXT], end)
     make_ids = make_generate(setup, length, choice, stops.ids)
-    made = make_ids(opened.params, prompts.ids, _key(seed))
+    made = make_ids(opened.params, prompts.ids, key)
     if prompts.tokenizer is None:
         return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
     found = [
@@ -122,12 +130,18 @@ def generate_ids(
     choice: Choice = Choice(),  # noqa: B008 - it is frozen
     seed: int = 0,
 ) -> np.ndarray:
-    """`generate` for token ids, with the parameters of a training state at hand."""
+    """`generate` for token ids, with the parameters of a training state at hand.
+
+    Raises ConfigError where one of the arguments cannot be used.
+    """
+    check_setup(setup)
+    check_params(setup, params)
+    choice, key = _choice(choice), _key(seed)
     _refuse_pipeline(setup.mesh)
     prompts = ids_of(prompt, setup.model.rows)
     length = _length(setup.config, prompts, length)
     make_ids = make_generate(setup, length, choice)
-    made = make_ids(params, prompts, _key(seed))
+    made = make_ids(params, prompts, key)
     return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
 
 
@@ -135,8 +149,10 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
     """`logits(params, tokens [batch, time]) -> float32 [batch, time, vocab]`, jitted, no dropout.
 
     Each token sees those before it, as in training, or all if the model restores tokens; documents
-    are not told apart. Raises ConfigError where the mesh has a pipeline.
+    are not told apart. Raises ConfigError where the mesh has a pipeline; `logits` does where the
+    parameters or the tokens are none of this setup.
     """
+    check_setup(setup)
     _refuse_pipeline(setup.mesh)
     rules = _whole_batch(setup.rules)
     compute = setup.config.precision.compute
@@ -149,6 +165,7 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
         return _logits(module, tokens_bt, ctx)[..., : setup.model.rows]
 
     def under_mesh(params, tokens):
+        check_params(setup, params)
         if not isinstance(tokens, Tracer):  # a function that is traced knows no ids yet
             tokens = _checked_tokens(setup.config, tokens)
         with jax.set_mesh(setup.mesh), matmuls(compute):
@@ -213,6 +230,9 @@ def make_generate(
         return jax.lax.while_loop(unfinished, next_token, carry)[1]
 
     def under_mesh(params, prompts, key) -> list[np.ndarray]:
+        if not are_finite(params):
+            what = "the weights have an entry that is not a number: no token is the likeliest"
+            raise CheckpointError(what, fix="an earlier step: --step N")
         lengths_b = np.array([len(prompt) for prompt in prompts], np.int32)
         prompts_bt = np.zeros((len(prompts), lengths_b.max() + length), np.int32)
         for row, prompt in zip(prompts_bt, prompts, strict=True):
@@ -319,11 +339,23 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
 def _length(config: RunConfig, prompts: Sequence[np.ndarray], asked: int | None) -> int:
     """Chooses the number of tokens to make after each prompt. Raises ConfigError."""
     if asked is not None:
-        if not _is_whole(asked) or asked < 1:
-            raise ConfigError(f"--length {asked!r} is not a whole number of at least 1")
-        return int(asked)
+        return _check_length(asked)
     room = config.max_length - max(len(prompt) for prompt in prompts)
     return min(room if room > 0 else LONGEST, LONGEST)
+
+
+def _check_length(asked: int | None) -> int:
+    if asked is None:
+        return LONGEST
+    if not _is_whole(asked) or not 1 <= asked <= MOST_TOKENS:
+        what = f"--length {shown(asked)} is not a whole number from 1 to {MOST_TOKENS}"
+        raise ConfigError(what, fix=f"--length {LONGEST}")
+    return int(asked)
+
+
+def _choice(choice: Any) -> Choice:
+    check_kind(choice, Choice, "choice", "st.Choice(temperature=0.8)")
+    return choice
 
 
 def _key(seed: int) -> jax.Array:

@@ -13,10 +13,11 @@ from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_document, read_step, refuse_own_code
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, ConfigError
-from spmdtrain.config.load import COMMAND_LINE, from_resolved
+from spmdtrain.config.given import as_flag, as_path, as_step, as_texts
+from spmdtrain.config.load import COMMAND_LINE, as_overrides, from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
-from spmdtrain.models.choose import MakeModel
+from spmdtrain.models.choose import MakeModel, check_make
 from spmdtrain.train.setup import Setup, shard
 
 # What may be set where a run is read: what belongs to the devices, and not to the run.
@@ -67,7 +68,10 @@ def open_run(
     device unless `overrides` set `mesh.*`; they may set what is in `settable` and nothing else.
     With `ema` the weights are the average that was kept with `optimizer.ema`. Raises UserError.
     """
-    run = Path(run)
+    run, step, ema = as_path(run, "run"), as_step(step), as_flag(ema, "ema")
+    overrides = as_overrides(overrides)
+    settable = as_texts(settable, "settable", "mesh.")
+    check_make(make)
     _check_overrides(overrides, settable)
     saved, named = read_document(run)
     if not make:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import shown
 from spmdtrain.config.load import typed_extra
 from spmdtrain.config.named_file import read_named
 from spmdtrain.config.schema import RunConfig
@@ -41,6 +42,7 @@ def choose_model(
 
     Raises ConfigError where the name leads to no model, or the settings are not those of the class.
     """
+    check_make(make)
     chosen = make or config.model.make or Transformer
     if isinstance(chosen, str):
         config = _with(config, make=chosen)
@@ -61,6 +63,13 @@ def choose_model(
         return config, partial(chosen, extra=config.model.extra)
     settings, values = typed_extra(config, kind)
     return _with(config, extra=values), partial(chosen, extra=settings)
+
+
+def check_make(make: Any) -> None:
+    """ConfigError where a caller's `make` is neither a model nor the name of one."""
+    if make is not None and not callable(make) and not (isinstance(make, str) and make):
+        fix = "a class, a function (config, rngs), or its name as in model.make"
+        raise ConfigError(f"make={shown(make)} makes no model", fix=fix)
 
 
 def import_model(name: str) -> MakeModel:

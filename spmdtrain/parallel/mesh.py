@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import shown
 from spmdtrain.config.schema import MESH_AXES, MeshConfig
 
 AXES = MESH_AXES
@@ -34,10 +35,24 @@ def build_mesh(
     `where` maps "mesh.data" and so on to where the value came from (`RunConfig.origin`), for
     messages. Raises ConfigError, as `arrange` does.
     """
-    if devices is None:
-        devices = jax.devices()
+    devices = jax.devices() if devices is None else given_devices(devices)
     array = arrange(config.sizes, devices, where)
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def given_devices(devices: Any) -> list[Any]:
+    """Return the devices that a caller gave. ConfigError where they are none, or one is twice."""
+    fix = "devices=jax.devices()[:4]"
+    try:
+        listed = [] if isinstance(devices, str | bytes | Mapping) else list(devices)
+    except TypeError:
+        listed = []
+    if not listed or not all(hasattr(each, "process_index") for each in listed):
+        raise ConfigError(f"devices={shown(devices)} is no list of devices", fix=fix)
+    if len(set(listed)) < len(listed):
+        twice = next(each for each in listed if listed.count(each) > 1)
+        raise ConfigError(f"devices= has {twice} more than once", fix=fix)
+    return listed
 
 
 def fill(sizes: Mapping[str, int], device_count: int) -> dict[str, int] | None:

@@ -7,12 +7,14 @@ the two numbers from them.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spmdtrain.checkpoints.intervals import CheckpointPlan, plan_checkpoints
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.given import as_whole
+from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host, swept
 from spmdtrain.planner.cost.memory import Memory, exact_state, step_memory
 from spmdtrain.planner.cost.overlap import hidden_shares
@@ -24,6 +26,7 @@ from spmdtrain.planner.own_model import OwnModel
 if TYPE_CHECKING:
     from spmdtrain.train.updates.optimizers import Optimizer
 
+MOST_LAID_OUT = 2**20  # that are laid out one by one
 # Bytes/s from a device into its host's memory: PCIe 4 x16, less overhead.
 TO_HOST_BANDWIDTH = 25e9
 
@@ -81,7 +84,7 @@ class Estimate:
 def estimate(
     config: RunConfig,
     devices: int | None,
-    hardware: Hardware | str,
+    hardware: Hardware | str | Path,
     *,
     optimizer: "Optimizer | None" = None,
 ) -> Estimate:
@@ -91,6 +94,7 @@ def estimate(
     file; `optimizer` is what a run is given, whose state the memory then counts. What a run would
     refuse is refused with a ConfigError.
     """
+    check_config(config)
     config = with_vocab(config)
     hardware = described(hardware)
     return estimate_on_mesh(config, mesh_sizes(config, devices, hardware), hardware, optimizer)
@@ -164,7 +168,7 @@ def mesh_sizes(config: RunConfig, devices: int | None, hardware: Hardware) -> di
         raise ConfigError(
             f"mesh.{open_axis}=-1 fills the mesh", fix=f"--devices N, a multiple of {fixed}"
         )
-    count = devices or fixed
+    count = as_whole(fixed if devices is None else devices, "devices", 1, MOST_LAID_OUT)
     per_host = devices_per_host(count, hardware)
     stand_ins = [
         SimpleNamespace(

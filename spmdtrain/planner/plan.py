@@ -8,9 +8,11 @@ nothing can fit, one layout stands for all.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.given import as_whole
+from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host
 from spmdtrain.planner.cost.megatron_memory import megatron_memory
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory, step_memory
@@ -18,7 +20,7 @@ from spmdtrain.planner.cost.schedules import SCHEDULES
 from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
-from spmdtrain.planner.estimate import Estimate, our_software, with_vocab
+from spmdtrain.planner.estimate import MOST_LAID_OUT, Estimate, our_software, with_vocab
 from spmdtrain.planner.own_model import OwnModel
 
 # Layouts this close to the best are as good as it, for all the model knows.
@@ -74,12 +76,14 @@ class Plan:
         return settings
 
 
-def plan(config: RunConfig, devices: int, hardware: Hardware | str) -> list[Plan]:
+def plan(config: RunConfig, devices: int, hardware: Hardware | str | Path) -> list[Plan]:
     """Layouts of the config's model and batch on `devices` devices, best first.
 
     The config's own layout does not matter. `hardware` may be a name, "h200" say, or a TOML file.
     ConfigError if nothing fits.
     """
+    check_config(config)
+    devices = as_whole(devices, "devices", 1, MOST_LAID_OUT)
     config = with_vocab(config)
     hardware = described(hardware)
     unsplit = config.model_copy(

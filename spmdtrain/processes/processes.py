@@ -8,6 +8,7 @@ import re
 import sys
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import as_whole
 from spmdtrain.processes import peers, scheduler
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -21,6 +22,7 @@ def simulate_devices(count: int) -> None:
 
     Raises ConfigError for a count out of range, and once jax has looked and found another number.
     """
+    count = as_whole(count, "count", -sys.maxsize)
     asked = f"--simulate-devices {count}"
     if count < 1:
         raise ConfigError("a run needs a device", asked=asked, fix="--simulate-devices 8")

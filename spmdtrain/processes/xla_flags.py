@@ -23,6 +23,7 @@ import sys
 from dataclasses import dataclass
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import as_flag
 
 KNOWN_SINCE = (0, 10)
 KNOWN_BEFORE = (0, 13)
@@ -114,6 +115,7 @@ def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
     programs will be compiled for GPUs that are not there. Raises ConfigError if jax has already
     started and a flag is missing.
     """
+    deviceless = as_flag(deviceless, "deviceless")
     added = tuple(str(flag) for flag in wanted())
     if not added or not (deviceless or runs_on_gpus()):
         return ()

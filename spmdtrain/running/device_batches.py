@@ -1,16 +1,23 @@
 """The batches of a run, on their devices, made ahead of the step."""
 
+from spmdtrain.config.given import as_whole
 from spmdtrain.data.batches import ReadAhead, batch_ids
-from spmdtrain.data.source import Data
+from spmdtrain.data.indices import LAST_SAMPLE
+from spmdtrain.data.source import Data, check_data
 from spmdtrain.train.batch import to_devices
-from spmdtrain.train.setup import Setup
+from spmdtrain.train.setup import Setup, check_setup
 
 
 def batches(setup: Setup, data: Data, step: int, sample: int) -> ReadAhead:
     """Device batches of `step` and the steps after it.
 
-    The batch of `step` begins at the global sample index `sample`.
+    The batch of `step` begins at the global sample index `sample`. ConfigError where one of the
+    arguments is none.
     """
+    check_setup(setup)
+    check_data(data)
+    step = as_whole(step, "step", 0, 2**31 - 1)
+    sample = as_whole(sample, "sample", 0, LAST_SAMPLE)
     config = setup.config
     samples = data.train_samples(config)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.running.given import check_arguments
 from spmdtrain.running.outcome import Outcome, conclude, nothing_to_do
 from spmdtrain.running.report import stages
-from spmdtrain.running.report.reporter import check
 from spmdtrain.running.report.summary import Prediction
 from spmdtrain.running.seams import (
     Hook,
@@ -73,9 +73,10 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
       state: what a new run begins with, in the place of fresh weights; it stays as it is. Its step
         says where the run begins, as if it had taken those steps.
     """
-    check(sinks, hooks)
+    where = check_arguments(config, directory, fresh, step, make, devices, prediction, sinks, hooks)
+    devices = where.devices
     seams = {"optimizer": optimizer, "schedule": schedule, "loss": loss, "data": data}
-    prepared = prepare(config, Path(directory), devices, seams, fresh, step)
+    prepared = prepare(config, where.directory, devices, seams, where.fresh, where.step)
     stages.enter("making the model")
     setup = shard(prepared.config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
     with open_session(prepared, setup, state, sinks, hooks) as session:

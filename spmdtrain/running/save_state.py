@@ -9,12 +9,15 @@ from spmdtrain.checkpoints.identity import config_document, identity
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.given import as_path, as_whole
 from spmdtrain.config.schema import CheckpointConfig
+from spmdtrain.data.indices import LAST_SAMPLE
 from spmdtrain.data.source import Source, Tokens, open_data
 from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.report.json_lines import write_document
 from spmdtrain.running.start.directory import open_directory
-from spmdtrain.train.setup import Setup, placed
+from spmdtrain.train.given.placed import placed
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 MOST_KEPT = 2**31 - 1  # whoever saves by hand deletes by hand
@@ -41,9 +44,11 @@ def save(
     Raises ConfigError where the state is not one of this setup, CheckpointError where the directory
     holds a later step, or this one.
     """
-    directory = Path(directory)
+    directory = as_path(directory, "directory")
+    if sample is not None:
+        sample = as_whole(sample, "sample", 0, LAST_SAMPLE)
     state = placed(setup, state)
-    step = int(state.step)
+    step = as_whole(state.step, "state.step", 0)
     there = newest_step(directory)
     if there is not None and there >= step:
         raise CheckpointError(

@@ -6,10 +6,9 @@ One microbatch of it, [sequences, time], is what a model sees at once.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -92,35 +91,6 @@ def abstract_batch(
         return jax.ShapeDtypeStruct(whole, dtype, sharding=batch_sharding(mesh, rules, name))
 
     return {name: one(name, dtype) for name, dtype in dtypes.items()}
-
-
-def check_batch(
-    wanted: Mapping[str, jax.ShapeDtypeStruct], batch: Mapping[str, Any], *, dropout: bool
-) -> None:
-    """ConfigError where a caller's batch has not the arrays, shapes and dtypes of the setup.
-
-    `wanted` is `Setup.batch`. For tracing: it costs a step nothing. Only dropout reads `sample`.
-    """
-    if not isinstance(batch, Mapping):
-        raise ConfigError(f"a batch is a dict of arrays, not {type(batch).__name__}", fix=_BATCHES)
-    for name, want in wanted.items():
-        if name == "sample" and not dropout:
-            continue
-        if name not in batch:
-            found = ", ".join(map(str, batch)) or "nothing"
-            raise ConfigError(f"the batch has no {name!r}", found=found, fix=_BATCHES)
-        x = batch[name]
-        shape, dtype = jnp.shape(x), jnp.result_type(x)
-        kinds = jnp.integer if jnp.issubdtype(want.dtype, jnp.integer) else jnp.number
-        if shape != want.shape or not (jnp.issubdtype(dtype, kinds) or dtype == jnp.bool_):
-            raise ConfigError(
-                f"batch[{name!r}] is {dtype} {shape}",
-                asked=f"{want.dtype} {want.shape}",
-                fix=_BATCHES,
-            )
-
-
-_BATCHES = "one of st.batches(setup, data, step=0, sample=0)"
 
 
 def to_devices(

@@ -15,9 +15,10 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import batch_ids
-from spmdtrain.data.source import Data, EvalSet, Windows
+from spmdtrain.data.source import Data, EvalSet, Windows, check_data
 from spmdtrain.train.batch import to_devices
-from spmdtrain.train.setup import Setup
+from spmdtrain.train.given.arrays import check_state_here
+from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_eval_step
 
@@ -78,7 +79,7 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
     token is left out. Where the state has an average of the weights, "eval_loss_ema" and
     "eval_loss_ema/NAME" are of that.
     """
-    step = make_eval_step(setup)
+    step = make_eval_step(setup).jitted  # its batches are ours
     limit = setup.config.eval_windows
     # Made once, when first asked for: packing the documents of a large corpus takes seconds.
     eval_sets = functools.cache(lambda: data.eval_sets(setup.config))
@@ -113,9 +114,12 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
     Of a mixture it is the mean of its sources' losses by their shares. `evaluate` raises DataError
     where no token has a loss.
     """
+    check_setup(setup)
+    check_data(data)
     figures = make_eval_figures(setup, data)
 
     def evaluate(state: TrainState) -> float:
+        check_state_here(setup, state)
         found = figures(replace(state, items={}))
         if "eval_loss" not in found:
             raise DataError(f"there is nothing to evaluate: {NOTHING}")

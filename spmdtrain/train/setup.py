@@ -7,14 +7,14 @@ the run and the planner take it; nobody derives a spec again.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.models.abstract import AbstractModel, build_model
 from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.models.context import random_key
@@ -112,6 +112,7 @@ def shard(
         It is called with a part of the tokens at once. Evaluation has `loss` alone. What is only
         to be reported goes through `jax.lax.stop_gradient`. Default: cross-entropy.
     """
+    check_config(config)
     mesh = build_mesh(config.mesh, devices, config.origin)
     return shard_on(config, mesh, make, optimizer=optimizer, schedule=schedule, loss=loss)
 
@@ -184,11 +185,19 @@ def shard_on(
     )
 
 
+def check_setup(setup: Any) -> None:
+    """ConfigError where a caller gives something else for a setup."""
+    if not isinstance(setup, Setup):
+        found = type(setup).__name__
+        raise ConfigError("setup= takes a Setup", found=found, fix="st.shard(config)")
+
+
 def init_state(setup: Setup) -> TrainState:
     """The state at step 0. Every leaf is born in its shards; values depend on the seed alone.
 
     ConfigError where `train.epochs` has not been counted in steps, by which the learning rate goes.
     """
+    check_setup(setup)
     epochs = setup.config.train.epochs
     if epochs is not None:
         raise ConfigError(
@@ -209,39 +218,6 @@ def init_state(setup: Setup) -> TrainState:
         )
 
     return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
-
-
-def placed(setup: Setup, state: TrainState) -> TrainState:
-    """A copy of a state that a caller has made or changed, in the shards of this setup.
-
-    ConfigError where it is not one of this setup: another leaf, shape or dtype.
-    """
-    if not isinstance(state, TrainState):
-        raise ConfigError(f"state is {type(state).__name__}, not a TrainState", fix=_STATES)
-    wanted = jax.tree_util.tree_leaves_with_path(setup.state)
-    given = dict(jax.tree_util.tree_leaves_with_path(state))
-    for path, want in wanted:
-        name = jax.tree_util.keystr(path).removeprefix(".")
-        x = given.pop(path, None)
-        if x is None:
-            raise ConfigError(f"the state has no {name}", fix=_STATES)
-        if jnp.shape(x) != want.shape or jnp.result_type(x) != want.dtype:
-            raise ConfigError(
-                f"{name} of the state is {jnp.result_type(x)} {jnp.shape(x)}",
-                asked=f"{want.dtype} {want.shape}",
-                fix=_STATES,
-            )
-    for path in given:
-        name = jax.tree_util.keystr(path).removeprefix(".")
-        raise ConfigError(f"the state has {name}, which is none of this setup", fix=_STATES)
-    shardings = jax.tree.map(lambda x: x.sharding, setup.state)
-    leaves = jax.tree.leaves(state)
-    here = jax.device_put(jax.tree.unflatten(jax.tree.structure(setup.state), leaves), shardings)
-    # A copy: a step donates what it is given, and the caller's own stays.
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(here)
-
-
-_STATES = "dataclasses.replace(state, params=...) of a state of init_state, restore or a step"
 
 
 def with_weights(setup: Setup, state: TrainState, params: dict[str, jax.Array]) -> TrainState:

@@ -150,6 +150,11 @@ def is_finite(state: TrainState) -> bool:
     return bool(_is_finite(state.params, state.opt_state, items.finite(state.items)))
 
 
+def are_finite(params: dict[str, jax.Array]) -> bool:
+    """True if every number of the weights is finite. Waits for the devices."""
+    return bool(_is_finite(params))
+
+
 @jax.jit
 def _is_finite(*trees) -> jax.Array:
     floats = [x for x in jax.tree.leaves(trees) if jnp.issubdtype(x.dtype, jnp.floating)]

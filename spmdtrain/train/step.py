@@ -15,18 +15,19 @@ import jax.numpy as jnp
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import items, loss_scale, spikes
-from spmdtrain.train.batch import Batch, check_batch
+from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
+from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.loss import means
 from spmdtrain.train.item import Metrics, Taken
-from spmdtrain.train.setup import Setup
+from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.optimizers import OptimizerState
 
 
-def make_step(setup: Setup) -> jax.stages.Wrapped:
+def make_step(setup: Setup) -> Checked:
     """`step(state, batch) -> (state, metrics)`, jitted, state donated.
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
@@ -35,12 +36,14 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
     (0 or 1) where a bad step leaves the state, and loss_limit and grad_norm_limit where it is
     judged by the steps before (spikes.py). With float16 loss_scale, and overflow (0 or 1) where the
     scale was too large, which leaves the state too.
+
+    ConfigError where state or batch is none of this setup; the state is then still there.
     """
+    check_setup(setup)
     config = setup.config
     find_gradients = make_gradients(setup)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        check_batch(setup.batch, batch, dropout=config.model.dropout > 0)
         points = optimizers.gradient_points(setup.optimizer, state.params, state.opt_state)
         with matmuls(config.precision.compute):
             scale = state.items.get(loss_scale.ITEM.name)
@@ -67,7 +70,13 @@ def make_step(setup: Setup) -> jax.stages.Wrapped:
         return after, metrics | figures
 
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+    def check(state: Any, batch: Any) -> None:
+        check_state_here(setup, state)
+        check_batch(setup, batch, training=True)
+
+    return Checked(jitted, check)
 
 
 def _judge(
@@ -78,8 +87,12 @@ def _judge(
     return most, spikes.is_good(jnp.stack([loss, grad_norm]), most)
 
 
-def make_eval_step(setup: Setup) -> Callable[..., Any]:
-    """`evaluate(params, batch) -> (sum of token losses, unmasked tokens)`, without dropout."""
+def make_eval_step(setup: Setup) -> Checked:
+    """`evaluate(params, batch) -> (sum of token losses, unmasked tokens)`, without dropout.
+
+    ConfigError where either is none of this setup.
+    """
+    check_setup(setup)
     losses = make_losses(setup)
 
     def evaluate(params, batch: Batch):
@@ -87,7 +100,11 @@ def make_eval_step(setup: Setup) -> Callable[..., Any]:
             sums = losses(params, batch)
         return sums["loss"], sums["tokens"]
 
-    return jax.jit(evaluate)
+    def check(params: Any, batch: Any) -> None:
+        check_params(setup, params)
+        check_batch(setup, batch, training=False)
+
+    return Checked(jax.jit(evaluate), check)
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:

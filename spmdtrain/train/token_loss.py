@@ -65,7 +65,11 @@ def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
         raise ConfigError(f"loss={own!r:.80} is no loss", fix=TAKES)
     logits = jax.ShapeDtypeStruct((2, 3, vocab), jnp.float32)
     targets = jax.ShapeDtypeStruct((2, 3), jnp.int32)
-    jax.eval_shape(partial(_by_name, own), logits, targets)
+    try:
+        jax.eval_shape(partial(_by_name, own), logits, targets)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        what = "loss= asks for the value of an array while the step is compiled"
+        raise ConfigError(what, fix=f"jax.numpy alone, jnp.where instead of if: {TAKES}") from None
 
 
 def _sum_cross_entropy(  # noqa: PLR0913 - arrays of a head, and what shapes its loss
@@ -144,4 +148,7 @@ def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Lo
             raise ConfigError(
                 f"loss= gives {name!r} of shape {shape} for targets {targets_bt.shape}", fix=TAKES
             )
+        if not jnp.issubdtype(jnp.result_type(loss_bt), jnp.floating):
+            dtype = jnp.result_type(loss_bt)
+            raise ConfigError(f"loss= gives {name!r} of {dtype}", fix="losses of a floating dtype")
     return {name: jnp.asarray(loss_bt, jnp.float32) for name, loss_bt in losses.items()}

@@ -17,6 +17,7 @@ from typing import Any
 
 from pallas_kernels.gpus import GPUS, Gpu
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import shown
 from spmdtrain.config.near import did_you_mean
 from spmdtrain.config.toml_file import MOST_EXTENDED, read_toml
 
@@ -149,9 +150,14 @@ def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
     return DEVICES[name]
 
 
-def described(given: Hardware | str) -> Hardware:
-    """`given`, or the hardware of that name."""
-    return hardware(given) if isinstance(given, str) else given
+def described(given: Hardware | str | Path) -> Hardware:
+    """`given`, or the hardware of that name or file. ConfigError where it is none."""
+    if isinstance(given, Hardware):
+        return given
+    if not isinstance(given, str | Path):
+        what = f"hardware={shown(given)} is no hardware"
+        raise ConfigError(what, fix=f"{', '.join(DEVICES)}, or a .toml file")
+    return hardware(str(given))
 
 
 def swept(device: Hardware, key: str, value: float) -> Hardware:

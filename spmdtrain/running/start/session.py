@@ -18,7 +18,8 @@ from spmdtrain.running.start.agreement import check_model
 from spmdtrain.running.start.directory import check_source, open_directory
 from spmdtrain.running.start.find import find
 from spmdtrain.running.start.prepare import Prepared
-from spmdtrain.train.setup import Setup, placed
+from spmdtrain.train.given.placed import placed
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 

@@ -12,25 +12,26 @@ import jax.numpy as jnp
 
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import step
-from spmdtrain.train.batch import Batch, check_batch
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.given.arrays import Checked, check_batch, check_params
 from spmdtrain.train.gradients.loss import total_of
-from spmdtrain.train.setup import Setup
+from spmdtrain.train.setup import Setup, check_setup
 
 Params = dict[str, jax.Array]
 
 
-def make_loss(setup: Setup) -> Callable[[Params, Batch], jax.Array]:
+def make_loss(setup: Setup) -> Checked:
     """`loss(params, batch)`: what a step on this batch minimises, a float32 scalar.
 
     It is the mean over the unmasked tokens of all losses together, those of blocks too, without
     dropout. `params` are those of a `TrainState`, `batch` is one of `batches`. Jitted;
-    differentiable in `params`.
+    differentiable in `params`. ConfigError where either is none of this setup.
     """
+    check_setup(setup)
     find = step.make_gradients(setup)
     compute = setup.config.precision.compute
 
     def both(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        check_batch(setup.batch, batch, dropout=False)
         with matmuls(compute):
             gradients, sums = find(params, None, batch, None)
         losses = [total_of(x) for name, x in sums.items() if name != "tokens"]
@@ -47,9 +48,17 @@ def make_loss(setup: Setup) -> Callable[[Params, Batch], jax.Array]:
         return {path: scaled.get(path) for path in setup.model.parameters}, None
 
     loss.defvjp(both, backward)
-    return jax.jit(loss)
+    return Checked(jax.jit(loss), _check_of(setup))
 
 
-def make_gradients(setup: Setup) -> Callable[[Params, Batch], Params]:
+def make_gradients(setup: Setup) -> Checked:
     """`gradients(params, batch)`: those of `make_loss`, by path, not clipped. Jitted."""
-    return jax.jit(jax.grad(make_loss(setup)))
+    return Checked(jax.jit(jax.grad(make_loss(setup).jitted)), _check_of(setup))
+
+
+def _check_of(setup: Setup) -> Callable[[Any, Any], None]:
+    def check(params: Any, batch: Any) -> None:
+        check_params(setup, params)
+        check_batch(setup, batch, training=True)
+
+    return check

@@ -1,13 +1,16 @@
 """The learning rate of each step: a schedule of one's own, or what the settings say."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import shown
 from spmdtrain.config.schema import OptimizerConfig, RunConfig
 
 Schedule = Callable[[jax.Array], Any]  # 0-based step -> learning rate
@@ -24,15 +27,26 @@ def make_schedule(config: RunConfig, schedule: Schedule | None) -> Schedule:
         raise ConfigError(f"schedule={schedule!r:.80} is no schedule", fix=takes)
 
     def rate(step: jax.Array) -> jax.Array:
-        return jnp.asarray(schedule(step), jnp.float32)
+        found = schedule(step)
+        is_array = isinstance(found, jax.Array | np.ndarray | np.generic | int | float)
+        if not is_array or not jnp.issubdtype(jnp.result_type(found), jnp.number):
+            raise ConfigError(f"schedule= gives {shown(found)}, not a rate", fix=takes)
+        if jnp.issubdtype(jnp.result_type(found), jnp.complexfloating):
+            raise ConfigError("schedule= gives a complex number, not a rate", fix=takes)
+        return jnp.asarray(found, jnp.float32)
 
     try:
         shape = jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32)).shape
-    except jax.errors.ConcretizationTypeError:
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         what = "schedule= asks for the value of the step while the step is compiled"
         raise ConfigError(what, fix=f"jnp.where instead of if: {takes}") from None
     if shape:
         raise ConfigError(f"schedule= gives an array of shape {shape}, not one rate", fix=takes)
+    for step in (0, config.train.steps - 1):
+        found = float(rate(jnp.int32(step)))
+        if not 0 <= found < math.inf:
+            what = f"schedule= gives {found} for step {step}, which is no rate"
+            raise ConfigError(what, fix="a number of at least 0")
     return rate
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import as_number, shown
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.train.updates.whole_tree import WholeTree, needs_whole_tree, over_stack
@@ -45,6 +46,15 @@ class Rule:
     rate: float = 1.0
     gradient_point: GradientPoint | None = None
     together: WholeTree | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.transformation, optax.GradientTransformation):
+            given = shown(self.transformation)
+            raise ConfigError(f"Rule({given}) has no optax transformation", fix=_TAKES)
+        object.__setattr__(self, "rate", as_number(self.rate, "rate", 0))
+        if self.gradient_point is not None and not callable(self.gradient_point):
+            given = shown(self.gradient_point)
+            raise ConfigError(f"gradient_point={given} is no function", fix="None")
 
 
 Rules = Mapping[str, Rule]  # by dotted parameter path

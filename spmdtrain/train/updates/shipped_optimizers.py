@@ -19,6 +19,7 @@ import jax
 import optax
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import check_kind, shown
 from spmdtrain.config.schema import (
     Adafactor,
     AdamW,
@@ -44,12 +45,16 @@ def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule |
 
     It gives None for a parameter that a group freezes.
     """
+    check_kind(config, tuple(BUILDERS), "config", "config.optimizer")
     build = BUILDERS[type(config)]
     point: GradientPoint | None = None
     if isinstance(config, ScheduleFreeAdamW):
         point = partial(gradient_point, config.beta1)
 
     def choose(path: str, parameter: Parameter) -> Rule | None:
+        if not isinstance(path, str) or not isinstance(parameter, Parameter):
+            what = f"an optimizer is called with {shown(path)} and {type(parameter).__name__}"
+            raise ConfigError(what, fix="the path and the Parameter that optimizer= is called with")
         group = next((each for each in config.groups if fnmatchcase(path, each.match)), None)
         if group is None:
             return Rule(build(config, path, parameter), gradient_point=point)

@@ -1,0 +1,121 @@
+"""Checks of what a caller of the Python API gives: one line that names the argument, or the value.
+
+Public functions call them first, before anything is read, compiled or written. No jax, no numpy.
+"""
+
+import math
+import operator
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spmdtrain.config.errors import ConfigError
+
+T = TypeVar("T")
+LARGEST = 2**63 - 1  # of a number that is kept in 64 bits
+
+
+def shown(value: Any) -> str:
+    """Returns the value as a message has it: short, and an array by dtype and shape alone."""
+    if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
+        return f"{value.dtype}{list(value.shape)}"
+    try:
+        text = str(value) if hasattr(value, "dtype") else repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def as_path(value: Any, name: str) -> Path:
+    """Returns a path that was given as text or as a Path. ConfigError where it is none."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise ConfigError(f"{name}={shown(value)} is no path", fix="a str or a pathlib.Path")
+    text = os.fspath(value)
+    if not text or "\0" in text:
+        raise ConfigError(f"{name}={shown(text)} is no path", fix="'.' for the working directory")
+    return Path(text)
+
+
+def as_texts(value: Any, name: str, example: str) -> tuple[str, ...]:
+    """Returns a list of texts or paths as texts. ConfigError where it is none.
+
+    A single text is none: its letters would be taken one by one.
+    """
+    fix = f"{name}=[{example!r}]"
+    if isinstance(value, str | bytes | os.PathLike):
+        raise ConfigError(f"{name}={shown(value)} is one text, not a list of them", fix=fix)
+    try:
+        items = None if isinstance(value, Mapping) else tuple(value)
+    except TypeError:
+        items = None
+    if items is None:
+        raise ConfigError(f"{name}={shown(value)} is no list of texts", fix=fix)
+    for item in items:
+        if not isinstance(item, str | os.PathLike) or not isinstance(os.fspath(item), str):
+            raise ConfigError(f"{name} has {shown(item)}, which is no text", fix=fix)
+    return tuple(os.fspath(item) for item in items)
+
+
+def as_whole(value: Any, name: str, least: int, most: int = LARGEST) -> int:
+    """Returns a whole number from `least` to `most` as an int.
+
+    It may be one of numpy or jax, of no dims. ConfigError where it is none; bool is none.
+    """
+    try:
+        number = None if _is_bool(value) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise ConfigError(
+            f"{name}={shown(value)} is no whole number from {least} to {most}",
+            fix=f"{name}={least}",
+        )
+    return number
+
+
+def as_step(value: Any) -> int | None:
+    """Returns the step that was asked for as an int, None as it is. ConfigError where it is none.
+
+    Whether there is a checkpoint of that step is for others to say.
+    """
+    if value is None:
+        return None
+    try:
+        number = None if _is_bool(value) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise ConfigError(f"step={shown(value)} is no whole number", fix="step=None, the newest")
+    return number
+
+
+def as_number(value: Any, name: str, least: float) -> float:
+    """Returns a finite number of at least `least`, of numpy or jax too. ConfigError else."""
+    is_scalar = getattr(value, "shape", ()) == () and hasattr(type(value), "__float__")
+    try:
+        number = float(value) if is_scalar and not _is_bool(value) else math.nan
+    except (TypeError, OverflowError):
+        number = math.nan
+    if not least <= number < math.inf:
+        raise ConfigError(f"{name}={shown(value)} is no number of at least {least:g}")
+    return number
+
+
+def as_flag(value: Any, name: str) -> bool:
+    """Returns a bool, of numpy too. ConfigError where it is none: "no" would count as true."""
+    if not _is_bool(value) or getattr(value, "shape", ()) != ():
+        raise ConfigError(f"{name}={shown(value)} is neither True nor False")
+    return bool(value)
+
+
+def check_kind(value: Any, kind: type[T] | tuple[type, ...], name: str, fix: str) -> None:
+    """ConfigError where a value is not of a kind. `fix`: how to get one that is."""
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        wanted = " or ".join(each.__name__ for each in kinds)
+        raise ConfigError(f"{name}= takes a {wanted}", found=type(value).__name__, fix=fix)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"

@@ -1,0 +1,49 @@
+"""Settings that pydantic refuses, said in one line."""
+
+from collections.abc import Collection
+from typing import Any
+
+from pydantic import ValidationError
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import shown
+from spmdtrain.config.near import did_you_mean
+
+
+def refusal_in_python(kind: str, fields: Collection[str], error: ValidationError) -> ConfigError:
+    """Say the first thing that is wrong with the keywords of a class of settings.
+
+    `kind` is the name of the class, `fields` are those that it has.
+    """
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if first["type"] == "value_error" and cause is not None:  # of the schema's own checks
+        return ConfigError(str(cause))
+    where = [str(part) for part in first["loc"]]
+    if where[:1] in (["model"], ["optimizer"]) and len(where) > 2:
+        del where[1]  # the name of the class, between the section and its field
+    key = ".".join(where)
+    if first["type"].startswith("union_tag"):
+        return ConfigError(
+            f"{key} needs the name of one of its classes", fix=f"{key}={{'name': ...}}"
+        )
+    if first["type"] == "extra_forbidden":
+        hint = did_you_mean(key, fields) if len(first["loc"]) == 1 else ""
+        return ConfigError(f"{kind} has no setting {key}{hint}")
+    if first["type"] == "missing":
+        return ConfigError(f"{kind} needs {key}")
+    value = shown(first["input"])
+    return ConfigError(f"{key or kind}={value} must be {expectation(first)}")
+
+
+def expectation(error: Any) -> str:
+    """Say what pydantic wanted, in words of TOML."""
+    words = {
+        "int": "an integer",
+        "float": "a number",
+        "bool": "true or false",
+        "string": "a string",
+        "tuple": "a list",
+    }
+    kind = error["type"].removesuffix("_type").removesuffix("_parsing")
+    return words.get(kind) or error["msg"].removeprefix("Input should be ")

@@ -1,0 +1,46 @@
+"""The arguments of a run, checked before anything is read or written."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple
+
+from spmdtrain.config.given import as_flag, as_path, as_step, check_kind
+from spmdtrain.config.schema import check_config
+from spmdtrain.models.choose import check_make
+from spmdtrain.parallel.mesh import given_devices
+from spmdtrain.running.report.reporter import check
+from spmdtrain.running.report.summary import Prediction
+
+
+class Where(NamedTuple):
+    """What the arguments of `run` say of its place."""
+
+    directory: Path
+    fresh: bool
+    step: int | None
+    devices: list[Any] | None
+
+
+def check_arguments(  # noqa: PLR0913 - those of `run`
+    config: Any,
+    directory: Any,
+    fresh: Any,
+    step: Any,
+    make: Any,
+    devices: Any,
+    prediction: Any,
+    sinks: Sequence[Any],
+    hooks: Sequence[Any],
+) -> Where:
+    """Returns where a run is to be. ConfigError where an argument of `run` cannot be used."""
+    check_config(config)
+    check_make(make)
+    check_kind(prediction, (Prediction, NoneType), "prediction", "None")
+    check(sinks, hooks)
+    return Where(
+        as_path(directory, "directory"),
+        as_flag(fresh, "fresh"),
+        as_step(step),
+        None if devices is None else given_devices(devices),
+    )

@@ -1,0 +1,1 @@
+"""What a caller hands a step: checked, and put where it belongs. Start with arrays.py."""

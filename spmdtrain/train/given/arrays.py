@@ -1,0 +1,219 @@
+"""Checks of the arrays that a caller hands a step or a loss: on the host, at each call.
+
+Nothing is traced before them, and nothing donated. A value that is traced itself, by `jax.grad`
+say, has a shape and a dtype to check and no numbers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import shown
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+BATCHES = "one of st.batches(setup, data, step=0, sample=0)"
+STATES = "dataclasses.replace(state, params=...) of a state of init_state, restore or a step"
+PARAMS = "state.params of init_state, restore or a step"
+
+
+class Checked:
+    """A jitted function whose arguments `check` sees first.
+
+    It is called with the same arguments. All else, `lower` say, is the function's own, which is
+    `jitted`.
+    """
+
+    def __init__(self, jitted: Callable[..., Any], check: Callable[..., None]):
+        self.jitted = jitted
+        self._check = check
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        self._check(*args, **keywords)
+        return self.jitted(*args, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["jitted"], name)
+
+
+# The weights and the state
+
+
+def check_params(setup: Setup, params: Any) -> None:
+    """ConfigError where `params` are not the weights of the setup, in any floating dtype."""
+    wanted: Mapping[str, Any] = setup.state.params  # abstract
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"params={shown(params)} is no dict of arrays", fix=PARAMS)
+    for path, want in wanted.items():
+        if path not in params:
+            raise ConfigError(f"params has no {path!r}", fix=PARAMS)
+        x = params[path]
+        _check_array(f"params[{path!r}]", x, PARAMS)
+        if x.shape != want.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise _another(f"params[{path!r}]", x, want, PARAMS)
+    for path in params:
+        if path not in wanted:
+            raise ConfigError(f"params has {path!r}, which the model has not", fix=PARAMS)
+    _check_devices(params, setup.mesh, "params", PARAMS)
+
+
+def check_state(setup: Setup, state: Any) -> None:
+    """ConfigError where `state` is not one of the setup: another leaf, shape or dtype."""
+    if not isinstance(state, TrainState):
+        raise ConfigError(f"state is {type(state).__name__}, not a TrainState", fix=STATES)
+    wanted = dict(jax.tree_util.tree_leaves_with_path(setup.state))
+    given = dict(jax.tree_util.tree_leaves_with_path(state))
+    for path, want in wanted.items():
+        name = _name(path)
+        if path not in given:
+            raise ConfigError(f"the state has no {name}", fix=STATES)
+        x = given[path]
+        if not isinstance(x, int):  # the step may be one
+            _check_array(f"{name} of the state", x, STATES)
+        if jnp.shape(x) != want.shape or jnp.result_type(x) != want.dtype:
+            raise _another(f"{name} of the state", x, want, STATES)
+    for path in given:
+        if path not in wanted:
+            what = f"the state has {_name(path)}, which is none of this setup"
+            raise ConfigError(what, fix=STATES)
+
+
+def check_state_here(setup: Setup, state: Any) -> None:
+    """`check_state`, and ConfigError where the state lies on other devices than the setup's."""
+    check_state(setup, state)
+    _check_devices(state, setup.mesh, "state", STATES)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path).removeprefix(".")
+
+
+def _check_array(name: str, x: Any, fix: str) -> None:
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise ConfigError(f"{name} is {type(x).__name__}, not an array", fix=fix)
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        raise ConfigError(
+            f"{name} is gone: a step reuses the memory of the state that it is given",
+            fix="the state that the step returned: state, metrics = step(state, batch)",
+        )
+
+
+def _another(name: str, x: Any, want: Any, fix: str) -> ConfigError:
+    found = f"{jnp.result_type(x)} {jnp.shape(x)}"
+    return ConfigError(f"{name} is {found}", asked=f"{want.dtype} {want.shape}", fix=fix)
+
+
+def _check_devices(tree: Any, mesh: Mesh, name: str, fix: str) -> None:
+    """ConfigError where arrays were put on other devices than those of the mesh."""
+    here = set(mesh.devices.flat)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
+            continue
+        there = x.sharding.device_set
+        if there != here:
+            raise ConfigError(
+                f"{name}{jax.tree_util.keystr(path)} is not on the devices of the setup",
+                asked=f"{len(here)} of the mesh",
+                found=", ".join(sorted(map(str, there))[:8]),
+                fix=fix,
+            )
+
+
+# The batch
+
+
+def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
+    """ConfigError where a caller's batch is none of the setup.
+
+    For training it has the shape of the setup's batches; an evaluation takes other ones. Ids are in
+    the vocabulary, positions are some that the model has, and each weight of a token is a number.
+    A target that does not count may be anything.
+    """
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f"a batch is a dict of arrays, not {type(batch).__name__}", fix=BATCHES)
+    wanted = setup.batch
+    reads_sample = setup.model.corrupt is not None or (training and setup.config.model.dropout > 0)
+    if not reads_sample:
+        wanted.pop("sample")
+    if not training:
+        wanted.pop("source", None)
+    for name, want in wanted.items():
+        if name not in batch:
+            found = ", ".join(map(str, batch)) or "nothing"
+            raise ConfigError(f"the batch has no {name!r}", found=found, fix=BATCHES)
+        _check_entry(name, batch[name], want, batch["tokens"], training=training)
+    cut = jnp.shape(batch["tokens"])[:2]
+    for name, x in batch.items():
+        _check_array(f"batch[{name!r}]", x, BATCHES)
+        if jnp.shape(x)[:2] != cut:
+            found = f"{jnp.result_type(x)} {jnp.shape(x)}"
+            what = f"batch[{name!r}] is {found}"
+            raise ConfigError(what, asked=f"[{cut[0]}, {cut[1]}, ...] as the tokens", fix=BATCHES)
+    _check_devices(batch, setup.mesh, "batch", BATCHES)
+    for part in _parts(batch):
+        _check_numbers(setup, part)
+
+
+def _check_entry(
+    name: str, x: Any, want: jax.ShapeDtypeStruct, tokens: Any, *, training: bool
+) -> None:
+    _check_array(f"batch[{name!r}]", x, BATCHES)
+    kinds = jnp.integer if jnp.issubdtype(want.dtype, jnp.integer) else jnp.number
+    right = jnp.issubdtype(x.dtype, kinds) or (kinds is jnp.number and x.dtype == jnp.bool_)
+    right = right and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+    shape = want.shape if training else jnp.shape(tokens)[: len(want.shape)]
+    if not right or len(shape) != len(want.shape) or x.shape != shape:
+        raise ConfigError(
+            f"batch[{name!r}] is {x.dtype} {x.shape}", asked=f"{want.dtype} {shape}", fix=BATCHES
+        )
+
+
+def _parts(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the numbers of the batch that lie on this host, of those entries that have any."""
+    known = {name: x for name, x in batch.items() if not isinstance(x, Tracer)}
+    arrays = [x for x in known.values() if isinstance(x, jax.Array)]
+    if all(x.is_fully_addressable for x in arrays):
+        yield {name: np.asarray(x) for name, x in known.items()}
+        return
+    shards = {name: x.addressable_shards for name, x in known.items() if isinstance(x, jax.Array)}
+    for each in zip(*shards.values(), strict=True):
+        yield {name: np.asarray(shard.data) for name, shard in zip(shards, each, strict=True)}
+
+
+def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
+    config = setup.config
+    mask = part.get("mask")
+    if mask is not None and not (np.isfinite(mask) & (mask >= 0)).all():
+        bad = mask[~(np.isfinite(mask) & (mask >= 0))].flat[0]
+        raise ConfigError(f"batch['mask'] has {bad}, which is no weight of a token", fix="0 or 1")
+    _check_range("tokens", part.get("tokens"), config.vocab)
+    targets = part.get("targets")
+    if targets is not None and mask is not None and mask.shape == targets.shape:
+        targets = np.where(mask != 0, targets, 0)
+    _check_range("targets", targets, config.vocab)
+    learned = config.model.positions == "learned"
+    _check_range("positions", part.get("positions"), config.max_length if learned else 2**31)
+    _check_range("segment_ids", part.get("segment_ids"), 2**31)
+    if config.data.mix:
+        _check_range("source", part.get("source"), len(config.data.mix))
+    length = part["tokens"].shape[-1] if "tokens" in part else 0
+    if learned and "positions" not in part and length > config.max_length:
+        raise ConfigError(
+            f"the batch has {length} tokens in a row, more than the model has positions",
+            found=f"model.max_length={config.max_length}",
+            fix=BATCHES,
+        )
+
+
+def _check_range(name: str, ids: np.ndarray | None, stop: int) -> None:
+    """ConfigError where one of the ids is not from 0 to stop - 1."""
+    if ids is None or not ids.size or (ids.min() >= 0 and ids.max() < stop):
+        return
+    bad = ids[(ids < 0) | (ids >= stop)].flat[0]
+    raise ConfigError(f"batch[{name!r}] has {bad}", asked=f"0 to {stop - 1}", fix=BATCHES)
