@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.config import CheckpointError, ConfigError, DataError
 from spmdtrain.data.source import open_data
-from spmdtrain.running import agreement
+from spmdtrain.running.start import agreement
 from spmdtrain.running.start.agreement import Said, disagreement
 
 FACTS = {"train.seed": 1, "train.steps": 3, "the corpus": "ab", "the newest checkpoint": None}
