@@ -36,7 +36,10 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted(DOCS.glob("*.md")),
+]
 UNTIL = "--set train.steps={} --set optimizer.warmup=0 --set eval.every=0"
 FIRST_RUN = "spmdtrain train configs/quickstart.toml --simulate-devices 8"
 
@@ -371,6 +374,16 @@ def test_every_exit_code_is_explained():
     ours = {kind.exit_code for kind in UserError.__subclasses__()}
     of_signals = {128 + number for number in (1, 2, 10, 12, 13, 15)}
     assert explained == ours | {DONE, PREEMPTED} | of_signals
+
+
+def test_llms_txt_lists_every_page_once():
+    listed = re.findall(r"\]\((\w+\.md)\)", (DOCS / "llms.txt").read_text())
+    pages = [page.name for page in DOCS.glob("*.md") if page.stem != "index"]
+    assert sorted(listed) == sorted(pages)
+
+
+def test_the_guide_for_agents_is_short():
+    assert 20 <= len((ROOT / "AGENTS.md").read_text().splitlines()) <= 60
 
 
 def test_the_page_of_settings_has_every_setting():
