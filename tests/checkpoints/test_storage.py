@@ -18,9 +18,9 @@ from spmdtrain.checkpoints.intervals import plan_checkpoints
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.config import StorageError, to_toml
 from spmdtrain.config.schema import CheckpointConfig
-from spmdtrain.running.start import directory as module
 from spmdtrain.running import loop
 from spmdtrain.running.save_interval import SaveInterval
+from spmdtrain.running.start import directory as module
 from spmdtrain.running.start.directory import only_run
 
 SETTINGS = (
