@@ -7,7 +7,7 @@ checkpoint lacks it. That is all: the step, checkpoints, fingerprints, compariso
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -72,19 +72,14 @@ class Note:
     read: Callable[[Any, Value], Value]
 
 
-def no_figures(value: Value, taken: Taken) -> Metrics:  # noqa: ARG001
-    """An item that reports nothing."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Item:
     """One item of the training state.
 
     `begin(start)` is its value before the first step, for tracing, or None where the settings ask
     for none. `rests(start, value)` gives the spec of each leaf: `as_parameters`, `whole` or
-    `per_data_shard`. `update(value, taken)` is its value after a step; `figures(value, taken)` is
-    what the step reports of the value before it.
+    `per_data_shard`. `update(value, taken)` is its value after a step. `figures` are what the step
+    reports of it, by name: each a function of the value before the step and the step.
 
     `name` is its key in `TrainState.items`, and its name in a checkpoint: an identifier.
     """
@@ -93,7 +88,7 @@ class Item:
     begin: Callable[[Start], Value | None]
     rests: Callable[[Start, Value], Value]
     update: Callable[[Value, Taken], Value]
-    figures: Callable[[Value, Taken], Metrics] = no_figures
+    figures: Mapping[str, Callable[[Value, Taken], jax.Array]] = field(default_factory=dict)
     # What a step does that leaves the weights as they were: keeps the item too, or updates it.
     when_skipped: Literal["keep", "update"] = "keep"
     # False: it may hold numbers that are not finite, in a state that is good.

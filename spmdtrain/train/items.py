@@ -56,12 +56,17 @@ def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:
     after = {}
     figures: Metrics = {}
     for item, value in of(values):
-        figures |= item.figures(value, taken)
+        figures |= {name: figure(value, taken) for name, figure in item.figures.items()}
         new = item.update(value, taken)
         if taken.good is not None and item.when_skipped == "keep":
             new = unless_skipped(taken.good, new, value)
         after[item.name] = new
     return after, figures
+
+
+def figure_names() -> set[str]:
+    """The names of all that steps report of items."""
+    return {name for item in TABLE for name in item.figures}
 
 
 def unless_skipped(good: jax.Array, after: Value, before: Value) -> Value:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
-from spmdtrain.train.item import Item, Metrics, Note, Start, Taken, whole
+from spmdtrain.train.item import Item, Note, Start, Taken, whole
 
 LEAST = 1.0
 MOST = 2.0**32
@@ -77,9 +77,12 @@ def _update(loss_scale: LossScale, taken: Taken) -> LossScale:
     return after_step(loss_scale, taken.config.precision, taken.loss, taken.grad_norm)
 
 
-def _figures(loss_scale: LossScale, taken: Taken) -> Metrics:
-    overflow = is_too_large(loss_scale, taken.loss, taken.grad_norm)
-    return {"loss_scale": loss_scale.scale, "overflow": overflow.astype(jnp.float32)}
+def _scale(loss_scale: LossScale, taken: Taken) -> jax.Array:  # noqa: ARG001
+    return loss_scale.scale
+
+
+def _overflow(loss_scale: LossScale, taken: Taken) -> jax.Array:
+    return is_too_large(loss_scale, taken.loss, taken.grad_norm).astype(jnp.float32)
 
 
 def values_of(loss_scale: LossScale) -> list[float]:
@@ -101,7 +104,7 @@ ITEM = Item(
     begin=_begin,
     rests=whole,
     update=_update,
-    figures=_figures,
+    figures={"loss_scale": _scale, "overflow": _overflow},
     when_skipped="update",
     note=Note(values_of, scale_of),
 )

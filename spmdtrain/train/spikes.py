@@ -6,12 +6,14 @@ that the step decides on the devices, and a run that is resumed decides as if it
 OLMo, MaxText and Levanter judge spikes alike (`skip_step`).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.config.schema import GuardConfig
-from spmdtrain.train.item import Item, Metrics, Note, Start, Taken, whole
+from spmdtrain.train.item import Item, Note, Start, Taken, whole
 
 
 def no_figures(guard: GuardConfig) -> np.ndarray | None:
@@ -63,9 +65,9 @@ def _update(recent: jax.Array, taken: Taken) -> jax.Array:
     return remember(recent, figures, taken.good & (taken.tokens > 0))
 
 
-def _limits_of(recent: jax.Array, taken: Taken) -> Metrics:  # noqa: ARG001
+def _limit(index: int, recent: jax.Array, taken: Taken) -> jax.Array:  # noqa: ARG001
     assert taken.limits is not None, "where steps are judged by those before them, they are judged"
-    return {"loss_limit": taken.limits[0], "grad_norm_limit": taken.limits[1]}
+    return taken.limits[index]
 
 
 def rows_of(recent: jax.Array) -> list[list[float]]:
@@ -88,7 +90,7 @@ ITEM = Item(
     begin=_begin,
     rests=whole,
     update=_update,
-    figures=_limits_of,
+    figures={"loss_limit": partial(_limit, 0), "grad_norm_limit": partial(_limit, 1)},
     when_skipped="update",
     is_finite=False,  # rows that are not there yet
     note=Note(rows_of, recent_of),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TrainConfig
+from spmdtrain.train import items
 
 Losses = dict[str, jax.Array]  # by name, float32
 # What a person may give: (logits [b, t, v], targets [b, t]) -> losses [b, t], one array of them or
@@ -22,20 +23,15 @@ TokenLoss = Callable[[jax.Array, jax.Array], jax.Array | Mapping[str, jax.Array]
 # With part_bn, sequences by source, a sum may be a vector [1 + n]: of all, then of each source.
 SumLosses = Callable[..., Losses]
 
-# Names of the other figures of a step: every figure without one of them is a mean over tokens.
-OF_THE_STEP = (
-    "tokens",
-    "grad_norm",
-    "learning_rate",
-    "skipped",
-    "loss_limit",
-    "grad_norm_limit",
-    "loss_scale",
-    "overflow",
-)
+OF_THE_STEP = {"tokens", "grad_norm", "learning_rate", "skipped"}
 TAKES = (
     "a function (logits [b, t, v], targets [b, t]) -> losses [b, t], or a dict of them with 'loss'"
 )
+
+
+def of_the_step() -> set[str]:
+    """The names of the other figures of a step: one without such a name is a mean over tokens."""
+    return OF_THE_STEP | items.figure_names()
 
 
 def make_sum_losses(
@@ -141,7 +137,7 @@ def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Lo
     if "loss" not in losses:
         raise ConfigError(f"loss= gives {sorted(losses)} and no 'loss'", fix=TAKES)
     for name, loss_bt in losses.items():
-        if name in OF_THE_STEP:
+        if name in of_the_step():
             raise ConfigError(f"loss= gives {name!r}, another figure of a step", fix="another name")
         shape = jnp.shape(loss_bt)
         if shape != targets_bt.shape:

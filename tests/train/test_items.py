@@ -49,7 +49,18 @@ def evenly(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(leaf.sum(0) / shape[0], shape)
 
 
-HELD = Item("held", begin=begin, rests=per_data_shard, update=update, fold=evenly)
+def most(held: dict[str, jax.Array], taken: Taken) -> jax.Array:  # noqa: ARG001
+    return held[TABLE].max()
+
+
+HELD = Item(
+    "held",
+    begin=begin,
+    rests=per_data_shard,
+    update=update,
+    figures={"most_held": most},
+    fold=evenly,
+)
 
 
 def with_item(monkeypatch, item: Item) -> None:
@@ -66,7 +77,9 @@ def trained(tmp_path_factory) -> tuple[Path, TrainState]:
         state = st.init_state(setup)
         with batches_of(setup) as ahead:
             for _ in range(2):
-                state, _ = step(state, next(ahead))
+                before = state.items["held"][TABLE].max()
+                state, metrics = step(state, next(ahead))
+        assert metrics["most_held"] == before > 0
         directory = tmp_path_factory.mktemp("held") / "run"
         st.save(setup, state, directory)
     return directory, state

@@ -21,7 +21,7 @@ from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running.report import summary
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.token_loss import OF_THE_STEP
+from spmdtrain.train.token_loss import of_the_step
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -146,4 +146,4 @@ def _is_there(name: str, metrics: dict[str, Any]) -> bool:
     _, slash, source = name.partition("/")
     if slash:
         return bool(metrics.get(f"tokens/{source}", 1))
-    return name in OF_THE_STEP or bool(metrics["tokens"])
+    return name in of_the_step() or bool(metrics["tokens"])

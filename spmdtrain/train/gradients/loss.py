@@ -30,7 +30,7 @@ from spmdtrain.parallel.tensor_matmul import (
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.token_loss import OF_THE_STEP, Losses, make_sum_losses
+from spmdtrain.train.token_loss import Losses, make_sum_losses, of_the_step
 
 
 def make_context(setup: Setup) -> Callable[..., ForwardContext]:
@@ -155,7 +155,7 @@ def hidden_time(rules: Rules) -> Name:
 def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
     """The losses of the head and the side losses of the layers. ConfigError for a name of both."""
     for name in sorted(of_layers):
-        if name in of_head or name in OF_THE_STEP:
+        if name in of_head or name in of_the_step():
             what = f"a side loss of a block is called {name!r}, as another figure of a step is"
             raise ConfigError(what, fix="another name")
     return of_head | of_layers
