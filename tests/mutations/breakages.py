@@ -578,7 +578,7 @@ BREAKAGES = [
     ),
     Breakage(
         "what shards of the data hold begins anew on another mesh, though it could be folded",
-        "checkpoints/items.py",
+        "checkpoints/leaves/items.py",
         "if item.fold is None or {",
         "if item.fold or {",
         "tests/train/test_items.py -k folded",
