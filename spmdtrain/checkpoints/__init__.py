@@ -1,6 +1,6 @@
-"""Checkpoints: what a run leaves on disk, and how it is known to be whole.
+"""Checkpoints: what a run leaves on disk, and how damage to it is detected.
 
-Start with store.py, the only door to Orbax. newest.py finds the step to go on from, restore.py
-reads a run that somebody else trained, identity.py says whether a checkpoint is of this run, and
-fingerprint.py whether a leaf is as it was saved.
+Start with store.py, the only file that uses Orbax. newest.py finds the step to resume from,
+restore.py reads a finished or foreign run, identity.py checks that a checkpoint belongs to this
+run, and fingerprint.py checks that a leaf is intact.
 """

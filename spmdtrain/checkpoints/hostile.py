@@ -1,8 +1,8 @@
-"""Keeps a run directory from somebody else from leading out of itself or filling the memory.
+"""Guards against a hostile run directory: it must not point outside itself or exhaust memory.
 
-Nothing in a checkpoint is code: arrays are read by TensorStore, the rest is JSON, and the handlers
-that Orbax names in it are not looked up. What is left are links, names of leaves that are paths,
-and sizes that are claimed and not there. Each is refused before anything is read.
+Nothing in a checkpoint is code: TensorStore reads the arrays, the rest is JSON, and the handlers
+that Orbax names in it are never looked up. The remaining dangers are links, leaf names that are
+paths, and sizes larger than the files. Each is refused before anything is read.
 """
 
 import json
@@ -14,27 +14,27 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Bytes of arrays for a byte of files: zstd makes no more of weights, if they are not all alike.
+# Bytes of arrays per byte of files: zstd compresses weights no further unless all are alike.
 MOST_EXPANSION = 4096
-SMALL = 1 << 26  # bytes that any machine has
+SMALL = 1 << 26  # bytes; any machine has this many
 
 
 def check_files(folder: Path) -> None:
-    """ValueError where something below a folder, or the folder, is no plain file and no folder."""
+    """Raises ValueError if the folder, or anything below it, is not a plain file or a folder."""
     for path in (folder, *_below(folder)):
         if not _is_plain(path):
             kind = "a link" if path.is_symlink() else "no plain file"
             raise ValueError(f"{path.name} in it is {kind}")
 
 
-# The folders of a run directory that a run, or a sink, writes into. W&B's has links of its own.
+# The folders of a run directory that a run or a sink writes into. W&B's contains its own links.
 WRITTEN = ("", "checkpoints", "checkpoints/quarantine", "tensorboard", "profile")
 
 
 def strange_in(directory: Path) -> list[Path]:
-    """The entries of a run directory that are no plain files and no folders.
+    """Returns the entries of a run directory that are neither plain files nor folders.
 
-    What a run writes into a link would go where it leads, and a pipe keeps its writer waiting.
+    Writing through a link would write outside the directory, and a pipe blocks its writer.
     """
     folders = [directory / name for name in WRITTEN]
     entries = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
@@ -47,10 +47,10 @@ def _is_plain(path: Path) -> bool:
 
 
 def check_description(step: Path) -> None:
-    """ValueError where the file in which Orbax describes a step would end its start.
+    """Raises ValueError if the file in which Orbax describes a step would crash its start.
 
-    It reads those of all steps, and takes what is no JSON; a JSON value that is no object, or one
-    that Python does not read, ends it.
+    Orbax reads this file for every step. It tolerates invalid JSON, but crashes on a JSON value
+    that is not an object or that Python cannot parse.
     """
     path = step / "_CHECKPOINT_METADATA"
     if not path.exists():
@@ -72,7 +72,7 @@ def check_description(step: Path) -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """ValueError where the name of a leaf could be taken for a path."""
+    """Raises ValueError if the name of a leaf could be taken for a path."""
     for name in names:
         strange = not name.isprintable() or "/" in name or "\\" in name or ".." in name
         if strange or name.startswith("."):
@@ -80,7 +80,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_chunks(arrays: Mapping[str, Any]) -> None:
-    """ValueError where a chunk, which is read whole, claims to be larger than its array.
+    """Raises ValueError if a chunk, which is always read whole, claims to be larger than its array.
 
     `arrays`: Orbax's descriptions by name.
     """
@@ -94,7 +94,7 @@ def check_chunks(arrays: Mapping[str, Any]) -> None:
 
 
 def check_sizes(arrays: Mapping[str, Any], folder: Path) -> None:
-    """ValueError where weights claim to be larger than their files in `folder` can be."""
+    """Raises ValueError if weights claim to be larger than their files in `folder` can be."""
     most = max(SMALL, MOST_EXPANSION * sum(path.stat().st_size for path in _below(folder)))
     claimed = 0
     for name, array in arrays.items():
@@ -105,7 +105,7 @@ def check_sizes(arrays: Mapping[str, Any], folder: Path) -> None:
 
 
 def _below(folder: Path) -> Iterable[Path]:
-    """Everything below a folder; links are not followed."""
+    """Yields everything below a folder; does not follow links."""
     for where, folders, files in os.walk(folder):
         for name in (*folders, *files):
             yield Path(where, name)

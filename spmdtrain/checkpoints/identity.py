@@ -1,7 +1,7 @@
-"""Identifies a run by its data, its model's code, and the function of its weights.
+"""Identifies a run by its data, its model's code, and the function its weights compute.
 
-They are saved with every checkpoint and compared when a run goes on. Settings that may change
-between the two are saved beside them, so that a run can report what has changed.
+These are saved with every checkpoint and compared when a run resumes. Settings that may change in
+between are saved too, so that a run can report what has changed.
 """
 
 import json
@@ -19,13 +19,14 @@ from spmdtrain.train.setup import Setup
 Meta = dict[str, Any]
 # name -> (value in the checkpoint, value now)
 Changes = dict[str, tuple[Any, Any]]
-# Where a corpus comes from.
+# The settings that say where a corpus comes from.
 DATA = ("data.corpus", "data.path", "data.tokenizer", "data.mix")
 
 
 def config_document(setup: Setup, data: Data) -> dict[str, Any]:
-    """RUN/config.json: every setting with its origin, the data's fingerprint, the tokenizer, the
-    id that ends its documents, and which code the model is made of."""
+    """Returns the contents of RUN/config.json: every setting with its origin, the data's
+    fingerprint, the tokenizer, the id that ends its documents, and the code of the model.
+    """
     return resolved(setup.config) | {
         "corpus": data.fingerprint,
         "tokenizer": data.tokenizer,
@@ -36,14 +37,15 @@ def config_document(setup: Setup, data: Data) -> dict[str, Any]:
 
 
 def code_of(setup: Setup) -> Record:
-    """The record of the code of the model; see model_code.py."""
+    """Returns the record of the model's code; see model_code.py."""
     return model_code(setup.make, setup.model.bind({}), setup.config.model.make)
 
 
 def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
-    """Describes the run, for its checkpoints to keep.
+    """Returns the description of the run that its checkpoints keep.
 
-    `fingerprint` is that of its data; `seams` are what the caller exchanged (None: nothing).
+    `fingerprint` is that of the data; `seams` are the parts that the caller replaced (None: not
+    replaced).
     """
     return {
         "stream": _stream(setup.config, fingerprint),
@@ -54,9 +56,9 @@ def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
 
 
 def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:
-    """Maps each changeable setting that has changed since the checkpoint to (then, now).
+    """Returns the changeable settings that differ from the checkpoint, as setting -> (then, now).
 
-    Empty for an older checkpoint, which does not say how it was trained.
+    Empty for an older checkpoint, which does not record how it was trained.
     """
     then = meta.get("settings")
     if then is None:
@@ -69,7 +71,7 @@ def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:
 
 
 def describe_changes(found: Changes) -> str:
-    """`changes` for a person: "train.clip: 1.0, now none; ..."."""
+    """Returns `changes` as readable text: "train.clip: 1.0, now none; ..."."""
     said = []
     for name, (then, now) in found.items():
         then = "none" if then is None else then
@@ -81,9 +83,9 @@ def describe_changes(found: Changes) -> str:
 def check_identity(
     meta: Meta, setup: Setup, data: Data, where: str, recorded: Mapping[str, Any]
 ) -> list[str]:
-    """CheckpointError where the checkpoint's data, code or function is not this run's.
+    """Raises CheckpointError if the checkpoint's data, code or function is not this run's.
 
-    Gives lines to say: what of the code has changed. `where` names the checkpoint; `recorded` has
+    Returns lines that report which code has changed. `where` names the checkpoint; `recorded` has
     the settings of its run by dotted name, see other_run.py.
     """
     config = setup.config
@@ -113,8 +115,11 @@ def check_identity(
 
 
 def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """(setting, its value in the checkpoint, its value now) where the function of the weights
-    differs. An older checkpoint, which does not say what its own was, differs in nothing."""
+    """Returns (setting, its value in the checkpoint, its value now) for each setting that changes
+    what the weights compute.
+
+    Empty for an older checkpoint, which does not record these settings.
+    """
     then = meta.get("model", {})
     now = _model_function(config)
     changed = [name for name in now if name in then and then[name] != now[name]]
@@ -124,9 +129,9 @@ def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
 def refuse_other_settings(
     what: str, names: Collection[str], config: RunConfig, recorded: Mapping[str, Any]
 ) -> None:
-    """CheckpointError with both values of each of these settings that is not as it was recorded.
+    """Raises CheckpointError with both values of each named setting that differs from its record.
 
-    Nothing where all are, or nothing was recorded.
+    Does nothing if none differs, or if nothing was recorded.
     """
     now = settings_of(config)
     other = [name for name in names if recorded and recorded.get(name) != now.get(name)]
@@ -150,19 +155,19 @@ def refuse_other_settings(
 
 
 def _shown(value: Any) -> str:
-    """A value as `--set` takes it."""
+    """Returns a value in the form that `--set` accepts."""
     if value is None:
         return "none"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its dotted name, as JSON keeps it."""
+    """Returns every setting by its dotted name, as JSON stores it."""
     return flat(config.model_dump(mode="json"))
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested settings, by dotted name."""
+    """Returns the leaves of nested settings, by dotted name."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -179,7 +184,7 @@ def _what_changed(name: str) -> str:
 
 
 def _stream(config: RunConfig, fingerprint: str) -> dict[str, Any]:
-    """The settings that decide which tokens a sample index means, and the data's fingerprint."""
+    """Returns the settings that map a sample index to tokens, and the data's fingerprint."""
     return {
         "train.seed": config.train.seed,
         "train.sequence_length": config.train.sequence_length,
@@ -191,7 +196,7 @@ def _stream(config: RunConfig, fingerprint: str) -> dict[str, Any]:
 
 
 def _model_function(config: RunConfig) -> dict[str, Any]:
-    """The settings, beyond the shapes, that decide which function the weights compute."""
+    """Returns the settings, shapes aside, that decide which function the weights compute."""
     model = config.model
     names = ["positions", "norm", "mlp", "norm_epsilon"]
     if model.positions == "rope":
@@ -201,9 +206,9 @@ def _model_function(config: RunConfig) -> dict[str, Any]:
 
 
 def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that change the numbers of a run and may change on its way.
+    """Returns the settings that affect the numbers of a run but may change when it resumes.
 
-    What the caller exchanged stands under its keyword, by its qualified name.
+    A part that the caller replaced is listed under its keyword, by its qualified name.
     """
     sections = {
         "optimizer": config.optimizer.model_dump(mode="json"),

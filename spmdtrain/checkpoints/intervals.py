@@ -1,4 +1,4 @@
-"""The checkpoint interval that loses least time to saves and to work that a failure undoes."""
+"""The checkpoint interval that minimises time lost to saves and to repeated work after failures."""
 
 import math
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ SECONDS_PER_YEAR = 365.25 * 24 * 3600
 @dataclass(frozen=True)
 class CheckpointPlan:
     every: int  # steps
-    save_seconds: float  # in which a save stops the run
+    save_seconds: float  # by which a save stalls the run
     seconds_between_failures: float
-    lost_share: float  # of the time, to saving and to repeated work
+    lost_share: float  # of the time, to saves and repeated work
 
 
 def plan_checkpoints(step_seconds: float, save_seconds: float, devices: int) -> CheckpointPlan:
-    """The number of steps between saves that loses least."""
+    """Returns the number of steps between saves that loses the least time."""
     between_failures = seconds_between_failures(devices)
     interval = best_interval(save_seconds, between_failures)
     every = max(1, round(interval / step_seconds))
@@ -31,15 +31,16 @@ def plan_checkpoints(step_seconds: float, save_seconds: float, devices: int) -> 
 
 
 def seconds_between_failures(devices: int, device_years: float = DEVICE_YEARS) -> float:
-    """Mean time between failures of a run that stops when any of its devices fails."""
+    """Returns the mean time between failures of a run that stops when any of its devices fails."""
     return device_years * SECONDS_PER_YEAR / devices
 
 
 def best_interval(save: float, between_failures: float) -> float:
-    """Seconds of training between saves that each stop it for `save` seconds.
+    """Returns the best number of seconds between saves, if each save stalls training `save`
+    seconds.
 
     Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (FGCS 2006),
-    equation 37. Its first term is Young's sqrt(2 save x between_failures). Where a save takes more
+    equation 37. Its first term is Young's sqrt(2 save x between_failures). If a save takes more
     than twice the time between failures, the interval is that time.
     """
     if save >= 2 * between_failures:
@@ -49,5 +50,5 @@ def best_interval(save: float, between_failures: float) -> float:
 
 
 def lost_share(interval: float, save: float, between_failures: float) -> float:
-    """Share of the time that saves and repeated work take, to first order."""
+    """Returns the share of time lost to saves and repeated work, to first order."""
     return save / (interval + save) + (interval / 2) / between_failures

@@ -1,4 +1,4 @@
-"""The meta of a checkpoint: a JSON object that names its leaves, and says where the data stands.
+"""The meta of a checkpoint: a JSON object with the names of its leaves and the data position.
 
 It also holds the fingerprint of every leaf and a digest of itself. Nothing here reads a file.
 """
@@ -11,31 +11,34 @@ from typing import Any
 import jax
 
 FORMAT = 2
-WITHOUT_FINGERPRINTS = 1  # the format before
-OPTIMIZER = "optimizer."  # what the names of the leaves of "state" begin with
-OF_ITEM = " of "  # after its name in those of an item; no parameter has a blank in its name
-FLOATS = {"float32", "bfloat16"}  # those that `precision.params` may name
+WITHOUT_FINGERPRINTS = 1  # the previous format
+OPTIMIZER = "optimizer."  # prefix of the names of the leaves of "state"
+OF_ITEM = " of "  # follows the item's name in those of its leaves; no parameter name has a blank
+FLOATS = {"float32", "bfloat16"}  # the dtypes that `precision.params` may name
 MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
 
 
 def has_fingerprints(meta: Meta) -> bool:
-    """True if a checkpoint with this meta could be verified when it was read."""
+    """Returns True if a checkpoint with this meta can be verified when it is read."""
     return "fingerprints" in meta
 
 
 def has_item(meta: Meta, item: str) -> bool:
-    """True if a checkpoint with this meta holds arrays of this item, "ema" say."""
+    """Returns True if a checkpoint with this meta holds arrays of this item, for example "ema"."""
     return bool(of_items(meta["leaves"], [item]))
 
 
 def prefix(item: str) -> str:
-    """What the names of an item's leaves begin with: "params", "state" or an item of the state."""
+    """Returns the prefix of the names of an item's leaves.
+
+    The item is "params", "state" or an item of the state.
+    """
     return {"params": "", "state": OPTIMIZER}.get(item, item + OF_ITEM)
 
 
 def named_leaves(items: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of items by the names that meta gives them."""
+    """Returns the leaves of items by the names that the meta gives them."""
     return {
         prefix(item) + leaf_name(path): leaf
         for item, tree in items.items()
@@ -44,23 +47,23 @@ def named_leaves(items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaf_name(path: tuple) -> str:
-    """The name of a leaf in its tree, dotted."""
+    """Returns the dotted name of a leaf in its tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def describe(arrays: Mapping[str, Any]) -> dict[str, list]:
-    """Maps names to [shape, dtype], as JSON keeps them."""
+    """Returns names mapped to [shape, dtype], as JSON stores them."""
     return {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()}
 
 
 def unpadded_leaves(meta: Meta) -> dict[str, list]:
-    """Maps the names of a checkpoint's leaves to [shape, dtype], padding left out."""
-    unpadded = meta.get("unpadded", {})  # there was no padding before
+    """Returns the names of a checkpoint's leaves mapped to [shape, dtype], without padding."""
+    unpadded = meta.get("unpadded", {})  # older checkpoints have no padding
     return {name: [unpadded.get(name, leaf[0]), leaf[1]] for name, leaf in meta["leaves"].items()}
 
 
 def of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list]:
-    """Selects the leaves that are in these items: "params", "state" or an item of the state."""
+    """Returns the leaves that belong to these items: "params", "state" or an item of the state."""
 
     def item_of(name: str) -> str:
         item, of_item, _ = name.partition(OF_ITEM)
@@ -72,13 +75,15 @@ def of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list
 
 
 def different_leaves(asked: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """The names at which the two differ: first those of `asked`, then those it has not."""
+    """Returns the names at which the two differ: first those in `asked`, then those only in
+    `found`.
+    """
     names = [*sorted(asked), *sorted(found.keys() - asked.keys())]
     return [name for name in names if asked.get(name) != found.get(name)]
 
 
 def fits(asked: list | None, found: list | None) -> bool:
-    """True if a leaf can be read as `asked`: a float may come in another width."""
+    """Returns True if a leaf can be read as `asked`: a float may differ in width."""
     if asked is None or found is None:
         return asked is found
     narrow = {asked[1], found[1]} <= FLOATS
@@ -86,7 +91,7 @@ def fits(asked: list | None, found: list | None) -> bool:
 
 
 def others_text(different: list[str]) -> str:
-    """Text that names the leaves after the first."""
+    """Returns text that names all leaves but the first."""
     others = different[1:]
     if not others:
         return ""
@@ -95,10 +100,10 @@ def others_text(different: list[str]) -> str:
 
 
 def leaf_text(leaf: list | None) -> str:
-    """Says dtype and shape as in float32[2, 64]; "nothing" where there is no leaf."""
+    """Returns dtype and shape as in float32[2, 64]; "nothing" if there is no leaf."""
     return f"{leaf[1]}{leaf[0]}" if leaf else "nothing"
 
 
 def digest(meta: Meta) -> str:
-    """SHA-256 of everything that a meta says."""
+    """Returns the SHA-256 of everything else in a meta."""
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Records the code of a model: its class, and hashes of the sources that are not ours.
+"""Records the code of a model: its class, and hashes of the sources outside this package.
 
-A checkpoint keeps this record, because weights alone do not say what they mean: a subclass may have
+A checkpoint keeps this record because weights alone do not say what they mean: a subclass may have
 the same parameters and compute something else.
 """
 
@@ -24,16 +24,16 @@ from spmdtrain.models.model import LanguageModel
 Record = dict[str, Any]  # "class": a name; "sources": name -> hash; "make": as in model.make
 OURS = "spmdtrain"
 SHIPPED = f"{OURS}.Transformer"
-# Their versions are not ours to judge, and their sources are no part of the person's model.
+# Changes of their versions are not ours to judge; their sources are not part of the user's model.
 LIBRARIES = {OURS, "pallas_kernels", "flax", "jax", "optax", "builtins", "functools"}
 
 
 def model_code(make: Callable[..., Any], model: LanguageModel, spec: str | None = None) -> Record:
-    """The record of the code that `make` has made `model` with; `spec` is `model.make`.
+    """Returns the record of the code from which `make` built `model`; `spec` is `model.make`.
 
-    "sources" has a hash of each class and function that is not a library's: those of the model,
-    of its parts, and `make` itself. For ours it has the version of the package. A class without
-    source (typed into a console) has the hash None, which equals every other.
+    "sources" has a hash of `make`, and of each class and function of the model and its parts that
+    does not come from a library. For this package it has the version instead. A class without
+    source (typed into a console) has the hash None, which equals any other.
     """
     parts = {}
     for part in (*_parts_of_make(make), *_parts(model)):
@@ -47,10 +47,10 @@ def model_code(make: Callable[..., Any], model: LanguageModel, spec: str | None 
 
 
 def check_model_code(then: Record | None, now: Record, where: str) -> list[str]:
-    """Lists what to report of code that changed since `then`; nothing without a record.
+    """Returns lines that report code that changed since `then`; empty without a record.
 
-    `where` names the checkpoint. Raises CheckpointError if it is of another class; a class that was
-    only moved to another module is the same one.
+    `where` names the checkpoint. Raises CheckpointError if its model is of another class; a class
+    that merely moved to another module counts as the same.
     """
     if not then:
         return []
@@ -73,14 +73,14 @@ def check_model_code(then: Record | None, now: Record, where: str) -> list[str]:
 
 
 def qualified_name(thing: Any) -> str:
-    """`module.name` of a class or a function; of what a script defines, its file is the module.
+    """Returns `module.name` of a class or a function; in a script, the file stands for the module.
 
-    A closure has the name of the function that made it. Another object has the name of its class.
+    A closure has the name of the function that made it. Any other object has the name of its class.
     """
     if isinstance(thing, functools.partial):
         return qualified_name(thing.func)
     update = getattr(thing, "update", None)
-    if isinstance(thing, tuple) and callable(update):  # a transformation of optax
+    if isinstance(thing, tuple) and callable(update):  # an optax transformation
         return qualified_name(update)
     named: Any = thing if hasattr(thing, "__qualname__") else type(thing)
     name = named.__qualname__.partition(".<locals>.<lambda>")[0]
@@ -101,7 +101,7 @@ def _module(thing: Any) -> str:
 
 
 def _file(thing: Any) -> str | None:
-    """The file that a function, or a method of a class, was compiled from."""
+    """Returns the file that a function, or a method of a class, was compiled from."""
     if not inspect.isclass(thing):
         return getattr(getattr(thing, "__code__", None), "co_filename", None)
     methods = (each for each in vars(thing).values() if inspect.isfunction(each))
@@ -113,7 +113,7 @@ def _root(thing: Any) -> str:
 
 
 def _parts_of_make(make: Callable[..., Any]) -> Iterator[Any]:
-    """`make`, or what a partial is made of."""
+    """Yields `make`, or the parts of a partial."""
     if not isinstance(make, functools.partial):
         yield make
         return
@@ -122,7 +122,9 @@ def _parts_of_make(make: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _parts(model: LanguageModel) -> Iterator[Any]:
-    """The classes of the model and its modules, with their bases, and the functions they hold."""
+    """Yields the classes of the model and its modules, with their bases and the functions they
+    hold.
+    """
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module):
             yield from inspect.getmro(type(node))
@@ -131,12 +133,12 @@ def _parts(model: LanguageModel) -> Iterator[Any]:
 
 
 def source_hash(thing: Any) -> str | None:
-    """A hash of the code alone: comments and the width of lines change nothing."""
+    """Returns a hash of the code alone: comments and line breaks do not affect it."""
     try:
         text = textwrap.dedent(inspect.getsource(thing))
     except (OSError, TypeError):
         return None
-    with contextlib.suppress(SyntaxError):  # a lambda in the middle of a line is no statement
+    with contextlib.suppress(SyntaxError):  # a lambda in the middle of a line does not parse alone
         text = ast.unparse(ast.parse(text))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -144,7 +146,7 @@ def source_hash(thing: Any) -> str | None:
 def _our_version() -> str | None:
     try:
         return version(OURS)
-    except PackageNotFoundError:  # the sources, not installed
+    except PackageNotFoundError:  # run from a source tree, not installed
         return None
 
 

@@ -1,6 +1,6 @@
-"""Finds the checkpoint from which a run goes on: the newest that is as it was saved.
+"""Finds the checkpoint from which a run resumes: the newest intact one.
 
-A newer one that is damaged is set aside, not deleted, and the run takes its steps again.
+A newer, damaged one is set aside, not deleted, and the run repeats its steps.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was read. `damaged`: why each newer step could not be, newest first."""
+    """A checkpoint that was read. `damaged`: why each newer step was not, newest first."""
 
     step: int
     state: TrainState
@@ -28,9 +28,9 @@ class Found:
 def newest_good(
     checkpoints: Checkpoints, abstract: TrainState, before: int | None = None
 ) -> Found | None:
-    """Reads the newest state, or the newest before those that are damaged; see `read_newest`.
+    """Reads the newest intact state; see `read_newest`.
 
-    Raises CheckpointError where one does not fit `abstract`.
+    Raises CheckpointError if it does not fit `abstract`.
     """
     found = read_newest(checkpoints, lambda step: checkpoints.restore(step, abstract), before)
     if found is None:
@@ -42,12 +42,12 @@ def newest_good(
 def read_newest(
     checkpoints: Checkpoints, read: Callable[[int], T], before: int | None = None
 ) -> tuple[int, T, dict[int, DamagedError]] | None:
-    """Calls `read(step)` for the newest checkpoint, and for older ones while it finds damage.
+    """Calls `read(step)` for the newest checkpoint, then for older ones as long as it finds damage.
 
-    Returns the step, what was read, and why each newer step could not be, newest first; None if
-    there is no checkpoint at all. Changes nothing. With `before`, only those of earlier steps are
-    looked at. Raises CheckpointError where all that there are are damaged: a run does not begin
-    anew by itself.
+    Returns the step, what was read, and why each newer step could not be read, newest first; None
+    if there is no checkpoint at all. Changes nothing. With `before`, only earlier steps are
+    considered. Raises CheckpointError if every checkpoint is damaged: a run never restarts from
+    scratch on its own.
     """
     damaged: dict[int, DamagedError] = {}
     for step in reversed(checkpoints.steps()):

@@ -1,8 +1,8 @@
-"""A name for a folder that no library misreads, whatever a person has called it.
+"""A name for a folder that no library misreads, whatever the user has called it.
 
-Orbax looks for its files with a glob over the whole path, in which `[1e-3]` is a pattern, and
-tensorstore takes `\\` for a separator, a segment like `gs:` for a bucket, and no bytes that are not
-UTF-8. On Linux an open folder has a second name, of digits alone, in /proc/self/fd.
+Orbax finds its files with a glob over the whole path, in which `[1e-3]` is a pattern. tensorstore
+takes `\\` for a separator and a segment like `gs:` for a bucket, and rejects bytes that are not
+UTF-8. On Linux an open folder has a second name, made of digits alone, in /proc/self/fd.
 """
 
 import os
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from spmdtrain.config.errors import StorageError
 
-# Paths of these characters alone are handed on as they are.
+# Paths made only of these characters are passed on as they are.
 PLAIN = re.compile(r"[A-Za-z0-9_./=+,@ -]*")
 OPEN_FOLDERS = Path("/proc/self/fd")
 
 
 class PlainPath:
-    """The folder `path`, which is there, under a name that any library takes as it is meant.
+    """The existing folder `path`, under a name that any library reads literally.
 
-    `path` is that name for as long as it is not closed. Raises StorageError where the folder needs
-    a second name and the system has none.
+    `path` is that name until it is closed. Raises StorageError if the folder needs a second name
+    and the system has none.
     """
 
     def __init__(self, path: Path):
@@ -37,7 +37,7 @@ class PlainPath:
         self.path = OPEN_FOLDERS / str(self._descriptor)
 
     def close(self) -> None:
-        """Gives the name up; it may be called twice."""
+        """Releases the name; may be called twice."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

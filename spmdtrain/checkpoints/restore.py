@@ -1,7 +1,7 @@
 """Reads what a run has left: its configuration, weights and state. Changes nothing.
 
-Whoever asks for no step gets the newest that is as it was saved, and a line where that is not the
-newest there is. A step that was asked for is read or refused.
+Without a step, the newest intact checkpoint is read; if a newer one is damaged, one line says so. A
+step that was asked for is read or refused.
 """
 
 import contextlib
@@ -30,25 +30,26 @@ T = TypeVar("T")
 
 
 def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run, its vocabulary resolved, with `a.b=c` strings on top.
+    """Returns the configuration of a run, its vocabulary resolved, with `a.b=c` strings on top.
 
-    The mesh is that of the run: override `mesh.*` to have it on other devices. Its `model.make` is
-    left out, because a directory may come from somebody else, and that setting names code to run:
-    `shard(config, make=...)` takes yours. Raises CheckpointError where `run` is no run directory,
-    ConfigError where an override cannot be obeyed.
+    The mesh is that of the run: override `mesh.*` to use other devices. `model.make` is left out,
+    because the directory may be somebody else's and that setting names code to run: pass yours as
+    `shard(config, make=...)`. Raises CheckpointError if `run` is not a run directory, ConfigError
+    if an override cannot be applied.
     """
     overrides = as_overrides(overrides)
     return from_resolved(read_document(as_path(run, "run"))[0], overrides)
 
 
 def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainState:
-    """The state of `run` after `step` steps, read into the shards of `setup`.
+    """Returns the state of `run` after `step` steps, read into the shards of `setup`.
 
-    Without `step` it is the newest that is as it was saved: see `read_step`.
+    Without `step` it is the newest intact state: see `read_step`.
 
-    The mesh of `setup` may differ from the run's. Raises CheckpointError where there is no such
-    checkpoint, or it does not fit the model and the optimizer of `setup`, or is of another model,
-    or has no average of the weights where `setup` is to keep one: only `run` begins one on the way.
+    The mesh of `setup` may differ from the run's. Raises CheckpointError if there is no such
+    checkpoint, if it is of another model or does not fit the model and the optimizer of `setup`, or
+    if `setup` keeps an average of the weights and the checkpoint has none: only `run` starts one
+    midway.
     """
     check_setup(setup)
     run, step = as_path(run, "run"), as_step(step)
@@ -66,12 +67,13 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
 def weights(
     run: str | Path, step: int | None = None, *, ema: bool = False
 ) -> dict[str, np.ndarray]:
-    """The parameters of `run` after `step` steps as plain arrays; as `restore` chooses the step.
+    """Returns the parameters of `run` after `step` steps as plain arrays; see `restore` for the
+    step.
 
-    By dotted path, whole, in the dtype in which they rest; those of the layers are stacked,
-    [layers, ...], in order, whatever pipeline wrote them. With `ema` each that was trained is its
-    average, float32, which the run has with `optimizer.ema`. Needs no mesh, no model and no
-    devices. Raises CheckpointError where there is no such checkpoint, or no average in it.
+    By dotted path, whole, in the dtype in which they were saved. Those of the layers are stacked in
+    order, [layers, ...], whatever pipeline wrote them. With `ema` each trained parameter is its
+    float32 average, which a run with `optimizer.ema` has. Needs no mesh, no model and no devices.
+    Raises CheckpointError if there is no such checkpoint, or no average in it.
     """
     run, step, ema = as_path(run, "run"), as_step(step), as_flag(ema, "ema")
     with _opened(run, None) as checkpoints:
@@ -82,18 +84,19 @@ def weights(
 
 
 def read_document(run: Path) -> tuple[dict[str, Any], str | None]:
-    """RUN/config.json, as `config_document` wrote it, without its `model.make`; and that.
+    """Returns RUN/config.json, as `config_document` wrote it but without its `model.make`; and
+    that.
 
-    CheckpointError where it is none.
+    Raises CheckpointError if it is not such a document.
     """
     saved = RunFiles(run).config
     return saved, saved["config"]["model"].pop("make", None)
 
 
 def refuse_own_code(run: Path, saved: dict[str, Any], named: str | None) -> None:
-    """ConfigError where a run's model is not the shipped one, and nobody has said which it is.
+    """Raises ConfigError if a run's model is a custom one and the caller has not named it.
 
-    `saved` and `named` are what `read_document` gives.
+    `saved` and `named` are what `read_document` returns.
     """
     own = saved.get("model_code", {}).get("class", SHIPPED)
     if named or own != SHIPPED:
@@ -106,11 +109,11 @@ def refuse_own_code(run: Path, saved: dict[str, Any], named: str | None) -> None
 def read_step(
     checkpoints: Checkpoints, run: Path, asked: int | None, read: Callable[[int], T]
 ) -> tuple[int, T]:
-    """The step that is read, and what `read(step)` gives.
+    """Returns the step that is read, and the result of `read(step)`.
 
-    Where no step was asked for, a newer one that is damaged costs a line on standard error, and the
-    one before it is read. A step that was asked for and is damaged is refused: DamagedError names
-    the newest that could be read. CheckpointError where there is none.
+    If no step was asked for, damaged newer steps are skipped with a line on standard error. A
+    damaged step that was asked for is refused: DamagedError names the newest readable one. Raises
+    CheckpointError if there is none.
     """
     if asked is None:
         step, found, line = read_newest_good(checkpoints, run, read)
@@ -135,9 +138,9 @@ def read_step(
 def read_newest_good(
     checkpoints: Checkpoints, run: Path, read: Callable[[int], T]
 ) -> tuple[int, T, str]:
-    """The newest step that is as it was saved, what `read(step)` gives, and a line.
+    """Returns the newest intact step, the result of `read(step)`, and a line.
 
-    The line is "" unless a newer step is damaged. CheckpointError where there is none at all.
+    The line is "" unless a newer step is damaged. Raises CheckpointError if there is no checkpoint.
     """
     read_one = read_newest(checkpoints, read)
     if read_one is None:

@@ -1,4 +1,4 @@
-"""Decides which checkpoints of a run stay: the newest, the best, and some of each stretch."""
+"""Decides which checkpoints of a run to keep: the newest, the best, and one per interval."""
 
 import math
 import re
@@ -8,15 +8,15 @@ from typing import Any
 from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.config.schema import CheckpointConfig
 
-EVAL_LOSSES = "eval_losses"  # in the meta: the losses of the checkpoints that are there, by step
+EVAL_LOSSES = "eval_losses"  # in the meta: losses of the existing checkpoints, by step
 
 
 class Retention:
-    """Decides by `[checkpoint]`, and by the losses of the evaluations that it is told.
+    """Decides by `[checkpoint]` and by the evaluation losses reported to it.
 
-    A checkpoint has the "eval_loss" of an evaluation after the same step, if there was one, and
-    only then it can be among the best. Each checkpoint keeps the losses of all, so that a run that
-    is resumed decides as if it had never stopped.
+    A checkpoint has the "eval_loss" of an evaluation after the same step; without one it cannot be
+    among the best. Each checkpoint stores the losses of all, so that a resumed run decides as if it
+    had never stopped.
     """
 
     def __init__(self, config: CheckpointConfig):
@@ -27,13 +27,13 @@ class Retention:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether any checkpoint stays for its loss."""
+        """Whether any checkpoint is kept for its loss."""
         return self._best > 0
 
     def recall(self, meta: Meta) -> None:
-        """Takes in the losses that the checkpoint kept from which the run goes on."""
+        """Reads the losses stored in the checkpoint from which the run resumes."""
         kept = meta.get(EVAL_LOSSES)
-        if not isinstance(kept, dict):  # a checkpoint of before
+        if not isinstance(kept, dict):  # an older checkpoint
             return
         self._losses = {
             int(step): float(loss)
@@ -42,7 +42,7 @@ class Retention:
         }
 
     def evaluated(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Notes what an evaluation after `step` has found; a loss that is not finite is none."""
+        """Records the loss of an evaluation after `step`; ignores a non-finite one."""
         loss = figures.get("eval_loss")
         if loss is not None and math.isfinite(loss):
             self._losses[step] = float(loss)
@@ -53,13 +53,16 @@ class Retention:
             self._losses.pop(step, None)
 
     def wants(self, step: int, saved: Iterable[int]) -> bool:
-        """True if `step` has to be saved, due or not: with those in `saved` it is of the best."""
+        """Returns True if `step` would be among the best of `saved`, and so must be saved even if
+        not due.
+        """
         return step in self._best_of([*saved, step])
 
     def stay(self, saved: Sequence[int]) -> set[int]:
-        """Those of the checkpoints `saved`, oldest first, that stay.
+        """Returns which of the checkpoints `saved`, oldest first, to keep.
 
-        Of each stretch of `keep_every` steps the first one does, where none lies at its beginning.
+        Of each interval of `keep_every` steps, the first checkpoint is kept, even if it is not at
+        the start.
         """
         first: dict[int, int] = {}
         if self._every:
@@ -69,15 +72,17 @@ class Retention:
         return {*saved[-self._newest :], *self._best_of(saved), *first.values()}
 
     def meta(self, saved: Iterable[int]) -> Meta:
-        """The part of a checkpoint's meta that `recall` reads; `saved` are those that are there."""
+        """Returns the part of a checkpoint's meta that `recall` reads; `saved` are the existing
+        steps.
+        """
         there = {str(step): self._losses[step] for step in saved if step in self._losses}
         return {EVAL_LOSSES: there}
 
     def best(self, saved: Iterable[int]) -> tuple[int, float] | None:
-        """The best one and its loss, where the best are kept and one has a loss."""
+        """Returns the best step and its loss; None if the best are not kept or none has a loss."""
         return next(((step, self._losses[step]) for step in self._best_of(saved)), None)
 
     def _best_of(self, saved: Iterable[int]) -> list[int]:
-        """The best, best first. Of equal ones the older: it came there in fewer steps."""
+        """Returns the best steps, best first. Ties go to the older step, which got there sooner."""
         known = {step for step in saved if step in self._losses}
         return sorted(known, key=lambda step: (self._losses[step], step))[: self._best]

@@ -1,15 +1,15 @@
 """Checkpoints of a run: RUN/checkpoints/N holds the state after N completed steps.
 
-This is the only file that knows Orbax. A step has the items `params`, so that weights can be read
-alone, `state` (of the optimizer), such as `ema` for what else the state has (items.py), and `meta`
-(meta.py). Orbax writes in the background under a temporary name and renames, so that a step that is
-listed is complete. Restoring reads straight into the shards that the abstract state asks for,
-whatever mesh or number of processes wrote them. Parameters are saved as they rest: stacked layers
-in pipeline layout, and padded where their mesh wanted it. Where another layout or padding is asked
-for, they are read and laid out anew, one parameter at a time.
+This is the only file that uses Orbax. A step has the items `params`, so that weights can be read
+alone, `state` (of the optimizer), one for each further part of the state, such as `ema` (items.py),
+and `meta` (meta.py). Orbax writes in the background under a temporary name and renames, so a step
+that is listed is complete. Restoring reads straight into the shards of the abstract state, whatever
+mesh or number of processes wrote them. Parameters are saved in the form they have at rest: stacked
+layers in pipeline layout, padded if their mesh needed it. If another layout or padding is asked
+for, they are read and laid out again, one parameter at a time.
 
-Every leaf that is read is compared with its fingerprint in `meta` (fingerprint.py). Whatever is not
-as it was written is a DamagedError, in all processes alike, wherever one of them finds it.
+Every leaf that is read is compared with its fingerprint in `meta` (fingerprint.py). If any process
+finds damage, all processes raise DamagedError.
 """
 
 import contextlib
@@ -87,17 +87,17 @@ from spmdtrain.train.setup import Setup, with_items_begun
 from spmdtrain.train.state import TrainState
 
 if TYPE_CHECKING:
-    from etils import epath  # whose paths Orbax asks for
+    from etils import epath  # the paths that Orbax expects
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that is being saved
-# The file that an item of arrays, or one of JSON, has once it is whole.
+# The file that marks a complete item: one for arrays, one for JSON.
 WHOLE = ("manifest.ocdbt", "metadata")
-QUARANTINE = "quarantine"  # the folder of damaged steps, beside the good ones
-SETTLE_SECONDS = 1.0  # in which files that were being written are, after a failure
-MOST_SETTLE_SECONDS = 10.0  # on a disk where that goes on and on
-STRAY = "Event loop is closed"  # the error of a thread that ends after the one that failed
-# Orbax logs several lines for every save, and a traceback per thread for a failure, which comes
-# back as one exception anyway.
+QUARANTINE = "quarantine"  # the folder of damaged steps, next to the good ones
+SETTLE_SECONDS = 1.0  # for pending writes to finish after a failure
+MOST_SETTLE_SECONDS = 10.0  # if the disk never settles
+STRAY = "Event loop is closed"  # error of a thread that outlives the one that failed
+# Orbax logs several lines for every save, and a traceback per thread for a failure, which is also
+# raised as one exception.
 for _logger in ("absl", "asyncio"):
     logging.getLogger(_logger).setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -106,8 +106,8 @@ warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarni
 class Checkpoints:
     """The checkpoints of one run directory.
 
-    `setup` is that of the state that is saved and restored; None if only `read_weights` is asked
-    for. `keep` says which stay; with None nothing is changed, they are only read.
+    `setup` is that of the saved and restored state; None if only `read_weights` is used. `keep`
+    decides which are kept; None opens them read-only.
     """
 
     def __init__(self, run: Path, setup: Setup | None, keep: Retention | None):
@@ -123,7 +123,7 @@ class Checkpoints:
         handlers = {item: _array_handler() for item in arrays}
         handlers |= {"meta": ocp.JsonCheckpointHandler()}
         self._saving: list[int] = []
-        self._without_arrays: set[str] = set()  # items, of which there is no manifest
+        self._without_arrays: set[str] = set()  # items without a manifest
         self._failed = False
         self._directory = (run / "checkpoints").absolute()
         for step in steps_in(run):
@@ -147,13 +147,14 @@ class Checkpoints:
             raise StorageError(f"cannot write {run}: {error.strerror}") from None
 
     def newest(self) -> int | None:
-        """The newest complete step, if there is one."""
+        """Returns the newest complete step, if there is one."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, meta: Meta) -> None:
         """Starts saving; `state` may be donated as soon as this returns.
 
-        Waits for the save before it, if one is under way. `completed` says when it is on disk.
+        Waits for the previous save, if it is still under way. `completed` tells when this one is on
+        disk.
         """
         trees = arrays_of(state)
         arrays = named_leaves(trees)
@@ -180,22 +181,22 @@ class Checkpoints:
         self._without_arrays = {item for item, tree in trees.items() if not jax.tree.leaves(tree)}
 
     def completed(self) -> list[int]:
-        """The steps whose saves have become complete on disk since this was last asked."""
+        """Returns the steps whose saves have reached the disk since the last call."""
         if not self._saving:
             return []
         if self._manager.is_saving_in_progress():
-            # It is the last one, which began when those before it had ended.
+            # It is the last one, which started when the earlier ones had ended.
             done = self._saving[:-1]
             self._saving = self._saving[-1:]
             return done
         self.wait()  # raises if a save failed
         done = self._saving
         self._saving = []
-        self._check_readable(done[-1])  # those before it may be gone already
+        self._check_readable(done[-1])  # earlier ones may be deleted already
         return done
 
     def _check_readable(self, step: int) -> None:
-        """StorageError where a save has ended and its files could not be read back."""
+        """Raises StorageError if a save has ended but its files cannot be read back."""
         if jax.process_index() > 0:
             return
         folder = self._folder(step)
@@ -214,9 +215,9 @@ class Checkpoints:
             )
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
-        """The state saved at `step`, each leaf read into the sharding that `abstract` gives it.
+        """Returns the state saved at `step`, each leaf in the sharding that `abstract` gives it.
 
-        Items of the state that were not saved begin with its weights: see `check_items`.
+        Items of the state that were not saved start afresh from its weights: see `check_items`.
         """
         meta, _ = self._meta(step)
         found, meta = self._restored(step, saved_by_parameter(abstract, meta))
@@ -236,7 +237,7 @@ class Checkpoints:
         return with_items_begun(self._asked_setup(), state, abstract.items.keys() - values), meta
 
     def _read_unlike_parameters(self, step: int, item: Item, asked: Value) -> Value | None:
-        """An item whose arrays rest otherwise than parameters; None where it is to begin anew."""
+        """Returns an item not sharded like the parameters; None if it must start afresh."""
         meta, _ = self._meta(step)
         shapes = shapes_saved(item, asked, meta)
         if shapes is None:
@@ -255,7 +256,7 @@ class Checkpoints:
         *,
         ema: bool = False,
     ) -> tuple[dict[str, jax.Array], Meta]:
-        """The weights alone; with `ema` their averages, in float32, for those that are trained."""
+        """Returns the weights alone; with `ema` the float32 averages of those that are trained."""
         if not ema:
             found, meta = self._restored(step, {"params": params})
             return found["params"], meta
@@ -272,18 +273,18 @@ class Checkpoints:
         return found["params"] | averages["ema"], meta
 
     def read_weights(self, step: int, *, ema: bool = False) -> dict[str, np.ndarray]:
-        """The weights alone as plain arrays, layers in order; needs neither model nor mesh.
+        """Returns the weights alone as plain arrays, layers in order; needs neither model nor mesh.
 
-        With `ema` their averages, for those that are trained.
+        With `ema`, those that are trained are averages.
         """
         found = self._read_item(step, "params")
         if ema:
-            self.averaged(step)  # refuses where there is none
+            self.averaged(step)  # raises if there is none
             found |= self._read_item(step, "ema")
         return found
 
     def _read_item(self, step: int, item: str) -> dict[str, np.ndarray]:
-        """The arrays of an item that is a flat dict, by path, in the order of the meta."""
+        """Returns the arrays of an item that is a flat dict, by path, in the order of the meta."""
         meta, saved = self._meta(step)
         folder = self._folder(step) / item
         there = self._read(step, lambda: _read_plain(folder))
@@ -295,14 +296,16 @@ class Checkpoints:
         return {path: _in_order(path, x, saved) for path, x in found.items()}
 
     def check_items(self, step: int, abstract: TrainState) -> None:
-        """Raises the error of an item of the state that was not saved, if it has one."""
+        """Raises the error of an item of the state that was not saved, if it defines one."""
         meta, _ = self._meta(step)
         for item, _ in items.of(abstract.items):
             if item.lacking and not is_in(meta, item):
                 raise item.lacking(self._at(step))
 
     def averaged(self, step: int) -> set[str]:
-        """The paths of the parameters whose average was saved; CheckpointError where none was."""
+        """Returns the paths of the parameters with a saved average; CheckpointError if there are
+        none.
+        """
         meta, _ = self._meta(step)
         if not is_in(meta, ema.ITEM):
             raise ema.none_saved(self._at(step))
@@ -310,37 +313,39 @@ class Checkpoints:
         return {name.removeprefix(prefix(item)) for name in of_items(meta["leaves"], [item])}
 
     def quarantine(self, steps: Collection[int]) -> None:
-        """Moves damaged steps into `quarantine`, where nobody takes them for good ones.
+        """Moves damaged steps into `quarantine`, where nothing takes them for good ones.
 
-        Nothing is deleted. All processes call it.
+        Deletes nothing. All processes must call it.
         """
         if jax.process_index() == 0:
             self._guarded(lambda: [_set_aside(self._folder(step)) for step in steps])
         if self.retention:
             self.retention.forget(steps)
-        any_process(False)  # the others look at the directory when all is moved
+        any_process(False)  # the others look at the directory only after the move
         self._manager.reload()
 
     def steps(self) -> list[int]:
-        """All complete steps, oldest first."""
+        """Returns all complete steps, oldest first."""
         return sorted(self._manager.all_steps())
 
     def recall(self, step: int) -> None:
-        """Takes in the losses that the checkpoint of `step` keeps; none where it is damaged."""
+        """Reads the losses stored in the checkpoint of `step`; none if it is damaged."""
         if self.retention:
             with contextlib.suppress(DamagedError):
                 self.retention.recall(self._meta(step)[0])
 
     def best(self) -> tuple[int, float] | None:
-        """The step with the lowest loss of an evaluation, and that, where the best are kept."""
+        """Returns the step with the lowest evaluation loss, and the loss; None unless the best are
+        kept.
+        """
         return self.retention.best(self.steps()) if self.retention else None
 
     def wait(self) -> None:
-        """Returns when the last save is complete on disk."""
+        """Waits until the last save is complete on disk."""
         self._guarded(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Ends the save that is under way, however the run ends."""
+        """Finishes the save under way, however the run ends."""
         try:
             self._guarded(self._manager.close)
         finally:
@@ -352,7 +357,9 @@ class Checkpoints:
     def _restored(
         self, step: int, asked: Mapping[str, Mapping[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], Meta]:
-        """Each item's leaves by parameter, in the shapes and shardings of `asked`; and the meta."""
+        """Returns each item's leaves by parameter, in the shapes and shardings of `asked`; and the
+        meta.
+        """
         meta, saved = self._checked_meta(step, asked)
         folder = self._folder(step)
         trees = self._read(step, lambda: {item: _saved_tree(folder / item) for item in asked})
@@ -388,7 +395,7 @@ class Checkpoints:
     def _without_padding(
         self, trees: Mapping[str, Mapping[str, Any]], layout: StageLayout
     ) -> dict[str, Any]:
-        """Shapes and dtypes of all leaves, padding left out, with the layers as `layout` says."""
+        """Returns shapes and dtypes of all leaves without padding, with the layers in `layout`."""
 
         def leaf(path: str, x: Any) -> jax.ShapeDtypeStruct:
             shape = without_padding(self._asked_setup(), path, x.shape)
@@ -407,10 +414,10 @@ class Checkpoints:
     def _checked_meta(
         self, step: int, asked: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Meta, StageLayout]:
-        """The checkpoint's meta and layout, after a check that its leaves are those of `asked`.
+        """Returns the checkpoint's meta and layout, after checking its leaves against `asked`.
 
-        Nothing is left out or made up: names and shapes are equal, padding left out, and so are
-        dtypes, but that `precision.params` may have changed.
+        The two must match exactly: same names, same shapes without padding, and same dtypes, except
+        that `precision.params` may have changed.
         """
         meta, layout_saved = self._meta(step)
         layout = self._asked_setup().model.layout
@@ -442,7 +449,7 @@ class Checkpoints:
         return meta, layout_saved
 
     def _check_trees(self, step: int, trees: Mapping[str, Any], meta: Meta) -> None:
-        """DamagedError where the files hold other leaves than the meta says."""
+        """Raises DamagedError if the files hold other leaves than the meta says."""
         there = describe(named_leaves(trees))
         said = of_items(meta["leaves"], trees)
         if different := different_leaves(said, there):
@@ -454,8 +461,8 @@ class Checkpoints:
             )
 
     def _verify(self, step: int, meta: Meta, found: Mapping[str, Fingerprint]) -> None:
-        """DamagedError where a leaf that was read has not the fingerprint that was saved."""
-        if "fingerprints" not in meta:  # a checkpoint of before
+        """Raises DamagedError if a leaf that was read does not have its saved fingerprint."""
+        if "fingerprints" not in meta:  # an older checkpoint
             return
         saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}
         if different := different_leaves(saved, found):
@@ -464,15 +471,15 @@ class Checkpoints:
             )
 
     def _meta(self, step: int) -> tuple[Meta, StageLayout | None]:
-        """The meta of a step, and the layout in which its stacked layers were saved.
+        """Returns the meta of a step, and the layout in which its stacked layers were saved.
 
-        None stands for a layout that only the model can tell, where there is none.
+        The layout is None if the meta names none and there is no model to ask.
         """
 
         def read() -> tuple[Meta, StageLayout | None]:
             check_files(Path(self._folder(step)))
             found = ocp.JsonCheckpointHandler().restore(self._folder(step) / "meta")
-            meta = cast(Meta, found)  # a JSON object as json.loads makes it
+            meta = cast(Meta, found)  # a JSON object, as json.loads returns it
             if meta["format"] not in (FORMAT, WITHOUT_FINGERPRINTS):
                 raise CheckpointError(
                     f"{self._at(step)} has format {meta['format']}",
@@ -492,14 +499,14 @@ class Checkpoints:
         return self._read(step, read)
 
     def _read(self, step: int, read: Callable[[], Any]) -> Any:
-        """Calls `read` in every process. Raises DamagedError in all of them if one cannot."""
+        """Calls `read` in every process. Raises DamagedError in all of them if one fails."""
         found = None
         wrong = None
         try:
             found = read()
         except (UserError, jax.errors.JaxRuntimeError):
             raise
-        except Exception as error:  # Orbax raises nothing narrower where a data file is damaged
+        except Exception as error:  # Orbax raises nothing narrower for a damaged data file
             wrong = error
         if wrong is not None:
             any_process(True)
@@ -517,7 +524,7 @@ class Checkpoints:
     def _guarded(self, action):
         """Runs an action that writes. tensorstore reports a full disk as a ValueError.
 
-        What it leaves unfinished is removed: on a full disk it holds the room that is needed.
+        Removes what the action leaves unfinished: on a full disk that space is needed.
         """
         try:
             return action()
@@ -528,7 +535,7 @@ class Checkpoints:
             ) from error
 
     def _remove_unfinished(self) -> None:
-        """Deletes what saves of this run have begun and cannot end."""
+        """Deletes the unfinished saves of this run."""
         self._saving = []
         self._failed = True
         if jax.process_index() == 0:
@@ -536,8 +543,10 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _keep_removing(self) -> None:
-        """Deletes it until nothing comes back: tensorstore makes folders anew for the writes that
-        it has begun, and nobody can wait for those.
+        """Deletes them until nothing comes back.
+
+        tensorstore recreates folders for the writes that it has started, and those cannot be
+        awaited.
         """
         quiet_since = time.monotonic()
         end = quiet_since + MOST_SETTLE_SECONDS
@@ -562,7 +571,7 @@ class Checkpoints:
 
 
 class _Preserved:
-    """A `Retention` as Orbax asks for it."""
+    """A `Retention` behind the interface that Orbax expects."""
 
     def __init__(self, retention: Retention):
         self._retention = retention
@@ -578,7 +587,7 @@ class _Preserved:
 def _hide_stray_errors() -> None:
     """Hides tracebacks of other threads when a read or a write has failed.
 
-    Other reads and writes are still under way then, and a save is in the background anyway. Each
+    Other reads and writes are then still under way, and saves run in the background anyway. Each
     ends in a thread that finds its event loop closed and would print a traceback around our one
     line (orbax-checkpoint 0.12 on tensorstore 0.1.86).
     """
@@ -598,12 +607,12 @@ def _hide_stray_errors() -> None:
 
 
 def newest_step(run: Path) -> int | None:
-    """The newest checkpoint below `run`; reads directory names only."""
+    """Returns the newest checkpoint below `run`; reads directory names only."""
     return max(steps_in(run), default=None)
 
 
 def steps_in(run: Path) -> list[int]:
-    """The checkpoints below `run`, oldest first; reads directory names only."""
+    """Returns the checkpoints below `run`, oldest first; reads directory names only."""
     folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
     return sorted(int(path.name) for path in folders if path.name.isdecimal())
 
@@ -616,10 +625,10 @@ def _set_aside(folder: "epath.Path") -> None:
 
 
 def _array_handler() -> ocp.PyTreeCheckpointHandler:
-    """A handler that has every array written by its first replica alone.
+    """Returns a handler with which only the first replica writes an array.
 
-    Orbax would cut replicated arrays into a slice for each replica, on the devices and all at once:
-    a run over `data` that just fits would run out of memory at its first save.
+    By default Orbax slices replicated arrays across replicas, on the devices and all at the same
+    time: a run over `data` that just fits would run out of memory at its first save.
     """
     arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
@@ -627,7 +636,7 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def _read_plain(folder: "epath.Path") -> dict[str, np.ndarray]:
-    """Every leaf of an item that is a flat dict, whole, as a numpy array."""
+    """Returns every leaf of an item that is a flat dict, whole, as a numpy array."""
     tree = _saved_tree(folder)
     check_sizes(_leaves_of(tree), Path(folder))
     how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
@@ -636,7 +645,7 @@ def _read_plain(folder: "epath.Path") -> dict[str, np.ndarray]:
 
 
 def _in_order(path: str, x: np.ndarray, saved: StageLayout | None) -> np.ndarray:
-    """A parameter with its layers, if it has any, as [layers, ...]."""
+    """Returns a parameter with its layers, if it has any, as [layers, ...]."""
     if (
         saved is None
         or not path.startswith("blocks.")
@@ -647,7 +656,7 @@ def _in_order(path: str, x: np.ndarray, saved: StageLayout | None) -> np.ndarray
 
 
 def _saved_tree(folder: "epath.Path") -> Any:
-    """The structure of an item, with descriptions of its leaves."""
+    """Returns the structure of an item, with descriptions of its leaves."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder.name} is missing")
     tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
@@ -658,16 +667,16 @@ def _saved_tree(folder: "epath.Path") -> Any:
 
 
 def _leaves_of(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by name."""
+    """Returns the leaves of a tree by name."""
     return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _read_leaves(folder: "epath.Path", saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
-    """The leaves of the tree `saved` in `folder`, with the structure and shardings of `asked`.
+    """Returns the leaves of `saved` in `folder`, with the structure and shardings of `asked`.
 
-    Leaves are found by name. The structures around them may differ: a node without leaves, such as
-    the state of a rule that keeps nothing, has no part in it. The handler is called without a
-    Checkpointer around it, in which a process that reads would wait for one that cannot.
+    Leaves are matched by name. The structures around them may differ: nodes without leaves, such as
+    the state of a rule that keeps nothing, are ignored. The handler is called without a
+    Checkpointer, in which a reading process would wait for one that has failed.
     """
     wanted = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(asked)}
     item = jax.tree_util.tree_map_with_path(lambda path, _: wanted[leaf_name(path)], saved)

@@ -1,1 +1,1 @@
-"""Leaves of a state on their way to the disk and back: names, layouts and fingerprints."""
+"""The leaves of a saved state: their names, layouts and fingerprints."""

@@ -1,17 +1,17 @@
-"""Fingerprints of arrays: by them a checkpoint proves that it is read as it was written.
+"""Fingerprints of arrays, which prove that a checkpoint is read back as it was written.
 
-The fingerprint of an array is two sums over its elements, modulo 2^32, of `mixed(bits, index)`:
-the bits of the element, mixed with its index in the whole array, row by row.
+The fingerprint of an array is two sums over its elements, modulo 2^32, of `mixed(bits, index)`: the
+bits of the element, mixed with its row-major index in the whole array.
 
-- A sum takes its terms in any order, so every sharding and every number of processes gives the
-  same fingerprint, and each device reads just what it holds.
-- For a given index `mixed` is a bijection of the bits. So one element that changes, by a bit or by
-  many, changes both sums: always.
-- Where several elements change, a sum misses it with a chance of 2^-32, as for random terms. The
-  two sums are mixed differently: both miss it with a chance of 2^-64.
+- The terms of a sum may come in any order, so every sharding and every number of processes gives
+  the same fingerprint, and each device reads only what it holds.
+- For a given index `mixed` is a bijection of the bits. So a change to one element, in one bit or
+  many, always changes both sums.
+- If several elements change, a sum misses it with probability 2^-32, as for random terms. The two
+  sums are mixed differently: both miss it with probability 2^-64.
 
-The steps of the mixing are those of the finaliser of MurmurHash3 (Appleby, public domain), after
-the index was spread over the word by an odd factor.
+The mixing steps are those of the finaliser of MurmurHash3 (Appleby, public domain), applied after
+an odd factor has spread the index over the word.
 """
 
 import functools
@@ -31,20 +31,20 @@ from spmdtrain.parallel.specs import axes_of_dim
 
 Fingerprint = tuple[int, int]
 
-# For each of the two sums: the factor of the index, and the two factors of the mixing. All odd,
+# For each of the two sums: the factor of the index, and the two factors of the mixing. All are odd,
 # and so bijections modulo 2^32.
 FACTORS = (
     (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35),
     (0x7FEB352D, 0x2C1B3C6D, 0x297A2D39),
 )
-CHUNK = 1 << 22  # elements that numpy mixes at once
+CHUNK = 1 << 22  # elements that numpy mixes per pass
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
-    """The fingerprint of each array, by its name.
+    """Returns the fingerprint of each array, by its name.
 
-    Computed where the arrays are, in one program. All processes that hold parts of them must call
-    this, and all get the same. Waits for the devices.
+    Computed where the arrays are, in one program. All processes that hold parts of the arrays must
+    call this, and all get the same result. Waits for the devices.
     """
     if not arrays:
         return {}
@@ -57,7 +57,7 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
 
 
 def fingerprint(x: np.ndarray) -> Fingerprint:
-    """Computes the same fingerprint of a numpy array, on the host."""
+    """Returns the same fingerprint for a numpy array, computed on the host."""
     words = np.ascontiguousarray(x).reshape(-1)
     words = words.view(np.uint32 if words.itemsize == 8 else f"uint{8 * words.itemsize}")
     totals = [0, 0]
@@ -73,9 +73,9 @@ def fingerprint(x: np.ndarray) -> Fingerprint:
 
 @functools.cache
 def _program(mesh: Mesh | None, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], jax.Array]:
-    """`arrays -> uint32 [arrays, 2]`, jitted; the result is whole on every device of `mesh`.
+    """Returns the jitted `arrays -> uint32 [arrays, 2]`, whose result is replicated over `mesh`.
 
-    Each device sums what it holds, and one sum over the mesh adds that of all arrays at once.
+    Each device sums what it holds; one reduction over the mesh then adds the sums of all arrays.
     """
     if mesh is None:
         return jax.jit(lambda arrays: jnp.stack([local_sums(x) for x in arrays]))
@@ -92,21 +92,22 @@ def _program(mesh: Mesh | None, specs: tuple[P, ...]) -> Callable[[list[jax.Arra
 
 
 def all_zero(indices: Sequence[jax.Array]) -> jax.Array:
-    """True if all of these scalars are 0, and if there are none; a traced bool."""
+    """Returns True, as a traced bool, if all of these scalars are 0 or if there are none."""
     return functools.reduce(jnp.logical_and, [index == 0 for index in indices], jnp.bool_(True))
 
 
 def replica_axes(mesh: Mesh, spec: P) -> tuple[str, ...]:
-    """The mesh axes along which devices hold copies of an array that rests as `spec` says."""
+    """Returns the mesh axes along which devices hold copies of an array sharded as `spec`."""
     named = {axis for part in spec for axis in axes_of_dim(part)}
     return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in named)
 
 
 def local_sums(x: jax.Array, mesh: Mesh | None = None, spec: P | None = None) -> jax.Array:
-    """The two sums over the elements of one array that this device holds, uint32 [2].
+    """Returns the two sums over the elements of one array that this device holds, uint32 [2].
 
-    With `mesh` it is called in a region that is manual over all its axes, and x is the device's
-    part of an array that rests as `spec` says. Elements are mixed with their place in the whole.
+    With `mesh`, it must be called in a region that is manual over all axes of the mesh; x is then
+    the device's part of an array sharded as `spec`. Elements are mixed with their index in the
+    whole array.
     """
     words = _words(x)
     index = jnp.uint32(0)
@@ -128,7 +129,7 @@ def local_sums(x: jax.Array, mesh: Mesh | None = None, spec: P | None = None) ->
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of each element as uint32; one of 64 bits is two elements."""
+    """Returns the bits of each element as uint32; an element of 64 bits gives two words."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if x.dtype.itemsize == 8:
@@ -138,7 +139,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mixed(word: Any, index: Any, spread: Any, first: Any, second: Any) -> Any:
-    """Mix words with their indices, modulo 2^32; a bijection of the word."""
+    """Mixes words with their indices, modulo 2^32; a bijection of the word."""
     word = word ^ (index * spread)
     word = (word ^ (word >> np.uint32(16))) * first
     word = (word ^ (word >> np.uint32(13))) * second

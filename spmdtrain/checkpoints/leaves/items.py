@@ -1,8 +1,8 @@
-"""How the items of a training state (train/items.py) lie in a checkpoint, and come back from it.
+"""How the items of a training state (train/items.py) are stored in a checkpoint and read back.
 
-Arrays lie in a folder of their own, an item each; a few numbers lie in the meta, under the item's
-name. Those that rest as parameters do are read and laid out anew as parameters are; the others come
-back as they were saved, or are folded where the mesh wants another shape.
+Each item of arrays has its own folder; an item of a few numbers is in the meta, under its name.
+Items sharded like the parameters are read and laid out again like the parameters. The others come
+back as they were saved, or are folded if the mesh needs another shape.
 """
 
 from typing import Any
@@ -22,19 +22,19 @@ OPTIMIZER_STATE = "state"
 
 
 def arrays_of(state: TrainState) -> dict[str, dict[str, Any]]:
-    """The trees of a state that a checkpoint holds as arrays, by item."""
+    """Returns the trees of a state that a checkpoint stores as arrays, by item."""
     arrays = {item.name: value for item, value in items.of(state.items) if item.note is None}
     return {WEIGHTS: state.params, OPTIMIZER_STATE: state.opt_state} | arrays
 
 
 def by_parameter(state: TrainState) -> dict[str, dict[str, Any]]:
-    """Of these the trees whose leaves rest as parameters do, each by dotted path."""
+    """Returns those of `arrays_of` whose leaves are sharded like the parameters, by dotted path."""
     unlike = {item.name for item, _ in items.of(state.items) if item.rests is not as_parameters}
     return {item: tree for item, tree in arrays_of(state).items() if item not in unlike}
 
 
 def saved_by_parameter(state: TrainState, meta: Meta) -> dict[str, dict[str, Any]]:
-    """Of these again the trees that a checkpoint with this meta holds, or has to."""
+    """Returns those of `by_parameter` that a checkpoint with this meta holds, or must hold."""
     return {
         item: tree
         for item, tree in by_parameter(state).items()
@@ -43,17 +43,17 @@ def saved_by_parameter(state: TrainState, meta: Meta) -> dict[str, dict[str, Any
 
 
 def notes_of(state: TrainState) -> dict[str, Any]:
-    """What the meta says of a state, by item."""
+    """Returns what the meta stores of a state, by item."""
     return {item.name: item.note.write(value) for item, value in items.of(state.items) if item.note}
 
 
 def is_in(meta: Meta, item: Item) -> bool:
-    """True if a checkpoint with this meta holds the item."""
+    """Returns True if a checkpoint with this meta holds the item."""
     return item.name in meta if item.note else has_item(meta, item.name)
 
 
 def begins_anew(abstract: TrainState, meta: Meta) -> list[str]:
-    """The items that the checkpoint holds, and that nothing brings to the shapes asked for."""
+    """Returns the saved items that must start afresh: nothing converts them to `abstract`."""
     return [
         item.name
         for item, asked in items.of(abstract.items)
@@ -65,7 +65,7 @@ def begins_anew(abstract: TrainState, meta: Meta) -> list[str]:
 
 
 def from_note(item: Item, asked: Value, meta: Meta) -> Value | None:
-    """The value of an item that lies in the meta, in its shards; None where the meta lacks it."""
+    """Returns the value of an item stored in the meta, sharded; None if the meta lacks it."""
     if item.note is None or item.name not in meta:
         return None
 
@@ -77,9 +77,10 @@ def from_note(item: Item, asked: Value, meta: Meta) -> Value | None:
 
 
 def shapes_saved(item: Item, asked: Value, meta: Meta) -> Value | None:
-    """The shapes in which an item's arrays were saved, split over the mesh much as they will rest.
+    """Returns the shapes in which an item's arrays were saved, sharded much like the final ones.
 
-    None where they are to begin anew: other names or dtypes, or other shapes and no `fold`.
+    None if the item must start afresh: its names or dtypes differ, or its shapes do and it has no
+    `fold`.
     """
     wanted = named_leaves({item.name: asked})
     saved = of_items(meta["leaves"], [item.name])
@@ -99,7 +100,7 @@ def shapes_saved(item: Item, asked: Value, meta: Meta) -> Value | None:
 
 
 def folded(item: Item, found: Value, asked: Value) -> Value:
-    """What was read in the shapes of `shapes_saved`, in those of `asked`."""
+    """Returns arrays read in the shapes of `shapes_saved`, folded to the shapes of `asked`."""
     fold = item.fold
 
     def one(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:

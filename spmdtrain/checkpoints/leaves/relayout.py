@@ -1,8 +1,7 @@
-"""Leaves of a checkpoint that rest otherwise than they were saved: in another pipeline layout, with
-other padding, or in another width.
+"""Converts leaves of a checkpoint to another pipeline layout, other padding or another width.
 
-The first two belong to a mesh, and a run may go on on another; the width is `precision.params`. A
-leaf is then read as it was saved, and laid out anew on the devices.
+The first two depend on the mesh, which may change when a run resumes; the width is
+`precision.params`. A leaf is first read as it was saved, then converted on the devices.
 """
 
 import math
@@ -20,16 +19,16 @@ from spmdtrain.train.setup import Setup
 
 
 def without_padding(setup: Setup, path: str, shape: Shape) -> Shape:
-    """The shape of a leaf of the parameter at `path`, without the zeros that it rests with.
+    """Returns the shape of a leaf of the parameter at `path` without its zero padding.
 
-    A leaf of the optimizer that has another shape than the parameter has no zeros.
+    A leaf of the optimizer whose shape differs from the parameter's has no padding.
     """
     padding = setup.padding
     return padding.of_model[path] if shape == padding.at_rest[path] else shape
 
 
 def in_layout(setup: Setup, path: str, shape: Shape, layout: StageLayout) -> Shape:
-    """The shape that a leaf has where the stack of layers lies as `layout` says."""
+    """Returns the shape of a leaf if the stack of layers is laid out as `layout`."""
     if not setup.model.in_stack(path):
         return shape
     return layout.shape + shape[len(setup.model.layout.shape) :]
@@ -38,7 +37,7 @@ def in_layout(setup: Setup, path: str, shape: Shape, layout: StageLayout) -> Sha
 def as_saved(
     setup: Setup, path: str, leaf: jax.ShapeDtypeStruct, shape: Shape, layout: StageLayout
 ) -> jax.ShapeDtypeStruct:
-    """Gives `leaf` the shape in which it was saved, split over the mesh much as it will rest."""
+    """Returns `leaf` in the shape in which it was saved, sharded much like its final form."""
     if not isinstance(leaf.sharding, NamedSharding):
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
     mesh = leaf.sharding.mesh
@@ -52,7 +51,9 @@ def as_saved(
 
 
 def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: StageLayout) -> Any:
-    """A parameter's leaves, read as `as_saved` says, in the shapes and shardings of `asked`."""
+    """Converts a parameter's leaves, read as `as_saved` says, to the shapes and shardings of
+    `asked`.
+    """
     in_stack = setup.model.in_stack(path)
 
     def laid_out(x: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -72,12 +73,14 @@ def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: StageL
 
 
 def cut_to(x, shape: Sequence[int]):
-    """The first elements of x along each dim, as many as `shape` says."""
+    """Returns the leading elements of x along each dim, cut to `shape`."""
     return x[tuple(map(slice, shape))]
 
 
 def _over_stages(shape: Shape, stages: int) -> list[str | None]:
-    """The first of the leading dims of a stack that `stages` divide is split over them."""
+    """Returns the spec of a stack, with its first leading dim that `stages` divides split over
+    them.
+    """
     parts: list[str | None] = [None] * len(shape)
     divided = [dim for dim, size in enumerate(shape) if size % stages == 0]
     if stages > 1 and divided:
@@ -86,8 +89,11 @@ def _over_stages(shape: Shape, stages: int) -> list[str | None]:
 
 
 def evenly(parts: Sequence, shape: Shape, sizes: Mapping[str, int]) -> P:
-    """A spec of `parts`; a dim that does not divide comes whole, and another is split in its place,
-    if one is whole and divides."""
+    """Returns `parts` as a spec in which every split is even.
+
+    A dim that does not divide is left whole, and a whole dim that does is split instead, if there
+    is one.
+    """
     parts = [*parts, *[None] * (len(shape) - len(parts))]
     even = list(parts)
     for dim, part in enumerate(parts):
