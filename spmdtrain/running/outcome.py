@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report import summary
-from spmdtrain.running.report.json_lines import write_of_process_0
 from spmdtrain.running.report.summary import Prediction
 from spmdtrain.running.start.begin import StartingPoint
 from spmdtrain.running.start.prepare import Prepared
@@ -58,7 +57,7 @@ def conclude(
     session.reporter.say(_ending(session, outcome, start.early_stop))
     peak = summary.peak_bytes(session.setup.mesh)
     figures = summary.figures(prediction, report, outcome.step_seconds, peak)
-    write_of_process_0(session.prepared.directory / "summary.json", figures)
+    session.write("summary.json", figures)
     session.reporter.say(summary.show(figures))
 
 

@@ -28,7 +28,7 @@ from spmdtrain.config import UserError, load
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.running import loop
 from spmdtrain.running.report.metrics import OneLate
-from spmdtrain.running.start import begin, session
+from spmdtrain.running.start import begin, init_from, session
 from spmdtrain.train.setup import Setup
 
 STEP = ("loss", "grad_norm", "learning_rate", "tokens")
@@ -156,7 +156,7 @@ def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
     with (
         patch.object(OneLate, "push", pushed),
         patch.object(begin, "init_state", born),
-        patch.object(begin, "Checkpoints", Watching),
+        patch.object(init_from, "Checkpoints", Watching),
         patch.object(session, "Checkpoints", Watching),
     ):
         yield

@@ -9,6 +9,7 @@ from helpers import prepared
 
 from spmdtrain.inference import sample
 from spmdtrain.running.compile_step import lower_step
+from spmdtrain.train.setup import init_state
 from spmdtrain.train.step import make_eval_step
 
 MESHES = {
@@ -43,6 +44,7 @@ def test_every_matmul_of_a_step_says_what_compute_means(mesh, compute, wanted):
 @pytest.mark.parametrize(("compute", "wanted"), MEANINGS)
 def test_every_matmul_of_sampling_too(compute, wanted, monkeypatch):
     setup, texts, jit = prepared(f"precision.compute={compute}"), [], jax.jit
+    params = init_state(setup).params
     generate = sample.make_generate(setup, 2, sample.Choice(1.0, None, None))
 
     def lowered(function, **options):
@@ -53,5 +55,5 @@ def test_every_matmul_of_sampling_too(compute, wanted, monkeypatch):
         return run
 
     monkeypatch.setattr(sample.jax, "jit", lowered)
-    generate(setup.state.params, [np.zeros(4, np.int32)], jax.random.key(0))
+    generate(params, [np.zeros(4, np.int32)], jax.random.key(0))
     assert precisions(texts[-1]) == {wanted}

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from spmdtrain.config.errors import StorageError
 
 
@@ -45,12 +43,6 @@ def write_document(path: Path, value: Any) -> None:
     with writing(path):
         spare.write_text(json.dumps(numbers(value), indent=1), encoding="utf-8")
         spare.replace(path)
-
-
-def write_of_process_0(path: Path, value: Any) -> None:
-    """Writes a whole JSON file of the run, in process 0 alone."""
-    if jax.process_index() == 0:
-        write_document(path, value)
 
 
 def numbers(value: Any) -> Any:

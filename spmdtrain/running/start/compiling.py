@@ -9,7 +9,6 @@ from spmdtrain.data.source import Data
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.processes import pulse
 from spmdtrain.running.compile_step import compile_step, lower_step
-from spmdtrain.running.report.json_lines import write_of_process_0
 from spmdtrain.running.report.progress import quantity
 from spmdtrain.running.start.agreement import check_program
 from spmdtrain.running.start.session import Session
@@ -32,8 +31,8 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     step, report = compile_step(setup, lowered)
     session.memory.compiled(report)
     config = prepared.adapted.as_asked(config_document(setup, prepared.data))
-    write_of_process_0(prepared.directory / "config.json", config)
-    write_of_process_0(prepared.directory / "compiled.json", report)
+    session.write("config.json", config)
+    session.write("compiled.json", report)
     session.reporter.say(_describe(report))
     return step, report
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -12,6 +13,7 @@ from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.guards.memory import MemoryGuard
+from spmdtrain.running.report.json_lines import write_document
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.seams import Hook, MakeSink
 from spmdtrain.running.start.agreement import check_model
@@ -41,6 +43,11 @@ class Session:
     remarks: Sequence[str]
     given: TrainState | None
     lowered: jax.stages.Lowered | None
+
+    def write(self, name: str, value: Any) -> None:
+        """Writes a whole JSON file into the run directory, in process 0 alone."""
+        if jax.process_index() == 0:
+            write_document(self.prepared.directory / name, value)
 
 
 @contextlib.contextmanager
