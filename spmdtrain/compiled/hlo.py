@@ -1,12 +1,11 @@
-"""Read off a compiled step what XLA made of it: its memory, its collectives, and the libraries and
-kernels that it calls. That is RUN/compiled.json.
+"""Reads memory, collectives and library calls off a compiled step, for RUN/compiled.json.
 
 Only the text of the optimized module says where a collective runs. A *partition* is a device's
-number in the flattened mesh: so XLA counts devices, whatever their ids are.
+number in the flattened mesh: XLA counts devices that way, whatever their ids are.
 
-Whatever is not understood raises an AssertionError with the line, because a collective that was
-overlooked would make every check on it pass. Not counted are send and recv, which XLA makes only
-of host callbacks unless a flag asks for pipelined permutes.
+Unreadable text raises an AssertionError with the line, because an overlooked collective would make
+every check on it pass. send and recv are not counted: XLA makes them only of host callbacks, unless
+a flag asks for pipelined permutes.
 """
 
 import itertools
@@ -44,8 +43,8 @@ class Collective:
     inside_loop: bool
     inside_conditional: bool
     bytes_by_dtype: Mapping[str, int]  # of its output on one device
-    passes: int | None = 1  # how often a step runs it; None: a loop around it has no known length
-    beside_work: bool = False  # a matmul or a loop stands between its start and its end
+    passes: int | None = 1  # how often a step runs it; None: inside a loop of unknown length
+    beside_work: bool = False  # a matmul or a loop comes between its start and its end
 
     @property
     def bytes(self) -> int:
@@ -53,17 +52,17 @@ class Collective:
         return sum(self.bytes_by_dtype.values())
 
 
-# The functions below raise these for a text that they cannot read.
+# Raised by the functions below for text that they cannot read.
 UNREADABLE = (AssertionError, ValueError, LookupError)
 
 
 def report(
     compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, seconds: float
 ) -> dict[str, Any]:
-    """Return what RUN/compiled.json says of a step that took `seconds` to compile.
+    """Returns the contents of RUN/compiled.json for a step that took `seconds` to compile.
 
-    Where the text cannot be read, a run loses its list of collectives and nothing else:
-    `collectives` is None then, and `unread` says which line it was.
+    If the text cannot be read, a run loses only its list of collectives: `collectives` is None
+    then, and `unread` holds the line.
     """
     text = compiled.as_text() or ""
     found = {"memory": memory(compiled), "calls": calls(text), "compile_seconds": seconds}
@@ -74,15 +73,16 @@ def report(
 
 
 def memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Return bytes on one device: of arguments, output, temporaries, and `alias_bytes`, the part
-    of the output that lives in donated arguments."""
+    """Returns bytes on one device: of arguments, output, temporaries, and `alias_bytes`, the part
+    of the output that lives in donated arguments.
+    """
     analysis = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     return {f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in names}
 
 
 def calls(hlo_text: str) -> dict[str, int]:
-    """Count calls of what XLA did not compile itself: cuDNN, cuBLAS, Pallas kernels.
+    """Counts calls of what XLA did not compile itself: cuDNN, cuBLAS, Pallas kernels.
 
     The keys are XLA's names of them; a call in a loop counts once.
     """
@@ -91,10 +91,10 @@ def calls(hlo_text: str) -> dict[str, int]:
 
 
 def collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Count collectives by kind, axis and inside_loop.
+    """Counts collectives by kind, axis and inside_loop.
 
-    `count` is how often they stand in the text, `bytes` their output per device in one pass
-    through it (a loop body once). `mesh_axes` are the sizes of all axes in mesh order.
+    `count` is their number in the text, `bytes` their output per device in one pass through it (a
+    loop body once). `mesh_axes` are the sizes of all axes in mesh order.
     """
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
     for each in instructions(hlo_text, mesh_axes):
@@ -108,7 +108,7 @@ def collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, A
 
 
 def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collective]:
-    """Yield every collective of the module, in the order of the calls from its entry.
+    """Yields every collective of the module, in the order of the calls from its entry.
 
     A -start and its -done are one collective.
     """
@@ -121,7 +121,7 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
     ) -> Iterator[Collective]:
         visited.add(name)
         beside_work = _beside_work(named[name])
-        type_of_start = {}  # a -start's output holds its input as well: the -done's type counts
+        type_of_start = {}  # the -done's type counts: a -start's output includes its input
         for each in named[name]:
             if each.opcode.endswith("-done"):
                 type_of_start[each.operands.split()[-1]] = each.type
@@ -161,7 +161,7 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
 
 
 def _check_header(header: str, mesh_axes: Mapping[str, int]) -> None:
-    """Check that the module was partitioned over this mesh."""
+    """Checks that the module was partitioned over this mesh."""
     partitions = math.prod(mesh_axes.values())
     for count, expected in (("replica_count", 1), ("num_partitions", partitions)):
         found = re.search(rf"\b{count}=(\d+)", header)
@@ -171,10 +171,10 @@ def _check_header(header: str, mesh_axes: Mapping[str, int]) -> None:
 
 
 def events(hlo_text: str) -> dict[str, list[tuple[str, "_Instruction"]]]:
-    """Return for each computation (event, instruction) of what takes time, in scheduled order.
+    """Returns the (event, instruction) pairs of each computation, in scheduled order.
 
-    The event of a collective, of its -start and of its -done is the opcode; others are "loop",
-    "matmul" and "fusion".
+    Only what takes time is listed. The event of a collective, of its -start and of its -done is the
+    opcode; others are "loop", "matmul" and "fusion".
     """
     named, _ = computations(hlo_text)
     found = {}
@@ -201,10 +201,10 @@ def _event(instruction: "_Instruction") -> str | None:
 
 
 def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Count, by kind and axis, collectives that have work to hide behind.
+    """Counts, by kind and axis, the collectives that overlap with work.
 
-    `count` is how many there are in the text, `beside_work` how many of them have a matmul or a
-    loop between their start and their end. One that is not split in two has nothing beside it.
+    `count` is their number in the text; `beside_work` is how many of them have a matmul or a loop
+    between their start and their end. One that is not split in two overlaps with nothing.
     """
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
     for each in instructions(hlo_text, mesh_axes):
@@ -218,7 +218,7 @@ def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]
 
 
 def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return what a device sends in one step, by kind, axis and inside_loop.
+    """Returns what a device sends in one step, by kind, axis and inside_loop.
 
     A loop's body counts as often as it runs. `bytes` are those of the outputs, `sent` what a ring
     of that kind sends for them, and `sent_beside_work` the part of it with a matmul or a loop
@@ -240,8 +240,7 @@ def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]
 
 
 def sent_per_output(kind: str, members: int) -> float:
-    """Return how many bytes each of `members` devices sends, around a ring, for one byte of a
-    collective's output."""
+    """Returns the bytes that each of `members` devices in a ring sends per byte of the output."""
     share = (members - 1) / members
     if kind == "all-reduce":
         return 2 * share
@@ -253,7 +252,7 @@ def sent_per_output(kind: str, members: int) -> float:
 
 
 def _beside_work(listed: list["_Instruction"]) -> set[str]:
-    """Return the names of the collectives of a computation with work beside them.
+    """Returns the names of a computation's collectives that overlap with work.
 
     That is a matmul or a loop between their -start and their -done.
     """
@@ -271,7 +270,7 @@ def _beside_work(listed: list["_Instruction"]) -> set[str]:
 
 
 def _passes_inside(caller: "_Instruction", passes: int | None) -> int | None:
-    """Return how often a step runs what `caller` calls, where it runs `caller` `passes` times."""
+    """Returns how often a step runs what `caller` calls, if it runs `caller` `passes` times."""
     if caller.opcode != "while" or passes is None:
         return passes
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', caller.line)
@@ -304,7 +303,7 @@ class _Instruction:
 
 
 def computations(hlo_text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Return (the instructions of each computation by its name, the name of the entry)."""
+    """Returns (the instructions of each computation by its name, the name of the entry)."""
     named: dict[str, list[_Instruction]] = {}
     entry = None
     current = None
@@ -323,9 +322,9 @@ def computations(hlo_text: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 
 def _parse_instruction(name: str, line: str, at: int) -> _Instruction:
-    """Take `TYPE opcode(operands), attributes`, from index `at` on, apart.
+    """Parses `TYPE opcode(operands), attributes`, from index `at` on.
 
-    Quoted strings are emptied: metadata may say anything, names of opcodes too.
+    Quoted strings are emptied: metadata may contain anything, even names of opcodes.
     """
     rest = re.sub(r'"(?:[^"\\]|\\.)*"', '""', line[at:])
     end = _closing(rest) if rest.startswith("(") else rest.index(" ")
@@ -336,7 +335,7 @@ def _parse_instruction(name: str, line: str, at: int) -> _Instruction:
 
 
 def _closing(text: str) -> int:
-    """Return the index behind the parenthesis that closes the one `text` starts with."""
+    """Returns the index after the parenthesis that closes the one `text` starts with."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -346,7 +345,7 @@ def _closing(text: str) -> int:
 
 
 def _bytes_by_dtype(type_text: str, line: str) -> dict[str, int]:
-    """Count `(f32[8,4]{1,0}, s32[])` as {"f32": 128, "s32": 4}; all arrays of a tuple count."""
+    """Counts the bytes of all arrays: {"f32": 128, "s32": 4} for `(f32[8,4]{1,0}, s32[])`."""
     totals: dict[str, int] = defaultdict(int)
     for dtype, shape in re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", type_text):
         if dtype == "pred":
@@ -366,13 +365,13 @@ def _bytes_by_dtype(type_text: str, line: str) -> dict[str, int]:
 
 
 def _axis(kind: str, instruction: _Instruction, mesh_axes: Mapping[str, int]) -> str:
-    """Return the axes along which a collective's groups extend: "fsdp+tensor", or "none"."""
+    """Returns the axes along which a collective's groups extend: "fsdp+tensor", or "none"."""
     groups = _groups(kind, instruction, math.prod(mesh_axes.values()))
     return "+".join(_varying_axes(groups, mesh_axes)) or "none"
 
 
 def _varying_axes(groups: Groups, mesh_axes: Mapping[str, int]) -> list[str]:
-    """Return the axes along which the members of some group differ from its first."""
+    """Returns the axes along which the members of some group differ from its first."""
     shape = tuple(mesh_axes.values())
     pairs = [(member, group[0]) for group in groups for member in group]
     members, firsts = np.array(pairs, int).reshape(-1, 2).T
@@ -388,7 +387,7 @@ def _varying_axes(groups: Groups, mesh_axes: Mapping[str, int]) -> list[str]:
 
 
 def _groups(kind: str, instruction: _Instruction, partitions: int) -> Groups:
-    """Return the groups of partitions that talk to each other.
+    """Returns the groups of partitions that exchange data.
 
     For a permute they are its (source, target) pairs.
     """
@@ -401,12 +400,12 @@ def _groups(kind: str, instruction: _Instruction, partitions: int) -> Groups:
         line = instruction.line
         raise AssertionError(f"cannot read {attribute} over {partitions} devices: {line}")
     if is_permute and text.startswith("{}"):
-        return []  # of a permute, no pairs; of all others `{}` means all devices
+        return []  # for a permute: no pairs; for all others `{}` means all devices
     return groups
 
 
 def replica_groups(text: str, partitions: int) -> Groups | None:
-    """Read the groups that `text` starts with, in any of XLA's spellings; None if it is none.
+    """Reads the groups that `text` starts with, in any of XLA's spellings; None if there are none.
 
     - `{{0,1},{2,3}}`, and `{}` for one group of all
     - `[2,2]<=[4]`, and `[2,2]<=[2,2]T(1,0)`: an iota, reshaped and transposed
@@ -429,7 +428,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Read `[2,4]T(1,0)`: 0 to 7, reshaped to [2, 4], transposed."""
+    """Parses `[2,4]T(1,0)`: 0 to 7, reshaped to [2, 4], transposed."""
     shape, _, order = text.rstrip(")").partition("T(")
     sizes = _numbers(shape.strip("[]"))
     array = np.arange(math.prod(sizes)).reshape(sizes)
@@ -437,10 +436,10 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> np.ndarray | None:
-    """Return [groups, members] of `mesh[AXES], device_ids=(DEVICE_IDS) {GROUPED}`.
+    """Returns [groups, members] of `mesh[AXES], device_ids=(DEVICE_IDS) {GROUPED}`.
 
-    Each axis is cut where a part of it begins or ends. The pieces that `grouped` covers make up
-    the members, the others tell groups apart.
+    Each axis is cut where a part of it begins or ends. The pieces that `grouped` covers make up the
+    members, the others tell groups apart.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
     parts: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}  # (begin, end)

@@ -1,9 +1,10 @@
 """Logical axes to mesh axes: two tables of sharding rules, and the one function that reads them.
 
 A *mesh axis* is a dimension of the device grid (`data`, `tensor`, ...). A *logical axis* is a model
-author's name for a dim of a tensor (`"embed"`, `"ffn"`, ...). The parameter rules say where weights
-rest, the activation rules where activations flow. A typo, a mesh axis that would split two dims of
-a tensor, and a dim that does not divide are errors: nothing is silently replicated.
+author's name for a dim of a tensor (`"embed"`, `"ffn"`, ...). The parameter rules say how weights
+are sharded at rest, the activation rules how activations are sharded. A typo, a mesh axis that
+would split two dims of a tensor, and a dim that does not divide are errors: nothing is silently
+replicated.
 """
 
 import difflib
@@ -34,8 +35,8 @@ PARAMETER_RULES: AxisRules = {
     "position": (),
     "norm": (),
 }
-# `time` are the tokens in attention and the mlp, `stream_time` those of the residual stream and the
-# norms. Sequence parallelism (arXiv:2205.05198) splits the stream over `tensor` too:
+# `time` is the token dim in attention and the mlp, `stream_time` that of the residual stream and
+# the norms. Sequence parallelism (arXiv:2205.05198) splits the stream over `tensor` too:
 # rules.activations.stream_time = "context,tensor".
 ACTIVATION_RULES: AxisRules = {
     "batch": ("data", "fsdp", "expert"),
@@ -50,16 +51,16 @@ ACTIVATION_RULES: AxisRules = {
 }
 
 # The mesh axis that owns its part of a weight with such a logical axis. Each device along it works
-# with its own stages, rows or experts: it never gathers the others, and their gradients are not its
-# own. Any other axis that splits a weight only shares the room that it takes.
+# with its own stages, rows or experts: it never gathers the others, and does not sum their
+# gradients with its own. Any other axis that splits a weight does so only to save memory.
 OWNING = {"stage": "pipeline", "vocab": "pipeline", "experts": "expert"}
 
-# Leading dims of stacked layers. An optimizer sees one layer's tensor, without them.
+# Leading dims of stacked layers. An optimizer sees the tensor of one layer, without them.
 STACK_AXES = ("chunk", "stage", "layer")
 BATCH_AXES = ACTIVATION_RULES["batch"]
 STREAM = ("batch", "stream_time", "embed")  # the dims of the residual stream
 
-# The setting that a logical axis takes its size from, for messages. Those of heads are left out,
+# The setting that determines the size of a logical axis, for messages. Those of heads are left out,
 # because they depend on each other.
 SETTINGS = {
     "vocab": "model.vocab",
@@ -78,7 +79,7 @@ def owning_axes(names: Iterable[str | None]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Rules:
-    """Both tables of rules with the user's overrides, and the sizes of the mesh's axes."""
+    """Both tables of rules with the user's overrides, and the sizes of the mesh axes."""
 
     parameters: AxisRules
     activations: AxisRules
@@ -87,16 +88,16 @@ class Rules:
     def parameter_spec(
         self, names: Sequence[str | None], shape: Sequence[int], at: str, drop: Sequence[str] = ()
     ) -> P:
-        """Return where the weight at path `at` rests, given its logical axes and its shape.
+        """Returns the spec of the weight at path `at`, from its logical axes and its shape.
 
-        `drop` are mesh axes to leave out, over which the weight has been gathered for use.
+        `drop` are mesh axes to leave out because the weight has been gathered over them.
         """
         return partition_spec(
             self.parameters, "parameters", names, shape, self.sizes, at=at, drop=drop
         )
 
     def parameter_axes(self, names: Sequence[str | None]) -> P:
-        """Return where a weight with these logical axes rests, by the names alone.
+        """Returns the spec of a weight with these logical axes, by the names alone.
 
         For a device's own part of a weight, whose dims say nothing about divisibility.
         """
@@ -105,9 +106,9 @@ class Rules:
     def activation_spec(
         self, names: Sequence[str | None], shape: Sequence[int], drop: Sequence[str] = ()
     ) -> P:
-        """Return where an activation flows, given its logical axes and its shape.
+        """Returns the spec of an activation, from its logical axes and its shape.
 
-        `drop` are mesh axes to leave out, over which the region around it is manual.
+        `drop` are mesh axes to leave out because the surrounding region is manual over them.
         """
         at = f"activation ({', '.join(map(str, names))})"
         return partition_spec(
@@ -116,11 +117,11 @@ class Rules:
 
 
 def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
-    """Return the default rules with the config's `[rules]` on top. `sizes`: of all mesh axes.
+    """Returns the default rules with the config's `[rules]` on top. `sizes`: of all mesh axes.
 
-    Raises ConfigError for a mesh axis that there is not, and for one that the training step splits
-    by itself: pipeline and data; for activations and for the dims that stack layers all axes of the
-    batch. `check_names` refuses misspelt logical axes, once the model is known.
+    Raises ConfigError for an unknown mesh axis, and for one that the training step itself manages:
+    pipeline and data; for activations and for the dims that stack layers, all axes of the batch.
+    `check_names` refuses misspelt logical axes once the model is known.
     """
     if "batch" in overrides.activations:
         split = " x ".join(BATCH_AXES)
@@ -157,11 +158,11 @@ def _check_overrides(kind: str, overrides: AxisRules) -> None:
 def check_names(
     overrides: RulesConfig, names: Collection[str], flowing: Callable[[], Collection[str]]
 ) -> None:
-    """Refuse a rule that would rule nothing.
+    """Refuses rules that apply to nothing.
 
     `names` are the logical axes of a model's parameters, `flowing()` finds those of its
     activations. Raises ConfigError for a rule whose name is neither one of them nor in the default
-    rules; one for activations must nearly be a known name, too.
+    rules; for activations, only if the name also resembles a known one.
     """
     for name in overrides.parameters:
         if name not in names and name not in PARAMETER_RULES:
@@ -189,16 +190,16 @@ def partition_spec(
     at: str,
     drop: Sequence[str] = (),
 ) -> P:
-    """Look a tensor's logical axes up: `("batch", "time", "embed")` becomes
-    `P(("data", "fsdp"), "context", None)`.
+    """Looks up the spec of a tensor: `("batch", "time", "embed")` becomes `P(("data", "fsdp"),
+    "context", None)`.
 
-    A name of None keeps its dim whole. Mesh axes of size 1, and those in `drop`, are left out; one
-    that a dim owns is left to it, so that `embed = fsdp,expert` splits a matrix of experts over
-    fsdp, and any other matrix over both.
+    A name of None keeps its dim whole. Mesh axes of size 1, and those in `drop`, are left out. A
+    mesh axis that one dim owns splits that dim only, so `embed = fsdp,expert` splits a matrix of
+    experts over fsdp, and any other matrix over both.
     For messages, `at` names the tensor and `kind` the rules ("parameters" or "activations").
 
-    Raises ConfigError for a name without a rule, for a mesh axis that two dims want, and for a
-    dim that does not divide.
+    Raises ConfigError for a name without a rule, for a mesh axis that would split two dims, and for
+    a dim that does not divide.
     """
     if len(names) != len(shape):
         axes = f"{len(names)} logical axes {tuple(names)}"

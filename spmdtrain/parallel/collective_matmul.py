@@ -1,15 +1,15 @@
-"""Matmuls that gather or scatter tokens piece by piece, beside their own work.
+"""Matmuls that gather or scatter tokens piece by piece, overlapped with their own work.
 
 This is the collective matmul of Wang et al. (ASPLOS 2023, "Overlap Communication with Dependent
 Computation via Decomposition"). An all-gather that feeds a matmul, and a matmul that feeds a
 reduce-scatter, are cut into n pieces around a ring of n devices: a device multiplies the piece that
-it has while another one travels. XLA sees permutes that nothing waits for, and lets them run beside
+it has while the next one travels. XLA sees permutes that nothing waits for, and overlaps them with
 the matmuls.
 
 A weight comes as copies, one for each part of the tokens that another axis splits (`copies.py`).
 
-b: sequences, t: tokens of this device when it has them all, e: width of the residual stream,
-f: the dims behind it (heads, ffn), of which a device has its own part, c: copies of a weight.
+b: sequences, t: tokens of this device when it has them all, e: width of the residual stream, f: the
+other dims of the weight (heads, ffn), of which a device has its own part, c: copies of a weight.
 """
 
 import math
@@ -27,10 +27,10 @@ from spmdtrain.parallel.specs import axes_of_dim
 
 @dataclass(frozen=True)
 class Ring:
-    """The devices along `axis`, and where the arrays of a matmul rest.
+    """The devices along `axis`, and the specs of a matmul's arrays.
 
     stream: of x [b, t, e]; `axis` is the minor axis that splits its tokens.
-    wide: of h [b, t, *f]; `axis` splits one of f, and no token.
+    wide: of h [b, t, *f]; `axis` splits one of f, and not the tokens.
     """
 
     axis: str
@@ -53,26 +53,24 @@ class Ring:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes whose devices have different tokens, and each a copy of a weight."""
+        """The axes whose devices have different tokens, and each its own copy of a weight."""
         return (*axes_of_dim(self.wide[0]), *axes_of_dim(self.wide[1]))
 
     def copy(self, weight: jax.Array) -> jax.Array:
-        """The copies [c, ...] of a weight; their gradients are summed on the way back."""
+        """Returns the copies [c, ...] of a weight; the backward pass sums their gradients."""
         sizes = jax.sharding.get_abstract_mesh().shape
         count = math.prod(sizes[axis] for axis in self.token_axes)
         return jnp.broadcast_to(weight, (count, *weight.shape))
 
 
 def gather_matmul(x: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
-    """`x @ weight` [b, t, *f], from x [b, t, e], whose tokens are gathered, and weight
-    [c, e, *f].
-    """
+    """Returns `x @ weight` [b, t, *f], gathering the tokens of x [b, t, e]; weight [c, e, *f]."""
     product: Any = _gather_and_multiply(x, weight, ring)
     return product
 
 
 def matmul_scatter(h: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
-    """`h @ weight` [b, t, e], summed over the ring, its tokens scattered; weight [c, *f, e]."""
+    """Returns `h @ weight` [b, t, e], summed over the ring, tokens scattered; weight [c, *f, e]."""
     product: Any = _multiply_and_scatter(h, weight, ring)
     return product
 
@@ -139,9 +137,9 @@ _multiply_and_scatter.defvjp(_multiply_and_scatter_forward, _multiply_and_scatte
 
 
 def _gather_pieces(x: jax.Array, matrix: jax.Array, ring: Ring) -> tuple[jax.Array, jax.Array]:
-    """`x @ matrix` of the tokens of all devices [b, t, f], and x of them all [b, t, e].
+    """Returns `x @ matrix` [b, t, f] for the tokens of all devices, and their x [b, t, e].
 
-    Pieces go around downwards: device i multiplies those of i, i + 1, ...
+    Pieces travel down the ring: device i multiplies those of i, i + 1, ...
     """
     here = jax.lax.axis_index(ring.axis)
     batch, rows, width = x.shape
@@ -149,8 +147,8 @@ def _gather_pieces(x: jax.Array, matrix: jax.Array, ring: Ring) -> tuple[jax.Arr
     whole = jnp.zeros((batch, ring.size * rows, width), x.dtype)
     piece = x
     for hop in range(ring.size):
-        # The next piece sets out together with the matmul of this one. Left to itself, XLA's
-        # scheduler lets all pieces travel first, one after another.
+        # The next piece is sent as the matmul of this one begins. Left to itself, XLA's scheduler
+        # sends all pieces first, one after another.
         y, piece = jax.lax.optimization_barrier((y, piece))
         following = _pass_on(piece, ring, -1) if hop < ring.size - 1 else piece
         y = _put(y, piece @ matrix, here + hop, ring)
@@ -160,9 +158,9 @@ def _gather_pieces(x: jax.Array, matrix: jax.Array, ring: Ring) -> tuple[jax.Arr
 
 
 def _scatter_pieces(h: jax.Array, matrix: jax.Array, ring: Ring) -> jax.Array:
-    """This device's tokens of the sum over all devices of `h @ matrix` [b, t / n, e].
+    """Returns this device's tokens of `h @ matrix` summed over all devices, [b, t / n, e].
 
-    The sum of a piece goes around upwards, and ends on the device that it belongs to.
+    The sum of a piece travels up the ring, and ends on the device that it belongs to.
     """
     here = jax.lax.axis_index(ring.axis)
     total = _take(h, here - 1, ring) @ matrix
@@ -175,9 +173,9 @@ def _scatter_pieces(h: jax.Array, matrix: jax.Array, ring: Ring) -> jax.Array:
 def _scatter_and_gather_pieces(
     h: jax.Array, matrix: jax.Array, x: jax.Array, ring: Ring
 ) -> tuple[jax.Array, jax.Array]:
-    """`_scatter_pieces`, and x [b, t / n, e] of all devices, which travels with the sums.
+    """Returns `_scatter_pieces`, and x [b, t / n, e] of all devices, which travels with the sums.
 
-    Together, because XLA lets no two transfers between the same devices run side by side.
+    They travel together, because XLA never runs two transfers between the same devices in parallel.
     """
     here = jax.lax.axis_index(ring.axis)
     batch, rows, width = x.shape
@@ -194,44 +192,43 @@ def _scatter_and_gather_pieces(
 def _matmul_beside(
     cargo: jax.Array, x: jax.Array, matrix: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`cargo`, ready to set out, and `x @ matrix`, which begins then, to be added on its arrival.
+    """Returns `cargo`, ready to send, and `x @ matrix`, computed during its transfer.
 
-    An addition inside the matmul, as XLA would have it, would wait for the arrival.
+    The two are added on arrival: XLA would fuse the addition into the matmul, which would then
+    wait.
     """
     cargo, x = jax.lax.optimization_barrier((cargo, x))
     return cargo, jax.lax.optimization_barrier(x @ matrix)
 
 
 def _pass_on(x: jax.Array, ring: Ring, step: int) -> jax.Array:
-    """x of the device `step` places before this one."""
+    """Returns x of the device `step` places earlier in the ring."""
     places = range(ring.size)
     return jax.lax.ppermute(x, ring.axis, [(at, (at + step) % ring.size) for at in places])
 
 
 def _take(x: jax.Array, place: jax.Array, ring: Ring) -> jax.Array:
-    """The tokens of x [b, t, ...] that belong to device `place`, counted around the ring."""
+    """Returns the tokens of x [b, t, ...] that belong to device `place`, modulo the ring size."""
     rows = x.shape[1] // ring.size
     return jax.lax.dynamic_slice_in_dim(x, place % ring.size * rows, rows, 1)
 
 
 def _put(x: jax.Array, piece: jax.Array, place: jax.Array, ring: Ring) -> jax.Array:
-    """x [b, t, ...] with `piece` as the tokens of device `place`, counted around the ring."""
+    """Returns x [b, t, ...] with `piece` as the tokens of device `place`, modulo the ring size."""
     start = place % ring.size * piece.shape[1]
     return jax.lax.dynamic_update_slice_in_dim(x, piece, start, 1)
 
 
 def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array) -> jax.Array:
-    """The gradient of `x @ weight`, from the tokens that are here."""
+    """Returns the gradient of `x @ weight` from this device's tokens."""
     return jnp.einsum("bti,bto->io", x, dy).reshape(weight.shape)
 
 
 def _as_matrix(weight: jax.Array, rows: int) -> jax.Array:
-    """The one copy of a weight that is here, with its first `rows` dims as one, and the others
-    as one.
-    """
+    """Returns this device's copy of a weight as a matrix: its first `rows` dims become the rows."""
     return weight.reshape(math.prod(weight.shape[1 : 1 + rows]), -1)
 
 
 def _as_matrices(h: jax.Array) -> jax.Array:
-    """h [b, t, *f] as [b, t, f]."""
+    """Returns h [b, t, *f] as [b, t, f]."""
     return h.reshape(*h.shape[:2], -1)

@@ -1,11 +1,11 @@
 """Copies of a matmul's weight, one for each part of the tokens, so that the parts of its gradient
 are summed once a step.
 
-An axis like `context` splits the tokens inside a sequence, and each of its devices finds a part of
-every weight's gradient. The axis is left to XLA, which would sum the parts as soon as it has them:
-in every layer of every microbatch. So the weight gets a dim that counts the parts. Each device
-along the axis holds the copy that multiplies its own tokens, which is no more memory than the
-weight that they would share. The parts of the gradient then stay apart until a step has them all.
+An axis like `context` splits the tokens inside a sequence, and each of its devices computes a part
+of every weight's gradient. The axis is left to XLA, which would sum the parts as soon as it has
+them: in every layer of every microbatch. So the weight gets a dim that counts the parts. Each
+device along the axis holds the copy that multiplies its own tokens, which takes no more memory than
+the shared weight would. The parts of the gradient then stay separate until the end of the step.
 """
 
 import math
@@ -29,7 +29,7 @@ class Copies:
 
     axes: the mesh axes that split the tokens and not the weight, major first; () for no copies.
     ways: devices along them.
-    dim: the dim that counts copies. It stands behind the dims that stack layers.
+    dim: the dim that counts copies. It follows the dims that stack layers.
     """
 
     axes: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Copies:
     dim: int = 0
 
     def add(self, x: jax.Array, spec: P) -> jax.Array:
-        """The copies of the weight x, which rests as `spec` says."""
+        """Returns the copies of the weight x, whose spec is `spec`."""
         if not self.axes:
             return x
         shape = (*x.shape[: self.dim], self.ways, *x.shape[self.dim :])
@@ -45,25 +45,25 @@ class Copies:
         return jax.lax.with_sharding_constraint(copies, drop_axes(MANUAL_AXES, self.spec(spec)))
 
     def each(self, function: Callable[[jax.Array], jax.Array], copies: jax.Array) -> jax.Array:
-        """`function` of each copy."""
+        """Returns `function` of each copy."""
         if not self.axes:
             return function(copies)
         return jax.vmap(function, self.dim, self.dim)(copies)
 
     def sum(self, copies: jax.Array, spec: P) -> jax.Array:
-        """The sum of the copies, which rests as `spec` says."""
+        """Returns the sum of the copies, with the spec `spec`."""
         if not self.axes:
             return copies
         return jax.lax.with_sharding_constraint(copies.sum(self.dim), drop_axes(MANUAL_AXES, spec))
 
     def spec(self, spec: P) -> P:
-        """The spec of a weight's copies, where `spec` is that of the weight."""
+        """Returns the spec of a weight's copies, given the weight's `spec`."""
         if not self.axes:
             return spec
         return P(*spec[: self.dim], self.axes, *spec[self.dim :])
 
     def reduction(self, reduction: Reduction) -> Reduction:
-        """The `reduction` of a gradient, for all its copies at once."""
+        """Returns the `reduction` of a gradient, applied to all its copies together."""
         if not self.axes:
             return reduction
         scatter = tuple((axis, dim + (dim >= self.dim)) for axis, dim in reduction.scatter)
@@ -71,10 +71,10 @@ class Copies:
 
 
 def copies_of(rules: Rules, spec: P, stacked: int = 0) -> Copies:
-    """The copies of a matmul's weight that rests as `spec` says; its first `stacked` dims count
-    layers.
+    """Returns the copies of a matmul's weight with this `spec`.
 
-    There are none where a mesh axis that splits tokens splits the weight too.
+    Its first `stacked` dims count layers. There are no copies if a mesh axis
+    that splits tokens splits the weight too.
     """
     _, over_time = rules.activation_spec(("batch", "time"), (0, 0), drop=MANUAL_AXES)
     axes = axes_of_dim(over_time)
@@ -84,7 +84,7 @@ def copies_of(rules: Rules, spec: P, stacked: int = 0) -> Copies:
 
 
 def multiply_copies(x: jax.Array, copies: jax.Array, contracted: int) -> jax.Array:
-    """The matmul of x [b, t, *i] and the copies [c, *i, *o] of a weight: [b, t, *o].
+    """Returns the matmul [b, t, *o] of x [b, t, *i] and the copies [c, *i, *o] of a weight.
 
     Each copy multiplies its own c-th part of the tokens. `contracted`: the number of dims i.
     """

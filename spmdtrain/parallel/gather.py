@@ -1,10 +1,9 @@
-"""Gathering a weight that rests split over the axes of the batch.
+"""The gathering of a weight that rests split over the axes of the batch.
 
 This is FSDP (arXiv:2304.11277), or ZeRO-3 (arXiv:1910.02054). A weight of which every device keeps
-a part is gathered just before a layer uses it, and its gradient is scattered back just after. Both
-happen by hand, inside a region that is manual over the axes of the batch. So nothing of the batch
-is ever gathered in their stead, and a gradient crosses the network in the precision that the
-settings say.
+a part is gathered just before a layer uses it, and its gradient is scattered just after. Both are
+written explicitly, in a region that is manual over the axes of the batch. So XLA never gathers the
+batch instead, and a gradient crosses the network in the precision that the settings choose.
 """
 
 import math
@@ -30,9 +29,9 @@ LAYER_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
 class WeightGather:
     """The all-gather of one weight before a layer uses it; its gradient is reduce-scattered.
 
-    spec: where the weight rests, one entry per dim.
+    spec: the weight's spec at rest, one entry per dim.
     axes: the mesh axes to gather over, as `gathered_axes` gives them.
-    resting: the dtype of the weight as it is given, which is the dtype of its gradient too.
+    resting: the dtype of the weight at rest, and of its gradient.
     compute: the dtype in which it crosses the network and is used.
     accumulate: the dtype in which its gradient is summed over the devices.
     """
@@ -44,14 +43,14 @@ class WeightGather:
     accumulate: str
 
     def __call__(self, weight: jax.Array) -> jax.Array:
-        """The whole weight in `compute`, from this device's part of it in `resting`."""
+        """Returns the whole weight in `compute`, from this device's part of it in `resting`."""
         return _gather(weight, self)
 
 
 def gathered_axes(spec: P, names: Iterable[str | None]) -> tuple[str, ...]:
-    """The axes over which a layer gathers a weight that rests as `spec` says.
+    """Returns the axes over which a layer gathers a weight whose spec at rest is `spec`.
 
-    `names` are its logical axes: over a mesh axis that owns its part, nothing is gathered.
+    `names` are its logical axes: nothing is gathered over a mesh axis that owns its part.
     """
     left_out = owning_axes(names)
     split = [axis for part in spec for axis in axes_of_dim(part)]
@@ -59,7 +58,7 @@ def gathered_axes(spec: P, names: Iterable[str | None]) -> tuple[str, ...]:
 
 
 def gather_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
-    """x, which rests as `spec` says, whole over those of the manual `axes` that split it."""
+    """Returns x, whose spec is `spec`, whole over those of the manual `axes` that split it."""
     split = _split_dims(axes, spec)
 
     def gather(x: jax.Array) -> jax.Array:
@@ -71,7 +70,7 @@ def gather_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
 
 
 def scatter_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
-    """This device's part of the sum of every device's x, where the sum rests as `spec` says."""
+    """Returns this device's part of x summed over the devices; the sum's spec is `spec`."""
     split = _split_dims(axes, spec)
 
     def scatter(x: jax.Array) -> jax.Array:
@@ -104,11 +103,11 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _spread(spec: P, shape: Sequence[int]) -> P:
-    """Let the automatic axes that `spec` leaves out (`context`) split the largest whole dim.
+    """Lets the automatic axes that `spec` leaves out (`context`) split the largest whole dim.
 
-    Each device along such an axis has a part of the sum, because it has worked on other tokens.
-    XLA would sum all of x before the scatter. Asked for a part each, it sums with a reduce-scatter,
-    and only the small slices that the scatter leaves are gathered again.
+    Each device along these axes has a part of the sum, because it has worked on other tokens. XLA
+    would sum all of x before the scatter. With this constraint it sums with a reduce-scatter, and
+    only the small slices that the scatter leaves are gathered again.
     """
     mesh = jax.sharding.get_abstract_mesh()
     left = tuple(sorted(automatic_axes() - axes_of(spec)))
@@ -122,7 +121,7 @@ def _spread(spec: P, shape: Sequence[int]) -> P:
 
 
 def _split_dims(axes: Collection[str], spec: P) -> list[tuple[int, tuple[str, ...]]]:
-    """(dim, those of `axes` that split it, major first) of every dim that one of them splits."""
+    """Returns (dim, those of `axes` that split it, major first) of every dim that they split."""
     dims = []
     for dim, part in enumerate(spec):
         names = tuple(axis for axis in axes_of_dim(part) if axis in axes)
@@ -137,11 +136,11 @@ def _beside_automatic_axes(
     split: Sequence[tuple[int, tuple[str, ...]]],
     x: jax.Array,
 ) -> jax.Array:
-    """Run `collective(x)` where mesh axes that the region leaves to XLA may split x too.
+    """Runs `collective(x)` when mesh axes that the region leaves to XLA may split x too.
 
-    XLA would gather x over those axes around the collective. A region of their own keeps them as
-    they are. That works unless one of them splits the same dim as the collective, because the parts
-    would then come back in another order.
+    XLA would gather x over those axes around the collective. A nested region that is manual over
+    them prevents that. It works unless one of them splits the same dim as the collective, because
+    the parts would then come back in another order.
     """
     automatic = drop_axes(MANUAL_AXES, spec)
     axes = {axis for part in automatic for axis in axes_of_dim(part)}

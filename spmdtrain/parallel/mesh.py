@@ -1,5 +1,4 @@
-"""Arrange the devices that there are in the mesh that a person asked for, or say in one line what
-to type instead.
+"""Arranges devices in the mesh that the user asked for, or says in one line what to type instead.
 
 Axes are ordered slowest link first, devices host by host. So neighbours along `tensor`, the last
 axis, sit inside one host, and `pipeline`, the first, is the axis that spans hosts.
@@ -20,7 +19,8 @@ from spmdtrain.config.schema import MESH_AXES, MeshConfig
 AXES = MESH_AXES
 MOST_SUGGESTED = 1024  # more simulated devices than this are not worth suggesting
 
-# The drawing has at most so many rows; so many columns, and devices named in one place.
+# The drawing has at most this many rows; the next two limit its columns, and the devices listed in
+# one place.
 MOST_ROWS = 16
 MOST_DRAWN = 8
 
@@ -30,10 +30,10 @@ def build_mesh(
     devices: Sequence[Any] | None = None,
     where: Mapping[str, str] | None = None,
 ) -> Mesh:
-    """Return the mesh over `devices` (default: those of all processes); every axis is `Auto`.
+    """Returns the mesh over `devices` (default: those of all processes); every axis is `Auto`.
 
-    `where` maps "mesh.data" and so on to where the value came from (`RunConfig.origin`), for
-    messages. Raises ConfigError, as `arrange` does.
+    `where` maps "mesh.data" and so on to the origin of the value (`RunConfig.origin`), for
+    messages. Raises ConfigError as `arrange` does.
     """
     devices = jax.devices() if devices is None else given_devices(devices)
     array = arrange(config.sizes, devices, where)
@@ -41,7 +41,7 @@ def build_mesh(
 
 
 def given_devices(devices: Any) -> list[Any]:
-    """Return the devices that a caller gave. ConfigError where they are none, or one is twice."""
+    """Returns the devices given by a caller. Raises ConfigError if one is invalid or repeated."""
     fix = "devices=jax.devices()[:4]"
     try:
         listed = [] if isinstance(devices, str | bytes | Mapping) else list(devices)
@@ -56,7 +56,7 @@ def given_devices(devices: Any) -> list[Any]:
 
 
 def fill(sizes: Mapping[str, int], device_count: int) -> dict[str, int] | None:
-    """Replace -1 in `sizes` so that the product is `device_count`; None if no size does that."""
+    """Replaces -1 in `sizes` so that the product is `device_count`; None if no size does that."""
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if device_count % fixed:
         return None
@@ -68,13 +68,13 @@ def fill(sizes: Mapping[str, int], device_count: int) -> dict[str, int] | None:
 def arrange(
     sizes: Mapping[str, int], devices: Sequence[Any], where: Mapping[str, str] | None = None
 ) -> np.ndarray:
-    """Return the devices as an array of shape `sizes`, -1 filled, host by host.
+    """Returns the devices as an array of shape `sizes`, -1 filled, host by host.
 
     Of a device only `process_index`, `id`, `device_kind` and `platform` are read (and
-    `partition_index`, where processes share a host).
+    `partition_index`, if processes share a host).
 
-    Raises ConfigError where hosts differ in their number of devices, where the sizes do not fit,
-    and where `tensor` would cross hosts; it says what to type instead.
+    Raises ConfigError if hosts differ in their number of devices, if the sizes do not fit, or if
+    `tensor` would cross hosts; the message says what to type instead.
     """
     hosts = group_by_host(devices)
     per_host = len(hosts[0])
@@ -113,7 +113,7 @@ def arrange(
 
 
 def group_by_host(devices: Sequence[Any]) -> list[list[Any]]:
-    """Return the devices of each host, ordered by (process, id).
+    """Returns the devices of each host, ordered by (process, id).
 
     A host is a process, unless every process has just one device. Then it is the machine that
     processes share, which jax calls a partition.
@@ -134,7 +134,7 @@ def group_by_host(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """Draw a mesh: which devices each axis connects, then all devices in a grid.
+    """Draws a mesh: which devices each axis connects, then all devices in a grid.
 
     The rows of the grid are the slow axes, its columns the fast ones.
     """
@@ -156,7 +156,7 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def _axis_line(mesh: Mesh, axis: str, host_of: Mapping[Any, int]) -> str:
-    """Describe an axis by the first group of devices that it connects."""
+    """Describes an axis by the first group of devices that it connects."""
     size = mesh.shape[axis]
     groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, size)
     first = groups[0]
@@ -169,9 +169,9 @@ def _axis_line(mesh: Mesh, axis: str, host_of: Mapping[Any, int]) -> str:
 def _grid(
     mesh: Mesh, active: Sequence[str], host_of: Mapping[Any, int], many_hosts: bool
 ) -> list[str]:
-    """Draw the devices in boxes.
+    """Draws the devices in boxes.
 
-    A box holds the devices along the last axis. With three axes and more, the one before it makes
+    A box holds the devices along the last axis. With three or more axes, the second to last makes
     the columns; the others make the rows.
     """
     last = active[-1]
@@ -207,7 +207,7 @@ def _grid(
 
 
 def _ruled(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Draw cells as a table with lines; the first row is its head."""
+    """Draws cells as a table with lines; the first row is its header."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     rule = ["─" * (width + 2) for width in widths]
     drawn = []
@@ -225,7 +225,7 @@ def _ruled(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def device_ids(devices: Sequence[Any]) -> str:
-    """List the ids of devices in a few characters: `0 4`, `0..7`, or `0 8 16 .. 248` if many."""
+    """Lists the ids of devices in a few characters: `0 4`, `0..7`, or `0 8 16 .. 248` if many."""
     ids = [device.id for device in devices]
     if len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids))):
         return f"{ids[0]}..{ids[-1]}"
@@ -252,9 +252,9 @@ def _describe_found(hosts: Sequence[Sequence[Any]]) -> str:
 
 
 def _describe_asked(sizes: Mapping[str, int], where: Mapping[str, str]) -> str:
-    """Say `mesh.data=4 (configs/a.toml), mesh.tensor=2 (--set): 8 devices`.
+    """Returns e.g. `mesh.data=4 (configs/a.toml), mesh.tensor=2 (--set): 8 devices`.
 
-    Names the axes that are set, or not 1.
+    Names the axes that are set explicitly or differ from 1.
     """
     shown = []
     for axis, size in sizes.items():
@@ -272,9 +272,9 @@ def _describe_asked(sizes: Mapping[str, int], where: Mapping[str, str]) -> str:
 
 
 def _fitting_simulation(sizes: Mapping[str, int], device_count: int, hosts: int) -> int | None:
-    """Return how many simulated devices per process would fit `sizes`; None if no number does.
+    """Returns how many simulated devices per process would fit `sizes`; None if no number does.
 
-    Where an axis is to be filled, it is a number close to that of the devices there are.
+    If an axis is to be filled, it is a number close to that of the present devices.
     """
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
@@ -289,7 +289,7 @@ def _fitting_simulation(sizes: Mapping[str, int], device_count: int, hosts: int)
 
 
 def _fitting_settings(sizes: Mapping[str, int], device_count: int, per_host: int) -> str:
-    """Return `--set` arguments that make the mesh fit.
+    """Returns `--set` arguments that make the mesh fit.
 
     They change as few axes as possible, each by as little as possible.
     """
@@ -303,13 +303,13 @@ def _fitting_settings(sizes: Mapping[str, int], device_count: int, per_host: int
 
 
 def _nearby_sizes(sizes: Mapping[str, int], device_count: int) -> Iterator[dict[str, int]]:
-    """Yield `sizes` with one axis changed, then with two, nearest first."""
+    """Yields `sizes` with one axis changed, then with two, nearest first."""
     divisors = [k for k in range(1, device_count + 1) if device_count % k == 0]
 
     def nearest(axis):
         return sorted(divisors, key=lambda k: (abs(k - sizes[axis]), k))
 
-    # Axes that are off stay off, but for data and fsdp, which suit any model.
+    # Unused axes stay unused, except for data and fsdp, which suit any model.
     order = ["data", "fsdp", *(axis for axis in AXES if sizes[axis] != 1)]
     order = list(dict.fromkeys(order))
     for axis in order:

@@ -1,15 +1,15 @@
-"""Zeros behind the dims of weights that a mesh does not divide.
+"""Zeros at the end of weight dims that a mesh does not divide.
 
-Devices hold equal parts of a weight. Where its rules split a dim that does not divide, the weight
-rests with zeros behind that dim. There are two such dims:
+Devices hold equal parts of a weight. If the rules split a dim that does not divide, the weight
+rests with zeros appended to that dim. There are two such dims:
 
-- the vocabulary, as in Megatron-LM: no token looks the rows behind it up, and the loss leaves them
-  out, so they stay zeros;
+- the vocabulary, as in Megatron-LM: no token looks up the added rows, and the loss leaves them out,
+  so they stay zero;
 - with ZeRO-1, the dim that is split over `data` (arXiv:1910.02054): the zeros are cut off again as
   soon as the weight has been gathered.
 
-A weight therefore has three shapes. The model knows the first, and so do optimizers and
-checkpoints. The second is the shape in use, with a padded vocabulary. The third is that at rest.
+A weight therefore has three shapes. The first is the model's, which optimizers and checkpoints see
+too. The second is the shape in use, with a padded vocabulary. The third is the shape at rest.
 """
 
 import math
@@ -27,10 +27,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Padding:
-    """The three shapes of every weight, by path, and the ways between them.
+    """The three shapes of every weight, by path, and the conversions between them.
 
-    Its methods take a weight, or an array of its shape. Where the two shapes are equal they give
-    back what they were given.
+    The methods take a weight, or an array of its shape. If the two shapes are equal they return
+    their argument.
     """
 
     of_model: Mapping[str, Shape]
@@ -38,44 +38,44 @@ class Padding:
     at_rest: Mapping[str, Shape]
 
     def to_rest(self, path: str, x: jax.Array) -> jax.Array:
-        """x as the model has it, padded to rest."""
+        """Returns x, in the model's shape, padded to the shape at rest."""
         return add_zeros(x, self.of_model[path], self.at_rest[path])
 
     def from_rest(self, path: str, x: jax.Array) -> jax.Array:
-        """x at rest, as the model has it."""
+        """Returns x, in the shape at rest, cut to the model's shape."""
         return cut_zeros(x, self.of_model[path], self.at_rest[path])
 
     def use_to_rest(self, path: str, x: jax.Array) -> jax.Array:
-        """A gradient of the weight in use, padded as the weight rests.
+        """Returns a gradient of the weight in use, padded to the shape at rest.
 
-        x may be a device's own part, if it is whole along the dims that are padded.
+        x may be a device's own part, if it is whole along the padded dims.
         """
         return add_zeros(x, self.in_use[path], self.at_rest[path])
 
     def rest_to_use(self, path: str, x: jax.Array) -> jax.Array:
-        """The opposite of `use_to_rest`."""
+        """Inverts `use_to_rest`."""
         return cut_zeros(x, self.in_use[path], self.at_rest[path])
 
     def tree_to_rest(self, path: str, tree: Any) -> Any:
-        """Optimizer state of the weight at `path`: leaves with its shape are padded as it is."""
+        """Pads the optimizer state of the weight at `path`: its leaves of the weight's shape."""
         shape = self.of_model[path]
         return jax.tree.map(lambda x: self.to_rest(path, x) if x.shape == shape else x, tree)
 
     def tree_from_rest(self, path: str, tree: Any) -> Any:
-        """The opposite of `tree_to_rest`."""
+        """Inverts `tree_to_rest`."""
         shape = self.at_rest[path]
         return jax.tree.map(lambda x: self.from_rest(path, x) if x.shape == shape else x, tree)
 
 
 def add_zeros(x: jax.Array, smaller: Shape, larger: Shape) -> jax.Array:
-    """x with as many zeros behind each dim as `larger` is larger than `smaller`."""
+    """Appends zeros to each dim of x, as many as `larger` exceeds `smaller` by."""
     if smaller == larger:
         return x
     return jnp.pad(x, [(0, more - less) for less, more in zip(smaller, larger, strict=True)])
 
 
 def cut_zeros(x: jax.Array, smaller: Shape, larger: Shape) -> jax.Array:
-    """The opposite of `add_zeros`."""
+    """Inverts `add_zeros`."""
     if smaller == larger:
         return x
     sizes = zip(x.shape, smaller, larger, strict=True)
@@ -83,9 +83,9 @@ def cut_zeros(x: jax.Array, smaller: Shape, larger: Shape) -> jax.Array:
 
 
 def pad_vocabulary(names: Sequence[str | None], shape: Shape, rules: Rules) -> Shape:
-    """The shape of a weight with these logical axes, its vocabulary padded to what the mesh wants.
+    """Returns the shape of a weight with these logical axes, its vocabulary padded for the mesh.
 
-    Both tables of rules may split it: the one at rest, and then, on each stage, that of the logits.
+    Both tables of rules may split it: the one at rest, and on each stage that of the logits.
     """
     at_rest = _ways(rules.parameters["vocab"], rules)
     stages = rules.sizes["pipeline"] if "pipeline" in rules.parameters["vocab"] else 1
@@ -99,5 +99,5 @@ def _ways(axes: Sequence[str], rules: Rules) -> int:
 
 
 def round_up(size: int, ways: int) -> int:
-    """The next multiple of `ways`."""
+    """Returns `size` rounded up to a multiple of `ways`."""
     return -(-size // ways) * ways

@@ -1,8 +1,8 @@
-"""Reduce gradients over mesh axes, once a step: by one all-reduce, or, where a gradient rests split
-(ZeRO-1, fsdp), by one reduce-scatter.
+"""The reduction of gradients over mesh axes, once a step: by one all-reduce or, if a gradient rests
+split (ZeRO-1, fsdp), by one reduce-scatter.
 
-This is called after all microbatches, in the region that is manual over these axes, on the
-gradients that each shard of the batch has accumulated on its own.
+It is called after all microbatches, in the region that is manual over these axes, on the gradients
+that each shard of the batch has accumulated on its own.
 """
 
 import math
@@ -24,8 +24,7 @@ from spmdtrain.parallel.specs import axes_of_dim
 class Reduction:
     """The reduction of a gradient: an all-reduce over `sum`, a reduce-scatter over `scatter`.
 
-    `scatter` pairs each axis with the dim that it leaves split, in the order in which the
-    scatters are to run.
+    `scatter` pairs each axis with the dim that it leaves split, in the order of the scatters.
     """
 
     sum: tuple[str, ...] = ()
@@ -35,12 +34,12 @@ class Reduction:
 def scatter_dim(
     shape: Sequence[int], spec: P, sizes: Mapping[str, int], stacked: int = 0
 ) -> int | None:
-    """Choose the dim of a gradient that ZeRO-1 splits over `data`.
+    """Chooses the dim of a gradient that ZeRO-1 splits over `data`.
 
-    It is the largest dim that divides and that no mesh axis splits yet. Where none divides, it is
-    the largest that only other axes of the batch split and that divides by `data` as well. The last
+    It is the largest dim that divides and that no mesh axis splits yet. If none divides, it is the
+    largest that only other axes of the batch split and that divides by `data` as well. The last
     resort is a dim that can be padded without being doubled; the first `stacked` dims, which count
-    layers, cannot. None, if there is no such dim either: then the gradient stays whole.
+    layers, cannot. None if no dim qualifies: then the gradient stays whole.
     `sizes`: of all mesh axes.
     """
     data = sizes["data"]
@@ -58,7 +57,7 @@ def scatter_dim(
 
 
 def scattered_spec(spec: P, dim: int | None) -> P:
-    """Return `spec` with `data` as the minor axis of `dim`; None changes nothing."""
+    """Returns `spec` with `data` as the minor axis of `dim`; None changes nothing."""
     if dim is None:
         return spec
     parts = [*spec, *[None] * (dim + 1 - len(spec))]
@@ -68,13 +67,14 @@ def scattered_spec(spec: P, dim: int | None) -> P:
 
 
 def reduction(spec: P, axes: Sequence[str], owning: Collection[str] = ()) -> Reduction:
-    """Return how a gradient that will rest as `spec` says is to be reduced over `axes`.
+    """Returns how a gradient whose spec at rest is `spec` is reduced over `axes`.
 
-    Over an axis in `spec` it is scattered, over any other it is summed. One that is `owning` needs
-    neither: each device along it has the gradients of its own part, as a stage has of its layers.
+    Over an axis in `spec` it is scattered, over any other it is summed. An `owning` axis needs
+    neither: each device along it has the gradients of its own part, e.g. a stage those of its
+    layers.
 
     A dim that several axes split is scattered in the order of the spec, major axis first, because
-    each scatter hands out consecutive slices of what the one before it has left.
+    each scatter hands out consecutive slices of what the previous one has left.
     """
     split = [(axis, dim) for dim, part in enumerate(spec) for axis in axes_of_dim(part)]
     named = [axis for axis, _ in split]
@@ -85,7 +85,7 @@ def reduction(spec: P, axes: Sequence[str], owning: Collection[str] = ()) -> Red
 
 
 def psum_tree(tree, axes: Sequence[str]):
-    """Sum every leaf over `axes`, each of which must have more than one device.
+    """Sums every leaf over `axes`, each of which must have more than one device.
 
     (In a partly manual region XLA refuses a sum over a group of one.)
     """
@@ -96,10 +96,10 @@ def psum_tree(tree, axes: Sequence[str]):
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sum x over `axes`. The transpose is the same sum, as in any region with check_vma off.
+    """Sums x over `axes`. The transpose is the same sum, as in any region with check_vma off.
 
-    jax would find that transpose by itself, but would leave the choice of platform in it as a
-    conditional around the collective.
+    jax would derive that transpose itself, but with the choice of platform as a conditional around
+    the collective.
     """
     return _in_float32_on_cpu(lambda x: jax.lax.psum(x, axes), x)
 
@@ -108,9 +108,9 @@ _psum.defvjp(lambda x, axes: (_psum(x, axes), None), lambda axes, _, dx: (_psum(
 
 
 def _in_float32_on_cpu(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Run a collective, on CPUs in float32 where x has 16 bits.
+    """Runs a collective in float32 if x has 16 bits and the platform is CPU.
 
-    In a region that is manual over some axes only, XLA's CPU compiler aborts the process at a
+    In a region that is manual over only some axes, XLA's CPU compiler aborts the process at a
     16-bit sum (jax 0.10 and 0.12: "Invalid binary instruction opcode copy").
     """
     if x.dtype.itemsize != 2:
@@ -123,14 +123,14 @@ def _in_float32_on_cpu(collective: Callable[[jax.Array], jax.Array], x: jax.Arra
 
 
 def scatter_sum(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Sum x over `axes`, and leave each device its slice of dim `dim`; the first axis is major."""
+    """Sums x over `axes`, leaving each device its slice of dim `dim`; the first axis is major."""
     scattered: Any = _scatter_sum(x, axes, dim)
     return scattered
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _scatter_sum(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Do what `scatter_sum` says. The transpose gathers; it is written down as that of `_psum`."""
+    """Computes `scatter_sum`. The transpose gathers; it is written out for `_psum`'s reason."""
     scatter = partial(jax.lax.psum_scatter, axis_name=axes, scatter_dimension=dim, tiled=True)
     return _in_float32_on_cpu(scatter, x)
 
@@ -147,13 +147,13 @@ def reduce_gradients(
     reductions: Mapping[str, Reduction],
     automatic: Mapping[str, P],
 ) -> dict[str, jax.Array]:
-    """Reduce each gradient, by path, as `reductions` says.
+    """Reduces each gradient, by path, as `reductions` says.
 
-    One that is scattered comes back as this shard's slice of the sum.
+    A scattered gradient comes back as this shard's slice of the sum.
 
     `automatic` says how the axes that the region leaves to XLA split each gradient. They are made
-    manual here as well, because XLA would gather over them around a scatter. That cannot be done
-    where such an axis splits the very dim that is to be scattered.
+    manual here as well, because XLA would gather over them around a scatter. That is impossible if
+    such an axis splits the very dim to be scattered.
     """
     mixed = set()
     for path, reduction in reductions.items():
@@ -177,9 +177,9 @@ def reduce_gradients(
 def _reduce(
     gradients: Mapping[str, jax.Array], reductions: Mapping[str, Reduction]
 ) -> dict[str, jax.Array]:
-    """Scatter each gradient that is to be, then sum what is left to sum.
+    """Scatters the gradients that rest split, then sums whatever is left to sum.
 
-    In this order, so that the sums are over slices, which are smaller.
+    In this order, the sums run over slices, which are smaller.
     """
     slices = dict(gradients)
     paths_of_sum = defaultdict(list)

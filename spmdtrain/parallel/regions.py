@@ -1,8 +1,8 @@
-"""Regions of a program in which some mesh axes are manual, and how activations are laid out inside
-and outside them.
+"""Regions of a program in which some mesh axes are manual, and the layout of activations inside and
+outside them.
 
 In a manual region (`jax.shard_map`) code sees each device's own part of what those axes split, and
-says every collective itself. Axes that are not manual stay automatic: XLA partitions over them.
+writes every collective itself. Axes that are not manual stay automatic: XLA partitions over them.
 """
 
 import math
@@ -31,10 +31,10 @@ MANUAL_AXES = ("pipeline", *BATCH_AXES)
 def manual_region(
     function: Callable, mesh: Mesh, manual: Collection[str], in_specs, out_specs
 ) -> Callable:
-    """`function` on each device's part of what the `manual` mesh axes split.
+    """Returns `function` applied to each device's part of what the `manual` mesh axes split.
 
-    check_vma is off: gradients are taken inside, where those of parameters must not be summed
-    over `data` a second time.
+    check_vma is off: gradients are taken inside, where those of parameters must not be summed over
+    `data` a second time.
     """
     return jax.shard_map(
         function,
@@ -47,10 +47,10 @@ def manual_region(
 
 
 def make_constrain(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., jax.Array]:
-    """`constrain(x, *logical_axes)`: a sharding constraint as the activation table says.
+    """Returns `constrain(x, *logical_axes)`: a sharding constraint from the activation table.
 
-    With no name but None, x is brought together on every device.
-    `manual`: the manual axes of the region around it, which a constraint may not name.
+    If every name is None, x is gathered on every device.
+    `manual`: the manual axes of the surrounding region, which a constraint may not name.
     """
 
     several = any(size > 1 for size in rules.sizes.values())
@@ -69,12 +69,12 @@ def make_constrain(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
 def make_sliced_sum(
     rules: Rules, axis: str, manual: Sequence[str]
 ) -> Callable[[jax.Array], jax.Array]:
-    """`sum_slices(x)`: the sum over the mesh axis `axis` of the residual stream x [b, t, e].
+    """Returns `sum_slices(x)`: the sum over mesh axis `axis` of the residual stream x [b, t, e].
 
-    Devices that differ in `tensor` alone hold the same x. Each of them sums a slice of its tokens,
+    Devices that differ only in `tensor` hold the same x. Each of them sums a slice of its tokens,
     as far as they divide, so that every element crosses `axis` once; over `tensor`, where links are
-    fast, the slices are put together again. The transpose does the same with the cotangent.
-    An x with other dims is summed as it is.
+    fast, the slices are put together again. The transpose does the same with the cotangent. An x
+    with other dims is summed as it is.
     """
 
     def sum_slices(x: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ def make_sliced_sum(
         constrain = jax.lax.with_sharding_constraint
         if slices == rests:
             return psum_tree(x, (axis,))
-        # Both layouts stand on both sides of the sum: the sum of the cotangent is one of slices
+        # Both layouts appear on both sides of the sum: the sum of the cotangent is one of slices
         # too, and XLA does not spread the slices over the layers.
         summed = psum_tree(constrain(constrain(x, rests), slices), (axis,))
         return constrain(constrain(summed, slices), rests)
@@ -94,9 +94,9 @@ def make_sliced_sum(
 
 
 def split_time(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> P:
-    """Return the `spec` of a stream [b, t, e] with the tokens split over `tensor` as well.
+    """Returns the `spec` of a stream [b, t, e] with the tokens split over `tensor` as well.
 
-    It stays as it is where `tensor` splits a dim already, or does not divide a device's tokens.
+    It stays as it is if `tensor` splits a dim already, or does not divide a device's tokens.
     """
     over_time = axes_of_dim(spec[1])
     ways = math.prod(sizes[axis] for axis in (*over_time, "tensor"))
@@ -107,10 +107,10 @@ def split_time(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> P:
 
 @dataclass(frozen=True)
 class Whole:
-    """A dim that rests split as the logical axis `name` and comes whole; for `local_map`.
+    """A dim that rests split as the logical axis `name` and enters whole; for `local_map`.
 
-    Or not quite whole: over the mesh axes of the logical axis `but_for` it stays split. They must
-    be the first ones that split `name`.
+    It stays split over the mesh axes of the logical axis `but_for`, if given. They must be the
+    first ones that split `name`.
     """
 
     name: str
@@ -121,13 +121,14 @@ Name = str | Whole | None  # of one dim
 
 
 def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., jax.Array]:
-    """`local_map(function, arrays, names, out)`: `function(*arrays)` on each device's own part.
+    """Returns `local_map(function, arrays, names, out)`: `function(*arrays)` on each device's part.
 
     For kernels, which XLA cannot partition. `names` are the logical axes of each array (an array
     may be None), looked up in the activation table. Along a dim named `Whole(axis)` an array is
-    gathered, and its gradient is scattered back (keys, where queries are split over time). Along an
-    unnamed dim an array comes whole, and its gradient is summed over the devices that share it.
-    Both sums run in float32. `out` are the names of the one result, each of them among `names`.
+    gathered, and its gradient is scattered back (for example keys, if queries are split over time).
+    Along an unnamed dim an array comes whole, and its gradient is summed over the devices that
+    share it. Both sums run in float32. `out` are the names of the one result, each of them among
+    `names`.
     """
 
     def local_map(
@@ -153,11 +154,11 @@ def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
         dtypes = [getattr(x, "dtype", None) for x in arrays]
 
         def widen(x, spec: P, own: set[str]):
-            """Shared 16-bit arrays enter in float32: the sum of their gradients runs in it."""
+            """Widens shared 16-bit arrays to float32, in which their gradients are then summed."""
             shared = own != set.union(*axes)
             if x is None or not shared or x.dtype not in (jnp.bfloat16, jnp.float16):
                 return x
-            gathered = jax.lax.with_sharding_constraint(x, spec)  # before it is twice as large
+            gathered = jax.lax.with_sharding_constraint(x, spec)  # while it is still 16-bit
             return gathered.astype(jnp.float32)
 
         def narrow(x, dtype, gathers_of_x):
@@ -183,7 +184,7 @@ def _resting(name: Name) -> str | None:
 
 
 def _gathers(rules: Rules, names: Sequence[Name], spec: P) -> list[tuple[int, tuple[str, ...]]]:
-    """(dim, the mesh axes to gather it over) of every dim that rests split and comes whole."""
+    """Returns (dim, mesh axes to gather it over) of every dim that rests split, enters whole."""
     found = []
     for dim, (name, part) in enumerate(zip(names, spec, strict=True)):
         if isinstance(name, Whole):
@@ -196,7 +197,7 @@ def _gathers(rules: Rules, names: Sequence[Name], spec: P) -> list[tuple[int, tu
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather_whole(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """x whole along `dim`; the transpose sums in float32 and scatters."""
+    """Returns x whole along `dim`; the transpose sums in float32 and scatters."""
     return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
 
 

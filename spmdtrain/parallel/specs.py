@@ -1,4 +1,4 @@
-"""Cut PartitionSpecs down to some mesh axes.
+"""PartitionSpecs cut down to some mesh axes.
 
 A manual region names its manual axes in the specs of its arguments, and the others inside.
 """
@@ -9,17 +9,17 @@ from jax.sharding import PartitionSpec as P
 
 
 def keep_axes(axes: Collection[str], spec: P) -> P:
-    """Return `spec` with only those mesh axes that are in `axes`."""
+    """Returns `spec` with only those mesh axes that are in `axes`."""
     return P(*(_filter_axes(part, lambda axis: axis in axes) for part in spec))
 
 
 def drop_axes(axes: Collection[str], spec: P) -> P:
-    """Return `spec` without the mesh axes in `axes`."""
+    """Returns `spec` without the mesh axes in `axes`."""
     return P(*(_filter_axes(part, lambda axis: axis not in axes) for part in spec))
 
 
 def axes_of_dim(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the mesh axes that split one dim of a spec, major axis first."""
+    """Returns the mesh axes that split one dim of a spec, major axis first."""
     if part is None:
         return ()
     return part if isinstance(part, tuple) else (part,)

@@ -1,11 +1,11 @@
 """The matmuls of a layer whose weights are split over `tensor` (arXiv:1909.08053, section 3).
 
 `column_parallel` goes from the residual stream to heads or ffn, which `tensor` splits;
-`row_parallel` goes back, and sums over `tensor`. Where `tensor` splits the tokens of the stream too
+`row_parallel` goes back, and sums over `tensor`. If `tensor` splits the tokens of the stream too
 (sequence parallelism, arXiv:2205.05198), the first gathers tokens and the second scatters its sum:
-around the matmul, or with `mesh.collective_matmul` beside it.
+around the matmul or, with `mesh.collective_matmul`, overlapped with it.
 
-Where `context` splits the tokens, a weight may come as copies, with a leading dim more than its
+If `context` splits the tokens, a weight may come as copies, with one more leading dim than its
 names say (`copies.py`).
 
 b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn.
@@ -39,11 +39,11 @@ def make_column_parallel(
     gathers_again: bool = False,
     copies: int = 1,
 ) -> TensorMatmul:
-    """`column_parallel(x [b, t, e], weight [e, *f], names of f) -> [b, t, *f]`.
+    """Returns `column_parallel(x [b, t, e], weight [e, *f], names of f) -> [b, t, *f]`.
 
-    `gathers_again`: where tokens are gathered, a device keeps its own ones for the backward pass
+    `gathers_again`: when tokens are gathered, a device keeps only its own for the backward pass,
     and gathers again there (arXiv:2205.05198, section 4.2.2).
-    `copies`: the weight may also be so many copies [copies, e, *f].
+    `copies`: the weight may also have that many copies, [copies, e, *f].
     """
 
     def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -72,9 +72,9 @@ def make_column_parallel(
 def make_row_parallel(
     constrain: Callable[..., jax.Array], find_ring: FindRing, *, copies: int = 1
 ) -> TensorMatmul:
-    """`row_parallel(h [b, t, *f], weight [*f, e], names of f) -> [b, t, e]`.
+    """Returns `row_parallel(h [b, t, *f], weight [*f, e], names of f) -> [b, t, e]`.
 
-    `copies`: the weight may also be so many copies [copies, *f, e].
+    `copies`: the weight may also have that many copies, [copies, *f, e].
     """
 
     def row_parallel(h: jax.Array, weight: jax.Array, names: Names) -> jax.Array:
@@ -92,18 +92,18 @@ def make_row_parallel(
 
 
 def _has_copies(weight: jax.Array, names: Names, copies: int) -> bool:
-    """True of [c, e, *f] and [c, *f, e], where a weight alone is [e, *f] or [*f, e]."""
+    """Returns whether the weight is [c, e, *f] or [c, *f, e] rather than [e, *f] or [*f, e]."""
     return copies > 1 and weight.ndim == len(names) + 2
 
 
 def stream_is_split(rules: Rules) -> bool:
-    """True if more mesh axes split the residual stream than split the tokens of attention."""
+    """Returns whether more mesh axes split the residual stream than the tokens of attention."""
     split = rules.activation_spec(("stream_time",), (0,))
     return split != rules.activation_spec(("time",), (0,))
 
 
 def check_collective_matmul(rules: Rules) -> None:
-    """Refuse `mesh.collective_matmul` where `tensor` has devices and no tokens of the stream."""
+    """Refuses `mesh.collective_matmul` if `tensor` has devices but splits no stream tokens."""
     if rules.sizes["tensor"] > 1 and not _stream_adds_tensor(rules):
         raise ConfigError(
             "mesh.collective_matmul: mesh axis 'tensor' splits no tokens of the residual stream, "
@@ -119,11 +119,11 @@ def _stream_adds_tensor(rules: Rules) -> bool:
 
 
 def make_find_ring(rules: Rules, manual: Sequence[str] = ()) -> FindRing:
-    """`find_ring(shape of x [b, t, e], shape of h [b, t, *f], names of f)`: the ring of a
-    collective matmul between them.
+    """Returns `find_ring(shape of x [b, t, e], shape of h [b, t, *f], names of f)`.
 
-    None where `tensor` does not split both the tokens of x and one dim of f, or another axis
-    stands between them. `manual`: the manual axes of the region around it.
+    It gives the ring of a collective matmul between x and h. None if `tensor` does not split both
+    the tokens of x and one dim of f, or if another axis comes between them. `manual`: the manual
+    axes of the surrounding region.
     """
 
     def find_ring(
@@ -141,4 +141,4 @@ def make_find_ring(rules: Rules, manual: Sequence[str] = ()) -> FindRing:
 
 
 def no_ring(stream_shape: tuple[int, ...], wide_shape: tuple[int, ...], names: Names) -> None:
-    """A `find_ring` of collectives around the matmuls."""
+    """Returns None, as a `find_ring` that keeps collectives around the matmuls."""

@@ -1,8 +1,8 @@
-"""Look up rows of a table whose vocabulary is split over mesh axes.
+"""The lookup of rows in a table whose vocabulary is split over mesh axes.
 
 Each device looks up the ids that fall into its rows, and the results are summed. XLA can partition
-a plain gather and its gradient too, but there are ways to split table and ids at which its
-partitioner aborts the process (seen with jax 0.10 and 0.12).
+a plain gather and its gradient too, but for some ways of splitting table and ids its partitioner
+aborts the process (seen with jax 0.10 and 0.12).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ Lookup = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
-    """Return `lookup(table [vocab, embed], ids [batch, time]) -> [batch, time, embed]`.
+    """Returns `lookup(table [vocab, embed], ids [batch, time]) -> [batch, time, embed]`.
 
     The table must be whole over `fsdp` and over the axes that split the ids.
 
-    `manual` are the manual axes of the region around it. If `pipeline` is one of them, the table
+    `manual` are the manual axes of the surrounding region. If `pipeline` is one of them, the table
     is this stage's rows. It may also be the whole table on every stage: then the first stage finds
     all rows, and the others none.
     """
-    # Over the axes of the batch the table has been gathered; over these it is still split.
+    # The table has been gathered over the axes of the batch; over these it is still split.
     by_hand = tuple(
         axis
         for axis in rules.parameters["vocab"]
@@ -66,10 +66,10 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
             return psum_tree(scatter_sum(found, axes, 1), by_hand)
 
         if not axes and not axes_of(ids_spec):
-            return local(table, ids)  # each device has all rows that are here, and all ids
+            return local(table, ids)  # each device has all rows of the table, and all ids
 
-        # Manual over all that is left, axes of one device too. The transpose of the region sums
-        # the table's gradient over the batch, and in 16 bit XLA's CPU compiler aborts at such a
+        # Manual over all remaining axes, even those of one device. The transpose of the region sums
+        # the table's gradient over the batch, and in 16 bits XLA's CPU compiler aborts at such a
         # sum unless the region is manual over every axis.
         left = {axis for axis in rules.sizes if axis not in manual}
         region = jax.shard_map(
@@ -88,6 +88,6 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
 
 
 def _rows_or_zero(rows: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return `rows[indices]`, and zeros where an index lies outside."""
+    """Returns `rows[indices]`, with zeros for indices out of range."""
     inside = (indices >= 0) & (indices < rows.shape[0])
     return jnp.where(inside[..., None], rows[jnp.where(inside, indices, 0)], 0)

@@ -1,6 +1,6 @@
-"""The processes of a run: who they are, how they hear of each other, and how they end. No tensors.
+"""The processes of a run: how they find each other, share news, and end. No tensors here.
 
-processes.py joins them, scheduler.py reads what Slurm and Open MPI say, coordinator.py and peers.py
-tell every process why another one has ended, pulse.py tells the launcher how far a run is,
-signals.py and closed_outputs.py end a command well, and xla_flags.py is what XLA is told.
+processes.py joins them, scheduler.py reads the environment of Slurm and Open MPI, coordinator.py
+and peers.py tell every process why another one ended, pulse.py reports progress to the launcher,
+signals.py and closed_outputs.py end a command cleanly, and xla_flags.py sets XLA's flags.
 """

@@ -1,6 +1,6 @@
-"""Standard streams that nobody reads, or that a program is started without.
+"""Standard streams that are missing at the start, or that nobody reads any more.
 
-A run goes on when nobody reads its output any more: `| head`, or a terminal that is closed.
+A run continues when its output loses its reader: `| head`, or a closed terminal.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ OUTPUTS = (1, 2)  # file descriptors of standard output and standard error
 
 
 class _Remarks(io.TextIOWrapper):
-    """Standard error: a remark that cannot be written changes nothing of what a command does."""
+    """Standard error that drops a message it cannot write, so that the command is not affected."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -28,13 +28,13 @@ class _Remarks(io.TextIOWrapper):
 
 
 def complete() -> None:
-    """Gives a program the standard streams that it is started without (`>&-`, a service, cron).
+    """Opens the standard streams that the program was started without (`>&-`, a service, cron).
 
-    The next file it opens would take their number, and what a library prints would go there.
+    Otherwise the next file opened would get their number, and a library's prints would land in it.
     """
     for number in range(3):
         if not _is_open(number):
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     raw = open(2, "wb", closefd=False)  # noqa: SIM115
@@ -51,7 +51,7 @@ def _is_open(number: int) -> bool:
 
 
 def let_go() -> bool:
-    """Sends the outputs that nobody reads any more to nowhere. Returns whether there was one."""
+    """Redirects outputs without a reader to /dev/null. Returns whether there were any."""
     closed = [number for number in OUTPUTS if _is_closed(number)]
     for number in closed:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -62,7 +62,7 @@ def let_go() -> bool:
 
 @contextlib.contextmanager
 def outlived() -> Iterator[None]:
-    """Inside, what is printed may be lost where nobody reads it; any other error is raised."""
+    """Ignores errors of writing to an output that lost its reader; raises all others."""
     try:
         yield
     except OSError as error:
@@ -71,7 +71,7 @@ def outlived() -> Iterator[None]:
 
 
 def _is_closed(number: int) -> bool:
-    """True for a pipe without a reader and for a terminal that has hung up."""
+    """Returns whether this is a pipe without a reader or a terminal that has hung up."""
     poll = select.poll()
     poll.register(number, 0)
     closed = select.POLLERR | select.POLLHUP

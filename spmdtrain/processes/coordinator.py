@@ -1,13 +1,12 @@
-"""The coordinator of a run of several processes: a program that process 0 starts and that outlives
-process 0.
+"""The coordinator of a multi-process run: a program that process 0 starts and that outlives it.
 
-It is jax's coordination service and, beside it, a connection to each process, by which all of them
+It is jax's coordination service plus one connection to each process, through which all of them
 learn how one of them ended. jax aborts every process whose coordinator is gone: if this were part
 of process 0, the death of process 0 would abort them all.
 
-The protocol is lines of text. A process says "TOKEN INDEX" once it has connected. At its end it
-says "done" or "failed WHY", or nothing, if it was killed. Unless it said "done", the others are
-told "INDEX failed WHY" or "INDEX lost". Processes that connect later are told the first such news.
+The protocol is lines of text. A process sends "TOKEN INDEX" once it has connected. At its end it
+sends "done" or "failed WHY", or nothing if it was killed. Unless it sent "done", the others receive
+"INDEX failed WHY" or "INDEX lost". Processes that connect later receive the first such news.
 """
 
 import json
@@ -18,20 +17,20 @@ import socketserver
 import sys
 import threading
 
-# How long the others have to hear of the end of process 0. Not longer, because a new run may want
+# How long the others have to hear of the end of process 0. No longer, because a new run may want
 # the port.
 LINGER_SECONDS = 10
 
 
 class NewsServer(socketserver.ThreadingTCPServer):
-    """Listens on any free port, and handles the connection of each process in a thread."""
+    """A server on any free port that handles each process's connection in a thread."""
 
     daemon_threads = True
-    request_queue_size = 1024  # all processes connect at once
+    request_queue_size = 1024  # all processes connect at the same time
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
     def __init__(self, token: str):
-        """`token` is the secret by which processes of this run are told from strangers."""
+        """`token` is the secret that tells processes of this run from strangers."""
         self.token = token
         self.news = ""  # the first
         self.open: dict[str, socket.socket] = {}  # by process index
@@ -44,13 +43,13 @@ class NewsServer(socketserver.ThreadingTCPServer):
         super().server_bind()
 
     def handle_error(self, request, client_address) -> None:  # noqa: ARG002
-        """Print no traceback: a connection that breaks is news, which the handler has told."""
+        """Prints no traceback: a broken connection is news, which the handler has passed on."""
 
 
 class NewsHandler(socketserver.StreamRequestHandler):
     """The connection of one process."""
 
-    # The library's type knows no server of one's own.
+    # The library's type does not allow for a custom server.
     server: "NewsServer"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def handle(self):
@@ -82,9 +81,9 @@ class NewsHandler(socketserver.StreamRequestHandler):
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel notice within 20 seconds that the other side's host is gone.
+    """Makes the kernel notice within 20 seconds that the other side's host is gone.
 
-    (A heartbeat of our own would come too late from a Python that is busy.)
+    (A heartbeat of our own would be late whenever Python is busy.)
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -93,11 +92,11 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve until standard input ends, that is, until process 0 is done or dead.
+    """Serves until standard input ends, that is, until process 0 is done or dead.
 
-    Prints [port of the news server, ""] as JSON once all is there, or [null, what went wrong].
+    Prints [port of the news server, ""] as JSON once everything is up, or [null, what went wrong].
     """
-    # A terminal sends these to all its programs. When it is over is for process 0 to say.
+    # A terminal sends these to all its programs. Only process 0 decides when the run is over.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     arguments, named, token = json.loads(sys.argv[1])
@@ -106,7 +105,7 @@ def main() -> None:
     try:
         service = _jax.get_distributed_runtime_service(*arguments, **named)
         server = NewsServer(token)
-    except Exception as error:  # jaxlib raises several kinds; process 0 says whichever it was
+    except Exception as error:  # jaxlib raises several kinds; process 0 reports whichever it was
         print(json.dumps([None, str(error)]), flush=True)
         return
     threading.Thread(target=server.serve_forever, daemon=True).start()

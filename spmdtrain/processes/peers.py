@@ -1,9 +1,9 @@
 """Ends all processes of a run soon after one of them has ended.
 
-Left to jax, the others would hang in a collective, or be aborted. So each process holds a
-connection to the coordinator (coordinator.py). A process that fails sends the reason before it
-ends; one that is killed is noticed when its connection breaks. The others then end with exit code
-8. A process that is alone holds no connection, and `end` and `leave` do nothing.
+Left to jax, the others would hang in a collective or be aborted. So each process holds a connection
+to the coordinator (coordinator.py). A process that fails sends the reason before it ends; one that
+is killed is noticed when its connection breaks. The others then end with exit code 8. A lone
+process holds no connection, and `end` and `leave` do nothing.
 """
 
 import atexit
@@ -25,28 +25,29 @@ from spmdtrain.processes import coordinator
 
 KEY = "spmdtrain/lines"  # in jax's key-value store: port and token of the coordinator's news
 CONNECT_SECONDS = 60
-# jax aborts a process, with a stack of C++, that has waited 300 seconds for the others to start.
+# jax aborts a process, with a C++ stack trace, after 300 seconds of waiting for the others to
+# start.
 START_SECONDS = 290
-SILENT_SECONDS = 10  # of waiting, before a line says for whom
-# How long a process may go on after news of another. The same mistake is often made by all, and
-# then each can say it itself.
+SILENT_SECONDS = 10  # of waiting, before a line names the missing processes
+# How long a process may continue after news of another. Often all make the same mistake, and this
+# lets each report it itself.
 GRACE_SECONDS = 2
 # What a collective raises when the other side is gone: in gloo, in NCCL, in jax's own barriers.
 BROKEN = re.compile("gloo .* failed|by peer|remote process|coordination service|barrier", re.I)
 
-_connection: socket.socket | None = None  # to the coordinator; None: alone, or done
+_connection: socket.socket | None = None  # to the coordinator; None: a lone process, or done
 _news: list[str] = []
 _news_came = threading.Event()
 _ending = threading.Lock()
 
 
 def join(**arguments) -> None:
-    """Call `jax.distributed.initialize`, but run the coordinator as a program of its own.
+    """Calls `jax.distributed.initialize` with the coordinator in a separate program.
 
-    Then connect to it. Raises ConfigError where its port cannot be reached.
+    Then connects to it. Raises ConfigError if its port cannot be reached.
     """
     import jax
-    from jax._src import distributed  # its service and client have no public way, 0.10 to 0.12
+    from jax._src import distributed  # its service and client have no public API, 0.10 to 0.12
 
     jaxlib: Any = vars(distributed)["_jax"]
     started: list[_Coordinator] = []
@@ -82,7 +83,7 @@ def join(**arguments) -> None:
 
 
 def _watch_the_start(met: threading.Event) -> None:
-    """Say for whom this process waits, and end it in one line where they do not come."""
+    """Names the processes that are missing, and ends this one in one line if they never come."""
     if met.wait(SILENT_SECONDS):
         return
     from jax._src import distributed
@@ -116,7 +117,7 @@ def _has_no_address(address: str) -> bool:
 
 
 def _hold(connection: socket.socket, token: str, process: int) -> None:
-    """Introduce this process to the coordinator, and from now on listen, and say how it ends."""
+    """Introduces this process to the coordinator, starts listening, and arranges its last word."""
     global _connection
     connection.settimeout(None)
     coordinator.keep_alive(connection)
@@ -124,12 +125,12 @@ def _hold(connection: socket.socket, token: str, process: int) -> None:
     _connection = connection
     threading.Thread(target=_listen, args=(connection,), name="peers", daemon=True).start()
     sys.excepthook = _end_uncaught
-    # Registered after jax's own, so it runs before that one, which waits for the others.
+    # Registered after jax's own handler, which waits for the others, so it runs before it.
     atexit.register(_say_last, "done")
 
 
 class _Coordinator:
-    """The coordinator as jax's service: what jax gets from its start function."""
+    """The coordinator as jax's service: what its start function returns to jax."""
 
     def __init__(self, *arguments, **named):
         self.token = secrets.token_hex(16)
@@ -158,7 +159,7 @@ class _Coordinator:
 
 
 def _listen(connection: socket.socket) -> None:
-    """Wait for news of another process, then end this one if it does not end by itself."""
+    """Waits for news of another process, then ends this one if it does not end by itself."""
     heard = b""
     with suppress(OSError):
         heard = connection.makefile("rb").readline()
@@ -172,7 +173,7 @@ def _listen(connection: socket.socket) -> None:
 
 
 def _describe_news(news: str) -> str:
-    """Put "INDEX failed WHY" or "INDEX lost" in words; "", if the coordinator itself is gone."""
+    """Puts "INDEX failed WHY" or "INDEX lost" in words; "" if the coordinator itself is gone."""
     process, _, said = news.partition(" ")
     if said.startswith("failed "):
         return f"process {process} failed: {said.removeprefix('failed ')}"
@@ -180,7 +181,7 @@ def _describe_news(news: str) -> str:
 
 
 def _say_last(word: str) -> None:
-    """Say the last word to the coordinator; from then on its news does not concern us."""
+    """Sends the last word to the coordinator; from then on its news is ignored."""
     global _connection
     connection, _connection = _connection, None
     if connection is not None:
@@ -189,9 +190,9 @@ def _say_last(word: str) -> None:
 
 
 def end(error: BaseException) -> None:
-    """End this process with `error`: show it, and tell it to the others. Alone: return.
+    """Ends this process with `error`: shows it and tells the others. Returns if there are none.
 
-    An error that comes of another process's end is shown as that, in one line.
+    An error caused by the end of another process is shown as that, in one line.
     """
     if _connection is None:
         return
@@ -200,7 +201,7 @@ def end(error: BaseException) -> None:
         root = root.__cause__
     broken = BROKEN.search(str(root))
     if broken or not isinstance(error, UserError):
-        # It may be the fault of another process, whose news is then under way.
+        # It may be the fault of another process whose news is on its way.
         if _news_came.wait(GRACE_SECONDS):
             error = PeerLostError(_news[0])
         elif broken:
@@ -216,7 +217,7 @@ def _end_uncaught(kind: type[BaseException], error: BaseException, trace) -> Non
 
 def _end_now(error: BaseException) -> None:
     if not _ending.acquire(blocking=False):
-        threading.Event().wait()  # another thread is at it: wait for the end of the process
+        threading.Event().wait()  # another thread is ending the process: wait for that
     if isinstance(error, UserError):
         why = str(error)
         print(f"spmdtrain: {error}", file=sys.stderr)
@@ -228,7 +229,7 @@ def _end_now(error: BaseException) -> None:
 
 
 def leave(code: int, word: str) -> None:
-    """End this process now, without jax's shutdown, which is a barrier. Alone: return.
+    """Ends this process now, without jax's shutdown, which is a barrier. Returns if it is alone.
 
     `word` is what the coordinator is told: "failed WHY" or "done".
     """

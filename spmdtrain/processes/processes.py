@@ -1,4 +1,4 @@
-"""Turn one run into several processes, and make one process see many simulated devices.
+"""Joins the processes of a run, and simulates several devices in one process.
 
 Both must happen before jax looks for devices, so the command line calls these functions first.
 """
@@ -13,14 +13,14 @@ from spmdtrain.processes import peers, scheduler
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 MOST_SIMULATED = 4096
-HEARTBEAT_SECONDS = 30  # jax waits 100 before it calls a silent process dead
-SHUTDOWN_SECONDS = 15  # and 300 for the others when one ends with an exception
+HEARTBEAT_SECONDS = 30  # jax waits 100 before it declares a silent process dead
+SHUTDOWN_SECONDS = 15  # jax waits 300 for the others when one ends with an exception
 
 
 def simulate_devices(count: int) -> None:
-    """Make this process see `count` CPU devices.
+    """Makes this process see `count` CPU devices.
 
-    Raises ConfigError for a count out of range, and once jax has looked and found another number.
+    Raises ConfigError if the count is out of range, or if jax has already found another number.
     """
     count = as_whole(count, "count", -sys.maxsize)
     asked = f"--simulate-devices {count}"
@@ -32,7 +32,7 @@ def simulate_devices(count: int) -> None:
     if "jax" in sys.modules:
         import jax
 
-        # No public way asks without starting it (jax 0.10 to 0.12).
+        # There is no public API to ask without starting the backends (jax 0.10 to 0.12).
         if sys.modules["jax._src.xla_bridge"].backends_are_initialized():
             if (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
                 raise ConfigError(
@@ -44,8 +44,8 @@ def simulate_devices(count: int) -> None:
             return
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
-    # The environment as well: for a jax that is imported later, and for child processes.
-    os.environ.pop("JAX_NUM_CPU_DEVICES", None)  # would win over the flag
+    # Set in the environment as well, for a jax that is imported later and for child processes.
+    os.environ.pop("JAX_NUM_CPU_DEVICES", None)  # would override the flag
     flags = re.sub(rf"{DEVICE_COUNT_FLAG}=?\S*", "", os.environ.get("XLA_FLAGS", ""))
     os.environ["XLA_FLAGS"] = " ".join([*flags.split(), f"{DEVICE_COUNT_FLAG}={count}"])
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -54,16 +54,16 @@ def simulate_devices(count: int) -> None:
 def start(
     coordinator: str | None = None, processes: int | None = None, process: int | None = None
 ) -> None:
-    """Join the other processes of this run, if there are any.
+    """Joins the other processes of this run, if there are any.
 
-    Which ones they are is said by the arguments (all three, or none), else by Slurm or Open MPI;
-    where nobody says anything, this process is alone.
+    They are named by the arguments (all three, or none), else by Slurm or Open MPI; otherwise this
+    process is alone.
 
-    Where the arguments say it, a process uses every GPU that it sees. Under Slurm and Open MPI it
-    does so too if it is the only one on its host, or if Slurm gave it GPUs of its own. Otherwise
-    it takes the GPU with the number of its local rank.
+    If the arguments name them, a process uses every GPU that it sees. Under Slurm and Open MPI it
+    does so too if it is the only one on its host, or if Slurm assigned GPUs to it. Otherwise it
+    takes the GPU whose number is its local rank.
 
-    Raises ConfigError where what is said makes no sense, or the coordinator cannot be reached.
+    Raises ConfigError if these settings are inconsistent or the coordinator cannot be reached.
     """
     if (coordinator, processes, process) != (None, None, None):
         arguments = _from_arguments(coordinator, processes, process)
@@ -81,7 +81,7 @@ def start(
 
 
 def any_process(flag: bool) -> bool:
-    """True if `flag` is set in any process. A collective: every process must call it."""
+    """Returns whether `flag` is set in any process. A collective: every process must call it."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -92,7 +92,7 @@ def any_process(flag: bool) -> bool:
 
 
 def of_process_0(number: int) -> int:
-    """Gives every process what process 0 says. All processes call it, and wait for all."""
+    """Returns process 0's number in every process. A collective: every process must call it."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -103,7 +103,7 @@ def of_process_0(number: int) -> int:
 
 
 def said_by_all(text: str) -> list[str]:
-    """Gives every process what each of them says, in their order. All call it, and wait for all."""
+    """Returns the text of each process, in order. A collective: every process must call it."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -122,7 +122,7 @@ def said_by_all(text: str) -> list[str]:
 def _from_arguments(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> dict | None:
-    """Return arguments of `jax.distributed.initialize`; None where there is one process."""
+    """Returns arguments of `jax.distributed.initialize`, or None for a single process."""
     given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     asked = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
     missing = [flag for flag, value in given.items() if value is None]
@@ -148,7 +148,7 @@ def _from_arguments(
 
 
 def _check_address(coordinator: str, asked: str) -> None:
-    """Refuse HOST:PORT without a legal port, and a host that means "this one" on several nodes."""
+    """Refuses HOST:PORT without a legal port, and a host that means "this one" on several nodes."""
     host, _, port = coordinator.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         bare = coordinator.removesuffix(f":{port}") if host else coordinator.rstrip(":")

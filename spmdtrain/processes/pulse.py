@@ -1,8 +1,8 @@
 """Tells the launcher that watches a process which phase it is in, and at which step.
 
-`spmdtrain launch` starts a process with the write end of a pipe, whose file descriptor stands in
-the environment. Each message is a line "PHASE STEP". A process that no launcher watches writes
-nothing. Writing never waits: where the pipe is full, the message is dropped.
+`spmdtrain launch` starts a process with the write end of a pipe, whose file descriptor is in the
+environment. Each message is a line "PHASE STEP". A process without a launcher writes nothing.
+Writing never blocks: if the pipe is full, the message is dropped.
 """
 
 import faulthandler
@@ -14,9 +14,9 @@ from spmdtrain.processes import signals
 
 PIPE = "SPMDTRAIN_PULSE"  # in the environment: the number of the file descriptor
 
-# The phases of a process, in their order. `begin` is entered by being started.
-BEGIN = "begin"  # imports, the devices, the other processes
-RESTORE = "restore"  # the state is read, or made
+# The phases of a process, in order. A process starts in `begin`.
+BEGIN = "begin"  # imports, devices, joining the other processes
+RESTORE = "restore"  # the state is read or initialised
 COMPILE = "compile"
 FIRST_STEP = "first_step"
 STEP = "step"
@@ -25,10 +25,10 @@ EVALUATE = "evaluate"
 END = "end"  # the last save is written
 PHASES = (BEGIN, RESTORE, COMPILE, FIRST_STEP, STEP, SAVE, EVALUATE, END)
 
-# No phases, but news:
+# News rather than phases:
 SAVED = "saved"  # the checkpoint of the step is complete on disk
-DONE = "done"  # the run has ended as it should
-UNDONE = "undone"  # the steps after this one are taken again
+DONE = "done"  # the run has ended normally
+UNDONE = "undone"  # the steps after this one will be repeated
 
 _pipe: int | None = None
 
@@ -43,7 +43,7 @@ def begin() -> None:
     try:
         os.set_blocking(pipe, False)
         os.set_inheritable(pipe, False)
-    except OSError:  # left behind by a launcher that is not ours
+    except OSError:  # inherited from a launcher that is not ours
         return
     _pipe = pipe
     signals.launched()
@@ -51,19 +51,21 @@ def begin() -> None:
 
 
 def is_watched() -> bool:
-    """True in a process that a launcher watches."""
+    """Returns whether a launcher watches this process."""
     return _pipe is not None
 
 
 def tell(what: str, step: int = 0) -> None:
-    """Says that this process enters a phase at `step`, or what it has done."""
+    """Reports that this process enters a phase at `step`, or what it has done."""
     if _pipe is not None:
         with suppress(OSError):  # full, or the launcher is gone
             os.write(_pipe, f"{what} {step}\n".encode())
 
 
 def parse(line: str) -> tuple[str, int] | None:
-    """(what, step) of a line; None where it is none, as the end of one that was killed."""
+    """Parses a line into (what, step); None if malformed, e.g. cut short when its writer was
+    killed.
+    """
     what, _, step = line.partition(" ")
     if what not in (*PHASES, SAVED, DONE, UNDONE) or not step.isdecimal():
         return None

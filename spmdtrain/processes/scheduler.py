@@ -1,8 +1,8 @@
-"""What Slurm or Open MPI say in the environment of a process that they have started.
+"""What Slurm and Open MPI put in the environment of a process that they start.
 
-A variable that is empty counts as one that is not there. Where a scheduler says that there are
-several processes, all that jax reads of it is checked here: jax itself would end in a traceback, or
-wait for processes that nobody has started.
+An empty variable counts as unset. If a scheduler announces several processes, everything that jax
+reads of its variables is checked here: jax itself would end in a traceback, or wait for processes
+that nobody has started.
 """
 
 import importlib.util
@@ -19,10 +19,10 @@ ORTE_URI = re.compile(r"\d+\.\d*;.*(tcp://[^,:]+[,:]|tcp6://\[[^],]+[],])", re.A
 
 
 def arguments_for_jax(environment: Mapping[str, str]) -> dict | None:
-    """Returns arguments of `jax.distributed.initialize`; None where there is one process.
+    """Returns arguments of `jax.distributed.initialize`, or None for a single process.
 
-    Open MPI is asked first, because mpirun may run inside a Slurm job. Raises ConfigError where the
-    environment says half of it, or something that is no number.
+    Open MPI is asked first, because mpirun may run inside a Slurm job. Raises ConfigError if the
+    environment is incomplete, or holds text in place of a number.
     """
     if (number(environment, "OMPI_COMM_WORLD_SIZE") or 1) > 1:
         return _of_open_mpi(environment)
@@ -32,7 +32,7 @@ def arguments_for_jax(environment: Mapping[str, str]) -> dict | None:
 
 
 def starts_a_launcher_each(environment: Mapping[str, str]) -> bool:
-    """True if a scheduler has started several processes, of which this is one."""
+    """Returns whether a scheduler has started several processes, of which this is one."""
     in_slurm = (
         "SLURM_PROCID" in environment and (number(environment, "SLURM_STEP_NUM_TASKS") or 1) > 1
     )
@@ -40,9 +40,9 @@ def starts_a_launcher_each(environment: Mapping[str, str]) -> bool:
 
 
 def is_srun_of_several(environment: Mapping[str, str]) -> bool:
-    """True in one of several Slurm tasks, or in the batch script of such a job.
+    """Returns whether this is one of several Slurm tasks, or the batch script of such a job.
 
-    A shell inside a job has no SLURM_PROCID, and a shell that is itself a step is a step of one.
+    A shell inside a job has no SLURM_PROCID, and a shell that is itself a step has one task.
     """
     tasks = number(environment, "SLURM_NTASKS") or 1
     of_one = number(environment, "SLURM_STEP_NUM_TASKS") == 1
@@ -50,9 +50,9 @@ def is_srun_of_several(environment: Mapping[str, str]) -> bool:
 
 
 def is_first(process: int | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """True if this is process 0 of a run, as far as its number is known before jax is there.
+    """Returns whether this is process 0 of a run, as far as can be known before jax starts.
 
-    `process` is the number that the arguments name.
+    `process` is the number given by the arguments.
     """
     if process is not None:
         return process == 0
@@ -61,7 +61,7 @@ def is_first(process: int | None, environment: Mapping[str, str] = os.environ) -
 
 
 def number(environment: Mapping[str, str], name: str) -> int | None:
-    """Returns the number that a variable holds; None where it is empty or not there."""
+    """Returns the number that a variable holds, or None if it is empty or unset."""
     text = environment.get(name, "").strip()
     if not text:
         return None
@@ -107,7 +107,7 @@ def _of_open_mpi(environment: Mapping[str, str]) -> dict:
 
 
 def _open_mpi_method(environment: Mapping[str, str]) -> str:
-    """Return which of jax's detections can serve: only Open MPI before 5 says where rank 0 is."""
+    """Returns which of jax's detections works: only Open MPI before 5 says where rank 0 is."""
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     if ORTE_URI.match(uri):
         return "ompi"
@@ -131,10 +131,10 @@ def _check_rank(environment: Mapping[str, str], rank: str, size: str, fix: str) 
 
 
 def _arguments(environment: Mapping[str, str], method: str, *, all_visible: bool) -> dict:
-    """Return what jax is told: how it finds the others, and which GPUs this process has.
+    """Returns what jax is told: how it finds the others, and which GPUs this process has.
 
-    By itself jax gives a launched process one GPU, by its local rank. An empty list means all that
-    it sees. What the user has set is left alone.
+    By default jax gives a launched process one GPU, by its local rank. An empty list means all
+    visible GPUs. What the user has set is left alone.
     """
     given = environment.get("JAX_LOCAL_DEVICE_IDS", "")
     if given and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", given.strip(), re.A):

@@ -1,17 +1,17 @@
-"""Ends a command at any moment on a signal that asks for it: one line, and code 128 + its number.
+"""Ends a command promptly on a signal: one line, and exit code 128 + the signal's number.
 
-These are SIGINT (Ctrl-C) and SIGTERM, the early warnings of schedulers, SIGUSR1 and SIGUSR2, and
-SIGHUP of a terminal that is closed.
+The signals are SIGINT (Ctrl-C) and SIGTERM, the early warnings of schedulers, SIGUSR1 and SIGUSR2,
+and SIGHUP of a closed terminal.
 
 Python itself would raise KeyboardInterrupt wherever its main thread happens to be: in an import,
-which turns it into another error, in a callback, which prints and forgets it, or not before a
-compilation is over. So a thread hears of the signal, and ends the process at once.
+which turns it into another error; in a callback, which prints and forgets it; or only once a
+compilation is over. So a thread receives the signal and ends the process.
 
-Two end otherwise. A command with files to clean up gets the exception (`cleaning_up`). The loop
-takes the signals over and saves first (running/guards/interrupt.py); the second one ends it at
-once, also while its main thread waits for devices.
+There are two exceptions. A command with files to clean up gets KeyboardInterrupt (`cleaning_up`).
+The loop takes the signals over and saves first (running/guards/interrupt.py); a second signal ends
+it immediately, even while its main thread waits for devices.
 
-This file imports little and nothing of ours: until it is at work, Ctrl-C shows a traceback.
+This file imports little and nothing of ours: until it is active, Ctrl-C shows a traceback.
 """
 
 import atexit
@@ -27,25 +27,25 @@ from typing import Any
 
 COMMANDS = (signal.SIGINT, signal.SIGTERM)
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-HANDED_ON_SECONDS = 2.0  # in which a launcher hands on what a scheduler has sent to both of them
+HANDED_ON_SECONDS = 2.0  # within which a launcher forwards what a scheduler sent to both
 CLEANING_SECONDS = 5.0  # that a command may take to clean up
 FLUSHING_SECONDS = 1.0  # that a full pipe may hold up the end
-ERASE = "\r\x1b[2K"  # of a terminal's live line
+ERASE = "\r\x1b[2K"  # clears a terminal's live line
 
 _is_cleaning = False
-_asked = 0  # the signal that has come; 0: none
+_asked = 0  # the signal that has arrived; 0: none
 _code: int | None = None  # of a program that is about to exit
 _is_launched = False
-_saving: object = None  # the handler of a loop, which saves
+_saving: object = None  # the handler of a loop that saves
 _farewell: Callable[[int], None] | None = None
 _is_ending = threading.Lock()
 
 
 @contextmanager
 def heard(until_exit: bool = False) -> Iterator[None]:
-    """Inside, COMMANDS and WARNINGS end the process; so do they afterwards if it is to exit then.
+    """Lets COMMANDS and WARNINGS end the process inside; `until_exit` extends that to the exit.
 
-    A signal that somebody else has taken over, or that is ignored, is left alone.
+    A signal that other code has taken over, or that is ignored, is left alone.
     """
     global _asked, _code, _farewell
     defaults: dict[int, Any] = dict.fromkeys((*COMMANDS, *WARNINGS), signal.SIG_DFL)
@@ -65,7 +65,8 @@ def heard(until_exit: bool = False) -> Iterator[None]:
     listener = threading.Thread(target=_listen, args=(listened,), name="signals", daemon=True)
     listener.start()
     if until_exit and signal.SIGINT in taken:
-        # Python's very end, which lasts a moment, would give the signal its default again.
+        # During Python's final shutdown, which lasts a moment, the signal would have its default
+        # again.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -80,10 +81,10 @@ def heard(until_exit: bool = False) -> Iterator[None]:
 
 @contextmanager
 def cleaning_up() -> Iterator[None]:
-    """Inside, the first signal raises KeyboardInterrupt, for what must not be left lying about."""
+    """Turns the first signal into KeyboardInterrupt, so that temporary files can be removed."""
     global _is_cleaning
     before = sys.unraisablehook
-    # A callback that is interrupted says nothing: the command ends.
+    # An interrupted callback prints nothing: the command is ending.
     sys.unraisablehook = lambda told: None if _asked else before(told)
     _is_cleaning = True
     try:
@@ -94,28 +95,28 @@ def cleaning_up() -> Iterator[None]:
 
 
 def is_free(number: int) -> bool:
-    """True where nobody has taken the signal over, and it is not ignored."""
+    """Returns whether the signal has its default handler and is not ignored."""
     return signal.getsignal(number) in (signal.SIG_DFL, _on_signal)
 
 
 def launched() -> None:
-    """Says that a launcher watches this process: it hands on what it is sent itself."""
+    """Notes that a launcher watches this process and forwards the signals that it receives."""
     global _is_launched
     _is_launched = True
 
 
 class Requests:
-    """Tells the second request to end from the first one.
+    """Distinguishes a second request to end from the first one.
 
-    A scheduler sends a signal to all processes of a job, launchers included, and a launcher hands
-    it on: what comes to a launched process within HANDED_ON_SECONDS is one request.
+    A scheduler signals all processes of a job, launchers included, and a launcher forwards the
+    signal: whatever reaches a launched process within HANDED_ON_SECONDS is one request.
     """
 
     def __init__(self):
         self._first: float | None = None
 
     def is_second(self) -> bool:
-        """Counts a request that has come; True if it is not the first."""
+        """Counts a request; returns whether it is not the first."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -124,7 +125,7 @@ class Requests:
 
 
 def saves_first(handler: object) -> None:
-    """Says that `handler`, while it is installed, answers the first signal by saving."""
+    """Notes that `handler`, while it is installed, answers the first signal by saving."""
     global _saving
     _saving = handler
 
@@ -136,30 +137,30 @@ def at_the_end(farewell: Callable[[int], None]) -> None:
 
 
 def asked() -> bool:
-    """True where a signal has come that ends the command."""
+    """Returns whether a signal that ends the command has arrived."""
     return bool(_asked)
 
 
 def is_over(code: int) -> None:
-    """Says that the program is about to exit with `code`, which a signal changes no more."""
+    """Notes that the program is about to exit with `code`, which signals no longer change."""
     global _code
     _code = code
 
 
 def say(number: int = 0) -> int:
-    """Says once that the command was ended by a signal, SIGINT unless told; returns the code."""
+    """Prints once that a signal (default: SIGINT) ended the command; returns the exit code."""
     number = number or _asked or signal.SIGINT
     erase = ERASE if os.isatty(2) else ""
     how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     with suppress(OSError):
         os.write(2, f"{erase}spmdtrain: {how}\n".encode())
-    return 128 + number  # as a shell reports a program that a signal has ended
+    return 128 + number  # as a shell reports a program ended by a signal
 
 
 def end(number: int) -> None:
-    """Ends the process at once, with one line."""
+    """Ends the process immediately, with one line."""
     if not _is_ending.acquire(blocking=False):
-        threading.Event().wait()  # another thread is at it
+        threading.Event().wait()  # another thread is ending it
     try:
         words = threading.Thread(target=_say_and_flush, args=(number,), daemon=True)
         words.start()
@@ -178,7 +179,7 @@ def _say_and_flush(number: int) -> None:
 
 
 def _on_signal(number: int, _frame: object) -> None:
-    """What becomes of a signal in the main thread; else it is for the thread that listens."""
+    """Handles a signal in the main thread; otherwise the listening thread does."""
     global _asked
     if _is_cleaning and not _asked:
         _asked = number
@@ -186,7 +187,7 @@ def _on_signal(number: int, _frame: object) -> None:
 
 
 def _listen(listened: int) -> None:
-    requests = Requests()  # that came while a loop saves
+    requests = Requests()  # that arrived while a loop saves
     while told := os.read(listened, 1):
         number = told[0]
         handler = signal.getsignal(number)

@@ -1,14 +1,13 @@
-"""The flags of XLA's GPU compiler that a run wants: what each is for, and what it changed. And the
-share of a GPU's memory that jax takes.
+"""The XLA GPU compiler flags that a run wants, and jax's share of a GPU's memory.
 
-`set_xla_flags` puts them into the environment before jax starts, where the run is one on GPUs or
-the compile one for GPUs; the command line calls it. What a person said in XLA_FLAGS wins. (As
-`compiler_options` of a compile, the first of them is taken and has no effect: jax 0.12.)
+Each flag comes with its purpose and what it changed. `set_xla_flags` puts them into the environment
+before jax starts, if the run or the compile is for GPUs; the command line calls it. What the user
+put in XLA_FLAGS wins. (Passed as `compiler_options` of a compile, the first flag is accepted
+without effect: jax 0.12.)
 
 A flag that XLA does not know ends the process. Those below are known to every jaxlib from 0.10 to
-0.12 (looked up in the libraries of 0.10.0, 0.10.2, 0.11.0, 0.11.2, 0.12.0 and 0.12.0.1); with
-another jaxlib none is set. There is no flag of NCCL here: what one changes can be seen on GPUs
-only.
+0.12 (looked up in the libraries of 0.10.0, 0.10.2, 0.11.0, 0.11.2, 0.12.0 and 0.12.0.1); with any
+other jaxlib none is set. There are no NCCL flags here: their effect shows on GPUs only.
 """
 
 import importlib.metadata
@@ -31,9 +30,9 @@ KNOWN_BEFORE = (0, 13)
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. `changed`: what it changed in the text that `make fleet`'s compiler gave.
+    """One flag. `changed`: its effect on the text compiled by `make fleet`.
 
-    first: the oldest jaxlib that it is set with.
+    first: the oldest jaxlib for which it is set.
     """
 
     name: str
@@ -84,20 +83,20 @@ FLAGS = (
     ),
 )
 
-# The share of a GPU's memory that jax takes when it starts, and no more later. By itself it takes
-# less (0.75) than the 80 % that the planner calls safe. jax still reads the old name of the
+# The share of a GPU's memory that jax takes when it starts; it never takes more later. Its default
+# (0.75) is less than the 80 % that the planner calls safe. jax still reads the old name of the
 # variable, but refuses to start with both.
 MEMORY_SHARE_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 OLD_MEMORY_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 JAX_MEMORY_SHARE = 0.75
 MEMORY_SHARE = 0.85
-LARGEST_MEMORY_SHARE = 0.92  # leaves room for what CUDA and NCCL hold beside the tensors
+LARGEST_MEMORY_SHARE = 0.92  # leaves room for what CUDA and NCCL hold in addition to the tensors
 
 
 def wanted() -> tuple[Flag, ...]:
-    """The flags that the installed jaxlib knows and that XLA_FLAGS does not name.
+    """Returns the flags that the installed jaxlib knows and that XLA_FLAGS does not name.
 
-    XLA_FLAGS may also be the name of a file with flags; that person gets exactly those.
+    XLA_FLAGS may also name a file of flags; then exactly those are used.
     """
     given = os.environ.get("XLA_FLAGS", "").strip()
     installed = _jaxlib_version()
@@ -108,18 +107,18 @@ def wanted() -> tuple[Flag, ...]:
 
 
 def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
-    """Adds the wanted flags to XLA_FLAGS where jax will start on GPUs; returns those it added.
+    """Adds the wanted flags to XLA_FLAGS if jax will start on GPUs; returns those it added.
 
-    To be called before anything that touches a device: XLA reads its flags once. Elsewhere (no GPU
+    Call it before anything that touches a device: XLA reads its flags once. Without GPUs (no GPU
     plugin of jax, or JAX_PLATFORMS without GPUs) it does nothing, unless `deviceless` says that
-    programs will be compiled for GPUs that are not there. Raises ConfigError if jax has already
-    started and a flag is missing.
+    programs will be compiled for absent GPUs. Raises ConfigError if jax has already started and a
+    flag is missing.
     """
     deviceless = as_flag(deviceless, "deviceless")
     added = tuple(str(flag) for flag in wanted())
     if not added or not (deviceless or runs_on_gpus()):
         return ()
-    # No public way asks without starting them (jax 0.10 to 0.12).
+    # There is no public API to ask without starting the backends (jax 0.10 to 0.12).
     bridge = sys.modules.get("jax._src.xla_bridge")
     if bridge is not None and bridge.backends_are_initialized():
         raise ConfigError(
@@ -132,10 +131,10 @@ def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
 
 
 def check_given() -> None:
-    """Raises ConfigError where XLA would end the process over what XLA_FLAGS says.
+    """Raises ConfigError if XLA would end the process over the contents of XLA_FLAGS.
 
-    XLA parses it in C++ and aborts. So another process, which imports no more than XLA, does it
-    first: a tenth of a second, where a person has set the variable.
+    XLA parses it in C++ and aborts. So a separate process, which imports only XLA, tries it first:
+    a tenth of a second, and only if the variable is set.
     """
     given = os.environ.get("XLA_FLAGS", "").strip()
     if not given:
@@ -145,7 +144,7 @@ def check_given() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
     said = done.stderr.decode(errors="replace")
     if done.returncode == 0 or "parse_flags_from_env" not in said:
-        return  # what else is wrong, jax says
+        return  # jax reports anything else that is wrong
     wrong = re.findall(r"(?:parse_flags_from_env|command_line_flags)\S*\] (.*)", said)
     raise ConfigError(
         f"XLA does not take XLA_FLAGS: {wrong[0] if wrong else ''}"[:300],
@@ -155,9 +154,9 @@ def check_given() -> None:
 
 
 def set_memory_share() -> None:
-    """Lets jax take `MEMORY_SHARE` of each GPU's memory, unless a person said how much.
+    """Lets jax take `MEMORY_SHARE` of each GPU's memory, unless the user set a share.
 
-    To be called before anything that touches a device.
+    Call it before anything that touches a device.
     """
     memory_share()
     if runs_on_gpus():
@@ -165,7 +164,7 @@ def set_memory_share() -> None:
 
 
 def memory_share() -> float:
-    """The share of each GPU's memory that jax takes. Raises ConfigError where it is no number."""
+    """Returns the share of each GPU's memory that jax takes. Raises ConfigError if not a number."""
     name = memory_share_variable()
     text = os.environ.get(name) or str(JAX_MEMORY_SHARE)
     try:
@@ -180,14 +179,14 @@ def memory_share() -> float:
 
 
 def memory_share_variable() -> str:
-    """The variable that says it: the one that is set, else jax's name of today."""
+    """Returns the variable's name: the one that is set, else jax's current name."""
     if os.environ.get(OLD_MEMORY_SHARE_VARIABLE):
         return OLD_MEMORY_SHARE_VARIABLE
     return MEMORY_SHARE_VARIABLE
 
 
 def runs_on_gpus() -> bool:
-    """True if jax, once it starts, will look for GPUs; neither imports nor starts it."""
+    """Returns whether jax, once it starts, will look for GPUs; neither imports nor starts it."""
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms and not re.search("cuda|gpu|rocm", platforms):
         return False
@@ -199,7 +198,7 @@ def runs_on_gpus() -> bool:
 
 
 def as_comment() -> str:
-    """The flags as `--print-config` shows them: lines that TOML takes for comments."""
+    """Returns the flags as `--print-config` shows them: lines that are comments in TOML."""
     lines = ["# XLA_FLAGS of a run on GPUs, unless you set them:"]
     for flag in FLAGS:
         yours = "" if flag in wanted() else "   (left to you)"
