@@ -1,4 +1,4 @@
-"""A run that has been trained, read: samples, evaluations and the tasks of others.
+"""Reads a trained run: samples, evaluations, and tasks of other harnesses.
 
-trained_run.py opens one; all other files take what it returns.
+trained_run.py opens a run; the other files take what it returns.
 """

@@ -1,6 +1,6 @@
 """Evaluates how well a trained run predicts a text: loss, perplexity, bits per byte.
 
-Any files will do, and any mesh.
+Works on any files and any mesh.
 """
 
 import math
@@ -46,22 +46,23 @@ def evaluate(
     make: MakeModel | str | None = None,
     ema: bool = False,
 ) -> dict[str, Any]:
-    """The loss of `run` after `step` steps (default: the newest), on validation data or files.
+    """Returns the loss of `run` after `step` steps (default: the newest), on validation data or
+    files.
 
-    `paths` are texts as `data prepare` reads them (`field` names the texts of a table or of JSON
-    lines), which the run's own tokenizer encodes, or token files that were made with it; all of
-    their tokens count. `overrides` may set mesh.* (default: one device) and what is in SETTABLE;
-    `make` is what the run was trained with, a class or its name as in `model.make`. With `ema` it
-    is the loss of the average of the weights, which the run has with `optimizer.ema`.
+    `paths` are either texts as `data prepare` reads them (`field` names the texts of a table or of
+    JSON lines), which the run's own tokenizer encodes, or token files made with that tokenizer; all
+    of their tokens count. `overrides` may set mesh.* (default: one device) and the settings in
+    SETTABLE. `make` is what the run was trained with: a class or its name, as in `model.make`. With
+    `ema` the loss is that of the average of the weights, which a run with `optimizer.ema` has.
 
-    Gives "loss" (nats a token), "perplexity", "bits_per_byte" (None where ids mean no text, or the
-    model restores some of the tokens), "tokens" and "bytes" that were predicted, "split_tokens" of
-    which "tokens" were, and "step". On validation data the loss is the one that the run reports at
-    this step, of the same windows.
+    The result has "loss" (nats per token), "perplexity", "bits_per_byte" (None if ids have no text,
+    or if the model restores some of the tokens), the predicted "tokens" and "bytes", the
+    "split_tokens" from which "tokens" were taken, and "step". On validation data the loss equals
+    the one that the run reports at this step, over the same windows.
 
-    Of a mixture, loss and bits per byte are those of text that has each source by its share;
-    "loss/NAME", "bits_per_byte/NAME" and "tokens/NAME" are of one source, the first two only where
-    a token of it has a loss. Raises UserError.
+    For a mixture, loss and bits per byte are means over the sources, weighted by their shares.
+    "loss/NAME", "bits_per_byte/NAME" and "tokens/NAME" are those of one source; the first two are
+    present only if one of its tokens has a loss. Raises UserError.
     """
     paths = as_texts(paths, "paths", "book.txt")
     check_kind(field, str, "field", "the name of a column")
@@ -99,10 +100,10 @@ def _by_source(found: Sequence[tuple[Predicted, int]]) -> dict[str, Any]:
 
 
 def _bits_per_byte(found: Sequence[tuple[Predicted, int]]) -> float | None:
-    """Returns the bits per byte of text that has the tokens of each source by its share.
+    """Returns the bits per byte of text that mixes the tokens of the sources by their shares.
 
-    These are bits a token over bytes a token, each a mean by the shares. It is None where a source
-    has no bytes.
+    This is bits per token over bytes per token, each a mean weighted by the shares. None if a
+    source has no bytes.
     """
     counted = [(predicted, size) for predicted, size in found if predicted.tokens]
     if not all(size for _, size in counted):
@@ -123,7 +124,7 @@ def _eval_sets(opened: OpenedRun, paths: Sequence[str], field: str) -> list[Eval
 
 
 def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
-    """All of the files as one corpus, in the ids of the run's tokenizer."""
+    """Returns all of the files as one corpus, in the ids of the run's tokenizer."""
     files = find_inputs(paths)
     are_tokens = {file.endswith(".bin") for file in files}
     if are_tokens == {True}:
@@ -150,7 +151,7 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
 
 
 def _ended(ids: np.ndarray, end: int | None) -> np.ndarray:
-    """A document as the run was trained on it: with the token behind it that ends it."""
+    """Returns a document as the run was trained on it: with the token that ends it."""
     return ids if end is None else np.append(ids, end)
 
 
@@ -159,13 +160,13 @@ def _predict(
 ) -> list[tuple[Predicted, int]]:
     """Returns what the model predicted of each set, and the bytes of that text.
 
-    The bytes are 0 where ids mean no text. `limit`: windows of each set, or all.
+    The bytes are 0 if ids have no text. `limit`: windows of each set, or all.
     """
     setup = opened.setup
-    # It is not known here which tokens such a model restores, so neither are their bytes.
+    # Which tokens such a model restores is not known here, so neither are their bytes.
     has_bytes = opened.tokenizer_spec and setup.model.corrupt is None
     tokenizer = opened.tokenizer if has_bytes else None
-    step = make_eval_step(setup).jitted  # its batches are ours
+    step = make_eval_step(setup).jitted  # the batches are made here
 
     def predict(each: EvalSet) -> tuple[Predicted, int]:
         nats = 0.0
@@ -184,9 +185,9 @@ def _predict(
 
 
 def _bytes(tokenizer: Tokenizer, targets: np.ndarray, mask: np.ndarray) -> int:
-    """The bytes of the text that the counted targets are.
+    """Returns the number of bytes of text in the counted targets.
 
-    A window may cut a character of several tokens in two, whose bytes are then those of U+FFFD.
+    A window may cut a character of several tokens in two; its bytes are then those of U+FFFD.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return int(mask.sum())

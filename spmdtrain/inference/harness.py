@@ -1,6 +1,6 @@
-"""Runs tasks of lm-evaluation-harness on a trained run: it scores continuations and writes texts.
+"""Runs tasks of lm-evaluation-harness on a trained run: scores continuations and generates texts.
 
-`likelihoods` needs nothing but the run. `evaluate_tasks` needs the package `lm_eval`.
+`likelihoods` needs only the run. `evaluate_tasks` needs the package `lm_eval`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,24 +16,25 @@ from spmdtrain.inference.sample import Choice, make_generate, make_logits, refus
 from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.choose import MakeModel
 
-BATCH = 8  # sequences at once
+BATCH = 8  # sequences per batch
 # Tokens of a row. Lengths are rounded up to powers of two, so that few programs are compiled.
 SHORTEST = 16
-NEW_TOKENS = 256  # of a text, where a task does not say
+NEW_TOKENS = 256  # of a generated text, if the task does not say
 
 Ids = np.ndarray
 
 
 def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-    """(log-likelihood in nats, is it the likeliest?) of each (context, continuation) in token ids.
+    """Returns (log-likelihood in nats, is it the likeliest?) of each (context, continuation) in
+    ids.
 
-    A continuation is scored given its context. Of the two together the model sees as much as it was
-    trained for, the last `max_length` tokens. Both must have at least one token.
+    A continuation is scored given its context. The model sees the last `max_length` tokens of the
+    two together, the length it was trained for. Both must have at least one token.
     """
     limit = opened.config.max_length
     score = _make_score(opened)
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
-    order = sorted(range(len(pairs)), key=lengths.__getitem__)  # a batch holds similar lengths
+    order = sorted(range(len(pairs)), key=lengths.__getitem__)  # groups similar lengths
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     for first in range(0, len(order), BATCH):
         chosen = order[first : first + BATCH]
@@ -57,11 +58,11 @@ def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tup
 
 
 def rolling_windows(ids: Ids, first: int, limit: int) -> list[tuple[Ids, Ids]]:
-    """(context, continuation) pairs whose continuations are `ids`, one behind the other.
+    """Returns (context, continuation) pairs whose continuations concatenate to `ids`.
 
-    They are the harness's own (`get_rolling_token_windows`, `make_disjoint_window`): each window
-    scores `limit` tokens given the one before, which is `first` at the start; the last, shorter one
-    is given as many tokens as fit.
+    They are those of the harness (`get_rolling_token_windows`, `make_disjoint_window`): each window
+    scores `limit` tokens given the previous one, which is `first` at the start. The last, shorter
+    window has as many tokens of context as fit.
     """
     row = np.concatenate([[first], ids]).astype(np.int32)  # ids[at] is row[at + 1]
     windows = []
@@ -73,7 +74,7 @@ def rolling_windows(ids: Ids, first: int, limit: int) -> list[tuple[Ids, Ids]]:
 
 
 def _make_score(opened: OpenedRun) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Makes `(params, tokens, targets, mask [batch, time]) -> (sums, all likeliest) [batch]`."""
+    """Returns `(params, tokens, targets, mask [batch, time]) -> (sums, all likeliest) [batch]`."""
     refuse_corrupting(opened.setup)
     logits_of = make_logits(opened.setup)
 
@@ -106,12 +107,12 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """Runs `tasks` of lm-evaluation-harness on `run`. Returns its results, by task.
 
-    `limit` is the number of examples of each task. The harness fetches its data by itself. With
-    `ema` they judge the average of the weights. Raises ConfigError where it is not installed, or
-    knows no such task.
+    `limit` is the number of examples per task. The harness fetches its own data. With `ema` the
+    average of the weights is judged. Raises ConfigError if the harness is not installed or does not
+    know a task.
     """
     try:
-        import lm_eval  # pyright: ignore[reportMissingImports]  no extra of ours brings it
+        import lm_eval  # pyright: ignore[reportMissingImports]  in no extra of ours
     except ImportError:
         raise ConfigError("lm_eval is not installed", fix="pip install lm-eval") from None
     opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
@@ -123,14 +124,18 @@ def evaluate_tasks(
 
 
 def harness_model(opened: OpenedRun) -> Any:
-    """Wraps the run as a `lm_eval.api.model.LM`."""
-    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  likewise
+    """Returns the run as a `lm_eval.api.model.LM`."""
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  in no extra of ours
 
     encode = opened.tokenizer.encode
 
     def pair(context: str, continuation: str) -> tuple[Ids, Ids]:
-        """Encodes both as the harness does: cut at the number of tokens of the context, whose last
-        spaces belong to the continuation; an empty context is the end of a text."""
+        """Encodes both as the harness does: the ids of the whole, split after as many as the
+        context has.
+
+        Trailing spaces of the context belong to the continuation; an empty context is the end of a
+        text.
+        """
         stripped = context.rstrip()
         whole = encode(context + continuation)
         if not stripped:
@@ -139,7 +144,7 @@ def harness_model(opened: OpenedRun) -> Any:
         return before, whole[len(before) :]
 
     class TrainedRun(LM):
-        """Takes requests as texts, and answers in the order in which they were asked."""
+        """Answers requests, which are texts, in the order in which they were asked."""
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
             return likelihoods(opened, [pair(*request.args) for request in requests])
@@ -160,15 +165,17 @@ def harness_model(opened: OpenedRun) -> Any:
 
 
 def _before_a_text(opened: OpenedRun) -> Ids:
-    """What stands before the first token of a text: the end of another, or else a line break."""
+    """Returns the tokens that precede a text: the end of another one, or else a line break."""
     if opened.end_of_text is None:
         return opened.tokenizer.encode("\n")
     return np.array([opened.end_of_text], np.int32)
 
 
 def _text_until(opened: OpenedRun, context: str, options: dict[str, Any]) -> str:
-    """Writes the likeliest text after `context`, up to the first of `options["until"]` or to the
-    end of the text. Of a long context it sees the last tokens, as many as leave room for the text.
+    """Returns the likeliest text after `context`, up to the first of `options["until"]` or its own
+    end.
+
+    Of a long context the model sees the last tokens, as many as leave room for the text.
     """
     tokenizer = opened.tokenizer
     length = int(options.get("max_gen_toks", NEW_TOKENS))

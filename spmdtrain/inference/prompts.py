@@ -1,4 +1,4 @@
-"""What a model is asked to go on from, as token ids: texts, conversations, or ids themselves."""
+"""Prompts as token ids, read from texts, conversations, or ids."""
 
 import sys
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ NOTHING = "--prompt is empty: there is nothing to go on from"
 
 
 class Prompts(NamedTuple):
-    """Prompts, and what they were given as."""
+    """Prompts, and the form in which they were given."""
 
     ids: list[np.ndarray]  # int32 [time] each
-    tokenizer: Tokenizer | None = None  # None: they were given as ids
-    template: Template | None = None  # of conversations, whose answers alone are wanted
-    is_one: bool = False  # rather than a list of them
+    tokenizer: Tokenizer | None = None  # None: the prompts were given as ids
+    template: Template | None = None  # of conversations; only the answers are returned
+    is_one: bool = False  # a single prompt, not a list
 
 
 class Stops(NamedTuple):
@@ -31,7 +31,7 @@ class Stops(NamedTuple):
 
 
 def read_prompts(opened: OpenedRun, prompt: Any, parse_special: bool = False) -> Prompts:
-    """Returns the ids of what `generate` was given. Raises UserError."""
+    """Returns the prompts given to `generate` as ids. Raises UserError."""
     vocab = opened.setup.model.rows
     items = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
     if isinstance(prompt, str) or (items and all(isinstance(item, str) for item in items)):
@@ -71,16 +71,16 @@ def _full(prompts: list[np.ndarray]) -> list[np.ndarray]:
 def ids_of(ids: Any, vocab: int) -> list[np.ndarray]:
     """Returns token ids [time] or [batch, time] as rows, int32 [time] each.
 
-    Raises ConfigError where they are no such thing, or not in the vocabulary.
+    Raises ConfigError if they are not token ids, or not in the vocabulary.
     """
     try:
         found = np.asarray(ids)
-    except ValueError:  # rows of several lengths
+    except ValueError:  # rows of different lengths
         raise ConfigError(
             "a prompt whose rows have several lengths", fix="integer ids [time] or [batch, time]"
         ) from None
     is_ids = found.ndim in (1, 2) and np.issubdtype(found.dtype, np.integer)
-    # An empty list is of floats to numpy.
+    # numpy reads an empty list as floats.
     if not found.size and found.ndim in (1, 2):
         raise ConfigError(NOTHING)
     if not is_ids:
@@ -98,7 +98,7 @@ def ids_of(ids: Any, vocab: int) -> list[np.ndarray]:
 
 
 def texts_to_stop(stop: Any) -> list[str]:
-    """Returns the texts that are to end a text. Raises ConfigError where they are none."""
+    """Returns the stop texts. Raises ConfigError if they are not texts."""
     is_list = isinstance(stop, list | tuple)
     texts = list(stop) if is_list else [stop]
     if not all(isinstance(text, str) and text for text in texts):
@@ -107,7 +107,7 @@ def texts_to_stop(stop: Any) -> list[str]:
 
 
 def stops_of(prompts: Prompts, texts: Sequence[str], end: int | None) -> Stops:
-    """Returns what ends the texts that are made: `texts`, the id `end`, and a message's close."""
+    """Returns what ends the generated texts: `texts`, the id `end`, and the close of a message."""
     ids = [] if end is None else [end]
     texts = list(texts)
     if texts and prompts.tokenizer is None:
@@ -123,9 +123,9 @@ def stops_of(prompts: Prompts, texts: Sequence[str], end: int | None) -> Stops:
 
 
 def ended(prompts: Prompts, ids: np.ndarray, size: int, stops: Stops) -> str:
-    """Returns the text of ids, of which `size` are the prompt, up to what ends it.
+    """Returns the text of `ids`, whose first `size` are the prompt, up to what ends it.
 
-    Of a conversation it is the answer alone.
+    For a conversation it is the answer alone.
     """
     tokenizer = prompts.tokenizer
     assert tokenizer is not None, "ids give ids"

@@ -1,6 +1,6 @@
 """Text, token ids and logits from trained weights, on any mesh without a pipeline.
 
-Text is made with a key-value cache in one compiled loop.
+Text is generated with a key-value cache in one compiled loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ from spmdtrain.train.given.arrays import check_params
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import are_finite
 
-COLDEST = 1e-6  # the least temperature that is not 0
-MOST_TOKENS = 2**24  # that a text is asked for: its cache is made at once
-HOTTEST = 1e30  # more is not a number of float32 any more
-LONGEST = 200  # tokens, where nobody asked for a number
-END_OF_TEXT = "end-of-text"  # among what stops a text: the token that ends a document
+COLDEST = 1e-6  # the lowest temperature other than 0
+MOST_TOKENS = 2**24  # that a text may have: its cache is allocated up front
+HOTTEST = 1e30  # beyond this float32 overflows
+LONGEST = 200  # tokens, if no number is given
+END_OF_TEXT = "end-of-text"  # as a stop text: the token that ends a document
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Choice:
     top_p: float | None = None
 
     def __post_init__(self):
-        # Below COLDEST a float32 of logits over it overflows.
+        # Below COLDEST, float32 logits divided by it overflow.
         if not _is_number(self.temperature) or not (
             self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
         ):
@@ -83,19 +83,20 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     ema: bool = False,
     parse_special: bool = False,
 ) -> str | list[str] | np.ndarray:
-    """`prompt` and at most `length` tokens after it, by the weights of `run` after `step` steps
-    (default: the newest that are not damaged).
+    """Returns `prompt` and at most `length` tokens after it, by the weights of `run` after `step`
+    steps.
 
-    A prompt of text gives text, and a list of them a list, made as one batch; one of token ids
-    [time] or [batch, time] gives ids. A list of messages, {"role": ..., "content": ...}, is written
-    as in training and gives the answer, without the messages, up to where the template closes it.
-    Special tokens that a text spells are text, unless `parse_special`. `length` defaults to as many
-    tokens as the model was made for, at most LONGEST; more go on with the last tokens in sight
-    (rotary positions: with all).
-    Text ends before the first of the texts in `stop`; END_OF_TEXT among them means the token that
-    ends a document. `overrides` may set mesh.* (default: one device), rules.* and model.attention;
-    `make` is what the run was trained with, a class or its name as in `model.make`. With `ema`
-    the average of the weights makes it, which the run has with `optimizer.ema`. Raises UserError.
+    `step` defaults to the newest intact one. A text gives a text, and a list of texts a list, made
+    as one batch; token ids [time] or [batch, time] give ids. A list of messages, {"role": ...,
+    "content": ...}, is written as in training; it gives only the answer, up to where the template
+    closes it. Special tokens spelled in a text are read as text, unless `parse_special`.
+
+    `length` defaults to the number of tokens that the model was made for, at most LONGEST. Beyond
+    that number the model sees only the last tokens (with rotary positions: all). Text ends before
+    the first of the texts in `stop`; END_OF_TEXT in `stop` stands for the token that ends a
+    document. `overrides` may set mesh.* (default: one device), rules.* and model.attention. `make`
+    is what the run was trained with: a class or its name, as in `model.make`. With `ema` the
+    average of the weights is used, which a run with `optimizer.ema` has. Raises UserError.
     """
     choice, stop = _choice(choice), texts_to_stop(stop)
     parse_special = as_flag(parse_special, "parse_special")
@@ -130,9 +131,9 @@ def generate_ids(
     choice: Choice = Choice(),  # noqa: B008 - it is frozen
     seed: int = 0,
 ) -> np.ndarray:
-    """`generate` for token ids, with the parameters of a training state at hand.
+    """`generate` for token ids, with the parameters of a training state.
 
-    Raises ConfigError where one of the arguments cannot be used.
+    Raises ConfigError if an argument cannot be used.
     """
     check_setup(setup)
     check_params(setup, params)
@@ -146,11 +147,12 @@ def generate_ids(
 
 
 def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array]:
-    """`logits(params, tokens [batch, time]) -> float32 [batch, time, vocab]`, jitted, no dropout.
+    """Returns `logits(params, tokens [batch, time]) -> float32 [batch, time, vocab]`, jitted, no
+    dropout.
 
-    Each token sees those before it, as in training, or all if the model restores tokens; documents
-    are not told apart. Raises ConfigError where the mesh has a pipeline; `logits` does where the
-    parameters or the tokens are none of this setup.
+    Each token sees the earlier ones, as in training, or all if the model restores tokens; documents
+    are not separated. Raises ConfigError if the mesh has a pipeline; `logits` raises it if the
+    parameters or the tokens do not fit this setup.
     """
     check_setup(setup)
     _refuse_pipeline(setup.mesh)
@@ -166,7 +168,7 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
 
     def under_mesh(params, tokens):
         check_params(setup, params)
-        if not isinstance(tokens, Tracer):  # a function that is traced knows no ids yet
+        if not isinstance(tokens, Tracer):  # a traced call has no concrete ids
             tokens = _checked_tokens(setup.config, tokens)
         with jax.set_mesh(setup.mesh), matmuls(compute):
             return logits(params, jnp.asarray(tokens))
@@ -175,7 +177,7 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
 
 
 def _checked_tokens(config: RunConfig, tokens: Any) -> np.ndarray:
-    """Returns tokens [batch, time]; ConfigError where they are none, or too many for the model."""
+    """Returns tokens [batch, time]; ConfigError if they are not ids, or too many for the model."""
     rows = np.stack(ids_of(tokens, config.vocab))
     if np.ndim(tokens) != 2:
         raise ConfigError(f"tokens of shape {np.shape(tokens)}", fix="tokens [batch, time]")
@@ -192,11 +194,12 @@ def _checked_tokens(config: RunConfig, tokens: Any) -> np.ndarray:
 def make_generate(
     setup: Setup, length: int, choice: Choice, ends: Sequence[int] = ()
 ) -> Callable[[dict[str, jax.Array], Sequence[np.ndarray], jax.Array], list[np.ndarray]]:
-    """`generate(params, prompts, key) -> ids`, each prompt with `length` tokens behind it.
+    """Returns `generate(params, prompts, key) -> ids`, each prompt followed by `length` tokens.
 
-    What all prompts have in common in length is read at once, the rest token by token. The loop
-    ends once every text has come to one of the tokens `ends`; the ids behind it mean nothing.
-    Weights stay split as the rules say; the few sequences are whole on every device.
+    The prompts are read in one pass up to the length of the shortest, and token by token from
+    there. The loop ends once every text has reached one of the tokens `ends`; the ids after that
+    token are meaningless. Weights stay sharded as the rules say; the few sequences are whole on
+    every device.
     """
     refuse_corrupting(setup)
     config = setup.config
@@ -204,7 +207,7 @@ def make_generate(
     compute = config.precision.compute
 
     def filled(params, prompts_bt, lengths_b, key, start):
-        """`prompts_bt` has room for what is made; each row holds `lengths_b` tokens so far."""
+        """`prompts_bt` has room for the new tokens; each row holds `lengths_b` tokens so far."""
         module = _bound(setup, params, rules)
         predict = _cached if _has_cache(config, module, prompts_bt.shape[1]) else _windowed
         first, following = predict(config, module, rules, prompts_bt, start)
@@ -216,7 +219,7 @@ def make_generate(
         def next_token(carry):
             at, tokens_bt, (logits_bv, cache), ended_b = carry
             own_key = jax.random.fold_in(key, at)
-            logits_bv = logits_bv[:, : setup.model.rows]  # more are padding
+            logits_bv = logits_bv[:, : setup.model.rows]  # the rest are padding
             chosen_b = choose(logits_bv, own_key, choice.temperature, choice.top_k, choice.top_p)
             is_given_b = at < lengths_b
             token_b = jnp.where(is_given_b, tokens_bt[:, at], chosen_b)
@@ -246,8 +249,8 @@ def make_generate(
     return under_mesh
 
 
-# The two ways to predict the next token. Each gives the (logits [b, v], cache) behind the first
-# `start` tokens, and a function of (tokens [b, t], place, cache) that gives those behind a place.
+# The two ways to predict the next token. Each returns the (logits [b, v], cache) after the first
+# `start` tokens, and a function of (tokens [b, t], place, cache) that returns those after `place`.
 
 
 def _cached(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
@@ -270,9 +273,10 @@ def _cached(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, 
 
 
 def _windowed(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
-    """From the last tokens anew, at most as many as the model has positions for.
+    """Predicts by a fresh pass over the last tokens, at most as many as the model has positions
+    for.
 
-    Any model can do it, if a token sees none of those behind it.
+    Works for any model in which no token sees a later one.
     """
     window = min(config.max_length, tokens_bt.shape[1])
 
@@ -287,9 +291,10 @@ def _windowed(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array
 
 
 def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
-    """True if the model can decode from cached keys and values, up to `length` tokens.
+    """Returns True if the model can decode from cached keys and values, up to `length` tokens.
 
-    A block that overrides `__call__` and not `extend` would compute something else there: False.
+    False for a block that overrides `__call__` but not `extend`, which would compute something
+    else.
     """
     if length > config.max_length and config.model.positions == "learned":
         return False
@@ -302,7 +307,7 @@ def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
 
 
 def _logits(module: Any, tokens_bt: jax.Array, ctx: ForwardContext, at=None) -> jax.Array:
-    """float32 logits [b, t, v], or [b, v] of the place `at`."""
+    """Returns float32 logits [b, t, v], or [b, v] of the place `at`."""
     x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
     hidden_bte, table_ve = module.head(x_bte, ctx)
     if at is not None:
@@ -312,13 +317,13 @@ def _logits(module: Any, tokens_bt: jax.Array, ctx: ForwardContext, at=None) -> 
 
 
 def _bound(setup: Setup, params: dict[str, jax.Array], rules: Rules) -> Any:
-    """The module of `params` in compute precision, whatever they rest split over."""
+    """Returns the module of `params` in compute precision, however they are sharded."""
     used = {path: setup.padding.rest_to_use(path, x) for path, x in params.items()}
     return setup.model.bind(cast(used, setup.config.precision.compute), make_gather(rules))
 
 
 def _whole_batch(rules: Rules) -> Rules:
-    """The rules of a few sequences that are whole on every device."""
+    """Returns the rules with the few sequences whole on every device."""
     whole = {"batch": (), "time": (), "stream_time": ()}
     return replace(rules, activations={**rules.activations, **whole})
 
@@ -337,7 +342,7 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
 
 
 def _length(config: RunConfig, prompts: Sequence[np.ndarray], asked: int | None) -> int:
-    """Chooses the number of tokens to make after each prompt. Raises ConfigError."""
+    """Returns the number of tokens to generate after each prompt. Raises ConfigError."""
     if asked is not None:
         return _check_length(asked)
     room = config.max_length - max(len(prompt) for prompt in prompts)
@@ -365,7 +370,7 @@ def _key(seed: int) -> jax.Array:
 
 
 def _end_of_text(opened: OpenedRun) -> int:
-    """The id of the token that ended the documents that a run was trained on."""
+    """Returns the id of the token that ended the documents in a run's training data."""
     if opened.end_of_text is None:
         what = "the run was trained without a token that ends a text"
         raise ConfigError(what, fix="--stop with a text")
@@ -381,7 +386,7 @@ def _refuse_pipeline(mesh: Mesh) -> None:
 
 
 def refuse_corrupting(setup: Setup) -> None:
-    """ConfigError for a model of which nobody can ask a next token."""
+    """Raises ConfigError for a model that does not predict the next token."""
     if setup.model.corrupt is not None:
         name = type(setup.model.bind({})).__name__
         raise ConfigError(

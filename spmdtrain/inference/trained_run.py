@@ -20,9 +20,9 @@ from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 from spmdtrain.models.choose import MakeModel, check_make
 from spmdtrain.train.setup import Setup, shard
 
-# What may be set where a run is read: what belongs to the devices, and not to the run.
+# What may be set when a run is read: what belongs to the devices, not to the run.
 OF_DEVICES = ("mesh.", "rules.", "model.attention")
-SEQUENCES = 8  # of a batch on each of its shards, where nobody asked for a number
+SEQUENCES = 8  # per batch shard, if no number is given
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class OpenedRun:
     params: dict[str, jax.Array]
     tokenizer_spec: dict | None
     end_of_text: int | None = None  # the id that ends each document of its data
-    eval_windows: int | None = None  # of each validation split; None: all, see RunConfig
-    template: str | None = None  # what a message of its conversations is written as
+    eval_windows: int | None = None  # per validation split; None: all, see RunConfig
+    template: str | None = None  # the template of the messages in its conversations
 
     @property
     def config(self) -> RunConfig:
@@ -44,7 +44,7 @@ class OpenedRun:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """CheckpointError where the run was trained on ids that mean no text."""
+        """The tokenizer of the run; CheckpointError if it was trained on ids that have no text."""
         if self.tokenizer_spec is None:
             raise CheckpointError(
                 f"{self.run} was trained on tokens without a tokenizer: there is no text"
@@ -61,12 +61,12 @@ def open_run(
     settable: Sequence[str] = OF_DEVICES,
     ema: bool = False,
 ) -> OpenedRun:
-    """The weights of `run` after `step` steps, ready to compute with.
+    """Returns the weights of `run` after `step` steps, ready to compute with.
 
-    Without `step` it is the newest that is as it was saved: see `read_step` in restore.py.
-    `make` is what the run was trained with, a class or its name as in `model.make`. The mesh is one
-    device unless `overrides` set `mesh.*`; they may set what is in `settable` and nothing else.
-    With `ema` the weights are the average that was kept with `optimizer.ema`. Raises UserError.
+    Without `step` it is the newest intact one: see `read_step` in restore.py. `make` is what the
+    run was trained with: a class or its name, as in `model.make`. The mesh is one device unless
+    `overrides` set `mesh.*`; they may set what is in `settable` and nothing else. With `ema` the
+    weights are the average that was kept with `optimizer.ema`. Raises UserError.
     """
     run, step, ema = as_path(run, "run"), as_step(step), as_flag(ema, "ema")
     overrides = as_overrides(overrides)
@@ -76,7 +76,7 @@ def open_run(
     saved, named = read_document(run)
     if not make:
         refuse_own_code(run, saved, named)
-    # Mesh and attention are not the run's: they belong to the devices that it was trained on.
+    # Mesh and attention depend on the devices of the training, so they are not taken from the run.
     saved["config"]["mesh"] = MeshConfig().model_dump()
     saved["config"]["model"]["attention"] = "auto"
     saved["config"]["train"] |= {"zero": 0, "microbatch": None}
@@ -86,7 +86,7 @@ def open_run(
     }
     trained_batch = saved["config"]["train"]["global_batch"]
     config = from_resolved(saved, overrides)
-    # As many windows as the run itself evaluates on, however many are computed at once here.
+    # As many windows as the run itself evaluates on, however many are computed together here.
     asked = config.train.model_copy(update={"global_batch": trained_batch})
     windows = config.model_copy(update={"train": asked}).eval_windows
     setup = shard(_with_batch(config), make, _devices(config))
@@ -118,7 +118,7 @@ def _check_overrides(overrides: Sequence[str], settable: Sequence[str]) -> None:
 
 
 def _with_batch(config: RunConfig) -> RunConfig:
-    """The config with a batch that this mesh divides, unless one was asked for."""
+    """Returns the config with a batch that this mesh divides, unless one was asked for."""
     if config.origin.get("train.global_batch") == COMMAND_LINE:
         return config
     mesh = config.mesh
@@ -130,6 +130,6 @@ def _with_batch(config: RunConfig) -> RunConfig:
 
 
 def _devices(config: RunConfig) -> Sequence[jax.Device] | None:
-    """The first devices, as many as the mesh asks for."""
+    """Returns the first devices, as many as the mesh needs."""
     sizes = config.mesh.sizes.values()
     return None if -1 in sizes else jax.devices()[: math.prod(sizes)]

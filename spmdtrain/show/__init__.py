@@ -1,1 +1,1 @@
-"""Pictures and tables of what has not run: shardings, meshes and memory."""
+"""Pictures and tables of a run before it starts: shardings, meshes and memory."""

@@ -1,8 +1,8 @@
 """A run's mesh and shardings as a picture: `spmdtrain show CONFIG --svg FILE`.
 
-One panel shows the mesh, one the tokens of a batch, and one each way in which parameters are split,
-with the largest parameter that is split so. A cell is a part of the array; the numbers in it are
-the devices that hold that part, as jax's own sharding says.
+One panel shows the mesh, one the tokens of a batch, and one each distinct sharding of parameters,
+with the largest parameter that has it. A cell is a part of the array; the numbers in it are the
+devices that hold that part, according to jax's own sharding.
 """
 
 import itertools
@@ -26,14 +26,14 @@ MARGIN = 24
 HEADER = 62
 ROW = 22
 TITLE = 44
-CHARACTER = 6.2  # of the widest text, 11 pixels high, on average
+CHARACTER = 6.2  # average width in the widest text, 11 pixels high
 NARROWEST = 44  # column
 
 MESH_FILL = "#e4e4e4"
 BATCH_FILL = "#cfe8d3"
 PARAMETER_FILL = "#cfdff2"
 
-# The leaves of a state that is not there yet may be either.
+# Either kind of leaf: those of an abstract state, or arrays.
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -68,7 +68,7 @@ class Panel:
 
 
 def svg(setup: Setup) -> str:
-    """The picture of one setup: self-contained text of a few kB."""
+    """Returns the picture of one setup: self-contained text of a few kB."""
     panels = [_mesh_panel(setup), _batch_panel(setup), *_parameter_panels(setup)]
     starts = range(0, len(panels), PANELS_IN_A_ROW)
     rows = [panels[start : start + PANELS_IN_A_ROW] for start in starts]
@@ -106,9 +106,9 @@ def _headline(setup: Setup) -> str:
 
 
 def _mesh_panel(setup: Setup) -> Panel:
-    """Columns are the last of several axes that are split.
+    """Returns the panel of the mesh.
 
-    Rows are the others, the slowest link first.
+    Columns are the last of several split axes. Rows are the others, the slowest link first.
     """
     mesh = setup.mesh
     active = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
@@ -135,7 +135,7 @@ def _batch_panel(setup: Setup) -> Panel:
 
 
 def _parameter_panels(setup: Setup) -> list[Panel]:
-    """The largest parameter of each sequence of mesh axes that some parameter is split over."""
+    """Returns a panel of the largest parameter for each sequence of mesh axes that splits one."""
     alike: dict[tuple, list[str]] = {}
     for path in setup.state.params:
         split = tuple(axes for part in setup.specs[path] if (axes := _split_axes(setup, part)))
@@ -151,12 +151,15 @@ def _parameter_panels(setup: Setup) -> list[Panel]:
 
 
 def _split_axes(setup: Setup, part: Any) -> tuple[str, ...]:
-    """The mesh axes of more than one device that one dim of a spec is split over."""
+    """Returns the mesh axes of more than one device that split one dim of a spec."""
     return tuple(axis for axis in axes_of_dim(part) if setup.mesh.shape[axis] > 1)
 
 
 def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> Panel:
-    """Rows are the parts of the first split dims, columns those of the last of several."""
+    """Returns the panel of an array.
+
+    Rows are the parts of the first split dims, columns those of the last of several.
+    """
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         bounds = tuple(
@@ -202,7 +205,7 @@ def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> 
 
 
 def draw_panel(panel: Panel, left: int, top: int) -> list[str]:
-    """The panel's lines of SVG.
+    """Returns the panel's lines of SVG.
 
     Rows and columns beyond the largest picture are counted, not drawn.
     """

@@ -1,6 +1,6 @@
 """Shows what a configuration means, before anything runs.
 
-Every parameter is listed with where it rests and the bytes that it costs per device.
+Every parameter is listed with its sharding and the bytes that it takes per device.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from spmdtrain.train.state import bytes_per_device
 
 
 def setup_of(config: RunConfig, make: MakeModel | str | None = None) -> Setup:
-    """The setup of a run of `config` on the devices at hand, its vocabulary resolved."""
+    """Returns the setup of a run of `config` on the devices at hand, its vocabulary resolved."""
     vocab = config.model.vocab or find_vocab(config.data, config.train.seed)
     return shard(config.with_vocab(vocab), make)
 
@@ -26,7 +26,7 @@ def setup_of(config: RunConfig, make: MakeModel | str | None = None) -> Setup:
 def describe(
     config: RunConfig, make: MakeModel | str | None = None
 ) -> tuple[dict[str, Any], Setup]:
-    """The plain values of `show --json`, and the setup.
+    """Returns the plain values of `show --json`, and the setup.
 
     They are config, origin, mesh, pipeline (a line, or null), parameters (a row each) and totals.
     """
@@ -65,7 +65,7 @@ def describe(
 
 
 def show(config: RunConfig) -> str:
-    """Formats the values of `describe` as text for a person."""
+    """Returns the values of `describe` as readable text."""
     values, setup = describe(config)
     rows = [("parameter", "shape", "logical axes", "mesh axes", "bytes/device", "optimizer")]
     for row in values["parameters"]:
