@@ -303,7 +303,7 @@ def test_a_name_of_nothing_is_found(text):
 
 
 RIGHT = [
-    "`docs/first_run.md`, `schema.py`, [x](first_run.md#one-command), `make test`, `st.load`",
+    "`docs/first_run.md`, `toml_file.py`, [x](first_run.md#one-command), `make test`, `st.load`",
     "`spmdtrain data prepare FILE --out NAME`, or `spmdtrain plan`",
     "`spmdtrain schedule --kind 1f1b --stages 4 --microbatches 6 --svg pipeline.svg`.",
     "`--set mesh.data=8 --set optimizer.beta1=0.9`, `rules.parameters.embed`, `model.extra.width`",

@@ -151,8 +151,8 @@ def test_a_planted_circle_is_found(tmp_path):
 
 
 def test_every_python_file_of_the_house_is_read():
-    assert (ROOT / "spmdtrain" / "config" / "schema.py").exists()
-    assert room_of("spmdtrain.config.schema") == "spmdtrain.config"
+    assert (ROOT / "spmdtrain" / "config" / "schema" / "run.py").exists()
+    assert room_of("spmdtrain.config.schema.run") == "spmdtrain.config"
     assert room_of("spmdtrain.configuration") == "spmdtrain"
 
 

@@ -8,7 +8,7 @@ from spmdtrain.config.schema import Settings
 PAGE = "settings.md"
 INTRODUCTION = """# Settings
 
-This page is made by `make pages` from the classes in `spmdtrain/config/schema.py`.
+This page is made by `make pages` from the classes in `spmdtrain/config/schema/`.
 
 A run is described by a TOML file. Each heading below is a section of that file, and each row is \
 a setting in it.

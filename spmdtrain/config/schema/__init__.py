@@ -1,0 +1,66 @@
+"""Every setting of a run: typed, frozen, each with its unit and meaning.
+
+A file for each section, named as in TOML: train.py has [train]; [rules] is in mesh.py. run.py has
+`RunConfig`, all sections together. A class checks what can be known from its own section,
+`RunConfig` what can be known from several sections together. What depends on the machine (devices,
+files) is checked where the config meets it. Nothing here imports jax, so that `--help` and a typo
+cost milliseconds.
+
+Descriptions are read by people: they stand in the JSON schema and in the list of settings.
+"""
+
+from spmdtrain.config.schema.checkpoint import CheckpointConfig
+from spmdtrain.config.schema.data import DataConfig, MixSource
+from spmdtrain.config.schema.eval import EvalConfig
+from spmdtrain.config.schema.guard import GuardConfig
+from spmdtrain.config.schema.log import LogConfig
+from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig, RulesConfig
+from spmdtrain.config.schema.model import GPT, Llama, TransformerConfig
+from spmdtrain.config.schema.optimizer import (
+    Adafactor,
+    AdamW,
+    Lamb,
+    Lion,
+    Muon,
+    OptimizerConfig,
+    ParameterGroup,
+    ScheduleFreeAdamW,
+    Sgd,
+)
+from spmdtrain.config.schema.pipeline import PipelineConfig, PipelineSchedule
+from spmdtrain.config.schema.precision import PrecisionConfig
+from spmdtrain.config.schema.run import RunConfig, check_config
+from spmdtrain.config.schema.train import SEEDS, TrainConfig
+from spmdtrain.config.settings import Settings
+
+__all__ = [
+    "Adafactor",
+    "AdamW",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "GPT",
+    "GuardConfig",
+    "Lamb",
+    "Lion",
+    "Llama",
+    "LogConfig",
+    "MESH_AXES",
+    "MeshConfig",
+    "MixSource",
+    "Muon",
+    "OptimizerConfig",
+    "ParameterGroup",
+    "PipelineConfig",
+    "PipelineSchedule",
+    "PrecisionConfig",
+    "RulesConfig",
+    "RunConfig",
+    "SEEDS",
+    "ScheduleFreeAdamW",
+    "Settings",
+    "Sgd",
+    "TrainConfig",
+    "TransformerConfig",
+    "check_config",
+]

@@ -1,0 +1,39 @@
+"""[eval]: when a run is evaluated, on how much, and when it stops early."""
+
+from pydantic import Field, model_validator
+
+from spmdtrain.config.settings import Count, CountOrZero, NonNegative, Settings
+
+
+class EvalConfig(Settings):
+    """The interval between evaluations, and how much of the validation split they use."""
+
+    every: CountOrZero = Field(
+        default=0, description="steps between evaluations, and once at the end; 0: never"
+    )
+    batches: Count | None = Field(
+        default=None,
+        description="validation batches of train.global_batch windows; default: the whole split",
+    )
+    at_start: bool = Field(default=False, description="evaluate before the first step too")
+    patience: Count | None = Field(
+        default=None,
+        description="evaluations in a row without a better eval_loss after which the run stops; "
+        "default: it goes on",
+    )
+    min_delta: NonNegative = Field(
+        default=0.0, description="nats by which a better eval_loss is at least below the best one"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        for name in ("at_start", "patience"):
+            if getattr(self, name) and not self.every:
+                raise ValueError(
+                    f"eval.{name} needs evaluations, and eval.every=0 asks for none; set eval.every"
+                )
+        if self.min_delta and not self.patience:
+            raise ValueError(
+                f"eval.min_delta={self.min_delta:g} says nothing without eval.patience"
+            )
+        return self

@@ -1,0 +1,77 @@
+"""[guard]: what a bad step is, and what is done about it."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from spmdtrain.config.settings import Count, CountOrZero, NonNegative, Positive, Settings
+
+
+class GuardConfig(Settings):
+    """The response to a bad step: one whose loss or gradient is not finite, or too large."""
+
+    policy: Literal["abort", "skip", "rollback"] = Field(
+        default="abort",
+        description="abort: the run ends with exit code 9, before it saves | "
+        "skip: weights and optimizer state stay as they are, and the next batch follows | "
+        "rollback: skip, and after most_skipped go back to the last good checkpoint, and leave out "
+        "the samples since then",
+    )
+    grad_norm: Positive | None = Field(
+        default=None,
+        description="a larger gradient norm, before clipping, is too large; none: any finite one "
+        "will do",
+    )
+    sigmas: NonNegative | None = Field(
+        default=None,
+        description="a loss or gradient norm so many standard deviations above the mean of the "
+        "last good steps is too large; 0: none is; default: 6 (skip, rollback), 0 (abort)",
+    )
+    window: Annotated[int, Field(ge=2, lt=2**20)] | None = Field(
+        default=None,
+        description="the last good steps that sigmas counts from; half of them must be there; "
+        "default: 128",
+    )
+    replica_check: CountOrZero = Field(
+        default=0,
+        description="steps between comparisons of the copies of weights and optimizer state that "
+        "several devices hold, and before each save; one whose bits differ is named, and the run "
+        "ends with exit code 11; 0: never",
+    )
+    most_skipped: Count = Field(
+        default=10,
+        description="steps skipped one after the other; at one more the run aborts (skip) or goes "
+        "back (rollback)",
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.window is not None and not self.judges_spikes:
+            raise ValueError(
+                f"guard.window={self.window} is of guard.sigmas, which is 0; set guard.sigmas=6"
+            )
+        return self
+
+    # Fields of None take their default from the policy: use these, not the fields.
+
+    @property
+    def deviations(self) -> float:
+        """Standard deviations above the mean at which a step is a spike; 0: none is."""
+        if self.sigmas is None:
+            return 0.0 if self.policy == "abort" else 6.0
+        return self.sigmas
+
+    @property
+    def judges_spikes(self) -> bool:
+        """True if a step is compared with the good steps before it."""
+        return self.deviations > 0
+
+    @property
+    def steps_judged(self) -> int:
+        """Good steps that a spike is judged by."""
+        return self.window or 128
+
+    @property
+    def in_step(self) -> bool:
+        """True if the compiled step judges itself, and keeps the weights from before a bad step."""
+        return self.policy != "abort" or self.judges_spikes

@@ -1,0 +1,185 @@
+"""[optimizer]: a class for each optimizer, and groups of parameters."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from spmdtrain.config.settings import (
+    CountOrZero,
+    Decay,
+    Fraction,
+    NonNegative,
+    Positive,
+    Settings,
+    Share,
+)
+
+
+class ParameterGroup(Settings):
+    """Parameters that are trained otherwise than the rest."""
+
+    match: str = Field(
+        description="pattern of their paths, as `show` prints them: tokens.*, *_bias"
+    )
+    rate: Positive = Field(default=1.0, description="times the learning rate")
+    weight_decay: NonNegative | None = Field(
+        default=None, description="of their matrices; default: optimizer.weight_decay"
+    )
+    frozen: bool = Field(
+        default=False, description="not trained at all: no update, no optimizer state"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.frozen and (self.rate != 1 or self.weight_decay is not None):
+            raise ValueError(f"optimizer.groups: {self.match!r} is frozen; its rate does nothing")
+        return self
+
+
+Groups = Annotated[tuple[ParameterGroup, ...], Field(strict=False)]
+
+
+class OptimizerConfig(Settings):
+    """The settings of every optimizer: weight decay, and the learning rate over steps.
+
+    The rate warms up linearly, then stays (constant), falls to `final_learning_rate` (cosine,
+    linear), or stays and falls linearly at the end (wsd: warmup, stable, decay; arXiv:2404.06395).
+    """
+
+    moments: ClassVar[int]  # elements of optimizer state per element of a parameter
+    gradients_at_weights: ClassVar[bool] = True  # False: at a point that a step derives from them
+
+    learning_rate: Positive = 1e-3
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup: CountOrZero = Field(default=0, description="steps from 0 to learning_rate")
+    final_learning_rate: NonNegative = Field(
+        default=0.0, description="at the last step (cosine, linear, wsd)"
+    )
+    decay_share: Share | None = Field(
+        default=None, description="share of the steps in which wsd falls; default: 0.2"
+    )
+    weight_decay: NonNegative = Field(
+        default=0.0,
+        description="on tensors of two and more dims (one layer's), not on norms and biases",
+    )
+    ema: Decay | None = Field(
+        default=None,
+        description="decay of an exponential moving average of the weights, which is kept beside "
+        "them: a weight counts half after 0.69 / (1 - ema) steps (0.999: 693); none: no average",
+    )
+    groups: Groups = Field(
+        default=(),
+        description="parameters that are trained otherwise; the first that matches counts",
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.decay_share is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"optimizer.decay_share is of schedule 'wsd', not of {self.schedule!r}; "
+                "set optimizer.schedule='wsd'"
+            )
+        return self
+
+    @property
+    def falling_share(self) -> float:
+        """The share of the steps in which the schedule wsd falls."""
+        return 0.2 if self.decay_share is None else self.decay_share
+
+
+class AdamW(OptimizerConfig):
+    moments: ClassVar[int] = 2
+
+    name: Literal["adamw"] = "adamw"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: Positive = 1e-8
+
+
+class Lion(OptimizerConfig):
+    """arXiv:2302.06675: wants a third to a tenth of AdamW's learning rate."""
+
+    moments: ClassVar[int] = 1
+
+    name: Literal["lion"] = "lion"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+
+
+class Adafactor(OptimizerConfig):
+    """arXiv:1804.04235: squares of large matrices by row and column, and no momentum.
+
+    An update is scaled by the root mean square of its parameter: try a learning rate of 1e-2.
+    """
+
+    moments: ClassVar[int] = 0
+
+    name: Literal["adafactor"] = "adafactor"
+    decay_rate: Fraction = Field(
+        default=0.8, description="after n steps an older square counts 1 - n^-decay_rate"
+    )
+    clip_update: Positive = Field(default=1.0, description="largest root mean square of an update")
+
+
+class Lamb(OptimizerConfig):
+    """arXiv:1904.00962, for large batches: AdamW, whose update of a matrix is as long as it."""
+
+    moments: ClassVar[int] = 2
+
+    name: Literal["lamb"] = "lamb"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: Positive = 1e-6
+
+
+class Muon(OptimizerConfig):
+    """Orthogonalised momentum for the matrices of layers, AdamW for tables, norms and biases.
+
+    Updates of both are of one size (arXiv:2502.16982), so AdamW's learning rate is right for both.
+    """
+
+    moments: ClassVar[int] = 1  # of the matrices
+
+    name: Literal["muon"] = "muon"
+    momentum: Fraction = Field(default=0.95, description="of the matrices")
+    beta1: Fraction = Field(default=0.9, description="of AdamW")
+    beta2: Fraction = Field(default=0.95, description="of AdamW")
+    epsilon: Positive = Field(default=1e-8, description="of AdamW")
+
+
+class ScheduleFreeAdamW(OptimizerConfig):
+    """arXiv:2405.15682: AdamW whose weights are an average, in the place of a falling rate.
+
+    Evaluations, samples and checkpoints have the average. The training loss is that of a point near
+    it, where gradients are taken. A warm-up is needed as with AdamW; the rate stays constant.
+    """
+
+    moments: ClassVar[int] = 2
+    gradients_at_weights: ClassVar[bool] = False
+
+    name: Literal["schedule_free_adamw"] = "schedule_free_adamw"
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
+        default="constant", description="constant: the average takes the place of a fall"
+    )
+    beta1: Fraction = Field(
+        default=0.9,
+        description="gradients are taken so far from the newest point (0) to the average (1)",
+    )
+    beta2: Fraction = 0.999
+    epsilon: Positive = 1e-8
+
+    @model_validator(mode="after")
+    def _stays_constant(self):
+        if self.schedule != "constant":
+            raise ValueError(
+                f"optimizer.schedule={self.schedule!r}: the average of schedule_free_adamw takes "
+                "the place of a falling rate; set optimizer.schedule='constant'"
+            )
+        return self
+
+
+class Sgd(OptimizerConfig):
+    moments: ClassVar[int] = 1
+
+    name: Literal["sgd"] = "sgd"
+    momentum: Fraction = 0.9

@@ -1,0 +1,53 @@
+"""[precision]: the dtypes of a step, and the scale of the loss in float16."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from spmdtrain.config.settings import Count, Settings
+
+Float = Literal["float32", "bfloat16"]
+
+
+class PrecisionConfig(Settings):
+    """The dtypes of a step."""
+
+    compute: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="matmuls and activations; float32 is exact: no TF32; float16 scales the loss",
+    )
+    params: Float = Field(default="float32", description="master weights and optimizer state")
+    accumulate: Float = Field(
+        default="float32", description="gradients over microbatches and across devices"
+    )
+    loss_scale: Annotated[float, Field(ge=1, le=2**32)] | None = Field(
+        default=None,
+        description="of float16: what the loss is first multiplied by for the backward pass; it "
+        "halves where a gradient overflows, and that step changes no weight; default: 65536",
+    )
+    loss_scale_steps: Count | None = Field(
+        default=None,
+        description="of float16: steps without an overflow, one after the other, after which the "
+        "scale doubles; default: 2000",
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        for name in ("loss_scale", "loss_scale_steps"):
+            value = getattr(self, name)
+            if value is not None and self.compute != "float16":
+                raise ValueError(
+                    f"precision.{name}={value:g} is of float16, not of {self.compute!r}; "
+                    "set precision.compute='float16'"
+                )
+        return self
+
+    @property
+    def first_loss_scale(self) -> float:
+        """The scale of the loss at the first step in float16."""
+        return self.loss_scale or 65536.0
+
+    @property
+    def steps_per_loss_scale(self) -> int:
+        """Steps without an overflow after which the scale doubles."""
+        return self.loss_scale_steps or 2000

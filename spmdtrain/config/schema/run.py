@@ -1,0 +1,161 @@
+"""All sections together, and the checks that need several of them."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from spmdtrain.config.given import as_whole, check_kind
+from spmdtrain.config.schema.checkpoint import CheckpointConfig
+from spmdtrain.config.schema.data import DataConfig
+from spmdtrain.config.schema.eval import EvalConfig
+from spmdtrain.config.schema.guard import GuardConfig
+from spmdtrain.config.schema.log import LogConfig
+from spmdtrain.config.schema.mesh import MeshConfig, RulesConfig
+from spmdtrain.config.schema.model import GPT, Llama
+from spmdtrain.config.schema.optimizer import (
+    Adafactor,
+    AdamW,
+    Lamb,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+    Sgd,
+)
+from spmdtrain.config.schema.pipeline import PipelineConfig
+from spmdtrain.config.schema.precision import PrecisionConfig
+from spmdtrain.config.schema.train import TrainConfig
+from spmdtrain.config.settings import Settings
+
+
+class RunConfig(Settings):
+    """All settings of one run."""
+
+    model: Annotated[GPT | Llama, Field(discriminator="name")] = GPT()
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: Annotated[
+        Adafactor | AdamW | Lamb | Lion | Muon | ScheduleFreeAdamW | Sgd,
+        Field(discriminator="name"),
+    ] = AdamW()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
+    log: LogConfig = LogConfig()
+    rules: RulesConfig = RulesConfig()
+
+    _origin: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: list[str] = PrivateAttr(default_factory=list)
+
+    if TYPE_CHECKING:
+        # Pydantic also takes a section as the table that a TOML file would have.
+        def __init__(self, **sections: Settings | Mapping[str, Any]) -> None: ...
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """Maps dotted keys to the origin of their values: a file name, or `--set`.
+
+        A key that is absent has its default.
+        """
+        return self._origin
+
+    @property
+    def notes(self) -> list[str]:
+        """Lists what loading changed; a run reports it."""
+        return self._notes
+
+    @property
+    def vocab(self) -> int:
+        """`model.vocab`, which must be set: by the config, or by `with_vocab`."""
+        if self.model.vocab is None:
+            raise ValueError("model.vocab is not set yet; config.with_vocab(...)")
+        return self.model.vocab
+
+    @property
+    def judges_steps(self) -> bool:
+        """True if the compiled step judges itself: after a bad one the weights are as before."""
+        return self.guard.in_step or self.precision.compute == "float16"
+
+    def with_vocab(self, vocab: int) -> "RunConfig":
+        """Return the same run with `model.vocab` set, as the tokenizer says."""
+        vocab = as_whole(vocab, "vocab", 1, 2**31 - 1)
+        return self.model_copy(update={"model": self.model.model_copy(update={"vocab": vocab})})
+
+    def with_steps(self, steps: int) -> "RunConfig":
+        """Return the same run with `train.steps` in the place of `train.epochs`.
+
+        Raises ValueError where other settings speak of steps that there are not.
+        """
+        train = self.train.model_copy(update={"steps": steps, "epochs": None})
+        counted = self.model_copy(update={"train": train})
+        where = self._origin.get("train.epochs", "Python")
+        others = {key: of for key, of in self._origin.items() if key != "train.epochs"}
+        counted._origin = others | {"train.steps": f"train.epochs={self.train.epochs:g} of {where}"}
+        counted._notes = [*self._notes]
+        counted._check_steps()
+        return counted
+
+    @property
+    def eval_windows(self) -> int | None:
+        """The windows of each validation split that an evaluation takes; None: all of them."""
+        batches = self.eval.batches
+        return None if batches is None else batches * self.train.global_batch
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence that the model takes: `model.max_length`, or that of training."""
+        return self.model.max_length or self.train.sequence_length
+
+    @model_validator(mode="after")
+    def _check(self):
+        length = self.train.sequence_length
+        if length > self.max_length:
+            raise ValueError(
+                f"train.sequence_length={length} is longer than model.max_length={self.max_length}"
+            )
+        splits_backward = self.mesh.pipeline != 1 and self.pipeline.schedule == "zero_bubble"
+        if splits_backward and self.train.remat != "none":
+            raise ValueError(
+                f"train.remat={self.train.remat!r}: zero_bubble takes a layer's backward apart, "
+                "which needs remat 'none'; or set pipeline.schedule='interleaved'"
+            )
+        if self.guard.policy == "rollback" and self.checkpoint.every == 0:
+            raise ValueError(
+                "guard.policy='rollback' goes back to a checkpoint, and checkpoint.every=0 saves "
+                "none on the way; set checkpoint.every='auto'"
+            )
+        if (self.checkpoint.keep == "best" or self.checkpoint.keep_best) and not self.eval.every:
+            raise ValueError(
+                "the best checkpoints are those with the lowest eval_loss, and eval.every=0 "
+                "evaluates never; set eval.every=100"
+            )
+        if self.train.epochs is None:
+            self._check_steps()
+        if self.optimizer.final_learning_rate > self.optimizer.learning_rate:
+            raise ValueError("optimizer.final_learning_rate is above optimizer.learning_rate")
+        narrow = self.precision.params
+        if isinstance(self.optimizer, ScheduleFreeAdamW) and narrow != "float32":
+            raise ValueError(
+                f"precision.params={narrow!r}: an average of n steps moves by 1 / n, which rounds "
+                "to nothing there; set precision.params='float32' for schedule_free_adamw"
+            )
+        return self
+
+    def _check_steps(self) -> None:
+        """Refuses what does not fit into `train.steps`."""
+        warmup = self.optimizer.warmup
+        if warmup > self.train.steps:
+            raise ValueError(
+                f"optimizer.warmup={warmup} is longer than train.steps={self.train.steps}"
+            )
+        late = [step for step in self.log.profile if step > self.train.steps]
+        if late:
+            raise ValueError(f"log.profile={late} lies beyond train.steps={self.train.steps}")
+
+
+def check_config(config: Any) -> None:
+    """Raise ConfigError where a caller gives something else for the settings of a run."""
+    check_kind(config, RunConfig, "config", "st.load(FILE) or st.RunConfig(...)")

@@ -1,0 +1,69 @@
+"""[train]: the length of training, the batch, the loss, and what saves memory."""
+
+from typing import Literal
+
+from pydantic import Field, model_serializer, model_validator
+
+from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings
+
+SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would be another one's double
+
+
+class TrainConfig(Settings):
+    """The length of training, the size of a batch, the loss, and what saves memory."""
+
+    steps: Count = Field(
+        default=1000, description="optimizer steps in all; raising it and resuming goes on"
+    )
+    epochs: Positive | None = Field(
+        default=None,
+        description="takes the place of train.steps: as many as read the training data so often, "
+        "rounded up; not for mixtures",
+    )
+    global_batch: Count = Field(default=16, description="sequences per step over all devices")
+    microbatch: Count | None = Field(
+        default=None,
+        description="sequences per batch shard at once; default: all of them, i.e. no accumulation",
+    )
+    sequence_length: Count = Field(default=128, description="tokens per sequence")
+    seed: int = Field(
+        default=0, ge=0, lt=SEEDS, description="of initialisation, data order and dropout"
+    )
+    remat: Literal["none", "dots", "full"] = Field(
+        default="none",
+        description="what backward recomputes: "
+        "nothing | all but matmuls and attention | whole layers",
+    )
+    zero: Literal[0, 1] = Field(
+        default=0, description="1: gradients and optimizer state split over data (ZeRO-1)"
+    )
+    label_smoothing: Fraction = Field(
+        default=0.0,
+        description="share of the target probability that lies evenly on the whole vocabulary",
+    )
+    z_loss: NonNegative = Field(
+        default=0.0,
+        description="weight of the squared log of the softmax's denominator in the loss (PaLM)",
+    )
+    clip: Positive | None = Field(
+        default=1.0, description="largest global gradient norm; none: no clipping"
+    )
+    init_from: str | None = Field(
+        default=None, description="run directory whose newest weights start this run"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"train.epochs={self.epochs:g} and train.steps={self.steps} are one "
+                "length said twice; leave one of them out"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_steps_that_are_not_counted(self, write):
+        values = write(self)
+        if self.epochs is not None:
+            values.pop("steps", None)
+        return values
