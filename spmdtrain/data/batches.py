@@ -1,9 +1,9 @@
 """Batches as pure functions of the sample index, and a thread that makes them ahead of time.
 
 A *window* is `sequence_length + 1` consecutive tokens: the first `sequence_length` are the inputs,
-the last `sequence_length` the targets. A *sample* is one window. The global sample index counts
-the samples of a whole run, so that a position in the data is the pair (seed, index), whatever the
-number of processes that share a batch.
+the last `sequence_length` the targets. A *sample* is one window. The global sample index counts the
+samples of a whole run. So a position in the data is the pair (seed, index), no matter how many
+processes share a batch.
 
 A batch of n samples is a dict of arrays with n rows, where T is `sequence_length`:
 
@@ -12,14 +12,14 @@ A batch of n samples is a dict of arrays with n rows, where T is `sequence_lengt
     mask        [n, T] float32  1: counts in the loss; 0: does not
     sample      [n]    uint32   the global sample index (modulo 2**32)
 
-of a mixture
+for a mixture, also
 
-    source      [n]    int32    which of its sources the sample is of, from 0
+    source      [n]    int32    the source of the sample, from 0
 
-and with packing="documents" or "best_fit" (packing.py) as well:
+and with packing="documents" or "best_fit" (packing.py), also:
 
-    segment_ids [n, T] int32    which document of the window a token belongs to, from 0
-    positions   [n, T] int32    from 0 at the window's start, and again at each document's start
+    segment_ids [n, T] int32    the document of each token within the window, from 0
+    positions   [n, T] int32    from 0 at the start of the window and of each document
 """
 
 import threading
@@ -55,11 +55,11 @@ class Range(NamedTuple):
 def split(
     corpus: Corpus, validation_fraction: float, sequence_length: int, source: str = ""
 ) -> tuple[Range, Range]:
-    """Return the ranges (training, validation): the first tokens train, the tail validates.
+    """Returns the ranges (training, validation): the first tokens train, the tail validates.
 
-    The tail is that of files of its own, where the corpus has them. It is empty if the fraction is
-    0. `source` is the name of the corpus in a mixture. Raises DataError where a part is too short
-    for a single sequence.
+    If the corpus has separate validation files, those are the tail. The tail is empty if the
+    fraction is 0. `source` is the name of the corpus in a mixture. Raises DataError if either part
+    is shorter than one sequence.
     """
     total = len(corpus.tokens)
     fraction = f"data.validation_fraction={validation_fraction}"
@@ -90,22 +90,22 @@ def split(
 
 
 def batch_ids(step: int, global_batch: int) -> np.ndarray:
-    """Return the global sample indices of a step, int64 [global_batch].
+    """Returns the global sample indices of a step, int64 [global_batch].
 
-    A process that feeds some of the rows takes those.
+    A process that feeds only some rows selects those.
     """
     return step * global_batch + np.arange(global_batch, dtype=np.int64)
 
 
 class TrainStream:
-    """Endless training samples: one epoch after the other, without a seam.
+    """Endless training samples: one epoch after another, seamlessly.
 
-    With `shuffle`, each epoch visits its windows in an order of its own, and its first window
-    starts at a random phase in [0, sequence_length). With one phase for all epochs, the same
-    tokens would always stand at the start of a window, and always be learned with little context.
+    With `shuffle`, each epoch visits its windows in its own order, and its first window starts at a
+    random phase in [0, sequence_length). With a fixed phase, the same tokens would always be at the
+    start of a window and always be learned with little context.
 
-    All epochs have equally many windows, so the epoch of a sample is a division. Every token is
-    predicted once per epoch, but for fewer than 2 * sequence_length at the two ends.
+    All epochs have the same number of windows, so a division gives the epoch of a sample. Every
+    token is predicted once per epoch, except for fewer than 2 * sequence_length at the two ends.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class TrainStream:
         packing: str = "stream",
     ):
         check_range(*span, len(corpus.tokens), sequence_length)
-        if span.size <= sequence_length:  # split() says it with what to type
+        if span.size <= sequence_length:  # split() reports this, with a fix to type
             raise DataError(
                 "the range is too short for a single sequence",
                 asked=f"{sequence_length} tokens and the one after them",
@@ -131,7 +131,7 @@ class TrainStream:
         self._seed = seed
         self._shuffle = shuffle
         self._packing = packing
-        # The last token is nobody's input. With a phase, the largest one must leave room for as
+        # The last token is never an input. With a phase, the largest one must leave room for as
         # many windows as the others.
         reserve = sequence_length if shuffle else 1
         self.windows = max(1, (span.size - reserve) // sequence_length)  # per epoch
@@ -140,7 +140,7 @@ class TrainStream:
             self._phases = min(sequence_length, span.size - self.windows * sequence_length)
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        """Return the token offset at which each sample's window starts, int64 [n]."""
+        """Returns the token offset at which each sample's window starts, int64 [n]."""
         epoch, window = np.divmod(sample_indices(indices), self.windows)
         if self._shuffle:
             window = permute(window, self.windows, random_bits(self._seed, ORDER, epoch))
@@ -148,7 +148,7 @@ class TrainStream:
         return self._span.start + phase.astype(np.int64) + window * self._length
 
     def samples(self, indices: np.ndarray) -> Batch:
-        """Return the batch of these global sample indices, whatever was asked before."""
+        """Returns the batch of these global sample indices; earlier calls do not matter."""
         indices = sample_indices(indices)
         if not len(indices):
             raise DataError("a batch has at least one sample", found="no sample index")
@@ -163,10 +163,10 @@ class TrainStream:
 
 
 class EvalWindows:
-    """A range of tokens once, in windows that do not overlap.
+    """One pass over a range of tokens, in windows that do not overlap.
 
-    Every token but the first is a target exactly once. The last window is padded with id 0 and
-    mask 0; windows behind it are nothing but padding. Raises DataError where there are no tokens.
+    Every token but the first is a target exactly once. The last window is padded with id 0 and mask
+    0; later windows are all padding. Raises DataError if there are no tokens.
     """
 
     def __init__(
@@ -185,9 +185,9 @@ class EvalWindows:
         self.windows = -(-(span.size - 1) // sequence_length)
 
     def samples(self, indices: np.ndarray) -> Batch:
-        """Return the batch of these windows; a process can ask for its own rows only."""
+        """Returns the batch of these windows; a process can ask for its own rows only."""
         indices = sample_indices(indices)
-        # However far behind the last window one is, its start is a number of 64 bits.
+        # Clipped so that the start of a far later window still fits in 64 bits.
         starts = self._span.start + np.minimum(indices, 2**62 // self._length) * self._length
         rows = np.zeros((len(indices), self._length + 1), np.int32)
         mask = np.zeros((len(indices), self._length), np.float32)
@@ -212,9 +212,9 @@ def _make_batch(
     indices: np.ndarray,
     packing: str,
 ) -> Batch:
-    """Return the arrays that the module's docstring describes.
+    """Returns the arrays that the module's docstring describes.
 
-    `rows` [n, T + 1] are windows of tokens, which start at the offsets `starts` [n].
+    `rows` [n, T + 1] are windows of tokens that start at the offsets `starts` [n].
     """
     batch = {
         "tokens": rows[:, :-1],
@@ -225,8 +225,8 @@ def _make_batch(
     if packing == "documents":
         offsets = starts[:, None] + np.arange(rows.shape[1])
         document = np.searchsorted(corpus.document_starts, offsets, side="right") - 1
-        # A document that began before the window is counted from the window's start, so that no
-        # position reaches sequence_length.
+        # A document that began before the window counts from the window's start, so positions stay
+        # below sequence_length.
         origin = np.maximum(corpus.document_starts[document], starts[:, None])
         batch["mask"] = mask * (document[:, 1:] == document[:, :-1])
         batch["segment_ids"] = (document - document[:, :1])[:, :-1].astype(np.int32)
@@ -237,12 +237,11 @@ def _make_batch(
 class ReadAhead:
     """An iterator over `make(step), make(step + 1), ...` that works ahead in a daemon thread.
 
-    At most `depth` values wait. An error of `make` is raised where its step is asked for, with the
-    traceback of the thread, and again whenever a value is asked for after that. Use it in a
-    `with`, or call `close()`.
+    At most `depth` values wait. An error of `make` is raised when its step is requested, with the
+    thread's traceback, and again on every later request. Use it in a `with`, or call `close()`.
     """
 
-    # A `make` that hangs (on a dead file system, say) must not hang the end of the program too.
+    # A `make` that hangs (e.g. on a dead file system) must not keep the program from exiting.
     CLOSE_SECONDS = 5.0
 
     def __init__(self, make: Callable[[int], object], step: int, depth: int = 2):
@@ -276,7 +275,7 @@ class ReadAhead:
         self.close()
 
     def close(self):
-        """Stop the thread and wait for it, for `CLOSE_SECONDS` at most.
+        """Stops the thread and waits for it, at most `CLOSE_SECONDS`.
 
         It may be called twice, and from any thread.
         """
@@ -295,7 +294,7 @@ class ReadAhead:
                     return
             try:
                 value = self._make(step)
-            except BaseException as error:  # handed over, not handled: the consumer raises it
+            except BaseException as error:  # passed on: the consumer raises it
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""Open the corpora that a run can name: Python's library, noise, text files, token files.
+"""Opens the corpora that a run can name: Python's library, noise, text files, token files.
 
-A *corpus* is one long row of token ids, document after document. *Offsets* count tokens from its
-start.
+A *corpus* is one long sequence of token ids, document after document. *Offsets* count tokens from
+its start.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from spmdtrain.data.tokenizers.tokenizer import (
     tokenizer_fingerprint,
 )
 
-STDLIB_BYTES = 4_000_000  # enough for a quick start to fall visibly, read in a fraction of a second
+STDLIB_BYTES = 4_000_000  # the loss of a quick start visibly falls; read in a fraction of a second
 STDLIB_LEFT_OUT = {
     # Not the library's source.
     "site-packages",
@@ -53,7 +53,7 @@ STDLIB_LEFT_OUT = {
     "tests",
     "idle_test",
     "turtledemo",
-    # Generated tables, and relics.
+    # Generated tables and legacy code.
     "encodings",
     "pydoc_data",
     "lib2to3",
@@ -68,32 +68,32 @@ SYNTHETIC_LENGTH = 512  # of each document
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids, where documents start in them, and a fingerprint."""
+    """Token ids, the starts of their documents, and a fingerprint."""
 
     # [tokens] uint16 or uint32; supports len() and slices
     tokens: np.ndarray | StoredRow | Concatenated
     document_starts: np.ndarray  # int64 offsets, strictly increasing, the first is 0
     vocab: int  # ids are < vocab
-    tokenizer: Tokenizer | None  # None: the ids mean no text
+    tokenizer: Tokenizer | None  # None: the ids do not stand for text
     fingerprint: str  # hex; changes with content and tokenizer
-    entropy: float | None = None  # nats per token that no model can beat, where it is known
-    files: tuple[tuple[int, str], ...] = ()  # (first offset, path) of the files, for messages
-    file_offsets: tuple[int, ...] = ()  # where each of `files` begins in its file; (): all at 0
-    # (first offset, rows that begin there) of the files, in their order
+    entropy: float | None = None  # lower bound of any model's loss, nats per token, if known
+    files: tuple[tuple[int, str], ...] = ()  # (first offset, path) of each file, for messages
+    file_offsets: tuple[int, ...] = ()  # where each of `files` begins within its file; (): all at 0
+    # (first offset, rows that begin there) for each file, in order
     rows: tuple[tuple[int, tuple[StoredRow, ...]], ...] = ()
     # [tokens] uint8, 1: counts; None: all count
     loss: np.ndarray | StoredRow | Concatenated | None = None
-    end_of_text: int | None = None  # the id that ends each document, where one does
-    template: str | None = None  # what a message is written as, where there are conversations
+    end_of_text: int | None = None  # the id that ends each document, if any
+    template: str | None = None  # how a message is written, if there are conversations
     has_documents: bool = True  # whether `document_starts` are known
-    validation_start: int | None = None  # where the tokens begin that validate, if files do
-    # What version 0.1 took for the fingerprint, where that is another: its runs are known by it.
+    validation_start: int | None = None  # first validation token, if files validate
+    # The fingerprint of version 0.1 if it differs; runs of that version are recognised by it.
     earlier_fingerprint: str | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids at the offsets start to stop - 1, int32.
+        """Returns the ids at the offsets start to stop - 1, int32.
 
-        Raises DataError where one lies outside the vocabulary, which would be no row of a table.
+        Raises DataError if an id is outside the vocabulary: it would have no row in the table.
         """
         if start < 0:
             raise DataError("an offset of tokens is not below 0", found=str(start))
@@ -105,11 +105,10 @@ class Corpus:
         return ids.astype(np.int32)
 
     def will_need(self, start: int, stop: int) -> None:
-        """Have the kernel read the tokens at the offsets start to stop - 1, and do not wait.
+        """Asks the kernel to read the tokens at the offsets start to stop - 1, without waiting.
 
-        Who is about to read many windows says so of all of them first. A disk then reads them side
-        by side, and not each when the one before has come. What lies outside the corpus is left
-        out, as in a slice.
+        Call it for all windows before reading many of them: the disk then reads them concurrently
+        rather than one after another. Offsets outside the corpus are ignored, as in a slice.
         """
         index = max(bisect_right(self.rows, start, key=lambda entry: entry[0]) - 1, 0)
         while index < len(self.rows) and self.rows[index][0] < stop:
@@ -119,9 +118,9 @@ class Corpus:
             index += 1
 
     def counts(self, start: int, stop: int) -> np.ndarray:
-        """Return which tokens at the offsets start to stop - 1 count as targets, float32 0 or 1.
+        """Returns which tokens at the offsets start to stop - 1 count as targets, float32 0 or 1.
 
-        Raises DataError where the files of a corpus say neither.
+        Raises DataError if a stored mark is neither.
         """
         if self.loss is None:
             return np.ones(stop - start, np.float32)
@@ -134,7 +133,7 @@ class Corpus:
         return marks.astype(np.float32)
 
     def has_tokenizer_of(self, other: "Corpus") -> bool:
-        """Return whether the ids of both mean the same."""
+        """Returns whether ids mean the same in both corpora."""
         tokenizers = (self.tokenizer, other.tokenizer)
         prints = {tokenizer_fingerprint(each.spec() if each else None) for each in tokenizers}
         return self.vocab == other.vocab and len(prints) == 1
@@ -145,7 +144,7 @@ class Corpus:
         raise beyond_vocabulary(path, token, place, self.vocab)
 
     def _place(self, offset: int) -> tuple[str, int]:
-        """Return the file of the token at an offset, and its offset there."""
+        """Returns the file of the token at an offset, and its offset there."""
         file = bisect_right(self.files, offset, key=lambda file: file[0]) - 1
         first, path = self.files[file]
         skipped = self.file_offsets[file] if self.file_offsets else 0
@@ -153,7 +152,7 @@ class Corpus:
 
 
 def find_vocab(config: DataConfig, seed: int) -> int:
-    """Return how many ids the data has that `config` names: as many as any source of a mixture.
+    """Returns the vocabulary size of the data that `config` names; of a mixture, of any source.
 
     Raises DataError as `open_corpus` does.
     """
@@ -164,10 +163,10 @@ def find_vocab(config: DataConfig, seed: int) -> int:
 
 
 def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
-    """Open the corpus that `config` names, which is not a mixture.
+    """Opens the corpus that `config` names, which is not a mixture.
 
-    `vocab` is the model's, or None, if the model will take that of the corpus. `seed` is that of
-    synthetic noise. Raises DataError where something is missing or damaged, or the corpus has ids
+    `vocab` is the model's, or None if the model will adopt that of the corpus. `seed` is for
+    synthetic noise. Raises DataError if something is missing or damaged, or if the corpus has ids
     that the model has no row for.
     """
     patterns = _patterns(config.path)
@@ -195,11 +194,11 @@ def _patterns(path: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def stdlib_corpus(tokenizer: str, root: Path | None = None, limit: int = STDLIB_BYTES) -> Corpus:
-    """Take source files of the running Python's own library, at most `limit` bytes, as documents.
+    """Returns a corpus of the running Python's library source files, at most `limit` bytes.
 
-    Files are taken in the order of the hash of their relative path, so that the selection is spread
-    over the library, and the same everywhere for one Python version. The documents are then sorted
-    by path.
+    Each file is a document. Files are selected in the order of the hash of their relative path, so
+    the selection is spread over the library and the same everywhere for one Python version. The
+    documents are then sorted by path.
     """
     if root is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -225,12 +224,12 @@ def stdlib_corpus(tokenizer: str, root: Path | None = None, limit: int = STDLIB_
 
 
 def _stdlib_sources(root: Path) -> Iterator[str]:
-    """Yield paths relative to root, with forward slashes."""
+    """Yields paths relative to root, with forward slashes."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
         relative = Path(folder).relative_to(root)
         for name in files:
-            # These two are about one machine, not about Python.
+            # These two describe one machine, not Python.
             is_local = name.startswith("_sysconfigdata") or name.endswith("customize.py")
             if name.endswith(".py") and not is_local:
                 yield (relative / name).as_posix()
@@ -240,30 +239,28 @@ def _text_or_none(path: Path) -> bytes | None:
     content = path.read_bytes()
     try:
         content.decode("utf-8")
-    except (
-        UnicodeDecodeError
-    ):  # a source file may declare another encoding; there is enough without it
+    except UnicodeDecodeError:  # a source may declare another encoding; the rest is enough
         return None
     return content
 
 
 def synthetic_corpus(vocab: int | None, seed: int) -> Corpus:
-    """Make noise with structure: documents from a Markov chain of order 1 over at most 64 ids.
+    """Generates structured noise: documents from a first-order Markov chain over at most 64 ids.
 
     P is a random permutation of the ids. After id s comes P[s + r], with s + r modulo the
     vocabulary, where r is 0, 1, 2 or 3 with probability 1/2, 1/4, 1/8, 1/8.
 
-    Every r maps ids one to one, so all ids are equally frequent, and the loss of a model starts at
-    ln(vocab). A token given the one before it holds 1.75 bits; a bigram table reaches that, and
+    Every r maps ids one to one, so all ids are equally frequent and a model's loss starts at
+    ln(vocab). A token given the previous one carries 1.75 bits; a bigram table reaches that, and
     nothing can do better. `entropy` is the same in nats.
 
-    The noise comes from counters and integer arithmetic, so it is the same everywhere.
+    The noise comes from counters and integer arithmetic, so it is the same on every machine.
     """
     vocab = min(vocab or SYNTHETIC_VOCAB, SYNTHETIC_VOCAB)
     successor = np.argsort(random_bits(seed, 0, np.arange(vocab)), kind="stable")
     shape = (SYNTHETIC_LENGTH, SYNTHETIC_DOCUMENTS)
     bits = random_bits(seed, 1, np.arange(math.prod(shape))).reshape(shape)
-    shift = np.array([0, 0, 0, 0, 1, 1, 2, 3])[bits >> np.uint64(61)]  # r, of three bits
+    shift = np.array([0, 0, 0, 0, 1, 1, 2, 3])[bits >> np.uint64(61)]  # r, from three bits
     walk = np.empty(shape, DTYPES[storage_dtype(vocab)])
     state = (bits[0] % np.uint64(vocab)).astype(np.int64)
     walk[0] = state
@@ -272,7 +269,7 @@ def synthetic_corpus(vocab: int | None, seed: int) -> Corpus:
         walk[position] = state
     tokens = np.ascontiguousarray(walk.T).reshape(-1)
     starts = np.arange(SYNTHETIC_DOCUMENTS, dtype=np.int64) * SYNTHETIC_LENGTH
-    # With fewer than 4 ids several r lead to the same one.
+    # With fewer than 4 ids, several r lead to the same id.
     probability = np.bincount(np.arange(4) % vocab, weights=[0.5, 0.25, 0.125, 0.125])
     entropy = float(-(probability * np.log(probability)).sum()) + 0.0  # never -0.0
     return Corpus(
@@ -286,9 +283,9 @@ def synthetic_corpus(vocab: int | None, seed: int) -> Corpus:
 
 
 def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
-    """Read text files, a document each, into memory.
+    """Reads text files into memory, one document each.
 
-    A large text is better prepared as a token file. Raises DataError for files that hold no plain
+    Large texts are better prepared as a token file. Raises DataError for files that are not plain
     text: they must be prepared.
     """
     files = find_files(patterns)
@@ -305,13 +302,12 @@ def token_corpus(
     validation: Iterable[str] = (),
     dtype: str | None = None,
 ) -> Corpus:
-    """Open token files, one behind the other.
+    """Opens token files as one corpus, one after another.
 
-    Token files bring their own tokenizer. `tokenizer` only checks that it is the one expected; as
-    "bytes" is the default, which nobody need have written, it is taken to expect nothing. Files of
-    other programs bring none: theirs is `tokenizer`, or unknown, with `vocab` ids, and `dtype` is
-    that of ids in files that do not say it. The files that `validation` names come last, and
-    validate.
+    Our token files carry their tokenizer; `tokenizer` only checks it. The default "bytes" checks
+    nothing, since nobody may have asked for it. Files of other programs carry none: theirs is
+    `tokenizer`, or unknown with `vocab` ids. `dtype` is the type of the ids in files that do not
+    declare it. The files named by `validation` come last and validate.
     """
     training = [_with_ending(pattern) for pattern in patterns]
     validating = [_with_ending(pattern) for pattern in validation]
@@ -339,7 +335,7 @@ def token_corpus(
 
 
 def _refuse_copies(training: Sequence[str], validating: Sequence[str]) -> None:
-    """Raises DataError where a file that validates holds what one holds that is trained on."""
+    """Raises DataError if a validation file has the same content as a training file."""
     content = contents({path: path for path in (*training, *validating)})
     trained = {content[path]: path for path in training}
     for path in validating:
@@ -356,7 +352,7 @@ def _joined(
     spec: dict | None,
     num_training: int | None,
 ) -> Corpus:
-    """Return one corpus of all files, of which the first `num_training` train (None: all)."""
+    """Returns one corpus of all files, of which the first `num_training` train (None: all)."""
     tokens = Concatenated([source.row for source in sources])
     offsets = tokens.bounds[:-1]  # at which each file starts
     loss = None
@@ -401,7 +397,7 @@ def _joined(
 
 
 def _with_ending(pattern: str) -> str:
-    """Return the name of a token file that was named with or without its .bin."""
+    """Returns the full name of a token file, which may be named without its .bin."""
     is_stem = os.path.isfile(os.path.expanduser(pattern + ".bin"))
     return pattern + ".bin" if is_stem else pattern
 
@@ -413,9 +409,9 @@ def _open_source(
     dtype: str | None,
     open_theirs: Callable[[str], Tokenizer],
 ) -> tuple[TokenSource | ForeignTokens, tuple[int, dict | None]]:
-    """Return a token file, and its vocabulary and the specification of its tokenizer.
+    """Returns a token file, its vocabulary, and the spec of its tokenizer.
 
-    One of another program has those that `data.tokenizer` and the model say.
+    For a file of another program, `data.tokenizer` and the model determine both.
     """
     bin_path, idx_path, json_path = token_paths(path)
     if not is_foreign(bin_path, idx_path, json_path):
@@ -442,10 +438,10 @@ def _open_source(
 
 
 def _check_tokenizer(asked: str, spec: dict, path: str):
-    """Refuse a token file at `path` whose tokenizer, of this spec, is not the one asked for."""
+    """Raises DataError if the tokenizer `spec` of the file at `path` is not the one asked for."""
     if asked == spec.get("kind"):
         return
-    if asked != "characters":  # which cannot be opened without a text
+    if asked != "characters":  # cannot be opened without a text
         asked_spec = open_tokenizer(asked).spec()
         if tokenizer_fingerprint(asked_spec) == tokenizer_fingerprint(spec):
             return
@@ -459,7 +455,7 @@ def _check_tokenizer(asked: str, spec: dict, path: str):
 
 
 def _encode_texts(texts: list[str], tokenizer_name: str) -> Corpus:
-    """Make a corpus of texts, a document each; one without tokens is left out."""
+    """Returns a corpus with a document for each text; texts without tokens are left out."""
     tokenizer = open_tokenizer(tokenizer_name, texts)
     dtype = DTYPES[storage_dtype(tokenizer.size)]
     encoded = [tokenizer.encode(text, parse_special=False).astype(dtype) for text in texts]

@@ -1,4 +1,4 @@
-"""Counts `train.epochs` in steps, once it is known how much data there is."""
+"""Converts `train.epochs` to steps, once the amount of data is known."""
 
 import math
 from fractions import Fraction
@@ -11,18 +11,18 @@ MOST_STEPS = 2**31 - 1
 
 
 class Sized(Protocol):
-    """Data that knows how many samples an epoch has."""
+    """Data that knows the number of samples in an epoch."""
 
     def samples_per_epoch(self, config: RunConfig) -> int | None:
-        """The samples after which all has been read once; None where there is no such number."""
+        """Returns the number of samples in one pass over the data; None if it has no end."""
         ...
 
 
 def counted_in_steps(config: RunConfig, data: Sized) -> RunConfig:
-    """Return the run with `train.steps` that read the data `train.epochs` times, rounded up.
+    """Returns the config with enough `train.steps` for `train.epochs` passes, rounded up.
 
-    A run without `train.epochs` stays as it is. Raises ConfigError where the data has no epochs,
-    or other settings do not fit the steps.
+    A config without `train.epochs` is returned unchanged. Raises ConfigError if the data has no
+    epochs, or if other settings do not fit the steps.
     """
     epochs = config.train.epochs
     if epochs is None:

@@ -1,14 +1,14 @@
-"""Check what a caller asks readers for: sample indices, and ranges of tokens."""
+"""Checks on what a caller asks of readers: sample indices and ranges of tokens."""
 
 import numpy as np
 
 from spmdtrain.config.errors import DataError
 
-LAST_SAMPLE = 2**62  # that a run begins at: those after it fit into 64 bits
+LAST_SAMPLE = 2**62  # that a run may begin at: later ones still fit into 64 bits
 
 
 def sample_indices(indices: object) -> np.ndarray:
-    """Return sample indices as int64 [n]. Raises DataError where they are none."""
+    """Returns sample indices as int64 [n]. Raises DataError if they are not valid indices."""
     found = np.asarray(indices)
     if np.issubdtype(found.dtype, np.floating) and (found % 1 == 0).all() and (found < 2**53).all():
         found = found.astype(np.int64)  # whole numbers, each exact
@@ -23,7 +23,7 @@ def sample_indices(indices: object) -> np.ndarray:
 
 
 def check_range(start: int, stop: int, tokens: int, sequence_length: int) -> None:
-    """Raise DataError where a range is none of a corpus of so many tokens, or windows have none."""
+    """Raises DataError if a range exceeds the corpus of `tokens` tokens, or windows are empty."""
     if not 0 <= start <= stop <= tokens:
         raise DataError(
             f"the tokens {start} to {stop} are no range of the corpus", found=f"{tokens} tokens"

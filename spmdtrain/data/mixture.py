@@ -1,8 +1,8 @@
 """Chooses the source of each sample of a mixture, as a pure function of the sample index.
 
-A mixture is a *period* of slots, repeated for ever. In a period each source has as many slots as
-its share says, so that shares are exact over any window as long as a period, wherever it begins. A
-period is as short as it can be: 10 slots for the weights 0.7, 0.2 and 0.1.
+A mixture is a *period* of slots, repeated forever. In a period each source has slots in proportion
+to its share, so shares are exact over any window as long as a period, wherever it begins. The
+period is as short as possible: 10 slots for the weights 0.7, 0.2 and 0.1.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ import numpy as np
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.data.indices import sample_indices
 
-# Where the exact shares have a longer period than this, they are rounded to as many parts.
+# If the exact shares need a longer period than this, they are rounded to this many parts.
 LONGEST_PERIOD = 2**16
 FREE = -1
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The order of several sources."""
+    """The order in which several sources are drawn."""
 
     counts: tuple[int, ...]  # slots of each source in a period
 
@@ -36,7 +36,7 @@ class Mixture:
 
     @cached_property
     def _ranks(self) -> np.ndarray:
-        """Counts the slots of the same source before each slot, int64 [period]."""
+        """The number of earlier slots of the same source in the period, int64 [period]."""
         counts = np.array(self.counts)
         ranks = np.empty(len(self.period), np.int64)
         by_source = np.argsort(self.period, kind="stable")
@@ -50,17 +50,17 @@ class Mixture:
         return [count / total for count in self.counts]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each sample, and which of that source's samples it is, int64."""
+        """Returns the source of each sample and its index within that source, int64."""
         turn, slot = np.divmod(sample_indices(indices), len(self.period))
         source = self.period[slot]
         return source, turn * np.array(self.counts)[source] + self._ranks[slot]
 
 
 def mix(weights: Sequence[float]) -> Mixture:
-    """Return the mixture of sources with these weights, which need not add up to 1.
+    """Returns the mixture of sources with these weights, which need not add up to 1.
 
-    Weights are taken as the decimal numbers that they are written as. Raises ConfigError where one
-    is too small to be drawn at all.
+    Weights count as the decimal numbers they are written as. Raises ConfigError if one is too small
+    to ever be drawn.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     total = sum(exact)
@@ -85,21 +85,21 @@ def mix(weights: Sequence[float]) -> Mixture:
 
 
 def _arrange(counts: Sequence[int]) -> np.ndarray:
-    """Return a period: the source of each slot, int64.
+    """Returns a period: the source of each slot, int64.
 
-    After any number of slots no source is a whole sample ahead of its share or behind it. A source
-    that has 1 slot in m stands in each m-th, where those of larger sources leave it room.
+    After any number of slots, no source is a whole sample ahead of its share or short of it. A
+    source with 1 slot in m takes every m-th, if larger sources leave it room.
     """
     regular = _place_regular(counts)
     period = _fill(counts, regular)
-    if period is None:  # the regular ones stand in the way of the others
+    if period is None:  # the regular ones block the others
         period = _fill(counts, np.full(sum(counts), FREE))
     assert period is not None, "without regular places there is always a way (Tijdeman, 1980)"
     return period
 
 
 def _place_regular(counts: Sequence[int]) -> np.ndarray:
-    """Put the sources that have 1 slot in m into each m-th slot, the largest source first."""
+    """Puts each source with 1 slot in m into every m-th slot, the largest source first."""
     length = sum(counts)
     period = np.full(length, FREE)
     by_size = sorted(range(len(counts)), key=lambda source: -counts[source])
@@ -107,30 +107,30 @@ def _place_regular(counts: Sequence[int]) -> np.ndarray:
         if length % count:
             continue
         every = length // count
-        # Turn t of `every` is the slots t, t + every, ...; a source takes a turn that is all free,
-        # and no other turn of the same length.
+        # Turn t of `every` is the slots t, t + every, ...; a source takes one turn that is entirely
+        # free.
         is_free = (period.reshape(count, every) == FREE).all(0)
-        turns = (every // 2 + np.arange(every)) % every  # from the middle of its time
+        turns = (every // 2 + np.arange(every)) % every  # from the middle of its period
         for source, turn in zip(sources, turns[is_free[turns]].tolist(), strict=False):
             period[turn::every] = source
     return period
 
 
 def _fill(counts: Sequence[int], regular: np.ndarray) -> np.ndarray | None:
-    """Fill the free slots of a period; None where a sample would come too late.
+    """Returns the period with its free slots filled; None if a sample would come too late.
 
-    The j-th sample of n in a period of P slots may stand in the slots floor(j P / n) up to, but not
-    at, ceil((j + 1) P / n): then no source is ever a whole sample ahead or behind. Of those that
-    may, the one that must be placed first is: the earliest deadline, by which a way is found if
-    there is one.
+    The j-th of n samples in a period of P slots may take the slots floor(j P / n) up to, but not
+    including, ceil((j + 1) P / n): then no source is ever a whole sample off its share. Of the
+    samples that may take a slot, the one with the earliest deadline does; this finds an order if
+    one exists.
     """
     length = len(regular)
     period = regular.copy()
     placed = set(regular.tolist())
     waiting = [(0, source, 0) for source in range(len(counts)) if source not in placed]
-    ready: list[tuple[int, int, int]] = []  # (deadline, source, number of the sample)
+    ready: list[tuple[int, int, int]] = []  # (deadline, source, index of the sample)
     for slot in np.flatnonzero(regular == FREE).tolist():
-        while waiting and waiting[0][0] <= slot:  # (first slot, source, number of the sample)
+        while waiting and waiting[0][0] <= slot:  # (first slot, source, index of the sample)
             _, source, done = heappop(waiting)
             heappush(ready, (-(-(done + 1) * length // counts[source]), source, done))
         if not ready or slot >= ready[0][0]:

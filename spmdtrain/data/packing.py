@@ -1,14 +1,14 @@
-"""Documents packed whole into windows, so that none is cut that fits.
+"""Packs whole documents into windows: no document that fits a window is cut.
 
 A *piece* is a document, or a part of one that is too long for a window. A piece of n + 1 tokens
-takes n *positions*: each of its tokens is an input but the last, and a target but the first. The
-parts of a long document overlap by one token, so that every token but a document's first is a
-target exactly once.
+takes n *positions*: all its tokens but the last are inputs, all but the first are targets. The
+parts of a long document overlap by one token, so every token but a document's first is a target
+exactly once.
 
 Windows are filled by best-fit decreasing (Ding et al., 2024, arXiv:2404.10830): the longest piece
-first, each into the fullest window that has room for it. It packs at least as well as first-fit
-does. All pieces of one length are placed together: but for sorting them, the work grows with the
-number of lengths, not of documents.
+first, each into the fullest window that has room for it. It packs at least as well as first-fit.
+All pieces of one length are placed together, so apart from sorting, the work grows with the number
+of lengths, not of documents.
 """
 
 from bisect import bisect_left, insort
@@ -31,7 +31,7 @@ class Packing:
     sizes: np.ndarray  # [pieces] int64, positions of each
     bounds: (
         np.ndarray
-    )  # [windows + 1] int64: window w has the pieces bounds[w] to bounds[w + 1] - 1
+    )  # [windows + 1] int64: window w holds the pieces bounds[w] to bounds[w + 1] - 1
 
     @property
     def windows(self) -> int:
@@ -39,21 +39,21 @@ class Packing:
 
 
 def make_plan(document_starts: np.ndarray, span: Range, length: int) -> Packing:
-    """Pack the documents of a range of tokens into windows of `length` positions.
+    """Returns the packing of a range's documents into windows of `length` positions.
 
-    Windows are in the order of their first documents. Raises DataError where no document has two
-    tokens.
+    Windows are in the order of their first documents. Raises DataError if every document is shorter
+    than two tokens.
     """
     starts, sizes = _pieces(document_starts, span, length)
     if not len(starts):
         raise DataError("no document has two tokens", fix="--set data.packing=stream")
     window = _best_fit(sizes, length)
-    by_window = np.lexsort((starts, window))  # by window, and in it by place
+    by_window = np.lexsort((starts, window))  # by window, then by place in the corpus
     starts = starts[by_window]
     sizes = sizes[by_window]
     counts = np.bincount(window)
     bounds = np.concatenate([[0], np.cumsum(counts)])
-    # Now the windows by their first pieces.
+    # Order the windows by their first pieces.
     order = np.argsort(starts[bounds[:-1]], kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
@@ -63,7 +63,7 @@ def make_plan(document_starts: np.ndarray, span: Range, length: int) -> Packing:
 
 
 def _pieces(document_starts: np.ndarray, span: Range, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first tokens and the positions of the pieces of a range of tokens."""
+    """Returns the first offset and the positions of each piece in a range of tokens."""
     first = np.searchsorted(document_starts, span.start, side="right") - 1
     last = np.searchsorted(document_starts, span.stop)
     begins = np.maximum(document_starts[first:last], span.start)
@@ -79,11 +79,11 @@ def _pieces(document_starts: np.ndarray, span: Range, length: int) -> tuple[np.n
 
 
 def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
-    """Return the number of the window that each piece goes to."""
+    """Returns the number of the window that each piece goes to."""
     window = np.empty(len(sizes), np.int64)
     by_size = np.argsort(-sizes, kind="stable")
     bounds = np.flatnonzero(np.diff(sizes[by_size], prepend=0, append=0))
-    room: dict[int, np.ndarray] = {}  # free positions -> windows with so many
+    room: dict[int, np.ndarray] = {}  # free positions -> windows with that many
     rooms: list[int] = []  # the keys of `room`, rising
     opened = 0
 
@@ -101,7 +101,7 @@ def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
         size = int(sizes[pieces[0]])
         while len(pieces):
             at = bisect_left(rooms, size)
-            if at == len(rooms):  # no window has room: all that are left go to new ones
+            if at == len(rooms):  # no window has room: the rest go to new ones
                 each = length // size
                 count = -(-len(pieces) // each)
                 window[pieces] = opened + np.arange(len(pieces)) // each
@@ -122,9 +122,9 @@ def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
 
 
 class PackedWindows:
-    """The documents of a range of tokens once, in packed windows.
+    """One pass over the documents of a range of tokens, in packed windows.
 
-    What is left of a window is padded with id 0 and mask 0, a segment of its own.
+    The rest of a window is padded with id 0 and mask 0, as a separate segment.
     """
 
     def __init__(self, corpus: Corpus, span: Range, length: int):
@@ -135,7 +135,7 @@ class PackedWindows:
         self.windows = self._plan.windows
 
     def samples(self, indices: np.ndarray) -> Batch:
-        """Return the batch of these windows; one behind the last is nothing but padding."""
+        """Returns the batch of these windows; windows past the last are all padding."""
         indices = sample_indices(indices)
         shape = (len(indices), self._length)
         batch = {
@@ -155,7 +155,7 @@ class PackedWindows:
         return batch
 
     def _pieces(self, window: int) -> list[tuple[int, int]]:
-        """Return (offset of the first token, positions) of each piece in a window."""
+        """Returns (offset of the first token, positions) of each piece in a window."""
         if window >= self._plan.windows:
             return []
         inside = slice(*self._plan.bounds[window : window + 2].tolist())
@@ -179,9 +179,9 @@ class PackedWindows:
 
 
 class PackedStream:
-    """Endless training samples of packed windows: one epoch after the other.
+    """Endless training samples of packed windows: one epoch after another.
 
-    The windows are the same in each epoch. With `shuffle`, each visits them in an order of its own.
+    The windows are the same in each epoch. With `shuffle`, each epoch visits them in its own order.
     """
 
     def __init__(self, corpus: Corpus, span: Range, length: int, *, seed: int, shuffle: bool):
@@ -191,11 +191,11 @@ class PackedStream:
 
     @property
     def windows(self) -> int:
-        """The windows of an epoch."""
+        """The number of windows in an epoch."""
         return self._windows.windows
 
     def samples(self, indices: np.ndarray) -> Batch:
-        """Return the batch of these global sample indices, whatever was asked before."""
+        """Returns the batch of these global sample indices; earlier calls do not matter."""
         indices = sample_indices(indices)
         count = self._windows.windows
         epoch, window = np.divmod(indices, count)

@@ -1,10 +1,10 @@
 """Random numbers and permutations as pure functions of a counter.
 
-Nothing is stored, and any element can be computed at once. It is all integer arithmetic, so every
+Nothing is stored, and any element can be computed directly. It is all integer arithmetic, so every
 numpy version and every process gets the same bits. All functions are vectorised.
 
-A library has the permutation too (`grain.experimental.index_shuffle`), but for one index per call,
-below 2**31, in a module called experimental, and its import costs a second and brings jax along.
+`grain.experimental.index_shuffle` offers this permutation too, but for one index per call, below
+2**31, in an experimental module whose import takes a second and pulls in jax.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ ROUNDS = 4  # each mixes both halves once
 
 
 def scramble(value) -> np.ndarray:
-    """Map uint64 one to one to what looks like noise.
+    """Maps uint64 to noise-like uint64, one to one.
 
     It is the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
     """
@@ -24,22 +24,22 @@ def scramble(value) -> np.ndarray:
 
 
 def random_bits(seed: int, stream: int, counter) -> np.ndarray:
-    """Return 64 random bits, uint64, for each counter (an int or an array).
+    """Returns 64 random bits, uint64, for each counter (an int or an array).
 
-    Different `stream`s of one seed are unrelated.
+    Different `stream`s of one seed are independent.
     """
     key = scramble(scramble(seed % 2**64) ^ np.uint64(stream))
     return scramble(key ^ scramble(counter))
 
 
 def permute(index, count: int, key) -> np.ndarray:
-    """Return where each index in [0, count) goes in a permutation, int64.
+    """Returns where each index in [0, count) goes in a permutation, int64.
 
-    `key` says which permutation: one for all indices, or one for each.
+    `key` selects the permutation: one key for all indices, or one for each.
 
-    It is a Feistel network on the pairs (left, right) of a grid that is hardly larger than count.
-    An index that lands outside count goes through it again until it is inside. Both steps are one
-    to one, so the whole is.
+    It is a Feistel network on the pairs (left, right) of a grid barely larger than count. An index
+    that lands outside count goes through it again until it is inside. Both steps are one to one, so
+    their composition is.
     """
     index = np.atleast_1d(np.asarray(index, np.uint64))
     index, key = np.broadcast_arrays(index, np.asarray(key, np.uint64))

@@ -1,7 +1,7 @@
-"""Opens the samples of a run: of a corpus, a mixture, or a function of the caller.
+"""Opens the samples of a run: from a corpus, a mixture, or a function of the caller.
 
-All kinds of data give the same three things: the arrays of a global sample index, the sets to
-evaluate on, and a fingerprint by which a resumed run knows that it is the same data.
+All kinds of data provide the same three things: the arrays of a global sample index, the sets to
+evaluate on, and a fingerprint by which a resumed run recognises the same data.
 """
 
 import hashlib
@@ -24,22 +24,21 @@ from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.targets import check_targets
 from spmdtrain.data.token_files.cut_files import cut_shared_files
 
-# tokens(seed, index): the ids of sample `index`, integers [sequence_length + 1]. The same for the
-# same arguments, always: that is what makes a resumed run go on bit by bit.
+# tokens(seed, index): the ids of sample `index`, integers [sequence_length + 1]. Always the same
+# for the same arguments: that is why a resumed run continues bit-exactly.
 Tokens = Callable[[int, int], Any]
 Samples = Callable[[np.ndarray], dict[str, np.ndarray]]
-# The stream of random bits that gives each source of a mixture its seed; corpus.py and batches.py
-# use 0 to 3.
+# The stream of random bits for the seeds of a mixture's sources; corpus.py and batches.py use 0 to
+# 3.
 SOURCE = 4
-FINGERPRINTED = 4  # samples of a source that a resumed run is compared by
+FINGERPRINTED = 4  # samples of a source that a resumed run compares
 
 
 @dataclass(frozen=True)
 class Source:
-    """Samples of one's own: `tokens(seed, index)`, and as many for evaluation as there are.
+    """Custom samples: `tokens(seed, index)`, and optionally some for evaluation.
 
-    `validation(seed, index)` gives the `validation_samples` samples on which `eval.every`
-    evaluates.
+    `validation(seed, index)` gives the `validation_samples` samples that `eval.every` evaluates on.
     """
 
     tokens: Tokens
@@ -56,7 +55,7 @@ class Source:
 
 
 class Windows(Protocol):
-    """The samples of an evaluation, by index. From `windows` on they are nothing but padding."""
+    """The samples of an evaluation, by index. From `windows` on they are all padding."""
 
     @property
     def windows(self) -> int: ...
@@ -65,17 +64,17 @@ class Windows(Protocol):
 
 
 class EvalSet(NamedTuple):
-    """Windows that are evaluated for themselves; the loss of all is the mean by `weight`."""
+    """Windows that are evaluated separately; the overall loss is the mean by `weight`."""
 
-    name: str  # of the source in a mixture, else ""
+    name: str  # the source in a mixture, else ""
     weight: float  # all weights add up to 1
     windows: Windows
-    tokens: int  # of the split that follow another, whether or not they have a loss
+    tokens: int  # of the split that follow another token, masked or not
 
 
 @dataclass(frozen=True)
 class CorpusData:
-    """The corpus of a run, and which of its tokens train and which validate."""
+    """The corpus of a run, split into training and validation tokens."""
 
     corpus: Corpus
     train: Range
@@ -87,23 +86,23 @@ class CorpusData:
 
     @property
     def earlier_fingerprint(self) -> str:
-        """What version 0.1 took for the fingerprint."""
+        """The fingerprint that version 0.1 used."""
         return self.corpus.earlier_fingerprint or self.corpus.fingerprint
 
     @property
     def tokenizer(self) -> dict | None:
-        """The specification of the tokenizer; None where ids mean no text."""
+        """The spec of the tokenizer; None if ids do not stand for text."""
         tokenizer = self.corpus.tokenizer
         return tokenizer.spec() if tokenizer else None
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that ends each document; None where none does."""
+        """The id that ends each document; None if there is none."""
         return self.corpus.end_of_text
 
     @property
     def template(self) -> str | None:
-        """What a message is written as, where there are conversations; see tokenizers/chat.py."""
+        """How a message is written, if there are conversations; see tokenizers/chat.py."""
         return self.corpus.template
 
     def train_samples(self, config: RunConfig) -> Samples:
@@ -130,13 +129,13 @@ class CorpusData:
         return [EvalSet("", 1.0, windows, self.validation.size - 1)]
 
     def describe(self, config: RunConfig) -> str:
-        """Return what a run says of its data."""
+        """Returns the line in which a run describes its data."""
         return f"{config.data.corpus}, {self.train.size:,} tokens to train"
 
 
 @dataclass(frozen=True)
 class MixtureData:
-    """Several corpora with one tokenizer, and in which shares samples are drawn from them."""
+    """Several corpora with one tokenizer, and the shares in which samples are drawn from them."""
 
     names: tuple[str, ...]
     sources: tuple[CorpusData, ...]
@@ -144,12 +143,12 @@ class MixtureData:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of shares and contents. Names may change."""
+        """A hash of shares and contents; names do not count."""
         return self._united([source.fingerprint for source in self.sources])
 
     @property
     def earlier_fingerprint(self) -> str:
-        """What version 0.1 took for the fingerprint."""
+        """The fingerprint that version 0.1 used."""
         return self._united([source.earlier_fingerprint for source in self.sources])
 
     def _united(self, fingerprints: list[str]) -> str:
@@ -168,7 +167,7 @@ class MixtureData:
 
     @property
     def template(self) -> str | None:
-        """What a message is written as in every source of conversations."""
+        """How a message is written in every source of conversations."""
         templates = {source.template for source in self.sources if source.template}
         return templates.pop() if len(templates) == 1 else None
 
@@ -176,7 +175,7 @@ class MixtureData:
         return None
 
     def train_samples(self, config: RunConfig) -> Samples:
-        """Each source is read in an order of its own, endlessly, whatever the others' sizes."""
+        """Returns endless samples; each source is read in its own order, independently."""
         seeds = random_bits(config.train.seed, SOURCE, np.arange(len(self.sources)))
         readers = [
             source.train_samples(_with_seed(config, int(seed)))
@@ -200,7 +199,7 @@ class MixtureData:
         return samples
 
     def eval_sets(self, config: RunConfig) -> list[EvalSet]:
-        """Return the validation split of each source, by its share."""
+        """Returns the validation split of each source, weighted by its share."""
         sets = []
         parts = zip(self.names, self.mixture.shares, self.sources, strict=True)
         for name, share, source in parts:
@@ -209,7 +208,7 @@ class MixtureData:
         return sets
 
     def describe(self, config: RunConfig) -> str:
-        """Return what a run says of its data: shares, and how often a source will be read."""
+        """Returns the run's description of its data: shares, and how often each source is read."""
         drawn = config.train.steps * config.train.global_batch * config.train.sequence_length
         parts = zip(self.names, self.mixture.shares, self.sources, strict=True)
         described = [
@@ -220,13 +219,13 @@ class MixtureData:
 
 
 def _with_seed(config: RunConfig, seed: int) -> RunConfig:
-    """Return the same run with another seed, which may have 64 bits."""
+    """Returns the config with another seed, which may have 64 bits."""
     return config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
 
 
 @dataclass(frozen=True)
 class SourceData:
-    """A source whose first samples were read."""
+    """A source whose first samples have been read."""
 
     source: Source
     fingerprint: str
@@ -236,7 +235,7 @@ class SourceData:
 
     @property
     def earlier_fingerprint(self) -> str:
-        """What version 0.1 took for the fingerprint."""
+        """The fingerprint that version 0.1 used."""
         return self.fingerprint
 
     def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as a corpus
@@ -249,12 +248,12 @@ class SourceData:
         tokens = self.source.validation_samples * config.train.sequence_length
         return [EvalSet("", 1.0, SourceWindows(self.source, config), tokens)]
 
-    def describe(self, config: RunConfig) -> str:  # noqa: ARG002 - as the other kinds have it
+    def describe(self, config: RunConfig) -> str:  # noqa: ARG002 - as in the other kinds
         return "own samples"
 
 
 class SourceWindows:
-    """The samples on which a source has a run evaluated."""
+    """The evaluation samples of a source."""
 
     def __init__(self, source: Source, config: RunConfig):
         self._source = source
@@ -262,7 +261,7 @@ class SourceWindows:
         self.windows = source.validation_samples
 
     def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The batch of these samples; those beyond the last are masked."""
+        """Returns the batch of these samples; those past the last are masked."""
         validation = self._source.validation
         if validation is None:
             fix = "Source(tokens, validation, validation_samples)"
@@ -278,16 +277,16 @@ Data = CorpusData | MixtureData | SourceData
 
 
 def check_data(data: Any) -> None:
-    """ConfigError where a caller gives something else for the data of a run."""
+    """Raises ConfigError if `data` is not the data of a run."""
     kinds = (CorpusData, MixtureData, SourceData)
     check_kind(data, kinds, "data", "config, data = st.open_data(config)")
 
 
 def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple[RunConfig, Data]:
-    """The data of a run, and the config with its vocabulary and `train.epochs` resolved.
+    """Returns the config with vocabulary and `train.epochs` resolved, and the data of the run.
 
-    Without a `source` it is the corpus that the config names, cut into training and validation.
-    Raises DataError or ConfigError where the two do not fit.
+    Without a `source`, the data is the corpus that the config names, split into training and
+    validation. Raises DataError or ConfigError if config and data do not fit.
     """
     check_config(config)
     config, data = _open(config, source)
@@ -313,7 +312,7 @@ def _open(config: RunConfig, source: Source | Tokens | None) -> tuple[RunConfig,
 
 
 def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
-    """Return a corpus with its split; `source` is its name in a mixture."""
+    """Returns a corpus with its split; `source` is its name in a mixture."""
     if config.data.packing != "stream" and not corpus.has_documents:
         packing = f"data.packing={config.data.packing!r}"
         what = f"{packing}: the token file does not say where documents start"
@@ -328,7 +327,7 @@ def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
 
 
 def _open_mixture(config: RunConfig) -> MixtureData:
-    """Open the sources of `data.mix`. Raises DataError where their tokenizers are not one."""
+    """Opens the sources of `data.mix`. Raises DataError if their tokenizers differ."""
     settings = config.data
     mixture = mix([source.weight for source in settings.mix])
     corpora: list[Corpus] = []
@@ -370,7 +369,7 @@ def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
 
 
 def _read(tokens: Tokens, config: RunConfig, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """The batch of these sample indices, as batches.py describes it."""
+    """Returns the batch of these sample indices, as described in batches.py."""
     indices = sample_indices(indices)
     if not len(indices):
         raise DataError("a batch has at least one sample", found="no sample index")
@@ -384,7 +383,7 @@ def _read(tokens: Tokens, config: RunConfig, indices: np.ndarray) -> dict[str, n
 
 
 def _row(tokens: Tokens, config: RunConfig, index: int) -> np.ndarray:
-    """One sample, int32 [sequence_length + 1]; DataError where it is none."""
+    """Returns a sample, int32 [sequence_length + 1]. Raises DataError if it is not one."""
     row = np.asarray(tokens(config.train.seed, index))
     length = config.train.sequence_length + 1
     vocab = config.vocab

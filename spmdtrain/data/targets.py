@@ -1,4 +1,4 @@
-"""Find out, before a run begins, whether a split has a token that counts in the loss."""
+"""Checks before a run begins that a split has a token that counts in the loss."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ READ_AT_ONCE = 2**22  # tokens
 
 
 def has_target(corpus: Corpus, span: Range, packing: str) -> bool:
-    """Return whether a token of a range counts as a target.
+    """Returns whether a token of a range counts as a target.
 
-    The first of the range is none, and nor is, with documents kept apart, the first of one. Marks
-    are read until one is found: all of them only where there is none.
+    The first token of the range does not, nor, if documents are kept apart, does the first of each
+    document. Marks are read only until one is found.
     """
     begin = span.start + 1
     if corpus.loss is None:
@@ -32,7 +32,7 @@ def has_target(corpus: Corpus, span: Range, packing: str) -> bool:
 def check_targets(
     corpus: Corpus, span: Range, packing: str, *, name: str, source: str = ""
 ) -> None:
-    """Raise DataError where no token of a split counts in the loss.
+    """Raises DataError if no token of a split counts in the loss.
 
     `name` is "training" or "validation", `source` the name of the corpus in a mixture.
     """
@@ -54,6 +54,6 @@ def check_targets(
 
 
 def _starts_between(corpus: Corpus, start: int, stop: int) -> np.ndarray:
-    """Return the offsets from start to stop - 1 at which documents start."""
+    """Returns the offsets from start to stop - 1 at which documents start."""
     first, last = np.searchsorted(corpus.document_starts, [start, stop])
     return corpus.document_starts[first:last]

@@ -1,1 +1,1 @@
-"""`data prepare`: documents in, token files out. prepare.py is the order of it."""
+"""`data prepare`: documents in, token files out. Start with prepare.py."""

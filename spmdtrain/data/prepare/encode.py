@@ -1,7 +1,7 @@
-"""Turn chunks of documents into tokens, on one core or in several processes.
+"""Turns chunks of documents into tokens, on one core or in several processes.
 
-What comes out does not depend on how many processes there are, nor on how documents were cut into
-chunks: each document is encoded for itself, and chunks come out in the order in which they went in.
+The output does not depend on the number of processes or on how documents were cut into chunks: each
+document is encoded on its own, and chunks come out in the order they went in.
 """
 
 import multiprocessing
@@ -24,25 +24,25 @@ from spmdtrain.data.token_files.tokens import DTYPES, storage_dtype
 from spmdtrain.data.tokenizers.chat import Template, encode_conversation
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 
-# What may be said of a document.
-SPELLS = 1  # it spells a special token, or a marker of the template
-HOLDS_END = 2  # the token that ends it is in it, too
-WAITING = 2  # chunks for each process that are handed out ahead of the one that is written
+# Notes on a document.
+SPELLS = 1  # it spells out a special token or a marker of the template
+HOLDS_END = 2  # it also contains the token that ends it
+WAITING = 2  # chunks per process handed out ahead of the one being written
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings that turn documents into tokens. They can be pickled for another process."""
+    """The settings that turn documents into tokens; picklable for other processes."""
 
-    tokenizer: dict  # its specification
-    end_of_text: int | None  # the id behind each document
-    field: str  # that is read of tables and JSON lines
-    template: Template | None = None  # of messages, where the documents are conversations
-    parse_special: bool = False  # a special token that a text spells is that token
+    tokenizer: dict  # its spec
+    end_of_text: int | None  # the id after each document
+    field: str  # read from tables and JSON lines
+    template: Template | None = None  # of messages, if documents are conversations
+    parse_special: bool = False  # special tokens spelled in a text are tokens
 
 
 class Encoded(NamedTuple):
-    """The tokens of some documents, one behind the other."""
+    """The tokens of some documents, concatenated."""
 
     ids: np.ndarray  # [tokens] uint16 or uint32
     lengths: np.ndarray  # [documents] int64, tokens of each; 0: it was empty
@@ -51,7 +51,7 @@ class Encoded(NamedTuple):
     notes: np.ndarray | None = None  # [documents] uint8, of SPELLS and HOLDS_END
 
     def cut(self, documents: int) -> tuple["Encoded", "Encoded"]:
-        """Return the first `documents` and the others."""
+        """Returns the first `documents` documents and the rest."""
         tokens = int(self.lengths[:documents].sum())
         first_loss = None if self.loss is None else self.loss[:tokens]
         other_loss = None if self.loss is None else self.loss[tokens:]
@@ -73,7 +73,7 @@ class Encoded(NamedTuple):
 
 
 def make_encoder(recipe: Recipe) -> Callable[[Chunk], Encoded]:
-    """Return the function that encodes a chunk in this process."""
+    """Returns the function that encodes a chunk in this process."""
     tokenizer = from_spec(recipe.tokenizer)
     template = recipe.template
     if template is None:
@@ -94,7 +94,7 @@ def _encode_texts(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> Encoded
 
 
 def _size(text, chunk: Chunk, number: int, field: str) -> int:
-    """Return the bytes of a text. Raises DataError, with file and row, where it is none."""
+    """Returns the bytes of a text. Raises DataError, with file and row, if it is not text."""
     where = f"{chunk.path}: {field!r} of row {number + 1}"
     if not isinstance(text, str):
         raise DataError(f"{where} is not a text", found=f"{reprlib.repr(text):.60}")
@@ -129,7 +129,7 @@ def _encode_conversations(
 
 
 def _spells(messages, template: Template, tokenizer: Tokenizer) -> bool:
-    """Return whether a message spells a special token, or what looks like one to the template."""
+    """Returns whether a message spells out a special token or a marker of the template."""
     return any(
         tokenizer.spells_special(text) or any(marker in text for marker in template.markers)
         for text in texts_of_messages(messages)
@@ -144,7 +144,7 @@ def _joined(
     recipe: Recipe,
     tokenizer: Tokenizer,
 ) -> Encoded:
-    """Put documents behind each other, each with its end of text; one without tokens has none."""
+    """Concatenates documents, each with its end of text; empty documents get none."""
     dtype = DTYPES[storage_dtype(tokenizer.size)]
     lengths = np.array([len(ids) for ids in encoded], np.int64)
     notes = SPELLS * np.array(spells, np.uint8)
@@ -157,7 +157,7 @@ def _joined(
     if recipe.end_of_text is not None:
         ends = np.cumsum(lengths)[lengths > 0]
         ids = np.insert(ids, ends, recipe.end_of_text)
-        if loss is not None:  # who learns the last token learns to stop
+        if loss is not None:  # learning the last token means learning to stop
             loss = np.insert(loss, ends, loss[ends - 1])
         lengths = lengths + (lengths > 0)
     return Encoded(ids.astype(dtype), lengths, np.array(sizes, np.int64), loss, notes)
@@ -166,17 +166,17 @@ def _joined(
 def encode_all(
     recipe: Recipe, chunks: Iterable[Chunk], workers: int
 ) -> Iterator[tuple[Chunk, Encoded]]:
-    """Yield chunks and their tokens, in order, encoded by `workers` processes.
+    """Yields chunks and their tokens, in order, encoded by `workers` processes.
 
-    One worker is this process, where the package `tokenizers` starts threads of its own. Raises
-    DataError where a chunk cannot be encoded, or a process is lost.
+    With one worker, this process encodes, and the package `tokenizers` starts its own threads.
+    Raises DataError if a chunk cannot be encoded or a process is lost.
     """
     if workers == 1:
         encode = make_encoder(recipe)
         for chunk in chunks:
             yield chunk, encode(chunk)
         return
-    # A process that is forked would share the locks of whatever threads there are.
+    # A forked process would inherit locks held by any running threads.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(recipe,))
     try:
@@ -192,7 +192,7 @@ def encode_all(
 
 
 def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future:
-    """Hand a chunk to a worker. One that starts for it is deaf to Ctrl-C from its first moment."""
+    """Hands a chunk to a worker. A worker started for it ignores Ctrl-C from the beginning."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a child inherits it
     try:
         return pool.submit(_encode, chunk)
@@ -211,15 +211,15 @@ def _finished(waiting: deque[tuple[Chunk, Future]]) -> tuple[Chunk, Encoded]:
         ) from None
 
 
-# The encoder of a worker, made once when its process starts.
+# The encoder of a worker, made once at process start.
 _encode_here: Callable[[Chunk], Encoded] | None = None
 
 
 def _start(recipe: Recipe) -> None:
-    """Prepare a worker, which ends with its parent."""
+    """Prepares a worker process, which ends with its parent."""
     global _encode_here
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # A worker is to fill one core: the package would otherwise start a thread on each.
+    # A worker should fill one core: otherwise the package would start a thread on each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encode_here = make_encoder(recipe)
 

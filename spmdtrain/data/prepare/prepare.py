@@ -1,4 +1,4 @@
-"""Turn documents into token files: `spmdtrain data prepare`."""
+"""Turns documents into token files: `spmdtrain data prepare`."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ from spmdtrain.data.tokenizers.tokenizer import (
     tokenizer_fingerprint,
 )
 
-SHOWN = 40  # tokens of the first document that are printed
+SHOWN = 40  # tokens of the first document to print
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Job:
     """A request to turn files into token files."""
 
     paths: Sequence[str]  # files, globs, folders of datasets
-    out: str  # OUT.bin, or OUT-00000.bin and so on
+    out: str  # OUT.bin, or OUT-00000.bin etc.
     tokenizer: str = "bytes"
     end_of_text: str = "auto"  # or "none", or a token
-    field: str | None = None  # of tables and JSON lines; default: text, or messages
+    field: str | None = None  # in tables and JSON lines; default: text, or messages
     split_on: str | None = None  # what separates the documents of a text file
-    chat: bool = False  # documents are conversations: the loss is on the answers
-    template: str = CHATML  # what a message of a conversation is written as
-    parse_special: bool = False  # a special token that a text spells is that token
+    chat: bool = False  # documents are conversations; only answers have loss
+    template: str = CHATML  # how a message of a conversation is written
+    parse_special: bool = False  # special tokens spelled in a text are tokens
     workers: int = 1
-    shard_tokens: int | None = None  # a shard ends with the document that reaches it
+    shard_tokens: int | None = None  # a shard ends with the document that reaches this
 
     @property
     def field_name(self) -> str:
@@ -53,13 +53,13 @@ class Job:
 
 
 def prepare(job: Job) -> None:
-    """Write the documents that `job` names as token files.
+    """Writes token files from the documents that `job` names.
 
-    Progress goes to standard error, and what was written to standard output. (The tokenizer
-    `characters` reads all files twice: first for its alphabet.)
+    Progress goes to standard error, the summary to standard output. (The tokenizer `characters`
+    reads all files twice: first to find its alphabet.)
 
-    Raises DataError where a file cannot be read, or the output is there already and not that of
-    this job, and StorageError where it cannot be written.
+    Raises DataError if a file cannot be read, or if the output exists and is not of this job, and
+    StorageError if it cannot be written.
     """
     files = find_inputs(job.paths)
     if job.chat and any(format_of(file) == "text" for file in files):
@@ -82,7 +82,7 @@ def prepare(job: Job) -> None:
             return None
         return share_tokenizer(job.out.removesuffix(".bin"), tokenizer)
 
-    def make_writer(path: str) -> TokenWriter:  # called when nothing else is known to lie there
+    def make_writer(path: str) -> TokenWriter:  # called once the path is known to be free
         text = template.text if template else None
         return TokenWriter(path, tokenizer, end, job.chat, shared_spec(), text)
 
@@ -94,7 +94,7 @@ def prepare(job: Job) -> None:
 
 
 def _write(output: Output, files: list[str], job: Job, recipe: Recipe) -> None:
-    """Write what the output does not hold yet."""
+    """Writes the documents that are not in the output yet."""
     number_of = {file: number for number, file in enumerate(files)}
     with _progress([os.path.getsize(file) for file in files]) as advance:
         chunks = _chunks(files, job, output.position)
@@ -113,7 +113,7 @@ def _chunks(files: list[str], job: Job, position: Position) -> Iterator[Chunk]:
 
 
 def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
-    """Return what a job must have in common with the one that it goes on from."""
+    """Returns what a job must share with an interrupted one to continue it."""
     stats = [os.stat(file) for file in files]
     described = asdict(replace(job, workers=1))
     for name in ("workers", "out", "paths", "tokenizer", "template"):
@@ -129,11 +129,11 @@ def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
     }
 
 
-# --- what is said -------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------
 
 
 def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int | None) -> str:
-    """Return the lines that say what was written."""
+    """Returns the lines that summarise what was written."""
     first = summaries[0]
     name = first.path
     if len(summaries) > 1:
@@ -162,7 +162,7 @@ def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int |
 
 
 def _learned(summaries: list[Summary], tokens: int) -> str:
-    """Return how much of conversations counts in the loss; an older journal does not know."""
+    """Returns a line on the share of tokens that count in the loss; older journals lack it."""
     counts = [summary.learned for summary in summaries]
     if None in counts:
         return "the messages of the assistant are learned"
@@ -174,7 +174,7 @@ def _learned(summaries: list[Summary], tokens: int) -> str:
 
 
 def _said_of_specials(summaries: list[Summary], job: Job, tokenizer: Tokenizer) -> list[str]:
-    """Return what is to be said of documents that spell what is not text."""
+    """Returns lines about documents that spell out special tokens or markers."""
     lines = []
     what = "a special token; kept as text (--parse-special reads it as the token)"
     if job.parse_special:
@@ -194,10 +194,10 @@ def _said_of_specials(summaries: list[Summary], job: Job, tokenizer: Tokenizer) 
 
 @contextmanager
 def _progress(sizes: list[int]) -> Iterator[Callable[[int, int, int], None]]:
-    """Yield `advance(number of the file, bytes of it that were read, tokens so far)`.
+    """Yields `advance(index of the file, bytes read from it, tokens so far)`.
 
-    `sizes` are those of the files in bytes. It moves a bar on a terminal, and else prints about ten
-    plain lines, and more where a document takes long.
+    `sizes` are the files' sizes in bytes. On a terminal `advance` moves a bar; otherwise it prints
+    about ten plain lines, plus more if a document takes long.
     """
     total = sum(sizes)
     before = np.cumsum([0, *sizes]).tolist()

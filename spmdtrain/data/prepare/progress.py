@@ -1,4 +1,4 @@
-"""Say how much of files has been read, where nobody watches a terminal."""
+"""Reports progress through files when there is no terminal."""
 
 import sys
 import threading
@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LINES = 10  # that are printed until all is read
-SILENCE = 5.0  # seconds from one look at long work to the next
+LINES = 10  # printed in total
+SILENCE = 5.0  # seconds between looks at long work
 
 
 def plain_lines(total: int) -> Callable[[int, str], None]:
-    """Return `say(bytes read so far, what else to say)`, which prints about ten lines in all.
+    """Returns `say(bytes read so far, extra text)`, which prints about ten lines in total.
 
-    `total` is the size of the files in bytes. The lines go to standard error.
+    `total` is the total size of the files in bytes. Lines go to standard error.
     """
     printed = 0  # tenths
 
@@ -28,9 +28,9 @@ def plain_lines(total: int) -> Callable[[int, str], None]:
 
 @contextmanager
 def heartbeat(state: Callable[[], str]) -> Iterator[None]:
-    """Print `state()` and the time now and then, as long as it has not changed between two looks.
+    """Prints `state()` and the time at intervals while the state does not change.
 
-    So a document that takes minutes leaves lines too. They go to standard error.
+    So a document that takes minutes still produces lines. They go to standard error.
     """
     began = time.monotonic()
     is_done = threading.Event()

@@ -1,11 +1,10 @@
-"""The token files of one prepare, and how a prepare that was killed goes on.
+"""The token files of one `data prepare`, and how a killed one is continued.
 
-A *shard* is one token file of several: OUT-00000.bin, OUT-00001.bin and so on. A shard ends with
-the document that reaches its number of tokens, so that shards come out the same however many
-processes make them.
+A *shard* is one of several token files: OUT-00000.bin, OUT-00001.bin and so on. A shard ends with
+the document that reaches its number of tokens, so shards are the same for any number of processes.
 
-The *journal*, OUT.prepare.json, says which shards are finished, which row comes next, and what the
-job is. It stays when all is finished, and says so.
+The *journal*, OUT.prepare.json, records which shards are finished, which row comes next, and what
+the job is. It is kept, marked as finished, when the job is done.
 """
 
 import json
@@ -26,13 +25,13 @@ from spmdtrain.data.token_files.tokens import open_tokens, token_paths
 
 VERSION = 1  # of the journal
 
-Position = tuple[int, int]  # (number of a file, number of the row in it that is next)
+Position = tuple[int, int]  # (index of a file, index of the next row in it)
 
 
 class Output:
-    """The token files of a job: those that are finished, and the one in the making.
+    """The token files of a job: the finished ones, and the one being written.
 
-    `position` is that of the first input row that is in no finished file. Use it in a `with`, which
+    `position` is that of the first input row not in a finished file. Use it in a `with`, which
     discards the unfinished file.
     """
 
@@ -43,10 +42,10 @@ class Output:
         job: dict[str, Any],
         make_writer: Callable[[str], TokenWriter],
     ):
-        """Take over the finished shards of the same job.
+        """Takes over the finished shards of the same job.
 
-        `shard_tokens` of None makes a single file, which is always begun anew. `job` is a JSON
-        value. Raises DataError where something else lies at `out`.
+        With `shard_tokens` None there is a single file, always started from scratch. `job` is a
+        JSON value. Raises DataError if anything else exists at `out`.
         """
         self._out = out.removesuffix(".bin")
         self._shard_tokens = shard_tokens
@@ -58,7 +57,7 @@ class Output:
         self.is_finished = False
         path = Path(os.path.expanduser(self._out))
         self._journal = path.parent / f"{path.name}.prepare.json"
-        self._may_replace = ""  # the file that a killed process may have put here last
+        self._may_replace = ""  # the last file that a killed process may have put here
         if shard_tokens and os.path.exists(self._journal):
             self._go_on()
             self._may_replace = self._path()
@@ -67,25 +66,25 @@ class Output:
 
     @property
     def tokens(self) -> int:
-        """The tokens that were written so far."""
+        """The number of tokens written so far."""
         done = sum(summary.tokens for summary in self.summaries)
         return done + (self._writer.tokens if self._writer else 0)
 
     @property
     def learned(self) -> int | None:
-        """The tokens that count in the loss so far; None where all do, or nobody knows."""
+        """The number of tokens so far that count in the loss; None if all do, or if unknown."""
         counts = [summary.learned for summary in self.summaries]
         if self._writer:
             counts.append(self._writer.learned)
         return None if None in counts else sum(count or 0 for count in counts)
 
     def write(self, encoded: Encoded, position: Position) -> None:
-        """Write documents, of the rows from `position` on, and finish each shard that is full."""
+        """Writes the documents of the rows from `position` on, and finishes each full shard."""
         file, row = position
         while len(encoded.lengths):
             if self._writer is None:
                 path = self._path()
-                if path != self._may_replace:  # also a later shard may lie there already
+                if path != self._may_replace:  # a later shard may exist already, too
                     refuse_existing(path)
                 self._writer = self._make_writer(path)
             count = len(encoded.lengths)
@@ -100,7 +99,7 @@ class Output:
                 self._end_shard((file, row))
 
     def finish(self) -> None:
-        """Finish the last shard. Raises DataError where there is not a single token."""
+        """Finishes the last shard. Raises DataError if there are no tokens at all."""
         if not self.tokens:
             raise DataError("the corpus is empty: no tokens to write")
         if self.learned == 0:
@@ -120,7 +119,7 @@ class Output:
         self._leave_writer()
 
     def _path(self) -> str:
-        """Return the name of the next token file."""
+        """Returns the name of the next token file."""
         if self._shard_tokens:
             return f"{self._out}-{len(self.summaries):05}.bin"
         return self._out + ".bin"
@@ -138,7 +137,7 @@ class Output:
             self._writer = None
 
     def _record(self) -> None:
-        """Write the journal, whole or not at all."""
+        """Writes the journal atomically."""
         if not self._shard_tokens:
             return
         content = {
@@ -154,7 +153,7 @@ class Output:
             spare.replace(self._journal)
 
     def _go_on(self) -> None:
-        """Take over what the journal says is finished."""
+        """Takes over the shards that the journal lists as finished."""
         job: dict[str, Any] = {}
         try:
             content = json.loads(read_named(self._journal))
@@ -177,7 +176,7 @@ class Output:
                 fix=f"another --out, or remove {self._journal} and its shards",
             )
         for summary in self.summaries:
-            open_tokens(summary.path)  # a shard that has gone is refused here
+            open_tokens(summary.path)  # a missing shard is refused here
         self._remove_partials()
         if self.is_finished:
             print(f"{self._out} is finished already", file=sys.stderr)
@@ -185,7 +184,7 @@ class Output:
             print(f"going on behind {self.summaries[-1].path}", file=sys.stderr)
 
     def _remove_partials(self) -> None:
-        """Remove what a killed process has left half written."""
+        """Removes half-written files of a killed process."""
         stem = token_paths(self._path())[0].stem
         for partial in self._journal.parent.glob(f".{stem}.*.partial"):
             partial.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Write token files, which tokens.py describes."""
+"""Writes token files in the format that tokens.py describes."""
 
 import contextlib
 import hashlib
@@ -31,13 +31,13 @@ class Summary:
     vocab: int
     dtype: str
     learned: int | None = None  # tokens that count in the loss; None: all do
-    spelling: int = 0  # documents that spell a special token
-    holding_end: int = 0  # documents that hold the token that ends one
+    spelling: int = 0  # documents that spell out a special token
+    holding_end: int = 0  # documents that contain the end of text
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn an OSError into a StorageError that names what could not be written."""
+    """Turns an OSError into a StorageError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -45,9 +45,9 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 class TokenWriter:
-    """One token file in the making. Call `finish()` at its end, and `close()` in any case.
+    """A token file being written. Call `finish()` at the end, and `close()` in any case.
 
-    Everything goes to temporary names first, so that an interruption leaves nothing under the
+    Everything is written under temporary names first, so an interruption leaves nothing under the
     final ones.
     """
 
@@ -60,10 +60,9 @@ class TokenWriter:
         spec: dict | None = None,
         template: str | None = None,
     ):
-        """`spec` takes the place of the tokenizer's own, where several files share its content.
-        `template` is what a message of conversations is written as.
+        """`spec` replaces the tokenizer's own if several files share its content.
 
-        Raises StorageError where the file cannot be written.
+        Raises StorageError if the file cannot be written.
         """
         self._tokenizer = tokenizer
         self._spec = tokenizer.spec() if spec is None else spec
@@ -72,7 +71,7 @@ class TokenWriter:
         self._template = template
         self._with_loss = with_loss
         if with_loss:
-            self._finals.insert(0, loss_path(path))  # the sidecar, which is last, comes last
+            self._finals.insert(0, loss_path(path))  # the sidecar stays last
         self._partials = [
             final.with_name(f".{final.name}.{os.getpid()}.partial") for final in self._finals
         ]
@@ -92,16 +91,16 @@ class TokenWriter:
 
     @property
     def learned(self) -> int | None:
-        """The tokens that count in the loss so far; None: all do."""
+        """The number of tokens so far that count in the loss; None: all do."""
         return self._learned if self._with_loss else None
 
     @property
     def path(self) -> Path:
-        """The .bin that this will be."""
+        """The final path of the .bin."""
         return self._finals[-3]
 
     def write(self, encoded: Encoded) -> None:
-        """Append documents. Raises StorageError where they cannot be written."""
+        """Appends documents. Raises StorageError if they cannot be written."""
         kept = encoded.lengths[encoded.lengths > 0]
         starts = self.tokens + np.cumsum(kept) - kept
         with writing(self.path):
@@ -123,9 +122,9 @@ class TokenWriter:
         self._hashes[suffix].update(content)
 
     def finish(self) -> Summary:
-        """Put the file in place, whole, and return what it holds.
+        """Puts the complete file in place and returns its summary.
 
-        Raises StorageError where it cannot be written.
+        Raises StorageError if it cannot be written.
         """
         vocab = self._tokenizer.size
         dtype = storage_dtype(vocab)
@@ -172,18 +171,18 @@ class TokenWriter:
         self.close()
 
     def close(self) -> None:
-        """Throw away what `finish` has not put in place."""
+        """Discards what `finish` has not put in place."""
         for file in self._files.values():
-            with contextlib.suppress(OSError):  # what it could not write is thrown away
+            with contextlib.suppress(OSError):  # unwritten content is discarded
                 file.close()
         for partial in filter(os.path.exists, self._partials):
             partial.unlink()
 
 
 def share_tokenizer(out: str, tokenizer: Tokenizer) -> dict:
-    """Write the content of a tokenizer beside the files `out`, and return the spec that names it.
+    """Writes a tokenizer's content next to the files `out`, and returns the spec naming it.
 
-    A tokenizer without a file of its own keeps its spec. Raises StorageError.
+    A tokenizer that has no file keeps its spec. Raises StorageError if it cannot be written.
     """
     spec = tokenizer.spec()
     if "json" not in spec:
@@ -203,7 +202,7 @@ def share_tokenizer(out: str, tokenizer: Tokenizer) -> dict:
 
 
 def _refuse_other_content(path: Path, content: str) -> None:
-    """Raise DataError where a file of other content exists: it may be anybody's."""
+    """Raises DataError if a file with other content exists: somebody may need it."""
     if not os.path.exists(path):
         return
     try:
@@ -215,9 +214,9 @@ def _refuse_other_content(path: Path, content: str) -> None:
 
 
 def refuse_existing(path: str | Path) -> None:
-    """Raise DataError where a token file exists: somebody may be training on it."""
+    """Raises DataError if a token file exists: somebody may be training on it."""
     for final in (*token_paths(path), loss_path(path)):
-        if os.path.lexists(final):  # a link to nothing too
+        if os.path.lexists(final):  # even a dangling link
             raise DataError(f"{final} exists already", fix="another --out, or remove it first")
 
 
@@ -228,12 +227,12 @@ def write_tokens(
     progress: Callable[[int, int], None] | None = None,
     end_of_text: int | None = None,
 ) -> Summary:
-    """Encode documents one by one into a token file.
+    """Encodes documents one by one into a token file.
 
     `progress(documents, tokens)` is called after each, with the totals so far. `end_of_text` is the
-    id that is put behind each; None: nothing is.
+    id appended to each; None: nothing is.
 
-    Raises DataError where the file exists or there are no tokens, StorageError where writing fails.
+    Raises DataError if the file exists or there are no tokens, StorageError if writing fails.
     """
     refuse_existing(path)
     dtype = DTYPES[storage_dtype(tokenizer.size)]

@@ -1,1 +1,1 @@
-"""Documents of the files that people have: text, JSON lines, tables; compressed or not."""
+"""Documents from common files: text, JSON lines, tables; compressed or not."""

@@ -1,4 +1,4 @@
-"""Open files that may be compressed, and refuse those that end early."""
+"""Opens files that may be compressed, and refuses truncated ones."""
 
 import gzip
 import io
@@ -13,7 +13,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.texts.files import import_for
 
 COMPRESSIONS = (".gz", ".zst")
-# What a name may end in that nothing here opens, and the command that unpacks it.
+# Endings of packed files that are not read, and the commands that unpack them.
 UNREAD = {
     ".bz2": "bunzip2",
     ".xz": "unxz",
@@ -30,34 +30,34 @@ UNREAD = {
     ".z": "uncompress",
 }
 
-# BGZF (bgzip) is gzip in small members that name their size, and ends with an empty one.
+# BGZF (bgzip) is gzip in small members that declare their size; the last one is empty.
 BGZF_BEGINS = b"\x1f\x8b\x08\x04"
 BGZF_FIELD = b"\x06\0BC\x02\0"  # at byte 10
 BGZF_ENDS = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
 
 # RFC 8878. Numbers are little-endian.
 FRAME = 0xFD2FB528
-LONGEST_WINDOW = 2**31  # bytes: `zstd --long=31`, as archives of forums are packed
+LONGEST_WINDOW = 2**31  # bytes: `zstd --long=31`, used for archives of forums
 SKIPPABLE = range(0x184D2A50, 0x184D2A60)
 
 
 def compression_of(path: str) -> str:
-    """Returns what the name of a compressed file ends in, as it is in COMPRESSIONS; or ""."""
+    """Returns the ending in COMPRESSIONS of a compressed file's name, or ""."""
     ending = os.path.splitext(path)[1].lower()
     return ending if ending in COMPRESSIONS else ""
 
 
 def without_compression(path: str) -> str:
-    """Returns the name that a file has once it is unpacked."""
+    """Returns the name of the unpacked file."""
     return path[: len(path) - len(compression_of(path))]
 
 
 @contextmanager
 def opened(path: str) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
-    """Open a file that may be compressed; yield it and the file as it lies on disk.
+    """Opens a file that may be compressed; yields it and the raw file on disk.
 
-    Turns what goes wrong while it is read into a DataError. An end in the middle of a compressed
-    frame is wrong, and so is a compressed file of no bytes.
+    Turns read errors into a DataError. A compressed file that is empty or ends in the middle of a
+    frame is an error.
     """
     refuse_unread(path)
     broken = [OSError, EOFError, zlib.error]
@@ -68,7 +68,7 @@ def opened(path: str) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
                 raise EOFError("the compressed file is empty")
             if compression == ".gz":
                 _check_bgzf(raw)
-                # It has all that a raw stream needs, but is none.
+                # It has the methods of a raw stream without being one.
                 members: Any = gzip.GzipFile(fileobj=raw)
                 yield io.BufferedReader(members), raw
             elif compression == ".zst":
@@ -86,7 +86,7 @@ def opened(path: str) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
 
 
 def refuse_unread(path: str) -> None:
-    """Raise DataError for a file that is packed in a way that is not read."""
+    """Raises DataError for a file in an unsupported packed format."""
     for ending, command in UNREAD.items():
         if path.lower().endswith(ending):
             said = path[-len(ending) :]
@@ -97,7 +97,7 @@ def refuse_unread(path: str) -> None:
 
 
 def _check_bgzf(raw: io.BufferedReader) -> None:
-    """Raises EOFError where a BGZF file ends between two members, which gzip takes for whole."""
+    """Raises EOFError if a BGZF file ends between members, which gzip accepts as complete."""
     first = os.pread(raw.fileno(), 16, 0)
     if not first.startswith(BGZF_BEGINS) or first[10:] != BGZF_FIELD:
         return
@@ -108,10 +108,10 @@ def _check_bgzf(raw: io.BufferedReader) -> None:
 
 
 def _check_frames(raw: io.BufferedReader) -> None:
-    """Raise EOFError where a zstandard file ends within a frame.
+    """Raises EOFError if a zstandard file ends within a frame.
 
-    The package takes such an end for that of the text. Only the sizes of the blocks are read. What
-    is no frame is left to the package, which refuses it.
+    The package accepts it as the end of the text. Only block sizes are read. Anything that is not a
+    frame is left to the package, which refuses it.
     """
     size = os.fstat(raw.fileno()).st_size
     place = 0
@@ -128,7 +128,7 @@ def _check_frames(raw: io.BufferedReader) -> None:
 
 
 def _end_of_frame(raw: io.BufferedReader, place: int) -> int:
-    """Return where the frame that begins at `place` ends by its own account."""
+    """Returns the end that the frame beginning at `place` declares."""
     descriptor = _number(raw, place + 4, 1)
     is_single_segment = descriptor >> 5 & 1
     content_size = (is_single_segment, 2, 4, 8)[descriptor >> 6]
@@ -138,7 +138,7 @@ def _end_of_frame(raw: io.BufferedReader, place: int) -> int:
     while not is_last:
         header = _number(raw, place, 3)
         is_last, kind, length = header & 1, header >> 1 & 3, header >> 3
-        place += 3 + (1 if kind == 1 else length)  # 1: a byte that is repeated `length` times
+        place += 3 + (1 if kind == 1 else length)  # 1: one byte repeated `length` times
     has_checksum = descriptor >> 2 & 1
     return place + 4 * has_checksum
 

@@ -1,12 +1,11 @@
-"""Read documents from text, JSON lines, Parquet and Arrow files.
+"""Reads documents from text, JSON lines, Parquet and Arrow files.
 
-A *document* is one text, or one conversation. A *row* is what a file holds of a document: a text
-file is one row, or as many as a separator cuts it into; a line is a row of JSON lines, and a row of
-a table is one. Rows are numbered from 0 in each file, empty ones too, so that a reader can go on
-behind any of them.
+A *document* is one text or one conversation. A *row* is a document as stored in a file: a whole
+text file, or each part if a separator splits it; a line of JSON lines; a row of a table. Rows are
+numbered from 0 in each file, including empty ones, so a reader can continue after any of them.
 
-A *chunk* is some rows that one process takes at a time. Cutting a file into chunks is quick; what
-takes time (JSON, tokens) is done by whoever takes the chunk.
+A *chunk* is a group of rows that one process handles at a time. Cutting a file into chunks is
+quick; the slow work (JSON, tokens) is done by the process that gets the chunk.
 """
 
 import io
@@ -23,7 +22,7 @@ from spmdtrain.data.texts.files import decode, find_files, parse_json, read_json
 from spmdtrain.data.texts.other_kinds import LOOKED_AT, refuse_other_kinds
 from spmdtrain.data.texts.tables import CONVERSATIONS, arrow_rows, no_field, parquet_rows
 
-CHUNK_BYTES = 2**18  # of text in a chunk, about: a fraction of a second's work
+CHUNK_BYTES = 2**18  # approximate text per chunk: a fraction of a second's work
 FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -38,16 +37,16 @@ class Chunk:
     """Some consecutive rows of one file."""
 
     path: str
-    first: int  # the number of the first row
-    rows: list  # bytes of a JSON object each, or values of the field
-    read: int  # bytes of the file up to here, as they lie on disk
+    first: int  # the index of the first row
+    rows: list  # JSON objects as bytes, or values of the field
+    read: int  # bytes of the file on disk up to here
 
 
 def find_inputs(patterns: Iterable[str]) -> list[str]:
-    """Return the files of documents that paths and globs name.
+    """Returns the files of documents that paths and globs name.
 
-    A folder that `datasets.Dataset.save_to_disk` has written names the Arrow files in it, in their
-    order. Raises DataError as `find_files` does.
+    A folder written by `datasets.Dataset.save_to_disk` names its Arrow files, in order. Raises
+    DataError as `find_files` does.
     """
     named: list[str] = []
     for pattern in patterns:
@@ -67,10 +66,10 @@ def find_inputs(patterns: Iterable[str]) -> list[str]:
 
 
 def _arrow_files(folder: Path) -> list[str]:
-    """Return the Arrow files of a dataset that was saved to `folder`.
+    """Returns the Arrow files of a dataset that was saved to `folder`.
 
-    Raises DataError where a file lies outside the folder or is missing, and where another file says
-    which rows are meant: `datasets` writes the rows out when it saves, and has since 2.0.
+    Raises DataError if a file is missing or outside the folder, or if a separate file selects the
+    rows: since 2.0 `datasets` writes the selected rows themselves when it saves.
     """
     path = folder / "state.json"
     state = read_json(str(path))
@@ -95,12 +94,12 @@ def _arrow_files(folder: Path) -> list[str]:
 
 
 def format_of(path: str) -> str:
-    """Return "text", "jsonl", "parquet" or "arrow", as the ending of the name says."""
+    """Returns "text", "jsonl", "parquet" or "arrow", by the ending of the name."""
     return FORMATS.get(os.path.splitext(without_compression(path))[1].lower(), "text")
 
 
 def command_to_prepare(path: str) -> str:
-    """Return the command that makes a token file of a file of documents, beside it."""
+    """Returns the command that makes a token file next to a file of documents."""
     out = os.path.splitext(without_compression(path))[0] + "_tokens"
     return f"spmdtrain data prepare {shlex.quote(path)} --out {shlex.quote(out)}"
 
@@ -108,10 +107,10 @@ def command_to_prepare(path: str) -> str:
 def read_chunks(
     path: str, field: str, split_on: str | None = None, skip: int = 0
 ) -> Iterator[Chunk]:
-    """Yield the rows of a file from the row `skip` on.
+    """Yields the rows of a file from the row `skip` on.
 
-    `field` is the column of a table that is read. `split_on` is what separates the rows of a text
-    file. Raises DataError where the file cannot be read.
+    `field` is the column to read from a table. `split_on` separates the rows of a text file. Raises
+    DataError if the file cannot be read.
     """
     kind = format_of(path)
     if kind == "text":
@@ -125,9 +124,9 @@ def read_chunks(
 
 
 def values_of(chunk: Chunk, field: str) -> list:
-    """Return what the field holds in each row of a chunk; None where a row is empty.
+    """Returns the field's value in each row of a chunk; None for an empty row.
 
-    Raises DataError, with the number of the line, where a line has no such field.
+    Raises DataError, with the line number, if a line has no such field.
     """
     if format_of(chunk.path) != "jsonl":
         return chunk.rows
@@ -141,9 +140,9 @@ def texts_in(
     split_on: str | None = None,
     advance: Callable[[str, int], None] | None = None,
 ) -> Iterator[str]:
-    """Yield every text in files of documents: the roles and contents of a conversation, each.
+    """Yields every text in files of documents, incl. each role and content of conversations.
 
-    `advance` is told of (file, bytes of it that were read) from time to time.
+    `advance(file, bytes read from it)` is called from time to time.
     """
     for file in files:
         for chunk in read_chunks(file, field, split_on):
@@ -157,7 +156,7 @@ def texts_in(
 
 
 def texts_of_messages(messages: Any) -> Iterator[str]:
-    """Yield the texts that a conversation holds: roles, contents, and the parts of contents."""
+    """Yields the texts in a conversation: roles, contents, and parts of contents."""
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
             yield from (text for text in message.values() if isinstance(text, str))
@@ -195,7 +194,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _array(path: str) -> DataError:
-    """Return the error for a file that is one JSON array, with a command that makes lines of it."""
+    """Returns the error for a file that is one JSON array, with a command to convert it."""
     opening = {
         "": f"open({path!r}, 'rb')",
         ".gz": f"__import__('gzip').open({path!r})",
@@ -222,11 +221,11 @@ def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
                 yield Chunk(path, 0, [decode(content, path)], raw.tell())
             return
         rows: list[str | None] = []
-        number = 0  # of the next row
+        number = 0  # index of the next row
         size = 0
         for offset, content in _pieces(file, _separator(split_on)):
             if number >= skip:
-                # A line break behind the last separator is no document.
+                # A line break after the last separator is not a document.
                 rows.append(decode(content, path, offset) if content.strip() else None)
                 size += len(content)
             number += 1
@@ -248,10 +247,10 @@ def _separator(split_on: str) -> bytes:
 
 
 def _pieces(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, content) of what stands between the separators of a file."""
-    offset = 0  # in the file, of what is held
+    """Yields (offset, content) of the parts between the separators of a file."""
+    offset = 0  # of `held` in the file
     held = bytearray()
-    searched = 0  # bytes of it that no separator begins in
+    searched = 0  # bytes of `held` in which no separator begins
     while block := file.read(CHUNK_BYTES):
         held += block
         done = 0
@@ -260,7 +259,7 @@ def _pieces(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, by
             done = at + len(separator)
         del held[:done]
         offset += done
-        # A separator may lie across the border of two blocks.
+        # A separator may span two blocks.
         searched = max(len(held) - len(separator) + 1, 0)
     yield offset, bytes(held)
 

@@ -1,4 +1,4 @@
-"""Find the files that paths and globs name."""
+"""Finds the files that paths and globs name."""
 
 import difflib
 import glob
@@ -12,18 +12,18 @@ from typing import Any
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.texts.other_kinds import LOOKED_AT, refuse_other_kinds
 
-# How many files of a folder a message lists.
+# The number of a folder's files that a message lists.
 LISTED = 5
 
 
 def find_files(patterns: Iterable[str]) -> list[str]:
-    """Return the files that paths and globs (`**` too) name.
+    """Returns the files that paths and globs (including `**`) name.
 
     Patterns keep their order; the files of one glob are sorted.
 
-    Raises DataError for a pattern that matches nothing, or is a folder, and for a file that is
-    named twice. Twice the tokens would put a text that is trained on into the tail that validates,
-    and who wants more of one text has `[[data.mix]]` for it.
+    Raises DataError for a pattern that matches nothing or is a folder, and for a file named twice.
+    Repeating a file could put training text into the validation tail; to weight a text more, use
+    `[[data.mix]]`.
     """
     found: dict[str | tuple[int, int], str] = {}  # file -> the path that names it
     for pattern in patterns:
@@ -39,9 +39,9 @@ def find_files(patterns: Iterable[str]) -> list[str]:
 
 
 def identity_of(path: str) -> str | tuple[int, int]:
-    """Return what is the same for all names of a file, links of either kind among them."""
+    """Returns a key that is the same for all names of a file, including hard and soft links."""
     status = os.stat(path)
-    # Some network file systems number no files.
+    # Some network file systems have no inode numbers.
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
 
 
@@ -50,9 +50,9 @@ def _matches(pattern: str) -> list[str]:
     if os.path.isdir(expanded):
         fix = os.path.join(pattern, "**", "*.txt")
         raise DataError(f"{pattern} is a folder", fix=fix)
-    if os.path.isfile(expanded):  # also one whose name looks like a glob
+    if os.path.isfile(expanded):  # even if its name looks like a glob
         return [expanded]
-    if os.path.exists(expanded):  # a pipe, say, which would keep its reader waiting
+    if os.path.exists(expanded):  # e.g. a pipe, which would block its reader
         raise DataError(f"{pattern} is no regular file")
     matches = sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
     if not matches:
@@ -61,7 +61,7 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _no_match(pattern: str, path: str) -> DataError:
-    """Return the error for a pattern without files: a near name, or what its folder holds."""
+    """Returns the error for a pattern without files, with a similar name or the folder's files."""
     folder, name = os.path.split(path)
     if not os.path.isdir(folder or "."):
         return DataError(f"no file matches {pattern}", found=f"no folder {folder}")
@@ -82,7 +82,7 @@ def _no_match(pattern: str, path: str) -> DataError:
 
 
 def read_text(path: str) -> str:
-    """Return a whole UTF-8 file, line ends untouched. Raises DataError where it cannot be read."""
+    """Returns the text of a UTF-8 file, line ends untouched. Raises DataError if unreadable."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -92,9 +92,9 @@ def read_text(path: str) -> str:
 
 
 def decode(content: bytes, path: str, offset: int = 0) -> str:
-    """Return the UTF-8 text of bytes that stand at `offset` in the file `path`.
+    """Returns the UTF-8 text of bytes found at `offset` in the file `path`.
 
-    Raises DataError, which names both, where they are none.
+    Raises DataError, naming both, if they are not UTF-8.
     """
     try:
         return content.decode("utf-8")
@@ -104,15 +104,15 @@ def decode(content: bytes, path: str, offset: int = 0) -> str:
 
 
 def read_json(path: str) -> Any:
-    """Return the JSON value that a file holds. Raises DataError where it holds none."""
+    """Returns the JSON value in a file. Raises DataError if it is not JSON."""
     return parse_json(read_text(path), path, "JSON")
 
 
 def parse_json(content: str | bytes, where: str, wanted: str) -> Any:
-    """Return the value of JSON text, which `where` names and `wanted` describes.
+    """Returns the value of JSON text; `where` names it and `wanted` describes it in errors.
 
-    Raises DataError where it is none, or one that Python does not read: nested by the thousand, or
-    with an integer of thousands of digits.
+    Raises DataError if it is not JSON, or if Python cannot read it: nested thousands deep, or with
+    an integer of thousands of digits.
     """
     try:
         return json.loads(content)
@@ -128,7 +128,7 @@ def parse_json(content: str | bytes, where: str, wanted: str) -> Any:
 
 
 def import_for(name: str, path: str) -> Any:
-    """Import a package of the extra `data`, which `path` needs. Raises DataError without it."""
+    """Imports a package of the extra `data` that `path` needs. Raises DataError if missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:

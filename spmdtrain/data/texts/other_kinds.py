@@ -1,4 +1,4 @@
-"""Recognise what is no UTF-8 text by its first bytes: files of other kinds, other encodings."""
+"""Recognises non-UTF-8 files by their first bytes: other kinds of files, other encodings."""
 
 import os
 import shlex
@@ -37,15 +37,15 @@ MARKS = (
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
 )
-# Which of four bytes are 0 in a text of mostly Latin letters.
+# Which of four bytes are 0 in a text of mostly Latin letters, by encoding.
 ZEROS = {"x0x0": "UTF-16LE", "0x0x": "UTF-16BE", "x000": "UTF-32LE", "000x": "UTF-32BE"}
-SHORTEST = 16  # bytes that tell a text from others by its zeros
+SHORTEST = 16  # bytes needed to tell an encoding by its zeros
 
 
 def refuse_other_kinds(first: bytes, path: str) -> None:
-    """Raises DataError where the first bytes of a text say that it is none, or not UTF-8.
+    """Raises DataError if the first bytes show that a file is not text, or not UTF-8.
 
-    UTF-16 without a mark is valid UTF-8 where all letters are Latin: each comes with a NUL.
+    UTF-16 without a byte order mark is valid UTF-8 if all letters are Latin: each comes with a NUL.
     """
     for magic, kind in MAGICS:
         if first.startswith(magic) and not magic.decode("latin-1").isprintable():
@@ -61,7 +61,7 @@ def refuse_other_kinds(first: bytes, path: str) -> None:
 
 
 def encoding_of(first: bytes) -> str | None:
-    """Returns how a text is encoded that is not UTF-8, as iconv names it; None: nothing known."""
+    """Returns iconv's name of the encoding of a text that is not UTF-8; None: unknown."""
     for mark, name in MARKS:
         if first.startswith(mark):
             return name

@@ -1,4 +1,4 @@
-"""Read one column of Parquet and Arrow files, some rows at a time."""
+"""Reads one column of Parquet and Arrow files, a few rows at a time."""
 
 import os
 import shlex
@@ -9,20 +9,20 @@ from typing import Any
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.texts.files import import_for
 
-MOST_ROWS = 1000  # that are taken at a time
-CONVERSATIONS = "messages"  # the field of conversations, if none is named
+MOST_ROWS = 1000  # taken at a time
+CONVERSATIONS = "messages"  # the default field of conversations
 FILE_MAGIC = b"ARROW1"
 PARQUET_MAGIC = b"PAR1"
-BLOCK = 2**20  # bytes that are looked through at a time
+BLOCK = 2**20  # bytes searched at a time
 JOINED = "it is two files in one; only one of them would be read"
-# What ends a stream of record batches, as it is written now and as it was before Arrow 0.15.
+# The end of a stream of record batches, as written today and before Arrow 0.15.
 STREAM_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 
-Rows = tuple[int, list, int]  # (number of the first row, values, bytes of the file up to here)
+Rows = tuple[int, list, int]  # (index of the first row, values, bytes of the file up to here)
 
 
 def parquet_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Rows]:
-    """Yield the rows of a Parquet file from the row `skip` on, about `most_bytes` at a time."""
+    """Yields the rows of a Parquet file from the row `skip` on, about `most_bytes` at a time."""
     arrow = import_for("pyarrow", path)
     parquet = import_for("pyarrow.parquet", path)
     size = os.path.getsize(path)
@@ -43,7 +43,7 @@ def parquet_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[
 
 
 def arrow_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Rows]:
-    """Yield the rows of an Arrow file or stream as `parquet_rows` does."""
+    """Yields the rows of an Arrow file or stream as `parquet_rows` does."""
     arrow = import_for("pyarrow", path)
     with _reading_table(path, arrow), arrow.memory_map(path) as mapped:
         is_file = mapped.read(len(FILE_MAGIC)) == FILE_MAGIC
@@ -57,7 +57,7 @@ def arrow_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Ro
                 (reader.get_batch(number), size * (number + 1) // count) for number in range(count)
             )
         else:
-            reader = arrow.ipc.open_stream(mapped)  # as `datasets` writes it
+            reader = arrow.ipc.open_stream(mapped)  # the format of `datasets`
             batches = _batches_of_stream(reader, mapped)
         _check_column(path, field, reader.schema, arrow)
         done = 0
@@ -67,10 +67,10 @@ def arrow_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Ro
 
 
 def _batches_of_stream(reader: Any, mapped: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the batches of a stream, and where each ends.
+    """Yields the batches of a stream and the end of each.
 
-    Raises EOFError where the stream lacks its end, which Arrow takes for an end too, or goes on
-    behind it, as two that were written into one file do.
+    Raises EOFError if the stream lacks its end marker, which Arrow accepts, or continues after it,
+    as when two streams were written into one file.
     """
     end = mapped.tell()
     while True:
@@ -90,7 +90,7 @@ def _batches_of_stream(reader: Any, mapped: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _check_alone(path: str, metadata: Any, size: int) -> None:
-    """Raises EOFError where a Parquet file has another in front, of which nothing would be read."""
+    """Raises EOFError if a Parquet file follows another one, which would be ignored."""
     if not metadata.num_row_groups:
         return
     last = metadata.row_group(metadata.num_row_groups - 1)
@@ -99,7 +99,7 @@ def _check_alone(path: str, metadata: Any, size: int) -> None:
         column = last.column(number)
         first = column.dictionary_page_offset or column.data_page_offset
         ends.append(min(first, column.data_page_offset) + column.total_compressed_size)
-    # Only indexes of pages and the footer are left, and no end of one file and start of another.
+    # Only page indexes and the footer may follow, not the end of one file and start of another.
     with open(path, "rb") as file:
         place = max(ends, default=0)
         file.seek(place)
@@ -112,16 +112,16 @@ def _check_alone(path: str, metadata: Any, size: int) -> None:
 
 
 def _check_file_alone(arrow: Any, mapped: Any) -> None:
-    """Raises EOFError where an Arrow file has another in front, of which nothing would be read.
+    """Raises EOFError if an Arrow file follows another one, which would be ignored.
 
-    One that lacks the end of its messages, which older programs leave out, is taken as it is.
+    A file without the end marker of its messages, which older programs omit, is accepted.
     """
     size = mapped.size()
     mapped.seek(max(size - len(FILE_MAGIC) - 4, 0))
     footer = int.from_bytes(mapped.read(4), "little")
     if mapped.read() != FILE_MAGIC:
         return  # the package refuses it
-    mapped.seek(8)  # the magic and what fills it up
+    mapped.seek(8)  # past the magic and its padding
     messages = arrow.ipc.MessageReader.open_stream(mapped)
     try:
         while True:
@@ -137,7 +137,7 @@ def _check_file_alone(arrow: Any, mapped: Any) -> None:
 
 
 def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> Iterator[Rows]:
-    """Yield the values of a column that ends with row `done`, from the row `skip` on."""
+    """Yields the values of a column that ends at row `done`, from row `skip` on."""
     column.validate(full=True)
     count = len(column)
     first = done - count
@@ -147,7 +147,7 @@ def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> It
 
 
 def _check_column(path: str, field: str, schema: Any, arrow: Any) -> None:
-    """Raise DataError where a table has no such column, or two."""
+    """Raises DataError if a table has no such column, or two of them."""
     count = schema.names.count(field)
     if count == 0:
         is_meant = _is_conversation if field == CONVERSATIONS else _is_text
@@ -169,7 +169,7 @@ def _is_conversation(kind: Any, arrow: Any) -> bool:
 
 
 def no_field(where: str, field: str, columns: Iterable[str], meant: Sequence[str]) -> DataError:
-    """Return the error; `meant` are the columns that may have been, the likeliest first."""
+    """Returns the error; `meant` are the columns likely meant, the likeliest first."""
     return DataError(
         f"{where} has no field {field!r}",
         found=", ".join(columns) or "none",
@@ -179,7 +179,7 @@ def no_field(where: str, field: str, columns: Iterable[str], meant: Sequence[str
 
 @contextmanager
 def _reading_table(path: str, arrow: Any) -> Iterator[None]:
-    """Turn what damaged tables do to the package into a DataError."""
+    """Turns the package's errors on damaged tables into a DataError."""
     try:
         yield
     except DataError:

@@ -1,1 +1,1 @@
-"""Files of tokens, ours and those of others, and the rows that are read from them."""
+"""Token files, ours and other programs', and the rows that are read from them."""

@@ -1,4 +1,4 @@
-"""Fixed blocks of a file, by which it is known again: these files may hold terabytes."""
+"""Fixed blocks by which a file is recognised: token files may hold terabytes."""
 
 import hashlib
 import os
@@ -12,17 +12,17 @@ from spmdtrain.data.token_files.rows import reading
 
 BLOCKS = 64
 BLOCK_BYTES = 2**16
-File = str | tuple[int, int]  # as identity_of names it
-TO_COMPARE = 3  # of the blocks of a file, by which a copy is known
+File = str | tuple[int, int]  # as returned by identity_of
+TO_COMPARE = 3  # blocks of a file that identify a copy
 COVERED = BLOCKS * BLOCK_BYTES  # a file up to this size is covered whole
 
 
 def read_blocks(
     path: str, size: int, skip: int = 0, count: int = BLOCKS
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (where it begins, content) of `count` blocks, spread over the bytes from `skip` on.
+    """Yields (start, content) of `count` blocks, spread over the bytes from `skip` on.
 
-    The first block is at their start, the last at their end; `size` bytes follow `skip`. Blocks
+    `size` bytes follow `skip`: the first block is at their start, the last at their end. Blocks
     overlap in a small file.
     """
     last = max(size - BLOCK_BYTES, 0)
@@ -36,7 +36,7 @@ def read_blocks(
 
 
 def hash_of_blocks(path: str, size: int) -> str:
-    """Return a hex hash of as many blocks as it takes to cover a file, BLOCKS at most."""
+    """Returns a hex hash of enough blocks to cover a file, but at most BLOCKS."""
     digest = hashlib.sha256(str(size).encode())
     count = min(BLOCKS, -(-size // BLOCK_BYTES))
     for _, content in read_blocks(path, size, count=count):
@@ -45,9 +45,9 @@ def hash_of_blocks(path: str, size: int) -> str:
 
 
 def contents(path_of: Mapping[File, str]) -> dict[File, Hashable]:
-    """Returns for each file what it shares with its copies, and with no other file.
+    """Returns for each file a key that it shares with its copies only.
 
-    Blocks are read only of files that have the size of another.
+    Blocks are read only of files of equal size.
     """
     sizes = {file: os.path.getsize(path) for file, path in path_of.items()}
     frequent = Counter(sizes.values())

@@ -1,8 +1,8 @@
-"""Cut files that several sources of a mixture share each for itself.
+"""Splits files that several sources of a mixture share file by file.
 
-The split of a corpus is the tail of all its tokens. Where a mixture names a file, or a copy of it,
-in two sources, the tail of one would lie in the middle of the other, which trains on it. Such
-sources are cut file by file: then what of a file validates is the same in each of them.
+The validation split of a corpus is the tail of all its tokens. If a mixture names a file, or a copy
+of it, in two sources, the tail of one could lie in the middle of the other, which trains on it.
+Such sources are split file by file, so the same part of a file validates in each of them.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from spmdtrain.data.token_files.rows import Concatenated, StoredRow
 
 
 def cut_shared_files(corpora: Sequence[Corpus], fraction: float) -> list[Corpus]:
-    """Return the same corpora, those cut file by file that share one with another.
+    """Returns the same corpora; those that share a file are split file by file.
 
-    `fraction` is the part of each file that validates: its tail.
+    `fraction` is the tail of each file that validates.
     """
     files = [[identity_of(path) for _, path in corpus.files] for corpus in corpora]
     path_of = {
@@ -40,7 +40,7 @@ def cut_shared_files(corpora: Sequence[Corpus], fraction: float) -> list[Corpus]
 
 
 def _cut_each_file(corpus: Corpus, fraction: float) -> Corpus:
-    """Return the first parts of all files, and the tails of all, which validate."""
+    """Returns the corpus with the heads of all files first, then the tails, which validate."""
     begins = [first for first, _ in corpus.files]
     ends = [*begins[1:], len(corpus.tokens)]
     cuts = [
@@ -67,7 +67,7 @@ def _cut_each_file(corpus: Corpus, fraction: float) -> Corpus:
         tokens=Concatenated([row for row, *_ in rows]),
         document_starts=np.concatenate(starts),
         fingerprint=hashlib.sha256(f"{corpus.fingerprint} each file".encode()).hexdigest(),
-        earlier_fingerprint=None,  # it trained on what validates
+        earlier_fingerprint=None,  # it trained on what now validates
         files=tuple(
             (first, corpus.files[number][1])
             for (number, _, _), first in zip(parts, firsts, strict=False)
@@ -80,7 +80,7 @@ def _cut_each_file(corpus: Corpus, fraction: float) -> Corpus:
 
 
 def _starts_inside(document_starts: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """Return where documents start in the tokens start to stop - 1, counted from `start`."""
+    """Returns the document starts among the tokens start to stop - 1, counted from `start`."""
     first, last = np.searchsorted(document_starts, [start + 1, stop])
     return np.append(0, document_starts[first:last] - start)
 

@@ -1,7 +1,7 @@
-"""Read the token files of other programs as they are: of nanoGPT, llm.c and Megatron.
+"""Reads the token files of other programs as they are: nanoGPT, llm.c and Megatron.
 
-None says what its ids mean, and how many there are only a run can say: by `model.vocab`, or by
-`data.tokenizer`. A file is believed only where all that is known of it fits.
+None of them says what its ids mean; only a run can give the vocabulary, by `model.vocab` or
+`data.tokenizer`. A file is accepted only if everything known about it fits.
 
     nanoGPT    NAME.bin alone: ids, little endian. Nothing says their type: it is `data.dtype`, or
                else the smallest that holds the vocabulary
@@ -30,10 +30,10 @@ from spmdtrain.data.token_files.rows import StoredRow, reading, require_file
 from spmdtrain.data.token_files.tokens import DTYPES, beyond_vocabulary, loss_path, storage_dtype
 
 LLMC_HEADER = 1024  # bytes
-# The first of the 256 int32: which files have it, and the type of their ids.
+# The magic number (first int32): which files have it, and the type of their ids.
 LLMC_MAGICS = {20240520: "uint16", 20240801: "uint32"}
 LLMC_VERSIONS = (1, 7)  # of GPT-2's files and Llama 3's
-# Types that the ids of a bare file may have, those first that fit by no chance.
+# Possible id types of a bare file, those least likely to fit by chance first.
 TYPES = {
     "int64": np.dtype("<u8"),
     "int64, big endian": np.dtype(">u8"),
@@ -43,17 +43,17 @@ TYPES = {
     "uint16, big endian": np.dtype(">u2"),
     "uint8": np.dtype("u1"),
 }
-FEW_IDS = 16  # a sample with fewer different ids says nothing of their width
+FEW_IDS = 16  # a sample with fewer distinct ids says nothing about their width
 
 
 @dataclass(frozen=True)
 class ForeignTokens:
-    """A token file that another program has written. It has the properties of a TokenSource."""
+    """A token file written by another program. It has the properties of a TokenSource."""
 
     path: str  # of the .bin
     dtype: np.dtype
     size: int  # tokens
-    starts: np.ndarray | None  # offsets of documents, int64; None: it does not say
+    starts: np.ndarray | None  # offsets of documents, int64; None: unknown
     skip: int = 0  # bytes of its header
 
     vocab = None
@@ -90,10 +90,10 @@ class ForeignTokens:
         return self.fingerprint
 
     def check(self, vocab: int, *, is_bare: bool) -> None:
-        """Raise DataError where ids in the blocks do not fit the vocabulary.
+        """Raises DataError if sampled ids do not fit the vocabulary.
 
-        The type of the ids of a bare file is guessed: those of another type may all be below the
-        vocabulary, and are known by their zeros.
+        The id type of a bare file is guessed: ids of another type may all be below the vocabulary,
+        but their zeros give them away.
         """
         looks_wider = is_bare
         sample = []
@@ -112,7 +112,7 @@ class ForeignTokens:
             )
 
     def _other_type(self, vocab: int) -> str:
-        """Return what to try where the ids of a bare file are of another type; "": none fits."""
+        """Returns what to try if the ids of a bare file are of another type; "": none fits."""
         size = self.size * self.dtype.itemsize
         for name, dtype in TYPES.items():
             if size % dtype.itemsize or dtype == self.dtype:
@@ -128,7 +128,7 @@ class ForeignTokens:
         return ""
 
     def _sampled(self, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (offset of the first, ids) of blocks, read as ids of this type."""
+        """Yields (offset of the first, ids) of blocks, read as ids of this type."""
         width = dtype.itemsize
         for at, content in self._blocks():
             begin = -at % width
@@ -140,7 +140,7 @@ class ForeignTokens:
 
 
 def _converting(path: str, read: str, vocab: int) -> str:
-    """Return the command that writes ids, which numpy can read, as a bare file of their own."""
+    """Returns the command that rewrites ids that numpy can read as a bare file."""
     fits = storage_dtype(vocab)
     out = path.removesuffix(".bin") + f"_{fits}.bin"
     ids = f"numpy.{read.format(json.dumps(path))}"
@@ -149,9 +149,9 @@ def _converting(path: str, read: str, vocab: int) -> str:
 
 
 def _is_wider(ids: np.ndarray) -> bool:
-    """Whether every second id is the upper half of a wider one.
+    """Returns whether every second id is the upper half of a wider one.
 
-    These are then hardly above 0, and the others are not.
+    Upper halves are barely above 0, and the others are not.
     """
     return any(_is_above(ids[begin::2], ids[1 - begin :: 2]) for begin in (0, 1))
 
@@ -164,7 +164,7 @@ def _is_above(lower: np.ndarray, upper: np.ndarray) -> bool:
 
 
 def is_foreign(bin_path: Path, idx_path: Path, json_path: Path) -> bool:
-    """Return whether a token file is another program's: it has no sidecar of ours."""
+    """Returns whether a token file is another program's, i.e. without our sidecar."""
     if json_path.exists() or loss_path(bin_path).exists():
         return False
     if not idx_path.exists():
@@ -175,10 +175,10 @@ def is_foreign(bin_path: Path, idx_path: Path, json_path: Path) -> bool:
 
 
 def open_foreign(bin_path: Path, idx_path: Path, vocab: int, dtype: str | None) -> ForeignTokens:
-    """Open a token file of another program, whose ids are below `vocab`.
+    """Opens a token file of another program whose ids are below `vocab`.
 
-    `dtype` is that of the ids of a bare file, if the user has said it. Raises DataError where
-    something does not fit.
+    `dtype` is the id type of a bare file, if the user gave it. Raises DataError if something does
+    not fit.
     """
     with reading(bin_path):
         size = bin_path.stat().st_size
@@ -213,7 +213,7 @@ def _check_size(path: Path, size: int, expected: int, asked: str) -> None:
 
 
 def _of_llmc(path: Path, size: int) -> ForeignTokens | None:
-    """Return the tokens after a header of llm.c; None where there is none."""
+    """Returns the tokens after an llm.c header; None if there is no header."""
     with reading(path), path.open("rb") as file:
         header = np.frombuffer(file.read(LLMC_HEADER)[: LLMC_HEADER // 4 * 4], np.uint8)
     if len(header) < LLMC_HEADER:
@@ -247,7 +247,7 @@ def _of_llmc(path: Path, size: int) -> ForeignTokens | None:
 
 
 def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens:
-    """Return the ids of a file that says nothing of itself."""
+    """Returns the ids of a file that has no header."""
     kind = kind_of_file(path, size, vocab, certain=asked is not None)
     if kind:
         fixes = {
@@ -270,6 +270,6 @@ def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens
 
 
 def _other_width(size: int, name: str) -> str:
-    """Return what to type where a file can only be of the narrower type."""
+    """Returns what to type if the file can only be of the narrower type."""
     fits: Sequence[str] = [other for other in DTYPES if size and size % DTYPES[other].itemsize == 0]
     return f"--set data.dtype={fits[0]}" if fits and fits[0] != name else ""

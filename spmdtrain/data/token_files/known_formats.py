@@ -1,4 +1,4 @@
-"""Recognise files of other kinds by their first bytes, lest they be read as token ids."""
+"""Recognises other kinds of files by their first bytes, so they are not read as token ids."""
 
 import struct
 from pathlib import Path
@@ -8,17 +8,17 @@ import numpy as np
 from spmdtrain.data.texts.other_kinds import LOOKED_AT, MAGICS, encoding_of
 from spmdtrain.data.token_files.rows import reading
 
-HEADER = 1024  # bytes of the headers of token files, as far as they are known
-CERTAIN = 6  # bytes that no row of ids begins with by chance
-# Ids of about so many are bytes: a row of them is what UTF-16 makes of a text.
+HEADER = 1024  # bytes of the header in known token files
+CERTAIN = 6  # a match of this many bytes is no accident
+# With a vocabulary of about this size ids are bytes, and a row of them looks like UTF-16.
 BYTE_VOCAB = 512
 TEXT_CONTROLS = frozenset(b"\t\n\v\f\r\x1b")
 
 
 def kind_of_file(path: Path, size: int, vocab: int, *, certain: bool = False) -> str | None:
-    """Return what a file is that holds no bare ids, for a message; None: nothing known.
+    """Returns the kind of a file that does not hold bare ids, for a message; None: unknown.
 
-    With `certain` only what no row of ids begins with: someone has said that it is one.
+    With `certain`, only kinds that no row of ids could begin like: the user said that it holds ids.
     """
     with reading(path), path.open("rb") as file:
         first = file.read(LOOKED_AT)
@@ -47,10 +47,10 @@ def kind_of_file(path: Path, size: int, vocab: int, *, certain: bool = False) ->
 
 
 def _has_header(first: bytes) -> bool:
-    """Whether the first KiB is a few numbers and else zeros, as none is that comes after it."""
+    """Returns whether the first KiB is a few numbers and zeros, unlike what follows."""
     row = np.frombuffer(first[: len(first) // HEADER * HEADER], np.uint8).reshape(-1, HEADER)
     rest = first[HEADER:]
-    if not len(row) or rest.count(0) > len(rest) // 2:  # zeros are as common after it
+    if not len(row) or rest.count(0) > len(rest) // 2:  # zeros are just as common later
         return False
     ends_in_zeros = np.count_nonzero(row[:, HEADER // 4 :], axis=1) == 0
     return bool(ends_in_zeros[0] and first[:HEADER].strip(b"\0") and not ends_in_zeros[1:].any())
@@ -64,7 +64,7 @@ def _is_safetensors(first: bytes, size: int) -> bool:
 
 
 def _is_chunk_of_samples(first: bytes, size: int) -> bool:
-    """A number n, and n + 1 offsets of which the first is where they end, all uint32."""
+    """Returns whether a file begins with n and n + 1 offsets, uint32, the first being their end."""
     numbers = np.frombuffer(first[: len(first) // 4 * 4], "<u4").astype(np.int64)
     if len(numbers) < 3:
         return False
@@ -76,12 +76,12 @@ def _is_chunk_of_samples(first: bytes, size: int) -> bool:
 
 
 def _is_text(first: bytes) -> bool:
-    """Whether bytes are UTF-8 without control characters: ids have a 0 or a stray byte soon."""
+    """Returns whether bytes are UTF-8 without control characters, which ids never are for long."""
     if len(first) < 8:
         return False
     try:
         first.decode("utf-8")
     except UnicodeDecodeError as error:
-        if error.start < len(first) - 3 or len(first) < LOOKED_AT:  # not a character cut in two
+        if error.start < len(first) - 3 or len(first) < LOOKED_AT:  # not a cut character
             return False
     return all(byte >= 32 or byte in TEXT_CONTROLS for byte in first) and 127 not in first

@@ -1,9 +1,9 @@
-"""Read the .idx of a Megatron token file (megatron/core/datasets/indexed_dataset.py).
+"""Reads the .idx of a Megatron token file (megatron/core/datasets/indexed_dataset.py).
 
-Little endian: the 9 bytes MMIDIDX 0 0, version uint64 1, code of the ids' type uint8, number of
-sequences uint64, number of document bounds uint64, then of each sequence its length int32, of each
-its start in bytes int64, and the bounds of documents int64: the number of each one's first
-sequence, and at last the number of sequences.
+Little endian: the 9 bytes MMIDIDX 0 0, version uint64 1, code of the id type uint8, number of
+sequences uint64, number of document bounds uint64; then the length of each sequence int32, the
+start of each in bytes int64, and the document bounds int64: the index of each document's first
+sequence, and finally the number of sequences.
 """
 
 import struct
@@ -17,12 +17,12 @@ from spmdtrain.data.token_files.rows import reading
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-# The signed types are read as unsigned: a negative id is then beyond any vocabulary, and refused.
+# Signed types are read as unsigned: a negative id is then beyond any vocabulary and is refused.
 DTYPES = {1: "<u1", 2: "<u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
 
 
 class Index(NamedTuple):
-    """What an .idx says."""
+    """The content of an .idx."""
 
     dtype: np.dtype
     size: int  # tokens
@@ -30,7 +30,7 @@ class Index(NamedTuple):
 
 
 def read_index(path: Path) -> Index:
-    """Read an .idx. Raises DataError where it does not fit together."""
+    """Reads an .idx. Raises DataError if it is inconsistent."""
     with reading(path):
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -64,13 +64,13 @@ def read_index(path: Path) -> Index:
     if (np.diff(documents) < 0).any():
         raise DataError(f"{path} is damaged: its documents do not rise")
     offsets = np.append(starts, total)[documents]
-    # Empty documents have no tokens and no start; the first start is 0 in any case.
+    # Empty documents have no start; the first start is always 0.
     rising = np.unique(np.append(offsets[offsets < total], 0))
     return Index(dtype, total, rising)
 
 
 def _read_parts(path: Path, sequences: int, bounds: int) -> tuple[np.ndarray, ...]:
-    """Return the lengths of sequences, their starts in bytes, and document bounds, int64."""
+    """Returns the lengths of sequences, their starts in bytes, and document bounds, int64."""
     with reading(path), path.open("rb") as file:
         file.seek(HEADER.size)
         kinds = (("<i4", sequences), ("<i8", sequences), ("<i8", bounds))

@@ -1,7 +1,7 @@
-"""Rows of numbers: in a file, and several rows seen as one.
+"""Rows of numbers in a file, and several rows viewed as one.
 
-A file is read with pread and not mapped: one that is cut short while it is mapped kills the process
-with SIGBUS. A window costs a system call for that (benchmarks/reading.py).
+Files are read with pread, not mapped: truncating a mapped file kills the process with SIGBUS. The
+price is a system call per window (benchmarks/reading.py).
 """
 
 import contextlib
@@ -18,15 +18,15 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 
-# Files of rows that stay open, or a quarter of those that the process may have open, often 1024, if
-# that is less. Rows beyond these open their file whenever they read it.
+# The number of files kept open, or a quarter of the process's limit (often 1024) if that is less.
+# Further rows open their file for every read.
 MOST_OPEN = 128
 MOST_AT_ONCE = 2**30  # bytes; Linux reads no more than 2 GiB in one call
 
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Turn an OSError into a DataError that names what could not be read."""
+    """Turns an OSError into a DataError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -34,24 +34,24 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def require_file(path: str | Path) -> None:
-    """Raise DataError where a path names no regular file: to open a pipe would wait for ever."""
+    """Raises DataError if a path is not a regular file: opening a pipe would block forever."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise DataError(f"{path} is no regular file")
 
 
 class StoredRow:
-    """Numbers in a file, which is opened when it is first read. It supports len(), and step 1.
+    """Numbers in a file, opened on first read. Supports len() and slices of step 1.
 
-    Raises DataError where the file has become shorter than it was.
+    Raises DataError if the file has been truncated.
     """
 
     def __init__(self, path: str, dtype: np.dtype, size: int, skip: int = 0):
-        """`size` numbers stand in the file after `skip` bytes."""
+        """The file holds `size` numbers after `skip` bytes."""
         self.path = path
         self.dtype = dtype
         self.size = size
         self.skip = skip
-        self._open: int | None = None  # its descriptor, where it stays open
+        self._open: int | None = None  # its descriptor, if kept open
 
     def __len__(self) -> int:
         return self.size
@@ -76,19 +76,19 @@ class StoredRow:
         return np.frombuffer(content, self.dtype)
 
     def part(self, start: int, stop: int) -> "StoredRow":
-        """Return the numbers start to stop - 1 as a row of their own."""
+        """Returns the numbers start to stop - 1 as a separate row."""
         assert 0 <= start <= stop <= self.size
         skip = self.skip + start * self.dtype.itemsize
         return StoredRow(self.path, self.dtype, stop - start, skip)
 
     def will_need(self, start: int, stop: int) -> None:
-        """Have the kernel read the numbers start to stop - 1, and do not wait.
+        """Asks the kernel to read the numbers start to stop - 1, without waiting.
 
-        A row that does not stay open leaves it.
+        Does nothing for a row that is not kept open.
         """
         start = max(start, 0)
         stop = min(stop, self.size)
-        if start >= stop or not hasattr(os, "posix_fadvise"):  # macOS has none
+        if start >= stop or not hasattr(os, "posix_fadvise"):  # macOS lacks it
             return
         size = (stop - start) * self.dtype.itemsize
         begin = self.skip + start * self.dtype.itemsize
@@ -98,7 +98,7 @@ class StoredRow:
                 os.posix_fadvise(file, begin, size, os.POSIX_FADV_WILLNEED)
 
     def _descriptor(self) -> int | None:
-        """Return the file, opened for good; None where as many stay open as may."""
+        """Returns the file descriptor, kept open; None if the limit is reached."""
         if self._open is None and _opened.take():
             try:
                 self._open = os.open(self.path, os.O_RDONLY)
@@ -110,14 +110,14 @@ class StoredRow:
 
 
 class _Opened:
-    """Counts the files that stay open."""
+    """The number of files kept open."""
 
     def __init__(self):
         self._count = 0
-        self._lock = threading.RLock()  # a row may be collected while its own thread counts
+        self._lock = threading.RLock()  # a row may be garbage-collected while its thread counts
 
     def take(self) -> bool:
-        """Count one more, if there may be; return whether there may."""
+        """Counts one more file unless the limit is reached; returns whether it did."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with self._lock:
             if self._count >= min(MOST_OPEN, soft // 4 if soft > 0 else MOST_OPEN):
@@ -126,7 +126,7 @@ class _Opened:
             return True
 
     def give(self) -> None:
-        """Count one less."""
+        """Counts one file less."""
         with self._lock:
             self._count -= 1
 
@@ -140,7 +140,7 @@ def _close(file: int) -> None:
 
 
 def _pread(file: int, wanted: int, begin: int) -> bytes:
-    """Return the bytes from `begin` on: fewer than `wanted` only where the file ends."""
+    """Returns the bytes from `begin` on: fewer than `wanted` only at the end of the file."""
     content = os.pread(file, min(wanted, MOST_AT_ONCE), begin)
     if len(content) == wanted or not content:
         return content
@@ -156,13 +156,13 @@ def _pread(file: int, wanted: int, begin: int) -> bytes:
 
 
 class Concatenated:
-    """Several rows of tokens seen as one. It supports len(), and slices of step 1.
+    """Several rows of tokens viewed as one. Supports len() and slices of step 1.
 
-    A slice reads only the parts that it touches.
+    A slice reads only the parts it touches.
     """
 
     def __init__(self, parts: "Sequence[np.ndarray | StoredRow]"):
-        self.parts = parts  # none of them empty
+        self.parts = parts  # none is empty
         self.bounds = [0, *accumulate(map(len, parts))]
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ class Concatenated:
         assert step == 1
         index = min(bisect_right(self.bounds, start), len(self.parts)) - 1
         pieces = []
-        while not pieces or start < stop:  # an empty slice takes an empty piece, for its dtype
+        while not pieces or start < stop:  # an empty slice needs an empty piece for its dtype
             first = self.bounds[index]
             end = self.bounds[index + 1]
             piece_stop = max(start, min(stop, end))

@@ -1,4 +1,4 @@
-"""Token files and how to read them: `NAME.bin`, `NAME.idx` and the sidecar `NAME.json`.
+"""Token files and their readers: `NAME.bin`, `NAME.idx` and the sidecar `NAME.json`.
 
     NAME.bin   token ids, document after document, little endian: uint16 if the vocabulary fits,
                else uint32
@@ -6,15 +6,15 @@
                increasing
     NAME.json  version, dtype, counts, vocabulary, tokenizer spec, the id that ends a document or
                null, bytes of UTF-8 that the tokens stand for, sha256 of the other files
-    NAME.loss  of conversations alone: a byte for each token, 1 where it counts in the loss, else 0
+    NAME.loss  for conversations only: a byte per token, 1 if it counts in the loss, else 0
 
-The files of one prepare share the content of a `tokenizer.json`, which may have ten megabytes: it
-lies in a file beside them, whose name stands in the spec as "file".
+The files of one prepare share the content of a `tokenizer.json`, which may be ten megabytes: it is
+in a file next to them, which the spec names as "file".
 
-Offsets are in a raw file, not in the sidecar or in a .npy: tens of millions of documents do not fit
-in readable JSON, their number is not known before they are written, and a raw file can be appended
-to and mapped. Empty documents are left out. The sidecar is put in place last, and without it files
-are not a token file.
+Offsets are in a raw file, not in the sidecar or a .npy: tens of millions of documents do not fit in
+readable JSON, their number is unknown until they are written, and a raw file can be appended to and
+mapped. Empty documents are left out. The sidecar is put in place last; without it there is no token
+file.
 """
 
 import hashlib
@@ -45,23 +45,23 @@ SIDECAR_TYPES = {
 
 
 def storage_dtype(vocab: int) -> str:
-    """Return the key of DTYPES in which ids of this vocabulary are stored."""
+    """Returns the key in DTYPES of the type that stores ids of this vocabulary."""
     return "uint16" if vocab <= 65536 else "uint32"
 
 
 def token_paths(path: str | Path) -> tuple[Path, Path, Path]:
-    """Return the .bin, .idx and .json of a token file, named with or without its `.bin`."""
+    """Returns the .bin, .idx and .json of a token file, named with or without its `.bin`."""
     stem = os.path.expanduser(str(path)).removesuffix(".bin")
     return Path(stem + ".bin"), Path(stem + ".idx"), Path(stem + ".json")
 
 
 def loss_path(path: str | Path) -> Path:
-    """Return the .loss of a token file, which only conversations have."""
+    """Returns the .loss path of a token file, which only conversations have."""
     return token_paths(path)[0].with_suffix(".loss")
 
 
 def beyond_vocabulary(path: str, token: int, offset: int, vocab: int, fix: str = "") -> DataError:
-    """Return the error for an id at this offset in tokens of a file."""
+    """Returns the error for an id at this offset, in tokens, in a file."""
     return DataError(
         f"{path}: id {token} at token offset {offset} is beyond its vocabulary of {vocab}", fix=fix
     )
@@ -69,7 +69,7 @@ def beyond_vocabulary(path: str, token: int, offset: int, vocab: int, fix: str =
 
 @dataclass(frozen=True)
 class TokenSource:
-    """A token file whose sizes fit its sidecar. Its content is read only when asked for."""
+    """A token file whose sizes match its sidecar. Its content is read only on request."""
 
     path: str  # of the .bin, for messages
     sidecar: dict
@@ -82,22 +82,22 @@ class TokenSource:
 
     @property
     def tokenizer_spec(self) -> dict | None:
-        """The spec of its tokenizer, for `from_spec`; None if its ids stand for no text."""
+        """The spec of its tokenizer, for `from_spec`; None if its ids do not stand for text."""
         return self.sidecar["tokenizer"]
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that ends each document; None where none does, or an older version wrote it."""
+        """The id that ends each document; None if there is none, or in files of older versions."""
         return self.sidecar.get("end_of_text")
 
     @property
     def template(self) -> str | None:
-        """What a message of its conversations is written as; None where it holds none."""
+        """How a message of its conversations is written; None if it holds none."""
         return self.sidecar.get("template")
 
     @property
     def earlier_fingerprint(self) -> str:
-        """A hex hash of content and tokenizer from the sidecar alone: what version 0.1 took."""
+        """A hex hash of content and tokenizer from the sidecar alone, as in version 0.1."""
         parts = [str(self.sidecar[key]) for key in ("dtype", "vocab", "sha256", "index_sha256")]
         if self.has_loss:
             parts.append(self.sidecar["loss_sha256"])
@@ -106,7 +106,7 @@ class TokenSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hex hash of what the sidecar says, and of blocks of the files as they are now."""
+        """A hex hash of the sidecar and of blocks of the files as they are now."""
         parts = [self.earlier_fingerprint]
         for row in filter(None, (self.row, self.loss_row)):
             parts.append(hash_of_blocks(row.path, len(row) * row.dtype.itemsize))
@@ -118,12 +118,12 @@ class TokenSource:
 
     @property
     def tokens(self) -> np.ndarray:
-        """The ids [tokens], read whole."""
+        """The ids [tokens], read in full."""
         return self.row[:]
 
     @property
     def loss(self) -> np.ndarray:
-        """Marks the tokens that count in the loss, uint8 [tokens], read whole."""
+        """Marks of the tokens that count in the loss, uint8 [tokens], read in full."""
         row = self.loss_row
         return np.broadcast_to(np.uint8(1), self.sidecar["tokens"]) if row is None else row[:]
 
@@ -149,7 +149,7 @@ class TokenSource:
     def document_starts(self) -> np.ndarray:
         """The offsets of documents, int64, strictly increasing, the first 0.
 
-        Raises DataError where they are not, or are not those that the sidecar has the hash of.
+        Raises DataError if they are not, or do not match the hash in the sidecar.
         """
         path = token_paths(self.path)[1]
         with reading(path):
@@ -166,9 +166,9 @@ class TokenSource:
 
 
 def open_tokens(path: str | Path) -> TokenSource:
-    """Open a token file, after checking that its three files belong together.
+    """Opens a token file, after checking that its three files belong together.
 
-    Raises DataError where one is missing, or has another size than the sidecar says.
+    Raises DataError if one is missing, or its size differs from the sidecar's.
     """
     bin_path, idx_path, json_path = token_paths(path)
     for file in (bin_path, idx_path, json_path, loss_path(path)):
@@ -206,7 +206,7 @@ def _read_sidecar(path: Path) -> dict:
             sidecar = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise DataError(f"the sidecar {path} is not one: its JSON is nested too deeply") from None
-    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+    except ValueError as error:  # not JSON, not UTF-8, or a number with thousands of digits
         if isinstance(error, DataError):
             raise
         raise DataError(f"the sidecar {path} is not JSON: {error}") from None
@@ -241,7 +241,7 @@ def _read_sidecar(path: Path) -> dict:
 
 
 def _with_content(spec: dict, sidecar: Path) -> dict:
-    """Return the spec of a tokenizer with the content of the file that it names."""
+    """Returns the tokenizer spec, including the content of the file it names."""
     try:
         file = sidecar.with_name(spec["file"])
     except ValueError:  # a path, or nothing
@@ -256,5 +256,5 @@ def _with_content(spec: dict, sidecar: Path) -> dict:
 
 @lru_cache(maxsize=4)
 def _read_shared(file: Path) -> str:
-    """Return the text of a file that many sidecars name; from_spec checks its sha256."""
+    """Returns the text of a file named by many sidecars; from_spec checks its sha256."""
     return file.read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Text to ids and back: bytes, characters, files of Hugging Face, and conversations."""
+"""Text to ids and back: bytes, characters, Hugging Face files, and conversations."""

@@ -1,11 +1,11 @@
-"""Turn conversations into tokens, with the loss on the answers alone.
+"""Turns conversations into tokens, with loss on the answers only.
 
 A *conversation* is a list of messages, {"role": ..., "content": ...}. Each is written out by a
-*template*, a text with the places {role} and {content}. What stands before {content} opens a
-message; {content} and what stands behind it is what a model writes, and stops with.
+*template*, a text with the placeholders {role} and {content}. The text before {content} opens a
+message; {content} and the text after it are what a model writes, and stops with.
 
-A conversation is written out whole and encoded once, so that it has the tokens of its text. A token
-is learned where it holds a character of an answer, even if it begins in the opening.
+A conversation is written out in full and encoded once, so its tokens are those of its text. A token
+is learned if it holds a character of an answer, even if it begins in the opening.
 """
 
 import re
@@ -23,7 +23,7 @@ from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 ANSWERS = "assistant"  # the role whose messages are learned
 ASKS = "user"  # the role of a prompt
-ROLES = (ANSWERS, ASKS, "system")  # by which a template is tried out
+ROLES = (ANSWERS, ASKS, "system")  # used to try out a template
 PLACE = re.compile(r"\{(\w+)\}")
 MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|</?[A-Za-z_]+>|\[/?[A-Z_]+\]")
 
@@ -37,7 +37,7 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> "Template":
-        """Return the template that a text describes. Raises ConfigError where a place is amiss."""
+        """Returns the template that a text describes. Raises ConfigError on a bad placeholder."""
         opening, content, closing = text.partition("{content}")
         if not content or "{role}" not in opening or "{content}" in closing:
             raise ConfigError(
@@ -55,20 +55,20 @@ class Template:
 
     @property
     def text(self) -> str:
-        """The text that `parse` takes."""
+        """The text that `parse` accepts."""
         return f"{self.opening}{{content}}{self.closing}"
 
     def opening_of(self, role: str) -> str:
-        """Return what stands before the content of a message."""
+        """Returns the text before the content of a message."""
         return self.opening.replace("{role}", role)
 
     def closing_of(self, role: str) -> str:
-        """Return what stands behind the content of a message."""
+        """Returns the text after the content of a message."""
         return self.closing.replace("{role}", role)
 
     @property
     def markers(self) -> list[str]:
-        """The texts in it that look like special tokens, with the usual roles."""
+        """The parts that look like special tokens, with the usual roles."""
         found = []
         for role in ROLES:
             for text in (self.opening_of(role), self.closing_of(role)):
@@ -84,16 +84,16 @@ def encode_conversation(
     *,
     parse_special: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return (ids int32 [tokens], loss uint8 [tokens], bytes of text).
+    """Returns (ids int32 [tokens], loss uint8 [tokens], bytes of text).
 
-    `loss` is 1 where a token belongs to an answer whose `weight` is not 0. Special tokens that a
-    message spells are text, unless `parse_special`.
+    `loss` is 1 for tokens of an answer whose `weight` is not 0. Special tokens spelled in a message
+    are text, unless `parse_special`.
 
-    `where` names the document. Raises DataError, with that name, where it is no conversation.
+    `where` names the document. Raises DataError, with that name, if it is not a conversation.
     """
-    frames = [""]  # what stands before each content, and behind the last
+    frames = [""]  # the text before each content, and after the last
     contents = []
-    pieces: list[tuple[str, bool]] = []  # of the text, in order: does it belong to an answer?
+    pieces: list[tuple[str, bool]] = []  # (text, whether it is part of an answer), in order
     for role, content, is_learned in _checked(messages, where):
         _check_role(role, template, tokenizer, where)
         opening, closing = template.opening_of(role), template.closing_of(role)
@@ -110,9 +110,9 @@ def encode_conversation(
 def encode_prompt(
     messages: Any, template: Template, tokenizer: Tokenizer, where: str
 ) -> np.ndarray:
-    """Return the ids of a conversation and of the opening of an answer to it, int32 [tokens].
+    """Returns the ids of a conversation and the opening of an answer to it, int32 [tokens].
 
-    They are those that the conversation has in training, up to the answer. Raises DataError as
+    They equal those of the conversation in training, up to the answer. Raises DataError as
     `encode_conversation` does.
     """
     frames = [""]
@@ -127,7 +127,7 @@ def encode_prompt(
 
 
 def with_markers(tokenizer: Tokenizer, template: Template) -> Tokenizer:
-    """Return the tokenizer, with what it has of the template's markers as special tokens."""
+    """Returns the tokenizer with those of the template's markers that it has as special tokens."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer
     found = []
@@ -138,19 +138,19 @@ def with_markers(tokenizer: Tokenizer, template: Template) -> Tokenizer:
 
 
 def markers_of_text(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Return the markers of a template that the tokenizer has no token for: they are text to it."""
+    """Returns the markers of a template that the tokenizer has no token for."""
     return [marker for marker in template.markers if _is_text(marker, tokenizer)]
 
 
 def _is_text(marker: str, tokenizer: Tokenizer) -> bool:
     try:
         return len(tokenizer.encode(marker)) != 1
-    except DataError:  # no text of the corpus has all its characters
+    except DataError:  # its alphabet lacks some of the characters
         return False
 
 
 def faults(template: Template, tokenizer: Tokenizer) -> list[str]:
-    """Return what a tokenizer makes of a template that a person should know, a line each."""
+    """Returns warnings about how a tokenizer handles a template, one line each."""
     lines = []
     spelled = markers_of_text(template, tokenizer)
     if spelled:
@@ -163,7 +163,7 @@ def faults(template: Template, tokenizer: Tokenizer) -> list[str]:
             f"can spell too; spmdtrain tokenizer train ... {special} makes one that has them"
         )
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return lines  # whose tokens never reach over the end of a text
+        return lines  # its tokens never span two texts
     opening = template.opening_of(ANSWERS)
     for answer in ("yes", "The", "1"):
         encoding = tokenizer.encode_parts([opening, answer, template.closing_of(ANSWERS)])
@@ -180,7 +180,7 @@ def faults(template: Template, tokenizer: Tokenizer) -> list[str]:
 
 
 def _alternating(frames: list[str], contents: list[str]) -> list[str]:
-    """Return the frames with a content behind each but the last."""
+    """Returns the frames with a content after each but the last."""
     return [part for pair in zip(frames, [*contents, ""], strict=True) for part in pair][:-1]
 
 
@@ -188,7 +188,7 @@ def _alternating(frames: list[str], contents: list[str]) -> list[str]:
 
 
 def _checked(messages: Any, where: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield (role, content, is it learned?) of each message. Raises DataError where it is none."""
+    """Yields (role, content, is it learned?) of each message. Raises DataError on a bad one."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where} is not a list of messages", found=f"{messages!r:.60}")
     for message in messages:
@@ -196,7 +196,7 @@ def _checked(messages: Any, where: str) -> Iterator[tuple[str, str, bool]]:
             raise DataError(
                 f"{where} has a message without role and content", found=f"{message!r:.60}"
             )
-        # Tables write a key that a message does not have as None.
+        # Tables store a key that a message lacks as None.
         given = {key: value for key, value in message.items() if value not in (None, "", [], {})}
         unknown = [key for key in given if key not in ("role", "content", "weight")]
         if unknown:
@@ -217,7 +217,7 @@ def _checked(messages: Any, where: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def _content(content: Any, where: str) -> str | None:
-    """Return the text of a message, which may be in parts; None where there is none."""
+    """Returns the text of a message, which may come in parts; None if there is none."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = []
@@ -233,7 +233,7 @@ def _content(content: Any, where: str) -> str | None:
 
 
 def _is_learned(role: str, weight: Any, where: str) -> bool:
-    """Return whether a message is learned: an answer is, unless its weight is 0."""
+    """Returns whether a message is learned: an answer is, unless its weight is 0."""
     if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
         raise DataError(f"{where} has a message with a weight that is not 0 or 1: {weight!r:.40}")
     if weight and role != ANSWERS:
@@ -245,7 +245,7 @@ def _is_learned(role: str, weight: Any, where: str) -> bool:
 
 
 def _check_role(role: str, template: Template, tokenizer: Tokenizer, where: str) -> None:
-    """Refuse a role that could pass for a part of the template."""
+    """Raises DataError if a role could pass for a part of the template."""
     spells = tokenizer.spells_special(role) or any(each in role for each in template.markers)
     if spells or not role.isprintable():
         raise DataError(f"{where} has a message whose role is no name", found=f"{role!r:.60}")

@@ -1,8 +1,8 @@
-"""A tokenizer from the `tokenizer.json` of Hugging Face's library `tokenizers`.
+"""A tokenizer from a `tokenizer.json` of Hugging Face's library `tokenizers`.
 
-A *control token* stands for no text: it ends a document or opens a message. Those are the tokens
-that the file marks as special, those of the form <|...|> that it adds, and those that are named to
-it, as the end of text of a `tokenizer_config.json` is.
+A *control token* does not stand for text: it ends a document or opens a message. Control tokens are
+those the file marks as special, added tokens of the form <|...|>, and those named by the caller,
+e.g. the end of text in a `tokenizer_config.json`.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.tokenizers.offsets import Encoding, marks
 from spmdtrain.data.tokenizers.windows import LONGEST, encode_in_windows, grouped
 
-# Added tokens of this form stand for no text, however they are marked. The bars are ASCII's or the
+# Added tokens of this form are control tokens, however they are marked. The bars are ASCII or the
 # fullwidth ones of DeepSeek.
 CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
-SAID = 200  # characters of an error of the package that are repeated
+SAID = 200  # characters of a package's error that are quoted
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, given as its content; `path` is for messages.
 
-    It adds no special tokens. `control` names tokens beyond those that the file marks as special;
-    names that it has no id for are left out.
+    It adds no special tokens when encoding. `control` names further control tokens; names without
+    an id are ignored.
     """
 
     def __init__(self, content: str, path: str, control: Iterable[str] = ()):
@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
             for i, token in added.items()
             if token.special or CONTROL.fullmatch(token.content)
         }
-        # One character is in many a text, and cannot be kept out of the model's hands.
+        # A single character is in many texts and cannot be kept from the model.
         more = {token for token in control if token not in marked and len(token) > 1}
         named = {token: i for token in more if (i := self.id_of(token)) is not None}
         self._named = sorted(named)
@@ -63,12 +63,12 @@ class HuggingFaceTokenizer:
         tokenizer = self._parsing if parse_special else self._tokenizer
         found: list[np.ndarray] = []
         with self._refusing("cannot encode a text"):
-            # The package takes a hundred bytes and more for each of text.
+            # The package needs over a hundred bytes for each byte of text.
             for group in grouped(texts, LONGEST):
                 if len(group[0]) > LONGEST:
                     found.append(encode_in_windows(group[0], self._encode_window(tokenizer)))
                     continue
-                # The fast one tracks no offsets in the text.
+                # The fast call does not track offsets.
                 encodings = tokenizer.encode_batch_fast(group, add_special_tokens=False)
                 found += [self._checked(encoding.ids) for encoding in encodings]
         return found
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
         encoding = self._with_offsets(self._parsing, text)
         if parse_special:
             return encoding
-        # What the whole text gives is right, unless a part of others' text has made a token of it.
+        # Encoding the whole text is right, unless a part of others' text became a control token.
         others = marks(parts, [number % 2 == 1 for number in range(len(parts))])
         is_control = np.isin(encoding.ids, list(self.control.values()))
         if not encoding.touches(others)[is_control].any():
@@ -98,18 +98,18 @@ class HuggingFaceTokenizer:
         return self._tokenizer.token_to_id(token)
 
     def token_of(self, i: int) -> str | None:
-        """Return the token of an id; None where there is none."""
+        """Returns the token with an id; None if there is none."""
         return self._tokenizer.id_to_token(i) if 0 <= i < self.size else None
 
     def with_control(self, tokens: Iterable[str]) -> "HuggingFaceTokenizer":
-        """Return the tokenizer with more control tokens."""
+        """Returns the tokenizer with further control tokens."""
         more = [token for token in tokens if token not in self.control]
         if not more:
             return self
         return HuggingFaceTokenizer(self._content, self._path, [*self._named, *more])
 
     def added_in(self, text: str) -> list[str]:
-        """Return the added tokens that a text holds, but those of white space alone."""
+        """Returns the added tokens in a text, except those that are only white space."""
         return [token for token in self._flags if token.strip() and token in text]
 
     def decode(self, ids) -> str:
@@ -128,16 +128,16 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _parsing(self):
-        """The tokenizer that finds the control tokens that a text spells."""
+        """The tokenizer that recognises control tokens spelled in a text."""
         tokenizer = self._load()
         _mark(tokenizer, self.control, self._flags)
         return tokenizer
 
     @cached_property
     def _stand_ins(self) -> tuple[Any, dict[str, str]]:
-        """A tokenizer that takes control tokens for text, but finds others in their place.
+        """A tokenizer that treats control tokens as text, but recognises stand-ins for them.
 
-        With it comes the text of the stand-in of each control token, which nobody can guess.
+        The second value is the text of each control token's stand-in, which cannot be guessed.
         """
         import tokenizers
 
@@ -157,12 +157,12 @@ class HuggingFaceTokenizer:
         return _any_of(self.control)
 
     def _encode_apart(self, parts: list[str]) -> Encoding:
-        """Encode as `encode_parts`, where a part of others' text spells a control token."""
+        """Encodes as `encode_parts` does when a part of others' text spells a control token."""
         tokenizer, stand_ins = self._stand_ins
         pattern = _any_of(stand_ins)
         assert pattern is not None, "a control token was found"
         written = []
-        origin = []  # of each written character: its place in the text
+        origin = []  # the place in the text of each written character
         place = 0
         for number, part in enumerate(parts):
             found = pattern.finditer(part) if number % 2 == 0 else ()
@@ -193,7 +193,7 @@ class HuggingFaceTokenizer:
             return Encoding(self._checked(encoded.ids), *_spans(encoded))
 
     def _load(self):
-        """Return it as the package reads it, without what would cut, pad or trim."""
+        """Returns the package's tokenizer, without truncation, padding or trimming."""
         try:
             import tokenizers
         except ModuleNotFoundError:
@@ -205,10 +205,10 @@ class HuggingFaceTokenizer:
         _refuse_aborting(self._content, self._path)
         with self._refusing("is not a Hugging Face tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_str(self._content)
-            # A file saved with truncation would cut every document at a few hundred tokens.
+            # A file saved with truncation would cut every document after a few hundred tokens.
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            # It would take the space that a token begins with off its span.
+            # Trimming would exclude a token's leading space from its span.
             tokenizer.post_processor = None
         return tokenizer
 
@@ -223,7 +223,7 @@ class HuggingFaceTokenizer:
 
     @contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
-        """Turn what the package raises into a DataError. Its panics are no `Exception`."""
+        """Turns errors of the package into a DataError. Its panics are not an `Exception`."""
         try:
             yield
         except DataError:
@@ -235,10 +235,10 @@ class HuggingFaceTokenizer:
 
 
 def _refuse_aborting(content: str, path: str) -> None:
-    """Raise DataError for a file that would end the process, which nobody could catch.
+    """Raises DataError for a file that would abort the process, which cannot be caught.
 
-    The package cuts the prefix of word parts off the second half of each merge, by bytes, and
-    aborts where that leaves half a character (tokenizers 0.23).
+    The package strips the subword prefix from the second half of each merge, by bytes, and aborts
+    if that leaves half a character (tokenizers 0.23).
     """
     if not PREFIX.search(content):
         return
@@ -248,7 +248,7 @@ def _refuse_aborting(content: str, path: str) -> None:
         halves = [merge.split(" ")[-1] if isinstance(merge, str) else merge[1] for merge in merges]
         is_sound = all(half.startswith(prefix) for half in halves)
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
-        return  # what is no tokenizer the package refuses
+        return  # the package refuses what is not a tokenizer
     if not is_sound:
         raise DataError(
             f"{path} is not a Hugging Face tokenizer.json: a merge lacks the prefix {prefix!r:.40}"
@@ -256,7 +256,7 @@ def _refuse_aborting(content: str, path: str) -> None:
 
 
 def _mark(tokenizer: Any, control: Iterable[str], flags: dict[str, Any]) -> None:
-    """Mark control tokens as special, each matched in a text as the file says."""
+    """Marks control tokens as special, each matched as the file says."""
     import tokenizers
 
     tokenizer.add_special_tokens(
@@ -268,7 +268,7 @@ def _mark(tokenizer: Any, control: Iterable[str], flags: dict[str, Any]) -> None
 
 
 def _flags_of(token: Any) -> dict[str, bool]:
-    """Return how an added token is matched; None: it is one of the vocabulary."""
+    """Returns how an added token is matched; None: it is in the vocabulary."""
     if token is None:
         return {"normalized": False}
     return {
@@ -277,10 +277,10 @@ def _flags_of(token: Any) -> dict[str, bool]:
 
 
 def _keep_apart(tokenizer: Any, control: Iterable[str]) -> None:
-    """Have the model itself never make a control token of text that spells it.
+    """Keeps the model itself from turning text that spells a control token into it.
 
-    A model of whole words, or one that prefers long pieces, may have the token in its vocabulary:
-    the text is cut behind the first character, which then is a word of its own.
+    A whole-word model, or one that prefers long pieces, may have the token in its vocabulary. So
+    the text is cut after its first character, which becomes a separate word.
     """
     from tokenizers import Regex, pre_tokenizers
 
@@ -298,7 +298,7 @@ def _keep_apart(tokenizer: Any, control: Iterable[str]) -> None:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern | None:
-    """Return the pattern that finds any of the texts, the longest at each place."""
+    """Returns the pattern that finds any of the texts, preferring the longest."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 

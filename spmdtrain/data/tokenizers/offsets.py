@@ -1,4 +1,4 @@
-"""Which characters of a text each token stands for."""
+"""The characters of a text that each token stands for."""
 
 from typing import NamedTuple
 
@@ -6,17 +6,17 @@ import numpy as np
 
 
 class Encoding(NamedTuple):
-    """Tokens, and where in the text each of them stands, in characters."""
+    """Tokens and their spans in the text, in characters."""
 
     ids: np.ndarray  # int32 [tokens]
     starts: np.ndarray  # int64 [tokens]
-    ends: np.ndarray  # int64 [tokens], exclusive; equal to the start: it stands for no character
+    ends: np.ndarray  # int64 [tokens], exclusive; equal to the start if it has no character
 
     def touches(self, marked: np.ndarray) -> np.ndarray:
-        """Return which tokens hold a marked character, bool [tokens].
+        """Returns which tokens hold a marked character, bool [tokens].
 
-        `marked` is bool [characters]. A token that stands for no character, as the space that some
-        tokenizers put first, belongs to the character after it.
+        `marked` is bool [characters]. A token without characters, e.g. the space that some
+        tokenizers prepend, belongs to the next character.
         """
         if not len(marked):
             return np.zeros(len(self.ids), bool)
@@ -26,5 +26,5 @@ class Encoding(NamedTuple):
 
 
 def marks(parts: list[str], chosen: list[bool]) -> np.ndarray:
-    """Return which characters of the joined parts are of a chosen one, bool [characters]."""
+    """Returns which characters of the joined parts are in a chosen part, bool [characters]."""
     return np.repeat(np.array(chosen, bool), [len(part) for part in parts])

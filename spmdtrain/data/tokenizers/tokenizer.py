@@ -1,9 +1,9 @@
-"""Turn text into token ids and back: bytes, characters, or a Hugging Face `tokenizer.json`.
+"""Turns text into token ids and back: bytes, characters, or a Hugging Face `tokenizer.json`.
 
-A tokenizer's *spec* is a JSON value from which it can be made again anywhere. It lies beside token
-files and in a run's config, so that ids can be decoded after the tokenizer's own file has moved.
+A tokenizer's *spec* is a JSON value from which it can be rebuilt anywhere. It is stored with token
+files and in a run's config, so ids can be decoded after the tokenizer's own file has moved.
 
-The *end of text* is the token that stands behind each document.
+The *end of text* is the token after each document.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from spmdtrain.data.tokenizers.offsets import Encoding
 from spmdtrain.data.tokenizers.tokenizer_folder import ends_named, specials_named, tokenizer_file
 
 UNDECODABLE = "\ufffd"
-# Ids that no text has, so that they can end one. 0xFF is no byte of UTF-8, and U+10FFFF never a
-# character; as the last code point it takes no other character's id.
+# Ids that never occur in text, so they can end one. 0xFF is not a byte of UTF-8, and U+10FFFF is
+# never a character; as the last code point it shifts no other character's id.
 END_BYTE = 0xFF
 END_CHARACTER = "\U0010ffff"
-# The names under which tokenizers have one, as Hugging Face's are published.
+# The usual names of the end of text in published Hugging Face tokenizers.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>")
 
 
@@ -34,53 +34,53 @@ class Tokenizer(Protocol):
     size: int  # ids are < size
 
     def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:
-        """Return the ids, int32 [tokens]. Raises DataError for a text that it has no ids for.
+        """Returns the ids, int32 [tokens]. Raises DataError for text that has no ids.
 
-        A special token that the text spells is that token, or with `parse_special` False text.
+        A special token spelled in the text is that token, or text if `parse_special` is False.
         """
         ...
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[np.ndarray]:
-        """Return `encode(text)` for each text."""
+        """Returns `encode(text)` for each text."""
         ...
 
     def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:
-        """Return the tokens of the joined parts, encoded as one text, and where each stands.
+        """Returns the tokens of the joined parts, encoded as one text, with their spans.
 
-        The first, the third and so on are ours: special tokens that they spell are tokens. The
-        others are other people's text, and are so only with `parse_special`.
+        Parts 1, 3, 5, ... are ours: special tokens spelled in them are tokens. The others are other
+        people's text, in which they are tokens only with `parse_special`.
         """
         ...
 
     def spells_special(self, text: str) -> bool:
-        """Return whether a text spells a special token."""
+        """Returns whether a text spells out a special token."""
         ...
 
     def is_special(self, token: int) -> bool:
-        """Return whether an id is that of a special token."""
+        """Returns whether an id is that of a special token."""
         ...
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token that is written like this; None where there is none."""
+        """Returns the id of the token with this text; None if there is none."""
         ...
 
     def decode(self, ids) -> str:
-        """Return the text. Never fails: an id that means nothing becomes U+FFFD, or is left out."""
+        """Returns the text. Never fails: an unknown id becomes U+FFFD or is left out."""
         ...
 
     def spec(self) -> dict:
-        """Return the value from which `from_spec` makes it again."""
+        """Returns the value from which `from_spec` rebuilds the tokenizer."""
         ...
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8: 256 ids. Every text comes back as it was."""
+    """The bytes of UTF-8: 256 ids. Every text survives the round trip."""
 
     size = 256
 
     def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:  # noqa: ARG002
         try:
-            # surrogateescape: a prompt from the command line that is not UTF-8 keeps its bytes.
+            # surrogateescape: a command-line prompt that is not UTF-8 keeps its bytes.
             encoded = text.encode("utf-8", errors="surrogateescape")
         except UnicodeEncodeError as error:
             raise DataError(
@@ -176,10 +176,10 @@ class CharacterTokenizer:
 
 
 def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
-    """Open a tokenizer: `bytes`, `characters`, or the path of a `tokenizer.json` or its folder.
+    """Opens a tokenizer: `bytes`, `characters`, or the path of a `tokenizer.json` or its folder.
 
-    `texts` are needed by `characters`, whose alphabet is what occurs in them. Raises DataError
-    where there is no such tokenizer, or its file cannot be read.
+    `characters` needs `texts`: its alphabet is the characters that occur in them. Raises DataError
+    if there is no such tokenizer, or if its file cannot be read.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -200,14 +200,13 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer, int | None]:
-    """Return the tokenizer with an end of text, and its id, which is None if `asked` is "none".
+    """Returns the tokenizer with an end of text, and its id, which is None if `asked` is "none".
 
-    `asked` may be a token of the tokenizer, or "auto". Then it is the byte 0xFF, the character
-    U+10FFFF, which is added to the alphabet, or of a `tokenizer.json` what the files beside it
+    `asked` may be a token of the tokenizer or "auto". "auto" is the byte 0xFF; or the character
+    U+10FFFF, which is added to the alphabet; or, for a `tokenizer.json`, what the files next to it
     name (`ends_named`), or else the special token with a known name.
 
-    `name` is that of the tokenizer, as `open_tokenizer` takes it. Raises DataError where there is
-    no such token.
+    `name` is the tokenizer's, as for `open_tokenizer`. Raises DataError if there is no such token.
     """
     if asked == "none":
         return tokenizer, None
@@ -243,14 +242,14 @@ def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer,
 
 
 def _with_control(tokenizer: Tokenizer, token: str) -> Tokenizer:
-    """Return the tokenizer, with a token that no text makes, where texts can be kept from it."""
+    """Returns the tokenizer with a token that text cannot produce, if that can be prevented."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.with_control([token])
     return tokenizer
 
 
 def from_spec(spec: dict) -> Tokenizer:
-    """Return the tokenizer that `spec()` described. Raises DataError where it is damaged."""
+    """Returns the tokenizer that `spec()` described. Raises DataError if it is damaged."""
     match spec:
         case {"kind": "bytes"}:
             return ByteTokenizer()
@@ -274,7 +273,7 @@ def from_spec(spec: dict) -> Tokenizer:
 
 
 def tokenizer_fingerprint(spec: dict | None) -> str:
-    """Return a hex hash of what a tokenizer does, whatever path it was read from."""
+    """Returns a hex hash of a tokenizer's behaviour, independent of its path."""
     if spec and "json" in spec:
         return _fingerprint_of_json(spec.get("kind"), spec.get("sha256"), spec["json"])
     content = {key: value for key, value in (spec or {}).items() if key not in ("path", "control")}
@@ -283,11 +282,11 @@ def tokenizer_fingerprint(spec: dict | None) -> str:
 
 @lru_cache(maxsize=4)
 def _fingerprint_of_json(kind: str | None, sha256: str | None, content: str) -> str:
-    """Return it for a `tokenizer.json`, which has megabytes and is that of many files."""
+    """Returns the hash for a `tokenizer.json`, which is megabytes and shared by many files."""
     whole = {"kind": kind, "sha256": sha256, "json": content}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
 def _code_points(text: str) -> np.ndarray:
-    """Return [characters] uint32; half a surrogate pair passes."""
+    """Returns uint32 [characters]; a lone surrogate is allowed."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")

@@ -1,4 +1,4 @@
-"""The files beside a `tokenizer.json`, as models are published: which of its tokens are special."""
+"""The files published with a `tokenizer.json`, which name its special tokens."""
 
 import json
 import os
@@ -10,17 +10,17 @@ from spmdtrain.config.errors import DataError
 
 NAME = "tokenizer.json"
 OF_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
-# Of models rather than of tokenizers: they name an end of text by its id.
+# Files of models rather than tokenizers: they name an end of text by its id.
 OF_IDS = ("generation_config.json", "config.json")
 
 
 def tokenizer_file(name: str) -> Path:
-    """Return the file that names a tokenizer: a `tokenizer.json`, or the folder that holds one.
+    """Returns the `tokenizer.json` that `name` is the path or the folder of.
 
-    Raises DataError where there is none.
+    Raises DataError if there is none.
     """
     path = Path(os.path.expanduser(name))
-    if os.path.isfile(path / NAME):  # unlike Path.is_file, it does not raise at a name too long
+    if os.path.isfile(path / NAME):  # unlike Path.is_file, accepts a name that is too long
         return path / NAME
     if os.path.isfile(path):
         return path
@@ -31,7 +31,7 @@ def tokenizer_file(name: str) -> Path:
             found=", ".join(names[:5]),
             fix="a tokenizer.json, as save_pretrained of transformers writes it",
         )
-    if name and os.path.exists(path):  # a pipe, say, which would be waited for
+    if name and os.path.exists(path):  # e.g. a pipe, which would block
         raise DataError(f"the tokenizer {name} is no file", fix="a tokenizer.json")
     raise DataError(
         f"no tokenizer {name!r:.200}: neither a known name nor a file (names of the Hugging Face "
@@ -41,9 +41,9 @@ def tokenizer_file(name: str) -> Path:
 
 
 def specials_named(folder: Path) -> list[str]:
-    """Return the tokens that the files beside a `tokenizer.json` call special.
+    """Returns the tokens that the files next to a `tokenizer.json` call special.
 
-    Raises DataError where one of them is damaged.
+    Raises DataError if one of them is damaged.
     """
     found = []
     for content in map(_read, _existing(folder, OF_TOKENS)):
@@ -61,9 +61,9 @@ def specials_named(folder: Path) -> list[str]:
 
 
 def ends_named(folder: Path) -> Iterator[str | int]:
-    """Yield what the files beside a `tokenizer.json` name as the end of a text: tokens, then ids.
+    """Yields the ends of text named by the files next to a `tokenizer.json`: tokens, then ids.
 
-    Raises DataError where one of them is damaged.
+    Raises DataError if one of them is damaged.
     """
     for content in map(_read, _existing(folder, OF_TOKENS)):
         token = _text_of(content.get("eos_token"))
@@ -91,6 +91,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _text_of(token: Any) -> str | None:
-    """Return a token that is written as a text or, in newer files, as an object."""
+    """Returns a token's text; newer files write the token as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -1,4 +1,4 @@
-"""Make a tokenizer of one's own documents: `spmdtrain tokenizer train`."""
+"""Trains a tokenizer on the user's documents: `spmdtrain tokenizer train`."""
 
 import os
 import sys
@@ -13,8 +13,8 @@ from spmdtrain.data.prepare.token_writer import writing
 from spmdtrain.data.texts.documents import find_inputs, texts_in
 from spmdtrain.data.tokenizers.tokenizer import END_NAMES
 
-BYTES = 256  # every byte is a token, so that every text has tokens
-FEWEST = 2  # times that a pair must occur to become a token
+BYTES = 256  # every byte is a token, so every text has tokens
+FEWEST = 2  # times a pair must occur to become a token
 
 
 def train_tokenizer(
@@ -26,14 +26,14 @@ def train_tokenizer(
     split_on: str | None = None,
     special: Iterable[str] = (),
 ) -> None:
-    """Write the `tokenizer.json` of a byte-level BPE that is made of documents.
+    """Writes the `tokenizer.json` of a byte-level BPE trained on documents.
 
-    It cuts text into words as GPT-2 does, and merges bytes within words alone (Sennrich, Haddow and
-    Birch, 2016, arXiv:1508.07909). The end of text and the `special` tokens come first, then the
-    bytes, then the merges, up to `vocab` tokens in all, or fewer, where the documents have no more
+    It splits text into words as GPT-2 does, and merges bytes only within words (Sennrich, Haddow
+    and Birch, 2016, arXiv:1508.07909). The end of text and the `special` tokens come first, then
+    the bytes, then the merges, up to `vocab` tokens in all, or fewer if the documents have no more
     pairs that occur twice.
 
-    Raises DataError where the documents cannot be read, `out` exists, or `vocab` is too small.
+    Raises DataError if the documents cannot be read, `out` exists, or `vocab` is too small.
     """
     tokenizers = _import_tokenizers()
     named = list(dict.fromkeys([END_NAMES[0], *special]))
@@ -54,11 +54,11 @@ def train_tokenizer(
         min_frequency=FEWEST,
         special_tokens=named,
         initial_alphabet=byte_level.alphabet(),
-        show_progress=sys.stderr.isatty(),  # bars of its own
+        show_progress=sys.stderr.isatty(),  # its own bars
     )
     files = find_inputs(paths)
     spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with writing(out):  # what cannot be written is not trained for
+    with writing(out):  # fail before training if it cannot be written
         path.parent.mkdir(parents=True, exist_ok=True)
         spare.touch()
     try:
@@ -73,7 +73,7 @@ def train_tokenizer(
 
 
 def _read(files: list[str], field: str, split_on: str | None) -> Iterator[str]:
-    """Yield the texts of files, and say how far it is where there is no terminal."""
+    """Yields the texts of files, and reports progress if there is no terminal."""
     if sys.stderr.isatty():
         yield from texts_in(files, field, split_on)
         return

@@ -1,8 +1,8 @@
-"""Encode a long text a window at a time, in memory that does not grow with it.
+"""Encodes a long text window by window, in constant memory.
 
-Windows overlap. Where two of them give the same tokens over the middle half of what they share, the
-first one's tokens up to there and the second one's from there on are those of the text: what a
-tokenizer makes of a place hangs on the characters near it. Where they do not, the window grows.
+Windows overlap. If two of them give the same tokens over the middle half of their overlap, the
+first one's tokens up to there and the second one's from there on are those of the text, since
+tokens depend only on nearby characters. If not, the window grows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +11,12 @@ import numpy as np
 
 from spmdtrain.data.tokenizers.offsets import Encoding
 
-LONGEST = 2**21  # characters that are encoded at once
-SHARED = 2**14  # characters, of two windows
+LONGEST = 2**21  # characters encoded in one call
+SHARED = 2**14  # characters of overlap
 
 
 def grouped(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
-    """Yield the texts in order, a group of at most `longest` characters, or one text."""
+    """Yields the texts in order, in groups of at most `longest` characters or one text."""
     group: list[str] = []
     size = 0
     for text in texts:
@@ -35,12 +35,12 @@ def encode_in_windows(
     window: int = LONGEST // 2,
     shared: int = SHARED,
 ) -> np.ndarray:
-    """Return the ids of a text, int32 [tokens]. `window` and `shared` are in characters."""
+    """Returns the ids of a text, int32 [tokens]. `window` and `shared` are in characters."""
     parts = []
-    begin = 0  # of the window that `held` encodes
+    begin = 0  # of the window encoded in `held`
     length = min(window, len(text))
     held = encode(text[:length])
-    first = 0  # token of it that is not in `parts`
+    first = 0  # token of it not yet in `parts`
     while begin + length < len(text):
         start = begin + length - shared  # of the next window
         following = encode(text[start : start + window])
@@ -49,7 +49,7 @@ def encode_in_windows(
             length = min(2 * length, len(text) - begin)
             longer = encode(text[begin : begin + length])
             if not np.array_equal(longer.ids[:first], held.ids[:first]):
-                return encode(text).ids  # what comes after changes what was before
+                return encode(text).ids  # later text changes earlier tokens
             held = longer
             continue
         stop, go_on = seam
@@ -62,9 +62,9 @@ def encode_in_windows(
 def _seam(
     left: Encoding, right: Encoding, shift: int, shared: int, first: int
 ) -> tuple[int, int] | None:
-    """Return a token of `left` and the same one of `right`, before which the text may be cut.
+    """Returns a token of `left` and the same one in `right` before which the text may be cut.
 
-    The right window begins at the character `shift` of the left one. None: they do not agree.
+    The right window begins at the character `shift` of the left one. None: they disagree.
     """
     low, middle, high = shared // 4, shared // 2, shared - shared // 4
     rows = []
@@ -77,7 +77,7 @@ def _seam(
     (left_first, in_left), (right_first, in_right) = rows
     if not np.array_equal(in_left, in_right):
         return None
-    # A character of several tokens is not cut.
+    # Never cut within a character that spans several tokens.
     (clean,) = np.nonzero((in_left[1, 1:] >= middle) & (in_left[1, 1:] >= in_left[2, :-1]))
     if not len(clean) or left_first + clean[0] + 1 < first:
         return None
