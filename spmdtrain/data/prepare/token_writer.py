@@ -62,7 +62,8 @@ class TokenWriter:
     ):
         """`spec` replaces the tokenizer's own if several files share its content.
 
-        Raises StorageError if the file cannot be written.
+        `template` is how a message of a conversation is written. Raises StorageError if the file
+        cannot be written.
         """
         self._tokenizer = tokenizer
         self._spec = tokenizer.spec() if spec is None else spec
