@@ -10,7 +10,7 @@ from spmdtrain.processes import closed_outputs, signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command (default: that of sys.argv, whose program then ends); return its code."""
+    """Runs one command (default: sys.argv, ending the program) and returns its exit code."""
     is_program = arguments is None
     if is_program:
         closed_outputs.complete()

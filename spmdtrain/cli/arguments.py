@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser. `parsed.command(parsed)` then runs the command and returns its code."""
+    """Returns the parser. `parsed.command(parsed)` then runs the command and returns its code."""
     parser = _Parser(
         prog="spmdtrain",
         description="Train transformers on any mesh of devices from one SPMD program.",

@@ -35,7 +35,7 @@ OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run one command and return its exit code.
+    """Runs one command and returns its exit code.
 
     A person's mistake is one line on stderr; only our bugs show a traceback.
     """
@@ -74,7 +74,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _lose_no_letter() -> None:
-    """Show what the encoding of a terminal or a log does not have as escapes, and lose nothing."""
+    """Makes output escape characters that the encoding of a terminal or log lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -86,7 +86,7 @@ def add_tokenizer(commands) -> None:
 
 
 def _prepare(parsed: argparse.Namespace) -> int:
-    """Write documents as token files."""
+    """Writes documents as token files."""
     from spmdtrain.data.prepare.prepare import Job
     from spmdtrain.data.prepare.prepare import prepare as write
     from spmdtrain.data.tokenizers.chat import CHATML
@@ -110,7 +110,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
 
 
 def _train_tokenizer(parsed: argparse.Namespace) -> int:
-    """Make a tokenizer of documents."""
+    """Makes a tokenizer of documents."""
     from spmdtrain.data.tokenizers.train_tokenizer import train_tokenizer as train
 
     train(

@@ -1,4 +1,4 @@
-"""Settle what must be settled before jax looks for devices."""
+"""Settles what must be settled before jax looks for devices."""
 
 import argparse
 import contextlib
@@ -16,11 +16,11 @@ from spmdtrain.config import ConfigError, UserError
 def start_jax(
     parsed: argparse.Namespace, *, alone: bool = False, find_devices: bool = True
 ) -> None:
-    """Import jax for a command that computes: with its devices, and joined with other processes.
+    """Imports jax for a command that computes: with its devices, and joined with other processes.
 
     alone: other processes are joined only where the arguments name them, whatever a scheduler says.
     find_devices: refuse a machine on which jax finds none. Compiled programs are kept between runs,
-    in the user's cache folder. Raises ConfigError where the environment is one that jax, XLA or a
+    in the user's cache folder. Raises ConfigError if the environment is one that jax, XLA or a
     scheduler cannot mean.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on its own choices
@@ -63,7 +63,7 @@ def _forget_empty_variables() -> None:
 
 @contextlib.contextmanager
 def _blaming_the_environment() -> Iterator[None]:
-    """Turn what jax says of its variables and of missing devices into a line."""
+    """Turns what jax says of its variables and of missing devices into a line."""
     try:
         yield
     except UserError:
@@ -96,7 +96,7 @@ def _is_no_plugin_error(record: logging.LogRecord) -> bool:
 
 
 def _import_libraries() -> None:
-    """Import the large libraries of a run while the garbage collector rests.
+    """Imports the large libraries of a run while the garbage collector rests.
 
     An import makes some hundred thousand objects, and all of them stay. The collector would walk
     over them again and again, which costs a sixth of the time until the first line of output.
@@ -112,7 +112,7 @@ def _import_libraries() -> None:
 
 
 def without_devices() -> None:
-    """Import jax for a command that asks it for shapes only, and takes hold of no GPU."""
+    """Imports jax for a command that asks it for shapes only, and takes hold of no GPU."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     _forget_empty_variables()

@@ -1,4 +1,4 @@
-"""Look at the machine as a run would: devices, versions, libraries, flags, and what is wrong."""
+"""Examines the machine as a run would: devices, versions, libraries, flags, and problems."""
 
 import argparse
 import importlib.metadata
@@ -46,7 +46,7 @@ Facts = dict[str, Any]
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Print what a run would find here. Returns the exit code of a config error if it is wrong."""
+    """Prints what a run would find here. Returns the exit code of a config error if it is wrong."""
     facts = gather(parsed)
     found = problems(facts)
     if parsed.json:

@@ -7,7 +7,7 @@ from spmdtrain.config import StorageError
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Refuse a path that cannot be written, and leave it as it was: a file, or none."""
+    """Refuses a path that cannot be written, and leaves it as it was: a file, or none."""
     there = os.path.lexists(path)
     try:
         # A pipe that nobody reads is refused; without the flag, opening it would wait for a reader.
@@ -19,7 +19,7 @@ def refuse_unwritable(path: Path) -> None:
 
 
 def write_picture(path: str, svg: str) -> None:
-    """Writes an SVG. Raises StorageError where the path cannot be written."""
+    """Writes an SVG. Raises StorageError if the path cannot be written."""
     refuse_unwritable(Path(path))
     try:
         Path(path).write_text(svg, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Run the commands that train nothing: `schedule`, `estimate`, `plan`, `calibrate`."""
+"""Runs the commands that train nothing: `schedule`, `estimate`, `plan`, `calibrate`."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ LARGEST_SCHEDULE = 1_000_000
 
 
 def schedule(parsed: argparse.Namespace) -> int:
-    """Print a pipeline schedule, and draw it with --svg."""
+    """Prints a pipeline schedule, and draws it with --svg."""
     from spmdtrain.pipeline import draw, file, timing
     from spmdtrain.pipeline.schedule import SCHEDULE_KINDS
 
@@ -68,7 +68,7 @@ def schedule(parsed: argparse.Namespace) -> int:
 
 
 def _given(parsed: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return those of the named arguments that were typed."""
+    """Returns those of the named arguments that were typed."""
     values = {name: getattr(parsed, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -76,7 +76,7 @@ def _given(parsed: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _built_schedule(
     kind: str, stages: int | None = None, microbatches: int | None = None, chunks: int = 1
 ) -> "Table":
-    """Build a named schedule.
+    """Builds a named schedule.
 
     Refuses missing sizes, and those that would take minutes or more memory than there is.
     """
@@ -98,7 +98,7 @@ def _built_schedule(
 
 
 def _schedule_of_file(path: str, sizes: dict[str, int]) -> "Table":
-    """Read a schedule; sizes need not be typed, but if they are they must be the file's."""
+    """Reads a schedule; sizes need not be typed, but if they are they must be the file's."""
     from spmdtrain.pipeline import file
 
     table = file.read(path)
@@ -115,7 +115,7 @@ def _schedule_of_file(path: str, sizes: dict[str, int]) -> "Table":
 
 
 def estimate(parsed: argparse.Namespace) -> int:
-    """Print what a step takes on hardware that need not be here; or what generation takes."""
+    """Prints what a step takes on hardware that need not be here; or what generation takes."""
     _refuse_together(parsed, "sweep", "generate", "compile", "anchor")
     _refuse_together(parsed, "generate", "compile", "anchor")
     if parsed.batch and not parsed.generate:
@@ -204,7 +204,7 @@ def _estimate_inference(parsed: argparse.Namespace, config: RunConfig, hardware:
 
 
 def plan(parsed: argparse.Namespace) -> int:
-    """Print the best layouts on some devices; with --rules, the best rules of one mesh."""
+    """Prints the best layouts on some devices; with --rules, the best rules of one mesh."""
     _refuse_together(parsed, "rules", "top", "compile")
     _refuse_together(parsed, "top", "compile")
     from spmdtrain.planner.cost.hardware import hardware as named_hardware
@@ -270,7 +270,7 @@ def _plan_rules(parsed: argparse.Namespace, config: RunConfig, hardware: "Hardwa
 
 
 def calibrate(parsed: argparse.Namespace) -> int:
-    """Measure this machine, and write a file that --hardware reads."""
+    """Measures this machine, and writes a file that --hardware reads."""
     if not parsed.out.endswith(".toml"):
         raise ConfigError(
             f"--out {parsed.out}: --hardware reads .toml files", fix=f"--out {parsed.out}.toml"
@@ -291,7 +291,7 @@ def calibrate(parsed: argparse.Namespace) -> int:
 
 
 def _refuse_together(parsed: argparse.Namespace, first: str, *others: str) -> None:
-    """Refuse an option together with others, which it would pass over in silence."""
+    """Refuses an option together with others, which it would pass over in silence."""
     if getattr(parsed, first) in (None, False):
         return
     for other in others:

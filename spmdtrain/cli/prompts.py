@@ -12,7 +12,7 @@ Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
 
 def read_prompts(parsed: argparse.Namespace) -> list[Prompt]:
-    """Return the prompts. Raises ConfigError where there is none, or more than one way to it."""
+    """Returns the prompts. Raises ConfigError if there is none, or more than one way to it."""
     given = [name for name in ("prompt", "prompts", "chat") if getattr(parsed, name) is not None]
     if len(given) > 1:
         raise ConfigError(f"--{given[0]} and --{given[1]} cannot go together", fix="one of them")
@@ -24,13 +24,13 @@ def read_prompts(parsed: argparse.Namespace) -> list[Prompt]:
 
 
 def as_json(prompt: Prompt, text: str) -> str:
-    """Return the line that says what was made of a prompt."""
+    """Returns the line that says what was made of a prompt."""
     asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
     return json.dumps(asked | {"text": text})
 
 
 def _of_file(name: str) -> list[Prompt]:
-    """Return the prompts of a file, one on each line; empty lines are left out."""
+    """Returns the prompts of a file, one on each line; empty lines are left out."""
     path = Path(name)
     try:
         content = read_named(path).decode()

@@ -1,4 +1,4 @@
-"""Run the commands around training: `train`, `show`, `sample`, `eval`."""
+"""Runs the commands around training: `train`, `show`, `sample`, `eval`."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def train(parsed: argparse.Namespace) -> int:
-    """Train, or resume. Returns PREEMPTED where the run was asked to stop, and has saved."""
+    """Trains or resumes a run. Returns PREEMPTED if it was asked to stop and has saved."""
     pulse.begin()
     config = load(parsed.config, parsed.set)
     if parsed.print_config:
@@ -71,10 +71,10 @@ def _with_remedy(error: "OutOfMemoryError") -> "OutOfMemoryError":
 
 
 def _prediction(config, name: str | None):
-    """Predict time and memory of a step on the hardware `name`, or else on the device at hand.
+    """Predicts time and memory of a step on the hardware `name`, or else on the local device.
 
-    None, where nobody asked and the device is not described or the estimate is refused. Every
-    process predicts, so that all are refused or none.
+    None if nobody asked and the device is not described or the estimate is refused. Every process
+    predicts, so that all are refused or none.
     """
     import jax
 
@@ -95,7 +95,7 @@ def _prediction(config, name: str | None):
 
 
 def show(parsed: argparse.Namespace) -> int:
-    """Print the config, the mesh and every parameter; with --svg, draw which devices hold what."""
+    """Prints the config, the mesh and every parameter; --svg draws which devices hold what."""
     config = load(parsed.config, parsed.set)
     start_jax(parsed, alone=True)
     from spmdtrain.show import sharding_svg
@@ -115,7 +115,7 @@ def show(parsed: argparse.Namespace) -> int:
 
 
 def sample(parsed: argparse.Namespace) -> int:
-    """Print text that a trained run generates."""
+    """Prints text that a trained run generates."""
     prompts = read_prompts(parsed)
     with _waiting(parsed, f"reading {parsed.run} and writing on"):
         from spmdtrain.inference import sample
@@ -143,7 +143,7 @@ def sample(parsed: argparse.Namespace) -> int:
 
 
 def evaluate(parsed: argparse.Namespace) -> int:
-    """Print how well a trained run predicts its validation data, or files, or does at tasks."""
+    """Prints how well a trained run predicts its validation data, or files, or does at tasks."""
     if parsed.tasks and parsed.paths:
         raise ConfigError("--tasks and files cannot go together", fix="one of them at a time")
     if parsed.tasks:
@@ -178,7 +178,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _waiting(parsed: argparse.Namespace, stage: str) -> Iterator[None]:
-    """Import jax and say at which stage the command is, to a person who waits at a terminal."""
+    """Imports jax, and reports the command's stage to a person waiting at a terminal."""
     watched = sys.stderr.isatty() and is_first(parsed.process)
     with stages.shown(sys.stderr, quiet=not watched):
         stages.enter("starting jax")

@@ -33,7 +33,7 @@ class BatchShape(NamedTuple):
 
 
 def cut_batch(config: TrainConfig, rules: Rules) -> BatchShape:
-    """The shape of `train.global_batch` on this mesh; ConfigError where it does not divide."""
+    """The shape of `train.global_batch` on this mesh; ConfigError if it does not divide."""
     sizes = {axis: rules.sizes[axis] for axis in BATCH_AXES}
     shards = int(np.prod(list(sizes.values())))
     batch = config.global_batch

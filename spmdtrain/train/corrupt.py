@@ -20,7 +20,7 @@ def make_corrupt(setup: Setup) -> Callable[[Batch], Batch] | None:
 
     Targets are the tokens at their own places, and those count that are chosen and counted before.
     A token that does not count (padding, a question in a conversation) stays as it is. Raises
-    ConfigError where the model gives something else than tokens and a choice of them.
+    ConfigError if the model gives something else than tokens and a choice of them.
     """
     own = setup.model.corrupt
     if own is None:

@@ -62,7 +62,7 @@ def window_losses(
 def mean_loss(found: Sequence[Predicted]) -> float | None:
     """Returns the mean of the sets' losses by their weights, of the sets that have a loss.
 
-    It is None where none has.
+    It is None if none has.
     """
     counted = [each for each in found if each.tokens]
     if not counted:
@@ -112,7 +112,7 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
     """Returns `evaluate(state)`: the mean loss over the validation split, as a run reports it.
 
     Of a mixture it is the mean of its sources' losses by their shares. `evaluate` raises DataError
-    where no token has a loss.
+    if no token has a loss.
     """
     check_setup(setup)
     check_data(data)

@@ -38,7 +38,7 @@ class LossScale:
 
 
 def begin(precision: PrecisionConfig) -> LossScale | None:
-    """The scale of the first step; None where nothing is computed in float16."""
+    """The scale of the first step; None if nothing is computed in float16."""
     if precision.compute != "float16":
         return None
     return LossScale(jnp.float32(precision.first_loss_scale), jnp.int32(0))
@@ -56,7 +56,7 @@ def cotangent(config: RunConfig, loss_scale: LossScale | None) -> jax.Array | No
 
 
 def is_too_large(loss_scale: LossScale, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
-    """True where the scale is why a gradient is not finite. `grad_norm`: of the divided ones."""
+    """True if the scale is why a gradient is not finite. `grad_norm`: of the divided ones."""
     return jnp.isfinite(loss) & ~jnp.isfinite(grad_norm) & (loss_scale.scale > LEAST)
 
 

@@ -54,7 +54,7 @@ class Setup:
     optimizer: optimizers.Rules  # of each parameter that is not frozen
     learning_rate: Schedule  # of a 0-based step, a float32 scalar
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
-    schedule: Table | None  # of the pipeline; None where the mesh has one stage
+    schedule: Table | None  # of the pipeline; None if the mesh has one stage
     specs: (
         Specs  # where parameters rest, and with them their reduced gradients, moments and updates
     )
@@ -96,8 +96,8 @@ def shard(
 ) -> Setup:
     """The setup of `config` on these devices (default: all). Allocates nothing.
 
-    `config.model.vocab` must be set (`config.with_vocab`). Raises ConfigError where the settings,
-    the model and the devices do not fit.
+    `config.model.vocab` must be set (`config.with_vocab`). Raises ConfigError if the settings, the
+    model and the devices do not fit.
 
     Args:
       make: `make(config, rngs)` builds the model; or the name of a class, as `model.make`, which
@@ -156,8 +156,8 @@ def shard_on(
         return reduction(specs[path], axes, owning_axes(model.parameters[path].axes))
 
     def copies(path: str) -> Copies:
-        """None where layers gather the weight: they scatter its gradient in each microbatch, and
-        do so over the axes of the tokens as well.
+        """None if layers gather the weight: they scatter its gradient in each microbatch, and do so
+        over the axes of the tokens as well.
         """
         parameter = model.parameters[path]
         by_layer = table is None and gathered[path]
@@ -186,7 +186,7 @@ def shard_on(
 
 
 def check_setup(setup: Any) -> None:
-    """ConfigError where a caller gives something else for a setup."""
+    """ConfigError if a caller gives something else for a setup."""
     if not isinstance(setup, Setup):
         found = type(setup).__name__
         raise ConfigError("setup= takes a Setup", found=found, fix="st.shard(config)")
@@ -195,7 +195,7 @@ def check_setup(setup: Any) -> None:
 def init_state(setup: Setup) -> TrainState:
     """The state at step 0. Every leaf is born in its shards; values depend on the seed alone.
 
-    ConfigError where `train.epochs` has not been counted in steps, by which the learning rate goes.
+    ConfigError if `train.epochs` has not been counted in steps, by which the learning rate goes.
     """
     check_setup(setup)
     epochs = setup.config.train.epochs

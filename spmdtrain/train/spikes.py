@@ -19,7 +19,7 @@ from spmdtrain.train.item import Item, Note, Start, Taken, whole
 def no_figures(guard: GuardConfig) -> np.ndarray | None:
     """The figures of good steps before the first: float32 [window, 2] of infinities.
 
-    A row is a loss and a gradient norm, the newest is the last. None where nothing asks for them.
+    A row is a loss and a gradient norm, the newest is the last. None if nothing asks for them.
     """
     return np.full((guard.steps_judged, 2), np.inf, np.float32) if guard.judges_spikes else None
 

@@ -37,7 +37,7 @@ def make_step(setup: Setup) -> Checked:
     judged by the steps before (spikes.py). With float16 loss_scale, and overflow (0 or 1) where the
     scale was too large, which leaves the state too.
 
-    ConfigError where state or batch is none of this setup; the state is then still there.
+    ConfigError if state or batch is none of this setup; the state is then still there.
     """
     check_setup(setup)
     config = setup.config
@@ -90,7 +90,7 @@ def _judge(
 def make_eval_step(setup: Setup) -> Checked:
     """`evaluate(params, batch) -> (sum of token losses, unmasked tokens)`, without dropout.
 
-    ConfigError where either is none of this setup.
+    ConfigError if either is none of this setup.
     """
     check_setup(setup)
     losses = make_losses(setup)

@@ -50,7 +50,7 @@ def make_sum_losses(
 
 
 def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
-    """Raises ConfigError where `own` is no loss of tokens, or the settings shape another one."""
+    """Raises ConfigError if `own` is no loss of tokens, or the settings shape another one."""
     for name in ("label_smoothing", "z_loss"):
         if getattr(config, name):
             raise ConfigError(
@@ -130,7 +130,7 @@ def _sum_own(  # noqa: PLR0913 - likewise
 def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Losses:
     """The losses that `own` gives, in float32 and by name.
 
-    ConfigError where it gives something else.
+    ConfigError if it gives something else.
     """
     given = own(logits_btv, targets_bt)
     losses = dict(given) if isinstance(given, Mapping) else {"loss": given}

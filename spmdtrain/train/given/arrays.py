@@ -46,7 +46,7 @@ class Checked:
 
 
 def check_params(setup: Setup, params: Any) -> None:
-    """ConfigError where `params` are not the weights of the setup, in any floating dtype."""
+    """ConfigError if `params` are not the weights of the setup, in any floating dtype."""
     wanted: Mapping[str, Any] = setup.state.params  # abstract
     if not isinstance(params, Mapping):
         raise ConfigError(f"params={shown(params)} is no dict of arrays", fix=PARAMS)
@@ -64,7 +64,7 @@ def check_params(setup: Setup, params: Any) -> None:
 
 
 def check_state(setup: Setup, state: Any) -> None:
-    """ConfigError where `state` is not one of the setup: another leaf, shape or dtype."""
+    """ConfigError if `state` is not one of the setup: another leaf, shape or dtype."""
     if not isinstance(state, TrainState):
         raise ConfigError(f"state is {type(state).__name__}, not a TrainState", fix=STATES)
     wanted = dict(jax.tree_util.tree_leaves_with_path(setup.state))
@@ -85,7 +85,7 @@ def check_state(setup: Setup, state: Any) -> None:
 
 
 def check_state_here(setup: Setup, state: Any) -> None:
-    """`check_state`, and ConfigError where the state lies on other devices than the setup's."""
+    """`check_state`, and ConfigError if the state lies on other devices than the setup's."""
     check_state(setup, state)
     _check_devices(state, setup.mesh, "state", STATES)
 
@@ -110,7 +110,7 @@ def _another(name: str, x: Any, want: Any, fix: str) -> ConfigError:
 
 
 def _check_devices(tree: Any, mesh: Mesh, name: str, fix: str) -> None:
-    """ConfigError where arrays were put on other devices than those of the mesh."""
+    """ConfigError if arrays were put on other devices than those of the mesh."""
     here = set(mesh.devices.flat)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
@@ -129,7 +129,7 @@ def _check_devices(tree: Any, mesh: Mesh, name: str, fix: str) -> None:
 
 
 def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
-    """ConfigError where a caller's batch is none of the setup.
+    """ConfigError if a caller's batch is none of the setup.
 
     For training it has the shape of the setup's batches; an evaluation takes other ones. Ids are in
     the vocabulary, positions are some that the model has, and each weight of a token is a number.
@@ -212,7 +212,7 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
 
 
 def _check_range(name: str, ids: np.ndarray | None, stop: int) -> None:
-    """ConfigError where one of the ids is not from 0 to stop - 1."""
+    """ConfigError if one of the ids is not from 0 to stop - 1."""
     if ids is None or not ids.size or (ids.min() >= 0 and ids.max() < stop):
         return
     bad = ids[(ids < 0) | (ids >= stop)].flat[0]

@@ -12,7 +12,7 @@ from spmdtrain.train.state import TrainState
 def placed(setup: Setup, state: TrainState) -> TrainState:
     """A copy of a state that a caller has made or changed, in the shards of this setup.
 
-    ConfigError where it is not one of this setup: another leaf, shape or dtype.
+    ConfigError if it is not one of this setup: another leaf, shape or dtype.
     """
     check_setup(setup)
     check_state(setup, state)

@@ -25,7 +25,7 @@ def make_loss(setup: Setup) -> Checked:
 
     It is the mean over the unmasked tokens of all losses together, those of blocks too, without
     dropout. `params` are those of a `TrainState`, `batch` is one of `batches`. Jitted;
-    differentiable in `params`. ConfigError where either is none of this setup.
+    differentiable in `params`. ConfigError if either is none of this setup.
     """
     check_setup(setup)
     find = step.make_gradients(setup)

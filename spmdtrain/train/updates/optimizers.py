@@ -70,7 +70,7 @@ Optimizer = ChooseRule | optax.GradientTransformation
 def choose_rules(
     optimizer: Optimizer, parameters: Mapping[str, Parameter], layout: StageLayout
 ) -> Rules:
-    """The rule of each parameter that is not frozen. ConfigError where `optimizer` is none.
+    """The rule of each parameter that is not frozen. ConfigError if `optimizer` is none.
 
     `layout`: of the layers, where the parameters are stacked.
     """
@@ -105,7 +105,7 @@ def _with_whole_trees(
 ) -> Rules:
     """The rules, those together whose parameters share a transformation that is not of one tensor.
 
-    ConfigError where it has only one of them, or cannot see them all.
+    ConfigError if it has only one of them, or cannot see them all.
     """
     sharing: dict[int, dict[str, Parameter]] = {}
     for path, rule in rules.items():

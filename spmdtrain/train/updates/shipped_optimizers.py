@@ -71,7 +71,7 @@ def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule |
 def shipped_rules(config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> Rules:
     """The rule of each parameter that is not frozen, by these settings.
 
-    ConfigError where a group has no parameter, or all parameters are frozen.
+    ConfigError if a group has no parameter, or all parameters are frozen.
     """
     for group in config.groups:
         if not any(fnmatchcase(path, group.match) for path in parameters):

@@ -145,7 +145,7 @@ def needs_whole_tree(
 ) -> WholeTree | None:
     """The way in which these parameters share the transformation; None: each tensor for itself.
 
-    ConfigError where it cannot update them at all.
+    ConfigError if it cannot update them at all.
     """
     stacked = {path: each.stacked for path, each in parameters.items()}
     whole = WholeTree(transformation, stacked, by_layer=True)
