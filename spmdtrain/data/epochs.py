@@ -14,7 +14,7 @@ class Sized(Protocol):
     """Data that knows the number of samples in an epoch."""
 
     def samples_per_epoch(self, config: RunConfig) -> int | None:
-        """Returns the number of samples in one pass over the data; None if it has no end."""
+        """Returns the samples in one pass over the data; None if there is no such number."""
         ...
 
 
