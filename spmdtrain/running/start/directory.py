@@ -141,3 +141,16 @@ def check_source(source: str | None, directory: Path, fresh: bool) -> None:
             what = f"{asked} holds weights of Hugging Face, which cannot be read yet"
             raise CheckpointError(what, fix=fix)
         raise CheckpointError(f"{asked} holds no checkpoint", fix=fix)
+
+
+def check_given(directory: Path, init_from: str | None, fresh: bool) -> None:
+    """Raises ConfigError if a run that is given a state would begin with another one."""
+    there = newest_step(directory)
+    if there is not None and not fresh:
+        raise ConfigError(
+            f"state= is of a new run, and {directory} holds step {there}",
+            fix="another directory, or fresh=True",
+        )
+    if init_from:
+        what = f"state= and train.init_from={init_from!r} both give weights"
+        raise ConfigError(what, fix="one of them")

@@ -10,14 +10,13 @@ import jax
 from spmdtrain.checkpoints.newest import Found
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Checkpoints, newest_step
-from spmdtrain.config.errors import ConfigError
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.guards.memory import MemoryGuard
 from spmdtrain.running.report.json_lines import write_document
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.seams import Hook, MakeSink
 from spmdtrain.running.start.agreement import check_model
-from spmdtrain.running.start.directory import check_source, open_directory
+from spmdtrain.running.start.directory import check_given, check_source, open_directory
 from spmdtrain.running.start.find import find
 from spmdtrain.running.start.prepare import Prepared
 from spmdtrain.train.given.placed import placed
@@ -67,7 +66,7 @@ def open_session(
     check_model(setup)
     given = None if state is None else placed(setup, state)
     if given is not None:
-        _check_given(prepared)
+        check_given(directory, prepared.config.train.init_from, prepared.fresh)
     lowered = None
     if _is_new(prepared):
         check_source(prepared.config.train.init_from, directory, prepared.fresh)
@@ -88,17 +87,3 @@ def open_session(
 
 def _is_new(prepared: Prepared) -> bool:
     return prepared.fresh or newest_step(prepared.directory) is None
-
-
-def _check_given(prepared: Prepared) -> None:
-    """ConfigError where a run that is given a state would begin with another one."""
-    if not _is_new(prepared):
-        there = newest_step(prepared.directory)
-        raise ConfigError(
-            f"state= is of a new run, and {prepared.directory} holds step {there}",
-            fix="another directory, or fresh=True",
-        )
-    source = prepared.config.train.init_from
-    if source:
-        what = f"state= and train.init_from={source!r} both give weights"
-        raise ConfigError(what, fix="one of them")
