@@ -1,4 +1,4 @@
-"""What somebody may have meant who typed a name that is none."""
+"""Suggests the names that a mistyped one may stand for."""
 
 import difflib
 import re

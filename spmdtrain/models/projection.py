@@ -43,7 +43,7 @@ class Product:
 
 @runtime_checkable
 class Weight(Protocol):
-    """What a layer hands to a matmul, if it is not an array: it multiplies by itself."""
+    """A weight that multiplies by itself: a layer hands it to a matmul in place of an array."""
 
     def multiply(self, product: Product, x: jax.Array) -> jax.Array: ...
 

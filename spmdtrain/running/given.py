@@ -14,7 +14,7 @@ from spmdtrain.running.report.summary import Prediction
 
 
 class Where(NamedTuple):
-    """What the arguments of `run` say of its place."""
+    """Where a run takes place: its directory, its starting step and its devices."""
 
     directory: Path
     fresh: bool

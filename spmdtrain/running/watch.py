@@ -114,7 +114,7 @@ class Watch:
                 self._save(number, state)
 
     def median_seconds(self) -> float | None:
-        """Of the steps that were taken here, but for the first; None where there was no other."""
+        """Returns the median of the steps taken here, the first left out; None without a second."""
         return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
 
     def _save(self, number: int, state: TrainState) -> None:

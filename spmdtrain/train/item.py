@@ -1,4 +1,4 @@
-"""What an item of the training state is: a value that steps change and checkpoints keep, besides
+"""An item of the training state: a value that steps change and checkpoints keep, in addition to
 the weights and their optimizer state.
 
 An item says how it begins, where it rests, what a step makes of it, and what happens where a

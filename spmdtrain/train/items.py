@@ -26,18 +26,18 @@ def of(values: Mapping[str, Value]) -> Iterator[tuple[Item, Value]]:
 
 
 def begin(start: Start) -> Values:
-    """The items that the settings ask for, before the first step; for tracing."""
+    """Returns the items that the settings ask for, before the first step; for tracing."""
     begun = {item.name: item.begin(start) for item in TABLE}
     return {name: value for name, value in begun.items() if value is not None}
 
 
 def shapes(start: Start) -> Values:
-    """The same as ShapeDtypeStructs; `start.params` may be such too."""
+    """Returns the items of `begin` as ShapeDtypeStructs; `start.params` may be abstract too."""
     return jax.eval_shape(lambda params: begin(replace(start, params=params)), dict(start.params))
 
 
 def abstract(start: Start, mesh: Mesh) -> Values:
-    """The same again, each with its sharding."""
+    """Returns the items of `shapes`, each with its sharding."""
     return {
         item.name: jax.tree.map(
             lambda x, spec: at_rest(x, mesh, spec), value, item.rests(start, value)
@@ -47,12 +47,12 @@ def abstract(start: Start, mesh: Mesh) -> Values:
 
 
 def at_rest(x: Any, mesh: Mesh, spec: P) -> Any:
-    """A ShapeDtypeStruct with its sharding, which stands for an array."""
+    """Returns a ShapeDtypeStruct with the shape and dtype of `x`, sharded by `spec`."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:
-    """The items after a step, and what it reports of them; for tracing."""
+    """Returns the items after a step, and the figures it reports of them; for tracing."""
     after = {}
     figures: Metrics = {}
     for item, value in of(values):
@@ -65,20 +65,20 @@ def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:
 
 
 def figure_names() -> set[str]:
-    """The names of all that steps report of items."""
+    """Returns the names of all figures that steps report of items."""
     return {name for item in TABLE for name in item.figures}
 
 
 def unless_skipped(good: jax.Array, after: Value, before: Value) -> Value:
-    """What a step that is good has made; after another what was there before, bit for bit."""
+    """Returns `after` if the step is good, else `before`, bit for bit."""
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
 
 
 def by_parameter(values: Mapping[str, Value]) -> list[Mapping[str, Value]]:
-    """The values that rest as parameters do, each by dotted path."""
+    """Returns the values that rest as the parameters do, each by dotted path."""
     return [value for item, value in of(values) if item.rests is as_parameters]
 
 
 def finite(values: Mapping[str, Value]) -> list[Value]:
-    """The values that have only finite numbers in a state that is good."""
+    """Returns the values that must be finite in a good state."""
     return [value for item, value in of(values) if item.is_finite]

@@ -86,7 +86,7 @@ def check_start(
 
 
 def check_model(setup: Setup) -> None:
-    """As `check_start`, for the code of the model and the devices of the mesh."""
+    """Does the same as `check_start` for the code of the model and the devices of the mesh."""
     if jax.process_count() == 1:
         return
     code = code_of(setup)
@@ -96,7 +96,7 @@ def check_model(setup: Setup) -> None:
 
 
 def check_program(lowered: jax.stages.Lowered) -> None:
-    """As `check_start`, for the step itself: what was given to `run` may hold numbers of its own.
+    """Does the same as `check_start` for the traced step, which may hold numbers of a caller.
 
     What a call of a kernel or of the host carries may name files and addresses: it is left out.
     """

@@ -40,7 +40,7 @@ def recorded(run: Path) -> dict[str, Any]:
 def naming_settings(
     run: Path, setup: Setup, data: Data | None = None, seams: Mapping[str, Any] = NOTHING
 ) -> Iterator[None]:
-    """Where a checkpoint of `run` does not fit, raises CheckpointError with what has changed.
+    """Names the settings that have changed if a checkpoint of `run` does not fit.
 
     Without `data` the corpus may be another one: only weights are read. `seams` are what the caller
     exchanged.

@@ -176,10 +176,10 @@ def needs_whole_tree(
 
 
 def _tried(run: Callable[[], Any]) -> Any:
-    """What `run` gives, or the error it raised: the code is the caller's, any is possible."""
+    """Returns the result of `run`, or the error that it raised."""
     try:
         return run()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # the code is the caller's and may raise anything
         return error
 
 
