@@ -126,7 +126,9 @@ def on_a_terminal(directory: Path, *prefix: str) -> tuple[subprocess.Popen, int]
     directory.mkdir()
     (directory / "tiny.toml").write_text(ENDLESS)
     master, terminal = pty.openpty()
-    take = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    take = "import fcntl, os, signal, sys, termios; os.setsid(); "
+    take += "fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    take += "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # the tests may run under nohup
     take += "os.execvp(sys.argv[1], sys.argv[1:])"
     command = [sys.executable, "-m", "spmdtrain.cli", "train", "tiny.toml", "--run", "run"]
     program = subprocess.Popen(
