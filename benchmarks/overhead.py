@@ -53,6 +53,7 @@ from spmdtrain.running.device_batches import batches as device_batches
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
+from spmdtrain.running.steps import train as train_steps
 from spmdtrain.train.setup import init_state, shard
 
 LIMIT = 1.03  # largest ratio loop / bare that we accept
@@ -280,14 +281,14 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     with (
         contextlib.closing(checkpoints),
         Reporter(directory, setup.config, 0) as reporter,
-        batches(setup, data, 0, 0) as ahead,
+        device_batches(setup, data, 0, 0) as ahead,
         (directory / "log").open("w") as log,
         contextlib.redirect_stdout(log),
         Interrupt(setup.mesh) as interrupt,
     ):
         turns = Turns(contenders, steps)
         saves = Saves(setup, identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0)
-        steps.train(setup, state, step, turns, ahead, saves, reporter, interrupt)
+        train_steps(setup, state, step, turns, ahead, saves, reporter, interrupt)
 
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     seen = {name: contender.rounds[1:] for name, contender in contenders.items()} | {
