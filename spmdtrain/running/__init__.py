@@ -1,5 +1,5 @@
-"""Runs many steps, and what happens over them: saves, returns to a checkpoint, evaluations.
+"""Runs many steps, with their saves, evaluations and returns to older checkpoints.
 
-Start with loop.py, `run`. guards/ watches the steps, and report/ says what happens. (Not named
-`run`: that is the public verb, `spmdtrain.run`.)
+Start with loop.py, `run`. guards/ watches the steps, and report/ tells people about them. (The room
+is not named `run` because that is the public verb, `spmdtrain.run`.)
 """

@@ -13,13 +13,13 @@ from spmdtrain.train.step import make_step
 
 
 def lower_step(setup: Setup) -> jax.stages.Lowered:
-    """The step, traced: what a model cannot do on this mesh is refused here."""
+    """Returns the traced step. Raises UserError for what a model cannot do on this mesh."""
     stages.enter("tracing the step")
     return make_step(setup).lower(setup.state, setup.batch)
 
 
 def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> tuple[Callable, dict[str, Any]]:
-    """The step as an executable, and the report for compiled.json."""
+    """Returns the step as an executable, and the report for compiled.json."""
     stages.enter("compiling the step")
     start = time.perf_counter()
     step = lowered.compile()

@@ -1,4 +1,4 @@
-"""The batches of a run, on their devices, made ahead of the step."""
+"""The batches of a run on their devices, made ahead of the steps."""
 
 from spmdtrain.config.given import as_whole
 from spmdtrain.data.batches import ReadAhead, batch_ids
@@ -9,10 +9,10 @@ from spmdtrain.train.setup import Setup, check_setup
 
 
 def batches(setup: Setup, data: Data, step: int, sample: int) -> ReadAhead:
-    """Device batches of `step` and the steps after it.
+    """Returns the device batches of `step` and of the steps after it.
 
-    The batch of `step` begins at the global sample index `sample`. ConfigError where one of the
-    arguments is none.
+    The batch of `step` begins at the global sample index `sample`. Raises ConfigError if an
+    argument is of the wrong kind.
     """
     check_setup(setup)
     check_data(data)

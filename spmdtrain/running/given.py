@@ -33,7 +33,7 @@ def check_arguments(  # noqa: PLR0913 - those of `run`
     sinks: Sequence[Any],
     hooks: Sequence[Any],
 ) -> Where:
-    """Returns where a run is to be. ConfigError where an argument of `run` cannot be used."""
+    """Returns where a run takes place. Raises ConfigError if an argument of `run` is unusable."""
     check_config(config)
     check_make(make)
     check_kind(prediction, (Prediction, NoneType), "prediction", "None")

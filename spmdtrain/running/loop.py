@@ -1,6 +1,6 @@
 """A run from its first line to its last.
 
-`run` is five verbs: prepare, shard, open, begin or resume, train. The loop itself is in steps.py.
+`run` is five verbs: prepare, shard, open, resume or begin, train. The loop itself is in steps.py.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from spmdtrain.train.setup import shard
 from spmdtrain.train.state import TrainState
 
 
-def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchange
+def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     config: RunConfig,
     directory: str | Path,
     *,
@@ -49,29 +49,31 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may exchang
     hooks: Sequence[Hook] = (),
     state: TrainState | None = None,
 ) -> Outcome:
-    """Trains until `train.steps`, going on from the newest checkpoint below `directory`.
+    """Trains until `train.steps`, resuming from the newest checkpoint in `directory`, if any.
 
-    A signal (interrupt.py) makes it save after the step in flight and end. The end is a summary of
-    what was compiled and measured. Raises UserError for what a caller or a user did wrong.
+    On a signal (interrupt.py) it saves after the step in flight and ends. At the end it summarises
+    what was predicted, compiled and measured. Raises UserError for a mistake of the caller or the
+    user.
 
     Args:
-      fresh: set an older run in `directory` aside and begin anew.
+      fresh: set an older run in `directory` aside and start from scratch.
       step: go back to this checkpoint; those of later steps are set aside.
       make: `make(config, rngs)` builds the model; default: `model.make`, see `shard`.
-      devices: where to train; all unless given.
-      prediction: what the summary puts beside what was measured.
+      devices: where to train; default: all.
+      prediction: what the summary compares the measurements with.
       optimizer: an optax transformation, or a function of path and parameter; see `shard`.
       schedule: `schedule(step)`, the learning rate of the 0-based step; see `shard`.
-      loss: `loss(logits, targets)`, the losses of tokens; see `shard`.
-      data: `tokens(seed, sample index)`, the ids [sequence_length + 1] of a sample, or a `Source`
-        with validation beside; takes the place of `[data]`. It must always give the same.
-      sinks: where figures and events go beside the files of the run and `log.sinks`; each is
-        opened by process 0 as `sink(directory, config, completed steps)`, see report/sinks.py.
-      hooks: each is called as `hook(event, step, figures)` in every process after a "step", after
-        an evaluation ("evaluated") and after a save is complete on disk ("saved"). One that
-        returns True stops the run after the step in flight; it is saved.
-      state: what a new run begins with, in the place of fresh weights; it stays as it is. Its step
-        says where the run begins, as if it had taken those steps.
+      loss: `loss(logits, targets)`, the loss of each token; see `shard`.
+      data: `tokens(seed, sample index)`, the ids [sequence_length + 1] of a sample, or a `Source`,
+        which also has validation data; replaces `[data]`. It must be deterministic.
+      sinks: more destinations for figures and events, in addition to the files of the run and
+        `log.sinks`; process 0 opens each as `sink(directory, config, completed steps)`, see
+        report/sinks.py.
+      hooks: each is called as `hook(event, step, figures)` in every process after a step ("step"),
+        after an evaluation ("evaluated") and after a save is complete on disk ("saved"). If one
+        returns True, the run saves after the step in flight and stops.
+      state: the state that a new run starts from, instead of fresh weights; it is not modified.
+        The run starts at the state's own step, as if it had taken the steps up to there.
     """
     where = check_arguments(config, directory, fresh, step, make, devices, prediction, sinks, hooks)
     devices = where.devices

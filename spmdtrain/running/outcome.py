@@ -1,4 +1,4 @@
-"""How a run has ended, and its last words."""
+"""Concludes a run: how it ended, in words and in summary.json."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,11 +15,11 @@ Status = Literal["finished", "preempted", "stopped", "stopped_early", "nothing t
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run: how it came, and after how many steps in all.
+    """How a run ended, and after how many steps in total.
 
-    A run is preempted by a signal, stopped by a hook, and stopped_early by `eval.patience`; it is
-    saved each time and can go on.
-    `step_seconds` is the median of the steps taken now, but for the first.
+    A signal leaves a run preempted, a hook leaves it stopped, and `eval.patience` stopped_early;
+    each time it is saved and can be resumed. `step_seconds` is the median of the steps taken in
+    this session, except the first.
     """
 
     status: Status
@@ -28,7 +28,7 @@ class Outcome:
 
 
 def nothing_to_do(session: Session, start: StartingPoint) -> Outcome | None:
-    """The outcome of a run that has ended before, which is said; None where steps are left."""
+    """Returns the outcome of a run that ended earlier, and says so; None if steps are left."""
     directory = session.prepared.directory
     early_stop = start.early_stop
     if start.step >= session.setup.config.train.steps:
@@ -50,7 +50,7 @@ def conclude(
     report: dict[str, Any],
     prediction: Prediction | None,
 ) -> None:
-    """Says how the run has ended, and writes summary.json: predicted, compiled and measured.
+    """Says how the run ended, and writes summary.json: predicted, compiled and measured.
 
     `report` is that of the compiled step.
     """
@@ -74,6 +74,6 @@ def _ending(session: Session, outcome: Outcome, early_stop: EarlyStop) -> str:
 
 
 def _again(prepared: Prepared) -> str:
-    """Says which command goes on: the same one, unless that would begin or go back again."""
+    """Names the command that resumes the run: the same, less what would restart or rewind it."""
     without = "--fresh" if prepared.fresh else "--step" if prepared.step else ""
     return f"the same command without {without}" if without else "the same command"

@@ -1,4 +1,4 @@
-"""Takes a run back to an older checkpoint: from before its bad steps, or the newest intact one."""
+"""Returns a run to an older checkpoint: from before its bad steps, or the newest intact one."""
 
 from spmdtrain.checkpoints.leaves.items import begins_anew
 from spmdtrain.checkpoints.meta import has_fingerprints
@@ -11,16 +11,16 @@ from spmdtrain.running.saves import Saves
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
-MOST_RETURNS = 3  # to one checkpoint; then the cause is not in the samples
+MOST_RETURNS = 3  # to the same checkpoint; after that, the samples are not the cause
 
 
 def go_back(
     bad: GoBack, setup: Setup, saves: Saves, reporter: Reporter
 ) -> tuple[TrainState, int, int]:
-    """The state, the step and the global sample index at which the run goes on.
+    """Returns the state, step and global sample index from which the run continues.
 
-    Checkpoints of the bad steps are set aside. Raises DivergedError where there is none from
-    before them, or the run has come back to the same one too often.
+    Checkpoints of the bad steps are set aside. Raises DivergedError if no older checkpoint exists,
+    or if the run has returned to the same one too often.
     """
     pulse.tell(pulse.RESTORE, bad.step)
     saves.finish()
@@ -39,7 +39,7 @@ def go_back(
     record.go_back(found.step, first, last)
     saves.early_stop.go_back(found.meta)
     pulse.tell(pulse.UNDONE, found.step)
-    # Sinks hear of it while they still hold the bad steps.
+    # The sinks are told while they still hold the bad steps.
     reporter.event("rolled_back", bad.step, to_step=found.step, why=str(bad), samples=[first, last])
     reporter.go_back(found.step)
     reporter.say(f"{bad}: back to step {found.step}, and on without the samples {first} to {last}")
@@ -47,7 +47,7 @@ def go_back(
 
 
 def set_aside_damaged(checkpoints: Checkpoints, found: Found, reporter: Reporter) -> None:
-    """Moves the damaged checkpoints out of the way, and says what is wrong with each."""
+    """Moves the damaged checkpoints aside, and says what is wrong with each."""
     checkpoints.quarantine(found.damaged)
     for step, error in found.damaged.items():
         reporter.event("quarantined", step, why=str(error))

@@ -7,15 +7,15 @@ from typing import Literal
 from spmdtrain.checkpoints.intervals import plan_checkpoints
 from spmdtrain.processes.processes import of_process_0
 
-FIRST_AUTO = 10  # steps until the first save, by which `auto` measures what one costs
+FIRST_AUTO = 10  # steps until the first save, from which `auto` measures the cost of one
 
 
 class SaveInterval:
-    """Says after which steps to save. `every` is `checkpoint.every`; the run goes on from `first`.
+    """Decides after which steps to save. `every` is `checkpoint.every`; the run starts at `first`.
 
-    A number means its multiples, 0 never. "auto" means the interval that loses least time to saves
-    and to work that a failure undoes (checkpoint_interval.py), by the steps and the saves that were
-    measured.
+    A number means its multiples; 0 means never. "auto" means the interval that loses the least time
+    to saves and to work redone after failures (intervals.py), given the measured times of steps and
+    saves.
     """
 
     def __init__(self, every: int | Literal["auto"], first: int, devices: int):
@@ -33,11 +33,11 @@ class SaveInterval:
     def saved(self, step: int, stopped: float, step_seconds: Sequence[float]) -> bool:
         """Learns from a save that stopped training for `stopped` seconds.
 
-        `step_seconds`: of the steps so far. Process 0 decides for all. Returns whether the interval
-        is another one now.
+        `step_seconds` are those of the steps so far. Process 0 decides for all. Returns True if the
+        interval has changed.
         """
         self._saved = step
-        taken = step_seconds[1:]  # the first one is no step like the others
+        taken = step_seconds[1:]  # the first step is not typical
         if not self._auto or not taken:
             return False
         plan = plan_checkpoints(statistics.median(taken), stopped, self._devices)

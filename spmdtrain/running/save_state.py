@@ -1,4 +1,4 @@
-"""Keeps a training state that was made or changed by hand, as a run keeps its own."""
+"""Saves a training state that was made or changed by hand, in the form a run would save it."""
 
 import contextlib
 from pathlib import Path
@@ -20,7 +20,7 @@ from spmdtrain.train.given.placed import placed
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
-MOST_KEPT = 2**31 - 1  # whoever saves by hand deletes by hand
+MOST_KEPT = 2**31 - 1  # a caller who saves by hand also deletes by hand
 
 
 def save(
@@ -31,18 +31,18 @@ def save(
     data: Source | Tokens | None = None,
     sample: int | None = None,
 ) -> None:
-    """Saves the state in a run directory, as its step says, and waits until it is on disk.
+    """Saves the state in a run directory under its own step, and waits until it is on disk.
 
-    `restore`, `weights`, `generate` and `evaluate` read it, and `run` goes on from it. All
-    processes call it.
+    `restore`, `weights`, `generate` and `evaluate` read it, and `run` resumes from it. All
+    processes must call this.
 
     Args:
-      data: what `run` is given as `data=`.
-      sample: the global index of the first sample that the next step reads; default: what as many
-        steps of `train.global_batch` have read.
+      data: what `run` gets as `data=`.
+      sample: the global index of the first sample of the next step; default: the number of samples
+        that this many steps of `train.global_batch` read.
 
-    Raises ConfigError where the state is not one of this setup, CheckpointError where the directory
-    holds a later step, or this one.
+    Raises ConfigError if the state does not belong to this setup, CheckpointError if the directory
+    holds this step or a later one.
     """
     directory = as_path(directory, "directory")
     if sample is not None:

@@ -17,9 +17,8 @@ from spmdtrain.train.state import TrainState
 class Saves:
     """The checkpoints that the loop saves, and the newest one that it has reported as complete.
 
-    The run goes on from step `first`, at the global sample index `sample`. `identity` is what each
-    checkpoint keeps of the run; `record` is what it keeps of the run's bad steps, and `early_stop`
-    of its evaluations.
+    The run starts at step `first`, at the global sample index `sample`. Each checkpoint stores
+    `identity` (of the run), `record` (of its bad steps) and `early_stop` (of its evaluations).
     """
 
     def __init__(
@@ -44,26 +43,26 @@ class Saves:
         self._newest = first if first else None
 
     def save(self, step: int, state: TrainState) -> None:
-        """Starts saving."""
+        """Starts saving `state` as the checkpoint of `step`."""
         seen = (step - self._first) * self._setup.config.train.global_batch
         where = {"sample": self._sample + seen, "guard": self.record.document()}
         self.checkpoints.save(step, state, where | self.early_stop.document() | self._identity)
 
     def evaluated(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Notes the figures of an evaluation: checkpoints may stay by them, and the run may end."""
+        """Records an evaluation: it may decide which checkpoints are kept, and end the run."""
         self.early_stop.evaluated(figures)
         if self.checkpoints.retention:
             self.checkpoints.retention.evaluated(step, figures)
 
     def wants(self, step: int) -> bool:
-        """True if `step` is to be saved because it is among the best, due or not."""
+        """Returns True if `step` must be saved because it is among the best, due or not."""
         retention = self.checkpoints.retention
         if not retention or not retention.keeps_best:
             return False
         return retention.wants(step, self.checkpoints.steps())
 
     def announce(self) -> None:
-        """Reports the saves that have become complete on disk."""
+        """Reports the saves that are now complete on disk."""
         for step in self.checkpoints.completed():
             self._reporter.event("saved", step)
             pulse.tell(pulse.SAVED, step)
@@ -75,13 +74,13 @@ class Saves:
         self.announce()
 
     def samples(self, step: int) -> list[int]:
-        """The global indices of the first and the last sample of the batch of `step`."""
+        """Returns the global indices of the first and the last sample in the batch of `step`."""
         size = self._setup.config.train.global_batch
         end = self._sample + (step - self._first) * size
         return [end - size, end - 1]
 
     def diverged(self, step: int, what: str) -> DivergedError:
-        """The error for `step`, whose numbers are wrong; it names the last good checkpoint."""
+        """Returns the error for a bad `step`; it names the last good checkpoint."""
         self.finish()
         self._reporter.event("diverged", step, samples=self.samples(step))
         last = "nothing was saved"

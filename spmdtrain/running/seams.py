@@ -1,6 +1,6 @@
-"""What a caller of `run` may exchange: the types, in one place.
+"""The types of what a caller of `run` may replace, in one place.
 
-Each has an example below examples/seams.
+Each has an example in examples/seams.
 """
 
 from spmdtrain.data.source import Source, Tokens

@@ -1,4 +1,4 @@
-"""The loop: batch, step, figures, and what is due after a step."""
+"""The loop: batch, step, figures, and whatever is due after a step."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,7 +20,7 @@ from spmdtrain.train.state import TrainState
 
 
 def train_with_returns(session: Session, start: StartingPoint, step: Callable) -> Outcome:
-    """`train`, and again from an older checkpoint wherever the guard goes back to one."""
+    """Trains, starting again from an older checkpoint whenever the guard goes back to one."""
     setup = session.setup
     data = session.prepared.data
     reporter = session.reporter
@@ -43,7 +43,7 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
                 with batches(setup, data, done, sample) as ahead:
                     return train(setup, state, step, evaluate, ahead, saves, reporter, interrupt)
             except GoBack as error:
-                bad = error.with_traceback(None)  # whose frames hold a state
+                bad = error.with_traceback(None)  # the frames of the traceback hold a state
             state, done, sample = go_back(bad, setup, saves, reporter)
 
 
@@ -57,10 +57,10 @@ def train(
     reporter: Reporter,
     interrupt: Interrupt,
 ) -> Outcome:
-    """The loop, from `state` on. Raises GoBack where it is to go on from an older checkpoint.
+    """Runs the loop from `state` on. Raises GoBack to continue from an older checkpoint.
 
-    `step(state, batch)` is the compiled step, and `ahead` has the batches. A hook that stops the
-    run ends it with the step in flight.
+    `step(state, batch)` is the compiled step, and `ahead` yields the batches. If a hook stops the
+    run, it ends after the step in flight.
     """
     config = setup.config
     done = int(state.step)
@@ -82,5 +82,5 @@ def train(
 
 
 def is_due(every: int, step: int, last: bool) -> bool:
-    """True after each `every`-th step and after the last one; never if `every` is 0."""
+    """Returns True after each `every`-th step and after the last one; never if `every` is 0."""
     return bool(every) and (last or step % every == 0)

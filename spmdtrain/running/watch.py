@@ -1,4 +1,4 @@
-"""Watches the steps of a run: reads their figures, judges them, and knows what is due."""
+"""Watches the steps of a run: reads their figures, judges them, and decides what is due."""
 
 import contextlib
 import statistics
@@ -28,11 +28,11 @@ Evaluate = Callable[[TrainState], dict[str, float]]
 
 
 class Watch:
-    """Takes the steps of a run after `first`, and looks at each. Use it as a context.
+    """Takes the steps of a run after `first`, and checks each. Use it as a context.
 
-    The figures of a step are read when the next one has been dispatched, so that the devices never
-    wait for the host. `evaluate(state)` gives the figures of an evaluation. A method that looks at
-    a step raises DivergedError where the run is to end, and GoBack where it is to go back.
+    The figures of a step are read once the next one has been dispatched, so the devices never wait
+    for the host. `evaluate(state)` returns the figures of an evaluation. A method that checks a
+    step raises DivergedError if the run must end, and GoBack if it must go back.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Watch:
         self._progress.__exit__(*error)
 
     def step(self, number: int, step: Callable, state: TrainState, ahead: Iterator) -> TrainState:
-        """Dispatches step `number` on the next batch, and reads the figures of the one before."""
-        # The first step is over when its metrics are read, after the second was dispatched.
+        """Dispatches step `number` on the next batch, and reads the figures of the step before."""
+        # The first step ends when its metrics are read, after the second was dispatched.
         pulse.tell(pulse.STEP if number > self._first + 2 else pulse.FIRST_STEP, number)
         batch = next(ahead)
         self._late.before_dispatch()
@@ -88,7 +88,7 @@ class Watch:
         return state
 
     def evaluate(self, number: int, state: TrainState) -> None:
-        """Evaluates `state`, which step `number` has made, and reports the figures."""
+        """Evaluates `state`, the result of step `number`, and reports the figures."""
         with self._pause():
             pulse.tell(pulse.EVALUATE, number)
             figures = self._evaluate(state)
@@ -97,7 +97,7 @@ class Watch:
             self._say(number, evaluation.describe(figures))
 
     def ending(self, number: int) -> Status | None:
-        """Why all processes end after step `number`; None where they go on."""
+        """Returns why all processes end after step `number`; None if they continue."""
         if number == self._total:
             return "finished"
         with self._stragglers.waiting():
@@ -105,7 +105,7 @@ class Watch:
         return asked or ("stopped_early" if self._saves.early_stop.is_over else None)
 
     def save_if_due(self, number: int, state: TrainState, ending: Status | None) -> None:
-        """Saves `state` where it is time, and always at the end."""
+        """Saves `state` if a save is due, and always at the end."""
         if not (ending or self._interval.is_due(number) or self._saves.wants(number)):
             return
         self._late.flush()
@@ -114,7 +114,7 @@ class Watch:
                 self._save(number, state)
 
     def median_seconds(self) -> float | None:
-        """Returns the median of the steps taken here, the first left out; None without a second."""
+        """Returns the median seconds of the steps but the first; None before the second."""
         return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
 
     def _save(self, number: int, state: TrainState) -> None:
@@ -143,7 +143,7 @@ class Watch:
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
-        """Inside, time is none of a step and none of this process alone. Reads what is held."""
+        """Counts the time inside for no step and no straggler. First reads the held figures."""
         self._late.flush()
         with self._stragglers.waiting(), self._clock.pause():
             yield

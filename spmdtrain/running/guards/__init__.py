@@ -1,1 +1,1 @@
-"""What watches a run while it trains: bad steps, replicas, stragglers, signals and memory."""
+"""Watches a run while it trains: bad steps, replicas, stragglers, signals and memory."""

@@ -1,4 +1,4 @@
-"""What a run remembers of its bad steps."""
+"""The record that a run keeps of its bad steps."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +10,10 @@ from spmdtrain.checkpoints.meta import Meta
 class BadSteps:
     """The bad steps of a run, as its checkpoints keep them.
 
-    `in_a_row`: steps skipped up to now, one after the other; `left_out`: first and last global
-    index of the samples that going back has left out, in order. `returns`: how often the run has
-    gone back to `returned_to` and to no other checkpoint since; a resumed run counts anew, because
-    it takes the same way again.
+    `in_a_row`: consecutive steps skipped up to now; `left_out`: first and last global index of the
+    samples left out by going back, in order. `returns`: how often the run has gone back to
+    `returned_to`, and to no other checkpoint since; a resumed run starts this count again, because
+    it repeats the same steps.
     """
 
     in_a_row: int = 0
@@ -23,16 +23,16 @@ class BadSteps:
 
     @classmethod
     def of(cls, meta: Meta) -> "BadSteps":
-        """Reads the record of a checkpoint; an empty one, if an older version wrote it."""
+        """Reads the record of a checkpoint; empty if an older version wrote the checkpoint."""
         kept = meta.get("guard", {})
         return cls(kept.get("in_a_row", 0), [list(each) for each in kept.get("left_out", [])])
 
     def document(self) -> dict[str, Any]:
-        """Gives the part of the record that a checkpoint keeps, as JSON values."""
+        """Returns the part of the record that a checkpoint keeps, as JSON values."""
         return {"in_a_row": self.in_a_row, "left_out": [list(each) for each in self.left_out]}
 
     def go_back(self, step: int, first: int, last: int) -> None:
-        """Notes that the run goes back to `step`, without the samples `first` to `last`."""
+        """Records that the run goes back to `step`, without the samples `first` to `last`."""
         self.in_a_row = 0
         self.left_out = [each for each in self.left_out if each[1] < first] + [[first, last]]
         self.returns = self.returns + 1 if step == self.returned_to else 1

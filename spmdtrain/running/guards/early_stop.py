@@ -1,4 +1,4 @@
-"""Ends a run whose evaluations get no better: `eval.patience`."""
+"""Ends a run whose evaluations no longer improve: `eval.patience`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from spmdtrain.config.schema import EvalConfig
 class EarlyStop:
     """Counts evaluations since the best one.
 
-    Checkpoints keep the count: `meta` is that of the checkpoint from which the run goes on. An
-    evaluation without a loss is no better than the best one. Evaluations are the same in every
-    process, so all come to the same end.
+    Checkpoints keep the count: `meta` is that of the checkpoint from which the run resumes. An
+    evaluation without a loss counts as no improvement. Evaluations are the same in every process,
+    so all processes decide alike.
     """
 
     def __init__(self, config: EvalConfig, meta: Meta | None = None):
@@ -26,13 +26,13 @@ class EarlyStop:
         self._since: int = kept.get("since", 0)
 
     def document(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, as JSON values; nothing where nobody asks to stop."""
+        """Returns what a checkpoint keeps, as JSON values; empty if `eval.patience` is not set."""
         if self._config.patience is None:
             return {}
         return {"early_stop": {"best": self._best, "since": self._since}}
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
-        """Takes the figures of an evaluation."""
+        """Counts an evaluation by its figures."""
         loss = figures.get("eval_loss")
         if loss is not None and self._is_better(loss):
             self._best = loss
@@ -45,17 +45,17 @@ class EarlyStop:
 
     @property
     def is_over(self) -> bool:
-        """True if the run is to end: `eval.patience` evaluations in a row were no better."""
+        """Whether the run must end: `eval.patience` evaluations in a row brought no improvement."""
         patience = self._config.patience
         return patience is not None and self._since >= patience
 
     @property
     def more_patience(self) -> int:
-        """A value of `eval.patience` with which the run goes on."""
+        """A value of `eval.patience` that lets the run continue."""
         return 2 * self._since
 
     def describe(self) -> str:
-        """Returns why the run ends."""
+        """Returns why the run ends, in words."""
         best = "no eval loss" if self._best is None else f"none below the best, {self._best:.4f}"
         least = f" by more than {self._config.min_delta:g}" if self._config.min_delta else ""
         return f"{self._since} evaluations in a row and {best}{least}"

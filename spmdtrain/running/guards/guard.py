@@ -1,9 +1,9 @@
-"""Responds to a bad step: the run ends, goes on without it, or goes back to a checkpoint.
+"""Responds to a bad step: the run ends, continues without it, or goes back to a checkpoint.
 
-Where a bad step must not touch the weights, the step itself judges on the devices whether it is bad
-(train/spikes.py). The guard hears of it one step late, with the other figures. Going back leaves
-out the samples from the checkpoint to the last bad step. Every checkpoint keeps the ranges that
-were left out; all other samples are consumed in order.
+If a bad step must not touch the weights, the step itself decides on the devices whether it is bad
+(train/spikes.py). The guard sees the verdict one step later, with the other figures. Going back
+leaves out the samples from the checkpoint to the last bad step. Every checkpoint keeps the ranges
+that were left out; all other samples are consumed in order.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
 class GoBack(Exception):
-    """The run is to go back to a checkpoint from before `first`, the first bad step in a row.
+    """Asks the run to go back to a checkpoint from before `first`, the first consecutive bad step.
 
     `step` is the last one. The text says what is wrong with it.
     """
@@ -32,7 +32,7 @@ class GoBack(Exception):
 
 
 class Guard:
-    """Looks at the figures of each step, and does as `[guard]` says where they are wrong."""
+    """Checks the figures of each step; if they are bad, does what `[guard]` says."""
 
     def __init__(self, config: GuardConfig, saves: Saves, reporter: Reporter):
         self._config = config
@@ -48,10 +48,10 @@ class Guard:
     def check(self, step: int, figures: Mapping[str, Any]) -> None:
         """Judges the figures of `step`, and reports the samples that it skipped.
 
-        A step that was left because the scale of the loss was too large is none of its business.
-        Raises DivergedError where the run is to abort, and GoBack where it is to go back.
+        A step skipped because the loss scale was too large is not a bad step. Raises DivergedError
+        if the run must abort, and GoBack if it must go back.
         """
-        if figures.get("overflow"):  # the scale of the loss was too large: the batch is not bad
+        if figures.get("overflow"):  # the loss scale was too large: the batch is not bad
             return
         if not self._is_bad(figures):
             self._record.in_a_row = 0
@@ -72,8 +72,8 @@ class Guard:
         raise GoBack(what, step - skipped, step)
 
     def check_state(self, step: int, state: TrainState) -> None:
-        """Raises the same errors where a state to be saved is not finite. Waits for the devices."""
-        if is_finite(state):  # the loss of the next step would tell, too late
+        """Raises the same errors if a state to be saved is not finite. Waits for the devices."""
+        if is_finite(state):  # the loss of the next step would reveal it, too late
             return
         what = f"the weights or the optimizer state after step {step} are not finite"
         if self._config.policy == "rollback":
@@ -86,7 +86,7 @@ class Guard:
         return any(not figures[name] <= self._limit(name, figures) for name in _known(figures))
 
     def _limit(self, name: str, figures: Mapping[str, Any]) -> float:
-        """The largest finite value that is good."""
+        """Returns the largest finite value that is good."""
         fixed = self._config.grad_norm if name == "grad_norm" else None
         limit = figures.get(f"{name}_limit", fixed)
         most = float(np.finfo(np.float32).max)
@@ -106,5 +106,5 @@ class Guard:
 
 
 def _known(figures: Mapping[str, Any]) -> list[str]:
-    """Returns those of `NAMES` that a step has: without a token with a loss it has no loss."""
+    """Returns the names in `NAMES` that a step has; it has no loss if no token has one."""
     return [name for name in NAMES if name in figures]

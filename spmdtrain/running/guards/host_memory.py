@@ -1,9 +1,9 @@
-"""The memory of this host that processes can have at most, for devices that are its processors."""
+"""The memory of this host that processes can use, for devices that are its processors."""
 
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
-# Of the control group that a container or a scheduler has put the process in: version 2, then 1.
+# Of the control group of a container or a scheduler: version 2, then 1.
 LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -13,8 +13,8 @@ LIMITS = (
 def host_bytes() -> int | None:
     """Returns the bytes of memory and swap, or the limit of the control group if that is less.
 
-    What is used already counts too: a step that needs more than this cannot run here, whatever
-    ends first. None where the system does not say.
+    This is the total, not what is free: a step that needs more cannot run here, even after
+    everything else has ended. None if the system does not tell.
     """
     found = [limit for limit in (_memory(), *map(_limit, LIMITS)) if limit]
     return min(found, default=None)

@@ -1,8 +1,8 @@
 """Ends a run early: on a signal, or because a hook asks for it.
 
-SIGINT and SIGTERM ask the loop to stop after the step in flight, and the second of them ends the
-process at once. So do the early warnings of schedulers, SIGUSR1 and SIGUSR2, and SIGHUP of a
-terminal that is closed, but these end nothing however often they come. Outside the loop there is
+SIGINT and SIGTERM ask the loop to stop after the step in flight, and a second one ends the process
+at once. The early warnings of schedulers, SIGUSR1 and SIGUSR2, and SIGHUP from a closed terminal
+ask for the same, but never end the process, no matter how many arrive. Outside the loop there is
 nothing to save: there processes/signals.py ends a command at the first signal.
 """
 
@@ -23,10 +23,10 @@ Ending = Literal["preempted", "stopped"]  # by a signal, by a hook
 
 
 class Interrupt:
-    """Use it as a context around the loop, and ask `agreed` once a step.
+    """Turns signals into a request to stop. Use it as a context; call `agreed` once a step.
 
     With several processes a signal may reach only one of them, and all must stop at the same step.
-    Each step they sum their flags on the devices, and read the sum one step late, so that asking
+    At each step they sum their flags on the devices and read the sum one step later, so asking
     costs no wait.
     """
 
@@ -53,7 +53,8 @@ class Interrupt:
     def agreed(self, stop_asked: bool = False) -> Ending | None:
         """Agrees with all processes whether to stop after the step that was dispatched last.
 
-        `stop_asked`: a hook of this process asks for it. Returns why they stop; None: they go on.
+        `stop_asked`: a hook of this process asks to stop. Returns why they stop; None if they
+        continue.
         """
         flags = (self.requested, stop_asked)
         if jax.process_count() > 1:
@@ -65,7 +66,7 @@ class Interrupt:
         return "stopped" if flags[1] else None
 
     def _everywhere(self, flags: tuple[bool, bool]) -> jax.Array:
-        """This process's flags on each of its devices, int32 [devices, 2]."""
+        """Returns this process's flags on each of its devices, int32 [devices, 2]."""
         row = np.array([flags], np.int32)
         split = NamedSharding(self._mesh, P(self._mesh.axis_names))
         return jax.make_array_from_callback((self._mesh.size, 2), split, lambda _: row)
@@ -80,9 +81,9 @@ class Interrupt:
 
 
 def _is_free(number: int) -> bool:
-    """True where nobody has taken the signal: ignored (nohup), or with a handler of the caller.
+    """Returns True if the signal is neither ignored (nohup) nor handled by the caller.
 
-    With SIGUSR1 a launcher asks for the stacks.
+    A launcher uses SIGUSR1 to ask for stacks, so under one it is not free.
     """
     asks_for_stacks = number == signal.SIGUSR1 and pulse.is_watched()
     return signals.is_free(number) and not asks_for_stacks

@@ -21,8 +21,8 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"
 class OutOfMemoryError(ConfigError):
     """A device has less memory than the run needs.
 
-    `needed` and `available` are bytes of a device; either may be unknown. `setup` is that of the
-    run, for whoever can say what to change.
+    `needed` and `available` are in bytes per device; either may be unknown. `setup` is that of the
+    run, for callers that can suggest a change.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class OutOfMemoryError(ConfigError):
 
 
 class MemoryGuard:
-    """Use it as a context around a run: what jax raises for lack of memory becomes one line."""
+    """Turns jax's errors for lack of memory into one line. Use it as a context around a run."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
@@ -59,7 +59,7 @@ class MemoryGuard:
             raise self._too_little() from None
 
     def compiled(self, report: dict[str, Any]) -> None:
-        """Takes the report of the compiled step; OutOfMemoryError where it does not fit."""
+        """Takes the report of the compiled step. Raises OutOfMemoryError if it does not fit."""
         self._report = report
         available = available_bytes(self._setup.mesh)
         if available is not None and held_bytes(report) > available:
@@ -81,7 +81,7 @@ class MemoryGuard:
 
 
 def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
-    """The memory that jax may use of a device of this process; None where it does not say.
+    """Returns the bytes that jax may use of a device of this process; None if unknown.
 
     Devices that are the processors of this host share its memory.
     """
@@ -93,12 +93,12 @@ def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
 
 
 def _is_host(mesh: jax.sharding.Mesh) -> bool:
-    """True if the devices are the processors of this host."""
+    """Returns True if the devices are the processors of this host."""
     return mesh.local_devices[0].platform == "cpu"
 
 
 def _larger_share(needed: int | None, available: int | None) -> str:
-    """The setting by which jax takes enough of the memory, if that is all that is wrong."""
+    """Returns the setting that lets jax use enough of the memory, if that alone is missing."""
     if not needed or not available:
         return ""
     share = memory_share()

@@ -1,9 +1,9 @@
-"""Devices that hold copies of one array must hold the same bits: one that does not is broken.
+"""Checks that devices holding copies of one array hold the same bits; if not, one is broken.
 
-Every `guard.replica_check` steps, and before each save, each device sums what it holds of every
-leaf of the state (fingerprint.py). Where copies differ, the device that is alone with its sums is
-named, and the run ends before it saves: the newest checkpoint is from before the fault. But before
-a save the answer is read one step late, so that asking costs no wait.
+Every `guard.replica_check` steps, and before each save, each device sums its part of every leaf of
+the state (fingerprint.py). If copies differ, the device whose sums stand alone is named, and the
+run ends before it saves, so the newest checkpoint precedes the fault. The answer is read one step
+later, so asking costs no wait; only before a save is it awaited.
 """
 
 import functools
@@ -27,9 +27,9 @@ from spmdtrain.train.state import TrainState
 
 
 class ReplicaCheck:
-    """Compares the copies of a state. `every`: steps between two times; 0: never.
+    """Compares the copies of a state. `every`: steps between comparisons; 0: never.
 
-    Where they differ it raises CorruptedError, in all processes alike.
+    Raises CorruptedError in all processes if copies differ.
     """
 
     def __init__(self, mesh: Mesh, every: int, reporter: Reporter):
@@ -39,13 +39,13 @@ class ReplicaCheck:
         self._asked: tuple[int, list[str], tuple[P, ...], jax.Array, jax.Array] | None = None
 
     def after_step(self, step: int, state: TrainState) -> None:
-        """Hears of the step that was asked about before, and asks about this one if it is due."""
+        """Reads the answer for the last step checked, and starts a check of this one if due."""
         self._hear()
         if self._every and step % self._every == 0:
             self._ask(step, state)
 
     def before_save(self, step: int, state: TrainState) -> None:
-        """Asks and waits for the answer."""
+        """Starts a check and waits for its answer."""
         self._hear()
         if self._every:
             self._ask(step, state)
@@ -89,8 +89,8 @@ class ReplicaCheck:
 class Difference:
     """The devices that may be broken, and the leaf that shows it.
 
-    `devices` are places in the mesh: one, if the copies tell which is wrong. `leaf` is the first of
-    the `leaves` that differ.
+    `devices` are positions in the mesh: just one, if the copies tell which is wrong. `leaf` is the
+    first of the `leaves` leaves that differ.
     """
 
     devices: Sequence[int]
@@ -101,11 +101,11 @@ class Difference:
 def compare(
     sums: np.ndarray, copies: Sequence[tuple[str, ...]], shape: Mapping[str, int]
 ) -> Difference:
-    """Finds the devices whose sums differ from those of their copies; the copies do differ.
+    """Finds the devices whose sums differ from those of their copies, given that some do.
 
     `sums`: uint32 [devices, leaves, 2]. `copies`: the mesh axes along which devices hold copies of
-    each leaf. `shape`: of the mesh. Of two copies either may be the wrong one; other leaves, which
-    have other copies, may tell.
+    each leaf. `shape`: that of the mesh. Of two copies either may be wrong; other leaves, copied
+    along other axes, may decide.
     """
     places = np.arange(len(sums)).reshape(tuple(shape.values()))
     axes = list(shape)
@@ -133,7 +133,7 @@ def compare(
 
 @functools.cache
 def _program(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], tuple]:
-    """`leaves -> (whether copies differ, the sums of each device uint32 [devices, leaves, 2])`."""
+    """Returns `leaves -> (do copies differ, each device's sums uint32 [devices, leaves, 2])`."""
     copies = [replica_axes(mesh, spec) for spec in specs]
 
     def local(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,9 +1,9 @@
-"""Finds the process that keeps the others waiting, by the time of each one's own work.
+"""Finds the process that keeps the others waiting, by the time of each process's own work.
 
-A step ends at the same time everywhere, because its collectives wait for the slowest. A slow host
-is known by the time that it spends before it dispatches a step: it makes batches, writes figures,
-calls hooks. Every `log.every` steps the devices gather these times from all processes. The result
-is read an interval later, so that no process waits for it.
+A step ends at the same time everywhere, because its collectives wait for the slowest process. A
+slow host shows in the time that it spends before it dispatches a step: it makes batches, writes
+figures, calls hooks. Every `log.every` steps the devices gather these times from all processes. The
+result is read one interval later, so no process waits for it.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from spmdtrain.running.report.reporter import Reporter
 
 FACTOR = 2.0  # times the median of the others
 INTERVALS = 2  # in a row: one may be an accident
-LEAST_SHARE = 0.1  # of a step: less keeps nobody waiting that anybody would notice
+LEAST_SHARE = 0.1  # of a step: a smaller delay would go unnoticed
 
 
 class Stragglers:
-    """Call `after_step` after each step, and keep what waits for others inside `waiting`."""
+    """Names a slow process. Call `after_step` after each step, and wait for others in `waiting`."""
 
     def __init__(
         self,
@@ -41,17 +41,17 @@ class Stragglers:
         self._waited = 0.0
         self._steps = 0
         self._asked: jax.Array | None = None
-        self._slow: tuple[int | None, int] = (None, 0)  # who is, for how many intervals
+        self._slow: tuple[int | None, int] = (None, 0)  # process, intervals in a row
         self._active = jax.process_count() > 1
         if self._active:
             everywhere = NamedSharding(mesh, P())
-            # Every device of a process holds its row, and there are as many of each.
+            # Every device of a process holds that process's row; all have equally many devices.
             of_each = jax.local_device_count()
             self._gather = jax.jit(lambda rows: rows.sum(0) / of_each, out_shardings=everywhere)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, time counts as a wait for others, not as this process's own work."""
+        """Counts the time inside as a wait for others, not as this process's own work."""
         start = self._now()
         try:
             yield
@@ -59,7 +59,7 @@ class Stragglers:
             self._waited += self._now() - start
 
     def after_step(self, step: int) -> None:
-        """Names the process that was slow in the intervals before, where one was; once."""
+        """Names, once, a process that was slow in the last intervals, if there is one."""
         if not self._active:
             return
         self._steps += 1
@@ -75,7 +75,10 @@ class Stragglers:
         self._steps = 0
 
     def _rows(self, own: float, whole: float) -> jax.Array:
-        """This process's seconds a step on each of its devices, float32 [devices, processes, 2]."""
+        """Returns this process's seconds, on each device, float32 [devices, processes, 2].
+
+        The last dim has its own work and the whole, per step.
+        """
         row = np.zeros((1, jax.process_count(), 2), np.float32)
         row[0, jax.process_index()] = own, whole
         split = NamedSharding(self._mesh, P(self._mesh.axis_names))
@@ -100,9 +103,9 @@ class Stragglers:
 
 
 def slowest(own: Sequence[float], step: float) -> int | None:
-    """The process whose own seconds are beyond FACTOR times the median of the others, if one is.
+    """Returns the process whose own seconds exceed FACTOR times the median of the others, if any.
 
-    `step`: seconds of a whole step.
+    `step`: seconds of a whole step. The excess must also be above LEAST_SHARE of the step.
     """
     worst = max(range(len(own)), key=lambda rank: own[rank])
     others = statistics.median([each for rank, each in enumerate(own) if rank != worst])

@@ -1,1 +1,1 @@
-"""What a run says of itself: on the terminal, in its files and to the sinks."""
+"""Reports on a run: on the terminal, in its files and to the sinks."""

@@ -1,4 +1,4 @@
-"""Files of JSON objects, one to a line, and whole JSON documents; a full disk is a StorageError."""
+"""Files of JSON objects, one per line, and whole JSON documents; a full disk is a StorageError."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from spmdtrain.config.errors import StorageError
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns every OSError of the file work inside into a StorageError that names `path`."""
+    """Turns an OSError of the file work inside into a StorageError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -20,7 +20,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class JsonLines:
-    """Appends one object per line and flushes, so that a kill loses nothing that was reported."""
+    """Appends one object per line and flushes, so a kill loses nothing that was reported."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -33,12 +33,12 @@ class JsonLines:
             self._file.flush()
 
     def close(self) -> None:
-        with writing(self._path):  # what could not be written is tried once more
+        with writing(self._path):  # closing tries to write the unwritten rest once more
             self._file.close()
 
 
 def write_document(path: Path, value: Any) -> None:
-    """Replaces the JSON file at `path` at once: a reader finds the old one or the new one."""
+    """Replaces the JSON file at `path` atomically: a reader sees the old or the new one."""
     spare = path.with_name(f"{path.name}.tmp")
     with writing(path):
         spare.write_text(json.dumps(numbers(value), indent=1), encoding="utf-8")
@@ -46,7 +46,7 @@ def write_document(path: Path, value: Any) -> None:
 
 
 def numbers(value: Any) -> Any:
-    """`value` with null for NaN and infinities, which JSON does not have."""
+    """Returns `value` with null for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {key: numbers(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -59,7 +59,7 @@ def numbers(value: Any) -> Any:
 def forget_after(path: Path, step: int) -> None:
     """Drops the lines of the steps after `step`, which a resumed run takes again.
 
-    Malformed lines, such as a kill may leave at the end, are dropped too.
+    Malformed lines, such as a kill may leave at the end, are also dropped.
     """
     if not path.exists():
         return

@@ -1,11 +1,10 @@
 """The figures of a step, and when they are read.
 
-Speed is that of all tokens which a step processes, whether or not they have a loss. MFU (model
-FLOPs utilisation) is model FLOPs per token x tokens per second / (devices x peak). The model FLOPs
-are those of `models.size.train_flops_per_token`, and of another model than the shipped one those
-that `models.flops` counts: causal attention half, recomputation not at all. The peak is that of
-dense bfloat16 in pallas_kernels/gpus.py; on hardware that is not listed there MFU is null, never
-guessed.
+Speed counts all tokens that a step processes, with or without a loss. MFU (model FLOPs utilisation)
+is model FLOPs per token x tokens per second / (devices x peak). The model FLOPs are those of
+`models.size.train_flops_per_token`; for a custom model, those that `models.flops` counts. Causal
+attention counts half, and recomputation does not count. The peak is that of dense bfloat16 in
+pallas_kernels/gpus.py; on hardware not listed there MFU is null, never guessed.
 """
 
 import contextlib
@@ -25,16 +24,16 @@ from spmdtrain.train.token_loss import of_the_step
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device as jax names it; None where gpus.py does not list it."""
+    """Returns the dense bfloat16 FLOP/s of a device by jax's name; None if gpus.py lacks it."""
     gpu = gpus.find(device_kind)
     return None if gpu is None else gpu.bfloat16
 
 
 class OneLate:
-    """Reports the metrics of a step when the next step has been dispatched.
+    """Reports the metrics of a step once the next step has been dispatched.
 
     Reading them earlier would make the devices wait for the host. `report(step, metrics, ended)`
-    takes the time at which the step was seen to be over, or None: it is over once its metrics are
+    takes the time at which the step was seen to have ended; None: it ends when its metrics are
     read.
     """
 
@@ -49,10 +48,10 @@ class OneLate:
         self._ended: float | None = None
 
     def before_dispatch(self) -> None:
-        """Notes when the step that is held ended, if it is over already.
+        """Notes when the held step ended, if it has.
 
-        Dispatching the next one may take as long as a whole step (on a CPU it does), and that time
-        belongs to the next one.
+        Dispatching the next step may take as long as a whole step (on a CPU it does), and that time
+        belongs to the next step.
         """
         if self._held and all(x.is_ready() for x in jax.tree.leaves(self._held[1])):
             self._ended = self._now()
@@ -63,7 +62,7 @@ class OneLate:
         self._held = step, metrics
 
     def flush(self) -> None:
-        """Reports what is held at once, where the loop waits for the devices anyway."""
+        """Reports the held step at once; for when the loop waits for the devices anyway."""
         held = self._held
         ended = self._ended
         self._held = None
@@ -73,28 +72,28 @@ class OneLate:
 
 
 class StepClock:
-    """Seconds per step as the loop sees them: from `tick` to `tick`, less each `pause`."""
+    """Seconds per step as the loop sees them: from `tick` to `tick`, minus each `pause`."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
         self._last = now()
 
     def tick(self, ended: float | None = None) -> float:
-        """The seconds of a step that ended now, or at `ended`."""
+        """Returns the seconds of a step that ended now, or at `ended`."""
         before = self._last
         self._last = self._now() if ended is None else ended
         return self._last - before
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, time is none of a step."""
+        """Counts the time inside towards no step."""
         start = self._now()
         yield
         self._last += self._now() - start
 
 
 def make_figures(setup: Setup) -> Callable[[dict[str, Any], float], dict[str, Any]]:
-    """`figures(metrics, seconds)`: a step's line of metrics.jsonl."""
+    """Returns `figures(metrics, seconds)`, which makes a step's line of metrics.jsonl."""
     config = setup.config
     peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
     flops = None
@@ -122,10 +121,10 @@ def step_figures(
 ) -> dict[str, Any]:
     """Returns the line of one step in metrics.jsonl.
 
-    `metrics` are host values of what the step returned, all scalars; `seconds` is how long it took,
-    and `processed` the tokens of its batch, those without a loss included. `flops_per_token` and
-    `peak` (FLOP/s of one device) may be unknown: then mfu is None. A loss that is a mean over no
-    token is left out.
+    `metrics` are the scalars that the step returned, on the host; `seconds` is how long it took,
+    and `processed` the tokens of its batch, including those without a loss. `flops_per_token` and
+    `peak` (FLOP/s of one device) may be unknown: then mfu is None. A loss averaged over no tokens
+    is left out.
     """
     rate = processed / seconds
     figures = {name: float(value) for name, value in metrics.items() if _is_there(name, metrics)}
@@ -142,7 +141,7 @@ def step_figures(
 
 
 def _is_there(name: str, metrics: dict[str, Any]) -> bool:
-    """False for a mean over no token, and for the figures of a source without one in this step."""
+    """Returns False for a mean over no tokens, and for the figures of a source with none here."""
     _, slash, source = name.partition("/")
     if slash:
         return bool(metrics.get(f"tokens/{source}", 1))

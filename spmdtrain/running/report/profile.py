@@ -12,8 +12,8 @@ import jax
 def profiled(directory: Path, step: int, chosen: Collection[int]) -> Iterator[Callable[[Any], Any]]:
     """Traces the dispatch of `step` if it is one of the `chosen`.
 
-    What the step gives has to pass through the function that this yields: it waits for the
-    devices, and so the trace ends when the results are there.
+    Pass the results of the step through the function that this yields: it waits for the devices, so
+    that the trace ends when the results are ready.
     """
     if step not in chosen:
         yield lambda results: results

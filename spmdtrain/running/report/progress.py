@@ -1,4 +1,4 @@
-"""Shows a person how a run goes on: lines that stay, and on a terminal a live one below them."""
+"""Shows a person the progress of a run: permanent lines, and on a terminal a live one below."""
 
 import sys
 from shutil import get_terminal_size
@@ -8,14 +8,14 @@ from spmdtrain.processes import closed_outputs
 from spmdtrain.running.report import stages
 from spmdtrain.train.evaluation import NOTHING
 
-WIDE = 120  # columns of a terminal that has room for a bar beside the figures
+WIDE = 120  # columns of a terminal wide enough for a bar and the figures
 
 
 class Progress:
-    """Use it as a context; call `update` after each step, and `say` for anything else.
+    """Shows the progress of a run. Use it as a context; call `update` after each step.
 
-    `every`: steps between lines that stay; `quiet`: say nothing at all. The first step that is
-    shown is taken to be slower than the rest: no time left is told from it.
+    `every`: steps between permanent lines; `quiet`: say nothing at all. The first step shown is
+    assumed to be slower than the rest, so the time left is not estimated from it.
     """
 
     def __init__(self, total: int, done: int, every: int, *, quiet: bool = False):
@@ -47,7 +47,7 @@ class Progress:
             tell(text)
 
     def update(self, step: int, figures: dict[str, Any], due: bool = False) -> None:
-        """Shows the figures of `step`. `due` asks for a line that stays out of turn."""
+        """Shows the figures of `step`. `due` asks for a permanent line out of turn."""
         pace, left = self._pace(step, figures["step_seconds"])
         text = _line(figures)
         if self._bar:
@@ -58,8 +58,8 @@ class Progress:
             self.say("  ".join([f"step {step}/{self._total}", text, pace, *left]))
 
     def _pace(self, step: int, seconds: float) -> tuple[str, list[str]]:
-        """Returns the words for the time of `step`, and those for the time left, if it is known."""
-        if self._is_first:  # its buffers are made, its kernels loaded
+        """Returns the words for the time of `step`, and those for the time left, if known."""
+        if self._is_first:  # buffers are allocated and kernels loaded
             self._is_first = False
             return f"{seconds:.3g} s for the first step", []
         before = seconds if self._seconds is None else self._seconds
@@ -69,7 +69,7 @@ class Progress:
 
 
 def _line(figures: dict[str, Any]) -> str:
-    """The figures of a step that a person follows; those that are not known are left out."""
+    """Returns the figures of a step that a person follows, without those that are unknown."""
     parts = [
         f"loss {figures['loss']:.4f}" if "loss" in figures else NOTHING,
         f"lr {figures['learning_rate']:.2e}",
@@ -84,13 +84,13 @@ def _line(figures: dict[str, Any]) -> str:
 
 
 def tell(text: str) -> None:
-    """Prints a line. A run goes on when nobody reads its output any more."""
+    """Prints a line. A run continues even if nobody reads its output any more."""
     with closed_outputs.outlived(), stages.aside():
         print(text, flush=True)
 
 
 def quantity(number: float) -> str:
-    """1234567 -> '1.23M'."""
+    """Formats a number: 1234567 -> '1.23M'."""
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= scale:
             return f"{number / scale:.3g}{letter}"
@@ -98,7 +98,7 @@ def quantity(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3723 -> '1:02:03'."""
+    """Formats seconds: 3723 -> '1:02:03'."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,4 +1,4 @@
-"""Reports how a run goes: to the terminal, the sinks and the hooks."""
+"""Reports on a run to the terminal, the sinks and the hooks."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +17,10 @@ Hook = Callable[[str, int, Figures], bool | None]
 
 
 class Reporter:
-    """Hands on what the loop tells. Use it as a context: its sinks are closed at the end.
+    """Passes on the loop's reports. Use it as a context: its sinks are closed at the end.
 
-    `step` is the number of completed steps from which the run goes on. `sinks` are those beside
-    the files of the run and `log.sinks`. `progress` takes over the terminal while it is set.
+    `step` is the number of completed steps from which the run continues. `sinks` come in addition
+    to the files of the run and `log.sinks`. While `progress` is set, it owns the terminal.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Reporter:
     ):
         check(sinks, hooks)
         self.progress: Progress | None = None
-        self.stop_asked = False  # by a hook
+        self.stop_asked = False  # set by a hook
         self._hooks = hooks
         self.directory = directory
         self._config = config
@@ -48,7 +48,7 @@ class Reporter:
         self._close()
 
     def go_back(self, step: int) -> None:
-        """The steps after `step` are taken again: sinks are opened anew, as for a resumed run."""
+        """Opens the sinks again, as for a resumed run: the steps after `step` are taken again."""
         self._close()
         self._open(step)
 
@@ -63,26 +63,26 @@ class Reporter:
         self._sinks = []
 
     def step(self, step: int, **figures: Any) -> None:
-        """The figures of one step."""
+        """Reports the figures of one step."""
         for sink in self._sinks:
             sink.metrics(step, figures)
         self._call_hooks("step", step, figures)
 
     def evaluated(self, step: int, **figures: Any) -> None:
-        """The figures of an evaluation after `step`."""
+        """Reports the figures of an evaluation after `step`."""
         for sink in self._sinks:
             sink.metrics(step, figures)
         self.event("evaluated", step, **figures)
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        """Something that a person asks about the next morning."""
+        """Reports an event: something that a person asks about the next morning."""
         for sink in self._sinks:
             sink.event(event, step, values)
         if event in ("evaluated", "saved"):
             self._call_hooks(event, step, values)
 
     def say(self, text: str) -> None:
-        """A line for the person at the terminal."""
+        """Prints a line for the person at the terminal."""
         if self.progress:
             self.progress.say(text)
         elif jax.process_index() == 0:
@@ -100,7 +100,7 @@ class Reporter:
 
 
 def check(sinks: Sequence[MakeSink], hooks: Sequence[Hook]) -> None:
-    """ConfigError where the sinks or the hooks are not sequences of callables."""
+    """Raises ConfigError if the sinks or the hooks are not sequences of callables."""
     for word, given, takes in (
         ("sinks", sinks, "sinks=[MySink], a class or function of (directory, config, step)"),
         ("hooks", hooks, "hooks=[my_hook], a function of (event, step, figures)"),

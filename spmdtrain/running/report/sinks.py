@@ -1,7 +1,7 @@
-"""Sinks: where the figures and the events of a run are written.
+"""Sinks: where the figures and events of a run are written.
 
-RUN/metrics.jsonl and RUN/events.jsonl are always written; `log.sinks` names more that we ship, and
-`run(..., sinks=[...])` takes those of the caller.
+RUN/metrics.jsonl and RUN/events.jsonl are always written; `log.sinks` names other sinks that we
+ship, and `run(..., sinks=[...])` takes those of the caller.
 """
 
 import json
@@ -26,21 +26,21 @@ class Sink(Protocol):
     def metrics(self, step: int, figures: Figures) -> None:
         """Takes the figures of step `step` (1 is the first), or of an evaluation after it.
 
-        A step has loss (the mean over its `tokens`, absent where there is none), grad_norm,
+        A step has loss (the mean over its `tokens`, absent if there are none), grad_norm,
         learning_rate, tokens (with a loss), tokens_per_second (of all tokens), step_seconds and mfu
-        (None where the peak of the device is not known); an evaluation has eval_loss,
-        and eval_loss_ema where an average of the weights is kept.
+        (None if the peak of the device is unknown). An evaluation has eval_loss, and eval_loss_ema
+        if an average of the weights is kept.
         """
 
     def event(self, event: str, step: int, values: Figures) -> None:
-        """Takes what happened: started, resumed, evaluated, saved, stopped, finished, ..."""
+        """Takes an event: started, resumed, evaluated, saved, stopped, finished, ..."""
 
     def close(self) -> None:
-        """The run has ended, well or not."""
+        """Closes the sink: the run has ended, well or not."""
 
 
-# Opens a sink for the run in a directory that goes on after so many completed steps. A class whose
-# constructor takes these three is one.
+# Opens a sink for a run: (directory, config, number of completed steps). A class whose constructor
+# takes these three is one.
 MakeSink = Callable[[Path, RunConfig, int], Sink]
 
 
@@ -50,7 +50,7 @@ class JsonLinesSink:
     def __init__(self, directory: Path, config: RunConfig, step: int):  # noqa: ARG002
         self._directory = directory
         self._files: dict[str, JsonLines] = {}
-        # Before the first save all begins anew, an evaluation before the first step included.
+        # Before the first save everything starts again, even an evaluation before step 1.
         forget_after(directory / "metrics.jsonl", step or -1)
 
     def metrics(self, step: int, figures: Figures) -> None:
@@ -64,7 +64,7 @@ class JsonLinesSink:
             file.close()
 
     def _file(self, name: str) -> JsonLines:
-        """The file, which is made when it is first written to."""
+        """Returns the file, which is created on the first write."""
         if name not in self._files:
             self._files[name] = JsonLines(self._directory / name)
         return self._files[name]
@@ -85,8 +85,8 @@ class TensorBoardSink:
                 fix="pip install 'spmdtrain[tensorboard]'",
             ) from None
         self._last = step
-        # A file is named after the second in which it is made: one that is resumed within that
-        # second would write over it.
+        # A file is named after the second in which it is created: a run resumed within that
+        # second would overwrite it.
         self._open = lambda first: SummaryWriter(
             str(directory / "tensorboard"),
             purge_step=first,
@@ -95,7 +95,7 @@ class TensorBoardSink:
         self._writer = self._open(step + 1)
 
     def metrics(self, step: int, figures: Figures) -> None:
-        if step < self._last:  # it is taken again
+        if step < self._last:  # the step is taken again
             self._writer.close()
             self._writer = self._open(step)
         self._last = step
@@ -104,7 +104,7 @@ class TensorBoardSink:
                 self._writer.add_scalar(name, value, step)
 
     def event(self, event: str, step: int, values: Figures) -> None:
-        """Flushes: what is worth an event is worth being seen."""
+        """Flushes: an event should be visible at once."""
         del event, step, values
         self._writer.flush()
 
@@ -115,14 +115,15 @@ class TensorBoardSink:
 class WandbSink:
     """A run of Weights & Biases, its files in RUN/wandb. Needs wandb, the extra `wandb`.
 
-    The run has the name of its directory and keeps its id there, so that a resumed run goes on in
-    it; the project is that of WANDB_PROJECT, or `spmdtrain`. Without a key, or with
-    WANDB_MODE=offline, it is written for `wandb sync` to upload later: nothing is ever asked.
+    The W&B run has the name of the run's directory, and its id is stored there, so that a resumed
+    run continues it. The project is WANDB_PROJECT, or `spmdtrain`. Without a key, or with
+    WANDB_MODE=offline, the run is written for a later upload by `wandb sync`: the user is never
+    prompted.
 
     W&B drops a step that is not larger than the last one, so figures are held back until a
-    checkpoint makes them final; those of the newest step are in the run's summary, as latest/loss.
-    Where W&B has steps that are taken again all the same, as after a run that diverged, a new W&B
-    run begins with the steps that count.
+    checkpoint makes them final; those of the newest step are in the run's summary, e.g. as
+    latest/loss. If W&B already has steps that are taken again, as after a run that diverged, a new
+    W&B run starts with the steps that count.
     """
 
     def __init__(self, directory: Path, config: RunConfig, step: int):
@@ -137,7 +138,7 @@ class WandbSink:
         self._held: dict[int, dict[str, Any]] = {}  # figures by step, in order
         self._holds_back = config.checkpoint.every != 0
         self._sent = directory / "wandb" / "last_step"
-        # Empty where a kill came amid writing it.
+        # Empty if a kill interrupted the write.
         sent = int(self._sent.read_text(encoding="utf-8") or 0) if self._sent.exists() else 0
         is_ahead = sent > step
         self._run = wandb.init(
@@ -176,13 +177,13 @@ class WandbSink:
         if self._held:
             self._send(max(self._held))
         self._run.finish()
-        # Its service writes the last records a moment later. To wait for it ends all other runs of
+        # Its service writes the last records a moment later. Waiting for it ends all other runs of
         # this process, too.
         if self._wandb.run is None:
             self._wandb.teardown()
 
     def _forget(self, last: int) -> None:
-        """The steps after `last` are taken again."""
+        """Discards the held figures of the steps after `last`, which are taken again."""
         while self._held and next(reversed(self._held)) > last:
             self._held.popitem()
 
@@ -196,7 +197,7 @@ class WandbSink:
 
 
 def _written(path: Path) -> dict[int, dict[str, Any]]:
-    """The figures of metrics.jsonl by step, in order; those of a step as they were taken last."""
+    """Returns the figures of metrics.jsonl by step, in order; the last ones if a step repeats."""
     if not path.exists():
         return {}
     found: dict[int, dict[str, Any]] = {}
@@ -208,7 +209,7 @@ def _written(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _wandb_id(path: Path, is_new: bool) -> str:
-    """The id of the run, kept in a file from its first start on."""
+    """Returns the id of the run, stored in a file from its first start on."""
     if path.exists() and not is_new:
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(exist_ok=True)
@@ -218,7 +219,7 @@ def _wandb_id(path: Path, is_new: bool) -> str:
 
 
 def _wandb_mode() -> Any:
-    """Takes WANDB_MODE as it is, since wandb checks it; else offline where there is no key."""
+    """Returns WANDB_MODE as it is, since wandb checks it; offline if there is no key."""
     return os.environ.get("WANDB_MODE") or (None if _has_wandb_key() else "offline")
 
 

@@ -1,8 +1,8 @@
 """Says what a command is doing before it has anything to show, and for how long.
 
-A stage is a few words, such as "compiling the step". On a terminal they are a live line with the
-time since the command began; elsewhere each stage is a line when it begins, and further ones where
-it takes long. Nothing is said but inside `shown`, which a command enters before it imports jax.
+A stage is a few words, such as "compiling the step". On a terminal they form a live line with the
+time since the command began; elsewhere each stage prints a line when it begins, and more if it
+takes long. Nothing is printed except inside `shown`, which a command enters before it imports jax.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-BLINK = 0.25  # seconds from one look of a live line to the next
+BLINK = 0.25  # seconds between updates of a live line
 SILENCE = 30.0  # seconds without a line in a log
 ERASE = "\r\x1b[2K"
 
@@ -21,7 +21,7 @@ _shown: "_Stages | None" = None
 
 @contextlib.contextmanager
 def shown(stream: TextIO | None = None, *, quiet: bool = False) -> Iterator[None]:
-    """Shows the stages of a command on `stream`, standard output by default, until `end`."""
+    """Shows the stages of a command on `stream` (default: standard output) until `end`."""
     global _shown
     _shown = None if quiet else _Stages(stream or sys.stdout)
     try:
@@ -31,13 +31,13 @@ def shown(stream: TextIO | None = None, *, quiet: bool = False) -> Iterator[None
 
 
 def enter(stage: str) -> None:
-    """Says that the command is at `stage` from now on."""
+    """Says that the command is now at `stage`."""
     if _shown:
         _shown.enter(stage)
 
 
 def end() -> None:
-    """Says no more: the command has something to show, or has ended."""
+    """Ends the stages: the command has something to show, or has ended."""
     global _shown
     stages, _shown = _shown, None
     if stages:
@@ -46,7 +46,7 @@ def end() -> None:
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Takes the live line away while something else is printed."""
+    """Hides the live line while something else is printed."""
     if _shown is None:
         yield
         return
@@ -55,7 +55,7 @@ def aside() -> Iterator[None]:
 
 
 class _Stages:
-    """The stages of one command; a thread of its own keeps the time."""
+    """The stages of one command; a separate thread keeps the time."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -101,7 +101,7 @@ class _Stages:
         self._write(f"{ERASE}{seconds} {words}" if self._is_live else f"{seconds} {words}\n")
 
     def _write(self, text: str) -> None:
-        # Nobody may be there to read it: who prints next finds out.
+        # The reader may be gone: the next print finds out.
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
             self._stream.flush()

@@ -1,4 +1,4 @@
-"""RUN/summary.json: what was predicted, compiled and measured, side by side, when a run ends."""
+"""RUN/summary.json: predicted, compiled and measured figures side by side, when a run ends."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ COLUMNS = ("measured", "compiled", "predicted")
 class Prediction:
     """The expected cost of a run. `memory_bytes` is that of the fullest device."""
 
-    hardware: str  # that the figures are for
+    hardware: str  # that the figures hold for
     step_seconds: float
     memory_bytes: int
 
@@ -24,11 +24,11 @@ def figures(
     step_seconds: float | None,
     peak_bytes: int | None,
 ) -> dict[str, Any]:
-    """The values of summary.json.
+    """Returns the values of summary.json.
 
-    `compiled` is the report of compiled.json; a compiler knows no time. `step_seconds` and
-    `peak_bytes` were measured, or are None. `error` is predicted / measured - 1, or that of the
-    compiled figure where nothing was measured.
+    `compiled` is the report in compiled.json; a compiler knows no times. `step_seconds` and
+    `peak_bytes` were measured, or are None. `error` is predicted / measured - 1, with the compiled
+    figure if nothing was measured.
     """
     held = held_bytes(compiled)
     return {
@@ -39,7 +39,7 @@ def figures(
 
 
 def held_bytes(compiled: dict[str, Any]) -> int:
-    """Bytes of a device while the step runs, by XLA's account; `compiled` as in compiled.json."""
+    """Returns XLA's count of the bytes of a device during the step; `compiled` is compiled.json."""
     xla = compiled["memory"]
     return xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
 
@@ -53,9 +53,9 @@ def _beside(
 
 
 def peak_bytes(mesh: jax.sharding.Mesh) -> int | None:
-    """The most bytes that the allocator of a device of this process has held so far.
+    """Returns the most bytes that the allocator of any device of this process has held so far.
 
-    None where no device can be asked, as on a CPU.
+    None if no device can tell, as on a CPU.
     """
     devices = [device for device in mesh.local_devices if device.platform != "cpu"]
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
@@ -63,9 +63,9 @@ def peak_bytes(mesh: jax.sharding.Mesh) -> int | None:
 
 
 def show(found: dict[str, Any]) -> str:
-    """Formats the values of `figures` as a line for the time and one for the memory.
+    """Formats the values of `figures` as one line for the time and one for the memory.
 
-    What is not known is left out, or said in words.
+    Unknown values are left out, or said to be unknown.
     """
     hardware = found["hardware"]
     return "\n".join(

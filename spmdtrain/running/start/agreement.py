@@ -1,7 +1,7 @@
 """Compares, before the first step, what all processes of a run must have in common.
 
-One program runs in all of them, each feeds its own part of every batch, and nothing later would
-tell that two of them read other data or another configuration.
+All processes run one program, and each feeds its own part of every batch. Nothing later would
+reveal that two of them read different data or configurations.
 """
 
 import functools
@@ -27,10 +27,10 @@ from spmdtrain.data.source import Data
 from spmdtrain.processes.processes import said_by_all
 from spmdtrain.train.setup import Setup
 
-# What is compared: name -> value. A name says all that a person needs to find its value.
+# The compared values by name. The name must tell a person where to find the value.
 Facts = Mapping[str, Any]
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
-# Settings of jax that change what a program computes; each process may get them from its shell.
+# Settings of jax that change what a program computes; a shell may set them for one process.
 OF_JAX = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -39,14 +39,14 @@ OF_JAX = (
     "jax_numpy_dtype_promotion",
 )
 CORPUS, TOKENIZER, NEWEST = "the corpus", "the tokenizer", "the newest checkpoint"
-# Each host may have its data where it likes: the contents are compared.
+# Each host may keep its data anywhere: the contents are compared.
 PLACES = ("data.path", "data.tokenizer", "data.mix")
 PROGRAM = "the step that is compiled"
 MOST_VALUES = 3  # in one error
 
 
 class Said(NamedTuple):
-    """What one process says of itself."""
+    """What one process reports about itself."""
 
     host: str
     facts: Facts
@@ -60,9 +60,10 @@ def check_start(
     fresh: bool,
     step: int | None = None,
 ) -> None:
-    """Raises a UserError in all processes where one was started otherwise than process 0.
+    """Raises a UserError in all processes if one was started differently from process 0.
 
-    `config` is as it was given; `seams` are what the caller exchanged. All processes call it.
+    `config` is the config as given; `seams` are what the caller replaced. All processes must call
+    this.
     """
     if jax.process_count() == 1:
         return
@@ -86,7 +87,7 @@ def check_start(
 
 
 def check_model(setup: Setup) -> None:
-    """Does the same as `check_start` for the code of the model and the devices of the mesh."""
+    """Checks, like `check_start`, the code of the model and the devices of the mesh."""
     if jax.process_count() == 1:
         return
     code = code_of(setup)
@@ -96,9 +97,9 @@ def check_model(setup: Setup) -> None:
 
 
 def check_program(lowered: jax.stages.Lowered) -> None:
-    """Does the same as `check_start` for the traced step, which may hold numbers of a caller.
+    """Checks, like `check_start`, the traced step, which may contain numbers from a caller.
 
-    What a call of a kernel or of the host carries may name files and addresses: it is left out.
+    Calls of kernels or of the host may carry file names and addresses; those are left out.
     """
     if jax.process_count() == 1:
         return
@@ -107,9 +108,9 @@ def check_program(lowered: jax.stages.Lowered) -> None:
 
 
 def disagreement(said: Sequence[Said]) -> UserError | None:
-    """The error for processes, in order, that do not all say the same; None where they do.
+    """Returns the error if processes, given in order, do not all report the same; None if they do.
 
-    It names the first difference, with its values, and then the others.
+    It names the first difference with its values, then the other differences.
     """
     names = dict.fromkeys(name for each in said for name in each.facts)
     different = [name for name in names if len({_text(each, name) for each in said}) > 1]
@@ -137,7 +138,7 @@ def _compare(facts: Facts) -> None:
 
 
 def _values(said: Sequence[Said], name: str) -> str:
-    """Each value with those who have it, that of process 0 first."""
+    """Lists each value with the processes that report it, that of process 0 first."""
     holders: dict[str, list[int]] = {}
     for process, each in enumerate(said):
         holders.setdefault(_text(each, name), []).append(process)
@@ -181,7 +182,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _our_sources() -> str:
-    """The version, and a hash of the sources: a checkout changes without it."""
+    """Returns the version and a hash of the sources: a checkout changes while its version stays."""
     digest = hashlib.sha256()
     room = Path(spmdtrain.__file__).parent
     for path in sorted(room.rglob("*.py")):
@@ -195,7 +196,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _code(thing: Any) -> str:
-    """The name of what a caller gave, and a hash of its source where it has one."""
+    """Returns the name of what a caller gave, with a hash of its source if it has one."""
     source = source_hash(getattr(thing, "func", thing))
     return f"{qualified_name(thing)} (source {source})" if source else qualified_name(thing)
 

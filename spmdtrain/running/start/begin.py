@@ -1,4 +1,4 @@
-"""The state that a run begins with: fresh, given, with the weights of another run, or resumed."""
+"""Makes the first state of a run: fresh, given, with weights of another run, or resumed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from spmdtrain.train.state import TrainState
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run goes on: after `step`, with the global sample index `sample`.
+    """The point from which a run continues: after `step`, at the global sample index `sample`.
 
     `record` has the bad steps up to there, and `early_stop` the evaluations.
     """
@@ -32,7 +32,7 @@ class StartingPoint:
 
 
 def resume_or_begin(session: Session) -> StartingPoint:
-    """The start of a run from the checkpoint that was found, or else of a new one."""
+    """Returns the start of a run: at the checkpoint that was found, or else of a new run."""
     if session.found is not None:
         return _resume(session, session.found)
     stages.enter("making the first weights")
@@ -72,7 +72,7 @@ def _resume(session: Session, found: Found) -> StartingPoint:
 
 
 def _begin(session: Session) -> TrainState:
-    """The given state, or one with the weights of `train.init_from`, or a fresh one."""
+    """Returns the given state, one with the weights of `train.init_from`, or a fresh one."""
     reporter = session.reporter
     setup = session.setup
     mesh = dict(setup.mesh.shape)

@@ -1,4 +1,4 @@
-"""Goes back to a step that a person has chosen; the checkpoints of later steps are set aside."""
+"""Goes back to a step that the user chose, and sets the checkpoints of later steps aside."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from spmdtrain.train.state import TrainState
 
 
 def check_chosen(run: Path, step: int | None, config: RunConfig, fresh: bool) -> None:
-    """Refuses a step that cannot be gone back to; reads directory names only."""
+    """Refuses a step to which the run cannot go back. Reads directory names only."""
     if step is None:
         return
     if fresh:
@@ -36,9 +36,9 @@ def check_chosen(run: Path, step: int | None, config: RunConfig, fresh: bool) ->
 def chosen_or_newest(
     checkpoints: Checkpoints, run: Path, step: int | None, abstract: TrainState
 ) -> Found | None:
-    """The checkpoint from which the run goes on: that of `step`, or the newest that is good.
+    """Returns the checkpoint to resume from: that of `step`, or the newest intact one.
 
-    Raises DamagedError where that of `step` is not as it was saved.
+    Raises DamagedError if that of `step` is damaged.
     """
     if step is None:
         return newest_good(checkpoints, abstract)
@@ -49,7 +49,7 @@ def chosen_or_newest(
 
 
 def set_aside_later(checkpoints: Checkpoints, step: int, reporter: Reporter) -> None:
-    """Moves the checkpoints of later steps out of the way: the run takes those again."""
+    """Moves the checkpoints of later steps aside: the run takes those steps again."""
     later = [each for each in checkpoints.steps() if each > step]
     if not later:
         return

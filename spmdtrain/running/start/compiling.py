@@ -1,4 +1,4 @@
-"""Compiles the step of a session, and says what it is: in words, config.json and compiled.json."""
+"""Compiles the step of a session, and reports it: in words, config.json and compiled.json."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +17,10 @@ from spmdtrain.train.setup import Setup
 
 
 def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
-    """The executable of a step, and the report that compiled.json holds.
+    """Returns the executable of a step, and the report in compiled.json.
 
-    Raises UserError where the processes have traced different programs, and OutOfMemoryError where
-    the step does not fit.
+    Raises UserError if the processes traced different programs, and OutOfMemoryError if the step
+    does not fit.
     """
     setup = session.setup
     prepared = session.prepared
@@ -38,7 +38,7 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
 
 
 def _introduction(setup: Setup, data: Data) -> str:
-    """What is trained, where and on what, before the long wait for the compiler."""
+    """Describes model, mesh and data, to be said before the long wait for the compiler."""
     config = setup.config
     mesh = setup.mesh
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)

@@ -1,4 +1,4 @@
-"""The run directory: there, writable, and this run's alone."""
+"""Opens the run directory: creates it, checks that it is writable, and locks it."""
 
 import contextlib
 import fcntl
@@ -20,9 +20,9 @@ MOST_ASIDE = 1000  # runs that --fresh has set aside
 
 @contextlib.contextmanager
 def open_directory(directory: Path, fresh: bool) -> Iterator[None]:
-    """Holds the directory for this run. With `fresh` an older run is renamed, never deleted.
+    """Holds the directory for this run. With `fresh`, an older run is renamed, never deleted.
 
-    Process 0 makes and locks it; the others wait until it has. StorageError where it cannot.
+    Process 0 creates and locks it while the others wait. Raises StorageError if it cannot.
     """
     with contextlib.ExitStack() as held:
         if jax.process_index() == 0:
@@ -41,7 +41,7 @@ def open_directory(directory: Path, fresh: bool) -> Iterator[None]:
 
 
 def refuse_links(directory: Path) -> None:
-    """CheckpointError where what a run writes into its directory would go elsewhere, or wait."""
+    """Raises CheckpointError if a file to be written would land elsewhere, or block."""
     for path in strange_in(directory):
         fix = f"removing it, or --run where there is room, in place of {directory}"
         if path.is_symlink():
@@ -61,10 +61,10 @@ def _set_aside(directory: Path) -> None:
 
 @contextlib.contextmanager
 def only_run(directory: Path) -> Iterator[None]:
-    """Holds RUN/lock, which says who does; a StorageError where another process does.
+    """Holds RUN/lock, which names its holder. Raises StorageError if another process holds it.
 
-    The lock goes with its process, however that ends. Where the file system has no locks, the
-    holder that the file names counts, unless it is known to be gone.
+    The lock ends with its process, however that ends. On a file system without locks, the holder
+    that the file names counts, unless it is known to be gone.
     """
     with (directory / "lock").open("a+", encoding="utf-8") as file:
         file.seek(0)
@@ -92,13 +92,13 @@ def only_run(directory: Path) -> Iterator[None]:
 
 
 def _this_process() -> dict[str, str | int]:
-    """Identifies the holder of a lock; `start` tells it from a later process of the same pid."""
+    """Identifies the holder of a lock; `start` tells it from a later process with the same pid."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "start": _start_of(pid)}
 
 
 def _start_of(pid: int) -> int:
-    """Reads the start of a process of this host, in clock ticks since boot; 0 if /proc lacks it."""
+    """Returns when a process of this host began, in clock ticks since boot; 0 without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -119,7 +119,7 @@ def _holder(text: str) -> dict[str, str | int] | None:
 
 
 def _is_gone(holder: dict[str, str | int]) -> bool:
-    """True if the holder has ended. A holder on another host is never known to have."""
+    """Returns True if the holder has ended; for a holder on another host, always False."""
     this_host = holder["host"] == socket.gethostname()
     return this_host and _start_of(int(holder["pid"])) != holder["start"]
 
@@ -129,7 +129,7 @@ def _describe_holder(holder: dict[str, str | int] | None) -> str:
 
 
 def check_source(source: str | None, directory: Path, fresh: bool) -> None:
-    """`train.init_from` holds a checkpoint, and is not the run that is set aside."""
+    """Checks that `train.init_from` holds a checkpoint, and is not the run being set aside."""
     if source is None:
         return
     asked = f"train.init_from='{source}'"
@@ -144,7 +144,7 @@ def check_source(source: str | None, directory: Path, fresh: bool) -> None:
 
 
 def check_given(directory: Path, init_from: str | None, fresh: bool) -> None:
-    """Raises ConfigError if a run that is given a state would begin with another one."""
+    """Raises ConfigError if a run that is given a state would start from something else."""
     there = newest_step(directory)
     if there is not None and not fresh:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""A run that finds other devices than its mesh wants goes on with those that are there.
+"""Fits the mesh of a resumed run to the available devices.
 
-The axes `data` and then `fsdp` shrink or grow; pipeline, expert, context and tensor stay. Global
-batch and order of the samples stay too: a device takes no more sequences at once than before, and
-accumulation makes up for the rest. So the run computes what it would have computed, but for the
-rounding of other sums.
+The axes `data` and then `fsdp` shrink or grow; pipeline, expert, context and tensor stay. The
+global batch and the order of samples stay too: a device never takes more sequences at once than
+before, and accumulation makes up for the rest. So the run computes what it would have computed,
+except for rounding in sums of another order.
 """
 
 import math
@@ -21,33 +21,35 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.mesh import fill
 
 ELASTIC = ("data", "fsdp")
-BATCH = (*ELASTIC, "expert")  # axes that split the batch
+BATCH = (*ELASTIC, "expert")  # the axes that split the batch
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Sizes of the mesh axes, and the sequences that a shard of the batch takes at once."""
+    """The sizes of the mesh axes, and the sequences that a shard of the batch takes at once."""
 
     sizes: Mapping[str, int]
     microbatch: int | None
 
     def accumulation(self, global_batch: int) -> int:
-        """Microbatches of a step."""
+        """Returns the number of microbatches of a step."""
         at_once = math.prod(self.sizes[axis] for axis in BATCH) * (self.microbatch or 1)
         return global_batch // at_once if self.microbatch else 1
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """The config to train with. `asked`: the one that was given; `line`: what was changed, if
-    anything."""
+    """The config to train with.
+
+    `asked` is the config that was given; `line` says what was changed, and is empty if nothing was.
+    """
 
     config: RunConfig
     asked: RunConfig
     line: str = ""
 
     def as_asked(self, document: dict[str, Any]) -> dict[str, Any]:
-        """config.json as it is without the change: where the devices are back, it is undone."""
+        """Returns config.json with the mesh that was asked for, so that a resume can restore it."""
         values = document["config"]
         mesh = self.asked.mesh.model_dump()
         train = values["train"] | {"microbatch": self.asked.train.microbatch}
@@ -57,11 +59,11 @@ class Adapted:
 def adapt(
     config: RunConfig, run: Path, devices: Sequence[jax.Device] | None, fresh: bool
 ) -> Adapted:
-    """The config with a mesh for these devices (default: all), where `run` is to go on.
+    """Returns the config with a mesh for these devices (default: all), if `run` is resumed.
 
-    It stays as it is where the mesh fits, where it is not the one that the run had (a person has
-    changed it), and where `mesh.elastic` is false. Raises ConfigError where no such mesh divides
-    the global batch.
+    The config stays the same if its mesh fits, if its mesh is not the one the run had (the user has
+    changed it), and if `mesh.elastic` is false. Raises ConfigError if no such mesh divides the
+    global batch.
     """
     as_it_is = Adapted(config, config)
     count = len(jax.devices() if devices is None else devices)
@@ -86,11 +88,11 @@ def adapt(
 
 
 def choose_layout(config: RunConfig, count: int) -> MeshSizes | None:
-    """The layout of `count` devices that is nearest to that of the config.
+    """Returns the mesh for `count` devices that is nearest to that of the config.
 
-    `fsdp` stays if it can, else it is the largest divisor that is smaller, so that a device holds
-    as little as it can. None where the axes that stay do not divide the devices. Raises ConfigError
-    where the shards do not divide the global batch.
+    `fsdp` stays if it can; otherwise it becomes the largest smaller divisor, so that a device holds
+    as little as possible. None if the fixed axes do not divide the devices. Raises ConfigError if
+    the shards do not divide the global batch.
     """
     sizes = config.mesh.sizes
     stay = math.prod(size for axis, size in sizes.items() if axis not in ELASTIC)
@@ -110,7 +112,7 @@ def choose_layout(config: RunConfig, count: int) -> MeshSizes | None:
 
 
 def _is_mesh_of(run: Path, config: RunConfig) -> bool:
-    """True if the config asks for the mesh that is in the configuration of the run."""
+    """Returns True if the config asks for the mesh in the recorded configuration of the run."""
     try:
         document, _ = read_document(run)
     except CheckpointError:
@@ -120,7 +122,7 @@ def _is_mesh_of(run: Path, config: RunConfig) -> bool:
 
 
 def _does_not_divide(config: RunConfig, count: int, stay: int) -> ConfigError:
-    """Makes the error for `count` devices; each group of `stay` of them shares its sequences."""
+    """Returns the error for `count` devices; each group of `stay` of them shares its sequences."""
     batch = config.train.global_batch
     expert = config.mesh.expert
     shards = count // stay * expert

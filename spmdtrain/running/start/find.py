@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a run goes on, and what is to be said of it."""
+"""Finds the checkpoint from which a run resumes, with remarks about it."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ from spmdtrain.train.setup import Setup
 def find(
     prepared: Prepared, setup: Setup, checkpoints: Checkpoints
 ) -> tuple[Found | None, Sequence[str]]:
-    """The checkpoint of the chosen step, or the newest intact one, with remarks on it.
+    """Returns the checkpoint of the chosen step, or the newest intact one, with remarks.
 
-    None in a directory without one. CheckpointError where it is not one of this run.
+    The checkpoint is None if there is none. Raises CheckpointError if it belongs to another run.
     """
     pulse.tell(pulse.RESTORE)
     stages.enter("looking for a checkpoint")

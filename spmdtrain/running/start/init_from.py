@@ -1,4 +1,4 @@
-"""Weights of another run, with which a new one begins: `train.init_from`."""
+"""Reads the weights of another run, from which a new one starts: `train.init_from`."""
 
 import contextlib
 from pathlib import Path
@@ -16,7 +16,7 @@ from spmdtrain.train.setup import Setup
 
 
 def weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
-    """The parameters of the newest intact checkpoint of another run."""
+    """Returns the parameters of the newest intact checkpoint of another run."""
     reading = contextlib.closing(Checkpoints(run, setup, keep=None))
     with reading as checkpoints, naming_settings(run, setup):
         _, (params, meta), line = read_newest_good(

@@ -1,6 +1,6 @@
-"""Names the setting where a run directory is of another run than the one that is to go on there.
+"""Names the settings that differ when a run directory belongs to another run.
 
-What a checkpoint shows is that leaves differ. Which setting makes them differ is in config.json.
+A checkpoint only shows that leaves differ. config.json says which settings make them differ.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from spmdtrain.config.errors import CheckpointError, UnfitError
 from spmdtrain.data.source import Data
 from spmdtrain.train.setup import Setup
 
-# Settings that change no leaf, but may well differ on the way.
+# Settings that change no leaf, and may well change during a run.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 OPTIMIZER = "optimizer="
 OF_NO_LEAF = {"dropout", "attention", "rope_theta", "norm_epsilon"}
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    """The settings of a run by dotted name; empty where its config.json cannot be read."""
+    """Returns the settings of a run by dotted name; empty if its config.json is unreadable."""
     try:
         document, make = read_document(run)
     except CheckpointError:
@@ -42,8 +42,8 @@ def naming_settings(
 ) -> Iterator[None]:
     """Names the settings that have changed if a checkpoint of `run` does not fit.
 
-    Without `data` the corpus may be another one: only weights are read. `seams` are what the caller
-    exchanged.
+    Without `data`, only weights are read, and the corpus may differ. `seams` are what the caller
+    replaced.
     """
     try:
         yield

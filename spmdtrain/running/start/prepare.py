@@ -1,4 +1,4 @@
-"""Settles what a run is asked to do, before there is a model: data, vocabulary and mesh."""
+"""Settles what a run must do, before any model exists: data, vocabulary and mesh."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from spmdtrain.running.start.elastic import Adapted, adapt
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run is asked to do.
+    """The data, config and directory of a run that is about to start.
 
-    `config` is the one to train with: it has the vocabulary of `data`, and a mesh that fits the
-    devices (`adapted` says how that came about). `seams` is what the caller exchanged, by keyword.
-    With `fresh`, an older run in `directory` is set aside; with `step`, the run goes back to the
+    `config` is the one to train with: it has the vocabulary of `data` and a mesh that fits the
+    devices (`adapted` explains how). `seams` holds what the caller replaced, by keyword. With
+    `fresh`, an older run in `directory` is set aside; with `step`, the run goes back to the
     checkpoint of that step.
     """
 
@@ -44,7 +44,7 @@ def prepare(
 ) -> Prepared:
     """Opens the data and fits the mesh to `devices` (default: all).
 
-    Raises UserError where settings, data or `step` are wrong, or the processes disagree about them.
+    Raises UserError if settings, data or `step` are wrong, or if the processes disagree about them.
     """
     stages.enter("opening the data")
     config, data = open_data(asked, seams["data"])

@@ -1,4 +1,4 @@
-"""A run that holds its directory: what it reads there, and where it reports to."""
+"""A run that holds its directory: what it reads there, and where it reports."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,8 @@ from spmdtrain.train.state import TrainState
 class Session:
     """A run that holds its directory.
 
-    `found` is the checkpoint that it goes on from, and `remarks` what is to be said of that;
-    `given` is the state that a caller begins it with. `lowered` is the traced step where that was
-    needed already.
+    `found` is the checkpoint it resumes from, with `remarks` about it; `given` is the state that a
+    caller starts it from. `lowered` is the traced step if it has been traced already.
     """
 
     prepared: Prepared
@@ -44,7 +43,7 @@ class Session:
     lowered: jax.stages.Lowered | None
 
     def write(self, name: str, value: Any) -> None:
-        """Writes a whole JSON file into the run directory, in process 0 alone."""
+        """Writes a complete JSON file into the run directory; only process 0 does."""
         if jax.process_index() == 0:
             write_document(self.prepared.directory / name, value)
 
@@ -57,10 +56,10 @@ def open_session(
     sinks: Sequence[MakeSink],
     hooks: Sequence[Hook],
 ) -> Iterator[Session]:
-    """Locks the run directory and looks for a checkpoint; lets go of all of it at the end.
+    """Locks the run directory and looks for a checkpoint; releases everything at the end.
 
-    `state` is what a caller begins the run with. What cannot begin touches no directory. Raises
-    UserError where the directory or what it holds does not fit the run.
+    `state` is what a caller starts the run from. A run that cannot start touches no directory.
+    Raises UserError if the directory or its contents do not fit the run.
     """
     directory = prepared.directory
     check_model(setup)
