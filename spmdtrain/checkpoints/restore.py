@@ -19,7 +19,7 @@ from spmdtrain.checkpoints.model_code import SHIPPED, check_model_code
 from spmdtrain.checkpoints.newest import read_newest
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError
-from spmdtrain.config.given import as_flag, as_path, as_step
+from spmdtrain.config.given import as_flag, as_run, as_step
 from spmdtrain.config.load import as_overrides, from_resolved
 from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import RunConfig
@@ -38,7 +38,7 @@ def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if an override cannot be applied.
     """
     overrides = as_overrides(overrides)
-    return from_resolved(read_document(as_path(run, "run"))[0], overrides)
+    return from_resolved(read_document(as_run(run, "run"))[0], overrides)
 
 
 def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainState:
@@ -52,7 +52,7 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
     midway.
     """
     check_setup(setup)
-    run, step = as_path(run, "run"), as_step(step)
+    run, step = as_run(run, "run"), as_step(step)
     with _opened(run, setup) as checkpoints:
 
         def read(at: int) -> tuple[TrainState, Meta]:
@@ -75,7 +75,7 @@ def weights(
     float32 average, which a run with `optimizer.ema` has. Needs no mesh, no model and no devices.
     Raises CheckpointError if there is no such checkpoint, or no average in it.
     """
-    run, step, ema = as_path(run, "run"), as_step(step), as_flag(ema, "ema")
+    run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
     with _opened(run, None) as checkpoints:
         _, found = read_step(
             checkpoints, run, step, lambda at: checkpoints.read_weights(at, ema=ema)

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from typing import Any
 
 from spmdtrain.cli import doctor, launching, running
 from spmdtrain.cli.data import add_data, add_tokenizer
@@ -19,11 +20,11 @@ from spmdtrain.cli.shared_arguments import (
     whole,
 )
 from spmdtrain.config import ConfigError
+from spmdtrain.config.load import settings_called
 from spmdtrain.config.near import did_you_mean
 from spmdtrain.launch.patience import STEP_SECONDS
 
-# Commands that people of other trainers look for, and what is called so here.
-MEANT = {"generate": "sample", "evaluate": "eval", "resume": "train", "run": "train"}
+# Commands that people of other trainers look for.
 NOT_YET = {
     "import": "reading Hugging Face's weights",
     "export": "writing Hugging Face's weights",
@@ -51,17 +52,31 @@ class _Parser(argparse.ArgumentParser):
     def _meant(self, message: str) -> str:
         """Says what the first word that argparse does not know may stand for."""
         if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
-            for word in unknown[1].split():
-                if word.startswith("-"):
-                    return did_you_mean(word.partition("=")[0], self._option_string_actions)
+            words = [word.partition("=")[0] for word in unknown[1].split()]
+            flags = [word for word in words if word.startswith("-")]
+            keys = settings_called((flags or words)[0])
+            if keys and "--set" in self._option_string_actions:
+                return f", did you mean --set {' or --set '.join(f'{key}=...' for key in keys)}?"
+            if flags:
+                return did_you_mean(flags[0], self._option_string_actions)
         if unknown := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message, re.S):
             if unknown[1] in NOT_YET:
                 return f"; {NOT_YET[unknown[1]]} does not exist yet"
             commands = [
                 name for action in self._actions if action.choices for name in action.choices
             ]
-            return did_you_mean(MEANT.get(unknown[1], unknown[1]), commands)
+            return did_you_mean(unknown[1], commands)
         return ""
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is looked up when somebody asks."""
+
+    def __call__(self, parser, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        from importlib.metadata import version
+
+        print("spmdtrain", version("spmdtrain"))
+        parser.exit()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -70,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="spmdtrain",
         description="Train transformers on any mesh of devices from one SPMD program.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="the version, and no more")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_launch(commands)

@@ -54,6 +54,7 @@ def run(arguments: Sequence[str] | None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     _lose_no_letter()
     try:
+        _stand_somewhere()
         parsed = make_parser().parse_args(arguments)
         code = parsed.command(parsed)
         print(end="", flush=True)  # so that an output that nobody can take is found here
@@ -71,6 +72,15 @@ def _run(arguments: Sequence[str] | None) -> int:
             peers.leave(CLOSED_PIPE, "failed nobody reads its output")
             return CLOSED_PIPE
         return _end_with(StorageError(f"cannot write to standard output: {error.strerror}"))
+
+
+def _stand_somewhere() -> None:
+    """Refuses a working directory that somebody has removed: no path can be found from there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        fix = "cd to one that is there"
+        raise StorageError("the working directory is gone", fix=fix) from None
 
 
 def _lose_no_letter() -> None:

@@ -30,7 +30,7 @@ def train(parsed: argparse.Namespace) -> int:
 
         print(f"{xla_flags.as_comment()}\n{to_toml(config)}", end="")
         return DONE
-    directory = parsed.run or f"runs/{Path(parsed.config).stem}"
+    directory = f"runs/{Path(parsed.config).stem}" if parsed.run is None else parsed.run
     if parsed.hardware is not None:
         from spmdtrain.planner.cost.hardware import hardware
 

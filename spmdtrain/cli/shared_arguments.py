@@ -91,14 +91,16 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 def positive_int(text: str) -> int:
     """Reads a whole number of at least 1."""
     if not WHOLE.fullmatch(text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number of at least 1")
+        digits = "of at most 18 digits" if re.fullmatch("[0-9]+", text) else "of at least 1"
+        digits = digits if text.strip("0") else "of at least 1"
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number {digits}")
     return int(text)
 
 
 def whole(text: str) -> int:
     """Reads a whole number; which ones make sense is said later."""
     if not re.fullmatch("-?[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number of at most 9 digits")
     return int(text)
 
 

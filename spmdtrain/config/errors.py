@@ -32,6 +32,8 @@ class UserError(ValueError):
 def _one_line(part: str) -> str:
     """One line of a length that a person reads: what was typed may be a megabyte."""
     line = " ".join(part.split())
+    if not line.isprintable():  # what moves a terminal's cursor, or writes backwards
+        line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
     if len(line) <= LONGEST_PART:
         return line
     return f"{line[: LONGEST_PART - 200]} ... {line[-195:]}"

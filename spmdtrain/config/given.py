@@ -6,6 +6,7 @@ Public functions call them first, before anything is read, compiled or written. 
 import math
 import operator
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from spmdtrain.config.errors import ConfigError
 
 T = TypeVar("T")
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 LARGEST = 2**63 - 1  # of a number that is kept in 64 bits
 
 
@@ -35,6 +37,19 @@ def as_path(value: Any, name: str) -> Path:
     if not text or "\0" in text:
         raise ConfigError(f"{name}={shown(text)} is no path", fix="'.' for the working directory")
     return Path(text)
+
+
+def as_run(value: Any, name: str) -> Path:
+    """Returns the path of a run directory, as `as_path`.
+
+    ConfigError for an address such as gs://bucket/run too: it would be a folder called `gs:`.
+    """
+    text = str(as_path(value, name))
+    if ADDRESS.match(os.fspath(value)):
+        raise ConfigError(
+            f"{value} is an address, and a run is in a folder", fix="a folder, of a mount say"
+        )
+    return Path(re.sub("^/+", "/", text))  # no library takes //folder
 
 
 def as_texts(value: Any, name: str, example: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_path, as_texts, shown
-from spmdtrain.config.near import nearest
+from spmdtrain.config.near import nearest, usual
 from spmdtrain.config.refusal import expectation
 from spmdtrain.config.schema import RunConfig, Settings
 from spmdtrain.config.toml_file import DEEPEST, MOST_EXTENDED, parse_toml, read_toml
@@ -292,8 +292,9 @@ def _parse_override(path: KeyPath, text: str, table: TomlTable, origin: Origin) 
     try:
         return _parse(annotation, text)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise _refused(key, text, COMMAND_LINE, expectation(first)) from None
+        expected = dict.fromkeys(map(expectation, error.errors(include_url=False)))
+        expected |= dict.fromkeys(_none_of(annotation))
+        raise _refused(key, text, COMMAND_LINE, *expected) from None
 
 
 def _parse(annotation: Any, text: str) -> Any:
@@ -402,6 +403,10 @@ def _literals(annotation: Any) -> list[Any]:
     return [value for literal in literals for value in get_args(literal)]
 
 
+def _none_of(annotation: Any) -> list[str]:
+    return [repr(NONE)] if NoneType in _alternatives(annotation) else []
+
+
 def _leaves(table: TomlTable, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield (path, value) of everything that is not a table with something in it."""
     for name, value in table.items():
@@ -497,6 +502,8 @@ def _in_our_words(error: ValidationError, values: TomlTable, origin: Origin) -> 
     # A union complains once for each of its members.
     complaints = [first, *(other for other in others if _locate(other["loc"], values)[0] == key)]
     expected = dict.fromkeys(map(expectation, complaints))
+    if not inside:
+        expected |= dict.fromkeys(_none_of(_find_type(tuple(key.split(".")), values, origin)))
     return _refused(key, value, origin[key], *expected, inside=inside)
 
 
@@ -526,7 +533,7 @@ def _locate(loc: tuple[int | str, ...], values: TomlTable) -> tuple[str, str, An
 def _refused(key: str, value: Any, where: str, *expected: str, inside: str = "") -> ConfigError:
     hint = ""
     if isinstance(value, str):
-        close = nearest(value, re.findall(r"'([^']*)'", expected[0]))
+        close = nearest(value, re.findall(r"'([^']*)'", " ".join(expected)))
         if close:
             hint = f", did you mean {close!r}?"
     must = f"must be {' or '.join(expected)}"
@@ -540,15 +547,17 @@ def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
     the sections that have one of that name: `--set steps=3` wants train.steps.
     """
     *section, name = path
+    known = usual(name)
     owners = []  # (section, its name field or None)
     for other, field in RunConfig.model_fields.items():
         for choice in _alternatives(field.annotation):
-            if name in choice.model_fields:
+            if known in choice.model_fields:
                 owners.append((other, choice.model_fields.get("name")))
-    classes = [repr(field.default) for other, field in owners if field and [other] == section]
+    mine = [field for other, field in owners if field and [other] == section and name == known]
+    classes = [repr(field.default) for field in mine]
     close = nearest(name, names)
     hint = ""
-    key = ".".join(path)
+    key = ".".join(map(_toml_key, path))
     if key in NOT_YET:
         return ConfigError(f"{key} (from {where}) does not exist yet: {NOT_YET[key]}")
     if classes:
@@ -556,11 +565,25 @@ def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
     elif close:
         hint = f", did you mean {'.'.join((*section, close))}?"
     elif owners:
-        meant = dict.fromkeys(f"{other}.{name}" for other, _ in owners)
+        meant = dict.fromkeys(f"{other}.{known}" for other, _ in owners)
         hint = f", did you mean {' or '.join(meant)}?"
     there = f"[{section[0]}]" if section else "sections"
     found = f"{there}: {', '.join(names)}"
-    return ConfigError(f"unknown key {'.'.join(path)} (from {where}){hint}", found=found)
+    return ConfigError(f"unknown key {key} (from {where}){hint}", found=found)
+
+
+def settings_called(name: str) -> list[str]:
+    """Return the dotted keys of the settings that a flag of this name may mean: --seed, say."""
+    *section, last = name.lstrip("-").replace("-", "_").split(".")
+    keys = {
+        f"{owner}.{setting}": None
+        for owner, field in RunConfig.model_fields.items()
+        if section in ([], [owner])
+        for choice in _alternatives(field.annotation)
+        for setting in choice.model_fields
+        if setting in (last, usual(last))
+    }
+    return list(keys)
 
 
 # --- writing ----------------------------------------------------------------------------------

@@ -4,6 +4,47 @@ import difflib
 import re
 from collections.abc import Iterable
 
+# What other trainers call it, without the characters that do not count.
+USUAL = {
+    "dp": "data",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "batchsize": "global_batch",
+    "seqlen": "sequence_length",
+    "maxsteps": "steps",
+    "iters": "steps",
+    "maxiters": "steps",
+    "warmupsteps": "warmup",
+    "gradclip": "clip",
+    "maxgradnorm": "clip",
+    "hiddensize": "embed",
+    "dmodel": "embed",
+    "nlayers": "layers",
+    "numlayers": "layers",
+    "nheads": "heads",
+    "numheads": "heads",
+    "numattentionheads": "heads",
+    "vocabsize": "vocab",
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "evaluate": "eval",
+    "generate": "sample",
+    "resume": "train",
+    "run": "train",
+    "maxtokens": "length",
+    "maxnewtokens": "length",
+}
+
+
+def usual(word: str) -> str:
+    """Returns what is called `word` elsewhere, by its name here; else the word itself."""
+    return USUAL.get(_plain(word[:200]), word)
+
 
 def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str:
     """Returns the name that `word` may stand for; "" where none is near.
@@ -13,6 +54,7 @@ def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str:
     plain = {}
     for name in known:
         plain.setdefault(_plain(name), name)
+    word = word if _plain(word[:200]) in plain else usual(word)
     near = difflib.get_close_matches(_plain(word[:200]), plain, 1, alike)
     return plain[near[0]] if near else ""
 

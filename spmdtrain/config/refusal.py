@@ -44,6 +44,7 @@ def expectation(error: Any) -> str:
         "bool": "true or false",
         "string": "a string",
         "tuple": "a list",
+        "int_parsing_size": "an integer of fewer digits",
     }
     kind = error["type"].removesuffix("_type").removesuffix("_parsing")
     return words.get(kind) or error["msg"].removeprefix("Input should be ")

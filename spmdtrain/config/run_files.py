@@ -42,8 +42,9 @@ class RunFiles:
         return self._lines("events.jsonl")
 
     def _document(self, name: str) -> Any:
+        text = self._text(name)
         try:
-            return json.loads(self._text(name))
+            return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise self._is_none(name, f": {_cause(error)}") from None
 
@@ -66,11 +67,12 @@ class RunFiles:
     def _text(self, name: str) -> str:
         path = self.directory / name
         try:
-            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep its reader waiting
-                raise self._is_none(name, " is no regular file")
-            return path.read_text(encoding="utf-8")
+            is_file = stat.S_ISREG(path.stat().st_mode)
+            if is_file:  # a pipe would keep its reader waiting
+                return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
             raise self._is_none(name, f": {_cause(error)}") from None
+        raise self._is_none(name, " is no regular file")
 
     def _is_none(self, name: str, why: str) -> CheckpointError:
         return CheckpointError(

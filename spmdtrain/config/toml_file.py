@@ -42,7 +42,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
     try:
-        return parse_toml(content.decode())
+        return parse_toml(content.decode("utf-8-sig"))  # with a mark, as Windows writes it
     except ValueError as error:  # also what is not UTF-8, and a number of 5,000 digits
         raise ConfigError(f"{what} is not TOML: {error}") from None
 

@@ -13,7 +13,7 @@ from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_document, read_step, refuse_own_code
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, ConfigError
-from spmdtrain.config.given import as_flag, as_path, as_step, as_texts
+from spmdtrain.config.given import as_flag, as_run, as_step, as_texts
 from spmdtrain.config.load import COMMAND_LINE, as_overrides, from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
@@ -68,7 +68,7 @@ def open_run(
     `overrides` set `mesh.*`; they may set what is in `settable` and nothing else. With `ema` the
     weights are the average that was kept with `optimizer.ema`. Raises UserError.
     """
-    run, step, ema = as_path(run, "run"), as_step(step), as_flag(ema, "ema")
+    run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
     overrides = as_overrides(overrides)
     settable = as_texts(settable, "settable", "mesh.")
     check_make(make)

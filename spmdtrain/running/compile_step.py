@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from spmdtrain.compiled import hlo
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.running.report import stages
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.step import make_step
@@ -14,6 +15,9 @@ from spmdtrain.train.step import make_step
 
 def lower_step(setup: Setup) -> jax.stages.Lowered:
     """Returns the traced step. Raises UserError for what a model cannot do on this mesh."""
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        what = "jax compiles nothing, and a step is compiled"
+        raise ConfigError(what, fix="unset JAX_DISABLE_JIT")
     stages.enter("tracing the step")
     return make_step(setup).lower(setup.state, setup.batch)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from spmdtrain.config.given import as_flag, as_path, as_step, check_kind
+from spmdtrain.config.given import as_flag, as_run, as_step, check_kind
 from spmdtrain.config.schema import check_config
 from spmdtrain.models.choose import check_make
 from spmdtrain.parallel.mesh import given_devices
@@ -39,7 +39,7 @@ def check_arguments(  # noqa: PLR0913 - those of `run`
     check_kind(prediction, (Prediction, NoneType), "prediction", "None")
     check(sinks, hooks)
     return Where(
-        as_path(directory, "directory"),
+        as_run(directory, "directory"),
         as_flag(fresh, "fresh"),
         as_step(step),
         None if devices is None else given_devices(devices),

@@ -9,7 +9,7 @@ from spmdtrain.checkpoints.identity import config_document, identity
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.given import as_path, as_whole
+from spmdtrain.config.given import as_run, as_whole
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.indices import LAST_SAMPLE
 from spmdtrain.data.source import Source, Tokens, open_data
@@ -44,7 +44,7 @@ def save(
     Raises ConfigError if the state does not belong to this setup, CheckpointError if the directory
     holds this step or a later one.
     """
-    directory = as_path(directory, "directory")
+    directory = as_run(directory, "directory")
     if sample is not None:
         sample = as_whole(sample, "sample", 0, LAST_SAMPLE)
     state = placed(setup, state)

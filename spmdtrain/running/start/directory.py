@@ -109,7 +109,7 @@ def _start_of(pid: int) -> int:
 def _holder(text: str) -> dict[str, str | int] | None:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     match found:
         case {"host": str(), "pid": int(), "start": int()}:
