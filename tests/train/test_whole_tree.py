@@ -59,11 +59,26 @@ OF_ALL = {
         {True: optax.scale_by_lion(), False: optax.chain(optax.clip(0.1), optax.trace(0.9))},
         lambda tree: {path: by_path[path] for path in tree},
     ),
+    "a clip that begins later": optax.conditionally_transform(
+        optax.clip_by_global_norm(0.1), lambda step, **_: step >= 4
+    ),
+    "the largest norm so far": optax.GradientTransformation(
+        lambda _: (jnp.zeros(()), jnp.zeros((), jnp.int32)),
+        lambda tree, state, _: (
+            jax.tree.map(lambda x: jnp.where(state[1] > 3, x / (1 + state[0]), x), tree),
+            (jnp.maximum(state[0], optax.tree.norm(tree)), state[1] + 1),
+        ),
+    ),
     "injected clip": optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=0.1),
     "every second, all finite": optax.MultiSteps(
         optax.scale_by_adam(), 2, should_skip_update_fn=optax.skip_not_finite
     ).gradient_transformation(),
 }
+
+LATE = ("a clip that begins later", "the largest norm so far")
+OF_ONE_TENSOR["later"] = optax.conditionally_transform(
+    optax.scale_by_adam(), lambda step, **_: step >= 4
+)
 
 
 def tensors(seed: int) -> dict[str, jax.Array]:
@@ -86,9 +101,10 @@ def test_an_optimizer_of_optax_does_what_optax_does_with_all_tensors(name):
     assert all((rule.together is None) == (name in OF_ONE_TENSOR) for rule in rules.values())
     values = tensors(0)
     state, want_state = optimizers.init(rules, SHAPES, values), transformation.init(parted(values))
-    for step in range(1, 4):
+    last = 7 if name in LATE else 4
+    for step in range(1, last):
         gradients = tensors(step)
-        if step == 2:
+        if step == 2 and name not in LATE:
             gradients["norm.scale"] = gradients["norm.scale"].at[0].set(jnp.nan)
         got, state = optimizers.updates(rules, SHAPES, gradients, state, values)
         want, want_state = transformation.update(parted(gradients), want_state, parted(values))

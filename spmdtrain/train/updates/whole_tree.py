@@ -21,6 +21,7 @@ import optax
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import Parameter
+from spmdtrain.train.updates.crossing import crosses
 
 Tensors = Mapping[str, jax.Array]  # by dotted parameter path, layers stacked
 
@@ -39,16 +40,16 @@ class WholeTree:
 
     def init(self, values: Tensors) -> dict[str, Any]:
         """The state before the first step, by path."""
-        return self._to_rest(self.transformation.init(self._given(values)), values)
+        return self._to_rest(self.transformation.init(self.given(values)), values)
 
     def update(
         self, gradients: Tensors, state: Mapping[str, Any], values: Tensors
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """(updates, new state), by path."""
-        given = self._given(values)
+        given = self.given(values)
         whole = self._from_rest(state, jax.eval_shape(self.transformation.init, given))
         found: Any
-        found, new = self.transformation.update(self._given(gradients), whole, given)
+        found, new = self.transformation.update(self.given(gradients), whole, given)
         updates = {path: self._joined(path, found[path], values[path]) for path in self.stacked}
         return updates, self._to_rest(new, values)
 
@@ -59,7 +60,8 @@ class WholeTree:
         joined = [jnp.concatenate([x[path].ravel() for path in ones]) for x in (updates, ones)]
         return joined[0], joined[1]
 
-    def _given(self, tensors: Tensors) -> dict[str, Any]:
+    def given(self, tensors: Tensors) -> dict[str, Any]:
+        """The tensors as the transformation is given them."""
         return {path: self._parted(path, tensors[path]) for path in self.stacked}
 
     def _parted(self, path: str, x: jax.Array) -> Any:
@@ -167,7 +169,8 @@ def needs_whole_tree(
             )
         return None
     if not isinstance(alone, Exception) and _equal(alone, together):
-        return None
+        ones = {path: jnp.ones(_small(each)) for path, each in parameters.items()}
+        return whole if crosses(transformation, whole.given(ones)) else None
     stacks = WholeTree(transformation, stacked, by_layer=False)
     at_once = _tried(lambda: trial(stacks.init, stacks.update))
     if isinstance(at_once, Exception) or not _equal(at_once, together):

@@ -1,0 +1,56 @@
+"""Whether the update of one tensor ever reads another one, as the code says and not as a trial.
+
+A clip to the global norm that begins at a later step does nothing in a trial of a few steps. So the
+traced update is followed from its gradients to its updates, through the state and over steps.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import Literal
+
+Origins = frozenset[int]  # the tensors that a value is computed from
+LOOPS = ("scan", "while")
+
+
+def crosses(transformation: optax.GradientTransformation, tensors: Any) -> bool:
+    """True if an update of one leaf of `tensors` may be computed from another leaf."""
+    state = jax.eval_shape(transformation.init, tensors)
+    begin = jax.make_jaxpr(transformation.init)(tensors).jaxpr
+    step = jax.make_jaxpr(transformation.update)(tensors, state, tensors).jaxpr
+    own = [frozenset([at]) for at in range(len(jax.tree.leaves(tensors)))]
+    of_state = _followed(begin, own)
+    while True:
+        found = _followed(step, [*own, *of_state, *own])
+        updates, after = found[: len(own)], found[len(own) :]
+        grown = [old | new for old, new in zip(of_state, after, strict=True)]
+        if grown == of_state:
+            return any(not update <= mine for update, mine in zip(updates, own, strict=True))
+        of_state = grown
+
+
+def _followed(jaxpr: Any, given: list[Origins]) -> list[Origins]:
+    """The origins of the outputs of a traced function, from those of its inputs."""
+    known: dict[Any, Origins] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def origins(value: Any) -> Origins:
+        return frozenset() if isinstance(value, Literal) else known.get(value, frozenset())
+
+    for equation in jaxpr.eqns:
+        outputs = _through(equation, [origins(value) for value in equation.invars])
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return [origins(value) for value in jaxpr.outvars]
+
+
+def _through(equation: Any, given: list[Origins]) -> list[Origins]:
+    """Those of the outputs of one operation; of a loop and of what is not known: of all inputs."""
+    params = equation.params
+    if equation.primitive.name == "cond":
+        taken = [_followed(branch.jaxpr, given[1:]) for branch in params["branches"]]
+        return [given[0].union(*each) for each in zip(*taken, strict=True)]
+    inner = params.get("jaxpr", params.get("call_jaxpr"))
+    inner = getattr(inner, "jaxpr", inner)
+    if equation.primitive.name not in LOOPS and len(getattr(inner, "invars", ())) == len(given):
+        return _followed(inner, given)
+    return [frozenset().union(*given)] * len(equation.outvars)
