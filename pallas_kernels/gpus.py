@@ -219,6 +219,7 @@ BEFORE_AMPERE = "before ampere"
 _UNLISTED = {
     BEFORE_AMPERE: r"K80|M40|M60|P4|P40|P100|V100S?|T4|T1000|TITAN"
     r"|GTX|GeForce RTX 20\d\d|Quadro RTX",
+    "ampere": r"A(30|100|800)",
     "hopper": r"G?H(20|100|200|800)",
     "blackwell": r"G?B[123]00",
 }

@@ -9,15 +9,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import cudnn, hopper, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, prepare
-from pallas_kernels.choose import INTERPRET, choose
+from pallas_kernels.choose import INTERPRET, choose, device_kind
 from pallas_kernels.counting import is_counted, marked, seen_pairs
 from pallas_kernels.given import check_arrays, check_flag
+from pallas_kernels.gpus import generation
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "mosaic": hopper, "triton": triton, "cudnn": cudnn}
-# cuDNN's forward is published at 395 to 617 TFLOP/s on an H100 (arXiv:2407.08608, head dims 64 and
-# 128). Our kernels take their places once they are measured.
-PREFERENCE = ("cudnn", "xla")
+# The order where nothing was measured is by reason. cuDNN's forward is published at 395 to 617
+# TFLOP/s on an H100 (arXiv:2407.08608, head dims 64 and 128). What it refuses goes to our kernels,
+# those of the GPU's generation first: XLA writes its scores to memory.
+OURS = {"ampere": ("triton",), "hopper": ("mosaic", "triton"), "blackwell": ("triton",)}
+FEWEST_QUERIES = 64  # with fewer, as in generation, our tiles are mostly padding
 SAVED = "attention"  # the checkpoint_name of what `saveable` keeps
 
 
@@ -60,8 +63,8 @@ def attention(  # noqa: PLR0913 - the question has as many parts
         position j, query i at i + s - t.
       return_lse: also return the natural logarithm of the softmax's denominator, float32
         [batch, t, heads], -inf where no key is seen.
-      implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first of
-        PREFERENCE that does not refuse.
+      implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first that
+        does not refuse: cuDNN, our kernels for the GPU's generation, XLA.
 
     Returns:
       [batch, t, heads, width of v], or a pair with the lse.
@@ -92,11 +95,18 @@ def attention(  # noqa: PLR0913 - the question has as many parts
     }
     if return_lse:
         refusals["cudnn"] = lambda _: "gives no lse"
-    name = choose("attention", refusals, PREFERENCE, implementation)
+    name = choose("attention", refusals, order(inputs), implementation)
     if name == "cudnn":  # it has a derivative rule of its own
         return cudnn.attend(problem, inputs)
     out, lse = _attend_compiled(problem, name, inputs)
     return (out, lse) if return_lse else out
+
+
+def order(inputs: Inputs) -> tuple[str, ...]:
+    """The implementations of a call, best first, where nothing was measured."""
+    queries, _ = inputs.lengths
+    ours = OURS.get(generation(device_kind()), ()) if queries >= FEWEST_QUERIES else ()
+    return ("cudnn", *ours, "xla")
 
 
 def _mark(q, k, v, causal, window, return_lse):

@@ -6,13 +6,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choose import INTERPRET, choose
+from pallas_kernels.choose import INTERPRET, choose, device_kind
 from pallas_kernels.given import as_number, check_arrays, check_floating
+from pallas_kernels.gpus import generation
 from pallas_kernels.norm import triton, xla
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "triton": triton}
-PREFERENCE = ("xla",)  # no other was measured to be faster yet
+# The order where nothing was measured is by reason: one kernel reads and writes each array once.
+OURS = {"ampere": ("triton",), "hopper": ("triton",), "blackwell": ("triton",)}
 
 
 def layernorm(
@@ -34,8 +36,8 @@ def layernorm(
       scale, bias: [width], floating.
       residual: of x's shape, in any floating dtype. With it x + residual is normalised, rounded to
         the residual's dtype.
-      implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first of
-        PREFERENCE that does not refuse.
+      implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first that
+        does not refuse: our kernels for the GPU's generation, XLA.
 
     Returns:
       y, of x's shape; with a residual (y, x + residual).
@@ -63,6 +65,11 @@ def rmsnorm(
     return _norm("rmsnorm", x, scale, bias, residual, eps, implementation)
 
 
+def order() -> tuple[str, ...]:
+    """The implementations, best first, where nothing was measured."""
+    return (*OURS.get(generation(device_kind()), ()), "xla")
+
+
 def _norm(op, x, scale, bias, residual, eps, implementation):
     check_arrays(op, x=x, scale=scale, bias=bias, residual=residual)
     if x is None or scale is None:
@@ -74,7 +81,7 @@ def _norm(op, x, scale, bias, residual, eps, implementation):
     if 0 in rows:
         raise ValueError(f"{op}: x {x.shape} has no elements")
     refusals = {name: partial(module.refusal, rows) for name, module in IMPLEMENTATIONS.items()}
-    name = choose(op, refusals, PREFERENCE, implementation)
+    name = choose(op, refusals, order(), implementation)
     x_nd = x.reshape(rows)
     residual_nd = None if residual is None else residual.reshape(rows)
     centred = op == "layernorm"

@@ -186,11 +186,10 @@ def mesh_sizes(config: RunConfig, devices: int | None, hardware: Hardware) -> di
 def our_software(config: RunConfig, hardware: Hardware) -> Software:
     """The constants of this framework.
 
-    Attention is one kernel where cuDNN has one. Elsewhere XLA computes it in tiles and writes the
-    scores to memory.
+    Attention is one kernel on NVIDIA's GPUs, cuDNN's or ours. Elsewhere XLA computes it in tiles
+    and writes the scores to memory.
     """
     narrow = config.precision.compute != "float32"
-    segments = config.data.packing != "stream"
     amd = hardware.name.startswith("mi")
-    fused = config.model.attention != "xla" and narrow and not segments and not amd
+    fused = config.model.attention != "xla" and narrow and not amd
     return software("spmdtrain" if fused else "spmdtrain-xla", hardware.name)

@@ -39,8 +39,8 @@ class TransformerConfig(Settings):
     dropout: Fraction = 0.0
     attention: Attention = Field(
         default="auto",
-        description="its implementation; auto: the fastest measured that can; "
-        "a named one never falls back",
+        description="its implementation; auto: cuDNN where it can, then our kernels for the GPU, "
+        "then XLA; a named one never falls back",
     )
     rope_theta: Positive = 10_000.0
     norm_epsilon: Positive = 1e-5
