@@ -31,7 +31,7 @@ from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import drop_axes, keep_axes
-from spmdtrain.train.gradients.loss import make_context, make_head_losses
+from spmdtrain.train.gradients.forward import make_context, make_head_losses
 from spmdtrain.train.setup import Setup, parameter_specs
 
 AXIS = "pipeline"

@@ -19,7 +19,7 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
-from spmdtrain.train.gradients.loss import means
+from spmdtrain.train.gradients.sums import means
 from spmdtrain.train.item import Metrics, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState

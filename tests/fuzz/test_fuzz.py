@@ -34,7 +34,7 @@ from spmdtrain.parallel import reduce
 from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.running import steps
 from spmdtrain.train import setup
-from spmdtrain.train.gradients import grad_accumulation, loss
+from spmdtrain.train.gradients import grad_accumulation, reduction
 
 pytestmark = pytest.mark.long
 
@@ -210,7 +210,7 @@ def test_a_planted_scatter_in_the_wrong_order_is_found(monkeypatch, oracles, roo
 def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles, room):
     each = Draw(0, TWO, {"mesh.data": 2})
     assert oracles.of(TWO).run.end == "finished"
-    monkeypatch.setattr(loss, "reduce_gradients", planted)
+    monkeypatch.setattr(reduction, "reduce_gradients", planted)
     report = examine(each, oracles, room)
     assert report.kinds() == {"numbers differ from one device, float32"}
 

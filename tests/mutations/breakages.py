@@ -145,14 +145,14 @@ BREAKAGES = [
     # Pipelines
     Breakage(
         "a pipeline divides by the tokens of one batch shard",
-        "train/gradients/loss.py",
+        "train/gradients/reduction.py",
         "count = jnp.maximum(tokens, 1)",
         "count = jnp.maximum(tokens / setup.rules.sizes['data'], 1)",
         PIPELINE_DATA,
     ),
     Breakage(
         "a pipeline's loss leaves out the expert axis",
-        "train/gradients/loss.py",
+        "train/gradients/sums.py",
         "axes = [axis for axis in BATCH_AXES if rules.sizes[axis] > 1]",
         "axes = [axis for axis in BATCH_AXES[:-1] if rules.sizes[axis] > 1]",
         EXPERT,
@@ -166,7 +166,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a pipeline's gradients accumulate in compute precision",
-        "train/gradients/loss.py",
+        "train/gradients/reduction.py",
         "jax.lax.with_sharding_constraint(jnp.zeros(x.shape, dtype), spec)",
         "jax.lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), spec)",
         PRECISION,
@@ -299,7 +299,7 @@ BREAKAGES = [
     ),
     Breakage(
         "the gradient of the head's input is summed whole",
-        "train/gradients/loss.py",
+        "train/gradients/forward.py",
         '        return Whole("stream_time", but_for="time")\n',
         '        return "time"\n',
         f"{COLLECTIVE} -k 'just_what_theory_needs and full'",
@@ -314,42 +314,42 @@ BREAKAGES = [
     # One microbatch
     Breakage(
         "the loss of a split sequence is that of one part",
-        "train/gradients/loss.py",
+        "train/gradients/forward.py",
         "return jax.lax.psum(losses, token_axes) if token_axes else losses",
         "return losses",
         CONTEXT,
     ),
     Breakage(
         "the head takes a stage's rows for the whole vocabulary",
-        "train/gradients/loss.py",
+        "train/gradients/forward.py",
         'axis_name = (*table_axes, *automatic_axes("vocab"))',
         'axis_name = automatic_axes("vocab")',
         ONE_F_ONE_B,
     ),
     Breakage(
         "the noise of all steps is the same",
-        "train/gradients/loss.py",
+        "train/gradients/forward.py",
         'sample_noise(train.seed, step, microbatch["sample"])',
         'sample_noise(train.seed, 0 * step, microbatch["sample"])',
         NOISE,
     ),
     Breakage(
         "the noise of all seeds is the same",
-        "train/gradients/loss.py",
+        "train/gradients/forward.py",
         'sample_noise(train.seed, step, microbatch["sample"])',
         'sample_noise(0, step, microbatch["sample"])',
         NOISE,
     ),
     Breakage(
         "tokens attend across document ends",
-        "train/gradients/loss.py",
+        "train/gradients/forward.py",
         'segment_ids_bt=microbatch.get("segment_ids"),',
         "segment_ids_bt=None,",
         f"{LAYOUTS} -k documents_are_apart",
     ),
     Breakage(
         "positions count on across document ends",
-        "train/gradients/loss.py",
+        "train/gradients/forward.py",
         'positions_bt = microbatch.get("positions")',
         "positions_bt = None",
         f"{LAYOUTS} -k documents_are_apart",
@@ -487,7 +487,7 @@ BREAKAGES = [
     ),
     Breakage(
         "gradients keep the scale of the loss",
-        "train/gradients/loss.py",
+        "train/gradients/reduction.py",
         "count = count * cotangent",
         "count = count * 1",
         f"{LOSS_SCALE} -k within_float16",
@@ -657,7 +657,7 @@ BREAKAGES = [
     # Padding
     Breakage(
         "padded rows have a part in the softmax",
-        "train/gradients/loss.py",
+        "train/gradients/forward.py",
         "vocab=setup.model.rows, training=training",
         "vocab=None, training=training",
         f"{LAYOUTS} -k '67 and pipeline'",

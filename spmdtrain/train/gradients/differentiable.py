@@ -14,7 +14,7 @@ from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import step
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params
-from spmdtrain.train.gradients.loss import total_of
+from spmdtrain.train.gradients.sums import total_of
 from spmdtrain.train.setup import Setup, check_setup
 
 Params = dict[str, jax.Array]

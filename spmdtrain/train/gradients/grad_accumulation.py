@@ -22,18 +22,14 @@ from spmdtrain.parallel.gather import gather_over
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.loss import (
-    add_copies,
+from spmdtrain.train.gradients.forward import make_context, make_head_losses, make_layer_gather
+from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
+from spmdtrain.train.gradients.sums import (
     count_tokens,
     join_losses,
-    make_context,
-    make_head_losses,
-    make_layer_gather,
-    mean_gradients,
     objective,
     sum_over_shards,
     total_of,
-    zero_gradients,
 )
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses

@@ -26,17 +26,9 @@ from spmdtrain.pipeline.executor import StageProgram, gradients, losses
 from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.loss import (
-    add_copies,
-    count_tokens,
-    join_losses,
-    make_context,
-    make_head_losses,
-    mean_gradients,
-    sum_over_shards,
-    total_of,
-    zero_gradients,
-)
+from spmdtrain.train.gradients.forward import make_context, make_head_losses
+from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
+from spmdtrain.train.gradients.sums import count_tokens, join_losses, sum_over_shards, total_of
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 

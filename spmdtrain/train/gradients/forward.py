@@ -1,25 +1,21 @@
-"""One microbatch through the model to its loss, and what both ways to gradients end with.
+"""One microbatch through the model to the sums of its losses.
 
 B: sequences of a microbatch, T: tokens of a sequence, E: width of the stream, V: rows of the head's
 table.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import make_manual_gather
 from spmdtrain.models.context import ForwardContext, sample_noise
 from spmdtrain.models.model import LanguageModel
-from spmdtrain.parallel.axes import BATCH_AXES, Rules
-from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
+from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.regions import MANUAL_AXES, Name, Whole, make_constrain, make_local_map
-from spmdtrain.parallel.specs import axes_of_dim, drop_axes
+from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.parallel.tensor_matmul import (
     make_column_parallel,
     make_find_ring,
@@ -29,8 +25,9 @@ from spmdtrain.parallel.tensor_matmul import (
 )
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.gradients.sums import by_source
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.token_loss import Losses, make_sum_losses, of_the_step
+from spmdtrain.train.token_loss import Losses, make_sum_losses
 
 
 def make_context(setup: Setup) -> Callable[..., ForwardContext]:
@@ -130,7 +127,7 @@ def make_head_losses(
         arrays = (hidden_bte, table_ve, microbatch["targets"], mask_bt)
         names = (("batch", hidden_time(rules), None), ("vocab", None), token, token)
         if training and "source" in microbatch:
-            arrays = (*arrays, _by_source(setup, microbatch))
+            arrays = (*arrays, by_source(setup, microbatch))
             names = (*names, ("batch", None))
         return ctx.local_map(local, arrays, names, ())
 
@@ -150,110 +147,3 @@ def hidden_time(rules: Rules) -> Name:
     if axes_of_dim(stream)[: len(outer)] == outer:
         return Whole("stream_time", but_for="time")
     return "time"
-
-
-def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
-    """The losses of the head and the side losses of the layers. ConfigError for a name of both."""
-    for name in sorted(of_layers):
-        if name in of_head or name in of_the_step():
-            what = f"a side loss of a block is called {name!r}, as another figure of a step is"
-            raise ConfigError(what, fix="another name")
-    return of_head | of_layers
-
-
-def objective(losses: Losses) -> Any:
-    """The scalar that training minimises: the sum of all losses."""
-    return sum(total_of(loss) for loss in losses.values())
-
-
-def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax.Array]:
-    """{"tokens": the unmasked ones of a batch}, float32; of a mixture in training a vector as the
-    losses are.
-    """
-    mask = batch["mask"].astype(jnp.float32)
-    if not training or "source" not in batch:
-        return {"tokens": mask.sum()}
-    of_sequence = mask.sum(-1)[..., None]  # first: time may be split, and is to be summed once
-    each = (of_sequence * _by_source(setup, batch)).sum(tuple(range(mask.ndim - 1)))
-    return {"tokens": jnp.concatenate([of_sequence.sum()[None], each])}
-
-
-def means(setup: Setup, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Each loss over the number of tokens, and both numbers of tokens, scalars by name.
-
-    `sums`: scalars, or of a mixture vectors [1 + sources] that become NAME and NAME/SOURCE. A
-    source without tokens has a loss of 0: its number of tokens says that there is none.
-    """
-    sources = ["", *(f"/{source.name}" for source in setup.config.data.mix)]
-    tokens = sums["tokens"]
-    found = {}
-    for name, total in sums.items():
-        over = tokens if total.ndim else total_of(tokens)
-        mean = total if name == "tokens" else total / jnp.maximum(over, 1)
-        if mean.ndim:
-            found |= {name + source: mean[at] for at, source in enumerate(sources)}
-        else:
-            found[name] = mean
-    return found
-
-
-def total_of(sums: jax.Array) -> jax.Array:
-    """The sum over all sources, which stands before those of each."""
-    return sums[0] if sums.ndim else sums
-
-
-def _by_source(setup: Setup, batch: Batch) -> jax.Array:
-    """Marks the source of each sequence: float32 [..., sources], 1 at its source, else 0."""
-    sources = jnp.arange(len(setup.config.data.mix))
-    return (batch["source"][..., None] == sources).astype(jnp.float32)
-
-
-def sum_over_shards(sums: dict[str, jax.Array], rules: Rules) -> dict[str, jax.Array]:
-    """Losses and numbers of tokens, summed over the shards of the batch."""
-    axes = [axis for axis in BATCH_AXES if rules.sizes[axis] > 1]
-    return psum_tree(sums, axes)
-
-
-def mean_gradients(
-    setup: Setup,
-    gradients: dict[str, jax.Array],
-    tokens: jax.Array,
-    cotangent: jax.Array | None,
-) -> dict[str, jax.Array]:
-    """Accumulated gradients reduced over the manual axes, then divided by the number of `tokens`
-    (unmasked, of the whole batch), and by the cotangent that the objective had, if it was not 1."""
-    reduced = _reduce(setup, gradients)
-    count = jnp.maximum(tokens, 1)
-    if cotangent is not None:
-        count = count * cotangent
-    return {path: (gradient / count).astype(gradient.dtype) for path, gradient in reduced.items()}
-
-
-def _reduce(setup: Setup, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Accumulated gradients summed over all devices that share a weight, and scattered where it
-    rests split. Copies are summed last, when their slices are small.
-    """
-    padded, reductions, automatic = {}, {}, {}
-    for path, gradient in gradients.items():
-        copies = setup.copies[path]
-        padded[path] = copies.each(partial(setup.padding.use_to_rest, path), gradient)
-        reductions[path] = copies.reduction(setup.reductions[path])
-        automatic[path] = drop_axes(MANUAL_AXES, copies.spec(setup.specs[path]))
-    reduced = reduce_gradients(padded, reductions, automatic)
-    return {path: setup.copies[path].sum(x, setup.specs[path]) for path, x in reduced.items()}
-
-
-def zero_gradients(setup: Setup, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Zeros to accumulate gradients in, inside the manual region, of `add_copies`' weights."""
-    dtype = setup.config.precision.accumulate
-
-    def zeros(path: str, x: jax.Array) -> jax.Array:
-        spec = drop_axes(MANUAL_AXES, setup.copies[path].spec(setup.specs[path]))
-        return jax.lax.with_sharding_constraint(jnp.zeros(x.shape, dtype), spec)
-
-    return {path: zeros(path, x) for path, x in weights.items()}
-
-
-def add_copies(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The parameters inside the manual region, the weights of matmuls as copies."""
-    return {path: setup.copies[path].add(x, setup.specs[path]) for path, x in params.items()}
