@@ -6,6 +6,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from spmdtrain.pipeline.check import LETTERS
+from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.pipeline.phases import phases
 from spmdtrain.pipeline.schedule import WORK, Table, units_of
 from spmdtrain.pipeline.timing import (
@@ -45,6 +46,18 @@ def headline(table: Table, times: Times | None = None) -> str:
         f"{table.kind}: {sizes}, {table.microbatches} microbatches, {table.ticks} ticks, "
         f"bubble {bubble:.1%}, stash {max(table.peak_stash)}"
     )
+
+
+def describe_pipeline(table: Table, layout: StageLayout) -> str:
+    """Returns the schedule in one line, what padding costs, and how a large bubble shrinks."""
+    parts = [headline(table)]
+    if layout.padding:
+        more = layout.places / layout.layers - 1
+        padded = f"{layout.layers} layers in {layout.places} places"
+        parts.append(f"{padded}, {more:.0%} more layer work")
+    if table.microbatches < table.stages:
+        parts.append("a smaller train.microbatch makes more of them, and the bubble smaller")
+    return "; ".join(parts)
 
 
 def bubbles(table: Table, times: Times, *, peers: bool) -> str:

@@ -11,7 +11,7 @@ from spmdtrain.data.corpus import find_vocab
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.parallel.specs import axes_of_dim
-from spmdtrain.train.gradients.grad_pipeline import describe as describe_pipeline
+from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.train.items import by_parameter
 from spmdtrain.train.setup import Setup, shard
 from spmdtrain.train.state import bytes_per_device

@@ -7,12 +7,12 @@ from pallas_kernels.partition import axes_of
 from spmdtrain.checkpoints.identity import config_document
 from spmdtrain.data.source import Data
 from spmdtrain.models.transformer import Transformer
+from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.processes import pulse
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.report.progress import quantity
 from spmdtrain.running.start.agreement import check_program
 from spmdtrain.running.start.session import Session
-from spmdtrain.train.gradients.grad_pipeline import describe
 from spmdtrain.train.setup import Setup
 
 
@@ -56,7 +56,7 @@ def _introduction(setup: Setup, data: Data) -> str:
             "mesh.expert: the model has no experts, and the axis splits the batch as data does"
         )
     if setup.schedule:
-        lines.append(f"pipeline: {describe(setup.schedule, setup.model.layout)}")
+        lines.append(f"pipeline: {describe_pipeline(setup.schedule, setup.model.layout)}")
     lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")
     return "\n".join(lines)
 

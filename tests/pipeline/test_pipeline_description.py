@@ -2,9 +2,9 @@
 
 import pytest
 
+from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.pipeline.schedule import one_f_one_b
-from spmdtrain.train.gradients.grad_pipeline import describe
 
 PADS = "7 layers in 8 places, 14% more layer work"
 SHRINKS = "a smaller train.microbatch makes more of them, and the bubble smaller"
@@ -16,6 +16,6 @@ SHRINKS = "a smaller train.microbatch makes more of them, and the bubble smaller
 )
 def test_it_says_what_padding_costs_and_how_the_bubble_shrinks(layers, microbatches, said):
     layout = StageLayout(chunks=1, stages=2, per_chunk=4, layers=layers)
-    sizes, *more = describe(one_f_one_b(2, microbatches), layout).split("; ")
+    sizes, *more = describe_pipeline(one_f_one_b(2, microbatches), layout).split("; ")
     assert sizes.startswith("1f1b: 2 stages")
     assert more == said

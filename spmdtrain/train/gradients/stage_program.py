@@ -1,0 +1,98 @@
+"""The model's `embed`, `blocks` and `head` as the program that the stages of a pipeline run."""
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.stack import rematerialised, run_block
+from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum
+from spmdtrain.parallel.specs import axes_of_dim
+from spmdtrain.pipeline.executor import StageProgram
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.gradients.forward import make_context, make_head_losses
+from spmdtrain.train.setup import Setup
+
+
+def find_table_axes(setup: Setup) -> tuple[str, ...]:
+    """Returns ("pipeline",) if each stage holds some rows of the head's table, () if all of them.
+
+    Refuses a model that uses its stage's part of a table as if it were the whole.
+    """
+    model = setup.model
+    tokens = jax.ShapeDtypeStruct((1, setup.config.train.sequence_length), jnp.int32)
+
+    def no_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+        """Stands for the lookup that is right on a part of a table: it reads nothing."""
+        return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
+
+    def head(module, tokens_bt):
+        ctx = ForwardContext(tokens_bt, lookup=no_rows)
+        return module.head(module.embed(tokens_bt, ctx), ctx)
+
+    rows = {
+        path: model.parameters[path].shape[dim]  # without padding
+        for path, spec in setup.specs.items()
+        for dim, part in enumerate(spec)
+        if not model.in_stack(path) and "pipeline" in axes_of_dim(part)
+    }
+    in_hidden = rows.keys() & model.read_by(lambda *given: head(*given)[0], tokens)
+    in_table = rows.keys() & model.read_by(lambda *given: head(*given)[1], tokens)
+    cut_otherwise = {path for path in in_table if rows[path] != model.rows}
+    for path in sorted(in_hidden | cut_otherwise):
+        stages = setup.rules.sizes["pipeline"]
+        raise ConfigError(
+            f"{path}: each of {stages} stages has a part of {rows[path]} rows, taken for the whole",
+            fix="ctx.lookup(table, tokens_bt) in embed, in head the table uncut; "
+            "or dims not named 'vocab'",
+        )
+    return ("pipeline",) if in_table else ()
+
+
+def make_program(
+    setup: Setup,
+    table_axes: tuple[str, ...],
+    batch: Batch,
+    step: jax.Array | None,
+    cotangent: jax.Array | None,
+    *,
+    fixed: dict[str, jax.Array],
+    training: bool,
+) -> StageProgram:
+    """Returns the program that stages run on this batch.
+
+    `table_axes` are what `find_table_axes` gives. Without a step there is no dropout.
+    `cotangent`: of the objective; None: 1. `fixed`: arrays outside the layers that have no
+    gradient.
+    """
+    model = setup.model
+    forward_context = make_context(setup)
+    head_losses = make_head_losses(setup, training=training, table_axes=table_axes)
+
+    def context_of(microbatch: jax.Array):
+        take = jax.lax.dynamic_index_in_dim
+        part = {name: take(x, microbatch, 0, keepdims=False) for name, x in batch.items()}
+        return part, forward_context(part, step)
+
+    def embed(shared, context):
+        part, ctx = context
+        return model.bind(fixed | shared).embed(part["tokens"], ctx)
+
+    def layer(weights, x, rest):
+        number, (_, ctx) = rest
+        return run_block(model.bind(weights).blocks.layer, x, ctx, number)
+
+    def head(shared, x, context):
+        part, ctx = context
+        return head_losses(model.bind(fixed | shared), x, ctx, part)
+
+    # Under "full" the executor runs whole chunks again by itself.
+    remat = "dots" if setup.config.train.remat == "dots" else "none"
+    return StageProgram(
+        embed=embed,
+        layer=rematerialised(layer, remat),
+        head=head,
+        context_of=context_of,
+        sum_over_stages=make_sliced_sum(setup.rules, "pipeline", MANUAL_AXES),
+        cotangent=cotangent,
+    )
