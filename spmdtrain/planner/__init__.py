@@ -1,6 +1,6 @@
-"""Will it fit, how fast, which layout: answered without the hardware. Nothing below imports this.
+"""Answers without the hardware: will it fit, how fast, which layout. No lower room imports this.
 
-Start reading at `estimate.estimate`. The walk of `spmdtrain estimate` to its number:
+Start reading at `estimate.estimate`. The path of `spmdtrain estimate` to its number:
 
     cli/planning.py          reads the options and calls
     estimate.py              estimate: settings become a Workload, a Hardware and a Software
@@ -14,12 +14,12 @@ The three descriptions that every formula takes:
 
     cost/workload.py         what runs: model, batch, mesh, schedule
     cost/hardware.py         on what: a device in its box, off its data sheet
-    cost/software.py         how well: shares of those that a framework reaches; fitted constants
+    cost/software.py         how well: the shares that a framework reaches; fitted constants
 
 Parts of the formulas:
 
     cost/collective_time.py  seconds of an all-reduce, an all-gather, a send
-    cost/overlap.py          which share of them is hidden, read off compiled steps
+    cost/overlap.py          the hidden share of them, read off compiled steps
     cost/schedules.py        closed forms of the pipeline schedules, looked up by name
     cost/flops.py            FLOPs as papers count them
     cost/megatron_memory.py  bytes that published runs of other frameworks held
@@ -35,9 +35,9 @@ One file per other question:
     calibrate.py             spmdtrain calibrate: measures this machine into a hardware file
 
 Words. A *layout* is a mesh shape with a microbatch, a schedule and its chunks, remat and ZeRO. A
-*term* is one summand of a step's seconds. *Hidden* seconds run beside work and do not count;
+*term* is one summand of a step's seconds. *Hidden* seconds overlap with work and do not count;
 *exposed* ones do. A *send* moves the activations of one microbatch, or their gradient, between
-neighbouring stages (the breakdown says `pipeline_hops`, the schedules a hop).
+neighbouring stages (the breakdown calls it `pipeline_hops`, the schedules a hop).
 
-benchmarks/planner/ holds the published runs that the formulas are judged by.
+benchmarks/planner/ holds the published runs against which the formulas are judged.
 """

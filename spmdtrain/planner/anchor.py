@@ -1,8 +1,8 @@
 """Estimates anchored on a measured run: `spmdtrain estimate --anchor RUN`.
 
 An *anchor* is a run that was made on the hardware in question. The ratio of its measured step time
-to its estimate corrects what the model gets wrong for this machine: other estimates are multiplied
-by it.
+to its estimate corrects what the model gets wrong about this machine: other estimates are
+multiplied by it.
 """
 
 import statistics
@@ -18,15 +18,16 @@ from spmdtrain.planner.estimate import estimate_on_mesh
 
 
 def anchor_scale(run: Path, hardware: Hardware) -> float:
-    """Measured / estimated step time of a run that was made on this hardware."""
+    """Returns measured / estimated step time of a run that was made on this hardware."""
     config, sizes, seconds = measured_run(run)
     return seconds / estimate_on_mesh(config, sizes, hardware).time.seconds
 
 
 def measured_run(run: Path) -> tuple[RunConfig, dict[str, int], float]:
-    """(config, mesh sizes, median seconds of a step) of a run directory.
+    """Returns (config, mesh sizes, median seconds of a step) of a run directory.
 
-    Steps before the last start, and the first one after it, which compiles, do not count.
+    Steps before the last start, and the first step after it, which compiles, do not count. Raises
+    ConfigError if the directory is unreadable or holds no measured steps.
     """
     try:
         files = RunFiles(run)

@@ -1,8 +1,8 @@
-"""Measures this machine and writes it down as a hardware file: `spmdtrain calibrate`.
+"""Measures this machine and writes a hardware file: `spmdtrain calibrate`.
 
 Matmuls, copies and collectives give the rates that software reaches. The file holds figures that,
-times the shares of software.py, give these rates again. What cannot be measured here (the network,
-where there is one host) is taken from a known device or from the fastest path, and `sources` says
+times the shares of software.py, give these rates again. What cannot be measured here (e.g. the
+network, on a single host) is taken from a known device or from the fastest path, and `sources` says
 so.
 """
 
@@ -24,11 +24,11 @@ from spmdtrain.planner.cost.software import LINK_SHARE, MEMORY_SHARE
 
 LONGEST = 0.3  # seconds that one timed call may take before sizes stop growing
 REPEATS = 5
-FALLBACK_MEMORY = 2**33  # bytes, where nothing says how much there is
+FALLBACK_MEMORY = 2**33  # bytes, if the size is unknown
 
 
 def calibrate() -> dict[str, Any]:
-    """The figures of `Hardware` and, under "sources", where each comes from."""
+    """Returns the figures of `Hardware` and, under "sources", the origin of each."""
     device = jax.devices()[0]
     known = DEVICES.get(NAME_OF_DEVICE_KIND.get(device.device_kind, ""))
     figures: dict[str, Any] = {
@@ -50,10 +50,10 @@ def calibrate() -> dict[str, Any]:
 def _link_figures(
     known: Hardware | None, fallback: float
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """(figures, sources) of the links inside a host and of the network.
+    """Returns (figures, sources) of the links inside a host and of the network.
 
-    The one that joins these devices is measured. The other is that of the known device, or as fast
-    as the measured one, or `fallback`.
+    The one that joins these devices is measured. The other is that of the known device, or else as
+    fast as the measured one, or `fallback`.
     """
     figures: dict[str, float] = {}
     sources: dict[str, str] = {}
@@ -78,7 +78,7 @@ def _link_figures(
 
 
 def matmul_rate(dtype: str) -> float:
-    """FLOP/s of the best square matmul on one device."""
+    """Returns the FLOP/s of the best square matmul on one device."""
     best = 0.0
     size = 256
     matmul = jax.jit(lambda a, b: a @ b)
@@ -93,7 +93,7 @@ def matmul_rate(dtype: str) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes/s read and written by one device."""
+    """Returns the bytes/s that one device reads and writes."""
     elements = 2**20
     add_one = jax.jit(lambda x: x + 1, donate_argnums=0)  # in place: no fresh pages are timed
     while True:
@@ -111,7 +111,7 @@ def copy_rate() -> float:
 
 
 def ring() -> tuple[float, float]:
-    """(bytes/s, seconds per hop) of an all-reduce over all devices; (0, 0) for one device."""
+    """Returns (bytes/s, seconds per hop) of an all-reduce over all devices; (0, 0) for one."""
     count = jax.device_count()
     if count == 1:
         return 0.0, 0.0
@@ -136,7 +136,7 @@ def ring() -> tuple[float, float]:
 
 
 def timed(run: Callable[[], jax.Array]) -> float:
-    """Median seconds of a call that is compiled already."""
+    """Returns the median seconds of a call, after a first one that compiles."""
     jax.block_until_ready(run())
     taken = []
     for _ in range(REPEATS):
@@ -147,7 +147,7 @@ def timed(run: Callable[[], jax.Array]) -> float:
 
 
 def _memory(device: jax.Device) -> float:
-    """Bytes that a device offers; on CPU its share of the host's."""
+    """Returns the bytes that a device offers; on a CPU, its share of the host's."""
     try:
         limit = (device.memory_stats() or {}).get("bytes_limit")
     except (RuntimeError, NotImplementedError):

@@ -1,8 +1,8 @@
-"""The best layouts compiled, and ranked again by what XLA says: `spmdtrain plan --compile K`.
+"""Compiles the best layouts and ranks them again by XLA's figures: `spmdtrain plan --compile K`.
 
-A formula cannot know whether XLA compiles a layout, is a few per cent off in what it holds, and
-takes what the fleet hides of its traffic for what this layout will hide.
-Each layout is compiled in a process of its own, because XLA ends the process where it cannot.
+A formula cannot know whether XLA compiles a layout, is off by a few per cent in the memory held,
+and assumes that this layout hides as much traffic as the fleet does. Each layout is compiled in a
+separate process, because XLA ends the process if it fails.
 """
 
 import json
@@ -20,10 +20,11 @@ LONGEST = 1200  # seconds for one layout; 1T over 3072 devices takes about 60
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """A layout, and what its compiled step says of it.
+    """A layout, and what its compiled step says about it.
 
-    held: bytes on a device by XLA's account; None where it did not compile, for `problem`.
-    seconds: of a step, predicted with what the compiled step hides of its traffic; None likewise.
+    held: bytes on a device by XLA's account; None if it did not compile because of `problem`.
+    seconds: of a step, predicted with what the compiled step hides of its traffic; None in the same
+    case.
     """
 
     plan: Plan
@@ -38,16 +39,16 @@ class CompiledPlan:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """The smaller, the better."""
+        """The sort key: the smaller, the better."""
         return not self.fits, self.held is None, self.seconds or self.plan.seconds
 
 
 def compile_plans(plans: Sequence[Plan], arguments: Sequence[str]) -> list[CompiledPlan]:
-    """Compile each of `plans` for its GPUs, and rank them: first what fits, then by the time that
-    is predicted of the compiled step.
+    """Compiles each of `plans` for its GPUs, and ranks them: first those that fit, then by time.
 
-    `arguments` are those of `spmdtrain estimate` that all have in common: the config, --hardware,
-    --devices and the settings that were typed. A minute or two for each layout on two cores.
+    The time is that predicted for the compiled step. `arguments` are those of `spmdtrain estimate`
+    common to all: the config, --hardware, --devices and the settings that were typed. It takes a
+    minute or two per layout on two cores.
     """
     found = [_compile_plan(plan, arguments) for plan in plans]
     return sorted(found, key=lambda each: each.rank)
@@ -78,7 +79,7 @@ def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
 
 
 def _reason(code: int, errors: str) -> str:
-    """The first line that says what went wrong, without the program's name."""
+    """Returns the first line that says what went wrong, without the program's name."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     telling = [line for line in lines if line.startswith("spmdtrain: ") or "error:" in line]
     if not telling:

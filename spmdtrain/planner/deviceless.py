@@ -1,9 +1,8 @@
-"""The real step, compiled for GPUs that are not there: what XLA itself says about memory and
-collectives.
+"""Compiles the real step for absent GPUs: XLA's own figures for memory and collectives.
 
-Needs jax's CUDA plugin and the compiler wheels, no driver and no GPU: `pip install --no-deps
-jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm` beside the jax in use. Call
-`set_xla_flags(deviceless=True)` before jax starts, or some layouts end the process
+Needs jax's CUDA plugin and the compiler wheels, but no driver and no GPU: `pip install --no-deps
+jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm`, of the versions of the installed
+jax. Call `set_xla_flags(deviceless=True)` before jax starts, or some layouts end the process
 (processes/xla_flags.py). Nothing is autotuned without a device, so temporary bytes and kernels
 differ a little from a compile on the GPU.
 """
@@ -20,11 +19,11 @@ from spmdtrain.planner.cost.hardware import Hardware, devices_per_host
 
 
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
-    """Compiles the step and gives what RUN/compiled.json holds (hlo.report), "overlap"
-    (hlo.overlaps) and "traffic" (hlo.traffic).
+    """Compiles the step; returns the contents of RUN/compiled.json, "overlap" and "traffic".
 
-    The last two are None where they cannot be read off the text, as where XLA does not say how
-    often a loop runs; `unread` is the reason. `model.vocab` must be set.
+    They come from hlo.report, hlo.overlaps and hlo.traffic. The last two are None if they cannot be
+    read off the text, e.g. because XLA does not say how often a loop runs; `unread` is the reason.
+    `model.vocab` must be set.
     """
     from spmdtrain.compiled import hlo
 
@@ -40,7 +39,7 @@ def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> 
 
 
 def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tuple[Any, Any]:
-    """(the compiled step, a jax.stages.Compiled that cannot run; its mesh)"""
+    """Returns (the compiled step, a jax.stages.Compiled that cannot run; its mesh)."""
     import jax
 
     from spmdtrain.train.setup import shard
@@ -53,7 +52,7 @@ def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tu
 
 
 def described_devices(device: Hardware, count: int) -> list[Any]:
-    """`count` devices of that kind, host by host, that can be compiled for and not run."""
+    """Returns `count` such devices, host by host, that can be compiled for but cannot run."""
     from jax.experimental import topologies
 
     per_host = devices_per_host(count, device)
@@ -73,9 +72,9 @@ def described_devices(device: Hardware, count: int) -> list[Any]:
 
 
 def target(device: Hardware) -> str:
-    """GpuTargetConfigProto text of the device.
+    """Returns the GpuTargetConfigProto text of the device.
 
-    Its chip is found by its name; for hardware of a file, by the first part of the name.
+    Its chip is found by name; for hardware from a file, by the first part of the name.
     """
     chips = {name: gpu for name, gpu in gpus.GPUS.items() if gpu.xla is not None}
     family = device.name.partition("-")[0]

@@ -1,7 +1,7 @@
-"""Time and memory of a run: `spmdtrain estimate`. Start reading this room at `estimate`.
+"""Estimates the time and memory of a run: `spmdtrain estimate`. Start reading this room here.
 
-The settings become a `Workload`, a `Hardware` and a `Software`; step_time.py and memory.py make
-the two numbers from them.
+The settings become a `Workload`, a `Hardware` and a `Software`; step_time.py and memory.py make the
+two numbers from them.
 """
 
 import math
@@ -26,14 +26,14 @@ from spmdtrain.planner.own_model import OwnModel
 if TYPE_CHECKING:
     from spmdtrain.train.updates.optimizers import Optimizer
 
-MOST_LAID_OUT = 2**20  # that are laid out one by one
+MOST_LAID_OUT = 2**20  # devices that are laid out one by one
 # Bytes/s from a device into its host's memory: PCIe 4 x16, less overhead.
 TO_HOST_BANDWIDTH = 25e9
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time and memory of one step."""
+    """The estimated time and memory of one step."""
 
     time: StepTime
     memory: Memory
@@ -52,9 +52,10 @@ class Estimate:
 
     @property
     def checkpoints(self) -> CheckpointPlan:
-        """The number of steps between saves that loses least.
+        """The number of steps between saves that loses the least time.
 
-        A save stops the run while the state is copied to the host; writing goes on behind it.
+        A save stops the run while the state is copied to the host; writing then continues in the
+        background.
         """
         state = self.memory.parameters + self.memory.optimizer
         return plan_checkpoints(
@@ -64,7 +65,7 @@ class Estimate:
         )
 
     def as_compiled(self, traffic: Sequence[Mapping[str, Any]]) -> "Estimate":
-        """The same, with what the compiled step hides of its traffic (`hlo.traffic`)."""
+        """Returns the estimate with what the compiled step hides of its traffic (`hlo.traffic`)."""
         workload = self.workload
         shares = hidden_shares(
             traffic,
@@ -77,7 +78,7 @@ class Estimate:
         return replace(self, time=replace(time, scale=self.time.scale))
 
     def scaled(self, scale: float) -> "Estimate":
-        """The same with all times multiplied by `scale` (anchor.py)."""
+        """Returns the estimate with all times multiplied by `scale` (anchor.py)."""
         return replace(self, time=replace(self.time, scale=scale))
 
 
@@ -88,11 +89,11 @@ def estimate(
     *,
     optimizer: "Optimizer | None" = None,
 ) -> Estimate:
-    """Time and memory of this config, laid out exactly as it says, on `devices` devices.
+    """Estimates time and memory of this config, in exactly its layout, on `devices` devices.
 
-    None means as many as the mesh multiplies to. `hardware` may be a name, "h200" say, or a TOML
-    file; `optimizer` is what a run is given, whose state the memory then counts. What a run would
-    refuse is refused with a ConfigError.
+    None means the product of the mesh's axes. `hardware` may be a name, e.g. "h200", or a TOML
+    file; `optimizer` is what `run` would get, whose state then counts in the memory. Raises
+    ConfigError for whatever a run would refuse.
     """
     check_config(config)
     config = with_vocab(config)
@@ -106,7 +107,7 @@ def estimate_on_mesh(
     hardware: Hardware,
     optimizer: "Optimizer | None" = None,
 ) -> Estimate:
-    """`estimate` on a mesh of these sizes (none -1)."""
+    """Estimates as `estimate` does, on a mesh of these sizes (none may be -1)."""
     state = exact_state(config, sizes, optimizer)
     workload = workload_of(config, sizes)
     resident = None
@@ -123,8 +124,8 @@ def sweep(
 ) -> tuple[str, Sequence[tuple[float, Estimate]]]:
     """Estimates at several values of one figure of the hardware.
 
-    `asked` is "hardware.memory_bandwidth=2e12,3e12". Gives the figure's name, and each value with
-    its estimate.
+    `asked` has the form "hardware.memory_bandwidth=2e12,3e12". Returns the figure's name, and each
+    value with its estimate.
     """
     key, _, values = asked.removeprefix("hardware.").partition("=")
     if not asked.startswith("hardware.") or not values:
@@ -142,11 +143,11 @@ def sweep(
     return key, rows
 
 
-# From settings to what is estimated
+# From settings to a workload
 
 
 def with_vocab(config: RunConfig) -> RunConfig:
-    """The config with its vocabulary: read from the corpus where the config does not say it."""
+    """Returns the config with its vocabulary, read from the corpus if the config lacks it."""
     if config.model.vocab:
         return config
     from spmdtrain.data.corpus import find_vocab
@@ -155,9 +156,9 @@ def with_vocab(config: RunConfig) -> RunConfig:
 
 
 def mesh_sizes(config: RunConfig, devices: int | None, hardware: Hardware) -> dict[str, int]:
-    """The sizes of the mesh axes, -1 filled, on hosts of equal size.
+    """Returns the sizes of the mesh axes, with -1 filled in, on hosts of equal size.
 
-    A mesh that a run on these devices would refuse is refused, by the same function.
+    Refuses a mesh that a run on these devices would refuse, by calling the same function.
     """
     from spmdtrain.parallel.mesh import AXES, arrange
 
@@ -184,7 +185,7 @@ def mesh_sizes(config: RunConfig, devices: int | None, hardware: Hardware) -> di
 
 
 def our_software(config: RunConfig, hardware: Hardware) -> Software:
-    """The constants of this framework.
+    """Returns the constants of this framework.
 
     Attention is one kernel on NVIDIA's GPUs, cuDNN's or ours. Elsewhere XLA computes it in tiles
     and writes the scores to memory.

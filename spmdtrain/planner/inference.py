@@ -1,8 +1,8 @@
-"""Seconds of generating text: `spmdtrain estimate --generate`.
+"""Estimates the seconds of generating text: `spmdtrain estimate --generate`.
 
-Prefill reads the whole prompt at once; decode makes one token after the other. The kernels are
-those of training, forward only. Decode reads all weights and the key-value cache for every token,
-so memory limits it until the batch is large.
+Prefill reads the whole prompt at once; decode makes one token after another. The kernels are those
+of training, forward only. Decode reads all weights and the key-value cache for every token, so
+memory limits it until the batch is large.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
 
 @dataclass(frozen=True)
 class InferenceEstimate:
-    """Seconds are those of the whole batch; bytes are per device."""
+    """The estimate of a generation. Seconds are for the whole batch, bytes per device."""
 
     batch: int
     prompt: int
@@ -47,7 +47,7 @@ def estimate_inference(
     prompt: int,
     new: int,
 ) -> InferenceEstimate:
-    """`batch` sequences of `prompt` tokens and `new` more each, on the config's tensor axis."""
+    """Estimates `batch` sequences of `prompt` + `new` tokens each, on the config's tensor axis."""
     config = with_vocab(config)
     workload = workload_of(config, mesh_sizes(config, devices, hardware))
     return inference_time(
@@ -69,7 +69,7 @@ def inference_time(
     prompt: int,
     new: int,
 ) -> InferenceEstimate:
-    """`estimate_inference` of a workload, of which the model, the tensor axis and dtype count."""
+    """Estimates the same for a workload, of which only model, tensor axis and dtype matter."""
     model = workload.model
     tensor = workload.mesh.tensor
     if model.kv_heads % tensor:
@@ -110,7 +110,7 @@ def inference_time(
 def _prefill(
     workload: Workload, hardware: Hardware, software: Software, batch: int, prompt: int
 ) -> tuple[float, float]:
-    """(seconds of the prompt, seconds of that in collectives)"""
+    """Returns (seconds of the prompt, seconds of that in collectives)."""
     model = workload.model
     tensor = workload.mesh.tensor
     reading = replace(
@@ -138,7 +138,7 @@ def _prefill(
 def _decode_matmuls(
     workload: Workload, hardware: Hardware, software: Software, batch: int
 ) -> float:
-    """Seconds of all matmuls of one token of each sequence."""
+    """Returns the seconds of all matmuls for one token of each sequence."""
     model = workload.model
     tensor = workload.mesh.tensor
     seconds = partial(

@@ -1,8 +1,8 @@
-"""A model of one's own as the planner sees it.
+"""The planner's view of a custom model.
 
 Parameters, gradients and optimizer state are counted in the model's abstract state, layout by
-layout, and its FLOPs in its program. What a layer keeps for its backward and what a step takes
-beside matmuls are those of a transformer of the sizes in [model], with as many FLOPs. XLA knows
+layout, and FLOPs in its program. What a layer keeps for its backward, and what a step does apart
+from matmuls, are taken from a transformer of the sizes in [model] with as many FLOPs. XLA knows
 better: `plan --compile`, `estimate --compile`.
 """
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class OwnState(NamedTuple):
-    """The state that rests on one device.
+    """The state at rest on one device.
 
-    Bytes of `parameters`, and of all else in the state: the `optimizer`. `resident`: the elements
-    that it would have if `data` and `fsdp` split no weight.
+    `parameters` are bytes, and `optimizer` those of everything else in the state. `resident`: the
+    number of weight elements if `data` and `fsdp` split no weight.
     """
 
     parameters: int
@@ -39,18 +39,21 @@ class OwnModel:
 
         self._config, self._make = choose_model(config)
         self._optimizer = optimizer
-        self.refusal: ConfigError | None = None  # the last layout that it cannot have
-        self.divided = model_shape(config)  # whose sizes a mesh is to divide
+        self.refusal: ConfigError | None = None  # for the last layout that the model does not allow
+        self.divided = model_shape(config)  # its sizes must be divisible by a mesh
         self.shape = shape_of_own(config, self.divided)
         self._built = cache(self._build)
         self._states = cache(self._state)
 
     def state(self, workload: Workload) -> OwnState:
-        """The state of a device in this layout. ConfigError where a run would refuse it."""
+        """Returns the state of a device in this layout.
+
+        Raises ConfigError if a run would refuse it.
+        """
         return self._states(workload.mesh, workload.chunks, workload.zero)
 
     def allows(self, workload: Workload) -> bool:
-        """True if a run would not refuse this layout for its weights."""
+        """Returns True if a run would accept this layout for its weights."""
         try:
             self.state(workload)
         except ConfigError as error:
@@ -59,7 +62,7 @@ class OwnModel:
         return True
 
     def _build(self, stages: int, chunks: int) -> tuple[Any, Any, Any]:
-        """The abstract model for so many stages, its update rules, and the shapes of its state."""
+        """Returns the abstract model for `stages`, its update rules, and its state's shapes."""
         from spmdtrain.models.abstract import build_model
         from spmdtrain.train.state import fresh_shapes
         from spmdtrain.train.updates import optimizers
@@ -96,10 +99,10 @@ class OwnModel:
 
 
 def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """The transformer that stands for a model of one's own: `shape`, with as many FLOPs a token.
+    """Returns a transformer that stands for a custom model: `shape`, with as many FLOPs a token.
 
-    They are counted in the model's own program and differ in the width of the mlp. A program whose
-    FLOPs cannot be counted leaves the shape as it is.
+    They are counted in the model's own program, and the width of the mlp is adjusted to match. If
+    the FLOPs of a program cannot be counted, the shape stays as it is.
     """
     from spmdtrain.models.abstract import build_model
     from spmdtrain.models.choose import choose_model
@@ -117,7 +120,7 @@ def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:
 
 
 def describe(config: RunConfig) -> str:
-    """Says in one line which part of an estimate is of this model itself."""
+    """Says in one line which part of an estimate is specific to this model."""
     return (
         f"{config.model.make}: parameters, gradients, optimizer state and FLOPs are its own; "
         "activations, and times beside matmuls, are those of a transformer with as many FLOPs "

@@ -1,9 +1,9 @@
-"""The best layout: `spmdtrain plan` estimates them all, ranks them and says why each lost.
+"""Finds the best layout: `spmdtrain plan` estimates all, ranks them and says why each lost.
 
 A *layout* is a mesh shape with a microbatch, a schedule and its chunks, remat and ZeRO. Candidates
-are what this framework can run: the tensor axis inside a host and dividing the heads, microbatches
-that divide the batch. A closed form of the memory tells apart what cannot fit. Of a mesh on which
-nothing can fit, one layout stands for all.
+are what this framework can run: the tensor axis stays inside a host and divides the heads, and
+microbatches divide the batch. A closed form of the memory sorts out what cannot fit. For a mesh on
+which nothing fits, one layout stands for all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,13 +23,13 @@ from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, wor
 from spmdtrain.planner.estimate import MOST_LAID_OUT, Estimate, our_software, with_vocab
 from spmdtrain.planner.own_model import OwnModel
 
-# Layouts this close to the best are as good as it, for all the model knows.
+# Layouts this close to the best are as good, within the error of the model.
 WITHIN_ERROR = 0.05
 REMATS = ("none", "dots", "full")
 MICROBATCHES = (1, 2, 4, 8, 16)
 CONTEXTS = (1, 2, 4, 8, 16)
-FEWEST_TOKENS = 4096  # that a device of a `context` axis has of a sequence
-MOST_DEVICES = 2**17  # that are tried when a model does not fit
+FEWEST_TOKENS = 4096  # per sequence, on each device of a `context` axis
+MOST_DEVICES = 2**17  # that are tried if a model does not fit
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class Plan:
 
 
 def plan(config: RunConfig, devices: int, hardware: Hardware | str | Path) -> list[Plan]:
-    """Layouts of the config's model and batch on `devices` devices, best first.
+    """Returns layouts of the config's model and batch on `devices` devices, best first.
 
-    The config's own layout does not matter. `hardware` may be a name, "h200" say, or a TOML file.
-    ConfigError if nothing fits.
+    The config's own layout does not matter. `hardware` may be a name, e.g. "h200", or a TOML file.
+    Raises ConfigError if nothing fits.
     """
     check_config(config)
     devices = as_whole(devices, "devices", 1, MOST_LAID_OUT)
@@ -105,12 +105,12 @@ def search(
     software: Software,
     own: OwnModel | None = None,
 ) -> list[Plan]:
-    """Layouts of `workload` on `devices` devices, fastest first.
+    """Returns layouts of `workload` on `devices` devices, fastest first.
 
-    `own`: the model, where it is not a shipped one; `workload` then has the sizes of its settings.
+    `own` is the model if it is a custom one; `workload` then has the sizes in its settings.
 
-    After those that fit comes, of each mesh on which nothing fits, what needs least memory.
-    ConfigError if nothing fits at all.
+    The layouts that fit come first. Then, for each mesh on which nothing fits, comes the layout
+    that needs the least memory. Raises ConfigError if nothing fits at all.
     """
     fitting: list[tuple[Workload, Memory]] = []
     leanest: dict[MeshShape, tuple[Workload, Memory]] = {}
@@ -137,7 +137,7 @@ def search(
 
 
 def best_of_each_mesh(plans: Sequence[Plan], count: int) -> list[Plan]:
-    """The best plan of each of the first `count` meshes: variants of one mesh differ little."""
+    """Returns the best plan of each of the first `count` meshes: variants of a mesh are similar."""
     by_mesh: dict[MeshShape, Plan] = {}
     for plan in plans:
         by_mesh.setdefault(plan.workload.mesh, plan)
@@ -147,7 +147,7 @@ def best_of_each_mesh(plans: Sequence[Plan], count: int) -> list[Plan]:
 
 
 def why_not(plan: Plan, best: Plan) -> str:
-    """Names the memory of a plan that does not fit, else the term on which it loses most time."""
+    """Names the memory of a plan that does not fit, else the term in which it loses most time."""
     if not plan.fits:
         needed = plan.memory.total / 1e9
         safe = SAFE_SHARE * plan.estimate.hardware.memory / 1e9
@@ -179,12 +179,13 @@ def candidates(
     software: Software,
     own: OwnModel | None = None,
 ) -> Iterator[Workload]:
-    """Every layout that divides the devices, the batch and the model.
+    """Yields every layout that divides the devices, the batch and the model.
 
-    Of a mesh on which not even the leanest layout fits, that one alone: it says what is missing.
+    For a mesh on which even the leanest layout does not fit, it yields only that one, which shows
+    what is missing.
     """
     divided = workload.model
-    allowed = own.allows if own else None  # None: filter lets all pass
+    allowed = own.allows if own else None  # None: filter keeps every layout
     if own:
         divided = own.divided
         workload = replace(workload, model=own.shape)
@@ -194,7 +195,7 @@ def candidates(
         # Other software is searched as Megatron-LM: pipeline, data and tensor.
         if not software.lockstep and mesh.fsdp * mesh.context > 1:
             continue
-        # Microbatches of one sequence and full recomputation need least memory.
+        # Microbatches of one sequence and full recomputation need the least memory.
         lean = replace(
             workload,
             mesh=mesh,
@@ -202,7 +203,7 @@ def candidates(
             remat="full",
             sequence_parallel=_sequence_parallel(workload, mesh, software),
         )
-        # ZeRO-1 splits over `data`; other software is searched as it was published, without.
+        # ZeRO-1 splits over `data`; other software is searched as published, without it.
         zeros = (0, 1) if mesh.data > 1 and software.lockstep else (0,)
         leanest = min(
             filter(allowed, _lean_layouts(lean, zeros[-1])),
@@ -224,8 +225,10 @@ def _best_matmuls(
     software: Software,
     own: OwnModel | None,
 ) -> Estimate:
-    """The step with the matmuls over `tensor` whole, which holds `memory`, or in pieces: the faster
-    of those that fit."""
+    """Returns the faster step that fits, with whole matmuls over `tensor` or in pieces.
+
+    With whole matmuls it holds `memory`.
+    """
     whole = Estimate(step_time(workload, hardware, software, closed_form=True), memory)
     if not (software.lockstep and workload.sequence_parallel):
         return whole
@@ -236,10 +239,10 @@ def _best_matmuls(
 
 
 def _sequence_parallel(workload: Workload, mesh: MeshShape, software: Software) -> bool:
-    """True if the residual stream is split over `tensor`. Ours is wherever the tokens divide.
+    """Returns True if the residual stream is split over `tensor`; ours is if the tokens divide.
 
-    It saves memory and moves as many bytes: a reduce-scatter and an all-gather replace the
-    all-reduce.
+    It saves memory and moves the same number of bytes: a reduce-scatter and an all-gather replace
+    the all-reduce.
     """
     if not software.lockstep:
         return workload.sequence_parallel
@@ -279,8 +282,10 @@ def _lean_layouts(workload: Workload, zero: int) -> list[Workload]:
 def mesh_shapes(
     model: ModelShape, sequence_length: int, devices: int, hardware: Hardware
 ) -> Iterator[MeshShape]:
-    """Meshes of all devices that divide the model, whose vocabulary is padded: tensor inside a
-    host, as many stages as layers at most."""
+    """Yields the meshes of all devices that divide the model, whose vocabulary is padded.
+
+    Tensor stays inside a host, and there are at most as many stages as layers.
+    """
     for tensor in _divisors(devices_per_host(devices, hardware)):
         if model.kv_heads % tensor or model.ffn % tensor:
             continue
@@ -307,7 +312,7 @@ def mesh_shapes(
 
 
 def _schedules(workload: Workload) -> Iterator[tuple[str, int]]:
-    """(schedule, chunks per stage) that the layers and the microbatches allow."""
+    """Yields the (schedule, chunks per stage) that the layers and the microbatches allow."""
     stages = workload.mesh.pipeline
     if stages == 1:
         yield "1f1b", 1
@@ -324,7 +329,7 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-# Where nothing fits
+# If nothing fits
 
 
 def _nothing_fits(
@@ -335,7 +340,7 @@ def _nothing_fits(
     smallest: Plan | None,
     own: OwnModel | None,
 ) -> ConfigError:
-    """The error that says what is missing. `smallest`: the plan that needs least memory."""
+    """Returns an error that says what is missing. `smallest` needs the least memory of all."""
     asked = f"{workload.model.parameters / 1e9:.3g} G parameters, {devices} x {hardware.name}"
     if smallest is None:
         return _nothing_divides(workload, devices, hardware, asked)
@@ -380,7 +385,7 @@ def _fits_on(
     software: Software,
     own: OwnModel | None,
 ) -> bool:
-    """True if some layout fits on `devices`, with at least one sequence for each of them."""
+    """Returns True if a layout fits on `devices`, with at least one sequence for each device."""
     grown = replace(workload, global_batch=max(workload.global_batch, devices))
     return any(
         memory_of(candidate, software, own).fits(hardware)

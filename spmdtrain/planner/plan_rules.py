@@ -1,4 +1,4 @@
-"""The best use of the tensor axis, as a `[rules]` table: `spmdtrain plan --rules`.
+"""Finds the best use of the tensor axis, as a `[rules]` table: `spmdtrain plan --rules`.
 
 PaSE (Elango, arXiv 2407.04001) picks a layout per layer by dynamic programming over the cost of
 the layers and of resharding between them. There are three kinds of layer: attention, MLP, and
@@ -11,11 +11,11 @@ of three ways:
   summed over `tensor`.
 
 Between the kinds, the activations [batch, time, embed] are a *stream*: whole, or split over time or
-embed. The dynamic program walks one layer, with the stream as its state. Memory is limited, so it
-keeps of each state all assignments that no other one beats in both seconds and bytes.
+embed. The dynamic program walks one layer, with the stream as its state. Memory is limited, so for
+each state it keeps every assignment that no other one beats in both seconds and bytes.
 
-`[rules]` has one name for a dim, wherever it occurs. So it can say only one stream throughout, and
-with time over `tensor` nothing else is over `tensor`. The same program finds what a stream that
+`[rules]` has one name for a dim, wherever it occurs. So it can express only one stream throughout,
+and with time over `tensor` nothing else is over `tensor`. The same program finds what a stream that
 changes inside the layer would gain.
 """
 
@@ -46,10 +46,10 @@ LOGICAL_AXIS = {"attention": "kv_heads", "mlp": "ffn", "vocabulary": "vocab"}
 
 @dataclass(frozen=True)
 class Assignment:
-    """A way for each kind.
+    """A way for each kind of layer.
 
     `streams` are those before and after attention. `seconds` are those of a step, in all kinds and
-    between them. `more_bytes` counts from all kinds split with a whole stream.
+    between them. `more_bytes` is relative to splitting all kinds with a whole stream.
     """
 
     ways: dict[str, str]
@@ -59,12 +59,12 @@ class Assignment:
 
     @property
     def rules(self) -> dict[str, dict[str, list[str]]]:
-        """The `[rules]` table: what differs from the default."""
+        """The `[rules]` table: whatever differs from the default."""
         unsplit = {axis: [] for kind, axis in LOGICAL_AXIS.items() if self.ways[kind] != "split"}
         return {"parameters": unsplit, "activations": unsplit | STREAMS[self.streams[0]]}
 
     def extended(self, kind: str, way: str, stream: str, cost: tuple[float, float]) -> "Assignment":
-        """Adds one kind, and the stream after it. `cost`: (seconds, bytes more)."""
+        """Returns it with one kind and the stream after that. `cost`: (seconds, more bytes)."""
         seconds, more_bytes = cost
         return Assignment(
             ways=self.ways | {kind: way},
@@ -77,10 +77,10 @@ class Assignment:
 def plan_rules(
     config: RunConfig, devices: int, hardware: Hardware
 ) -> tuple[list[Assignment], list[Assignment]]:
-    """Assignments for the config's own mesh, best first.
+    """Returns assignments for the config's own mesh, best first.
 
-    Gives those that `[rules]` can say, and those with a stream that changes inside the layer. What
-    a run would refuse is refused.
+    The first list can be written as `[rules]`; the second allows a stream that changes inside the
+    layer. Refuses what a run would refuse.
     """
     config = with_vocab(config)
     sizes = mesh_sizes(config, devices, hardware)
@@ -95,9 +95,9 @@ def plan_rules(
 def assign(
     workload: Workload, hardware: Hardware, software: Software, *, by_rules: bool = True
 ) -> list[Assignment]:
-    """Assignments that fit and that no other one beats in both time and memory, fastest first.
+    """Returns assignments that fit and that none beats in both time and memory, fastest first.
 
-    `by_rules`: only what `[rules]` can say.
+    `by_rules`: only those that can be written as `[rules]`.
     """
     if workload.mesh.tensor == 1:
         raise ConfigError(
@@ -105,7 +105,7 @@ def assign(
         )
     streams = _possible_streams(workload)
     found: list[Assignment] = []
-    for first in streams:  # the loop over layers ends with the stream that it began with
+    for first in streams:  # the loop over layers ends with the stream that it started with
         reached = [Assignment({}, (first,), 0.0, -saved_bytes(first, workload))]
         for kind, next_streams in (
             ("vocabulary", [first]),
@@ -134,9 +134,9 @@ def _extend_all(
     hardware: Hardware,
     software: Software,
 ) -> list[Assignment]:
-    """One step of the dynamic program: each assignment with each way of the next kind.
+    """Takes one step of the dynamic program: each assignment with each way of the next kind.
 
-    `moves`: (way, stream after it). Of each stream reached, keeps what no other one beats.
+    `moves`: (way, stream after it). For each stream reached, keeps the assignments that none beats.
     """
     extended = []
     for assignment in assignments:
@@ -161,15 +161,14 @@ def _possible_streams(workload: Workload) -> list[str]:
 
 
 def _rules_can_say(way: str, stream: str, first: str) -> bool:
-    """One stream throughout; time is over `tensor` for all kinds or for none."""
+    """Returns True for one stream throughout, and time over `tensor` for all kinds or for none."""
     return stream == first and (way == "tokens") == (first == "time")
 
 
 def undominated(found: Sequence[Assignment]) -> list[Assignment]:
-    """The layouts that no other one beats in both seconds and bytes, fastest first.
+    """Returns the assignments that none beats in both seconds and bytes, fastest first.
 
-    Of those whose seconds agree to nine digits the leanest counts as faster, then the default
-    stream.
+    If seconds agree to nine digits, the leanest counts as faster, then the default stream.
     """
 
     def order(assignment: Assignment) -> tuple[float, float, bool]:
@@ -191,13 +190,13 @@ def cost_of(
     hardware: Hardware,
     software: Software,
 ) -> tuple[float, float]:
-    """(seconds per step, bytes per device more than split) of a kind used in this way.
+    """Returns (seconds per step, bytes per device more than split) of using a kind in this way.
 
     `around`: the streams before and after it.
     """
     forward, backward = _resharding(way, around, workload, hardware)
     work = _way_seconds(kind, way, workload, hardware, software)
-    if kind == "vocabulary":  # nothing comes before the embedding or goes on after the head
+    if kind == "vocabulary":  # nothing precedes the embedding or follows the head
         repeats = workload.accumulation / workload.mesh.pipeline
         between = forward + backward
     else:
@@ -217,7 +216,7 @@ def cost_of(
 def _resharding(
     way: str, around: tuple[str, str], workload: Workload, hardware: Hardware
 ) -> tuple[float, float]:
-    """Seconds between a kind and the streams around it, in its (forward, backward)."""
+    """Returns the (forward, backward) seconds between a kind and the streams around it."""
     before, after = around
     moved = workload.activation_bytes
     group = workload.mesh.group("tensor")
@@ -231,7 +230,7 @@ def _resharding(
 def _way_seconds(
     kind: str, way: str, workload: Workload, hardware: Hardware, software: Software
 ) -> float:
-    """One microbatch of a kind, without the sums over `tensor` that resharding counts."""
+    """Returns the seconds of a microbatch of a kind, less the sums that resharding counts."""
     laid_out = _laid_out(way, workload)
     # Sums over `tensor` turn "partial" into "whole": they are resharding here.
     if kind == "vocabulary":
@@ -246,7 +245,7 @@ def _way_seconds(
 
 
 def _laid_out(way: str, workload: Workload) -> Workload:
-    """The workload as one kind sees it that uses `tensor` in this way."""
+    """Returns the workload as seen by a kind that uses `tensor` in this way."""
     mesh = workload.mesh
     if way == "whole":
         return replace(workload, mesh=replace(mesh, tensor=1))
@@ -257,7 +256,7 @@ def _laid_out(way: str, workload: Workload) -> Workload:
 
 
 def _weight_elements(kind: str, workload: Workload) -> int:
-    """Weights of one layer's kind, or of the vocabulary's tables."""
+    """Counts the weights of one layer's kind, or of the vocabulary's tables."""
     model = workload.model
     if kind == "vocabulary":
         return model.vocab * model.embed * model.vocabulary_tables
@@ -267,7 +266,7 @@ def _weight_elements(kind: str, workload: Workload) -> int:
 
 
 def _unsplit_bytes(kind: str, workload: Workload) -> float:
-    """Bytes on a device that weights take more if they are not split over `tensor`."""
+    """Returns the extra bytes on a device if weights are not split over `tensor`."""
     mesh = workload.mesh
     copies = 1 / mesh.pipeline if kind == "vocabulary" else workload.layers_per_stage
     zero_ways = mesh.data if workload.zero else 1
@@ -282,9 +281,9 @@ def _unsplit_bytes(kind: str, workload: Workload) -> float:
 def reshard_seconds(
     source: str, target: str, moved: float, group: Group, hardware: Hardware
 ) -> float:
-    """Seconds that activations take from one layout over `group` to another.
+    """Returns the seconds that activations take from one layout over `group` to another.
 
-    `moved`: their bytes where they are whole.
+    `moved`: their bytes when whole.
     """
     if source in (target, "whole"):  # each device cuts out its part
         return 0.0
@@ -296,7 +295,7 @@ def reshard_seconds(
 
 
 def saved_bytes(stream: str, workload: Workload) -> float:
-    """Bytes of activations kept for the backward, less than with a whole stream."""
+    """Returns the bytes of kept activations that `stream` saves compared with a whole stream."""
     mesh = workload.mesh
     kept = step_memory(workload).activations
     if stream == "time":

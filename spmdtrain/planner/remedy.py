@@ -1,4 +1,4 @@
-"""The cheapest change of settings by which a run that is out of memory fits."""
+"""Finds the cheapest change of settings that makes a run out of memory fit."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,15 +7,15 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.cost.memory import closed_form_state, step_memory
 from spmdtrain.planner.cost.workload import workload_of
 
-ROOM = 0.97  # of the memory that is there, as predictions are a few per cent off
+ROOM = 0.97  # of the available memory, since predictions are a few per cent off
 
 
 def cheapest_change(config: RunConfig, sizes: Mapping[str, int], share: float) -> list[str]:
-    """Settings, as `--set` takes them, by which a step needs at most `share` of what it needs now.
+    """Returns settings, for `--set`, with which a step needs at most `share` of its memory now.
 
-    `sizes` are those of the mesh; `model.vocab` must be set. Empty where nothing that is tried is
-    enough. What costs least comes first: smaller microbatches, then the optimizer state split over
-    `data`, weights over `fsdp`, and at last recomputation.
+    `sizes` are those of the mesh; `model.vocab` must be set. Empty if nothing tried is enough. The
+    cheapest change comes first: smaller microbatches, then the optimizer state split over `data`,
+    weights over `fsdp`, and finally recomputation.
     """
     now = _bytes(config, sizes)
     for changes in _candidates(config, sizes):
@@ -26,7 +26,7 @@ def cheapest_change(config: RunConfig, sizes: Mapping[str, int], share: float) -
 
 
 def _candidates(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Changes, those that cost least first."""
+    """Yields changes, the cheapest first."""
     train = config.train
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     whole = train.microbatch or train.global_batch // shards
@@ -69,6 +69,6 @@ def _changed(
 
 
 def _bytes(config: RunConfig, sizes: Mapping[str, int]) -> int:
-    """Predicted bytes of the fullest device, all by closed forms, so that they compare."""
+    """Returns the fullest device's predicted bytes, all by closed forms, so that they compare."""
     workload = workload_of(config, sizes)
     return step_memory(workload, closed_form_state(workload)).total

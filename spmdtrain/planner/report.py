@@ -1,4 +1,4 @@
-"""Renders answers: plain values for programs (`--json`), and text for a person.
+"""Renders answers: plain values for programs (`--json`), and text for people.
 
 Nothing is estimated here.
 """
@@ -20,7 +20,7 @@ from spmdtrain.planner.plan_rules import Assignment
 
 
 def estimate_values(estimate: Estimate) -> dict[str, Any]:
-    """The JSON object of `estimate`; `plan` gives a list of them."""
+    """Returns the JSON object of `estimate`; `plan` gives a list of them."""
     time = estimate.time
     workload = estimate.workload
     layout = workload.mesh.sizes | {
@@ -53,7 +53,7 @@ def estimate_values(estimate: Estimate) -> dict[str, Any]:
 
 
 def _assumed(hardware: Hardware) -> dict[str, Any]:
-    """Figures that belong to a cluster and not to a chip."""
+    """Returns the figures that belong to a cluster, not to a chip."""
     return {
         "network_bandwidth": hardware.network_bandwidth,
         "network_source": _network_source(hardware),
@@ -117,7 +117,7 @@ def _speed_lines(estimate: Estimate) -> list[str]:
 
 
 def _breakdown_lines(estimate: Estimate) -> list[str]:
-    """Terms that take time, largest first."""
+    """Lists the terms that take time, largest first."""
     time = estimate.time
     whole = sum(time.terms.values())
     terms = sorted(
@@ -195,7 +195,7 @@ def inference_text(estimate: InferenceEstimate, hardware: Hardware) -> str:
 
 
 def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[str, float]) -> str:
-    """XLA's own figures beside those of the formulas (memory.py, traffic.py)."""
+    """Compares XLA's own figures with those of the formulas (memory.py, traffic.py)."""
     lines = [
         "",
         f"compiled in {compiled['compile_seconds']:.0f} s; memory in GB   formula       XLA",
@@ -227,7 +227,7 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[s
 
 
 def sent_by_axis(traffic: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
-    """(mesh axes, bytes that a device sends over them in a step, those of them beside work)"""
+    """Lists (mesh axes, bytes that a device sends over them in a step, those that overlap work)."""
     totals: dict[str, tuple[float, float]] = {}
     for each in traffic:
         sent, hidden = totals.get(each["axis"], (0.0, 0.0))
@@ -236,7 +236,7 @@ def sent_by_axis(traffic: Sequence[Mapping[str, Any]]) -> list[tuple[str, float,
 
 
 def _compared_memory(xla: Mapping[str, int], memory: Memory) -> list[tuple[str, float, float]]:
-    """(name, formula's bytes, XLA's bytes)"""
+    """Lists (name, the formula's bytes, XLA's bytes)."""
     whole = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
     at_rest = memory.parameters + memory.optimizer
     return [
@@ -270,7 +270,7 @@ def plan_values(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 
 def plan_text(shown: Sequence[Plan], found: Sequence[Plan]) -> str:
-    """A table, best first, and the line to paste. `found` are all plans, `shown` some of them."""
+    """Renders a table, best first, and the line to paste. `shown` are some of the plans `found`."""
     rows = [PLAN_COLUMNS, *map(_plan_cells, shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     notes = ["why not", *(plan.why for plan in shown)]
@@ -298,9 +298,10 @@ def compiled_plans_values(compiled: Sequence[CompiledPlan]) -> list[dict[str, An
 
 
 def compiled_plans_text(compiled: Sequence[CompiledPlan]) -> str:
-    """A table, best first, and the line to paste.
+    """Renders a table, best first, and the line to paste.
 
-    Before the columns of `plan`: memory by XLA, and the step with what XLA hides of its traffic.
+    In front of the columns of `plan` come memory by XLA, and the step with the overlap of the
+    compiled program.
     """
     rows: list[tuple[str, ...]] = [("XLA", "compiled", *PLAN_COLUMNS)]
     for each in compiled:
@@ -368,7 +369,7 @@ def rules_values(found: Sequence[Assignment]) -> list[dict[str, Any]]:
 
 
 def rules_text(by_rules: Sequence[Assignment], freely: Sequence[Assignment]) -> str:
-    """A table, best first, and what to set.
+    """Renders a table, best first, and the settings to paste.
 
     `freely`: what a stream that changes inside the layer would reach.
     """

@@ -1,8 +1,8 @@
-"""Bytes that a device has to send in one step, by mesh axis: what theory needs of this layout.
+"""The bytes that theory makes a device send in one step of a layout, by mesh axis.
 
 `hlo.traffic` says what the compiled step sends. Both count a ring: of `whole` bytes, an all-gather
-and a reduce-scatter over n devices send (n - 1) / n each, an all-reduce sends both. Scalars are not
-counted.
+and a reduce-scatter over n devices send (n - 1) / n each, and an all-reduce sends both. Scalars do
+not count.
 """
 
 from spmdtrain.planner.cost.memory import FLOAT32, resident_elements
@@ -10,7 +10,7 @@ from spmdtrain.planner.cost.workload import Workload
 
 
 def needed_traffic(workload: Workload) -> dict[str, float]:
-    """Mesh axis of more than one device -> bytes that each device sends over it in one step."""
+    """Returns, by mesh axis of more than one device, the bytes each device sends in one step."""
     sizes = workload.mesh.sizes
     rings = {
         "pipeline": 2 * _vocabulary_bytes(workload),
@@ -25,7 +25,7 @@ def needed_traffic(workload: Workload) -> dict[str, float]:
 
 
 def _fsdp_bytes(workload: Workload) -> float:
-    """Weights are gathered in compute precision, and float32 gradients scattered.
+    """Counts the weights gathered in compute precision, and the float32 gradients scattered.
 
     With a pipeline this happens once per step. Without one it happens for each microbatch, and
     layers are gathered a second time for the backward.
@@ -44,22 +44,24 @@ def _table_elements(workload: Workload) -> float:
 
 
 def _data_bytes(workload: Workload) -> float:
-    """A float32 all-reduce of gradients; with ZeRO-1 their scatter, and a gather of new weights in
-    compute precision."""
+    """Counts a float32 all-reduce of gradients.
+
+    With ZeRO-1 it is their scatter, and a gather of new weights in compute precision.
+    """
     elements = resident_elements(workload) / workload.mesh.fsdp
     back = workload.compute_bytes if workload.zero else FLOAT32
     return (FLOAT32 + back) * elements
 
 
 def _tensor_bytes(workload: Workload) -> float:
-    """Activations that are summed: two per layer in the forward and two in the backward.
+    """Counts the activations that are summed: two per layer in the forward and in the backward.
 
     With remat "full" the first of them is summed again. With sequence parallelism a sum is a gather
-    before a matmul and a scatter behind one, each half as much; the tokens that the two matmuls
-    of a layer gathered are gathered again for the gradients of their weights, and for remat "full"
-    (arXiv:2205.05198, section 4.2.2). The embedding and the input's gradient of
-    the head are sums over `tensor` too. Where stages share the vocabulary, three slices of a stream
-    that is whole are gathered besides; a gather moves half of what a sum does.
+    before a matmul and a scatter after one, each half as much; the tokens that the two matmuls of a
+    layer gathered are gathered again for the gradients of their weights, and for remat "full"
+    (arXiv:2205.05198, section 4.2.2). The embedding and the input's gradient of the head are sums
+    over `tensor` too. If stages share the vocabulary, three slices of a whole stream are also
+    gathered; a gather moves half of what a sum does.
     """
     per_layer = 5.0 if workload.remat == "full" else 4.0
     if workload.stream_ways > 1:
@@ -71,20 +73,26 @@ def _tensor_bytes(workload: Workload) -> float:
 
 
 def _vocabulary_bytes(workload: Workload) -> float:
-    """Activations summed over the stages, which share the vocabulary: the embedding, what the head
-    reads, and the gradients of both. Devices that differ in `tensor` sum different tokens."""
+    """Counts the activations summed over the stages, which share the vocabulary.
+
+    These are the embedding, the head's input, and the gradients of both. Devices that differ in
+    `tensor` sum different tokens.
+    """
     return 4 * workload.accumulation * workload.activation_bytes / workload.sum_ways
 
 
 def _hop_bytes(workload: Workload) -> float:
-    """Activations and their gradients that a stage sends to the next one, on average."""
+    """Counts the activations and gradients that a stage sends to the next one, on average."""
     hops = workload.chunks - 1 / workload.mesh.pipeline
     return 2 * workload.accumulation * hops * workload.activation_bytes / workload.stream_ways
 
 
 def _context_bytes(workload: Workload) -> float:
-    """Keys and values gathered for each layer, again where they are computed again, and their
-    gradients scattered; and the gradients of all weights summed once."""
+    """Counts keys and values gathered for each layer, and their gradients scattered.
+
+    They are gathered again if the layer is recomputed. The gradients of all weights are summed
+    once.
+    """
     model = workload.model
     mesh = workload.mesh
     tokens = workload.tokens * mesh.context

@@ -1,1 +1,1 @@
-"""What a layout costs, in seconds and bytes. Formulas alone: plan.py and estimate.py ask them."""
+"""Formulas for the cost of a layout, in seconds and bytes; plan.py and estimate.py use them."""

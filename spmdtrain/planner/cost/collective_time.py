@@ -1,7 +1,7 @@
 """Seconds of single collectives on one device: rings over a mesh axis, and sends between stages.
 
 A ring collective takes bytes / bandwidth for the data and one latency per hop. `Group` says which
-devices take part: the members of one host share fast links, and a ring that leaves its host uses
+devices take part: the members on one host share fast links, and a ring that leaves its host uses
 the network.
 """
 
@@ -13,9 +13,9 @@ from spmdtrain.planner.cost.workload import Group
 
 
 def ring_bandwidth(group: Group, hardware: Hardware, all_cards: bool = True) -> float:
-    """Bytes/s that each member of a ring gets.
+    """Returns the bytes/s that each member of a ring gets.
 
-    A ring over several hosts uses one network card per member on a host (one card in all unless
+    A ring over several hosts uses one network card per member on a host (only one per host without
     `all_cards`).
     """
     on_a_host = _members_on_a_host(group, hardware)
@@ -26,7 +26,7 @@ def ring_bandwidth(group: Group, hardware: Hardware, all_cards: bool = True) -> 
 
 
 def ring_latency(group: Group, hardware: Hardware) -> float:
-    """Seconds of all hops of a ring, which follow each other.
+    """Returns the seconds of all hops of a ring, one after another.
 
     Of the members on a host, one sends to the next host.
     """
@@ -52,9 +52,10 @@ def all_gather_seconds(
     all_cards: bool = True,
     pieces: int = 1,
 ) -> float:
-    """All-gather or reduce-scatter of `moved` bytes, in `pieces` that follow each other.
+    """Returns the seconds of an all-gather or reduce-scatter of `moved` bytes in `pieces`.
 
-    `moved` counts the whole array, as each member has it after the all-gather.
+    The pieces follow each other. `moved` counts the whole array, as each member has it after the
+    all-gather.
     """
     if group.size == 1:
         return 0.0
@@ -65,11 +66,11 @@ def all_gather_seconds(
 
 
 def all_reduce_seconds(moved: float, group: Group, hardware: Hardware) -> float:
-    """A reduce-scatter and an all-gather of `moved` bytes, along a ring or a tree of hosts.
+    """Returns the seconds of a reduce-scatter and an all-gather, along a ring or a tree of hosts.
 
-    NCCL takes whichever is quicker. Both send the same bytes, but the latency of a tree grows with
-    the logarithm of the hosts (S. Jeaugey, Massively Scale Your Deep Learning Training with NCCL
-    2.4, 2019).
+    NCCL takes whichever is quicker. Both send the same `moved` bytes, but the latency of a tree
+    grows with the logarithm of the number of hosts (S. Jeaugey, Massively Scale Your Deep Learning
+    Training with NCCL 2.4, 2019).
     """
     ring = ring_latency(group, hardware)
     saved = max(0.0, ring - _tree_latency(group, hardware))
@@ -77,7 +78,10 @@ def all_reduce_seconds(moved: float, group: Group, hardware: Hardware) -> float:
 
 
 def _tree_latency(group: Group, hardware: Hardware) -> float:
-    """Seconds from the leaves of a binary tree of hosts to its root; on a host a chain."""
+    """Returns the seconds from the leaves of a binary tree of hosts to its root.
+
+    The members on a host form a chain.
+    """
     on_a_host = _members_on_a_host(group, hardware)
     hosts = math.ceil(group.size / on_a_host)
     levels = math.ceil(math.log2(hosts))
@@ -85,10 +89,10 @@ def _tree_latency(group: Group, hardware: Hardware) -> float:
 
 
 def send_seconds(moved: float, stride: int, hardware: Hardware) -> float:
-    """A send of `moved` bytes to the next stage, `stride` devices away.
+    """Returns the seconds of sending `moved` bytes to the next stage, `stride` devices away.
 
-    Stages form a ring, so the slowest send decides: over the network as soon as a neighbour is on
-    another host.
+    Stages form a ring, so the slowest send decides: it goes over the network as soon as a neighbour
+    is on another host.
     """
     if stride < hardware.per_host:
         bandwidth = SEND_SHARE * hardware.link_bandwidth

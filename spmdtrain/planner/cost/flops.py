@@ -1,20 +1,20 @@
-"""FLOPs of a training step in the closed forms that papers state their figures in.
+"""FLOPs of a training step in the closed forms that papers use for their figures.
 
-A multiplication and an addition count as two. What a kernel really computes is counted where its
-time is estimated (layer_time.py); these forms compare like with like.
+A multiplication and an addition count as two. The FLOPs that a kernel really computes are counted
+where its time is estimated (layer_time.py); these forms compare like with like.
 """
 
 from spmdtrain.planner.cost.workload import ModelShape
 
 
 def sc21_parameters(layers: int, embed: int, vocab: int, sequence_length: int) -> float:
-    """Parameters of a GPT: Narayanan et al., arXiv 2104.04473, equation 2."""
+    """Returns the parameters of a GPT: Narayanan et al., arXiv 2104.04473, equation 2."""
     outside = (vocab + sequence_length) / (12 * layers * embed)
     return 12 * layers * embed**2 * (1 + 13 / (12 * embed) + outside)
 
 
 def sc21_flops(batch: int, sequence_length: int, layers: int, embed: int, vocab: int) -> float:
-    """FLOPs of one step with full recomputation: the same paper, equation 3."""
+    """Returns the FLOPs of one step with full recomputation: the same paper, equation 3."""
     attention = sequence_length / (6 * embed)
     head = vocab / (16 * layers * embed)
     return 96 * batch * sequence_length * layers * embed**2 * (1 + attention + head)
@@ -23,7 +23,7 @@ def sc21_flops(batch: int, sequence_length: int, layers: int, embed: int, vocab:
 def korthikanti_flops(
     batch: int, sequence_length: int, layers: int, embed: int, vocab: int
 ) -> tuple[float, float]:
-    """(model FLOPs, hardware FLOPs with selective recomputation) of one step.
+    """Returns (model FLOPs, hardware FLOPs with selective recomputation) of one step.
 
     Korthikanti et al., arXiv 2205.05198, equations 7 and 8.
     """
@@ -35,7 +35,7 @@ def korthikanti_flops(
 
 
 def model_flops_per_token(model: ModelShape, sequence_length: int) -> float:
-    """FLOPs of forward and backward per token: causal attention, no recomputation.
+    """Returns the FLOPs of forward and backward per token: causal attention, no recomputation.
 
     Equal to `models.size.train_flops_per_token`, which the metrics of a run use.
     """

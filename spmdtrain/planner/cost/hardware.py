@@ -1,12 +1,12 @@
 """The peaks, memory and links of devices, and the source of each figure. No jax.
 
-Facts of a chip are in pallas_kernels/gpus.py, where a new one is entered; the machine around it is
-in BOXES here.
+Facts about a chip are in pallas_kernels/gpus.py, where a new one is entered; the machine around it
+is in BOXES here.
 
-Units: FLOP/s, bytes, bytes/s, seconds, watts. Link figures are one direction per device, as the
-data sheet gives them; software.py has the share of each that software reaches. Network
-bandwidth belongs to a cluster, not to a chip: the figure here is that of the vendor's own box,
-printed beside every estimate, and `--hardware FILE.toml` replaces it.
+Units: FLOP/s, bytes, bytes/s, seconds, watts. Link figures are one direction per device, as on the
+data sheet; software.py has the share of each that software reaches. Network bandwidth belongs to a
+cluster, not to a chip: the figure here is that of the vendor's own box, printed with every
+estimate, and `--hardware FILE.toml` replaces it.
 """
 
 import os
@@ -29,7 +29,7 @@ class Hardware:
     name: str
     bfloat16: float  # dense matrix FLOP/s
     float32: float  # of float32 matmuls as jax runs them by default on this device (TF32 on NVIDIA)
-    cores: int  # what a matmul's tiles are dealt out to (streaming multiprocessors)
+    cores: int  # across which a matmul's tiles are distributed (streaming multiprocessors)
     memory: float  # bytes the driver offers
     memory_bandwidth: float
     link_bandwidth: float  # inside a host
@@ -40,12 +40,12 @@ class Hardware:
     network_latency: float = 8e-6
     power_limit: float = 0.0  # watts, if below `power`
     matmul: float = (
-        0.75  # share of peak that the best shape of a matmul was measured at; 0.75 where nobody did
+        0.75  # measured share of peak of the best shape of a matmul; 0.75 if never measured
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of matmuls at the power it may draw.
+        """Returns the FLOP/s of matmuls at the power limit.
 
         Under a limit the clock falls: dynamic power goes as f V^2, and near the top of the curve V
         goes about as f^(1/2), hence f as P^(1/2).
@@ -67,7 +67,7 @@ SMALLEST, LARGEST = 1e-30, 1e30  # of a figure: products and quotients of a few 
 class Box:
     """The vendor's own machine around a chip, and what was measured in it.
 
-    These figures are no facts of the chip.
+    These are not properties of the chip.
     """
 
     network_bandwidth: float = 50e9
@@ -78,7 +78,7 @@ class Box:
     )
 
 
-# By the names of gpus.GPUS; a chip without an entry is taken to live in a Box().
+# By the names of gpus.GPUS; a chip without an entry is assumed to be in a Box().
 BOXES: Mapping[str, Box] = {
     "a100-40": Box(
         network_bandwidth=25e9, matmul=0.869, sources={"matmul": MEASURED, "network_bandwidth": HDR}
@@ -120,14 +120,14 @@ def _in_its_box(gpu: Gpu) -> Hardware:
 
 DEVICES: Mapping[str, Hardware] = {name: _in_its_box(gpu) for name, gpu in GPUS.items()}
 
-# What jax calls a device (its device_kind) -> its name here.
+# jax's name for a device (its device_kind) -> its name here.
 NAME_OF_DEVICE_KIND: Mapping[str, str] = {
     kind: name for name, gpu in GPUS.items() for kind in gpu.device_kinds
 }
 
 
 def devices_per_host(count: int, device: Hardware) -> int:
-    """Devices on each of the hosts that `count` devices fill, all with as many."""
+    """Returns the devices per host if `count` devices fill hosts of equal size."""
     most = min(count, device.per_host)
     return max(size for size in range(1, most + 1) if count % size == 0)
 
@@ -135,8 +135,8 @@ def devices_per_host(count: int, device: Hardware) -> int:
 def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
     """Looks a device up by name, or reads a .toml file with the fields of `Hardware`.
 
-    Fields that are not given come from what `extends = "h100"` names. `above`: the files whose
-    `extends` led here.
+    Fields that are not given come from the hardware that `extends = "h100"` names. `above`: the
+    files whose `extends` led here. Raises ConfigError for an unknown name or a bad file.
     """
     if name.endswith(".toml"):
         return _read(Path(name), above)
@@ -151,7 +151,7 @@ def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
 
 
 def described(given: Hardware | str | Path) -> Hardware:
-    """`given`, or the hardware of that name or file. ConfigError where it is none."""
+    """Returns `given`, or the hardware of that name or file. Raises ConfigError for neither."""
     if isinstance(given, Hardware):
         return given
     if not isinstance(given, str | Path):
@@ -161,12 +161,12 @@ def described(given: Hardware | str | Path) -> Hardware:
 
 
 def swept(device: Hardware, key: str, value: float) -> Hardware:
-    """The device with `key` (e.g. "memory_bandwidth") at another value."""
+    """Returns the device with `key` (e.g. "memory_bandwidth") set to `value`."""
     return replace(device, **{key: _figure(key, value, f"hardware.{key}")})
 
 
 def _figure(key: str, value: object, where: str) -> float:
-    """`value` as the type of the field `key`."""
+    """Returns `value` as the type of the field `key`."""
     known: dict[str, Any] = {
         each.name: each for each in fields(Hardware) if each.name not in ("name", "sources")
     }
@@ -200,7 +200,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Hardware:
     name = given.pop("name", path.stem)
     start = None
     if "extends" in given:
-        below = given.pop("extends")  # a file is looked for beside this one
+        below = given.pop("extends")  # a file is looked for next to this one
         start = hardware(
             str(path.parent / below) if below.endswith(".toml") else below, (*above, path)
         )

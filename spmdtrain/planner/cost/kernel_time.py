@@ -1,6 +1,6 @@
 """Seconds of single kernels on one device: matmuls, passes over memory, fused attention.
 
-All sizes are those that one device sees.
+All sizes are per device.
 """
 
 from functools import lru_cache
@@ -28,9 +28,9 @@ def matmul_seconds(
     dtype: str,
     count: int = 1,
 ) -> float:
-    """[rows, inner] x [inner, columns], `count` of them in one kernel.
+    """Returns the seconds of [rows, inner] x [inner, columns], `count` times in one kernel.
 
-    The kernel uses the best of a few tile sizes. Tiles are dealt out to the cores in waves, and a
+    The kernel uses the best of a few tile sizes. Tiles are distributed to the cores in waves, and a
     partly filled last wave takes longer than its share (wave quantisation).
     """
     rate = hardware.peak(dtype) * hardware.matmul * software.matmul_share
@@ -43,7 +43,7 @@ def matmul_seconds(
         if waves > 1:
             waves = waves + WAVE_ROUNDING * (whole_waves - waves)
         else:
-            waves = 1.0  # the first wave takes as long when some cores have no tile
+            waves = 1.0  # the first wave takes just as long if some cores have no tile
         flops = 2 * waves * hardware.cores * height * width * (inner + INNER_OVERHEAD)
         best = min(best, flops / (rate * rate_share))
     elements = rows * inner + inner * columns + rows * columns
@@ -53,7 +53,7 @@ def matmul_seconds(
 
 
 def memory_seconds(moved: float, hardware: Hardware) -> float:
-    """Reading and writing `moved` bytes in all."""
+    """Returns the seconds of reading and writing `moved` bytes in total."""
     return moved / (MEMORY_SHARE * hardware.memory_bandwidth)
 
 
@@ -66,7 +66,7 @@ def fused_attention_seconds(
     software: Software,
     dtype: str,
 ) -> float:
-    """Attention in one kernel, over `keys` keys.
+    """Returns the seconds of attention in one kernel, over `keys` keys.
 
     Short sequences leave tiles half empty: published benchmarks of FlashAttention 2 on A100 and 3
     on H100 all follow keys / (keys + 500). A head_dim of 64 reaches 0.9 of the rate of 128.

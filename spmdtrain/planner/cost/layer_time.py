@@ -1,7 +1,7 @@
 """Seconds of one transformer layer: each term of one microbatch on one device.
 
 A layer has two halves, attention and MLP. Each half is two matmuls, its elementwise passes (norm,
-residual, activation function), its collectives and what the backward computes again. A half can be
+residual, activation function), its collectives and what the backward recomputes. A half can be
 estimated alone, because `plan --rules` splits the two in different ways.
 """
 
@@ -39,9 +39,9 @@ def add_work(*parts: Work) -> Work:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The part of a workload that one layer's time depends on: the key of the cache.
+    """The part of a workload on which one layer's time depends: the key of the cache.
 
-    A search asks for few different layers and for many workloads.
+    A search asks about many workloads but few different layers.
     """
 
     model: ModelShape
@@ -64,14 +64,14 @@ class LayerSizes:
 
 
 def layer_time(workload: Workload, hardware: Hardware, software: Software) -> Mapping[str, Work]:
-    """Term -> work of one layer."""
+    """Returns term -> work of one layer."""
     return _layer_time(_layer_sizes(workload, workload.mesh.tensor), hardware, software)
 
 
 def half_time(
     half: str, workload: Workload, hardware: Hardware, software: Software, tensor: int
 ) -> Mapping[str, Work]:
-    """Term -> work of the "attention" or the "mlp" half of a layer, split `tensor` ways."""
+    """Returns term -> work of the "attention" or "mlp" half of a layer, split `tensor` ways."""
     return _half_time(half, _layer_sizes(workload, tensor), hardware, software)
 
 
@@ -103,7 +103,7 @@ class _Half(NamedTuple):
     attention: Work
     forward_bytes: float
     backward_bytes: float
-    context_gather: float  # seconds in which keys and values come over `context`
+    context_gather: float  # seconds in which keys and values are gathered over `context`
 
 
 @lru_cache(maxsize=50_000)
@@ -140,7 +140,7 @@ def _half_time(
 def _tensor_collectives(
     sizes: LayerSizes, matmul: Work, hardware: Hardware, software: Software
 ) -> Work:
-    """Seconds of the sums over `tensor` that `matmul`, the half's own, does not hide."""
+    """Returns the seconds of the sums over `tensor` that the half's own `matmul` leaves exposed."""
     group = Group(sizes.tensor, 1)
     one_sum = all_reduce_seconds(sizes.activation_bytes, group, hardware)
     if not sizes.collective_matmul:
@@ -148,7 +148,7 @@ def _tensor_collectives(
         return Work(alone, alone, 0.0)
 
     def in_pieces(moving: float, matmul: float) -> float:
-        # One of the pieces is here from the start: nothing travels beside its matmul.
+        # One piece is local from the start: no transfer overlaps with its matmul.
         beside = (sizes.tensor - 1) / sizes.tensor * matmul
         return left_over(moving, min(software.overlap.collective_matmul * moving, beside))
 
@@ -157,7 +157,7 @@ def _tensor_collectives(
 
 
 def _recomputation(remat: str, work: Mapping[str, Work]) -> float:
-    """Seconds of the forward that the backward runs again; `Workload` says what each name means."""
+    """Returns the seconds of forward that the backward repeats; `Workload` explains the names."""
     elementwise = work["elementwise"].forward
     attention = work["attention"].forward
     if remat == "full":
@@ -214,9 +214,10 @@ def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Hal
 def _matmul_work(
     sizes: LayerSizes, columns: int, inner: int, hardware: Hardware, software: Software
 ) -> Work:
-    """[tokens, inner] x [inner, columns] and the matmuls of its two gradients.
+    """Returns the work of [tokens, inner] x [inner, columns] and its two gradients.
 
-    A collective matmul is several of fewer tokens each; for the weights there is one.
+    A collective matmul consists of several with fewer tokens each; the gradient of the weights
+    takes one.
     """
     seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=sizes.dtype)
     pieces = sizes.tensor if sizes.collective_matmul else 1
@@ -254,7 +255,7 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
 
 
 def _unfused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
-    """Batched matmuls over all pairs, and passes over scores that are written to memory."""
+    """Counts batched matmuls over all pairs, and passes over scores that are written to memory."""
     model = sizes.model
     keys = sizes.sequence_length
     queries = keys // sizes.context.size

@@ -1,7 +1,7 @@
-"""Bytes per device that published runs of Megatron-LM and its kin held.
+"""Bytes per device that published runs of Megatron-LM and its relatives held.
 
-They hold 16 or 18 bytes per parameter, and activations as Korthikanti et al. count them
-(arXiv 2205.05198, table 2).
+They hold 16 or 18 bytes per parameter, and activations as counted by Korthikanti et al. (arXiv
+2205.05198, table 2).
 """
 
 from dataclasses import replace
@@ -21,13 +21,13 @@ def megatron_memory(
     bytes_per_parameter: int = BYTES_PER_PARAMETER,
     distributed_optimizer: bool = False,
 ) -> Memory:
-    """The memory of a run's fullest stage.
+    """Returns the memory of a run's fullest stage.
 
-    The distributed optimizer splits 12 of the bytes over `data`. With `fsdp` (ZeRO-3) all bytes
-    are split over it, and one layer's weights and its gradient are whole at a time.
+    The distributed optimizer splits 12 of the bytes over `data`. With `fsdp` (ZeRO-3) all bytes are
+    split over it, and the weights and gradients of one layer at a time are whole.
     """
     last = workload.mesh.pipeline - 1
-    stages = sorted({0, min(1, last), last})  # those between are like stage 1, and hold no more
+    stages = sorted({0, min(1, last), last})  # those in between are like stage 1, or hold less
     found = [
         _stage_memory(workload, stage, bytes_per_parameter, distributed_optimizer)
         for stage in stages
@@ -67,9 +67,9 @@ def _stage_memory(
 
 
 def layer_activations(workload: Workload) -> float:
-    """Bytes that a layer keeps of one microbatch: Korthikanti et al., table 2.
+    """Returns the bytes that a layer keeps of one microbatch: Korthikanti et al., table 2.
 
-    16-bit activations, dropout included.
+    Activations have 16 bits; dropout is included.
     """
     model = workload.model
     tensor = workload.mesh.tensor

@@ -4,9 +4,9 @@
 follow what the executors keep alive (train/gradients/grad_accumulation.py, pipeline/executor.py). A
 step goes through several moments, and `Memory.total` is the largest of them.
 
-`SAFE_SHARE` leaves room for what the driver, NCCL and the allocator hold beside the tensors.
-Fujii et al. (arXiv 2411.06465) found that runs whose estimate is at most 80 % of the memory never
-ran out of it: that is `Memory.fits`.
+`SAFE_SHARE` leaves room for what the driver, NCCL and the allocator hold in addition to the
+tensors. Fujii et al. (arXiv 2411.06465) found that runs whose estimate is at most 80 % of the
+memory never ran out of it: that is `Memory.fits`.
 
 megatron_memory.py counts what published runs of other frameworks held.
 """
@@ -61,10 +61,10 @@ class Memory:
 def step_memory(
     workload: Workload, state: tuple[int, int] | None = None, resident: float | None = None
 ) -> Memory:
-    """The memory of one step.
+    """Returns the memory of one step.
 
-    `state`: (parameter, optimizer) bytes, if `exact_state` read them. `resident`: as
-    `resident_elements` counts them, where the model is not a shipped one.
+    `state`: (parameter, optimizer) bytes, if `exact_state` read them. `resident`: the count of
+    `resident_elements` for a custom model.
     """
     parameters, optimizer = state or closed_form_state(workload)
     if resident is None:
@@ -80,7 +80,7 @@ def step_memory(
 def exact_state(
     config: RunConfig, mesh_sizes: Mapping[str, int], optimizer: "Optimizer | None" = None
 ) -> tuple[int, int]:
-    """(parameter bytes, bytes of all else in the state) per device; needs no devices.
+    """Returns (parameter bytes, other bytes in the state) per device; needs no devices.
 
     Refuses what does not divide, by the same functions as a run.
     """
@@ -90,13 +90,13 @@ def exact_state(
     from spmdtrain.train.setup import shard_on
     from spmdtrain.train.state import resting_bytes
 
-    # It has what is asked of a mesh here: sizes by axis.
+    # An abstract mesh has all that is needed here: sizes by axis.
     mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_sizes[axis] for axis in AXES), AXES)
     return resting_bytes(shard_on(config, mesh, optimizer=optimizer).state)
 
 
 def closed_form_state(workload: Workload) -> tuple[int, int]:
-    """`exact_state` for a search: a few per cent off where a dim is not split or is padded."""
+    """Returns `exact_state` for a search; a few per cent off if a dim is unsplit or padded."""
     elements = resident_elements(workload) / workload.mesh.fsdp
     if workload.zero:
         whole = _whole_under_zero(workload)
@@ -105,10 +105,10 @@ def closed_form_state(workload: Workload) -> tuple[int, int]:
 
 
 def _whole_under_zero(workload: Workload) -> float:
-    """Weight elements on a device that ZeRO-1 cannot split, because `reduce.scatter_dim` finds no
-    dim: fsdp and tensor split both of a matrix, and `data` divides none of them.
+    """Counts the weight elements on a device that ZeRO-1 cannot split.
 
-    Those of attention have a dim that can be padded, that of a head.
+    For these `reduce.scatter_dim` finds no dim: fsdp and tensor split both dims of a matrix, and
+    `data` divides neither. Attention's matrices have a dim that can be padded, that of a head.
     """
     mesh = workload.mesh
     model = workload.model
@@ -125,16 +125,16 @@ def _whole_under_zero(workload: Workload) -> float:
 
 
 def resident_elements(workload: Workload) -> float:
-    """Weight elements that rest on one device, before `data` and `fsdp` split them.
+    """Counts the weight elements at rest on one device, before `data` and `fsdp` split them.
 
-    Includes the layers that pad a pipeline. step_time.stage_parameters is a simpler count.
+    This includes layers that pad a pipeline. step_time.stage_parameters is a simpler count.
     """
     layers = workload.layers_per_stage * _layer_elements(workload.model, workload.mesh.tensor)
     return layers + _outside_elements(workload)
 
 
 def _layer_elements(model: ModelShape, tensor: int) -> float:
-    """Matrices are split over `tensor`; biases are few, and count as whole with the norms."""
+    """Counts a layer's elements: matrices split over `tensor`; norms, and the few biases, whole."""
     if model.bias:
         vectors = model.layer_parameters - model.layer_matrices
     else:
@@ -153,9 +153,9 @@ def _outside_elements(workload: Workload) -> float:
 
 
 def kept_bytes(workload: Workload, remat: str | None = None) -> int:
-    """Bytes that one layer keeps of one microbatch for its backward.
+    """Returns the bytes that one layer keeps of one microbatch for its backward.
 
-    Tested equal to `LayerGradient.kept`.
+    A test holds it equal to `LayerGradient.kept`.
     """
     return _kept_bytes(
         workload.model,
@@ -171,7 +171,7 @@ def kept_bytes(workload: Workload, remat: str | None = None) -> int:
 def _kept_bytes(
     model: ModelShape, tokens: int, tensor: int, size: int, remat: str, stream_ways: int
 ) -> int:
-    """`size`: bytes of an element. `stream_ways`: as in Workload."""
+    """Returns `kept_bytes`. `size`: bytes of an element. `stream_ways`: as in Workload."""
     layer_input = size * tokens * model.embed // stream_ways
     if remat == "full":
         return layer_input
@@ -186,16 +186,16 @@ def _kept_bytes(
     # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).
     statistics = 2 * FLOAT32 if model.layernorm else FLOAT32
     norm = tokens * (2 * size * model.embed + statistics) // stream_ways
-    # It keeps its input too, and the matmul behind it keeps its own.
+    # It also keeps its input, and the matmul after it keeps its own.
     attention += size * (model.qkv_width + model.attention_width)
     mlp = size * (model.up_width + model.ffn)
     return 2 * norm + tokens * (attention + mlp) // tensor
 
 
 def deferred_bytes(workload: Workload) -> int:
-    """Bytes that a layer's split backward leaves for its weight gradient.
+    """Returns the bytes that a layer's split backward leaves for its weight gradient.
 
-    Tested equal to `LayerGradient.deferred`.
+    A test holds it equal to `LayerGradient.deferred`.
     """
     model = workload.model
     size = workload.compute_bytes
@@ -205,7 +205,7 @@ def deferred_bytes(workload: Workload) -> int:
 
 
 def ring_slots(workload: Workload) -> RingSlots:
-    """Slots of the pipeline's rings: closed forms of named schedules, else off the table."""
+    """Returns the slots of the pipeline's rings, by closed forms, or from the table if unnamed."""
     pipeline = Pipeline(workload.mesh.pipeline, workload.accumulation, workload.chunks)
     if workload.schedule in SCHEDULES:
         return SCHEDULES[workload.schedule].ring_slots(pipeline)
@@ -218,7 +218,7 @@ def ring_slots(workload: Workload) -> RingSlots:
 
 
 def _with_trash(slots: int) -> int:
-    """A ring has one slot more than it uses, the trash; where nothing waits there is no ring."""
+    """Adds the trash slot that each ring has on top of those it uses; no ring if none are used."""
     return slots + 1 if slots else 0
 
 
@@ -228,7 +228,7 @@ def _with_trash(slots: int) -> int:
 def _accumulated_memory(
     workload: Workload, parameters: int, optimizer: int, resident: float
 ) -> Memory:
-    """Microbatches one after the other.
+    """Returns the memory of running microbatches one after another.
 
     One of three moments is the fullest: the head, a layer's backward, or the optimizer. With ZeRO-1
     a step begins with a copy of the parameters in compute precision, gathered over `data`.
@@ -300,7 +300,7 @@ def _accumulated_memory(
 def _pipelined_memory(
     workload: Workload, parameters: int, optimizer: int, elements: float
 ) -> Memory:
-    """The rings of the schedule's table, one float32 gradient, and a tick's working set.
+    """Counts the rings of the schedule's table, one float32 gradient, and a tick's working set.
 
     Weights are gathered over `fsdp` once per step, in compute precision.
     """
@@ -313,10 +313,10 @@ def _pipelined_memory(
     rings = ring_slots(workload)
     full = workload.remat == "full"
 
-    # A slot of the stash holds a chunk's input if its layers are computed again.
+    # A slot of the stash holds a chunk's input if its layers are recomputed.
     stream_bytes = workload.activation_bytes // workload.stream_ways
     stashed = stream_bytes if full else kept
-    # What arrives, what is sent back, and the embedding that enters next.
+    # Received, sent back, and the embedding that enters next.
     carried = 3 * stream_bytes
     activations = (
         rings.stash * stashed
@@ -332,7 +332,7 @@ def _pipelined_memory(
     chunk_gradients = size * layers_per_chunk * _layer_elements(model, mesh.tensor)
 
     # The forward makes one set of what layers keep, and the backward reads another. With remat
-    # "full" all layers of a chunk are computed again at once, with "dots" one at a time.
+    # "full" all layers of a chunk are recomputed at once, with "dots" one at a time.
     recomputed = _recomputed_bytes(workload)
     if full:
         working = 2 * layers_per_chunk * recomputed
@@ -341,7 +341,7 @@ def _pipelined_memory(
     working += _gathered_token_bytes(workload)
     if layers_per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
         working += _workspace_bytes(workload)
-    if workload.chunks > 1:  # its weights are cut out of those of the stage, beside a tick's work
+    if workload.chunks > 1:  # its weights are cut out of the stage's, on top of a tick's work
         working += size * layers_per_chunk * _layer_elements(model, mesh.tensor)
     if rings.deferred:
         working += 2 * deferred
@@ -370,7 +370,7 @@ def _memory(
     activations: float = 0,
     logits: float = 0,
 ) -> Memory:
-    """`peak`: bytes beside the state at the fullest moment; what has no name goes to `buffers`."""
+    """Makes a `Memory`. `peak`: the most bytes on top of the state; the rest goes to `buffers`."""
     batch = 3 * 4 * workload.tokens * workload.accumulation  # tokens, targets, mask: 4 bytes each
     named = int(gradients) + int(activations) + int(logits)
     return Memory(
@@ -384,10 +384,10 @@ def _memory(
 
 
 def _logit_bytes(workload: Workload, ways: int) -> float:
-    """Logits of one chunk of the vocabulary, which is split `ways` ways.
+    """Returns the bytes of the logits of one chunk of the vocabulary, split `ways` ways.
 
     They are kept in float32, and in compute precision for the matmuls of the gradients. With more
-    than one chunk, a float32 gradient of the table sums up over them.
+    than one chunk, a float32 gradient of the table accumulates over them.
     """
     rows = workload.model.vocab / ways
     chunks = max(1, math.ceil(workload.tokens * rows / CHUNK_LOGITS))
@@ -399,26 +399,26 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
 
 
 def _recomputed_bytes(workload: Workload) -> float:
-    """Bytes that one layer's backward computes again before it starts."""
+    """Returns the bytes that one layer's backward recomputes before it starts."""
     if workload.remat == "none":
         return 0.0
     return kept_bytes(workload, "none")
 
 
 def _gathered_token_bytes(workload: Workload) -> float:
-    """Bytes that collective matmuls put together in a layer's backward.
+    """Returns the bytes that collective matmuls assemble in a layer's backward.
 
-    That is the input of the two matmuls that gather and the gradient of the two that scatter, each
-    with the tokens of all devices.
+    These are the input of the two matmuls that gather and the gradient of the two that scatter,
+    each with the tokens of all devices.
     """
     return 4.0 * workload.activation_bytes if workload.collective_matmul else 0.0
 
 
 def _workspace_bytes(workload: Workload) -> float:
-    """Temporaries of one layer's backward: the larger of attention's and the MLP's.
+    """Returns the temporary bytes of one layer's backward: attention's or the MLP's, if larger.
 
     Attention has two float32 tiles of scores, and the float32 gradients of queries, keys and
-    values; the MLP has its gradients. Where the layer was computed again, XLA reuses its buffers.
+    values; the MLP has its gradients. If the layer was recomputed, XLA reuses its buffers.
     """
     without_pipeline = workload.mesh.pipeline == 1
     if workload.remat == "dots" or (workload.remat == "full" and without_pipeline):

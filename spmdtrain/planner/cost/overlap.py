@@ -1,7 +1,7 @@
-"""The share of each kind of traffic that travels beside work, and what hiding it costs.
+"""The share of each kind of traffic that overlaps with work, and what hiding it costs.
 
-For this framework the shares are read off compiled steps: off the very step, where it has been
-compiled (`estimate --compile`, `plan --compile`), else they are means over the fleet
+For this framework the shares are read off compiled steps: off the step itself if it has been
+compiled (`estimate --compile`, `plan --compile`), otherwise they are means over the fleet
 (fleet_overlap.json, which `make fleet` writes). For other frameworks they are assumed
 (software.py).
 """
@@ -14,19 +14,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Work beside a collective takes 18.9 % longer, on average over models, sizes and devices, and 40 %
+# Work takes 18.9 % longer during a collective, on average over models, sizes and devices, and 40 %
 # at most (arXiv 2507.03114). This is the share of such a second that is lost.
 LOST_BESIDE_COLLECTIVES = 1 - 1 / 1.189
 
-FLEET = "fleet_overlap.json"  # beside this file
+FLEET = "fleet_overlap.json"  # in this folder
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Kind of traffic -> share of its bytes that a step sends beside work."""
+    """Kind of traffic -> share of its bytes whose transfer overlaps with work."""
 
     tensor: float = 0.0  # activations over `tensor`, around whole matmuls
-    collective_matmul: float = 1.0  # the same, beside matmuls in pieces
+    collective_matmul: float = 1.0  # the same, around matmuls in pieces
     context: float = 0.0  # keys, values and their gradients
     fsdp: float | None = None  # weights and their gradients; None: of all layers but the first
     data: float = 0.0  # gradients, and with ZeRO-1 new weights
@@ -35,27 +35,27 @@ class Overlap:
 
 
 def left_over(seconds: float, hidden: float) -> float:
-    """Seconds that a collective of `seconds` adds to a step that hides `hidden` of them."""
+    """Returns the seconds that a collective adds to a step that hides `hidden` of its seconds."""
     return seconds - hidden + LOST_BESIDE_COLLECTIVES * hidden
 
 
 def exposed(seconds: float, share: float) -> float:
-    """Seconds that a collective of `seconds` adds to a step that hides this share of it."""
+    """Returns the seconds that a collective adds to a step that hides this share of it."""
     return left_over(seconds, share * seconds)
 
 
 def saving(share: float) -> float:
-    """The share to hide, so that this `share` of the seconds is saved."""
+    """Returns the share to hide so that this `share` of the seconds is saved."""
     return share / (1 - LOST_BESIDE_COLLECTIVES)
 
 
 def hidden_shares(
     traffic: Sequence[Mapping[str, Any]], *, pipelined: bool, collective_matmul: bool
 ) -> dict[str, float]:
-    """Fields of `Overlap` -> shares, of what a compiled step sends (`hlo.traffic`).
+    """Returns fields of `Overlap` -> shares, for what a compiled step sends (`hlo.traffic`).
 
-    A kind of which the step sends nothing is left out, and so are sums over several axes at once,
-    which are small. With a pipeline, weights cross `fsdp` once a step and beside nothing: the
+    Kinds that the step does not send are left out, and so are sums over several axes at once, which
+    are small. With a pipeline, weights cross `fsdp` once a step and overlap with nothing: the
     formulas know that without a share.
     """
     kinds = {field.name for field in fields(Overlap)}
@@ -77,9 +77,9 @@ def hidden_shares(
 
 @cache
 def fleet_overlap(family: str) -> Overlap:
-    """The means over the fleet's layouts on GPUs of this family, "a100" or "h100".
+    """Returns the means over the fleet's layouts on GPUs of this family, "a100" or "h100".
 
-    Of what the layouts on A100s do not send, those on H100s tell.
+    For traffic that the layouts on A100s do not send, those on H100s decide.
     """
     tables = json.loads(Path(__file__).with_name(FLEET).read_text(encoding="utf-8"))
     return Overlap(**(tables["h100"] | tables[family]))

@@ -1,11 +1,10 @@
-"""Closed forms of the pipeline schedules that have names: the planner's one look-up by name.
+"""Closed forms of the named pipeline schedules: the planner's only look-up by name.
 
-A table of a schedule (pipeline/schedule.py) says everything, but a search asks about
-thousands of layouts and cannot lay out a table for each. Tests hold the closed forms equal to the
-tables.
+A table of a schedule (pipeline/schedule.py) says everything, but a search asks about thousands of
+layouts and cannot lay out a table for each. Tests hold the closed forms equal to the tables.
 
-The words are those of pipeline/schedule.py, and in formulas the papers' letters: p stages,
-m microbatches, v chunks per stage. There are two ways to run a schedule:
+The words are those of pipeline/schedule.py, and the letters in formulas those of the papers: p
+stages, m microbatches, v chunks per stage. There are two ways to run a schedule:
 
 - In *lockstep*, as this framework does, all stages tick together by the table.
 - By *order*, as Megatron-LM does, each stage runs its own list of operations, each as soon as its
@@ -28,7 +27,7 @@ class Pipeline(NamedTuple):
 
 
 class RingSlots(NamedTuple):
-    """Slots of the executor's three ring buffers, the trash slot of each included."""
+    """Slots of the executor's three ring buffers, including the trash slot of each."""
 
     stash: int
     cotangents: int
@@ -49,7 +48,7 @@ class Schedule:
 
     order_bubble: Callable[[Pipeline, Times], float]
     held_microbatches: Callable[[Pipeline, int], float]
-    splits_backward: bool = False  # weight gradients are operations of their own
+    splits_backward: bool = False  # weight gradients are separate operations
     first_backward: Callable[[Pipeline], int] = _not_in_lockstep
     first_weight: Callable[[Pipeline], int] = _not_in_lockstep
     ring_slots: Callable[[Pipeline], RingSlots] = _not_in_lockstep
@@ -60,11 +59,12 @@ class Schedule:
 
 
 def lockstep_seconds(kind: str, pipeline: Pipeline, times: Times, overlap: float = 1.0) -> float:
-    """The time of a whole schedule: `timing.lockstep_time` of the table of that name.
+    """Returns the time of a whole schedule: `timing.lockstep_time` of the table of that name.
 
-    A tick lasts as long as the kinds of work in it take together. An activation is sent beside the
-    same tick's backward and weight gradient, a cotangent beside the weight gradient and the next
-    tick's forward, this share of it (`overlap`); what a send takes longer than that is added.
+    A tick lasts as long as the kinds of work in it take together. The share `overlap` of an
+    activation's send overlaps with the same tick's backward and weight gradient; that of a
+    cotangent's send with the weight gradient and the next tick's forward. Whatever a send takes
+    longer is added.
     """
     p, m, v = pipeline
     schedule = SCHEDULES[kind]
@@ -96,12 +96,12 @@ def _gpipe_first_backward(pipeline: Pipeline) -> int:
 
 
 def _paired_first_backward(pipeline: Pipeline) -> int:
-    """1F1B and its kin: a backward follows as soon as the last stage has done the forward."""
+    """Returns the tick for 1F1B and its relatives: right after the last stage's forward."""
     return pipeline.chunks * pipeline.stages - 1
 
 
 def _zero_bubble_first_weight(pipeline: Pipeline) -> int:
-    """All stages run the same weight gradient in the tick of stage 0's backward."""
+    """Returns the tick of stage 0's backward, in which all stages run the same weight gradient."""
     return pipeline.chunks * pipeline.stages + pipeline.stages - 2
 
 
@@ -135,7 +135,7 @@ def _zb_h1_order_bubble(pipeline: Pipeline, times: Times) -> float:
 
 
 def _zb_h2_order_bubble(pipeline: Pipeline, times: Times) -> float:
-    """ZB-H2 with its optimised order: only the sends are waited for."""
+    """Returns the bubble of ZB-H2 with its optimised order: only the sends are waited for."""
     return (pipeline.stages - 1) * times.hop
 
 
@@ -160,7 +160,7 @@ def _zb_h2_held(pipeline: Pipeline, stage: int) -> float:  # noqa: ARG001
     return min(pipeline.microbatches, 2 * pipeline.stages - 1)
 
 
-# `held_microbatches`: those whose activations a stage holds at most, when stages run by order.
+# `held_microbatches`: the most whose activations a stage holds if stages run by order.
 SCHEDULES: Mapping[str, Schedule] = {
     "gpipe": Schedule(
         first_backward=_gpipe_first_backward,

@@ -1,8 +1,8 @@
 """The share of a device's data-sheet figures that training software reaches.
 
-There are few constants. Most are fixed: a kernel's own benchmark, or counting, gives them. Six are
-fitted (`FITTED`), by benchmarks/planner/fit.py on the tables that benchmarks/planner/split.toml
-names as training tables. Nothing else is fitted.
+There are few constants. Most are fixed: they come from a kernel's own benchmark, or from counting.
+Six are fitted (`FITTED`), by benchmarks/planner/fit.py, to the tables that
+benchmarks/planner/split.toml names as training tables. Nothing else is fitted.
 
 `Hardware` (hardware.py) is what a device can do; `Software` is how well one framework uses it.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from spmdtrain.planner.cost.overlap import Overlap, fleet_overlap, saving
 
 # Shares of data-sheet bandwidth.
-LINK_SHARE = 0.8  # that ring collectives reach (NCCL, on NVLink and on InfiniBand)
-SEND_SHARE = 0.2  # of that, that one send inside a host reaches: 47 GB/s on A100 (zb_table9)
-MEMORY_SHARE = 0.85  # that copies in device memory reach
+LINK_SHARE = 0.8  # of ring collectives (NCCL, on NVLink and on InfiniBand)
+SEND_SHARE = 0.2  # of that, for one send inside a host: 47 GB/s on A100 (zb_table9)
+MEMORY_SHARE = 0.85  # of copies in device memory
 
 # Matmuls.
 MATMUL_TILES = (  # rows, columns, share of the best tile's rate
@@ -40,17 +40,17 @@ class Software:
     score_factor: float = 1.4  # bytes that passes over attention's scores move / bytes counted
     straggler_share: float = 0.008  # of a step, lost per doubling of devices: all wait for one
     host_wait: float = 0.0  # s that a stage waits for its host per microbatch and direction
-    attention_share: float = 0.0  # of peak, of fused attention; 0: scores are written to memory
+    attention_share: float = 0.0  # of peak, for fused attention; 0: scores are written to memory
     score_bytes: int = 2  # of one score that is written to memory
-    overlap: Overlap = Overlap()  # what is sent beside work
-    work_beside_gathers: float = 0.8  # share of the layers' work that fsdp's traffic runs beside
+    overlap: Overlap = Overlap()  # of transfers with work
+    work_beside_gathers: float = 0.8  # of the layers, overlapping with fsdp's traffic at most
     all_network_cards: bool = True  # whether a ring over hosts uses all network cards of a host
     gathers_per_layer: int = 1  # all-gathers in which one layer's weights come over `fsdp`
     sends_split: bool = True  # a send carries 1 / tensor of the activation, gathered on arrival
     lockstep: bool = False  # stages tick together (this framework); else each runs its own order
     gradient_bytes: int = 4  # of one gradient as it crosses `data`
     scattered_gradient_bytes: int = 0  # the same over `fsdp`; 0: as computed
-    gathered_parameter_bytes: int = 0  # of one, gathered after a step; 0: none is (ZeRO-1)
+    gathered_parameter_bytes: int = 0  # of one parameter gathered after a step; 0: none (ZeRO-1)
     host_seconds: float = 0.02  # per step outside the device: data, logging
 
 
@@ -66,13 +66,13 @@ FITTED: dict[str, tuple[float, float]] = {
 
 
 def software(name: str, hardware_name: str) -> Software:
-    """The constants of a framework on a device, as fitted."""
+    """Returns the fitted constants of a framework on a device."""
     fitted = [value for value, _ in FITTED.values()]
     return software_table(*fitted)[name][fitted_on(hardware_name)]
 
 
 def fitted_on(hardware_name: str) -> str:
-    """The device whose fitted constants are used: "a100", or "h100" for everything later."""
+    """Returns the device whose fitted constants apply: "a100", or "h100" for everything later."""
     return "a100" if hardware_name.startswith("a100") else "h100"
 
 
@@ -84,7 +84,7 @@ def software_table(
     stragglers: float,
     host_wait: float,
 ) -> Mapping[str, Mapping[str, Software]]:
-    """Framework -> device it was fitted on -> constants, for these values of `FITTED`."""
+    """Returns framework -> device it was fitted on -> constants, for these values of `FITTED`."""
     megatron_2021 = Software(
         name="megatron-2021",
         matmul_share=a100_matmul,
@@ -136,8 +136,8 @@ def software_table(
         ),
         (megatron_2021, {}),
         (replace(megatron_2021, name="megatron-2022", overlap=Overlap(tensor=saving(0.3))), {}),
-        # DeepSpeed's ZeRO-3 gathers each module's weights on their own: QKV, projection, two of
-        # the MLP and two norms.
+        # DeepSpeed's ZeRO-3 gathers each module's weights separately: QKV, projection, two of the
+        # MLP and two norms.
         (
             replace(
                 megatron_2021,

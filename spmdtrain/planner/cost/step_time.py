@@ -1,9 +1,9 @@
 """Seconds of one training step: the layers (layer_time.py), and everything around them.
 
 Every term is kept, because the breakdown is half of the answer. A pipeline takes m microbatches of
-its slowest stage, and a bubble. Two kinds of executor are estimated (schedules.py): this framework
-ticks in lockstep and shares the head among the stages; other frameworks' stages run their own
-orders, with the embedding on the first and the head on the last stage.
+its slowest stage, plus a bubble. Two kinds of executor are estimated (schedules.py): this framework
+ticks in lockstep and shares the head among the stages; the stages of other frameworks run their own
+orders, with the embedding on the first stage and the head on the last.
 """
 
 import math
@@ -27,13 +27,13 @@ from spmdtrain.planner.cost.schedules import SCHEDULES, Pipeline, lockstep_secon
 from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.workload import Workload
 
-# Bytes per parameter that the optimizer moves: gradient, weight and two moments read, weight and
-# moments written, and the copy in compute precision.
+# Bytes per parameter that the optimizer moves: it reads gradient, weight and two moments, and
+# writes weight, moments, and the copy in compute precision.
 OPTIMIZER_BYTES = 30
 # Bytes per logit that the loss moves in forward and backward: the float32 logit, its maximum and
 # its sum, and the copies of the gradient.
 LOGIT_BYTES = (18, 14)
-# Largest schedule, in ticks x stages, that is laid out as a table to estimate it.
+# The largest schedule, in ticks x stages, that is laid out as a table to estimate it.
 LARGEST_TABLE = 40_000
 
 # Term -> what bounds it. The order is that of the breakdown.
@@ -41,15 +41,15 @@ BOUND_BY: Mapping[str, str] = {
     "matmul": "compute",  # of the layers
     "attention": "compute",  # scores, softmax and values
     "elementwise": "memory",  # norms, residuals and activation functions
-    "recompute": "compute",  # what remat runs again
+    "recompute": "compute",  # repeated by remat
     "head": "compute",  # logits, loss and their gradients
     "embedding": "memory",
     "tensor_collectives": "network",  # sums of activations over `tensor`
     "context_collectives": "network",  # keys and values over `context`
     "pipeline_bubble": "idle",  # the fullest stage waits for others
-    "pipeline_hops": "network",  # sends between stages, where the bubble does not count them
+    "pipeline_hops": "network",  # sends between stages, if the bubble does not count them
     "exchanges": "host",  # the host, around each microbatch of a stage
-    "vocabulary_collectives": "network",  # sums over `pipeline` where stages share the vocabulary
+    "vocabulary_collectives": "network",  # sums over `pipeline` if stages share the vocabulary
     "fsdp_collectives": "network",  # gathered weights and scattered gradients
     "data_reduction": "network",  # gradients over `data`
     "optimizer": "memory",
@@ -60,13 +60,13 @@ BOUND_BY: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of one step. `terms`: term -> seconds that nothing hides, so they add up."""
+    """The time of one step. `terms`: term -> exposed seconds, so they add up."""
 
     workload: Workload
     hardware: Hardware
     software: Software
     terms: Mapping[str, float]
-    scale: float = 1.0  # measured / estimated, of a run that the estimate is anchored on
+    scale: float = 1.0  # measured / estimated, for a run on which the estimate is anchored
 
     @property
     def seconds(self) -> float:
@@ -78,13 +78,13 @@ class StepTime:
 
     @property
     def model_flops_per_device(self) -> float:
-        """FLOP/s that count: forward and backward once, causal attention."""
+        """The FLOP/s that count: forward and backward once, causal attention."""
         per_token = model_flops_per_token(self.workload.model, self.workload.sequence_length)
         return per_token * self.tokens_per_second_per_device
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the share of the data sheet's peak, whatever the power limit."""
+        """Model FLOPs utilisation: the share of the data sheet's peak at full power."""
         unlimited = replace(self.hardware, power_limit=0.0)
         return self.model_flops_per_device / unlimited.peak(self.workload.dtype)
 
@@ -101,10 +101,10 @@ class StepTime:
 def step_time(
     workload: Workload, hardware: Hardware, software: Software, *, closed_form: bool = False
 ) -> StepTime:
-    """The time of one step.
+    """Returns the time of one step.
 
-    `closed_form`: the bubble is that of the schedule's closed form instead of its table. A search
-    asks for it.
+    With `closed_form`, the bubble comes from the schedule's closed form instead of its table; a
+    search uses this.
     """
     layer = layer_time(workload, hardware, software)
     stage = {term: workload.layers_per_stage * sum(work) for term, work in layer.items()}
@@ -122,9 +122,9 @@ def step_time(
 
 
 def stage_parameters(workload: Workload, software: Software) -> float:
-    """Parameters on a device of the fullest stage, before `data` and `fsdp` split them.
+    """Counts the parameters on a device of the fullest stage, before `data` and `fsdp` split them.
 
-    All of a layer counts as split over `tensor`. memory.resident_elements is the exact count.
+    A whole layer counts as split over `tensor`. memory.resident_elements is the exact count.
     """
     model = workload.model
     tensor = workload.mesh.tensor
@@ -144,7 +144,7 @@ def stage_parameters(workload: Workload, software: Software) -> float:
 def _work_terms(
     workload: Workload, hardware: Hardware, software: Software, stage: Mapping[str, float]
 ) -> dict[str, float]:
-    """Term -> seconds of all microbatches on the slowest stage.
+    """Returns term -> seconds of all microbatches on the slowest stage.
 
     `stage`: term -> seconds of one microbatch in the layers of the fullest stage.
     """
@@ -165,7 +165,7 @@ def _work_terms(
 def _slowest_stage(
     workload: Workload, stage: Mapping[str, float], embedding: float, head: float
 ) -> dict[str, float]:
-    """Term -> seconds, with the embedding on the first stage and the head on the last."""
+    """Returns term -> seconds, with the embedding on the first stage and the head on the last."""
     end_share = 1 - workload.short_ends / workload.layers_per_stage
     end = {term: end_share * seconds for term, seconds in stage.items()}
     first = end | {"embedding": embedding}
@@ -178,13 +178,13 @@ def _slowest_stage(
 
 
 def vocabulary_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
-    """The embedding and the head of one microbatch, by all devices of their stage."""
+    """Returns the seconds of embedding and head of a microbatch, on all devices of their stage."""
     embedding = _embedding_seconds(workload, hardware, software)
     return embedding + _head_seconds(workload, hardware, software)
 
 
 def _head_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
-    """Logits, loss and both gradients of one microbatch, by all devices of one stage."""
+    """Returns the seconds of logits, loss and both gradients of a microbatch, on one stage."""
     tokens = workload.tokens
     embed = workload.model.embed
     vocab = -(-workload.model.vocab // workload.mesh.tensor)
@@ -201,18 +201,18 @@ def _head_seconds(workload: Workload, hardware: Hardware, software: Software) ->
 
 
 def _embedding_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
-    """The look-up and its gradient: six passes over one microbatch's activations."""
+    """Counts the look-up and its gradient: six passes over one microbatch's activations."""
     moved = workload.activation_bytes
     passes = software.elementwise_factor * memory_seconds(6 * moved, hardware)
     return passes + all_reduce_seconds(moved, workload.mesh.group("tensor"), hardware)
 
 
 def _vocabulary_collective_seconds(workload: Workload, hardware: Hardware) -> float:
-    """Sums over `pipeline` of one microbatch.
+    """Returns the seconds of the sums over `pipeline` of one microbatch.
 
-    Where all stages share the vocabulary, they sum the embedding, give the last activation to all,
-    and sum the gradients of both. Each device of `tensor` sums some of the tokens; a stream that is
-    whole is put together again after all but the first, whose gather counts as the embedding's.
+    If all stages share the vocabulary, they sum the embedding, give the last activation to all, and
+    sum the gradients of both. Each device of `tensor` sums some of the tokens; a whole stream is
+    reassembled after all but the first, whose gather counts as the embedding's.
     """
     moved = workload.activation_bytes
     stages = workload.mesh.group("pipeline")
@@ -232,7 +232,7 @@ def _pipeline_terms(
     layer: Mapping[str, Work],
     closed_form: bool,
 ) -> dict[str, float]:
-    """Term -> seconds that only a pipeline has. `layer`: term -> work of one layer."""
+    """Returns term -> seconds that only a pipeline has. `layer`: term -> work of one layer."""
     ways = workload.mesh.tensor if software.sends_split else workload.stream_ways
     sent = workload.activation_bytes / ways
     one_send = send_seconds(sent, workload.mesh.stride("pipeline"), hardware)
@@ -248,7 +248,7 @@ def _pipeline_terms(
         "pipeline_bubble": _bubble_seconds(workload, times, software, closed_form),
         "exchanges": 2 * microbatches * software.host_wait,
     }
-    # In lockstep the bubble counts the sends. By order, a split backward hides them behind weight
+    # In lockstep the bubble counts the sends. By order, a split backward hides them under weight
     # gradients.
     if not software.lockstep and not SCHEDULES[workload.schedule].splits_backward:
         sends = 2 * microbatches * workload.chunks
@@ -259,9 +259,9 @@ def _pipeline_terms(
 def _bubble_seconds(
     workload: Workload, times: timing.Times, software: Software, closed_form: bool
 ) -> float:
-    """Seconds in which the fullest stage waits for others, by the table that a run would execute.
+    """Returns the seconds in which the fullest stage waits, by the table that a run would execute.
 
-    `times`: of one microbatch. The closed form, and that of tables too large to lay out, is in
+    `times`: of one microbatch. The closed form, also used for tables too large to lay out, assumes
     lockstep; a search ranks all software by it.
     """
     schedule = workload.schedule
@@ -270,7 +270,7 @@ def _bubble_seconds(
         return SCHEDULES[schedule].order_bubble(pipeline, times)
     cells = pipeline.microbatches * pipeline.chunks * pipeline.stages
     if closed_form or (schedule in SCHEDULES and cells > LARGEST_TABLE):
-        # A search takes software that runs its own orders for one that hides what it can.
+        # A search assumes that software running its own orders hides whatever it can.
         hops = software.overlap.hops if software.lockstep else 1.0
         whole = lockstep_seconds(schedule, pipeline, times, hops)
     else:
@@ -285,13 +285,13 @@ def _bubble_seconds(
 def _fsdp_seconds(
     workload: Workload, hardware: Hardware, software: Software, stage_seconds: float
 ) -> float:
-    """Gathering weights that are split over `fsdp`, and scattering their gradients.
+    """Returns the seconds of gathering weights split over `fsdp`, and scattering their gradients.
 
-    With a pipeline this happens once per step, beside nothing. Without one it happens for each
-    microbatch: the layers' weights are gathered for the forward and for the backward and their
-    gradients scattered after it, beside the layers' work (`stage_seconds` per microbatch), which
-    is slowed by it. Where no share of it is known to run beside work, it is all but the first
-    gather and what lies outside the layers.
+    With a pipeline this happens once per step and overlaps with nothing. Without one it happens for
+    each microbatch: the layers' weights are gathered for the forward and for the backward, and
+    their gradients are scattered afterwards, during the layers' work (`stage_seconds` per
+    microbatch), which is slowed by it. If the share that overlaps is unknown, it is everything but
+    the first gather and what lies outside the layers.
     """
     if workload.mesh.fsdp == 1:
         return 0.0
@@ -324,7 +324,7 @@ def _fsdp_seconds(
 
 
 def _reduction_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
-    """Summing gradients over `data`, once per step.
+    """Returns the seconds of summing gradients over `data`, once per step.
 
     That is a reduce-scatter and an all-gather: of the gradients, or with a distributed optimizer of
     the parameters that it has updated.
@@ -342,7 +342,7 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
 
 
 def _gathered_over_data(workload: Workload, software: Software) -> int:
-    """Bytes of one element of what is gathered: of a parameter, or else of a gradient."""
+    """Returns the bytes of one gathered element: of a parameter, or else of a gradient."""
     if software.gathered_parameter_bytes:
         return software.gathered_parameter_bytes
     if workload.zero:
@@ -354,6 +354,6 @@ def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Softwar
     ways = workload.mesh.fsdp
     if workload.zero or software.gathered_parameter_bytes:
         ways = workload.mesh.fsdp * workload.mesh.data
-    each = OPTIMIZER_BYTES + 2 * workload.item_bytes  # which are read and written
+    each = OPTIMIZER_BYTES + 2 * workload.item_bytes  # items are read and written
     moved = each * stage_parameters(workload, software) / ways
     return memory_seconds(moved, hardware)

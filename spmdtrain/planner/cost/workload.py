@@ -1,4 +1,4 @@
-"""The run to be estimated: a model's sizes, its mesh, and how a batch is cut.
+"""The run to be estimated: a model's sizes, its mesh, and the division of its batch.
 
 Plain numbers. `workload_of(config)` reads them off a run's settings; benchmarks write published
 runs down as workloads directly.
@@ -14,7 +14,7 @@ from spmdtrain.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer."""
+    """The sizes of a decoder-only transformer."""
 
     layers: int
     embed: int
@@ -32,35 +32,35 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Width of the queries, and of what attention returns."""
+        """The width of the queries, and of the output of attention."""
         return self.heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Width of queries, keys and values together."""
+        """The width of queries, keys and values together."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def up_width(self) -> int:
-        """Output width of the MLP's up projection."""
+        """The output width of the MLP's up projection."""
         matrices = 2 if self.gated else 1
         return self.ffn * matrices
 
     @property
     def layer_matrices(self) -> int:
-        """Parameters of one layer that multiply every token."""
+        """The number of parameters of one layer that multiply every token."""
         return self.embed * (self.qkv_width + self.attention_width + self.up_width + self.ffn)
 
     @property
     def layer_parameters(self) -> int:
-        """All parameters of one layer: matrices, biases and two norms."""
+        """The number of all parameters of one layer: matrices, biases and two norms."""
         norms = 2 * self.embed * self.vectors_per_norm
         biases = (self.qkv_width + self.up_width + 2 * self.embed) * self.bias
         return self.layer_matrices + norms + biases
 
     @property
     def outside_parameters(self) -> int:
-        """Parameters outside the layers: tables and the last norm."""
+        """The number of parameters outside the layers: tables and the last norm."""
         tables = self.vocab * self.vocabulary_tables + self.position_rows
         return self.embed * (tables + self.vectors_per_norm)
 
@@ -74,12 +74,12 @@ class ModelShape:
 
     @property
     def vectors_per_norm(self) -> int:
-        """A scale, and for layernorm with biases an offset."""
+        """The vectors of a norm: a scale, and for a layernorm with biases an offset."""
         return 2 if self.layernorm and self.bias else 1
 
 
 class Group(NamedTuple):
-    """The devices that one collective runs over: `size` of them, each `stride` from the next."""
+    """The devices that run one collective: `size` of them, each `stride` from the next."""
 
     size: int
     stride: int
@@ -87,7 +87,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Number of devices along each mesh axis, slowest link first."""
+    """The number of devices along each mesh axis, slowest link first."""
 
     pipeline: int = 1
     data: int = 1
@@ -102,7 +102,7 @@ class MeshShape:
 
     @property
     def batch_shards(self) -> int:
-        """Number of parts that the batch is split into."""
+        """The number of parts into which the batch is split."""
         return self.data * self.fsdp * self.expert
 
     @property
@@ -110,7 +110,7 @@ class MeshShape:
         return {axis.name: getattr(self, axis.name) for axis in fields(self)}
 
     def stride(self, axis: str) -> int:
-        """Distance in devices between neighbours along `axis`."""
+        """Returns the distance in devices between neighbours along `axis`."""
         axes = list(self.sizes)
         faster = axes[axes.index(axis) + 1 :]
         return math.prod(self.sizes[name] for name in faster)
@@ -123,10 +123,10 @@ class MeshShape:
 class Workload:
     """One training run, as far as its time and memory depend on it.
 
-    `remat` says what the backward computes again. This framework's policies are "none", "dots"
-    (all but matmuls and attention) and "full". Other frameworks have "matmuls" (all but matmuls:
-    a policy of jax's own), "attention" (the scores: Megatron's selective recomputation) and
-    "half" (every other matmul: torchtitan's).
+    `remat` says what the backward recomputes. This framework's policies are "none", "dots" (all but
+    matmuls and attention) and "full". Other frameworks have "matmuls" (all but matmuls: one of
+    jax's policies), "attention" (the scores: Megatron's selective recomputation) and "half" (every
+    other matmul: torchtitan's).
     """
 
     model: ModelShape
@@ -140,26 +140,26 @@ class Workload:
     zero: int = 0
     sequence_parallel: bool = False
     collective_matmul: bool = False  # only with sequence_parallel
-    short_ends: int = 0  # layers that the first and the last stage have fewer than the others
+    short_ends: int = 0  # layers that the first and the last stage each have fewer
     dtype: str = "bfloat16"  # of the computation
     stored_bytes: int = 4  # of a weight at rest, and of each moment
     moments: int = 2  # that the optimizer keeps of each weight
-    gradients_at_weights: bool = True  # False: at a point beside them, which a step holds as well
-    item_bytes: int = 0  # of other items of the state for each weight, such as an average of it
+    gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
+    item_bytes: int = 0  # per weight, of other items of the state, such as its average
 
     @property
     def accumulation(self) -> int:
-        """Microbatches per step and batch shard."""
+        """The number of microbatches per step and batch shard."""
         return self.global_batch // (self.microbatch * self.mesh.batch_shards)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes for each weight of the moments, and of other items of the state."""
+        """The bytes per weight of the moments and of other items of the state."""
         return self.stored_bytes * self.moments + self.item_bytes
 
     @property
     def tokens(self) -> int:
-        """Tokens of one microbatch on one device."""
+        """The number of tokens of one microbatch on one device."""
         return self.microbatch * self.sequence_length // self.mesh.context
 
     @property
@@ -168,30 +168,30 @@ class Workload:
 
     @property
     def layers_per_stage(self) -> int:
-        """Layers of the fullest stage, padding included."""
+        """The number of layers of the fullest stage, including padding."""
         chunks = self.mesh.pipeline * self.chunks
         layers = self.model.layers + 2 * self.short_ends
         return self.chunks * -(-layers // chunks)
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of one element in the computation's precision."""
+        """The bytes of one element in the computation's precision."""
         return bytes_of(self.dtype)
 
     @property
     def stream_ways(self) -> int:
-        """Parts into which `tensor` splits the tokens of the residual stream and of the norms."""
+        """The parts into which `tensor` splits the tokens of residual stream and norms."""
         return self.mesh.tensor if self.sequence_parallel else 1
 
     @property
     def sum_ways(self) -> int:
-        """Parts into which `tensor` splits an activation that is summed over the stages."""
+        """The parts into which `tensor` splits an activation that is summed over the stages."""
         divides = self.sequence_length // self.mesh.context % self.mesh.tensor == 0
         return self.mesh.tensor if divides else 1
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one microbatch's activations between two layers, [batch, time, embed]."""
+        """The bytes of one microbatch's activations between two layers, [batch, time, embed]."""
         return self.tokens * self.model.embed * self.compute_bytes
 
 
@@ -200,7 +200,7 @@ def bytes_of(dtype: str) -> int:
 
 
 def model_shape(config: RunConfig) -> ModelShape:
-    """The shape of the config's model, whose vocabulary is set."""
+    """Returns the shape of the config's model, whose vocabulary must be set."""
     model = config.model
     return ModelShape(
         layers=model.layers,
@@ -220,7 +220,7 @@ def model_shape(config: RunConfig) -> ModelShape:
 
 
 def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
-    """The workload of a run. No size may be -1, and `model.vocab` must be set."""
+    """Returns the workload of a run. No size may be -1, and `model.vocab` must be set."""
     mesh = MeshShape(**mesh_sizes)
     train = config.train
     pipelined = mesh.pipeline > 1
@@ -247,7 +247,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
 
 
 def _item_bytes(config: RunConfig) -> int:
-    """Bytes of the items of a state of one weight that they have for that weight."""
+    """Returns the bytes that the items of a state hold for one weight."""
     import jax
     from jax.sharding import PartitionSpec
 
