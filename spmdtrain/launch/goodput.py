@@ -1,8 +1,8 @@
 """Accounts for the time of a run, over all its attempts.
 
-Every moment belongs to one class, so the classes sum to the wall time. `step` alone is training
-that counts. Steps that a failure has undone move from `step` to `repeated`, as soon as it is known
-from which checkpoint the run goes on.
+Every moment belongs to one class, so the classes sum to the wall time. Only `step` is training that
+counts. Steps undone by a failure move from `step` to `repeated` as soon as the checkpoint from
+which the run continues is known.
 """
 
 import time
@@ -11,8 +11,8 @@ from typing import TypedDict
 
 from spmdtrain.processes import pulse
 
-DOWN = "down"  # from the end of an attempt to the begin of the next
-HANG = "hang"  # from the last word of a process that hangs to its end
+DOWN = "down"  # from the end of an attempt to the start of the next
+HANG = "hang"  # from the last message of a hanging process to its end
 REPEATED = "repeated"
 CLASSES = (*pulse.PHASES, REPEATED, HANG, DOWN)
 
@@ -38,31 +38,31 @@ class Goodput:
         self.seconds: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
 
     def enter(self, what: str, step: int = 0) -> None:
-        """From now on the time belongs to the class `what`."""
+        """Counts the time from now on as class `what`."""
         self._close(self._now())
         self._class = what
         self._step = step
 
     def saved(self, step: int) -> None:
-        """All steps up to this one are on disk: no failure undoes them."""
+        """Notes that all steps up to this one are on disk: no failure undoes them."""
         self._unsaved = [each for each in self._unsaved if each[0] > step]
 
     def failed(self, hung: bool = False) -> None:
-        """An attempt has ended in a failure: what it had not saved is done again."""
+        """Notes that an attempt failed: what it had not saved is repeated."""
         if hung:
             self._class = HANG
         self.enter(DOWN)
         self.undone(0)
 
     def undone(self, after: int) -> None:
-        """The steps after this one are done again, those that are on disk left out."""
+        """Notes that the steps after this one are repeated, except those on disk."""
         undone = sum(seconds for step, seconds in self._unsaved if step > after)
         self._unsaved = [each for each in self._unsaved if each[0] <= after]
         self.seconds[pulse.STEP] -= undone
         self.seconds[REPEATED] += undone
 
     def report(self) -> Report:
-        """Sums up the time until now."""
+        """Returns the account of the time until now."""
         now = self._now()
         self._close(now)
         wall = now - self._begin

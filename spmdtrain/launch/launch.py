@@ -1,13 +1,13 @@
-"""A run under a launcher: attempt after attempt, until one ends as it should.
+"""Runs attempt after attempt under a launcher, until one ends properly.
 
-An attempt ends when one of its processes does. The others then have EXIT_SECONDS to end by
-themselves, which they do because the coordinator tells them (processes/peers.py), before they are
-ended. Where all are silent for longer than their phases may take, the run hangs: all print their
+An attempt ends when one of its processes does. The others then have EXIT_SECONDS to end on their
+own, which they do because the coordinator tells them (processes/peers.py); after that they are
+ended. If all are silent for longer than their phases may take, the run hangs: all print their
 stacks, and all are ended.
 
 A failure that may pass (a process was killed or hung, a bug) is followed by another attempt, after
-a pause that doubles. One that would only come again (the settings, the data, numbers that diverged,
-a full disk) is not, and neither are CYCLES failures in a row without a new checkpoint.
+a pause that doubles. A failure that would only recur (the settings, the data, numbers that
+diverged, a full disk) is not, and neither are CYCLES failures in a row without a new checkpoint.
 """
 
 import math
@@ -37,9 +37,9 @@ from spmdtrain.processes.signals import COMMANDS, WARNINGS
 
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 15.0  # for the others to end after one has failed
-ORDERLY_SECONDS = 60.0  # for the others to end after one has as it should
+ORDERLY_SECONDS = 60.0  # for the others to end after one has ended properly
 CYCLES = 3
-NAMED = 4  # processes in the line of a hang
+NAMED = 4  # processes named in the line about a hang
 PAUSE_SECONDS = 1.0  # before the second attempt
 LONGEST_PAUSE = 60.0
 FINAL = {
@@ -53,16 +53,16 @@ FINAL = {
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of an attempt: its exit code, and a line where something went wrong."""
+    """The end of an attempt: its exit code, and a line if something went wrong."""
 
     code: int
     line: str = ""
 
 
 def going_on(command: Sequence[str]) -> list[str]:
-    """The arguments for the next attempt: it goes on, and does not begin or go back once more.
+    """Returns the arguments for the next attempt: it resumes, without `--fresh` and `--step`.
 
-    argparse takes an option that is cut short, as long as one alone begins so.
+    argparse accepts an abbreviated option if it is unambiguous.
     """
     kept = []
     given = iter(command)
@@ -77,25 +77,25 @@ def going_on(command: Sequence[str]) -> list[str]:
 
 
 class Launcher:
-    """`command`: the arguments of `spmdtrain`, those of `train` as a rule."""
+    """Runs `command`: the arguments of `spmdtrain`, normally those of `train`."""
 
     def __init__(self, command: Sequence[str], place: Place, processes: int, step_seconds: float):
         self._command = list(command)
         self._place = place
         self._processes = processes
         self._patience = Patience(step_seconds)
-        self._commands = 0  # signals that came
+        self._commands = 0  # signals received
         self._warnings = 0
         self._saved = -1  # the newest step on disk
         self.goodput = Goodput()
         self.attempts = 0
 
     def run(self) -> int:
-        """The exit code of the last attempt."""
+        """Returns the exit code of the last attempt."""
         before = {
             number: signal.signal(number, self._on_signal)
             for number in (*COMMANDS, *WARNINGS)
-            if number in COMMANDS or signals.is_free(number)  # not of nohup
+            if number in COMMANDS or signals.is_free(number)  # not one ignored by nohup
         }
         try:
             return self._attempts()
@@ -153,7 +153,7 @@ class Launcher:
                 return ending
 
     def _note(self, rank: Rank, what: str, step: int, leads: bool) -> None:
-        """Takes in what a process said. The first one of this host keeps the account of time."""
+        """Processes a message. The first process of this host drives the account of time."""
         now = time.monotonic()
         if what == pulse.DONE:
             rank.done = True
@@ -175,15 +175,15 @@ class Launcher:
                 self.goodput.enter(what, step)
 
     def _hang(self, ranks: Ranks) -> Ending | None:
-        """Ends all where all have been silent for longer than they may.
+        """Ends all processes if all have been silent for longer than they may.
 
-        While one is in a phase that may take longer, as in compiling, the others wait for it.
+        While one is in a phase that may take longer, such as compiling, the others wait for it.
         """
         now = time.monotonic()
         if any(now - rank.since <= self._patience.limit(rank.phase) for rank in ranks.ranks):
             return None
         last = max(ranks.ranks, key=lambda rank: rank.since)
-        # The one that is behind is the likeliest to hang; the others wait for it.
+        # The one furthest behind is the likeliest to hang; the others wait for it.
         order = sorted(ranks.ranks, key=lambda rank: (rank.step, rank.since))
         where = ", ".join(f"process {rank.number} {_describe(rank)}" for rank in order[:NAMED])
         line = (
@@ -196,7 +196,7 @@ class Launcher:
         return Ending(HangError.exit_code, line)
 
     def _ended(self, ranks: Ranks) -> Ending:
-        """Waits until all processes have ended, and finds why the attempt did."""
+        """Waits until all processes have ended, and finds out why the attempt ended."""
         early = [rank for rank in ranks.ranks if rank.code is not None]
         orderly = early[0].done or early[0].code == PREEMPTED
         ranks.wait(ORDERLY_SECONDS if orderly else EXIT_SECONDS)
@@ -210,10 +210,10 @@ class Launcher:
             return Ending(DONE)
         if codes == {PREEMPTED}:
             return Ending(PREEMPTED)
-        # The first that failed of itself; those that only lost it (8) say so.
+        # The first that failed by itself; those that only lost a peer (code 8) say so.
         by_age = [*early, *(rank for rank in by_themselves if rank not in early)]
         cause = next((rank for rank in by_age if _failed(rank)), early[0])
-        code = cause.process.wait()  # it has ended, as all have
+        code = cause.process.wait()  # it has ended, like all others
         ending = _failure(cause, code)
         if self._asked_to_end and code < 0:  # before it could save
             return Ending(128 - code, ending.line)
@@ -234,12 +234,12 @@ class Launcher:
 
     @property
     def _asked_to_end(self) -> int:
-        """How often a process is to hear it: the second time ends it, and no warning does that."""
+        """How often a process must be told: twice ends it at once, so warnings count only once."""
         return max(self._commands, min(self._warnings, 1))
 
 
 def _failed(rank: Rank) -> bool:
-    """True if this process failed by itself, not because another one did."""
+    """Returns True if this process failed by itself, not because another one did."""
     if rank.code == DONE:
         return not rank.done
     return rank.code not in (PREEMPTED, PeerLostError.exit_code)
@@ -262,6 +262,6 @@ def _describe(rank: Rank) -> str:
 
 
 def say(text: str) -> None:
-    """A line for the person at the terminal, beside what the processes print."""
+    """Prints a line for the person at the terminal, between those of the processes."""
     with closed_outputs.outlived():
         print(f"spmdtrain launch: {text}", file=sys.stderr, flush=True)

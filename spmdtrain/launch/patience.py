@@ -1,14 +1,14 @@
 """Limits the time that a phase may take before it counts as a hang.
 
-The limit of a phase is FACTOR times the longest that it has taken so far, and never below its
-floor: the rule of NVIDIA's nvidia-resiliency-ext for its heartbeats.
+The limit of a phase is FACTOR times the longest that it has taken so far, but at least its floor:
+the rule of NVIDIA's nvidia-resiliency-ext for its heartbeats.
 """
 
 from spmdtrain.processes import pulse
 
 FACTOR = 5
 STEP_SECONDS = 60.0
-# Seconds for the other phases, in which a cold file system or a large program takes its time.
+# Seconds for the other phases, which a cold file system or a large program may slow down.
 FLOORS = {
     pulse.BEGIN: 600.0,
     pulse.RESTORE: 1200.0,
@@ -28,9 +28,9 @@ class Patience:
         self._longest: dict[str, float] = {}
 
     def learn(self, phase: str, seconds: float) -> None:
-        """A phase has ended after so long."""
+        """Records that a phase has ended after `seconds`."""
         self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))
 
     def limit(self, phase: str) -> float:
-        """The seconds after which the phase counts as a hang."""
+        """Returns the seconds after which the phase counts as a hang."""
         return max(self._floors[phase], FACTOR * self._longest.get(phase, 0.0))

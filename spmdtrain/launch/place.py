@@ -1,11 +1,11 @@
 """Numbers this host among the hosts of a run, and makes the flags that join its processes.
 
 Slurm and Open MPI start a launcher for each process, and `spmdtrain train` reads their environment
-itself. Elsewhere, as under Kubernetes, one launcher is started on each host, with this in its
+itself. Elsewhere, e.g. under Kubernetes, one launcher is started on each host, with this in its
 environment:
 
-    SPMDTRAIN_HOSTS        how many hosts there are
-    SPMDTRAIN_HOST         which one this is, from 0
+    SPMDTRAIN_HOSTS        the number of hosts
+    SPMDTRAIN_HOST         the number of this one, from 0
     SPMDTRAIN_COORDINATOR  HOST:PORT of the first one
 """
 
@@ -23,8 +23,11 @@ COORDINATOR = "SPMDTRAIN_COORDINATOR"
 
 @dataclass(frozen=True)
 class Place:
-    """`coordinator`: None on a single host, which takes a port that is free, or where a scheduler
-    tells the processes who they are (`told`)."""
+    """The number of this host among all, and the address of the coordinator.
+
+    `coordinator` is None on a single host, which takes a free port, or if a scheduler tells the
+    processes their places (`told`).
+    """
 
     hosts: int = 1
     host: int = 0
@@ -32,7 +35,7 @@ class Place:
     told: bool = False
 
     def flags(self, processes: int) -> dict[int, list[str]]:
-        """Number of each process of this host -> what it is told about the others."""
+        """Returns, by number of each process of this host, the flags that join it to the others."""
         total = self.hosts * processes
         if self.told or total == 1:
             return {0: []}
@@ -49,7 +52,7 @@ class Place:
 
 
 def find_place(environment: Mapping[str, str], processes: int) -> Place:
-    """The place of this launcher, which is to start so many processes. Raises ConfigError."""
+    """Returns the place of this launcher, which is to start `processes`. Raises ConfigError."""
     if starts_a_launcher_each(environment):
         if processes > 1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The processes of one attempt, as the launcher sees them."""
+"""The processes of one attempt, as seen by the launcher."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass
 class Rank:
-    """One process: its number in the run, and what it said last."""
+    """One process: its number in the run, and its last message."""
 
     number: int
     process: subprocess.Popen
@@ -29,7 +29,7 @@ class Rank:
     step: int = 0
     since: float = field(default_factory=time.monotonic)
     done: bool = False
-    heard: bytes = b""  # the begin of a line
+    heard: bytes = b""  # the start of a line
 
     @property
     def code(self) -> int | None:
@@ -38,10 +38,13 @@ class Rank:
 
 
 class Ranks:
-    """The processes of this host. Use it as a context: at its end none is left."""
+    """The processes of this host. Use it as a context: none is left at its end."""
 
     def __init__(self, commands: Mapping[int, Sequence[str]]):
-        """`commands`: the arguments of `spmdtrain` for each process, by its number."""
+        """Starts the processes.
+
+        `commands`: the arguments of `spmdtrain` for each, by its number.
+        """
         self._selector = selectors.DefaultSelector()
         self.ranks = [self._started(number, command) for number, command in commands.items()]
 
@@ -89,21 +92,21 @@ class Ranks:
         return [rank for rank in self.ranks if rank.code is None]
 
     def signal(self, number: int) -> None:
-        """Sends a signal to all that run."""
+        """Sends a signal to all running processes."""
         for rank in self.running():
             rank.process.send_signal(number)
 
     def print_stacks(self) -> None:
-        """Has every process print the stacks of its threads, and gives them the time."""
+        """Makes every process print the stacks of its threads, and gives them time to do so."""
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGUSR1)
         time.sleep(STACKS_SECONDS)
 
     def end(self) -> None:
-        """SIGTERM; SIGKILL for those that are still there TERM_SECONDS later."""
+        """Sends SIGTERM, and SIGKILL to those that are still running TERM_SECONDS later."""
         if not self.running():
             return
-        self.signal(signal.SIGCONT)  # one that was stopped hears nothing else
+        self.signal(signal.SIGCONT)  # a stopped process receives nothing else
         self.signal(signal.SIGTERM)
         self.wait(TERM_SECONDS)
         self.signal(signal.SIGKILL)
@@ -111,7 +114,7 @@ class Ranks:
             rank.process.wait()
 
     def wait(self, seconds: float) -> bool:
-        """Waits until all have ended, at most so long. Returns whether they have."""
+        """Waits at most `seconds` until all have ended. Returns True if they have."""
         deadline = time.monotonic() + seconds
         while self.running() and time.monotonic() < deadline:
             time.sleep(0.05)
