@@ -1,7 +1,7 @@
 """The command line: arguments in, exit code out.
 
-`--help` and a typo must not wait for jax, so each command imports what it needs when it has its
-settings. Nothing at all is imported before Ctrl-C has one line for an answer.
+`--help` and a typo must not wait for jax, so each command imports what it needs once it has its
+settings. Nothing else is imported until Ctrl-C is answered with one line.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The command line's parser, and the arguments of the commands on runs."""
+"""Makes the parser of the command line, and the arguments of the commands on runs."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ from spmdtrain.config.load import settings_called
 from spmdtrain.config.near import did_you_mean
 from spmdtrain.launch.patience import STEP_SECONDS
 
-# Commands that people of other trainers look for.
+# Commands that users of other trainers look for.
 NOT_YET = {
     "import": "reading Hugging Face's weights",
     "export": "writing Hugging Face's weights",
@@ -35,14 +35,15 @@ NOT_YET = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, refusing with our error: a usage error ends like a config error."""
+    """An argparse parser that raises our error: a usage error ends like a config error."""
 
     def error(self, message: str):
         raise ConfigError(message + self._meant(message), fix=f"{self.prog} --help")
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As argparse has it, but the command that does not know an argument says so itself: it
-        knows its own options, and argparse would leave that to the parser of all commands.
+        """Parses as argparse does, but lets a command itself report an unknown argument.
+
+        It knows its own options; argparse would leave this to the parser of all commands.
         """
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -50,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _meant(self, message: str) -> str:
-        """Says what the first word that argparse does not know may stand for."""
+        """Suggests a meaning for the first word that argparse does not know."""
         if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
             words = [word.partition("=")[0] for word in unknown[1].split()]
             flags = [word for word in words if word.startswith("-")]
@@ -70,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up when somebody asks."""
+    """Prints the version, which is looked up only when asked for."""
 
     def __call__(self, parser, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         from importlib.metadata import version

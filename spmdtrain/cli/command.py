@@ -1,4 +1,4 @@
-"""One command, and how it ends: arguments in, exit code out."""
+"""Runs one command to its end: arguments in, exit code out."""
 
 import errno
 import io
@@ -10,9 +10,9 @@ from spmdtrain.cli.arguments import make_parser
 from spmdtrain.config import StorageError, UserError
 from spmdtrain.processes import peers, signals
 
-CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE has ended
-# What a path or a disk can be to blame for, wherever it was named. The commands say it better for
-# those paths that they expect to be wrong.
+CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+# Errors for which a path or a disk is to blame, wherever it was named. For paths that are likely to
+# be wrong, the commands have better messages.
 OF_THE_PATH = (
     errno.ENAMETOOLONG,
     errno.ELOOP,
@@ -30,20 +30,20 @@ OF_THE_PATH = (
     errno.ENFILE,
 )
 
-# What standard output may have: no reader, no room, a file that is open for reading alone.
+# Errors of standard output: no reader, no room, a file that is open only for reading.
 OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 
 
 def run(arguments: Sequence[str] | None) -> int:
     """Runs one command and returns its exit code.
 
-    A person's mistake is one line on stderr; only our bugs show a traceback.
+    A user's mistake is one line on stderr; only our bugs show a traceback.
     """
     signals.at_the_end(lambda code: peers.leave(code, "failed interrupted"))
     try:
         return _run(arguments)
     except BaseException as error:
-        # What is raised after a signal comes of it: an import may turn it into another error.
+        # After a signal, any error comes from it: an import may have turned it into another one.
         if not isinstance(error, KeyboardInterrupt) and not signals.asked():
             raise
         code = signals.say()
@@ -57,7 +57,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         _stand_somewhere()
         parsed = make_parser().parse_args(arguments)
         code = parsed.command(parsed)
-        print(end="", flush=True)  # so that an output that nobody can take is found here
+        print(end="", flush=True)  # finds here an output that cannot be written
         return code
     except UserError as error:
         return _end_with(error)
@@ -66,16 +66,16 @@ def _run(arguments: Sequence[str] | None) -> int:
             return _end_with(StorageError(f"{error.filename!r:.80}: {error.strerror}"))
         if error.errno not in OF_OUTPUT or error.filename:
             raise
-        # Standard output takes nothing more. Python would flush it again at its end, and complain.
+        # Standard output accepts no more. At exit Python would flush it again, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # `| head`: nobody reads on, and nobody made a mistake
+        if error.errno == errno.EPIPE:  # `| head`: the reader has left, which is no mistake
             peers.leave(CLOSED_PIPE, "failed nobody reads its output")
             return CLOSED_PIPE
         return _end_with(StorageError(f"cannot write to standard output: {error.strerror}"))
 
 
 def _stand_somewhere() -> None:
-    """Refuses a working directory that somebody has removed: no path can be found from there."""
+    """Refuses a working directory that has been removed: no path can be resolved from it."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -91,6 +91,6 @@ def _lose_no_letter() -> None:
 
 
 def _end_with(error: UserError) -> int:
-    peers.end(error)  # does not return where there are other processes
+    peers.end(error)  # does not return if there are other processes
     print(f"spmdtrain: {error}", file=sys.stderr)
     return error.exit_code

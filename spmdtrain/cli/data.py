@@ -1,4 +1,4 @@
-"""The commands around data: `data prepare` and `tokenizer train`."""
+"""Runs the commands on data: `data prepare` and `tokenizer train`."""
 
 import argparse
 
@@ -110,7 +110,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
 
 
 def _train_tokenizer(parsed: argparse.Namespace) -> int:
-    """Makes a tokenizer of documents."""
+    """Trains a tokenizer on documents."""
     from spmdtrain.data.tokenizers.train_tokenizer import train_tokenizer as train
 
     train(

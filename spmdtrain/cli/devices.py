@@ -16,14 +16,14 @@ from spmdtrain.config import ConfigError, UserError
 def start_jax(
     parsed: argparse.Namespace, *, alone: bool = False, find_devices: bool = True
 ) -> None:
-    """Imports jax for a command that computes: with its devices, and joined with other processes.
+    """Imports jax for a command that computes, with its devices, and joins other processes.
 
-    alone: other processes are joined only where the arguments name them, whatever a scheduler says.
+    alone: join other processes only if the arguments name them, regardless of a scheduler.
     find_devices: refuse a machine on which jax finds none. Compiled programs are kept between runs,
-    in the user's cache folder. Raises ConfigError if the environment is one that jax, XLA or a
-    scheduler cannot mean.
+    in the user's cache folder. Raises ConfigError if the environment makes no sense to jax, XLA or
+    a scheduler.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on its own choices
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's remarks on its own choices
     _forget_empty_variables()
     from spmdtrain.processes import processes, xla_flags
 
@@ -33,8 +33,8 @@ def start_jax(
     xla_flags.set_xla_flags()
     xla_flags.set_memory_share()
     if not has_nvidia_driver():
-        # jax's CUDA plugin may be there for `make cuda-compiler`. On a machine without GPU it logs
-        # a traceback over the libraries that it lacks.
+        # jax's CUDA plugin may be installed for `make cuda-compiler`. On a machine without a GPU
+        # it logs a traceback about missing libraries.
         logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_plugin_error)
     with _blaming_the_environment():
         told = (parsed.coordinator, parsed.processes, parsed.process)
@@ -47,7 +47,7 @@ def start_jax(
             jax.local_devices()
 
     if not jax.config.values["jax_compilation_cache_dir"]:
-        # Without a home, as under a user id that no file knows, every start compiles anew.
+        # Without a home, as for a user id unknown to the system, every start compiles again.
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         if not cache.startswith("~"):
             compiled = str(Path(cache) / "spmdtrain" / "compiled")
@@ -55,7 +55,7 @@ def start_jax(
 
 
 def _forget_empty_variables() -> None:
-    """An empty variable is as good as none; jax would read it as a number, an address or a path."""
+    """Unsets empty variables, which jax would read as a number, an address or a path."""
     for name, value in [*os.environ.items()]:
         if name.startswith(("JAX_", "XLA_")) and not value.strip():
             del os.environ[name]
@@ -63,7 +63,7 @@ def _forget_empty_variables() -> None:
 
 @contextlib.contextmanager
 def _blaming_the_environment() -> Iterator[None]:
-    """Turns what jax says of its variables and of missing devices into a line."""
+    """Turns jax's errors about its variables and about missing devices into one line."""
     try:
         yield
     except UserError:
@@ -71,7 +71,7 @@ def _blaming_the_environment() -> Iterator[None]:
     except (ValueError, RuntimeError, AssertionError) as error:
         said = " ".join(str(error).split())
         platforms = os.environ.get("JAX_PLATFORMS", "")
-        if not said and platforms:  # what jax says of a GPU's platform without its plugin
+        if not said and platforms:  # jax's message for a GPU platform without its plugin is empty
             said = f"no device of the platforms {platforms!r}"
         if not re.search(r"jax[ _]flag|environment|backend|platforms|\bjax_\w+", said, re.I):
             raise
@@ -87,7 +87,7 @@ def _blaming_the_environment() -> Iterator[None]:
 
 
 def has_nvidia_driver() -> bool:
-    """True if the kernel module of NVIDIA's driver is loaded."""
+    """Returns True if the kernel module of NVIDIA's driver is loaded."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
@@ -96,11 +96,11 @@ def _is_no_plugin_error(record: logging.LogRecord) -> bool:
 
 
 def _import_libraries() -> None:
-    """Imports the large libraries of a run while the garbage collector rests.
+    """Imports the large libraries of a run with the garbage collector switched off.
 
     An import makes some hundred thousand objects, and all of them stay. The collector would walk
     over them again and again, which costs a sixth of the time until the first line of output.
-    `gc.freeze` spares later collections, those between training steps, the same walk.
+    `gc.freeze` spares later collections, between training steps, the same walk.
     """
     gc.disable()
     try:
@@ -112,7 +112,7 @@ def _import_libraries() -> None:
 
 
 def without_devices() -> None:
-    """Imports jax for a command that asks it for shapes only, and takes hold of no GPU."""
+    """Imports jax for a command that only needs shapes, and occupies no GPU."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     _forget_empty_variables()

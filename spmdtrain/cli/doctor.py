@@ -17,7 +17,7 @@ from spmdtrain.cli.devices import has_nvidia_driver, start_jax
 from spmdtrain.config import DONE, ConfigError
 
 OURS = ("spmdtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "pydantic", "numpy")
-# Names of wheels: whatever CUDA version their names end with.
+# Names of wheels, with any CUDA version at the end.
 CUDA_WHEELS = re.compile(
     r"(jax-cuda\d+-(?:plugin|pjrt))|nvidia-(nccl|cudnn|cublas|nvshmem)(-cu\d+)?"
 )
@@ -46,7 +46,7 @@ Facts = dict[str, Any]
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Prints what a run would find here. Returns the exit code of a config error if it is wrong."""
+    """Prints what a run would find here. Returns a config error's code if something is wrong."""
     facts = gather(parsed)
     found = problems(facts)
     if parsed.json:
@@ -61,7 +61,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 
 def gather(parsed: argparse.Namespace) -> Facts:
-    """Collects versions, devices, driver and limits; jax starts and finds devices as in a run."""
+    """Collects versions, devices, driver and limits; jax starts as it does in a run."""
     said: list[str] = []
     listener = _Listener(said)
     logging.getLogger("jax").addHandler(listener)
@@ -100,7 +100,7 @@ def gather(parsed: argparse.Namespace) -> Facts:
 
 
 class _Listener(logging.Handler):
-    """Keeps what jax complains of while it starts."""
+    """Keeps the errors that jax logs while it starts."""
 
     def __init__(self, said: list[str]):
         super().__init__(logging.ERROR)
@@ -128,7 +128,7 @@ def _cuda_wheels() -> dict[str, str]:
 
 
 def problems(facts: Facts) -> list[tuple[str, str]]:
-    """(what is wrong, how to mend it), the gravest first."""
+    """Lists (what is wrong, how to fix it), the gravest first."""
     return [*_of_versions(facts), *_of_devices(facts), *_of_machine(facts)]
 
 
@@ -182,12 +182,12 @@ def _of_machine(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _plugins(facts: Facts) -> dict[str, str]:
-    """jax's CUDA plugins and their versions."""
+    """Returns jax's CUDA plugins and their versions."""
     return {name: each for name, each in facts["cuda"].items() if name.startswith("jax-")}
 
 
 def describe(facts: Facts) -> str:
-    """The facts for a person, a line each."""
+    """Describes the facts, one line each."""
     from pallas_kernels import gpus
     from spmdtrain.processes import xla_flags
 
@@ -214,7 +214,7 @@ def describe(facts: Facts) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(0, 12) of 0.12.0.1."""
+    """Returns the first two numbers of a version: (0, 12) for 0.12.0.1."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 

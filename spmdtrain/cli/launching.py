@@ -1,4 +1,4 @@
-"""Runs `launch`: the processes of a run, watched and started again."""
+"""Runs `launch`: the processes of a run, watched and restarted."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from spmdtrain.running.report.json_lines import write_document
 
 
 def launch(parsed: argparse.Namespace) -> int:
-    """Launches a command. Returns the code with which its last attempt ended."""
+    """Launches a command. Returns the exit code of its last attempt."""
     from spmdtrain.launch.launch import Launcher, say
     from spmdtrain.launch.place import find_place
 

@@ -1,4 +1,4 @@
-"""Files that a command is told to write."""
+"""Writes the files that a command is asked for."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ from spmdtrain.config import StorageError
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Refuses a path that cannot be written, and leaves it as it was: a file, or none."""
+    """Raises StorageError for a path that cannot be written, and leaves it unchanged."""
     there = os.path.lexists(path)
     try:
-        # A pipe that nobody reads is refused; without the flag, opening it would wait for a reader.
+        # A pipe without a reader is refused; without the flag, opening it would wait for one.
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
         if not there:
             path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spmdtrain.planner.cost.hardware import Hardware
     from spmdtrain.planner.plan import Plan
 
-# Ticks x stages: seconds of work here, and more than anybody looks at.
+# Ticks x stages: takes seconds here, and is more than anybody looks at.
 LARGEST_SCHEDULE = 1_000_000
 
 
@@ -78,7 +78,7 @@ def _built_schedule(
 ) -> "Table":
     """Builds a named schedule.
 
-    Refuses missing sizes, and those that would take minutes or more memory than there is.
+    Refuses missing sizes, and sizes that would take minutes or too much memory.
     """
     from spmdtrain.pipeline.schedule import build
 
@@ -98,7 +98,7 @@ def _built_schedule(
 
 
 def _schedule_of_file(path: str, sizes: dict[str, int]) -> "Table":
-    """Reads a schedule; sizes need not be typed, but if they are they must be the file's."""
+    """Reads a schedule. Sizes need not be typed; those that are must match the file."""
     from spmdtrain.pipeline import file
 
     table = file.read(path)
@@ -115,7 +115,7 @@ def _schedule_of_file(path: str, sizes: dict[str, int]) -> "Table":
 
 
 def estimate(parsed: argparse.Namespace) -> int:
-    """Prints what a step takes on hardware that need not be here; or what generation takes."""
+    """Prints the cost of a step, or of generation, on hardware that need not be present."""
     _refuse_together(parsed, "sweep", "generate", "compile", "anchor")
     _refuse_together(parsed, "generate", "compile", "anchor")
     if parsed.batch and not parsed.generate:
@@ -154,7 +154,7 @@ def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Har
     compiled = None
     if parsed.compile:
         compiled = deviceless.compile_step(config, found.workload.mesh.sizes, hardware)
-        if parsed.anchor is None:  # else its scale holds what the run has hidden
+        if parsed.anchor is None:  # the anchor's scale already includes what its run hides
             found = found.as_compiled(compiled["traffic"] or [])
 
     values = report.estimate_values(found)
@@ -241,7 +241,7 @@ def _plan_compiled(parsed: argparse.Namespace, plans: "Sequence[Plan]") -> int:
     from spmdtrain.planner.compiled_plans import compile_plans
     from spmdtrain.planner.cost.hardware import hardware as named_hardware
 
-    # A missing compiler is one line now, not a reason beside every layout.
+    # A missing compiler is one line now, not a reason next to every layout.
     deviceless.described_devices(named_hardware(parsed.hardware), parsed.devices)
     arguments = [parsed.config, "--hardware", parsed.hardware, "--devices", str(parsed.devices)]
     for setting in parsed.set:
@@ -291,7 +291,7 @@ def calibrate(parsed: argparse.Namespace) -> int:
 
 
 def _refuse_together(parsed: argparse.Namespace, first: str, *others: str) -> None:
-    """Refuses an option together with others, which it would pass over in silence."""
+    """Refuses an option together with others that it would silently ignore."""
     if getattr(parsed, first) in (None, False):
         return
     for other in others:

@@ -1,4 +1,4 @@
-"""What `sample` is asked: a prompt that was typed, a question, or a file of either."""
+"""Reads the prompts of `sample`: a typed prompt, a question, or a file of either."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
 
 def read_prompts(parsed: argparse.Namespace) -> list[Prompt]:
-    """Returns the prompts. Raises ConfigError if there is none, or more than one way to it."""
+    """Returns the prompts. Raises ConfigError if there are none, or for exclusive options."""
     given = [name for name in ("prompt", "prompts", "chat") if getattr(parsed, name) is not None]
     if len(given) > 1:
         raise ConfigError(f"--{given[0]} and --{given[1]} cannot go together", fix="one of them")
@@ -24,13 +24,13 @@ def read_prompts(parsed: argparse.Namespace) -> list[Prompt]:
 
 
 def as_json(prompt: Prompt, text: str) -> str:
-    """Returns the line that says what was made of a prompt."""
+    """Returns the line of JSON with a prompt and the generated text."""
     asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
     return json.dumps(asked | {"text": text})
 
 
 def _of_file(name: str) -> list[Prompt]:
-    """Returns the prompts of a file, one on each line; empty lines are left out."""
+    """Returns the prompts of a file, one per line, without empty lines."""
     path = Path(name)
     try:
         content = read_named(path).decode()
@@ -39,7 +39,7 @@ def _of_file(name: str) -> list[Prompt]:
     except UnicodeDecodeError:
         raise ConfigError(f"--prompts {path} is not UTF-8 text") from None
     if path.suffix == ".jsonl":
-        # Only a line break ends a line of JSON; a text may hold other separators.
+        # Only a line break ends a line of JSON; a text may contain other separators.
         lines = enumerate(content.split("\n"), 1)
         found: list[Prompt] = [
             _of_line(line, f"{path}:{number}") for number, line in lines if line.strip()

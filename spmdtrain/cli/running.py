@@ -1,4 +1,4 @@
-"""Runs the commands around training: `train`, `show`, `sample`, `eval`."""
+"""Runs the commands on runs: `train`, `show`, `sample`, `eval`."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ def train(parsed: argparse.Namespace) -> int:
     if parsed.hardware is not None:
         from spmdtrain.planner.cost.hardware import hardware
 
-        hardware(parsed.hardware)  # a typo is refused before devices are looked for
+        hardware(parsed.hardware)  # refuses a typo before jax looks for devices
     with stages.shown(quiet=not is_first(parsed.process)):
         return _train(parsed, config, directory)
 
@@ -57,7 +57,7 @@ def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> i
 
 
 def _with_remedy(error: "OutOfMemoryError") -> "OutOfMemoryError":
-    """The error with the cheapest change that fits, where the planner knows one."""
+    """Returns the error with the cheapest change that fits, if the planner knows one."""
     from spmdtrain.planner.remedy import cheapest_change
 
     if not error.needed or not error.available:
@@ -73,8 +73,8 @@ def _with_remedy(error: "OutOfMemoryError") -> "OutOfMemoryError":
 def _prediction(config, name: str | None):
     """Predicts time and memory of a step on the hardware `name`, or else on the local device.
 
-    None if nobody asked and the device is not described or the estimate is refused. Every process
-    predicts, so that all are refused or none.
+    Without a `name`, None if the device is not described or the estimate is refused. Every process
+    predicts, so that either all are refused or none.
     """
     import jax
 
@@ -90,7 +90,7 @@ def _prediction(config, name: str | None):
     except UserError:
         if name:
             raise
-        return None  # nobody asked; what is wrong with the run, the run says
+        return None  # nobody asked; the run itself reports what is wrong with it
     return Prediction(found.hardware.name, found.time.seconds, found.memory.total)
 
 
@@ -143,7 +143,7 @@ def sample(parsed: argparse.Namespace) -> int:
 
 
 def evaluate(parsed: argparse.Namespace) -> int:
-    """Prints how well a trained run predicts its validation data, or files, or does at tasks."""
+    """Prints a trained run's loss on its validation data or on files, or its scores at tasks."""
     if parsed.tasks and parsed.paths:
         raise ConfigError("--tasks and files cannot go together", fix="one of them at a time")
     if parsed.tasks:
@@ -178,7 +178,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _waiting(parsed: argparse.Namespace, stage: str) -> Iterator[None]:
-    """Imports jax, and reports the command's stage to a person waiting at a terminal."""
+    """Imports jax, and shows the command's stage to a person at a terminal."""
     watched = sys.stderr.isatty() and is_first(parsed.process)
     with stages.shown(sys.stderr, quiet=not watched):
         stages.enter("starting jax")
@@ -188,7 +188,7 @@ def _waiting(parsed: argparse.Namespace, stage: str) -> Iterator[None]:
 
 
 def _source_loss(found: dict, source: str) -> str:
-    """Returns the words for the loss of one source of a mixture."""
+    """Describes the loss of one source of a mixture."""
     if f"loss/{source}" not in found:
         return "no token with a loss"
     text = f"loss {found[f'loss/{source}']:.4f}"

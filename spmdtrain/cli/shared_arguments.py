@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and what the values of arguments may be."""
+"""Arguments that several commands share, and the types of their values."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_documents(parser: argparse.ArgumentParser) -> None:
-    """Adds the files whose documents are read, and how."""
+    """Adds the files of documents, and the options for reading them."""
     parser.add_argument(
         "paths",
         nargs="+",
@@ -44,7 +44,7 @@ def add_set(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def add_make(parser: argparse.ArgumentParser) -> None:
-    """Adds `--make`, which names a model of one's own."""
+    """Adds `--make`, which names a custom model."""
     parser.add_argument(
         "--make",
         metavar="FILE.py:CLASS",
@@ -53,7 +53,7 @@ def add_make(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ema(parser: argparse.ArgumentParser) -> None:
-    """Adds `--ema`, which reads the average of the weights."""
+    """Adds `--ema`, which selects the average of the weights."""
     parser.add_argument(
         "--ema",
         action="store_true",
@@ -69,7 +69,7 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
-    """Adds how many devices are simulated, and which processes run together."""
+    """Adds the number of simulated devices, and the processes that run together."""
     parser.add_argument(
         "--simulate-devices",
         type=positive_int,
@@ -85,7 +85,7 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--process", type=whole, metavar="I", help="which one this is, from 0")
 
 
-# What a value may be. argparse turns these errors into a refusal that names the argument.
+# Types of values. argparse turns these errors into a refusal that names the argument.
 
 
 def positive_int(text: str) -> int:
@@ -98,7 +98,7 @@ def positive_int(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """Reads a whole number; which ones make sense is said later."""
+    """Reads a whole number; its range is checked later."""
     if not re.fullmatch("-?[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number of at most 9 digits")
     return int(text)
@@ -125,7 +125,7 @@ def duration(text: str) -> float:
         time = float(text)
     except ValueError:
         time = -1.0
-    if not 0 <= time <= 1e12:  # nan neither; the bound keeps sums finite
+    if not 0 <= time <= 1e12:  # also refuses nan; the bound keeps sums finite
         raise argparse.ArgumentTypeError(f"{text:.40} is not a time: a number from 0 to 1e12")
     return time
 
@@ -134,10 +134,10 @@ ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 def text(given: str) -> str:
-    """Reads a text that was typed: UTF-8, whatever the locale of the terminal is."""
+    """Reads typed text as UTF-8, regardless of the terminal's locale."""
     try:
         typed = os.fsencode(given)
-    except UnicodeEncodeError:  # it came from a program, not from a terminal
+    except UnicodeEncodeError:  # passed by a program, not typed at a terminal
         typed = given.encode(errors="surrogateescape")
     try:
         return typed.decode()
@@ -145,7 +145,7 @@ def text(given: str) -> str:
         pass
     if re.search("[\ud800-\udfff]", given):
         raise argparse.ArgumentTypeError(f"{given!r:.40} is not UTF-8")
-    return given  # of a locale with an encoding of its own, by which Python has read it
+    return given  # Python has decoded it with the locale's own encoding
 
 
 def unescaped(given: str) -> str:
