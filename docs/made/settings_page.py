@@ -1,6 +1,7 @@
 """Makes the page of settings of the config schema."""
 
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from spmdtrain.config import RunConfig
 from spmdtrain.config.schema import Settings
@@ -59,14 +60,25 @@ def section(name: str, classes: list[type[Settings]]) -> str:
         defaults = [default_of(of_class.get(key)) for of_class in properties]
         cells = [f"`{key}`", value, *defaults, having.get("description", "")]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([*lines, ""])
+    text = "\n".join([*lines, ""])
+    # A table inside the section has a heading of its own.
+    inner = {
+        f"{name}.{key}": of_class
+        for each in classes
+        for key, field in each.model_fields.items()
+        for of_class in classes_of(field.annotation)
+        if get_origin(field.annotation) in (Union, UnionType)
+    }
+    return "\n".join([text, *(section(key, [of_class]) for key, of_class in inner.items())])
 
 
 def default_of(schema: dict[str, Any] | None) -> str:
     """The default as one would write it in TOML, or a dash where the class has no such setting."""
     if schema is None:
         return "-"
-    default = schema.get("default")
+    if "default" not in schema:
+        return "required"
+    default = schema["default"]
     if default is None:
         return "`none`"
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
@@ -88,7 +100,8 @@ def kind_of(schema: dict[str, Any]) -> str:
         case "integer" | "number":
             return number_of(schema)
         case "array":
-            return f"list of {kind_of(schema.get('items', {}))}s"
+            item = kind_of(schema.get("items", {}))
+            return f"list of {item}s" if item.isalpha() else f"list, each {item}"
         case "object":
             return "table"
         case "string":

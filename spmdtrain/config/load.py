@@ -7,6 +7,7 @@ that it came from, or `--set`; a key without one has its default.
 """
 
 import copy
+import difflib
 import json
 import os
 import re
@@ -33,10 +34,10 @@ COMMAND_LINE = "--set"
 DEFAULT = "default"
 # TOML has no null. Where a field may be None, this string means None, in files and in `--set`.
 NONE = "none"
+MOST_NAMED = 24  # settings of a section that a refusal lists
 # What people of other trainers look for first. Dotted key -> what is not there.
 NOT_YET = {
     "model.experts": "mixture of experts",
-    "model.rope_scaling": "scaled rotary positions",
     "finetune": "LoRA and other adapters",
     "compression": "compressed gradients",
     "islands": "training on several islands",
@@ -159,6 +160,8 @@ def json_schema() -> dict[str, Any]:
     It allows `extends`, and requires nothing.
     """
     schema = _schema_for_toml(RunConfig.model_json_schema())
+    # Another file may add to a table, so that none has to be complete.
+    del schema["$defs"]["RopeScaling"]["required"]
     extends = {
         "type": "string",
         "description": "a TOML file, relative to this one, whose settings come first",
@@ -282,11 +285,10 @@ def _parse_override(path: KeyPath, text: str, table: TomlTable, origin: Origin) 
     annotation = _find_type(path, table, origin | {key: COMMAND_LINE})
     if _is_name(path) and _default_name(path[0]):
         return text  # its type is that of the earlier sources' class, which knows only its own name
-    if _is_section(annotation):
-        if get_origin(annotation) is dict:
-            inside = "NAME"
-        else:
-            inside = next(iter(annotation.model_fields))
+    choices = _alternatives(annotation)
+    if _is_section(annotation) and not (text.lower() == NONE and NoneType in choices):
+        of_class = _inner_class(annotation)
+        inside = next(iter(of_class.model_fields)) if of_class else "NAME"
         what = f"{key}={text!r} (from --set): {key} is a section, not a value"
         raise ConfigError(what, fix=f"{key}.{inside}=...")
     try:
@@ -375,6 +377,12 @@ def _find_type(path: KeyPath, table: TomlTable, origin: Origin) -> Any:
     if get_origin(annotation) is dict and below:  # any name is one of its keys
         annotation = get_args(annotation)[1]
         below = [] if annotation is Any else below[1:]
+    inner_class = _inner_class(annotation)
+    if inner_class and below:
+        if below[0] not in inner_class.model_fields:
+            raise _unknown(path[: len(path) - len(below) + 1], inner_class.model_fields, where)
+        annotation = inner_class.model_fields[below[0]].annotation
+        below = below[1:]
     if below:
         value = ".".join(path[: -len(below)])
         key = ".".join(path)
@@ -383,9 +391,15 @@ def _find_type(path: KeyPath, table: TomlTable, origin: Origin) -> Any:
 
 
 def _is_section(annotation: Any) -> bool:
-    if get_origin(annotation) is dict:
-        return True
-    return isinstance(annotation, type) and issubclass(annotation, Settings)
+    return get_origin(annotation) is dict or _inner_class(annotation) is not None
+
+
+def _inner_class(annotation: Any) -> type[Settings] | None:
+    """Return the class of a section, of one that may be absent too; None for any other type."""
+    for choice in _alternatives(annotation):
+        if isinstance(choice, type) and issubclass(choice, Settings):
+            return choice
+    return None
 
 
 def _alternatives(annotation: Any) -> list[Any]:
@@ -433,14 +447,16 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
     for path, value in _leaves(table):
         key = ".".join(path)
         annotation = _find_type(path, table, origin)
-        if _is_section(annotation) and not isinstance(value, dict):
+        choices = _alternatives(annotation)
+        is_none = value in (None, NONE) and NoneType in choices
+        if _is_section(annotation) and not isinstance(value, dict) and not is_none:
             raise _refused(key, value, origin[key], f"a section: write [{key}]")
         if any("\0" in text for text in _strings_in(value)):
             raise _refused(key, value, origin[key], "without the character NUL")
-        choices = _literals(annotation)
-        if isinstance(value, bool) and choices:  # pydantic would take true for 1
-            raise _refused(key, value, origin[key], " or ".join(map(repr, choices)))
-        if value == NONE and NoneType in _alternatives(annotation):
+        literals = _literals(annotation)
+        if isinstance(value, bool) and literals:  # pydantic would take true for 1
+            raise _refused(key, value, origin[key], " or ".join(map(repr, literals)))
+        if is_none:
             value = None
         inner = values
         for name in path[:-1]:
@@ -499,6 +515,9 @@ def _in_our_words(error: ValidationError, values: TomlTable, origin: Origin) -> 
         return ConfigError(f"unknown key {key}{inside} (from {origin[key]})")
     if inside and first["type"] == "missing":
         return ConfigError(f"{key}{inside} is missing (from {origin[key]})")
+    if first["type"] == "missing":
+        where = origin.get(key, ", ".join(dict.fromkeys(origin.values())))
+        return ConfigError(f"{key}.{first['loc'][-1]} is missing (from {where})")
     # A union complains once for each of its members.
     complaints = [first, *(other for other in others if _locate(other["loc"], values)[0] == key)]
     expected = dict.fromkeys(map(expectation, complaints))
@@ -567,7 +586,9 @@ def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
     elif owners:
         meant = dict.fromkeys(f"{other}.{known}" for other, _ in owners)
         hint = f", did you mean {' or '.join(meant)}?"
-    there = f"[{section[0]}]" if section else "sections"
+    there = f"[{'.'.join(section)}]" if section else "sections"
+    if len(names) > MOST_NAMED:  # those that are most like it
+        names = [*difflib.get_close_matches(name, names, MOST_NAMED, 0.0), "..."]
     found = f"{there}: {', '.join(names)}"
     return ConfigError(f"unknown key {key} (from {where}){hint}", found=found)
 

@@ -60,6 +60,23 @@ class Block(nnx.Module):
         return ctx.constrain(x_bte + ctx.dropout(y, MLP_SITE), *STREAM), cache
 
 
+# Settings that no layer obeys yet.
+UNBUILT = (
+    *("qkv_bias", "out_bias", "mlp_bias", "norm_places", "norm_offset", "query_norm", "windows"),
+    *("rope_layers", "rope_theta_window", "rope_share", "rope_scaling", "score_scale"),
+    *("score_cap", "logit_cap", "embed_scale", "residual_scale", "logit_scale", "sinks"),
+)
+
+
+def _refuse_unbuilt(config: TransformerConfig) -> None:
+    if config.mlp in ("geglu", "gelu_exact"):
+        raise ConfigError(f"model.mlp={config.mlp!r} is not built yet")
+    for name in UNBUILT:
+        value = getattr(config, name)
+        if value != type(config).model_fields[name].default:
+            raise ConfigError(f"model.{name}={value} is not built yet")
+
+
 def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
     return table_te[positions_bt]
 
@@ -85,6 +102,7 @@ class Transformer(nnx.Module):
             if not callable(part):
                 raise ConfigError(f"{name}={part!r:.80} makes no part of a block", fix="a class")
         model = config.model
+        _refuse_unbuilt(model)
         self.tokens = Embedding(config.vocab, model.embed, rngs)
         learned = model.positions == "learned"
         shape = (config.max_length, model.embed)

@@ -15,7 +15,13 @@ from spmdtrain.config.schema.eval import EvalConfig
 from spmdtrain.config.schema.guard import GuardConfig
 from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig, RulesConfig
-from spmdtrain.config.schema.model import GPT, Llama, TransformerConfig
+from spmdtrain.config.schema.model import (
+    GPT,
+    LayerKind,
+    Llama,
+    RopeScaling,
+    TransformerConfig,
+)
 from spmdtrain.config.schema.optimizer import (
     Adafactor,
     AdamW,
@@ -42,6 +48,7 @@ __all__ = [
     "GPT",
     "GuardConfig",
     "Lamb",
+    "LayerKind",
     "Lion",
     "Llama",
     "LogConfig",
@@ -54,6 +61,7 @@ __all__ = [
     "PipelineConfig",
     "PipelineSchedule",
     "PrecisionConfig",
+    "RopeScaling",
     "RulesConfig",
     "RunConfig",
     "SEEDS",

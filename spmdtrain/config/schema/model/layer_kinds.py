@@ -1,0 +1,17 @@
+"""What may differ from layer to layer of a model: its window, and how its queries and keys turn."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class LayerKind(NamedTuple):
+    """What one layer does differently from others. The shapes of its weights are the same."""
+
+    window: int  # tokens that attention sees, itself among them; 0: all
+    rope_theta: float | None  # None: queries and keys do not turn
+    is_scaled: bool  # `rope_scaling` stretches its positions
+
+
+def repeated(pattern: Sequence, layers: int) -> list:
+    """Returns the value of each layer: the pattern again and again, cut at the last layer."""
+    return [pattern[number % len(pattern)] for number in range(layers)]

@@ -1,0 +1,95 @@
+"""[model.rope_scaling]: rotary positions stretched beyond the length that a model was made for."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from spmdtrain.config.settings import Count, Positive, Settings
+
+Factors = Annotated[tuple[Positive, ...], Field(strict=False)]
+# The settings that only some kinds read.
+READ_BY = {
+    "original_length": ("llama3", "yarn", "longrope"),
+    "low_factor": ("llama3",),
+    "high_factor": ("llama3",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "truncate": ("yarn",),
+    "short": ("longrope",),
+    "long": ("longrope",),
+    "use": ("longrope",),
+}
+
+
+class RopeScaling(Settings):
+    """How the frequencies of rotary positions are slowed down.
+
+    linear: all of them (arXiv:2306.15595). llama3 and yarn (arXiv:2309.00071): those whose wave is
+    longer than the original context, with a ramp between. longrope (arXiv:2402.13753): each by its
+    own factor.
+    """
+
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    factor: Positive = Field(description="longest sequence over the original one; at least 1")
+    original_length: Count | None = Field(
+        default=None, description="tokens of a sequence before the scaling; all kinds but linear"
+    )
+    low_factor: Positive = Field(
+        default=1.0, description="llama3: waves longer than original_length / this are divided"
+    )
+    high_factor: Positive = Field(
+        default=4.0, description="llama3: waves shorter than original_length / this stay"
+    )
+    beta_fast: Positive = Field(
+        default=32.0, description="yarn: what turns more often in original_length stays"
+    )
+    beta_slow: Positive = Field(
+        default=1.0, description="yarn: what turns less often in original_length is divided"
+    )
+    truncate: bool = Field(default=True, description="yarn: the ramp begins and ends at a channel")
+    scale: Positive | None = Field(
+        default=None,
+        description="of cosines and sines; default: 1, yarn 0.1 ln(factor) + 1, longrope "
+        "sqrt(1 + ln(factor) / ln(original_length))",
+    )
+    short: Factors = Field(
+        default=(), description="longrope: a divisor for each frequency, up to original_length"
+    )
+    long: Factors = Field(default=(), description="longrope: likewise, for longer sequences")
+    use: Literal["short", "long"] = Field(
+        default="short", description="longrope: which divisors all sequences of the run have"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        for name, kinds in READ_BY.items():
+            is_set = getattr(self, name) != type(self).model_fields[name].default
+            if is_set and self.kind not in kinds:
+                raise ValueError(
+                    f"model.rope_scaling.{name} is of kind {' or '.join(map(repr, kinds))}, not "
+                    f"{self.kind!r}"
+                )
+        if self.factor < 1:
+            raise ValueError(f"model.rope_scaling.factor={self.factor:g} is below 1")
+        if self.kind != "linear" and self.original_length is None:
+            raise ValueError(
+                f"model.rope_scaling.kind={self.kind!r} needs model.rope_scaling.original_length"
+            )
+        if self.kind == "llama3" and self.high_factor <= self.low_factor:
+            raise ValueError(
+                f"model.rope_scaling.high_factor={self.high_factor:g} is not above "
+                f"low_factor={self.low_factor:g}"
+            )
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"model.rope_scaling.beta_fast={self.beta_fast:g} is not above "
+                f"beta_slow={self.beta_slow:g}"
+            )
+        if self.kind == "longrope" and not self.divisors:
+            raise ValueError(f"model.rope_scaling.use={self.use!r} needs a list of that name")
+        return self
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """longrope: the divisor of each frequency."""
+        return self.long if self.use == "long" else self.short

@@ -1,0 +1,265 @@
+"""The settings of a decoder-only transformer, and the families that preset them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from spmdtrain.config.schema.model.layer_kinds import LayerKind, repeated
+from spmdtrain.config.schema.model.rope_scaling import RopeScaling
+from spmdtrain.config.settings import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    Positive,
+    Settings,
+    Share,
+)
+
+Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
+MlpKind = Literal["gelu", "gelu_exact", "swiglu", "geglu"]
+GATED = ("swiglu", "geglu")
+# Patterns of values that repeat over the layers; TOML has lists only.
+Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
+Switches = Annotated[tuple[bool, ...], Field(strict=False)]
+
+
+class TransformerConfig(Settings):
+    """A decoder-only transformer.
+
+    `name` picks a family, which is a set of defaults; every field may be set in any family.
+    """
+
+    layers: Count = 4
+    embed: Count = Field(default=128, description="width of the residual stream")
+    heads: Count = Field(default=4, description="query heads")
+    kv_heads: Count | None = Field(
+        default=None, description="key and value heads (GQA); default: heads"
+    )
+    head_dim: Count | None = Field(default=None, description="default: embed / heads")
+    ffn: Count | None = Field(
+        default=None, description="hidden width of the mlp; default: 4 embed, if gated 8/3 embed"
+    )
+    vocab: Count | None = Field(
+        default=None, description="rows of the embedding; default: what the tokenizer has"
+    )
+    max_length: Count | None = Field(
+        default=None, description="longest sequence; default: train.sequence_length"
+    )
+    positions: Literal["learned", "rope"]
+    norm: Literal["layernorm", "rmsnorm"]
+    mlp: MlpKind = Field(
+        description="gelu in its tanh form, or exact; swiglu and geglu (tanh) have a gate"
+    )
+    bias: bool = Field(description="biases in linear layers and layernorm")
+    qkv_bias: bool | None = Field(
+        default=None, description="of queries, keys and values; default: bias"
+    )
+    out_bias: bool | None = Field(
+        default=None, description="of attention's projection back to the stream; default: bias"
+    )
+    mlp_bias: bool | None = Field(default=None, description="of the mlp; default: bias")
+    tied: bool = Field(description="one matrix for embedding and head")
+    dropout: Fraction = 0.0
+    attention: Attention = Field(
+        default="auto",
+        description="its implementation; auto: cuDNN where it can, then our kernels for the GPU, "
+        "then XLA; a named one never falls back",
+    )
+    rope_theta: Positive = 10_000.0
+    rope_theta_window: Positive | None = Field(
+        default=None,
+        description="rope_theta of the layers with a window, which are then not scaled; "
+        "default: rope_theta, and rope_scaling holds for all layers",
+    )
+    rope_layers: Switches = Field(
+        default=(),
+        description="which layers have rotary positions; repeats over the layers; default: all",
+    )
+    rope_share: Share = Field(
+        default=1.0, description="share of a head's channels that turn, the first ones"
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="the table [model.rope_scaling]; default: positions as they are"
+    )
+    windows: Windows = Field(
+        default=(),
+        description="tokens that attention sees, itself among them, 0 for all; "
+        "repeats over the layers; default: all",
+    )
+    score_scale: Positive | None = Field(
+        default=None, description="of attention's scores; default: head_dim ** -0.5"
+    )
+    score_cap: Positive | None = Field(
+        default=None, description="a score x becomes cap * tanh(x / cap)"
+    )
+    sinks: bool = Field(
+        default=False,
+        description="a learned logit per head that takes part in attention's softmax, "
+        "and has no value",
+    )
+    query_norm: Literal["none", "head", "all"] = Field(
+        default="none",
+        description="RMSNorm of queries and keys before rope: of each head, or of all heads at "
+        "once",
+    )
+    norm_epsilon: Positive = 1e-5
+    norm_places: Literal["before", "after", "both"] = Field(
+        default="before", description="of the norms of attention and mlp: on their input or output"
+    )
+    norm_offset: NonNegative = Field(
+        default=0.0, description="added to the scale of every RMSNorm: the weight is scale - offset"
+    )
+    embed_scale: Literal["sqrt"] | Positive = Field(
+        default=1.0, description="of the embedding's output; sqrt: the root of embed"
+    )
+    residual_scale: Positive = Field(
+        default=1.0, description="of what attention and mlp add to the stream"
+    )
+    logit_scale: Positive = Field(default=1.0, description="multiplies the logits")
+    logit_cap: Positive | None = Field(
+        default=None, description="a logit x, scaled, becomes cap * tanh(x / cap)"
+    )
+    make: str | None = Field(
+        default=None,
+        description="a model of one's own in the place of the shipped one: "
+        "FILE.py:CLASS or package.module:CLASS",
+    )
+    extra: dict[str, Any] = Field(
+        default={}, description="settings of that model, which its class types"
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.head_dim is None and self.embed % self.heads:
+            raise ValueError(
+                f"model.embed={self.embed} is not divisible by model.heads={self.heads}; "
+                "set model.head_dim"
+            )
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}"
+            )
+        if self.norm_offset and self.norm != "rmsnorm":
+            raise ValueError(
+                f"model.norm_offset={self.norm_offset:g} is of RMSNorm; set model.norm='rmsnorm'"
+            )
+        if self.positions == "rope":
+            self._check_rope()
+        else:
+            self._refuse_rope()
+        return self
+
+    def _check_rope(self) -> None:
+        """Refuses rotary settings that do not fit together."""
+        if self.rope_dim % 2 or not self.rope_dim:
+            share = f" and model.rope_share={self.rope_share:g}" if self.rope_share < 1 else ""
+            raise ValueError(
+                f"model.head_dim={self.width_per_head}{share}: rope turns pairs, so "
+                f"{self.rope_dim} channels must be even"
+            )
+        if self.rope_theta_window is not None and not any(self.windows):
+            raise ValueError(
+                f"model.rope_theta_window={self.rope_theta_window:g} is of layers with a window, "
+                "and model.windows has none"
+            )
+        scaling = self.rope_scaling
+        if scaling and scaling.divisors and len(scaling.divisors) != self.rope_dim // 2:
+            raise ValueError(
+                f"model.rope_scaling.{scaling.use} has {len(scaling.divisors)} factors, and "
+                f"{self.rope_dim} channels turn in {self.rope_dim // 2} pairs"
+            )
+
+    def _refuse_rope(self) -> None:
+        """Refuses rotary settings where positions are learned."""
+        for name in ("rope_theta_window", "rope_layers", "rope_share", "rope_scaling"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"model.{name} needs model.positions='rope'")
+
+    # A field of None takes its default from other fields: use these, not the fields.
+
+    @property
+    def width_per_head(self) -> int:
+        """Channels of one head of attention: `head_dim`, or else `embed / heads`."""
+        return self.head_dim or self.embed // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values: `kv_heads`, or else as many as `heads`."""
+        return self.kv_heads or self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Hidden width of the mlp: `ffn`, or else 4 embed, and with a gate 8/3 embed, rounded up
+        to a multiple of 64."""
+        if self.ffn:
+            return self.ffn
+        if not self.is_gated:
+            return 4 * self.embed
+        return -(-8 * self.embed // 3 // 64) * 64
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the mlp multiplies its values by a gate: its first projection has two parts."""
+        return self.mlp in GATED
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """`qkv_bias`, or else `bias`."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def has_out_bias(self) -> bool:
+        """`out_bias`, or else `bias`."""
+        return self.bias if self.out_bias is None else self.out_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """`mlp_bias`, or else `bias`."""
+        return self.bias if self.mlp_bias is None else self.mlp_bias
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of one head that turn with the position of their token, the first ones."""
+        return int(self.width_per_head * self.rope_share)
+
+    @property
+    def embed_factor(self) -> float:
+        """`embed_scale` as a number."""
+        return self.embed**0.5 if self.embed_scale == "sqrt" else self.embed_scale
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer does differently from others, in order."""
+        turns = self.positions == "rope"
+        windows = repeated(self.windows or (0,), self.layers)
+        has_rope = repeated(self.rope_layers or (True,), self.layers)
+        kinds = []
+        for window, rope in zip(windows, has_rope, strict=True):
+            own_theta = self.rope_theta_window if window else None
+            theta = own_theta or self.rope_theta
+            is_scaled = bool(turns and rope and self.rope_scaling and own_theta is None)
+            kinds.append(LayerKind(window, theta if turns and rope else None, is_scaled))
+        return tuple(kinds)
+
+
+class GPT(TransformerConfig):
+    """GPT-2: learned positions, layernorm, gelu, biases, tied head."""
+
+    name: Literal["gpt"] = "gpt"
+    positions: Literal["learned", "rope"] = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    mlp: MlpKind = "gelu"
+    bias: bool = True
+    tied: bool = True
+
+
+class Llama(TransformerConfig):
+    """Llama: rotary positions, RMSNorm, SwiGLU, no biases, untied head."""
+
+    name: Literal["llama"] = "llama"
+    positions: Literal["learned", "rope"] = "rope"
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    mlp: MlpKind = "swiglu"
+    bias: bool = False
+    tied: bool = False
