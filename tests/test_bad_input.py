@@ -512,7 +512,7 @@ TABLE = {
     ),
     "log is a folder": (
         STORAGE,
-        "cannot write log_is_folder/metrics.jsonl",
+        "log_is_folder/metrics.jsonl is a folder",
         train(run="log_is_folder"),
     ),
     "a link in the run": (

@@ -1,5 +1,6 @@
 """A program that is started without its standard streams, or with full ones, does what it does."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdtrain.cli import command
+from spmdtrain.cli import command, planning
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -42,3 +43,14 @@ def test_an_output_that_takes_nothing_is_a_line(how, number, monkeypatch, capsys
         assert command.run(["schedule", "--stages", "2", "--microbatches", "2"]) == number
     said = capsys.readouterr().err
     assert said.startswith("spmdtrain: cannot write to standard output") == bool(number)
+
+
+def test_another_full_disk_is_not_blamed_on_the_output(monkeypatch, capsys):
+    """A library's write has no name of a file in its error, as one to standard output has none."""
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(planning, "schedule", full)
+    assert command.run(["schedule", "--stages", "2", "--microbatches", "2"]) == 10
+    assert capsys.readouterr().err == "spmdtrain: cannot write: No space left on device\n"

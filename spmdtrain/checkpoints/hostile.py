@@ -29,16 +29,36 @@ def check_files(folder: Path) -> None:
 
 # The folders of a run directory that a run or a sink writes into. W&B's contains its own links.
 WRITTEN = ("", "checkpoints", "checkpoints/quarantine", "tensorboard", "profile")
+# The files that it writes.
+DOCUMENTS = ("config.json", "compiled.json", "summary.json")
+FILES = (
+    "lock",
+    "metrics.jsonl",
+    "metrics.tmp",
+    "events.jsonl",
+    "wandb/id",
+    "wandb/last_step",
+    *DOCUMENTS,
+    *(f"{name}.tmp" for name in DOCUMENTS),
+)
+ODD = "neither a plain file nor a folder"
 
 
-def strange_in(directory: Path) -> list[Path]:
-    """Returns the entries of a run directory that are neither plain files nor folders.
+def strange_in(directory: Path) -> dict[Path, str]:
+    """Returns the entries of a run directory that a run cannot write to, and what each is.
 
     Writing through a link would write outside the directory, and a pipe blocks its writer.
     """
     folders = [directory / name for name in WRITTEN]
+    files = [directory / name for name in FILES]
     entries = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    return sorted(path for path in entries if not _is_plain(path))
+    entries += [path for path in files if os.path.lexists(path)]
+    strange = {
+        path: "a link" if path.is_symlink() else ODD for path in entries if not _is_plain(path)
+    }
+    strange |= {path: "no folder" for path in folders[1:] if path.is_file()}
+    strange |= {path: "a folder" for path in files if path.is_dir()}
+    return dict(sorted(strange.items()))
 
 
 def _is_plain(path: Path) -> bool:
@@ -55,7 +75,7 @@ def check_description(step: Path) -> None:
     path = step / "_CHECKPOINT_METADATA"
     if not path.exists():
         return
-    if not _is_plain(path):
+    if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError(f"{path.name} in it is no plain file")
     wrong = None
     try:

@@ -66,12 +66,23 @@ def _run(arguments: Sequence[str] | None) -> int:
             return _end_with(StorageError(f"{error.filename!r:.80}: {error.strerror}"))
         if error.errno not in OF_OUTPUT or error.filename:
             raise
+        if error.errno != errno.EPIPE and _takes_output():
+            return _end_with(StorageError(f"cannot write: {error.strerror}"))
         # Standard output accepts no more. At exit Python would flush it again, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # `| head`: the reader has left, which is no mistake
             peers.leave(CLOSED_PIPE, "failed nobody reads its output")
             return CLOSED_PIPE
         return _end_with(StorageError(f"cannot write to standard output: {error.strerror}"))
+
+
+def _takes_output() -> bool:
+    """Returns False if standard output keeps something that it cannot write."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
 
 
 def _stand_somewhere() -> None:

@@ -11,6 +11,7 @@ from helpers import tiny
 
 import spmdtrain as st
 from spmdtrain.checkpoints import plain_path
+from spmdtrain.checkpoints.hostile import FILES, WRITTEN, check_description
 from spmdtrain.checkpoints.plain_path import PlainPath
 from spmdtrain.cli import main
 from spmdtrain.config import StorageError, UserError
@@ -114,6 +115,26 @@ def test_a_run_neither_follows_a_link_nor_waits_for_a_pipe(place, kind, tmp_path
         pass
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "outside").iterdir())
+
+
+@pytest.mark.parametrize("place", [*FILES, *WRITTEN[1:]])
+def test_a_folder_for_a_file_or_a_file_for_a_folder_is_refused_at_the_start(place, tmp_path):
+    """And not when the file is written: at the end of a run, for summary.json."""
+    path = tmp_path / "run" / place
+    if place in FILES:
+        path.mkdir(parents=True)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    said = "is a folder; try" if place in FILES else "is no folder; try"
+    with pytest.raises(StorageError, match=said), open_directory(tmp_path / "run", False):
+        pass
+
+
+def test_what_is_no_file_in_the_place_of_a_description_is_damage(tmp_path):
+    (tmp_path / "_CHECKPOINT_METADATA").mkdir()
+    with pytest.raises(ValueError, match="_CHECKPOINT_METADATA in it is no plain file"):
+        check_description(tmp_path)
 
 
 def documents(run: Path) -> list[Path]:

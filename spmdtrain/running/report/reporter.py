@@ -1,12 +1,13 @@
 """Reports on a run to the terminal, the sinks and the hooks."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.report.progress import Progress, tell
 from spmdtrain.running.report.sinks import SHIPPED, Figures, JsonLinesSink, MakeSink, Sink
@@ -44,8 +45,10 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self._close()
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        # A full disk refuses what is left, too: what ended the run is said.
+        with contextlib.suppress(*([UserError] if error else [])):
+            self._close()
 
     def go_back(self, step: int) -> None:
         """Opens the sinks again, as for a resumed run: the steps after `step` are taken again."""
@@ -58,9 +61,10 @@ class Reporter:
                 self._sinks.append(_opened(make_sink, self.directory, self._config, step))
 
     def _close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-        self._sinks = []
+        with contextlib.ExitStack() as closing:  # each, even if another one cannot be closed
+            for sink in reversed(self._sinks):
+                closing.callback(sink.close)
+            self._sinks = []
 
     def step(self, step: int, **figures: Any) -> None:
         """Reports the figures of one step."""

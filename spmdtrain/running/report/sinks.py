@@ -6,18 +6,21 @@ ship, and `run(..., sinks=[...])` takes those of the caller.
 
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.load import resolved
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.running.report.json_lines import JsonLines, forget_after
+from spmdtrain.running.report.event_file import EventFile
+from spmdtrain.running.report.json_lines import JsonLines, forget_after, writing
 
 Figures = Mapping[str, Any]
+MOST_KEPT = 200  # characters of a file that is kept for W&B
 
 
 class Sink(Protocol):
@@ -73,43 +76,30 @@ class JsonLinesSink:
 class TensorBoardSink:
     """RUN/tensorboard: a scalar per figure. Needs tensorboardX, the extra `tensorboard`.
 
-    The points of steps that a resumed run takes again are marked as superseded (`purge_step`).
+    The points of steps that a resumed run takes again are marked as superseded.
     """
 
     def __init__(self, directory: Path, config: RunConfig, step: int):  # noqa: ARG002
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "log.sinks names 'tensorboard', but tensorboardX is not installed",
-                fix="pip install 'spmdtrain[tensorboard]'",
-            ) from None
+        self._folder = directory / "tensorboard"
         self._last = step
-        # A file is named after the second in which it is created: a run resumed within that
-        # second would overwrite it.
-        self._open = lambda first: SummaryWriter(
-            str(directory / "tensorboard"),
-            purge_step=first,
-            filename_suffix=f".{time.time_ns()}",
-        )
-        self._writer = self._open(step + 1)
+        self._file = EventFile(self._folder, step + 1)
 
     def metrics(self, step: int, figures: Figures) -> None:
         if step < self._last:  # the step is taken again
-            self._writer.close()
-            self._writer = self._open(step)
+            self._file.close()
+            self._file = EventFile(self._folder, step)
         self._last = step
         for name, value in figures.items():
             if value is not None:
-                self._writer.add_scalar(name, value, step)
+                self._file.scalar(name, value, step)
 
     def event(self, event: str, step: int, values: Figures) -> None:
         """Flushes: an event should be visible at once."""
         del event, step, values
-        self._writer.flush()
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WandbSink:
@@ -138,9 +128,7 @@ class WandbSink:
         self._held: dict[int, dict[str, Any]] = {}  # figures by step, in order
         self._holds_back = config.checkpoint.every != 0
         self._sent = directory / "wandb" / "last_step"
-        # Empty if a kill interrupted the write.
-        sent = int(self._sent.read_text(encoding="utf-8") or 0) if self._sent.exists() else 0
-        is_ahead = sent > step
+        is_ahead = int(_kept(self._sent, "[0-9]{1,18}") or 0) > step
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "spmdtrain"),
             name=directory.resolve().name,
@@ -193,7 +181,8 @@ class WandbSink:
         for step in final:
             self._run.log(self._held.pop(step), step=step)
         if final:
-            self._sent.write_text(str(final[-1]), encoding="utf-8")
+            with writing(self._sent):
+                self._sent.write_text(str(final[-1]), encoding="utf-8")
 
 
 def _written(path: Path) -> dict[int, dict[str, Any]]:
@@ -210,12 +199,29 @@ def _written(path: Path) -> dict[int, dict[str, Any]]:
 
 def _wandb_id(path: Path, is_new: bool) -> str:
     """Returns the id of the run, stored in a file from its first start on."""
-    if path.exists() and not is_new:
-        return path.read_text(encoding="utf-8").strip()
-    path.parent.mkdir(exist_ok=True)
+    if not is_new and (known := _kept(path, "[A-Za-z0-9_-]{1,64}")):
+        return known
     found = secrets.token_hex(4)
-    path.write_text(found, encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(found, encoding="utf-8")
     return found
+
+
+def _kept(path: Path, pattern: str) -> str:
+    """Returns what an earlier start wrote into a file; "" if nothing, or if a kill interrupted it.
+
+    Raises CheckpointError if it does not match the pattern.
+    """
+    if not path.exists():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(MOST_KEPT).strip()
+    if text and not re.fullmatch(pattern, text):
+        raise CheckpointError(
+            f"{path} is not as it was written", found=f"{text!r:.60}", fix="removing it"
+        )
+    return text
 
 
 def _wandb_mode() -> Any:

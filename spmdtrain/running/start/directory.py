@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from spmdtrain.checkpoints.hostile import strange_in
+from spmdtrain.checkpoints.hostile import ODD, strange_in
 from spmdtrain.checkpoints.store import newest_step
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 
@@ -41,8 +41,11 @@ def open_directory(directory: Path, fresh: bool) -> Iterator[None]:
 
 
 def refuse_links(directory: Path) -> None:
-    """Raises CheckpointError if a file to be written would land elsewhere, or block."""
-    for path in strange_in(directory):
+    """Raises CheckpointError if a file to be written would land elsewhere, or block.
+
+    Raises StorageError if a folder is in the place of a file, or a file in that of a folder.
+    """
+    for path, kind in strange_in(directory).items():
         fix = f"removing it, or --run where there is room, in place of {directory}"
         if path.is_symlink():
             raise CheckpointError(
@@ -50,7 +53,8 @@ def refuse_links(directory: Path) -> None:
                 found=f"it leads to {path.readlink()}",
                 fix=fix,
             )
-        raise CheckpointError(f"{path} is neither a plain file nor a folder", fix=fix)
+        wrong = CheckpointError if kind == ODD else StorageError
+        raise wrong(f"{path} is {kind}", fix=fix)
 
 
 def _set_aside(directory: Path) -> None:

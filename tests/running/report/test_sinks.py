@@ -1,5 +1,7 @@
 """What W&B and TensorBoard keep of steps that are taken again: the figures of the last time."""
 
+import contextlib
+import resource
 import tempfile
 from pathlib import Path
 from typing import ClassVar
@@ -9,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as hs
 
 import spmdtrain as st
+from spmdtrain.config import CheckpointError, DivergedError, StorageError
+from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.report.sinks import JsonLinesSink, TensorBoardSink, WandbSink
 
 STEPS = hs.integers(1, 6)
@@ -120,3 +124,74 @@ def test_tensorboard_is_told_which_steps_are_taken_again(tmp_path):
                 assert event.step not in points
                 points[event.step] = value.simple_value
     assert points == {1: 1.0, 2: 102.0, 3: 103.0}
+
+
+@pytest.fixture
+def room():
+    """Called with a number of bytes, it lets no file of this process grow larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Closed:
+    """A sink of a caller, which says that it was closed."""
+
+    def __init__(self, directory, *_):
+        self.place = directory / "closed"
+        self.metrics = self.event = lambda *_: None
+
+    def close(self):
+        self.place.mkdir()
+
+
+@pytest.mark.parametrize("size", [0, 10, 150, 4096, 9000])
+@pytest.mark.parametrize("sinks", [(), ("tensorboard",)], ids=["files", "tensorboard"])
+def test_a_disk_that_is_full_is_a_line_and_every_sink_is_closed(tmp_path, room, sinks, size):
+    """Wherever it is noticed: at once, many steps later in a buffer, or on closing."""
+    if sinks:
+        pytest.importorskip("tensorboardX")
+    config = st.RunConfig(log={"sinks": sinks})
+    last = 0
+    with pytest.raises(StorageError, match=f"cannot write {tmp_path}.*: File too large"):  # noqa: SIM117
+        with Reporter(tmp_path, config, 0, [Closed]) as reporter:
+            room(size)
+            for last in range(1, 1000):
+                reporter.step(last, loss=1.0 / last, grad_norm=0.5)
+                reporter.evaluated(last, eval_loss=2.0)
+    assert last <= 1 + size / 30, "each step is written when it is reported"
+    assert (tmp_path / "closed").is_dir()
+
+
+def test_what_ended_a_run_is_said_on_a_full_disk_too(tmp_path, room):
+    with pytest.raises(DivergedError), Reporter(tmp_path, st.RunConfig(), 0) as reporter:  # noqa: PT012
+        reporter.step(1, loss=1.0)
+        room(0)
+        with contextlib.suppress(StorageError):
+            reporter.step(2, loss=1.0)
+        raise DivergedError("the loss is not a number")
+
+
+@pytest.mark.parametrize("name", ["id", "last_step"])
+def test_what_is_kept_for_wandb_is_a_line_if_it_cannot_be_written_or_read(
+    tmp_path, monkeypatch, name, room
+):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb, "init", WandbByHand)
+    sink = WandbSink(tmp_path, st.RunConfig(), 0)
+    sink.metrics(1, {"loss": 1.0})
+    room(0)
+    with pytest.raises(StorageError, match="cannot write .*wandb/last_step"):
+        sink.event("saved", 1, {})
+    for there in ("id", "last_step"):
+        (tmp_path / "wandb" / there).unlink(missing_ok=True)
+    with pytest.raises(StorageError, match="cannot write .*wandb/id"):
+        WandbSink(tmp_path, st.RunConfig(), 0)
+    room(1000)
+    for content in (b"", b"0b5c\n", b"7"):
+        (tmp_path / "wandb" / "id").write_bytes(content)
+        WandbSink(tmp_path, st.RunConfig(), 0)
+    for content in (b"\xff", b"a b", b"9" * 5000, b"../x"):
+        (tmp_path / "wandb" / name).write_bytes(content[:900])
+        with pytest.raises(CheckpointError, match=f"wandb/{name} is not as it was written"):
+            WandbSink(tmp_path, st.RunConfig(), 0)

@@ -1,0 +1,66 @@
+"""Files of TensorBoard's events, written by the thread that reports.
+
+The writer of tensorboardX has a thread of its own: on a full disk that thread ends, its queue fills
+up, and the run waits for it forever.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.running.report.json_lines import writing
+
+FLUSH_SECONDS = 30.0  # the longest that a figure waits in memory; flushing waits for the disk
+
+
+class EventFile:
+    """A new file of events in `folder`. Readers drop what other files say of `first` and later.
+
+    Raises StorageError if it cannot be written, and ConfigError if tensorboardX is missing.
+    """
+
+    def __init__(self, folder: Path, first: int):
+        try:
+            from tensorboardX import event_file_writer, summary
+            from tensorboardX.proto import event_pb2
+        except ImportError:
+            raise ConfigError(
+                "log.sinks names 'tensorboard', but tensorboardX is not installed",
+                fix="pip install 'spmdtrain[tensorboard]'",
+            ) from None
+        self._folder = folder
+        self._event = event_pb2.Event
+        self._scalar = summary.scalar
+        self._flushed = time.monotonic()
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+            # A file is named after the second in which it is created: a run resumed within that
+            # second would overwrite it.
+            prefix = str(folder.absolute() / "events")
+            self._writer = event_file_writer.EventsWriter(prefix, f".{time.time_ns()}")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(step=first, session_log=start)
+        self.flush()
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        """Writes one figure of a step."""
+        self._write(step=step, summary=self._scalar(name, value))
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Waits until everything is on the disk."""
+        self._flushed = time.monotonic()
+        with writing(self._folder):
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Writes what is left, and closes the file."""
+        with writing(self._folder):
+            self._writer.close()
+
+    def _write(self, **values: Any) -> None:
+        event = self._event(wall_time=time.time(), **values)
+        with writing(self._folder):
+            self._writer.write_event(event)
