@@ -4,6 +4,7 @@ import contextlib
 import resource
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -143,6 +144,35 @@ class Closed:
 
     def close(self):
         self.place.mkdir()
+
+
+def full_when_it_closes(*_):
+    """Makes a sink that notices a full disk when it writes what is left."""
+
+    def close():
+        raise StorageError("cannot write what is left")
+
+    return SimpleNamespace(metrics=lambda *_: None, event=lambda *_: None, close=close)
+
+
+def test_every_sink_is_closed_whichever_fails(tmp_path):
+    sinks = [full_when_it_closes, Closed, full_when_it_closes]
+    with (
+        pytest.raises(StorageError, match="what is left"),
+        Reporter(tmp_path, st.RunConfig(), 0, sinks),
+    ):
+        pass
+    assert (tmp_path / "closed").is_dir()
+
+
+def test_a_full_disk_is_noticed_by_tensorboard_between_events(tmp_path, room):
+    """A figure waits in a buffer: the one that fills it is not the one that an event flushes."""
+    pytest.importorskip("tensorboardX")
+    sink = TensorBoardSink(tmp_path, st.RunConfig(), 0)
+    room(100)
+    with pytest.raises(StorageError, match="cannot write .*tensorboard: File too large"):
+        for step in range(1, 1000):
+            sink.metrics(step, {"loss": 1.0})
 
 
 @pytest.mark.parametrize("size", [0, 10, 150, 4096, 9000])
