@@ -677,7 +677,7 @@ TABLE = {
     "time in words": (CONFIG, "--weight: long is not a time", schedule("--weight", "long")),
     "no time at all": (
         CONFIG,
-        "takes some time|found 0 for all",
+        "must be above 0|found 0 for all",
         schedule("--forward", "0", "--backward", "0", "--weight", "0"),
     ),
     "picture into a file": (

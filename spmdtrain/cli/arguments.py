@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="spmdtrain",
         description="Train transformers on any mesh of devices from one SPMD program.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="the version, and no more")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_launch(commands)
@@ -104,31 +104,29 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_train(commands) -> None:
-    train = commands.add_parser(
-        "train", help="train; goes on where an earlier run in the same directory stopped"
-    )
+    train = commands.add_parser("train", help="train, or resume an earlier run in the same directory")
     add_config(train)
     train.add_argument("--run", metavar="DIR", help="run directory (default: runs/NAME_OF_CONFIG)")
     train.add_argument(
         "--fresh",
         action="store_true",
-        help="start anew; an older run in the directory is set aside",
+        help="start from scratch; an older run in the directory is set aside",
     )
     train.add_argument(
         "--step",
         type=positive_int,
         metavar="N",
-        help="goes back to this checkpoint; those of later steps are set aside",
+        help="go back to this checkpoint; those of later steps are set aside",
     )
     train.add_argument(
         "--print-config",
         action="store_true",
-        help="print the resolved config with origins, and end",
+        help="print the resolved config with origins, and exit",
     )
     train.add_argument(
         "--hardware",
         metavar="NAME",
-        help="predicts the run for it (default: the GPU at hand, where it is described)",
+        help="predict the run for this device (default: the local GPU, if it is described)",
     )
     add_devices(train)
     train.set_defaults(command=running.train)
@@ -136,7 +134,7 @@ def _add_train(commands) -> None:
 
 def _add_launch(commands) -> None:
     launch = commands.add_parser(
-        "launch", help="train in processes that are watched, and started again when they fail"
+        "launch", help="train in processes that are watched, and restarted when they fail"
     )
     launch.add_argument(
         "--local-processes",
@@ -150,28 +148,28 @@ def _add_launch(commands) -> None:
         type=positive_seconds,
         default=STEP_SECONDS,
         metavar="S",
-        help="a step may take so long, or 5 times the longest so far, before it counts as a hang "
+        help="seconds, or 5 times the longest step so far, after which a step counts as a hang "
         "(default: %(default)s)",
     )
-    launch.add_argument("--report", metavar="FILE", help="writes what the time was spent on, JSON")
+    launch.add_argument("--report", metavar="FILE", help="write an account of the time, as JSON")
     launch.add_argument(
         "command_line",
         nargs=argparse.REMAINDER,
         metavar="train ...",
-        help="the run, as without launch",
+        help="the run, with the arguments it has without launch",
     )
     launch.set_defaults(command=launching.launch, make_parser=make_parser)
 
 
 def _add_show(commands) -> None:
     show = commands.add_parser(
-        "show", help="the resolved config, the mesh and every parameter; nothing is allocated"
+        "show", help="print the resolved config, the mesh and every parameter; nothing is allocated"
     )
     add_config(show)
     show.add_argument(
-        "--svg", metavar="FILE", help="writes a picture: the mesh and which devices hold what"
+        "--svg", metavar="FILE", help="write a picture: the mesh, and which devices hold what"
     )
-    show.add_argument("--json", action="store_true", help="for programs")
+    show.add_argument("--json", action="store_true", help="print JSON")
     add_devices(show)
     show.set_defaults(command=running.show)
 
@@ -181,12 +179,12 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=positive_int,
         metavar="N",
-        help="of the checkpoint (default: the newest that is not damaged)",
+        help="step of the checkpoint (default: the newest that is not damaged)",
     )
 
 
 def _add_sample(commands) -> None:
-    sample = commands.add_parser("sample", help="text from a trained run")
+    sample = commands.add_parser("sample", help="generate text with a trained run")
     sample.add_argument("run", metavar="RUN", help="run directory")
     add_make(sample)
     add_ema(sample)
@@ -194,30 +192,30 @@ def _add_sample(commands) -> None:
     sample.add_argument(
         "--prompt",
         type=typed,
-        help=r"text to go on from, \n in it a line break, \\n a backslash and n "
+        help=r"text to continue; \n is a line break, \\n a backslash and an n "
         "(default: a line break)",
     )
     sample.add_argument(
         "--prompts",
         metavar="FILE",
-        help="a prompt on each line, all made as one batch; "
-        "of a .jsonl a text, or an object with prompt or messages",
+        help="a prompt per line, generated as one batch; "
+        "a line of a .jsonl is a text, or an object with prompt or messages",
     )
     sample.add_argument(
         "--chat",
         type=typed,
         metavar="TEXT",
-        help="asks a run that was trained on conversations, by its template; prints the answer",
+        help="ask a run that was trained on conversations, in its template; print the answer",
     )
     sample.add_argument(
         "--parse-special",
         action="store_true",
-        help="a special token that a prompt spells is that token (default: it is text)",
+        help="read a special token spelled in a prompt as that token (default: as text)",
     )
     sample.add_argument(
         "--length",
         type=positive_int,
-        help="tokens to add (default: what the model has positions for, at most 200)",
+        help="tokens to add (default: as many as the model has positions for, at most 200)",
     )
     sample.add_argument(
         "--stop",
@@ -225,28 +223,33 @@ def _add_sample(commands) -> None:
         type=typed,
         default=[],
         metavar="TEXT",
-        help="ends before this text; end-of-text: before the token that ends a document; "
+        help="end before this text; end-of-text: before the token that ends a document; "
         "may be repeated",
     )
     sample.add_argument(
-        "--json", action="store_true", help='for programs: {"prompt", "text"} on each line'
+        "--json", action="store_true", help='print JSON: {"prompt", "text"} per line'
     )
     sample.add_argument(
         "--temperature",
         type=float,
         default=0.8,
-        help="0: the likeliest token (default: %(default)s)",
+        help="0: always the likeliest token (default: %(default)s)",
     )
-    sample.add_argument("--top-k", type=whole, help="among the k likeliest tokens only")
+    sample.add_argument("--top-k", type=whole, help="choose only among the k likeliest tokens")
     sample.add_argument(
         "--top-p",
         type=float,
-        help="among the likeliest tokens that reach probability p together",
+        help="choose only among the likeliest tokens that together reach probability p",
     )
-    sample.add_argument("--seed", type=seed_number, default=0, help="another seed, another text")
+    sample.add_argument(
+        "--seed",
+        type=seed_number,
+        default=0,
+        help="another seed, another text",
+    )
     add_set(
         sample,
-        "mesh.tensor=2, say (the default is one device); mesh.*, rules.* and model.attention alone",
+        "e.g. mesh.tensor=2 (default: one device); only mesh.*, rules.* and model.attention",
     )
     add_devices(sample)
     sample.set_defaults(command=running.sample)
@@ -254,7 +257,7 @@ def _add_sample(commands) -> None:
 
 def _add_eval(commands) -> None:
     evaluate = commands.add_parser(
-        "eval", help="loss, perplexity and bits per byte of a trained run, on any text"
+        "eval", help="measure loss, perplexity and bits per byte of a trained run on any text"
     )
     evaluate.add_argument("run", metavar="RUN", help="run directory")
     evaluate.add_argument(
@@ -265,28 +268,32 @@ def _add_eval(commands) -> None:
     )
     _add_step(evaluate)
     evaluate.add_argument(
-        "--field", default="text", metavar="NAME", help="of the text in JSON lines and tables"
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="of the text in JSON lines and tables (default: text)",
     )
     evaluate.add_argument(
         "--tasks",
         metavar="A,B",
-        help="tasks of lm-evaluation-harness in the place of a loss; needs the package lm-eval",
+        help="run tasks of lm-evaluation-harness instead of a loss; needs the package lm-eval",
     )
     evaluate.add_argument(
-        "--limit", type=positive_int, metavar="N", help="examples of each task (default: all)"
+        "--limit", type=positive_int, metavar="N", help="examples per task (default: all)"
     )
     add_make(evaluate)
     add_ema(evaluate)
-    add_set(evaluate, "mesh.data=8, say (the default is one device); eval.batches and the like")
-    evaluate.add_argument("--json", action="store_true", help="for programs")
+    add_set(evaluate, "e.g. mesh.data=8 (default: one device) or eval.batches=4")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
     add_devices(evaluate)
     evaluate.set_defaults(command=running.evaluate)
 
 
 def _add_doctor(commands) -> None:
     examine = commands.add_parser(
-        "doctor", help="devices, versions, libraries and flags; what is wrong and how to mend it"
+        "doctor",
+        help="examine devices, versions, libraries and flags; say how to fix what is wrong",
     )
-    examine.add_argument("--json", action="store_true", help="for programs")
+    examine.add_argument("--json", action="store_true", help="print JSON")
     add_devices(examine)
     examine.set_defaults(command=doctor.doctor)

@@ -90,7 +90,7 @@ def _stand_somewhere() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        fix = "cd to one that is there"
+        fix = "cd to an existing one"
         raise StorageError("the working directory is gone", fix=fix) from None
 
 

@@ -13,12 +13,12 @@ from spmdtrain.processes import signals
 
 def add_data(commands) -> None:
     """Adds the command `data` and its arguments."""
-    group = commands.add_parser("data", help="token files")
+    group = commands.add_parser("data", help="make token files")
     commands = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    prepare = commands.add_parser("prepare", help="documents to token files")
+    prepare = commands.add_parser("prepare", help="convert documents to token files")
     add_documents(prepare)
     prepare.add_argument(
-        "--out", required=True, metavar="NAME", help="writes NAME.bin and its sidecars"
+        "--out", required=True, metavar="NAME", help="write NAME.bin and its sidecars"
     )
     prepare.add_argument(
         "--tokenizer",
@@ -29,58 +29,62 @@ def add_data(commands) -> None:
         "--end-of-text",
         default="auto",
         metavar="TOKEN",
-        help="stands behind each document: a token, auto (the tokenizer's own) or none "
+        help="token written after each document: a token, auto (the tokenizer's own) or none "
         "(default: auto)",
     )
     prepare.add_argument(
         "--chat",
         action="store_true",
-        help="documents are lists of messages with role and content; the loss is on the answers",
+        help="documents are lists of messages with role and content; only the answers have a loss",
     )
     prepare.add_argument(
         "--template",
         type=unescaped,
-        help="what a message is written as, with {role} and {content} (default: ChatML)",
+        help="how a message is written, with {role} and {content} (default: ChatML)",
     )
     prepare.add_argument(
         "--parse-special",
         action="store_true",
-        help="a special token that a text spells, <|endoftext|> say, is that token "
-        "(default: it is text)",
+        help="read a special token spelled in a text, such as <|endoftext|>, as that token "
+        "(default: as text)",
     )
     prepare.add_argument(
         "--workers",
         type=positive_int,
         default=1,
         metavar="N",
-        help="processes that make tokens (default: 1)",
+        help="processes that tokenize (default: 1)",
     )
     prepare.add_argument(
         "--shard-tokens",
         type=positive_int,
         metavar="N",
-        help="writes NAME-00000.bin and so on, of N tokens each, "
-        "and goes on behind the last one when it was killed",
+        help="write NAME-00000.bin and so on, of N tokens each; "
+        "after a kill, continue after the last complete one",
     )
     prepare.set_defaults(command=_prepare)
 
 
 def add_tokenizer(commands) -> None:
     """Adds the command `tokenizer` and its arguments."""
-    group = commands.add_parser("tokenizer", help="a tokenizer of one's own")
+    group = commands.add_parser("tokenizer", help="train a tokenizer")
     commands = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="documents to the tokenizer.json of a byte-level BPE")
+    train = commands.add_parser("train", help="train a byte-level BPE on documents")
     add_documents(train)
-    train.add_argument("--out", required=True, metavar="FILE", help="a tokenizer.json")
+    train.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
     train.add_argument(
-        "--vocab", type=positive_int, required=True, metavar="N", help="tokens, 32000 say"
+        "--vocab",
+        type=positive_int,
+        required=True,
+        metavar="N",
+        help="tokens, e.g. 32000",
     )
     train.add_argument(
         "--special",
         action="append",
         default=[],
         metavar="TOKEN",
-        help="one more token that is never cut, beside <|endoftext|>; may be repeated",
+        help="another token that is never split, besides <|endoftext|>; may be repeated",
     )
     train.set_defaults(command=_train_tokenizer)
 

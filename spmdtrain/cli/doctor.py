@@ -150,7 +150,7 @@ def _of_versions(facts: Facts) -> Iterator[tuple[str, str]]:
 def _of_devices(facts: Facts) -> Iterator[tuple[str, str]]:
     environment = facts["environment"]
     if facts["failure"]:
-        yield f"jax finds no device: {facts['failure']}", "JAX_PLATFORMS= for all that it knows"
+        yield f"jax finds no device: {facts['failure']}", "JAX_PLATFORMS= to look for all kinds"
     hidden = environment.get("JAX_PLATFORMS") == "cpu"
     if facts["has_driver"] and facts["platform"] == "cpu" and not hidden:
         if _plugins(facts):
@@ -167,12 +167,15 @@ def _of_devices(facts: Facts) -> Iterator[tuple[str, str]]:
         what = f"LD_LIBRARY_PATH={libraries} comes before the CUDA libraries of jax's wheels"
         yield what, "unset LD_LIBRARY_PATH"
     if not any("nccl" in name for name in facts["cuda"]) and sum(facts["devices"].values()) > 1:
-        yield "no NCCL beside jax, by which GPUs talk", "pip install nvidia-nccl-cu13"
+        yield (
+            "NCCL, through which GPUs communicate, is not installed",
+            "pip install nvidia-nccl-cu13",
+        )
 
 
 def _of_machine(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts["environment"].get("JAX_ENABLE_X64", "").lower() in ("1", "true"):
-        yield "JAX_ENABLE_X64 makes 64-bit integers of all counters", "unset JAX_ENABLE_X64"
+        yield "JAX_ENABLE_X64 turns all counters into 64-bit integers", "unset JAX_ENABLE_X64"
     if 0 <= facts["open_files"] < FEWEST_FILES:
         what = f"only {facts['open_files']} files may be open at once"
         yield what, f"ulimit -n {4 * FEWEST_FILES}"
@@ -197,13 +200,13 @@ def describe(facts: Facts) -> str:
     for kind, count in facts["devices"].items():
         line = f"devices      {count} x {kind}"
         if facts["device_memory"]:
-            line += f", {facts['device_memory'] / 1e9:.1f} GB of each for jax"
+            line += f", {facts['device_memory'] / 1e9:.1f} GB each for jax"
         if facts["platform"] == "gpu" and gpus.find(kind) is None:
-            line += "; not in pallas_kernels/gpus.py, so that MFU and predictions are unknown"
+            line += "; not in pallas_kernels/gpus.py, so MFU and predictions are unknown"
         lines.append(line)
     lines.append(f"driver       {facts['driver'] or 'no NVIDIA driver'}")
     wheels = [f"{name} {version}" for name, version in facts["cuda"].items()]
-    lines.append(f"cuda         {', '.join(wheels) or 'no CUDA libraries beside jax'}")
+    lines.append(f"cuda         {', '.join(wheels) or 'no CUDA libraries installed'}")
     added = [str(flag) for flag in xla_flags.wanted()]
     lines.append(f"XLA flags    {os.environ.get('XLA_FLAGS') or 'none'}")
     lines.append(f"             a run on GPUs adds {' '.join(added) or 'none'}")

@@ -21,7 +21,7 @@ def launch(parsed: argparse.Namespace) -> int:
         raise ConfigError(
             "launch starts a training run",
             asked=f"launch {' '.join(command)}".rstrip(),
-            fix="spmdtrain launch train CONFIG, with the arguments of train behind",
+            fix="spmdtrain launch train CONFIG, followed by other arguments of train",
         )
     parsed.make_parser().parse_args(command)  # a typo is refused before a process starts
     if parsed.report is not None:

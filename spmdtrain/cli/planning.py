@@ -49,7 +49,7 @@ def schedule(parsed: argparse.Namespace) -> int:
     times = timing.Times(**_given(parsed, "forward", "backward", "weight", "hop"))
     if not times.microbatch:
         raise ConfigError(
-            "one of --forward, --backward and --weight takes some time", found="0 for all"
+            "at least one of --forward, --backward and --weight must be above 0", found="0 for all"
         )
     if parsed.svg is not None:
         write_picture(parsed.svg, draw.svg(table, times))
@@ -120,7 +120,7 @@ def estimate(parsed: argparse.Namespace) -> int:
     _refuse_together(parsed, "generate", "compile", "anchor")
     if parsed.batch and not parsed.generate:
         raise ConfigError(
-            "--batch is how many sequences --generate makes",
+            "--batch is the number of sequences for --generate, which is missing",
             asked=f"--batch {parsed.batch}",
             fix=f"--generate 512+128 --batch {parsed.batch}",
         )

@@ -14,7 +14,8 @@ from spmdtrain.cli.shared_arguments import (
 def add_schedule(commands) -> None:
     """Adds the command `schedule` and its arguments."""
     schedule = commands.add_parser(
-        "schedule", help="a pipeline schedule: its timeline, bubble and stash; no devices"
+        "schedule",
+        help="print a pipeline schedule: its timeline, bubble and stash; no devices",
     )
     schedule.add_argument(
         "--kind",
@@ -23,7 +24,7 @@ def add_schedule(commands) -> None:
         help="gpipe | 1f1b | interleaved | zero_bubble | "
         "a .json or .csv file with its own sizes (default: %(default)s)",
     )
-    schedule.add_argument("--stages", type=positive_int, metavar="P", help="of the pipeline")
+    schedule.add_argument("--stages", type=positive_int, metavar="P", help="stages of the pipeline")
     schedule.add_argument("--microbatches", type=positive_int, metavar="M", help="per step")
     schedule.add_argument(
         "--chunks", type=positive_int, metavar="V", help="runs of layers per stage (default: 1)"
@@ -32,28 +33,26 @@ def add_schedule(commands) -> None:
         "--forward",
         type=duration,
         metavar="TIME",
-        help="of a microbatch through all chunks of a stage, in any one unit (default: 1)",
+        help="time of a microbatch through all chunks of a stage, in any one unit (default: 1)",
     )
     schedule.add_argument(
         "--backward",
         type=duration,
         metavar="TIME",
-        help="the same, of the backward without weight gradient",
+        help="the same for the backward without the weight gradient",
     )
     schedule.add_argument(
         "--weight",
         type=duration,
         metavar="TIME",
-        help="the same; adds to backwards that are not split",
+        help="the same for the weight gradient; part of a backward that is not split",
     )
     schedule.add_argument(
-        "--hop", type=duration, metavar="TIME", help="from a stage to the next (default: 0)"
+        "--hop", type=duration, metavar="TIME", help="time from a stage to the next (default: 0)"
     )
+    schedule.add_argument("--svg", metavar="FILE", help="write a picture, drawn to scale")
     schedule.add_argument(
-        "--svg", metavar="FILE", help="writes a picture, as wide as the times say"
-    )
-    schedule.add_argument(
-        "--json", action="store_true", help="for programs; --kind FILE.json reads it back"
+        "--json", action="store_true", help="print JSON; --kind FILE.json reads it back"
     )
     schedule.set_defaults(command=planning.schedule)
 
@@ -61,7 +60,7 @@ def add_schedule(commands) -> None:
 def add_estimate(commands) -> None:
     """Adds the command `estimate` and its arguments."""
     estimate = commands.add_parser(
-        "estimate", help="time and memory of a step on hardware that need not be here"
+        "estimate", help="predict time and memory of a step on hardware that need not be present"
     )
     add_config(estimate)
     add_hardware(estimate)
@@ -69,28 +68,28 @@ def add_estimate(commands) -> None:
         "--devices",
         type=positive_int,
         metavar="N",
-        help="how many (default: the product of the mesh)",
+        help="number of devices (default: the product of the mesh)",
     )
     estimate.add_argument(
         "--anchor",
         metavar="RUN",
-        help="scales the times by what a run on this hardware measured",
+        help="scale the times by those that a run on this hardware measured",
     )
     estimate.add_argument(
         "--sweep",
         metavar="hardware.KEY=A,B",
-        help="the estimate at several values of one figure",
+        help="estimate at several values of one figure",
     )
     estimate.add_argument(
         "--compile",
         action="store_true",
-        help="compiles the real step for these GPUs and prints XLA's own figures",
+        help="compile the real step for these GPUs and print XLA's own figures",
     )
     estimate.add_argument(
         "--generate",
         type=prompt_and_new,
         metavar="PROMPT+NEW",
-        help="prices generation instead: 512+128 tokens",
+        help="predict generation instead, e.g. 512+128 tokens",
     )
     estimate.add_argument(
         "--batch",
@@ -104,22 +103,24 @@ def add_estimate(commands) -> None:
 def add_plan(commands) -> None:
     """Adds the command `plan` and its arguments."""
     plan = commands.add_parser(
-        "plan", help="which layout: searches them all and says why the others lost"
+        "plan", help="find the best layout: search them all and say why the others lost"
     )
     add_config(plan)
     add_hardware(plan)
-    plan.add_argument("--devices", type=positive_int, required=True, metavar="N", help="how many")
+    plan.add_argument(
+        "--devices", type=positive_int, required=True, metavar="N", help="number of devices"
+    )
     plan.add_argument("--top", type=positive_int, metavar="N", help="meshes to print (default: 10)")
     plan.add_argument(
         "--rules",
         action="store_true",
-        help="keeps the config's mesh; its tensor axis used best, as a [rules] table",
+        help="keep the config's mesh; print the best use of its tensor axis, as a [rules] table",
     )
     plan.add_argument(
         "--compile",
         type=positive_int,
         metavar="K",
-        help="compiles the best K for these GPUs and ranks them again, a minute or two for each",
+        help="compile the best K for these GPUs and rank them again, a minute or two each",
     )
     plan.set_defaults(command=planning.plan)
 
@@ -127,13 +128,13 @@ def add_plan(commands) -> None:
 def add_calibrate(commands) -> None:
     """Adds the command `calibrate` and its arguments."""
     calibrate = commands.add_parser(
-        "calibrate", help="measures this machine and writes a file for --hardware"
+        "calibrate", help="measure this machine and write a file for --hardware"
     )
     calibrate.add_argument(
         "--out",
         default="hardware.toml",
         metavar="FILE",
-        help="a .toml file (default: %(default)s)",
+        help="the .toml file to write (default: %(default)s)",
     )
     add_devices(calibrate)
     calibrate.set_defaults(command=planning.calibrate)

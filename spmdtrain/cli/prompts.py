@@ -47,7 +47,7 @@ def _of_file(name: str) -> list[Prompt]:
     else:
         found = list(filter(str.strip, content.splitlines()))
     if not found:
-        raise ConfigError(f"--prompts {path} holds no prompt", fix="a prompt on each line")
+        raise ConfigError(f"--prompts {path} holds no prompt", fix="one prompt per line")
     if len({type(prompt) for prompt in found}) > 1:
         raise ConfigError(f"--prompts {path} holds texts and messages", fix="a file for each")
     return found
@@ -66,7 +66,7 @@ def _of_line(line: str, where: str) -> Prompt:
     if isinstance(asked, list) and asked and all(isinstance(each, dict) for each in asked):
         return asked
     raise ConfigError(
-        f"--prompts {where} is no prompt",
+        f"--prompts {where} is not a prompt",
         found=f"{line:.60}",
         fix='{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}',
     )

@@ -117,7 +117,7 @@ def show(parsed: argparse.Namespace) -> int:
 def sample(parsed: argparse.Namespace) -> int:
     """Prints text that a trained run generates."""
     prompts = read_prompts(parsed)
-    with _waiting(parsed, f"reading {parsed.run} and writing on"):
+    with _waiting(parsed, f"reading {parsed.run} and generating"):
         from spmdtrain.inference import sample
 
         choice = sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p)

@@ -12,8 +12,8 @@ WHOLE = re.compile("[0-9]{1,18}")
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Adds the config file and `--set`."""
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, as in configs/")
-    add_set(parser, "overrides one setting; may be repeated")
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, like those in configs/")
+    add_set(parser, "override one setting; may be repeated")
 
 
 def add_documents(parser: argparse.ArgumentParser) -> None:
@@ -22,19 +22,19 @@ def add_documents(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="PATH",
-        help="files or globs: text (a document each), .jsonl, .parquet, .arrow, "
+        help="files or globs: text (a document each), .jsonl, .parquet or .arrow, "
         "text and .jsonl also as .gz and .zst; or the folder of a saved dataset",
     )
     parser.add_argument(
         "--field",
         metavar="NAME",
-        help="that holds the document, of .jsonl and tables (default: text; of chats: messages)",
+        help="field of the document in .jsonl and tables (default: text; for chats: messages)",
     )
     parser.add_argument(
         "--split-on",
         type=unescaped,
         metavar="TEXT",
-        help=r"what separates the documents of a text file: '<|endoftext|>' or '\n\n\n', say",
+        help=r"separator of the documents in a text file, e.g. '<|endoftext|>' or '\n\n\n'",
     )
 
 
@@ -48,7 +48,7 @@ def add_make(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--make",
         metavar="FILE.py:CLASS",
-        help="the model of a run that was trained with model.make; its code runs",
+        help="the model of a run trained with model.make; runs its code",
     )
 
 
@@ -57,7 +57,7 @@ def add_ema(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema",
         action="store_true",
-        help="with the average of the weights, of a run that was trained with optimizer.ema",
+        help="use the average of the weights, if the run was trained with optimizer.ema",
     )
 
 
@@ -65,7 +65,7 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Adds `--hardware`."""
     names = f"{', '.join(GPUS)} or a .toml file"
     parser.add_argument("--hardware", required=True, metavar="NAME", help=names)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
@@ -74,15 +74,15 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
         "--simulate-devices",
         type=positive_int,
         metavar="N",
-        help="pretend to have N devices, on CPU",
+        help="simulate N devices on the CPU",
     )
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="of process 0, where several processes run one program",
+        help="address of process 0, if several processes run one program",
     )
-    parser.add_argument("--processes", type=whole, metavar="N", help="how many there are")
-    parser.add_argument("--process", type=whole, metavar="I", help="which one this is, from 0")
+    parser.add_argument("--processes", type=whole, metavar="N", help="number of processes")
+    parser.add_argument("--process", type=whole, metavar="I", help="number of this process, from 0")
 
 
 # Types of values. argparse turns these errors into a refusal that names the argument.
@@ -115,7 +115,7 @@ def positive_seconds(text: str) -> float:
     """Reads a number of seconds above 0."""
     seconds = duration(text)
     if not seconds:
-        raise argparse.ArgumentTypeError("0 seconds are no limit")
+        raise argparse.ArgumentTypeError("0 seconds is not a limit")
     return seconds
 
 
@@ -164,5 +164,5 @@ def prompt_and_new(text: str) -> tuple[int, int]:
     """Reads PROMPT+NEW, two numbers of tokens."""
     prompt, plus, new = text.partition("+")
     if not plus:
-        raise argparse.ArgumentTypeError(f"{text} is not PROMPT+NEW, 512+128 say")
+        raise argparse.ArgumentTypeError(f"{text} is not PROMPT+NEW, e.g. 512+128")
     return positive_int(prompt), positive_int(new)
