@@ -21,7 +21,7 @@ from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions_bt", "segment_ids_bt", "noise_b"],
+    data_fields=["positions_bt", "segment_ids_bt", "noise_b", "layer"],
     meta_fields=[
         "constrain",
         "local_map",
@@ -58,6 +58,8 @@ class ForwardContext:
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None
+    # The number of the layer in the model, 0 for the first; traced in scans. None: outside them.
+    layer: jax.Array | int | None = None
 
     def column_parallel(self, x: jax.Array, weight: Weight | jax.Array, names: Names) -> jax.Array:
         """Returns x [b, t, e] of the residual stream times a weight [e, *f]: [b, t, *f].
@@ -70,11 +72,14 @@ class ForwardContext:
         """Returns h [b, t, *f] times a weight [*f, e], back to the residual stream: [b, t, e]."""
         return multiply(weight, Product(self.row_matmul, names, from_stream=False), h)
 
-    def at_layer(self, layer: jax.Array | int) -> "ForwardContext":
-        """The same context, with noise of its own for layer number `layer`."""
-        if self.noise_b is None:
-            return self
-        return replace(self, noise_b=_fold_in(self.noise_b, layer))
+    def at_layer(self, number: jax.Array | int, count: int = 1) -> "ForwardContext":
+        """Returns the context of layer `number`, with noise of its own.
+
+        Inside a layer that is a round of `count` layers, `number` is the place in the round.
+        """
+        layer = number if self.layer is None else self.layer * count + number
+        noise_b = None if self.noise_b is None else _fold_in(self.noise_b, number)
+        return replace(self, layer=layer, noise_b=noise_b)
 
     def dropout(self, x: jax.Array, site: int) -> jax.Array:
         """Dropout of x [b, ...]; `site` tells places within a layer apart.

@@ -4,6 +4,7 @@ with depth.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.extend.core
@@ -90,20 +91,21 @@ class Round(nnx.Module):
     def __call__(self, x: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, SideLosses]:
         total = {}
         for number, block in enumerate(self.block):
-            x, side_losses = run_block(block, x, ctx, number)
-            for name, loss in side_losses.items():
-                total[name] = total.get(name, 0) + loss
+            x, side_losses = run_block(block, x, ctx, number, len(self.block))
+            total = sum_losses(total, side_losses)
         return x, total
 
 
 def run_block(
-    block: nnx.Module, x: jax.Array, ctx: ForwardContext, number: jax.Array | int
+    block: nnx.Module, x: jax.Array, ctx: ForwardContext, number: jax.Array | int, count: int = 1
 ) -> tuple[jax.Array, SideLosses]:
-    """Layer `number` of a stack, which `block` holds the weights of: (x, its side losses)."""
+    """Runs layer `number` of a stack, or of a round of `count` layers: (x, its side losses).
+
+    `block` holds the weights of the layer.
+    """
     with refusing_writes(block):
-        out = block(x, ctx.at_layer(number))
-    y, given = out if isinstance(out, tuple) else (out, {})
-    side_losses = _by_name(given, type(block).__name__)
+        out = block(x, ctx.at_layer(number, count))
+    y, side_losses = with_losses(out, block)
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         raise ConfigError(
             f"a {type(block).__name__} turns {x.dtype}{list(x.shape)} "
@@ -113,16 +115,29 @@ def run_block(
     return y, side_losses
 
 
-def _by_name(given: jax.Array | SideLosses, block: str) -> SideLosses:
-    """The side losses of a block, in float32. ConfigError where one is not a scalar."""
+def with_losses(out: Any, module: nnx.Module) -> tuple[jax.Array, SideLosses]:
+    """Returns (y, side losses in float32) of what a block or a part of one gave: y or a pair.
+
+    Raises ConfigError if a side loss is not a scalar; `module` is what gave it.
+    """
+    y, given = out if isinstance(out, tuple) else (out, {})
     losses = given if isinstance(given, dict) else {"side_loss": given}
     for name, loss in losses.items():
         if jnp.shape(loss):
             raise ConfigError(
-                f"{name} of a {block} has the shape {list(jnp.shape(loss))}",
+                f"{name} of a {type(module).__name__} has the shape {list(jnp.shape(loss))}",
                 fix="a scalar: the sum over all tokens",
             )
-    return {name: jnp.asarray(loss, jnp.float32) for name, loss in losses.items()}
+    return y, {name: jnp.asarray(loss, jnp.float32) for name, loss in losses.items()}
+
+
+def sum_losses(*each: SideLosses) -> SideLosses:
+    """Returns the side losses of several parts, those of one name added up."""
+    total = {}
+    for losses in each:
+        for name, loss in losses.items():
+            total[name] = total.get(name, 0) + loss
+    return total
 
 
 def rematerialised(layer: Callable, remat: str) -> Callable:

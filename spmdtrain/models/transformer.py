@@ -13,7 +13,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Attention, Cache, Embedding, Mlp, Norm, weight
-from spmdtrain.models.stack import Stack
+from spmdtrain.models.stack import SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
 
 EMBED_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2  # where dropout acts
@@ -26,7 +26,8 @@ class Block(nnx.Module):
 
     Its parts may be exchanged: `norm(config)` makes a module called as `norm(x_bte, ctx)`,
     `mlp(config, rngs)` one called alike, and `attention(config, rngs)` one called as
-    `attention(x_bte, ctx, cache) -> (y_bte, cache)`.
+    `attention(x_bte, ctx, cache) -> (y_bte, cache)`. Attention and mlp may give (y_bte, side
+    losses) in place of y_bte, as `Stack` says of a block.
     """
 
     def __init__(
@@ -44,20 +45,22 @@ class Block(nnx.Module):
         self.mlp = mlp(config, rngs)
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> Any:
-        """The stream [b, t, e]; a subclass may give side losses beside it, as `Stack` says."""
-        return self.extend(x_bte, ctx, None)[0]
+        """Returns the stream [b, t, e], or a pair of it and the side losses of the parts."""
+        x_bte, _, side_losses = self.extend(x_bte, ctx, None)
+        return (x_bte, side_losses) if side_losses else x_bte
 
     def extend(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None
-    ) -> tuple[jax.Array, Cache | None]:
-        """`__call__` with the keys and values of earlier tokens.
-
-        Gives them back with those of this call appended.
+    ) -> tuple[jax.Array, Cache | None, SideLosses]:
+        """Returns (stream, cache, side losses): `__call__` with the keys and values of earlier
+        tokens, to which those of this call are appended.
         """
         y, cache = self.attention(self.attention_norm(x_bte, ctx), ctx, cache)
+        y, of_attention = with_losses(y, self.attention)
         x_bte = ctx.constrain(x_bte + ctx.dropout(y, ATTENTION_SITE), *STREAM)
-        y = self.mlp(self.mlp_norm(x_bte, ctx), ctx)
-        return ctx.constrain(x_bte + ctx.dropout(y, MLP_SITE), *STREAM), cache
+        y, of_mlp = with_losses(self.mlp(self.mlp_norm(x_bte, ctx), ctx), self.mlp)
+        x_bte = ctx.constrain(x_bte + ctx.dropout(y, MLP_SITE), *STREAM)
+        return x_bte, cache, sum_losses(of_attention, of_mlp)
 
 
 # Settings that no layer obeys yet.
@@ -143,13 +146,15 @@ class Transformer(nnx.Module):
         graphdef, parameters = nnx.split(self.blocks.layer)
 
         def body(x_bte, layer):
-            parameters, k_bskd, v_bskd = layer
+            number, parameters, k_bskd, v_bskd = layer
             block: Any = nnx.merge(graphdef, ctx.gather(parameters))
-            x_bte, grown = block.extend(x_bte, ctx, Cache(k_bskd, v_bskd, cache.length))
+            seen = Cache(k_bskd, v_bskd, cache.length)
+            x_bte, grown, _ = block.extend(x_bte, ctx.at_layer(number), seen)
             return x_bte, (grown.k_bskd, grown.v_bskd)
 
         x_bte = self.embed(tokens_bt, ctx)
-        x_bte, (k, v) = jax.lax.scan(body, x_bte, (parameters, cache.k_bskd, cache.v_bskd))
+        layers = (jnp.arange(self.blocks.count), parameters, cache.k_bskd, cache.v_bskd)
+        x_bte, (k, v) = jax.lax.scan(body, x_bte, layers)
         hidden, table = self.head(x_bte[:, -1:], ctx)
         logits = jnp.einsum("bte,ve->btv", hidden, table, preferred_element_type=jnp.float32)[:, 0]
         return logits, Cache(k, v, cache.length + tokens_bt.shape[1])

@@ -177,14 +177,16 @@ class _Executor:
     def masked_layer(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, Losses]:
         """Run the program's layer. A layer that is padding passes x on; its side losses are 0.
 
-        `rest` are the layer's number, its fixed arrays, and the context of the microbatch.
+        `rest` are the layer's number, its fixed arrays, and the context of the microbatch. Padding
+        is a copy of the last layer, and runs under its number.
         """
         number, fixed, context = rest
         held = {**fixed, **weights} if fixed else weights
-        y, side_losses = self.program.layer(held, x, (number, context))
         if not self.layout.padding:
-            return y, side_losses
-        real = number < self.layout.layers
+            return self.program.layer(held, x, (number, context))
+        last = self.layout.layers - 1
+        y, side_losses = self.program.layer(held, x, (jnp.minimum(number, last), context))
+        real = number <= last
         return jnp.where(real, y, x), _mask(real, side_losses)
 
     # The carry

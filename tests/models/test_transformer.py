@@ -2,7 +2,7 @@
 depends on nothing but (seed, step, sample, layer, site).
 """
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from helpers import tiny, trained
 
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext, random_key, sample_noise
-from spmdtrain.models.layers import Cache, Norm, rotate
+from spmdtrain.models.layers import Cache, Mlp, Norm, rotate
 from spmdtrain.models.size import matmul_parameters, train_flops_per_token
+from spmdtrain.models.stack import Stack
+from spmdtrain.models.transformer import Transformer
 
 GPT = ("model.vocab=50",)
 LLAMA = (
@@ -28,10 +30,26 @@ LLAMA = (
 T = 12
 
 
+class Layered(Mlp):
+    """Does something else in each layer, and has a side loss."""
+
+    def __call__(self, x_bte, ctx):
+        y_bte = super().__call__(x_bte, ctx) * (1 + ctx.layer)
+        return y_bte, jnp.square(y_bte).sum()
+
+
+class Numbered(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.own = nnx.Param(jax.random.normal(rngs.params()), out_sharding=())
+
+    def __call__(self, x, ctx):
+        return x, {"tens": 0 * self.own[...] + 10**ctx.layer}
+
+
 @cache
-def build(*settings: str):
+def build(*settings: str, **parts):
     config = tiny(*settings, f"train.sequence_length={T}")
-    blueprint = build_model(config)
+    blueprint = build_model(config, partial(Transformer, **parts))
     return config, blueprint, jax.jit(blueprint.init)(jax.random.key(0))
 
 
@@ -40,8 +58,8 @@ def context(batch: int = 1, **changes) -> ForwardContext:
 
 
 @cache
-def jitted(*family: str):
-    blueprint = build(*family)[1]
+def jitted(*family: str, **parts):
+    blueprint = build(*family, **parts)[1]
 
     def run(params, tokens_bt, positions_bt, segments_bt):
         ctx = ForwardContext(positions_bt, segments_bt)
@@ -52,10 +70,11 @@ def jitted(*family: str):
     return jax.jit(run)
 
 
-def logits(family, tokens_bt, positions_bt=None, segments_bt=None):
+def logits(family, tokens_bt, positions_bt=None, segments_bt=None, **parts):
     if positions_bt is None:
         positions_bt = context(len(tokens_bt)).positions_bt
-    return jitted(*family)(build(*family)[2], tokens_bt, positions_bt, segments_bt)
+    run, (_, _, params) = jitted(*family, **parts), build(*family, **parts)
+    return run(params, tokens_bt, positions_bt, segments_bt)
 
 
 def draw(batch: int = 1, seed: int = 0):
@@ -152,10 +171,14 @@ def test_evaluation_has_no_dropout():
     assert context(dropout_rate=0.5).dropout(x, 0) is x
 
 
-@pytest.mark.parametrize("family", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(family):
-    config, blueprint, params = build(*family)
-    want = logits(family, draw(2))
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [(GPT, {}), (LLAMA, {}), (GPT, {"mlp": Layered})],
+    ids=["gpt", "llama", "a part with a side loss that knows its layer"],
+)
+def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(family, parts):
+    config, blueprint, params = build(*family, **parts)
+    want = logits(family, draw(2), **parts)
     empty = jnp.zeros(
         (config.model.layers, 2, T, config.model.key_value_heads, config.model.width_per_head)
     )
@@ -169,6 +192,13 @@ def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(family):
         positions = jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32), (2, stop - start))
         got, cache = extend(params, draw(2)[:, start:stop], positions, cache)
         np.testing.assert_allclose(got, want[:, stop - 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [Numbered, [Numbered, Numbered]], ids=["one kind", "rounds"])
+def test_a_block_is_told_the_number_of_its_layer(kinds):
+    with nnx.use_eager_sharding(False):
+        blocks = Stack(kinds, 4, nnx.Rngs(0))
+    assert blocks(jnp.ones(3), context())[1] == {"tens": 1111}
 
 
 def test_norms_equal_their_formulas():

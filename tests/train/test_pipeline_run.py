@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from spmdtrain.compiled import hlo
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import open_data
+from spmdtrain.models.layers import Mlp
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.running import loop
@@ -315,17 +317,18 @@ def test_a_run_goes_on_without_its_pipeline_as_if_nothing_had_happened(tmp_path)
 # Own models
 
 
-class Sided(Block):
-    """A block with a loss of its own: a share of the mean square of what it gives, summed over
-    tokens.
+class Sided(Mlp):
+    """A part with losses of its own: shares of the mean square of what it gives, summed over
+    tokens, and the number of its layer at each of them.
     """
 
     share = 0.01
 
     def __call__(self, x_bte, ctx):
-        y = super().__call__(x_bte, ctx)
+        y = super().__call__(x_bte, ctx) * (1 + ctx.layer)
         squared = self.share * jnp.square(y).mean(-1).sum()
-        return y, {"squared": squared, "absolute": self.share * jnp.abs(y).mean(-1).sum()}
+        absolute = self.share * jnp.abs(y).mean(-1).sum()
+        return y, {"squared": squared, "absolute": absolute, "layers": y[..., 0].size * ctx.layer}
 
 
 class Careless(Sided):
@@ -344,8 +347,8 @@ def transformer_of(block):
 def test_side_losses_of_layers_are_trained_on_alike_with_and_without_a_pipeline():
     found = []
     piped = ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=2")
-    for block, settings in ((Sided, ("train.microbatch=4",)), (Sided, piped), (Careless, ())):
-        make = transformer_of(block)
+    for mlp, settings in ((Sided, ("train.microbatch=4",)), (Sided, piped), (Careless, ())):
+        make = partial(Transformer, mlp=mlp)
         setup = shard(tiny("model.layers=3", *settings), make, jax.devices()[: mesh_of(settings)])
         state = init_state(setup)
         step = make_step(setup)
@@ -353,11 +356,11 @@ def test_side_losses_of_layers_are_trained_on_alike_with_and_without_a_pipeline(
             sums = []
             for _ in range(3):
                 state, metrics = step(state, next(ahead))
-                names = ("loss", "squared", "grad_norm", "absolute")
+                names = ("loss", "squared", "grad_norm", "absolute", "layers")
                 sums.append([float(metrics[name]) for name in names])
         found.append(sums)
     plain, piped, careless = found
-    assert plain[0][1] > 0
+    assert plain[0][1] > 0 and plain[0][-1] == 0 + 1 + 2
     assert piped == pytest.approx(np.array(plain), rel=1e-5)
     assert careless[0][0] == pytest.approx(plain[0][0], rel=1e-6), "the same weights"
     assert careless[0][2] != pytest.approx(plain[0][2], rel=1e-5), "but other gradients"
