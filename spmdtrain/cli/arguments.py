@@ -104,7 +104,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_train(commands) -> None:
-    train = commands.add_parser("train", help="train, or resume an earlier run in the same directory")
+    train = commands.add_parser(
+        "train", help="train, or resume an earlier run in the same directory"
+    )
     add_config(train)
     train.add_argument("--run", metavar="DIR", help="run directory (default: runs/NAME_OF_CONFIG)")
     train.add_argument(

@@ -1,4 +1,4 @@
-"""Refuse a schedule that would compute something wrong, naming the first invariant that it breaks.
+"""Refuses a schedule that would compute something wrong, naming the first broken invariant.
 
 Messages write a unit as schedule files do: F, B or W (forward, backward, weight gradient), then
 microbatch.chunk.
@@ -21,7 +21,7 @@ from spmdtrain.pipeline.schedule import (
 
 LETTERS: dict[str, str] = dict(zip(WORK, "FBW", strict=True))
 
-# The invariants, as a refusal names them.
+# The invariants, as a refusal states them.
 RANGE = "a unit is one of the schedule's microbatches and chunks"
 WORKS = "every tick has work"
 ONCE = "each unit runs once"
@@ -50,9 +50,9 @@ class _Access(NamedTuple):
 
 
 def check(table: Table) -> None:
-    """Check a table against all invariants: those of `check_units`, then how its slots are used.
+    """Checks a table against all invariants: those of `check_units`, then the use of its slots.
 
-    Raises ConfigError naming the first invariant that is broken, and where.
+    Raises ConfigError naming the first broken invariant, and where.
     """
     forward, backward, weight = (units_of(table, kind) for kind in WORK)
     check_units(table.microbatches, table.chunks, forward, backward, weight)
@@ -81,7 +81,7 @@ def check(table: Table) -> None:
     backward_ticks = ticks_of(backward, table.microbatches, table.chunks)
     weight_ticks = ticks_of(weight, table.microbatches, table.chunks)
     _, cotangent_arrives = arrival_ticks(forward_ticks, backward_ticks)
-    # Where nothing waits there is no ring, and no slots to check.
+    # If nothing waits there is no ring, and there are no slots to check.
     cotangents_wait = (cotangent_arrives < backward_ticks).any()
     if table.cotangent_slots or cotangents_wait:
         _replay(
@@ -108,12 +108,12 @@ def check_units(
     backward: np.ndarray,
     weight: np.ndarray,
 ) -> None:
-    """Check that units are a schedule, before they have slots.
+    """Checks that units form a schedule, before they have slots.
 
     Each array is [ticks, stages, (microbatch, chunk)], -1 where a stage has no such work. Without
     weight gradients (`weight` is all -1) a backward computes both gradients.
 
-    Raises ConfigError naming the first invariant that is broken, and where.
+    Raises ConfigError naming the first broken invariant, and where.
     """
     work = dict(zip(WORK, (forward, backward, weight), strict=True))
     for kind, units in work.items():
@@ -142,7 +142,7 @@ def check_units(
 
 
 def unit_name(kind: str, microbatch: int, chunk: int) -> str:
-    """Name a unit as schedule files do: F3.0 is the forward of microbatch 3 in chunk 0."""
+    """Names a unit as schedule files do: F3.0 is the forward of microbatch 3 in chunk 0."""
     return f"{LETTERS[kind]}{microbatch}.{chunk}"
 
 
@@ -164,7 +164,7 @@ def _check_range(kind: str, units: np.ndarray, microbatches: int, chunks: int) -
 
 
 def _check_once(kind: str, units: np.ndarray, microbatches: int, chunks: int) -> None:
-    """Check that every unit of a kind of work runs on every stage, at one tick each."""
+    """Checks that every unit of a kind of work runs on every stage, each at one tick."""
     tick_of: dict[tuple[int, int, int], int] = {}
     for tick, stage in np.argwhere(units[..., 0] >= 0).tolist():
         microbatch, chunk = units[tick, stage].tolist()
@@ -174,7 +174,7 @@ def _check_once(kind: str, units: np.ndarray, microbatches: int, chunks: int) ->
             where = f"{unit} at tick {tick}, stage {stage}"
             raise _broken(ONCE, f"{where}, and there at tick {before} before")
 
-    # Stops at the first that is missing. An array of all would be huge where a file has a typo.
+    # Stops at the first missing unit. An array of all would be huge if a file has a typo.
     every = (
         (stage, microbatch, chunk)
         for stage in range(units.shape[1])
@@ -188,7 +188,7 @@ def _check_once(kind: str, units: np.ndarray, microbatches: int, chunks: int) ->
 
 
 def _check_not_before(invariant: str, kind: str, ticks: np.ndarray, earliest: np.ndarray) -> None:
-    """Check [stages, microbatches, chunks] `ticks` against the earliest ones; name the first."""
+    """Checks `ticks` [stages, microbatches, chunks] against the earliest; names the first."""
     early = np.argwhere(ticks < earliest).tolist()
     if not early:
         return
@@ -201,14 +201,14 @@ def _check_not_before(invariant: str, kind: str, ticks: np.ndarray, earliest: np
 
 
 def _only(units: np.ndarray, cells: np.ndarray) -> np.ndarray:
-    """Keep the units of these cells [ticks, stages]; the others become -1."""
+    """Returns the units of these cells [ticks, stages]; the others become -1."""
     return np.where(cells[..., None], units, -1)
 
 
 def _replay(ring: str, slots: int, *accesses: _Access) -> None:
-    """Use a ring as the executor will, tick by tick, and check what each access finds.
+    """Uses a ring as the executor will, tick by tick, and checks each access.
 
-    `ring` is its name in messages, `slots` how many it has besides the trash.
+    `ring` is its name in messages, `slots` the number of slots without the trash.
     """
     held: dict[tuple[int, int], tuple[int, int]] = {}  # (stage, slot) -> (microbatch, chunk)
     ticks, stages = accesses[0].slots.shape
@@ -230,7 +230,7 @@ def _replay_access(
     unit: list[int],
     where: str,
 ) -> None:
-    """Make one access of one stage. `at` is (stage, slot); `held` is updated."""
+    """Makes one access of one stage. `at` is (stage, slot); `held` is updated."""
     _, slot = at
     microbatch, chunk = unit
     if microbatch < 0:

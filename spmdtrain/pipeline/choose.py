@@ -1,4 +1,4 @@
-"""Find the table that a run's settings ask for: a schedule with a name, or one in a file."""
+"""Finds the table that a run's settings ask for: a named schedule, or one in a file."""
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.pipeline import file, schedule
@@ -6,9 +6,9 @@ from spmdtrain.pipeline.schedule import Table
 
 
 def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of `kind`: a name in schedule.SCHEDULE_KINDS, or a .json or .csv file.
+    """Returns the table of `kind`: a name in schedule.SCHEDULE_KINDS, or a .json or .csv file.
 
-    A named schedule is built in these sizes. Raises ConfigError where a file has other sizes.
+    A named schedule is built in these sizes. Raises ConfigError if a file has other sizes.
     """
     if kind in schedule.SCHEDULE_KINDS:
         return schedule.build(kind, stages, microbatches, chunks)

@@ -1,4 +1,4 @@
-"""Draw schedules: as text with a column per tick, and as an SVG in the time that ticks take."""
+"""Draws schedules: as text with a column per tick, and as an SVG to the scale of time."""
 
 from colorsys import hls_to_rgb
 from xml.sax.saxutils import escape
@@ -37,7 +37,7 @@ IDLE = "#eeeeee"
 
 
 def headline(table: Table, times: Times | None = None) -> str:
-    """Describe a schedule in one line: its sizes, its bubble and its largest stash."""
+    """Describes a schedule in one line: its sizes, its bubble and its largest stash."""
     sizes = f"{table.stages} stages"
     if table.chunks > 1:
         sizes += f", {table.chunks} chunks"
@@ -49,7 +49,7 @@ def headline(table: Table, times: Times | None = None) -> str:
 
 
 def describe_pipeline(table: Table, layout: StageLayout) -> str:
-    """Returns the schedule in one line, what padding costs, and how a large bubble shrinks."""
+    """Describes a schedule in one line, with the cost of padding and a cure for a large bubble."""
     parts = [headline(table)]
     if layout.padding:
         more = layout.places / layout.layers - 1
@@ -61,10 +61,10 @@ def describe_pipeline(table: Table, layout: StageLayout) -> str:
 
 
 def bubbles(table: Table, times: Times, *, peers: bool) -> str:
-    """Describe the bubble in one line, with the times that it comes from.
+    """Describes the bubble in one line, with the times from which it follows.
 
-    `peers`: add the bubble of other frameworks, which run a schedule of this kind in an order of
-    their own. Only for kinds that they have.
+    `peers`: add the bubble of other frameworks, which run a schedule of this kind in their own
+    order; only for kinds that they have.
     """
     found = [f"{bubble_fraction(table, times):.1%} in lockstep"]
     if peers and table.kind in ("1f1b", "interleaved"):
@@ -81,10 +81,10 @@ def bubbles(table: Table, times: Times, *, peers: bool) -> str:
 def draw(
     table: Table, times: Times | None = None, *, width: int | None = None, colour: bool = False
 ) -> str:
-    """Draw a schedule as text: a row per stage and kind of work, a column per tick.
+    """Draws a schedule as text: a row per stage and kind of work, a column per tick.
 
-    A cell holds the microbatch and, where there are several chunks, a letter for the chunk. Ticks
-    that do not fit into `width` characters continue below. `colour` uses ANSI escapes.
+    A cell holds the microbatch and, if there are several chunks, a letter for the chunk. Ticks that
+    do not fit into `width` characters continue below. `colour` uses ANSI escapes.
     """
     labels = {}
     for kind in WORK:
@@ -114,9 +114,10 @@ def draw(
 
 
 def svg(table: Table, times: Times | None = None) -> str:
-    """Draw a schedule as a self-contained SVG, stages in lockstep.
+    """Draws a schedule as a self-contained SVG, with stages in lockstep.
 
-    A row per stage, and in it a box per unit, as wide as the unit takes, with its microbatch.
+    Each stage has a row, and in it each unit has a box, as wide as the unit's time, with its
+    microbatch.
     """
     times = times or Times()
     spans = lockstep_spans(table, times)
@@ -150,7 +151,7 @@ def svg(table: Table, times: Times | None = None) -> str:
 
 
 def _labels(table: Table, kind: str) -> list[list[str]]:
-    """Return [ticks][stages] of what the cells of a kind of work say."""
+    """Returns the texts of the cells of a kind of work, [ticks][stages]."""
     return [
         [_label(microbatch, chunk, table.chunks) for microbatch, chunk in row]
         for row in units_of(table, kind).tolist()
@@ -182,7 +183,7 @@ def _box(span: Span, chunks: int, scale: float) -> str:
 
 
 def _colours(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
-    """Return (fill of a box, ink in it): a hue per kind of work, lighter with each chunk."""
+    """Returns (fill of a box, ink in it): a hue per kind of work, lighter with each chunk."""
     lightness = 0.42 + 0.40 * chunk / max(1, chunks - 1)
     red, green, blue = (round(255 * part) for part in hls_to_rgb(HUES[kind], lightness, 0.55))
     ink = "#ffffff" if lightness < 0.6 else "#222222"
@@ -220,7 +221,7 @@ def _legend(table: Table) -> list[str]:
 
 
 def _phase_marks(table: Table, edges: list[float], bottom: int) -> list[str]:
-    """Draw a line where the kinds of work change, and name them below where there is room.
+    """Draws a line where the kinds of work change, and names them below if there is room.
 
     `edges`: where each tick starts, and where the last one ends, in pixels.
     """

@@ -1,17 +1,17 @@
-"""Run any schedule table: all stages of a pipeline tick together, in scans, in one manual region.
+"""Runs any schedule table: all stages tick together, in scans, in one manual region.
 
 Every stage runs the same program at every tick. A stage whose cell of the table has no work
-computes all the same, on stale buffers, and its result is masked. Nothing branches on the stage,
-because a collective inside such a branch would hang or mix up data (seen in jax 0.10 and 0.12).
-The order of work within a tick is given by the docstring of schedule.py and by `training_tick`.
+computes anyway, on stale buffers, and its result is masked. Nothing branches on the stage, because
+a collective inside such a branch would hang or mix up data (seen in jax 0.10 and 0.12). The order
+of work within a tick is given by the docstring of schedule.py and by `training_tick`.
 
 The objective is the sum over stages of what each stage computes. All stages run the head of a
 microbatch at once, each on its share of the vocabulary, so each counts 1/p of the loss. Then the
 transpose of a sum over stages is again a sum over stages. Gradients of the weights that all stages
 hold are partial: the caller sums them over `pipeline`.
 
-Memory: the ring buffers have as many slots as the table asks for, however many microbatches there
-are, and gradients are accumulated in place.
+Memory: the ring buffers have as many slots as the table asks for, for any number of microbatches,
+and gradients are accumulated in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from spmdtrain.pipeline.schedule import Table
 AXIS = "pipeline"
 Tree = Any
 Losses = dict[str, jax.Array]  # by name, float32 scalars
-Carry = dict[str, Tree]  # what is carried from tick to tick: buffers, losses, gradients
+Carry = dict[str, Tree]  # carried from tick to tick: buffers, losses, gradients
 Cell = Mapping[str, jax.Array]  # one tick's row of the table at this stage's column: scalars
 Tick = Callable[[Phase, Carry, Cell], Carry]
 
@@ -53,12 +53,12 @@ STAGE_COLUMNS = (
     "defer_slot",
     "resume_slot",
 )
-# Columns [ticks]. All stages read them: the head, for one, runs on all stages at once.
+# Columns [ticks]. All stages read them: e.g. the head runs on all stages at once.
 SHARED_COLUMNS = ("embed_microbatch", "head_microbatch", "embed_backward_microbatch")
 
 
 def sum_over_stages(x: jax.Array) -> jax.Array:
-    """Return the sum of x over `pipeline`."""
+    """Returns the sum of x over `pipeline`."""
     return psum_tree(x, (AXIS,))
 
 
@@ -66,18 +66,17 @@ def sum_over_stages(x: jax.Array) -> jax.Array:
 class StageProgram:
     """The functions that a pipeline runs.
 
-    Losses are float32 scalars by name; training minimises the sum of them all.
-    `shared` are the weights outside the layers, `context` is what a microbatch brings along
-    (tokens, positions, noise), and `x` is an activation, of one shape throughout.
+    Losses are float32 scalars by name; training minimises the sum of them all. `shared` are the
+    weights outside the layers, `context` is what comes with a microbatch (tokens, positions,
+    noise), and `x` is an activation, of one shape throughout.
 
     - `embed(shared, context) -> x`
-    - `layer(weights, x, (number, context)) -> (y, side losses)`: `weights` of one layer, the fixed
-      ones among them, and its number in the model, an int32 scalar; {} where layers have no side
-      losses
+    - `layer(weights, x, (number, context)) -> (y, side losses)`: `weights` of one layer, including
+      the fixed ones, and its number in the model, an int32 scalar; {} if layers have no side losses
     - `head(shared, x, context) -> losses`, the same values on every stage
     - `context_of(microbatch) -> context`: `microbatch` is a traced index
     - `sum_over_stages(x) -> x`: the sum of an activation over `pipeline`
-    - `cotangent`: of the objective, a float32 scalar that gradients are multiples of; None: 1
+    - `cotangent`: that of the objective, a float32 scalar by which gradients are scaled; None: 1
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -96,11 +95,11 @@ def losses(
     stack: Tree,
     fixed: Mapping[str, jax.Array] | None = None,
 ) -> tuple[Losses, Losses]:
-    """Run the forwards of a table; return (losses of the head, side losses of the layers).
+    """Runs the forwards of a table; returns (losses of the head, side losses of the layers).
 
     Both are sums over all microbatches of this batch shard, the same on every stage. Call it in a
     region that is manual over `pipeline`. Leaves of `stack` are this stage's [v, 1, Lc, ...]: v
-    chunks of Lc layers (layout.py). So are those of `fixed`, by name like `stack`: arrays of the
+    chunks of Lc layers (layout.py). So are those of `fixed`, by name as in `stack`: arrays of the
     layers that have no gradient.
     """
     executor = _Executor(program, table, layout, shared, stack, fixed or {})
@@ -118,7 +117,7 @@ def gradients(
     keep: bool,
     fixed: Mapping[str, jax.Array] | None = None,
 ) -> tuple[Losses, Losses, Tree, Tree]:
-    """Run a table; return (losses, side losses, gradients of `shared`, gradients of `stack`).
+    """Runs a table; returns (losses, side losses, gradients of `shared`, gradients of `stack`).
 
     Losses, `stack` and `fixed` are as in `losses`. `totals` are zeros shaped as (`shared`,
     `stack`), in the dtype in which gradients are to be accumulated.
@@ -138,7 +137,7 @@ def gradients(
 
 
 class _Executor:
-    """One stage's view of a table being run, while it is traced."""
+    """One stage's view of a table while it is traced."""
 
     def __init__(
         self,
@@ -171,11 +170,11 @@ class _Executor:
 
     @cached_property
     def gradient(self) -> LayerGradient:
-        """The layer's gradient, taken apart. Evaluation never asks for it, so never traces it."""
+        """The layer's gradient, taken apart. Evaluation never uses it, so never traces it."""
         return LayerGradient(self.masked_layer, *self.layer_arguments, split=self.table.split)
 
     def masked_layer(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, Losses]:
-        """Run the program's layer. A layer that is padding passes x on; its side losses are 0.
+        """Runs the program's layer. A padding layer passes x on; its side losses are 0.
 
         `rest` are the layer's number, its fixed arrays, and the context of the microbatch. Padding
         is a copy of the last layer, and runs under its number.
@@ -195,15 +194,15 @@ class _Executor:
         return jnp.zeros((*leading, *like.shape), like.dtype)
 
     def initial_carry(self) -> Carry:
-        """Return the buffers of the forward: zeros, shaped as below.
+        """Returns the buffers of the forward: zeros, shaped as below.
 
         A ring has one slot more than the table uses, the trash: stages without work write to it.
         With x the shape of an activation and n the slots of the stash:
 
         - activation: x, received from the previous stage at the end of the last tick
-        - embedded: x, the embedding of the microbatch that enters stage 0 at the next tick: here
+        - embedded: x, the embedding of the microbatch that enters stage 0 at the next tick; here,
           of the one that enters at the first
-        - inputs: [n + 1, x], activations that wait for their forward; where any wait
+        - inputs: [n + 1, x], activations waiting for their forward, if any wait
         - losses, side_losses: by name, this stage's part of the sums
         """
         carry = {
@@ -217,14 +216,14 @@ class _Executor:
         return carry
 
     def initial_backward_carry(self, totals: tuple[Tree, Tree]) -> Carry:
-        """Return the buffers of the backward, and `totals`, in which gradients accumulate.
+        """Returns the buffers of the backward, and `totals`, in which gradients accumulate.
 
         With Lc the layers of a chunk and v the chunks:
 
         - cotangent: x, made in the last tick and not yet sent
         - stash: [n + 1, Lc, ...] for each residual that is kept, or [n + 1, x], the chunk's input
-        - cotangents: [slots + 1, x], those that wait for their backward; where any wait
-        - deferred: [slots + 1, Lc, ...], what the weight gradient needs; where backward is split
+        - cotangents: [slots + 1, x], those waiting for their backward, if any wait
+        - deferred: [slots + 1, Lc, ...], what the weight gradient needs, if backward is split
         - shared, stack: gradients; those of the stack are [v, Lc, ...]
         """
         table = self.table
@@ -245,13 +244,13 @@ class _Executor:
         return carry
 
     def total_losses(self, carry: Carry) -> tuple[Losses, Losses]:
-        """Return (losses of the head, side losses of the layers), summed over the stages."""
+        """Returns (losses of the head, side losses of the layers), summed over the stages."""
         return jax.lax.psum((carry["losses"], carry["side_losses"]), AXIS)
 
     # The ticks
 
     def scan_table(self, carry: Carry, tick: Tick) -> Carry:
-        """Run `tick` on every row of the table and return the last carry."""
+        """Runs `tick` on every row of the table and returns the last carry."""
         columns = {}
         # The table is a constant of the program; each stage picks its own column [ticks] of it.
         for name in STAGE_COLUMNS:
@@ -263,9 +262,9 @@ class _Executor:
         return carry
 
     def scan_round(self, round: RepeatedPhases, carry: Carry, tick: Tick, columns: Cell) -> Carry:
-        """Scan each phase of a round; where the round repeats, scan those scans.
+        """Scans each phase of a round; if the round repeats, scans those scans.
 
-        So the size of the program follows from the number of phases, not of microbatches.
+        So the size of the program depends on the number of phases, not of microbatches.
         """
         first = round.phases[0].start
         length = round.ticks * round.repeats
@@ -292,7 +291,7 @@ class _Executor:
         return carry
 
     def evaluation_tick(self, phase: Phase, carry: Carry, cell: Cell) -> Carry:
-        """Run one tick of a forward-only pass."""
+        """Runs one tick of a forward-only pass."""
         carry = dict(carry)
         self.store_activation(phase, carry, cell)
         if phase.forward:
@@ -304,10 +303,10 @@ class _Executor:
         return carry
 
     def training_tick(self, phase: Phase, carry: Carry, cell: Cell) -> Carry:
-        """Run one tick of training.
+        """Runs one tick of training.
 
-        The embedding's backward, arrivals, forward, head, backward, weight gradient, and the next
-        tick's embedding.
+        The order is: the embedding's backward, arrivals, forward, head, backward, weight gradient,
+        and the next tick's embedding.
         """
         carry = dict(carry)
         table = self.table
@@ -344,13 +343,13 @@ class _Executor:
     # The work of one tick. Each of these updates the carry in place.
 
     def store_activation(self, phase: Phase, carry: Carry, cell: Cell) -> None:
-        """Put the activation that has arrived into its slot, where activations wait at all."""
+        """Puts the activation that has arrived into its slot, if activations wait at all."""
         if self.table.activations_wait and phase.arrive_forward:
             slot = cell["arrive_forward_slot"]
             carry["inputs"] = _write(carry["inputs"], slot, carry["activation"])
 
     def run_forward(self, phase: Phase, carry: Carry, cell: Cell) -> jax.Array:
-        """Run one chunk's forward, send its output to the next stage, and return it.
+        """Runs one chunk's forward, sends its output to the next stage, and returns it.
 
         Adds the side losses of its layers. In training it stashes what backward will need.
         """
@@ -372,19 +371,19 @@ class _Executor:
         return y
 
     def head_losses_of(self, shared: Tree, y: jax.Array, cell: Cell) -> tuple[Losses, jax.Array]:
-        """Return (this stage's 1/p of the losses, whether a microbatch leaves the last stage).
+        """Returns (this stage's 1/p of the losses, whether a microbatch leaves the last stage).
 
         The sum over stages brings the last stage's y to all of them; the others add zeros.
         """
         leaves = cell["head_microbatch"] >= 0
-        # A select: y of the other stages is that of other microbatches, or stale and perhaps NaN.
+        # A select: y of other stages belongs to other microbatches, or is stale and perhaps NaN.
         x = self.program.sum_over_stages(jnp.where(self.last & leaves, y, 0))
         found = self.program.head(shared, x, self.context(cell["head_microbatch"]))
         share = jax.tree.map(lambda loss: loss / self.table.stages, _mask(leaves, found))
         return share, leaves
 
     def run_head(self, carry: Carry, y: jax.Array, cell: Cell) -> jax.Array:
-        """Add the head's losses and the gradients of its weights; return the cotangent of y."""
+        """Adds the head's losses and the gradients of its weights; returns the cotangent of y."""
 
         def losses_of(shared, y):
             return self.head_losses_of(shared, y, cell)
@@ -396,20 +395,20 @@ class _Executor:
         return dy
 
     def cotangents_of(self, counts: Losses) -> Losses:
-        """Return the cotangent of each loss, which counts so often in the sum."""
+        """Returns the cotangent of each loss, given how often the loss counts in the sum."""
         cotangent = self.program.cotangent
         if cotangent is None:
             return counts
         return jax.tree.map(lambda count: count * cotangent, counts)
 
     def run_backward(self, carry: Carry, dy: jax.Array, cell: Cell) -> jax.Array:
-        """Run one chunk's backward and return the cotangent of its input.
+        """Runs one chunk's backward and returns the cotangent of its input.
 
-        Adds the gradients of the chunk's weights. Where the table splits backward, it stores
-        instead what the weight gradient will need.
+        Adds the gradients of the chunk's weights. If the table splits backward, it stores what the
+        weight gradient will need instead.
         """
         has_work = cell["backward_microbatch"] >= 0
-        # Side losses are added as they are: the cotangent of each is that of the sum.
+        # Side losses are added unscaled: the cotangent of each is that of the sum.
         counts = jax.tree.map(lambda loss: has_work.astype(loss.dtype), self.side_losses)
         dsides = self.cotangents_of(counts)
         kept = _read(carry["stash"], cell["backward_slot"])
@@ -430,7 +429,7 @@ class _Executor:
         layers = (weights, fixed, self.layer_numbers(cell["backward_chunk"]), kept)
         dx, made = jax.lax.scan(layer_backward, dy, layers, reverse=True)
         if self.table.split:
-            # Garbage of a stage without work goes to the trash slot, so nothing need be masked.
+            # A stage without work writes garbage to the trash slot, so no mask is needed.
             carry["deferred"] = _write(carry["deferred"], cell["defer_slot"], made)
         else:
             made = _mask(has_work, made)
@@ -438,7 +437,7 @@ class _Executor:
         return dx
 
     def run_weight(self, carry: Carry, cell: Cell) -> None:
-        """Add the weight gradients that one chunk's split backward has put off."""
+        """Adds the weight gradients that one chunk's split backward has put off."""
         weights, fixed, context = self.chunk_inputs("weight", cell)
         kept = _read(carry["stash"], cell["weight_slot"])
         deferred = _read(carry["deferred"], cell["resume_slot"])
@@ -454,20 +453,20 @@ class _Executor:
         carry["stack"] = _accumulate_at(carry["stack"], cell["weight_chunk"], made)
 
     def embed(self, microbatch: jax.Array | int) -> jax.Array:
-        """Return the embedding x of a microbatch; of the first one where there is none (-1)."""
+        """Returns the embedding x of a microbatch; of the first one if there is none (-1)."""
         return self.program.embed(self.shared, self.context(microbatch))
 
     def embed_next(self, phase: Phase, carry: Carry, cell: Cell) -> None:
-        """Embed the microbatch that enters stage 0 at the next tick.
+        """Embeds the microbatch that enters stage 0 at the next tick.
 
-        Nothing else in this tick needs it, so its sum over the stages can run beside the layers.
+        Nothing else in this tick needs it, so its sum over the stages can overlap with the layers.
         """
         if phase.embed:
             carry["embedded"] = self.embed(cell["embed_microbatch"])
 
     def run_embed_backward(self, carry: Carry, microbatch: jax.Array | int) -> None:
-        """Add the embedding's gradients of the microbatch whose backward has just left stage 0."""
-        # The embedding runs again for its vjp: cheaper than to keep residuals over a round trip.
+        """Adds the embedding's gradients of the microbatch whose backward has just left stage 0."""
+        # The embedding runs again for its vjp: cheaper than keeping residuals for a round trip.
         context = self.context(microbatch)
         entered = (self.stage == 0) & (microbatch >= 0)
         _, pull = jax.vjp(lambda shared: self.program.embed(shared, context), self.shared)
@@ -479,7 +478,7 @@ class _Executor:
     def run_layers(
         self, kind: str, x: jax.Array, cell: Cell, keep: bool
     ) -> tuple[jax.Array, Losses, Tree]:
-        """Run the layers of the chunk that work of this kind is at, in a scan.
+        """Runs, in a scan, the layers of the chunk of this kind of work.
 
         Returns (y, sum of their side losses, residuals [Lc, ...] if `keep`, else None).
         """
@@ -499,25 +498,25 @@ class _Executor:
         return y, jax.tree.map(jnp.sum, side_losses), kept
 
     def chunk_inputs(self, kind: str, cell: Cell) -> tuple[Tree, Tree, Tree]:
-        """Return what a kind of work reads.
+        """Returns the inputs of a kind of work.
 
-        That is (weights [Lc, ...] of the chunk, its fixed arrays, context of the microbatch).
+        These are (weights [Lc, ...] of the chunk, its fixed arrays, context of the microbatch).
         """
         weights, fixed = _read((self.stack, self.fixed), cell[f"{kind}_chunk"])
         return weights, fixed, self.context(cell[f"{kind}_microbatch"])
 
     def context(self, microbatch: jax.Array | int) -> Tree:
-        """Return the context of a microbatch; a stage without work (-1) takes that of the first."""
+        """Returns the context of a microbatch; that of the first for a stage without work (-1)."""
         return self.program.context_of(jnp.maximum(microbatch, 0))
 
     def layer_numbers(self, chunk: jax.Array) -> jax.Array:
-        """Return the numbers [Lc] in the model of the layers in this stage's chunk."""
+        """Returns the numbers [Lc] in the model of the layers in this stage's chunk."""
         layers = self.layout.per_chunk
         first = (jnp.maximum(chunk, 0) * self.layout.stages + self.stage) * layers
         return first + jnp.arange(layers, dtype=jnp.int32)
 
     def send_to_next(self, y: jax.Array) -> jax.Array:
-        """Send y to the next stage; return what the previous stage has sent.
+        """Sends y to the next stage; returns what the previous stage has sent.
 
         With several chunks the last stage sends to the first, for the next chunk. With one chunk
         stage 0 receives zeros.
@@ -529,7 +528,7 @@ class _Executor:
         return jax.lax.ppermute(y, AXIS, hops)
 
     def send_to_previous(self, dx: jax.Array) -> jax.Array:
-        """Send a cotangent the other way; return what the next stage has sent."""
+        """Sends a cotangent the other way; returns what the next stage has sent."""
         stages = self.table.stages
         hops = [(stage, (stage - 1) % stages) for stage in range(stages)]
         if self.table.chunks == 1:
@@ -541,7 +540,7 @@ class _Executor:
 
 
 def _read(rings: Tree, at: jax.Array) -> Tree:
-    """Return element `at` of each leaf's leading dim; -1, a stage without work, is the first."""
+    """Returns element `at` of each leaf's leading dim; the first for a stage without work (-1)."""
 
     def read(ring):
         return jax.lax.dynamic_index_in_dim(ring, jnp.maximum(at, 0), 0, keepdims=False)
@@ -550,7 +549,7 @@ def _read(rings: Tree, at: jax.Array) -> Tree:
 
 
 def _write(rings: Tree, at: jax.Array, values: Tree) -> Tree:
-    """Return the rings with `values` as element `at`; -1, a stage without work, is the first."""
+    """Returns the rings with `values` as element `at`; the first for a stage without work (-1)."""
 
     def write(ring, value):
         value = value.astype(ring.dtype)
@@ -560,7 +559,7 @@ def _write(rings: Tree, at: jax.Array, values: Tree) -> Tree:
 
 
 def _accumulate(totals: Tree, gradients: Tree) -> Tree:
-    """Add gradients to totals, in the dtype of the totals."""
+    """Adds gradients to totals, in the dtype of the totals."""
 
     def add(total, gradient):
         return total + gradient.astype(total.dtype)
@@ -569,7 +568,7 @@ def _accumulate(totals: Tree, gradients: Tree) -> Tree:
 
 
 def _accumulate_at(totals: Tree, chunk: jax.Array, gradients: Tree) -> Tree:
-    """Add one chunk's gradients [Lc, ...] to the totals [v, Lc, ...] of all chunks.
+    """Adds one chunk's gradients [Lc, ...] to the totals [v, Lc, ...] of all chunks.
 
     Without work (-1) the first chunk is read and written back, so `gradients` must be zero then.
     """
@@ -577,13 +576,13 @@ def _accumulate_at(totals: Tree, chunk: jax.Array, gradients: Tree) -> Tree:
 
 
 def _mask(has_work: jax.Array, tree: Tree) -> Tree:
-    """Return the tree, or zeros where there is no work.
+    """Returns the tree, or zeros if there is no work.
 
-    A select, not a product: what a stage without work has computed may be NaN.
+    This is a select, not a product: what a stage without work has computed may be NaN.
     """
     return jax.tree.map(lambda leaf: jnp.where(has_work, leaf, 0), tree)
 
 
 def _first_layer(stack: Tree) -> Tree:
-    """Return the first chunk's first layer of a stack [v, Lc, ...]."""
+    """Returns the first chunk's first layer of a stack [v, Lc, ...]."""
     return jax.tree.map(lambda leaf: leaf[0, 0], stack)

@@ -1,6 +1,6 @@
-"""Read schedules from files, and write them.
+"""Reads schedules from files, and writes them.
 
-JSON is as `spmdtrain schedule --json` prints it; CSV is for schedules written by hand.
+JSON has the form that `spmdtrain schedule --json` prints; CSV is for schedules written by hand.
 """
 
 import csv
@@ -25,7 +25,7 @@ Unit = tuple[Index, Index]  # (microbatch, chunk)
 
 
 class _Cell(BaseModel):
-    """The work of one stage at one tick, as a JSON file has it.
+    """The work of one stage at one tick, as in a JSON file.
 
     `stash_slot` is where the forward leaves what its backward needs. A file may leave out all of
     them: then slots are assigned.
@@ -39,7 +39,7 @@ class _Cell(BaseModel):
 
 
 class _File(BaseModel):
-    """The keys that are read. Those that follow from the ticks (bubble_fraction ...) are not."""
+    """The keys that are read; those that follow from the ticks (bubble_fraction ...) are not."""
 
     model_config = ConfigDict(strict=True)
     stages: PositiveInt
@@ -50,7 +50,7 @@ class _File(BaseModel):
 
 
 def to_json(table: Table, times: Times | None = None) -> dict[str, Any]:
-    """Return the schedule as plain values for `json.dumps`; a unit is [microbatch, chunk].
+    """Returns the schedule as plain values for `json.dumps`; a unit is [microbatch, chunk].
 
     The bubble is that of stages in lockstep at these times (default: 1 for each kind of work).
     """
@@ -79,14 +79,14 @@ def to_json(table: Table, times: Times | None = None) -> dict[str, Any]:
 
 
 def read(path: str | Path) -> Table:
-    """Read the schedule in a .json or .csv file, and check it.
+    """Reads the schedule in a .json or .csv file, and checks it.
 
-    CSV has a row per tick and a cell per stage, with the units that run there in any order:
-    `F3.0 B1.1` is the forward of microbatch 3 in chunk 0 and the backward of microbatch 1 in
-    chunk 1; W is a weight gradient; an empty cell is idle. Blank rows, and rows that start with #,
-    are comments. The schedule gets the name of the file.
+    CSV has a row per tick and a cell per stage, with the units that run there in any order: `F3.0
+    B1.1` is the forward of microbatch 3 in chunk 0 and the backward of microbatch 1 in chunk 1; W
+    is a weight gradient; an empty cell is idle. Blank rows, and rows that start with #, are
+    comments. The schedule is named after the file.
 
-    Raises ConfigError where the file cannot be read, or with the first invariant that it breaks.
+    Raises ConfigError if the file cannot be read, or with the first invariant that it breaks.
     """
     path = Path(path)
     try:
@@ -134,7 +134,7 @@ def _from_csv(text: str, path: Path) -> Table:
             for word in cell.split():
                 _place_unit(word, units, tick, stage, path)
 
-    # As many microbatches and chunks as the units name; that none is missing is checked later.
+    # As many microbatches and chunks as the units name; missing units are found later.
     highest = np.max([array.max((0, 1)) for array in units.values()], axis=0)
     microbatches, chunks = (highest + 1).tolist()
     stash = np.full((len(rows), stages), -1)
@@ -142,7 +142,7 @@ def _from_csv(text: str, path: Path) -> Table:
 
 
 def _place_unit(word: str, units: dict[str, np.ndarray], tick: int, stage: int, path: Path) -> None:
-    """Write a CSV file's `F3.0`, found at this tick and stage, into `units`."""
+    """Writes a CSV file's `F3.0`, found at this tick and stage, into `units`."""
     match = CSV_OPERATION.fullmatch(word)
     where = f"{word!r} at tick {tick}, stage {stage}"
     if not match:
@@ -155,7 +155,7 @@ def _place_unit(word: str, units: dict[str, np.ndarray], tick: int, stage: int, 
 
 
 def _no_units(ticks: int, stages: int) -> dict[str, np.ndarray]:
-    """Return for each kind of work [ticks, stages, (microbatch, chunk)], all -1."""
+    """Returns for each kind of work [ticks, stages, (microbatch, chunk)], all -1."""
     return {kind: np.full((ticks, stages, 2), -1, np.int32) for kind in WORK}
 
 
@@ -175,7 +175,7 @@ def _make_table(
     units: dict[str, np.ndarray],
     stash: np.ndarray,
 ) -> Table:
-    """Make the table of a file's units and stash slots [ticks, stages] (-1: none); check it."""
+    """Makes and checks the table of a file's units and stash slots [ticks, stages] (-1: none)."""
     check_units(microbatches, chunks, *units.values())
     by_hand = (stash >= 0).any()
     missing = np.argwhere((stash < 0) & (units["forward"][..., 0] >= 0))

@@ -1,12 +1,11 @@
-"""Takes the gradient of one layer apart: finds what its forward must keep, and the part of its
-backward that yields each gradient.
+"""Takes the gradient of one layer apart, into what to keep and a part for each gradient.
 
 The residuals of `jax.vjp` are of two kinds. Those that depend on the layer's input are *kept* from
-forward to backward. The others (weights, and whatever follows from weights, positions, segments
-and noise alone) are computed again when backward needs them.
+forward to backward. The others (weights, and whatever follows from weights, positions, segments and
+noise alone) are recomputed when backward needs them.
 
 The split backward of zero-bubble schedules (Qi et al., arXiv 2401.10241) first runs what the
-gradient of the input needs. What the weight gradient reads of the results is *deferred*: it waits,
+gradient of the input needs. The results that the weight gradient reads are *deferred*: they wait,
 with what was kept, for the tick of the weight gradient.
 
 This is the only file that takes jaxprs apart. `_evaluate` runs those equations of a jaxpr that lead
@@ -23,20 +22,20 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 Tree = Any
 Layer = Callable[[Tree, jax.Array, Tree], tuple[jax.Array, Tree]]
 Arrays = list[jax.Array]
-Values = dict[jex.Var, Any]  # what variables of a jaxpr are bound to
+Values = dict[jex.Var, Any]  # bindings of the variables of a jaxpr
 
 
 class LayerGradient:
     """The gradient of `layer(weights, x, rest) -> (y, side losses)` by its weights and by x.
 
-    Side losses are a tree of scalars, perhaps an empty one. The layer is traced once; of the given
-    arguments only the shapes count.
+    Side losses are a tree of scalars, which may be empty. The layer is traced once; only the shapes
+    of the given arguments count.
 
     `kept` are the shapes of what waits from forward to backward. With `split`, `deferred` are those
     of what waits from backward to the weight gradient.
 
     Two jaxprs are cut up: `_forward`, (weights, x, rest) -> (y, side losses, residuals), and with
-    `split` `_backward`, (residuals, dy, dsides) -> (dx, dweights). The attributes that end in `_in`
+    `split` `_backward`, (residuals, dy, dsides) -> (dx, dweights). Attributes that end in `_in`
     hold input variables.
     """
 
@@ -76,7 +75,7 @@ class LayerGradient:
             self.deferred = tuple(_shape(var) for var in self._deferred)
 
     def forward(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, Tree, Arrays]:
-        """Return (y, side losses, what to keep for `backward`)."""
+        """Returns (y, side losses, what to keep for `backward`)."""
         known = self._bind_inputs(weights, rest)
         known[self._x_in] = x
         wanted = [self._y, *self._sides, *self._kept]
@@ -88,7 +87,7 @@ class LayerGradient:
     def backward(
         self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dsides: Tree
     ) -> tuple[Tree, jax.Array]:
-        """Return (gradient by the weights, gradient by x)."""
+        """Returns (gradient by the weights, gradient by x)."""
         residuals = self._recompute_residuals(weights, rest, kept)
         pull = jax.tree.unflatten(self._pull_structure, residuals)
         return pull((dy, dsides))
@@ -96,7 +95,7 @@ class LayerGradient:
     def input_gradient(
         self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dsides: Tree
     ) -> tuple[jax.Array, Arrays]:
-        """Return (gradient by x, what to defer for `weight_gradient`). Needs `split`."""
+        """Returns (gradient by x, what to defer for `weight_gradient`). Needs `split`."""
         known = self._bind_residuals(weights, rest, kept)
         cotangents = (dy, *jax.tree.leaves(dsides))
         known |= dict(zip(self._cotangents_in, cotangents, strict=True))
@@ -104,14 +103,14 @@ class LayerGradient:
         return dx, deferred
 
     def weight_gradient(self, weights: Tree, rest: Tree, kept: Arrays, deferred: Arrays) -> Tree:
-        """Return the gradient by the weights, from what `input_gradient` deferred."""
+        """Returns the gradient by the weights, from what `input_gradient` deferred."""
         known = self._bind_residuals(weights, rest, kept)
         known |= dict(zip(self._deferred, deferred, strict=True))
         leaves = _evaluate(self._backward.jaxpr, known, self._dweights)
         return jax.tree.unflatten(self._weights_structure, leaves)
 
     def _split_backward(self) -> None:
-        """Trace the backward as one program, and find where its two parts meet."""
+        """Traces the backward as one program, and finds where its two parts meet."""
 
         def run_backward(residuals, dy, dsides):
             pull = jax.tree.unflatten(self._pull_structure, residuals)
@@ -140,28 +139,28 @@ class LayerGradient:
         self._deferred = _distinct(var for var in _variables(read) if var in made_early)
 
     def _bind_inputs(self, weights: Tree, rest: Tree) -> Values:
-        """Bind the inputs of `_forward`, all but x."""
+        """Binds the inputs of `_forward`, all but x."""
         known = dict(zip(self._weights_in, jax.tree.leaves(weights), strict=True))
         known |= dict(zip(self._rest_in, jax.tree.leaves(rest), strict=True))
         return known | _bind_constants(self._forward)
 
     def _recompute_residuals(self, weights: Tree, rest: Tree, kept: Arrays) -> Arrays:
-        """Return all residuals: those that were kept, and the others computed again."""
+        """Returns all residuals: those that were kept, and the others recomputed."""
         known = self._bind_inputs(weights, rest)
         known |= dict(zip(self._kept, kept, strict=True))
         return _evaluate(self._forward.jaxpr, known, self._residuals)
 
     def _bind_residuals(self, weights: Tree, rest: Tree, kept: Arrays) -> Values:
-        """Bind the inputs of `_backward`, all but the cotangents."""
+        """Binds the inputs of `_backward`, all but the cotangents."""
         residuals = self._recompute_residuals(weights, rest, kept)
         known = _bind_constants(self._backward)
         return known | dict(zip(self._residuals_in, residuals, strict=True))
 
 
 def _evaluate(jaxpr: jex.Jaxpr, known: Mapping[jex.Var, Any], wanted: Sequence) -> Arrays:
-    """Return the values of `wanted`, running only those equations that lead there from `known`.
+    """Returns the values of `wanted`, running only the equations that lead there from `known`.
 
-    The part is run as a jaxpr of its own, whose inputs are the known variables that it reads.
+    This part runs as a separate jaxpr, whose inputs are the known variables that it reads.
     """
     eqns = _equations_to(jaxpr, known.keys(), wanted)
     read = [*wanted, *(var for eqn in eqns for var in eqn.invars)]
@@ -174,9 +173,9 @@ def _evaluate(jaxpr: jex.Jaxpr, known: Mapping[jex.Var, Any], wanted: Sequence) 
 def _equations_to(
     jaxpr: jex.Jaxpr, known: Collection[jex.Var], wanted: Sequence
 ) -> list[jex.JaxprEqn]:
-    """Return the equations that must run for `wanted` when `known` is there, in their order."""
-    # Backwards from what is wanted: an equation that makes something missing is needed, and then
-    # so is whatever it reads.
+    """Returns the equations that must run for `wanted` if `known` is given, in their order."""
+    # Backwards from what is wanted: an equation that makes something missing is needed, and so is
+    # whatever it reads.
     missing = {var for var in _variables(wanted) if var not in known}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
@@ -187,7 +186,7 @@ def _equations_to(
 
 
 def _followers(jaxpr: jex.Jaxpr, start: jex.Var) -> set[jex.Var]:
-    """Return `start` and all variables that depend on it."""
+    """Returns `start` and all variables that depend on it."""
     found = {start}
     for eqn in jaxpr.eqns:
         if any(var in found for var in _variables(eqn.invars)):
@@ -196,7 +195,7 @@ def _followers(jaxpr: jex.Jaxpr, start: jex.Var) -> set[jex.Var]:
 
 
 def _inline_calls(closed: ClosedJaxpr) -> Callable[..., Arrays]:
-    """Return the same function with calls of jitted functions written out.
+    """Returns the same function with calls of jitted functions inlined.
 
     A call is one equation, and one that yields both gradients could not be cut in two.
     """
@@ -222,17 +221,17 @@ def _bind_constants(closed: ClosedJaxpr) -> Values:
 
 
 def _value(known: Mapping[jex.Var, Any], var) -> Any:
-    """Return what an input of an equation is bound to; a literal is its own value."""
+    """Returns the value to which an input of an equation is bound, or that of a literal."""
     return known[var] if isinstance(var, jex.Var) else var.val
 
 
 def _variables(inputs) -> list[jex.Var]:
-    """Return the inputs without literals, which are never missing and depend on nothing."""
+    """Returns the inputs without literals, which are never missing and depend on nothing."""
     return [var for var in inputs if isinstance(var, jex.Var)]
 
 
 def _distinct(variables) -> list[jex.Var]:
-    """Return each once, in the order of their first appearance."""
+    """Returns each variable once, in the order of first appearance."""
     return list(dict.fromkeys(variables))
 
 

@@ -4,8 +4,8 @@ With v chunks on each of p stages and Lc layers in a chunk, chunk c of stage s h
 (c p + s) Lc up to (c p + s + 1) Lc. A stack [layers, ...] in pipeline layout is therefore
 [chunks v, stages p, layers per chunk Lc, ...], and one reshape leads there and back.
 
-Where v p does not divide the number of layers, the last places are padding: copies of the last
-layer, which are computed like all others and masked out. One stage keeps its stack as it is.
+If v p does not divide the number of layers, the last places are padding: copies of the last layer,
+which are computed like all others and masked out. A single stage keeps its stack as it is.
 """
 
 from dataclasses import asdict, dataclass
@@ -41,33 +41,33 @@ class StageLayout:
 
     @property
     def places(self) -> int:
-        """Counts the layers that fit, padding included: v p Lc."""
+        """The number of layers that fit, including padding: v p Lc."""
         return self.chunks * self.stages * self.per_chunk
 
     @property
     def padding(self) -> int:
-        """Counts the places without a layer of their own. They cost as much as layers."""
+        """The number of places without a layer of their own. They cost as much as layers."""
         return self.places - self.layers
 
     def staged(self, stack: jax.Array) -> jax.Array:
-        """Reshape [layers, ...] to [*shape, ...]; padding repeats the last layer."""
+        """Reshapes [layers, ...] to [*shape, ...]; padding repeats the last layer."""
         if self.padding:
             last = jnp.repeat(stack[-1:], self.padding, axis=0)
             stack = jnp.concatenate([stack, last])
         return stack.reshape(*self.shape, *stack.shape[1:])
 
     def unstaged(self, stack: Stack) -> Stack:
-        """Reshape [*shape, ...] to [layers, ...], leaving the padding out."""
+        """Reshapes [*shape, ...] to [layers, ...], without the padding."""
         flat = stack.reshape(self.places, *stack.shape[len(self.shape) :])
         return flat[: self.layers]
 
     def describe(self) -> dict[str, int]:
-        """Return the fields as a checkpoint records them."""
+        """Returns the fields in the form that a checkpoint records."""
         return asdict(self)
 
 
 def lay_out(layers: int, stages: int, chunks: int) -> StageLayout:
-    """Return the layout with the least padding. One stage has one chunk, whatever is asked."""
+    """Returns the layout with the least padding. A single stage always has one chunk."""
     if stages == 1:
         chunks = 1
     per_chunk = -(-layers // (stages * chunks))

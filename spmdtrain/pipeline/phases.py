@@ -1,4 +1,4 @@
-"""Split a table's ticks into phases, which an executor scans, and fold those that repeat.
+"""Splits a table's ticks into phases, which an executor scans, and folds those that repeat.
 
 A scan has one body for all its ticks, so a phase is a run of ticks with the same kinds of work.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from spmdtrain.pipeline.schedule import WORK, Table, arriving_backward, arriving_forward
 
-MOST_PHASES = 12  # that an executor compiles; the schedules built here have five at most
+MOST_PHASES = 12  # compiled by an executor; the schedules built here have five at most
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Phase:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """All fields but `start` and `stop`, in their order."""
+        """All fields but `start` and `stop`, in order."""
         return tuple(getattr(self, field.name) for field in fields(self)[2:])
 
 
 @dataclass(frozen=True)
 class RepeatedPhases:
-    """Phases that run one after the other, `repeats` times over.
+    """Phases that run one after another, `repeats` times.
 
     All repeats have phases of the same lengths with the same kinds of work. `phases` are those of
     the first repeat, with every flag that any of the repeats has.
@@ -57,15 +57,15 @@ class RepeatedPhases:
 
 
 def phases(table: Table) -> tuple[Phase, ...]:
-    """Return the longest runs of ticks with the same kinds of work: fill, steady, drain, say."""
+    """Returns the longest runs of ticks with the same kinds of work, e.g. fill, steady, drain."""
     return _split_runs(table, _kinds_of_work(table))
 
 
 def rounds(table: Table) -> tuple[RepeatedPhases, ...]:
-    """Return the phases as an executor scans them: cut further, then folded.
+    """Returns the phases as an executor scans them: cut further, then folded.
 
-    Phases are cut where the head starts or stops as well, because its work is too dear to be done
-    and masked. What repeats is folded, so that the number of rounds does not grow with the number
+    Phases are also cut where the head starts or stops, because its work is too expensive to be done
+    and masked. Repeating phases are folded, so the number of rounds does not grow with the number
     of microbatches. A table too irregular for that (more than MOST_PHASES) becomes one phase, in
     which every tick does every kind of work.
     """
@@ -80,13 +80,13 @@ def rounds(table: Table) -> tuple[RepeatedPhases, ...]:
 
 
 def _kinds_of_work(table: Table) -> np.ndarray:
-    """Return [ticks, kinds of work]: whether some stage has such work at this tick."""
+    """Returns [ticks, kinds of work]: whether some stage has such work at this tick."""
     present = [(getattr(table, f"{kind}_microbatch") >= 0).any(1) for kind in WORK]
     return np.stack(present, axis=1)
 
 
 def _split_runs(table: Table, same: np.ndarray) -> tuple[Phase, ...]:
-    """Return the longest runs of ticks with equal rows in `same` [ticks, n]."""
+    """Returns the longest runs of ticks with equal rows in `same` [ticks, n]."""
     changes = (same[1:] != same[:-1]).any(1)
     starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
     stops = [*starts[1:], table.ticks]
@@ -109,16 +109,16 @@ def _split_runs(table: Table, same: np.ndarray) -> tuple[Phase, ...]:
 
 
 def _fold(runs: Sequence[Phase]) -> Iterator[RepeatedPhases]:
-    """Fold runs that repeat.
+    """Folds runs that repeat.
 
-    Greedy: at each run it takes the repetition that covers most runs, and of those that cover
-    equally many the one with the shortest period.
+    This is greedy: at each run it takes the repetition that covers the most runs, and among equals
+    the one with the shortest period.
     """
     alike = [
         (run.forward, run.backward, run.weight, run.head, run.stop - run.start) for run in runs
     ]
-    # Microbatches change from one repeat to the next, but they are data: what a scan compiles is
-    # the same where the kinds of work, the head and the lengths are.
+    # Microbatches change from one repeat to the next, but they are data: a scan compiles the same
+    # if the kinds of work, the head and the lengths are the same.
     at = 0
     while at < len(runs):
         best_period = 1
@@ -140,5 +140,5 @@ def _fold(runs: Sequence[Phase]) -> Iterator[RepeatedPhases]:
 
 
 def _any_flags(runs: Sequence[Phase]) -> tuple[bool, ...]:
-    """Return which flags any of these runs has."""
+    """Returns the flags that any of these runs has."""
     return tuple(any(flags) for flags in zip(*(run.flags for run in runs), strict=True))

@@ -2,38 +2,39 @@
 
 Words. A *stage* is a share of the devices. It holds `chunks` runs of layers, and a microbatch
 passes chunk 0 of all stages, then chunk 1 of all stages, and so on. A *unit* is one microbatch in
-one chunk of one stage. It has a forward, a backward and, where backward is split, a weight
-gradient (then "backward" is the gradient of the input alone). All stages tick together, and in one
-tick a stage runs at most one unit of each kind of work. A *slot* is an element of a ring buffer.
+one chunk of one stage. It has a forward, a backward and, if backward is split, a weight gradient
+(then "backward" is the gradient of the input alone). All stages tick together, and in one tick a
+stage runs at most one unit of each kind of work. A *slot* is an element of a ring buffer.
 
-One tick does the following on every stage, in this order. An executor need know no more.
+One tick does the following on every stage, in this order. This is all that an executor must know.
 
-1. The microbatch whose last backward ran on stage 0 in the tick before has the backward of its
+1. The microbatch whose last backward ran on stage 0 in the previous tick has the backward of its
    embedding.
-2. What the neighbours sent at the end of the last tick arrives. The activation of the stage before
-   (for stage 0: of the last stage, for the next chunk) goes into `stash[arrive_forward_slot]`, the
-   cotangent of the stage behind into `cotangents[arrive_backward_slot]`. It can be read without a
-   slot during this one tick only: what is used later waits in its slot.
+2. What the neighbours sent at the end of the last tick arrives. The activation of the previous
+   stage (for stage 0: of the last stage, for the next chunk) goes into
+   `stash[arrive_forward_slot]`, the cotangent of the next stage into
+   `cotangents[arrive_backward_slot]`. During this one tick it can also be read without a slot; what
+   is used later waits in its slot.
 3. The forward reads its input from `stash[forward_slot]` (stage 0, chunk 0: what was embedded in
-   the tick before) and leaves there what its backward needs.
+   the previous tick) and leaves there what its backward needs.
 4. The head runs after a forward of the last chunk on the last stage. The cotangent that it yields
    goes into `cotangents[head_slot]`.
 5. The backward reads `stash[backward_slot]` and `cotangents[cotangent_slot]`. If it is split, it
-   leaves in `deferred[defer_slot]` what the weight gradient needs besides the stash.
+   leaves in `deferred[defer_slot]` what the weight gradient needs in addition to the stash.
 6. The weight gradient reads `stash[weight_slot]` and `deferred[resume_slot]`.
 7. The microbatch that enters stage 0 in the next tick is embedded.
 
-The embedding of the first tick comes before it, the last backward of an embedding after the last
-tick. A tick apart from their units, both fall on the ticks in which the interleaved schedules run
+The embedding for the first tick precedes it, and the last backward of an embedding follows the last
+tick. One tick away from their units, both fall on the ticks in which the interleaved schedules run
 the head. Their other ticks have no work on the vocabulary at all, and no sum over the stages.
 
 A ring holds its slots and one more, the trash, whose index is the number of slots. Stages without
-work, and arrivals that nobody waits for, write there, so that nothing need be selected.
+work, and arrivals that are not needed, write there, so no select is necessary.
 
-Where nothing in the whole table ever waits in a ring, the executor needs no ring:
-`activations_wait` is False (a forward reads its input as it arrives), `cotangent_slots` is 0,
-`deferred_slots` is 0. This holds for all schedules built here, but for the head's cotangents in
-GPipe and for what zero_bubble defers.
+If nothing in the whole table ever waits in a ring, the executor needs no ring: `activations_wait`
+is False (a forward reads its input as it arrives), `cotangent_slots` is 0, `deferred_slots` is 0.
+This holds for all schedules built here, except for the head's cotangents in GPipe and for what
+zero_bubble defers.
 """
 
 from collections.abc import Iterator
@@ -55,10 +56,10 @@ class Table:
     """A schedule. Two tables are equal if all their fields are.
 
     The arrays are int32 [ticks, stages]. A microbatch or chunk of -1 means that the stage has no
-    such work at that tick, a slot that is the trash index that it uses no slot.
+    such work at that tick; a slot equal to the trash index means that it uses no slot.
 
     `slots`, `cotangent_slots` and `deferred_slots` are the sizes of the three rings without the
-    trash; `peak_stash` is, for each stage, how many slots of the stash are live at most.
+    trash; `peak_stash` is, for each stage, the largest number of live slots of the stash.
     """
 
     kind: str
@@ -99,7 +100,7 @@ class Table:
 
     @property
     def split(self) -> bool:
-        """True if the backward is split: weight gradients are units of their own."""
+        """True if the backward is split: weight gradients are separate units."""
         return bool((self.weight_microbatch >= 0).any())
 
     @property
@@ -129,7 +130,7 @@ class Table:
     def embed_backward_microbatch(self) -> np.ndarray:
         """[ticks]: the microbatch whose embedding has its backward at this tick, or -1.
 
-        It has left stage 0 at the tick before.
+        It left stage 0 at the previous tick.
         """
         return np.append(np.int32(-1), self.leaving_microbatch[:-1])
 
@@ -141,9 +142,9 @@ class Table:
 
 
 def build(kind: str, stages: int, microbatches: int, chunks: int = 1) -> Table:
-    """Build the schedule called `kind`, one of SCHEDULE_KINDS.
+    """Builds the schedule called `kind`, one of SCHEDULE_KINDS.
 
-    Raises ConfigError where there is none of that name, or it cannot have these sizes.
+    Raises ConfigError if there is none of that name, or if it cannot have these sizes.
     """
     if kind == "interleaved":
         return interleaved(stages, microbatches, chunks)
@@ -165,7 +166,7 @@ def build(kind: str, stages: int, microbatches: int, chunks: int = 1) -> Table:
 
 
 def gpipe(stages: int, microbatches: int) -> Table:
-    """Run all forwards, then all backwards, last microbatch first (Huang et al., arXiv 1811.06965).
+    """Runs all forwards, then all backwards in reverse (Huang et al., arXiv 1811.06965).
 
     Takes 2 (m + p - 1) ticks; the stash holds all m microbatches.
     """
@@ -182,43 +183,42 @@ def gpipe(stages: int, microbatches: int) -> Table:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Table:
-    """1F1B in paired ticks (one forward, one backward): `interleaved` with one chunk.
+    """Builds 1F1B in paired ticks (one forward, one backward): `interleaved` with one chunk.
 
-    Stage s stashes 2 (p - 1 - s) + 1 microbatches, where unpaired 1F1B stashes p - s.
+    Stage s stashes 2 (p - 1 - s) + 1 microbatches, while unpaired 1F1B stashes p - s.
     """
     return _paired("1f1b", stages, microbatches, 1)
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Table:
-    """Interleaved 1F1B in paired ticks, with the bubble of Narayanan et al., arXiv 2104.04473:
-    (p - 1) / (v m) of the ideal time.
+    """Builds interleaved 1F1B in paired ticks, with a bubble of (p - 1) / (v m) of the ideal time.
 
-    Forward work fills m v + p - 1 ticks and backward work as many; all in all there are
-    m v + v p + p - 2. Stage s stashes (v - 1) p + 2 (p - 1 - s) + 1 chunks, or all m v if those
-    are fewer. Raises ConfigError unless p divides m (with one chunk any m will do).
+    This is the bubble of Narayanan et al., arXiv 2104.04473. Forward work fills m v + p - 1 ticks
+    and backward work the same number; in total there are m v + v p + p - 2. Stage s stashes (v - 1)
+    p + 2 (p - 1 - s) + 1 chunks, or all m v if those are fewer. Raises ConfigError unless p divides
+    m (with one chunk any m will do).
     """
     return _paired("interleaved", stages, microbatches, chunks)
 
 
 def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Table:
-    """`interleaved` with backward split: weight gradients fill the drain (Qi et al., arXiv
-    2401.10241).
+    """Builds `interleaved` with backward split: weight gradients fill the drain.
 
-    Backwards reach the stages one after the other. Weight gradients are put off until all stages
-    run the same one in the same tick, that of stage 0's backward: then no tick has a weight
-    gradient on some stages only. Of the three parts of the bubble, (p - 1)(F + B + W) / v, only
-    (p - 1)(F + B) / v is left, the least that stages in lockstep can have. The largest stash does
-    not grow, because stage 0, which has it, puts nothing off.
+    See Qi et al., arXiv 2401.10241. Backwards reach the stages one after another. Weight gradients
+    are put off until all stages run the same one in the same tick, that of stage 0's backward: then
+    no tick has a weight gradient on some stages only. Of the three parts of the bubble, (p - 1)(F +
+    B + W) / v, only (p - 1)(F + B) / v is left, the least that stages in lockstep can have. The
+    largest stash does not grow, because stage 0, which has it, puts nothing off.
     """
     return _paired("zero_bubble", stages, microbatches, chunks, split=True)
 
 
 def _paired(kind: str, stages: int, microbatches: int, chunks: int, split: bool = False) -> Table:
-    """Build a schedule whose steady ticks pair a forward with a backward.
+    """Builds a schedule whose steady ticks pair a forward with a backward.
 
-    Units come in groups of p microbatches, chunk after chunk. On stage s forward k runs at tick
-    s + k and backward k at tick v p - 1 + k + (p - 1 - s). So what a stage sends is used exactly
-    one tick later, and the last stage turns round within a tick: nothing waits in a ring.
+    Units come in groups of p microbatches, chunk after chunk. On stage s forward k runs at tick s +
+    k and backward k at tick v p - 1 + k + (p - 1 - s). So what a stage sends is used exactly one
+    tick later, and the last stage turns round within a tick: nothing waits in a ring.
     """
     _check_sizes(stages, microbatches, chunks)
     if chunks > 1 and microbatches % stages:
@@ -259,13 +259,13 @@ def assign_slots(
     *,
     stash: np.ndarray | None = None,
 ) -> Table:
-    """Make the table of these units: give whatever waits a slot for as long as it lives.
+    """Makes the table of these units: gives whatever waits a slot for as long as it lives.
 
     The units, [ticks, stages, (microbatch, chunk)] each, must have passed `check.check_units`.
     `stash`, [ticks, stages], sets the stash slots of the forwards by hand.
 
-    Slots are given out greedily, by the start of lives. That takes as many slots as lives overlap
-    at most, so no fewer would do.
+    Slots are assigned greedily, by the start of lives. That takes as many slots as lives overlap at
+    most, so no fewer would do.
     """
     stages = forward.shape[1]
     split = bool((weight >= 0).any())
@@ -296,7 +296,7 @@ def assign_slots(
         trash: int,
         among: np.ndarray | bool = True,
     ) -> np.ndarray:
-        """Return [ticks, stages]: the slot of the unit that uses one at this tick, or the trash.
+        """Returns [ticks, stages]: the slot of the unit that uses one at this tick, or the trash.
 
         Only units in `among`, which broadcasts to [stages, microbatches, chunks], use one.
         """
@@ -346,8 +346,8 @@ def assign_slots(
 
 
 def ticks_of(units: np.ndarray, microbatches: int, chunks: int) -> np.ndarray:
-    """Return [stages, microbatches, chunks]: the tick at which each unit runs, -1 for never."""
-    # Assumes that a unit runs once at most; check.py sees to it.
+    """Returns [stages, microbatches, chunks]: the tick at which each unit runs, -1 for never."""
+    # Assumes that a unit runs at most once; check.py makes sure of it.
     ticks = np.full((units.shape[1], microbatches, chunks), -1)
     tick, stage = np.nonzero(units[..., 0] >= 0)
     microbatch, chunk = units[tick, stage].T
@@ -358,12 +358,12 @@ def ticks_of(units: np.ndarray, microbatches: int, chunks: int) -> np.ndarray:
 def arrival_ticks(
     forward_ticks: np.ndarray, backward_ticks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ticks at which each unit's activation and its cotangent are first there.
+    """Returns the ticks at which each unit's activation and its cotangent first arrive.
 
     All arrays are [stages, microbatches, chunks]. An activation arrives one tick after the forward
-    of the stage before; the embedding (stage 0, chunk 0) in the tick of its own forward. A
-    cotangent arrives one tick after the backward of the stage behind; that of the head (last
-    stage, last chunk) in the tick of the last forward, after which the head runs.
+    of the previous stage; the embedding (stage 0, chunk 0) in the tick of its own forward. A
+    cotangent arrives one tick after the backward of the next stage; that of the head (last stage,
+    last chunk) in the tick of the last forward, after which the head runs.
     """
     activation = np.roll(forward_ticks, 1, axis=0) + 1
     activation[0, :, 1:] = forward_ticks[-1, :, :-1] + 1  # the last stage, one chunk earlier
@@ -375,29 +375,29 @@ def arrival_ticks(
 
 
 def units_of(table: Table, kind: str) -> np.ndarray:
-    """Return [ticks, stages, (microbatch, chunk)] of one kind of work, -1 for none."""
+    """Returns [ticks, stages, (microbatch, chunk)] of one kind of work, -1 for none."""
     microbatch = getattr(table, f"{kind}_microbatch")
     chunk = getattr(table, f"{kind}_chunk")
     return np.stack([microbatch, chunk], axis=-1)
 
 
 def arriving_forward(table: Table) -> np.ndarray:
-    """Return [ticks, stages, (microbatch, chunk)]: whose activation arrives at the start of a tick.
+    """Returns [ticks, stages, (microbatch, chunk)] of the activations arriving as each tick starts.
 
-    -1 where none does. The chunk is the one that will read it.
+    It is -1 where none does. The chunk is the one that will read it.
     """
     return _shift(units_of(table, "forward"), to=1, chunks=table.chunks)
 
 
 def arriving_backward(table: Table) -> np.ndarray:
-    """Return the same for cotangents, without those of the head, which no stage sends."""
+    """Returns the same for cotangents, without those of the head, which no stage sends."""
     return _shift(units_of(table, "backward"), to=-1, chunks=table.chunks)
 
 
 def _shift(units: np.ndarray, to: int, chunks: int) -> np.ndarray:
-    """Move units one tick on and one stage along (`to` is 1 or -1).
+    """Moves units one tick on and one stage along (`to` is 1 or -1).
 
-    Past the end of the stages a unit comes to the next chunk; past the last chunk it is gone.
+    Past the end of the stages a unit enters the next chunk; past the last chunk it is gone.
     """
     arriving = np.full_like(units, -1)
     arriving[1:] = np.roll(units[:-1], to, axis=1)
@@ -421,19 +421,19 @@ def _check_sizes(stages: int, microbatches: int, chunks: int) -> None:
             )
 
 
-# Lives: for each unit, [stages, microbatches, chunks], the first and the last tick at which
-# something of it must be in its slot, both included.
+# Lives: for each unit, [stages, microbatches, chunks], the first and the last tick (inclusive) at
+# which something of it must be in its slot.
 
 
 def _share_slots(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return each unit's slot, so that lives in one slot of a stage do not overlap."""
+    """Returns each unit's slot, so that lives in one slot of a stage do not overlap."""
     slot_of_unit = np.zeros(first.shape, np.int64)
     for stage, lives in enumerate(_lives_by_start(first, last)):
         busy: list[tuple[int, int]] = []  # heap of (last tick, slot)
         free: list[int] = []  # heap of slots that have been used before
         for start, stop, unit in lives:
-            # Strictly before: a slot is read in the last tick of a life, after arrivals have been
-            # put into theirs, so it is free from the next tick on.
+            # Strictly less: a slot is read in the last tick of a life, after arrivals have been put
+            # into theirs, so it is free from the next tick on.
             while busy and busy[0][0] < start:
                 _, slot = heappop(busy)
                 heappush(free, slot)
@@ -444,7 +444,7 @@ def _share_slots(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 def _lives_by_start(first: np.ndarray, last: np.ndarray) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield for each stage (first tick, last tick, flat index of the unit), sorted."""
+    """Yields for each stage (first tick, last tick, flat index of the unit), sorted."""
     for stage_first, stage_last in zip(first, last, strict=True):
         units = range(stage_first.size)
         starts = stage_first.ravel().tolist()
@@ -453,7 +453,7 @@ def _lives_by_start(first: np.ndarray, last: np.ndarray) -> Iterator[list[tuple[
 
 
 def _most_alive(first: np.ndarray, last: np.ndarray) -> tuple[int, ...]:
-    """Return for each stage how many lives overlap at most."""
+    """Returns for each stage the largest number of lives that overlap."""
     change = np.zeros((len(first), last.max() + 2), np.int64)
     for stage in range(len(first)):
         np.add.at(change[stage], first[stage].ravel(), 1)

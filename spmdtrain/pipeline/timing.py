@@ -1,9 +1,9 @@
-"""Price a schedule: given the time of each kind of work and of a hop, find what the whole takes.
+"""Prices a schedule: computes the total time from that of each kind of work and of a hop.
 
 Two ways of running are priced. *Lockstep* is ours: a tick lasts as long as all kinds of work that
-are present on any stage take together, because a stage without work computes all the same, and
-its results are masked. *Orders* are Megatron's: each stage runs a list of operations of its own,
-each one as soon as its inputs have come.
+are present on any stage take together, because a stage without work computes anyway, and its
+results are masked. *Orders* are Megatron's: each stage runs its own list of operations, each as
+soon as its inputs have arrived.
 """
 
 from collections.abc import Iterator
@@ -24,11 +24,10 @@ from spmdtrain.pipeline.schedule import (
 
 @dataclass(frozen=True)
 class Times:
-    """The time of each kind of work on one microbatch, through all chunks of one stage; and of a
-    hop between stages.
+    """The time of each kind of work on one microbatch and one stage, and of a hop between stages.
 
-    In seconds, or in any one unit. A schedule that does not split backward takes
-    `backward + weight` for it. Embedding and head are not included.
+    Work counts through all chunks of the stage, in seconds or in any one unit. A schedule that does
+    not split backward takes `backward + weight` for it. Embedding and head are not included.
     """
 
     forward: float = 1.0
@@ -68,12 +67,12 @@ Orders = list[list[Operation]]  # for each stage
 
 
 def lockstep_ticks(table: Table, times: Times, overlap: float = 1.0) -> np.ndarray:
-    """Return [ticks]: how long each lasts, with what its hops add.
+    """Returns [ticks]: the duration of each, including what its hops add.
 
-    A hop adds what it takes longer than the work that can run beside it. Beside an activation's
-    hop run the backward and the weight gradient of its tick; beside a cotangent's, the weight
-    gradient of its tick and the forward of the next. `overlap`: the share of a hop that may run
-    beside work. A single stage has no hops.
+    A hop adds the time by which it exceeds the work that it can overlap with. An activation's hop
+    overlaps with the backward and the weight gradient of its tick; a cotangent's with the weight
+    gradient of its tick and the forward of the next. `overlap`: the share of a hop that may
+    overlap. A single stage has no hops.
     """
     cost = _chunk_times(table.split, table.chunks, times)
     work = {}
@@ -91,25 +90,27 @@ def lockstep_ticks(table: Table, times: Times, overlap: float = 1.0) -> np.ndarr
         (arriving_forward(table), work["backward"] + work["weight"]),
         (arriving_backward(table), work["weight"] + next_forward),
     ):
-        # What arrives at a tick was sent at the end of the tick before.
+        # What arrives at a tick was sent at the end of the previous one.
         hops = np.append((arriving[1:, :, 0] >= 0).any(axis=1), False)
         ticks += hops * exposed_hop(times.hop, beside, overlap)
     return ticks
 
 
 def exposed_hop(hop: float, beside: np.ndarray, overlap: float) -> np.ndarray:
-    """Return what a hop of `hop` seconds adds to each tick, where the share `overlap` of it may run
-    beside work of `beside` seconds."""
+    """Returns what a hop of `hop` seconds adds to each tick.
+
+    The share `overlap` of it may overlap with work of `beside` seconds.
+    """
     return hop - np.minimum(overlap * hop, beside)
 
 
 def lockstep_time(table: Table, times: Times, overlap: float = 1.0) -> float:
-    """Return the time of the whole schedule, all microbatches."""
+    """Returns the time of the whole schedule, all microbatches."""
     return float(lockstep_ticks(table, times, overlap).sum())
 
 
 def bubble_fraction(table: Table, times: Times | None = None, overlap: float = 1.0) -> float:
-    """Return idle / total: the share of the time in which a stage has no work of its own.
+    """Returns idle / total: the share of the time in which a stage has no work.
 
     Hops that add time count as idle.
     """
@@ -119,10 +120,11 @@ def bubble_fraction(table: Table, times: Times | None = None, overlap: float = 1
 
 
 def bubble_over_ideal(table: Table, times: Times | None = None, overlap: float = 1.0) -> float:
-    """Return idle / work, as Narayanan et al. (arXiv 2104.04473, section 2.2) state the bubble.
+    """Returns idle / work, the bubble as stated by Narayanan et al. (arXiv 2104.04473, section
+    2.2).
 
-    For interleaved 1F1B they find (p - 1) / (v m). Here it is read off the table, like
-    everything else, so that the formula is tested and not assumed.
+    For interleaved 1F1B they find (p - 1) / (v m). Here it is read off the table, like everything
+    else, so the formula is tested and not assumed.
     """
     times = times or Times()
     ideal = table.microbatches * times.microbatch
@@ -130,7 +132,7 @@ def bubble_over_ideal(table: Table, times: Times | None = None, overlap: float =
 
 
 def lockstep_spans(table: Table, times: Times, overlap: float = 1.0) -> list[Span]:
-    """Return when each unit runs.
+    """Returns when each unit runs.
 
     Within a tick all stages run their forwards together, then backwards, then weight gradients.
     """
@@ -153,12 +155,12 @@ def lockstep_spans(table: Table, times: Times, overlap: float = 1.0) -> list[Spa
 
 
 def order_spans(orders: Orders, times: Times) -> list[Span]:
-    """Return when each operation runs if every stage works through its own list.
+    """Returns when each operation runs if every stage works through its own list.
 
-    A stage waits for what its next operation needs. What another stage has made is there
+    A stage waits for the inputs of its next operation. The output of another stage arrives
     `times.hop` after it was made, and hops do not wait for each other.
 
-    Raises ConfigError where the lists wait for each other in a circle.
+    Raises ConfigError if the lists wait for each other in a circle.
     """
     stages = len(orders)
     operations = [operation for order in orders for operation in order]
@@ -189,21 +191,23 @@ def order_spans(orders: Orders, times: Times) -> list[Span]:
 
 
 def order_time(orders: Orders, times: Times) -> float:
-    """Return the time at which the last operation ends."""
+    """Returns the time at which the last operation ends."""
     return max(span.stop for span in order_spans(orders, times))
 
 
 def order_bubble_fraction(orders: Orders, times: Times) -> float:
-    """Return (time - m (F + B + W)) / time: the bubble rate of Qi et al., arXiv 2401.10241,
-    table 5."""
+    """Returns (time - m (F + B + W)) / time, the bubble rate of Qi et al.
+
+    See arXiv 2401.10241, table 5.
+    """
     microbatches = 1 + max(operation.microbatch for order in orders for operation in order)
     return 1 - microbatches * times.microbatch / order_time(orders, times)
 
 
 def table_orders(table: Table) -> Orders:
-    """Return a table's work as orders, to price it without lockstep.
+    """Returns a table's work as orders, to price it without lockstep.
 
-    Each stage goes tick by tick, and in a tick through forward, backward and weight gradient.
+    Each stage goes tick by tick, and within a tick through forward, backward and weight gradient.
     """
     units = {kind: units_of(table, kind).tolist() for kind in WORK}
     orders: Orders = [[] for _ in range(table.stages)]
@@ -217,11 +221,11 @@ def table_orders(table: Table) -> Orders:
 
 
 def megatron_orders(stages: int, microbatches: int, chunks: int = 1) -> Orders:
-    """Return the orders of Megatron-LM's 1F1B, and with several chunks of its interleaved 1F1B.
+    """Returns the orders of Megatron-LM's 1F1B, or with several chunks of its interleaved 1F1B.
 
     Each stage runs some forwards to warm up, then one forward and one backward in turn, then the
-    backwards that are left. Stage s warms up with p - 1 - s forwards; interleaved with
-    2 (p - 1 - s) + (v - 1) p of them, or with all if m = p.
+    remaining backwards. Stage s warms up with p - 1 - s forwards; interleaved with 2 (p - 1 - s) +
+    (v - 1) p of them, or with all if m = p.
     """
     if chunks > 1 and microbatches % stages:
         raise ConfigError(
@@ -255,7 +259,7 @@ def megatron_orders(stages: int, microbatches: int, chunks: int = 1) -> Orders:
 
 
 def zb_h1_orders(stages: int, microbatches: int) -> Orders:
-    """Return the orders of ZB-H1 (Qi et al., arXiv 2401.10241, figure 2).
+    """Returns the orders of ZB-H1 (Qi et al., arXiv 2401.10241, figure 2).
 
     It is 1F1B with backward split, where stage s puts off s weight gradients to the end.
     """
@@ -268,7 +272,7 @@ def zb_h1_orders(stages: int, microbatches: int) -> Orders:
 
 
 def _with_weight_gradients(order: list[Operation], put_off: int) -> Iterator[Operation]:
-    """Follow each backward by the weight gradient of the microbatch `put_off` before it."""
+    """Yields each backward, then the weight gradient of the microbatch `put_off` before it."""
     for operation in order:
         yield operation
         if operation.kind == "backward" and operation.microbatch >= put_off:
@@ -276,7 +280,7 @@ def _with_weight_gradients(order: list[Operation], put_off: int) -> Iterator[Ope
 
 
 def _chunk_times(split: bool, chunks: int, times: Times) -> dict[str, float]:
-    """Return the time of each kind of work in one chunk."""
+    """Returns the time of each kind of work in one chunk."""
     backward = times.backward if split else times.backward + times.weight
     return {
         "forward": times.forward / chunks,
@@ -293,7 +297,7 @@ def _ready_at(
     chunks: int,
     hop: float,
 ) -> float | None:
-    """Return when an operation's input is on its stage; None if nobody has made it yet."""
+    """Returns when an operation's input is on its stage; None if it has not been made yet."""
     kind, microbatch, chunk = operation
     if kind == "forward" and (stage, chunk) == (0, 0):
         return 0.0
