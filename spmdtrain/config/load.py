@@ -38,7 +38,6 @@ MOST_NAMED = 24  # settings of a section that a refusal lists
 # What people of other trainers look for first. Dotted key -> what is not there.
 NOT_YET = {
     "model.experts": "mixture of experts",
-    "finetune": "LoRA and other adapters",
     "compression": "compressed gradients",
     "islands": "training on several islands",
     "train.freeze": "frozen = true in a group of [[optimizer.groups]] does it",

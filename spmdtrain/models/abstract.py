@@ -7,8 +7,8 @@ makes it of such a dict.
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
+from spmdtrain.models import adapters
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
@@ -37,12 +38,22 @@ Corrupt = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True)
 class Parameter:
-    """Shape and logical axes of one parameter or buffer; the first `stacked` dims count layers."""
+    """Shape and logical axes of one parameter or buffer; the first `stacked` dims count layers.
+
+    What is not trained is a buffer, or else *frozen*.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     is_trained: bool = True
     is_of_matmuls: bool = False  # a `MatmulWeight`
+    is_buffer: bool = False
+    is_of_adapter: bool = False
+
+    @property
+    def is_frozen(self) -> bool:
+        """True of a parameter that is not trained; a buffer is none."""
+        return not self.is_trained and not self.is_buffer
 
     @property
     def stacked(self) -> int:
@@ -76,8 +87,18 @@ class AbstractModel:
             total += round(parameter.size * share) if self.in_stack(path) else parameter.size
         return total
 
+    def freezing_all_but(self, trained: Collection[str]) -> "AbstractModel":
+        """Returns the model, with the parameters at `trained` as those that are trained."""
+        return replace(
+            self,
+            parameters={
+                path: replace(each, is_trained=path in trained)
+                for path, each in self.parameters.items()
+            },
+        )
+
     def split_trained(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns (the values of parameters, those of buffers); only the first have gradients."""
+        """Returns (the values that are trained, the others); only the first have gradients."""
         trained = {path: x for path, x in values.items() if self.parameters[path].is_trained}
         return trained, {path: x for path, x in values.items() if path not in trained}
 
@@ -93,7 +114,8 @@ class AbstractModel:
         """
         with nnx.use_eager_sharding(False):
             state = nnx.state(self.make(key))
-        values = {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
+        made = {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
+        values = adapters.with_magnitudes(made)
         for path, x in values.items():
             if self.in_stack(path):
                 values[path] = self.layout.staged(x)
@@ -150,7 +172,9 @@ def build_model(
     """
 
     def build(key: jax.Array) -> LanguageModel:
-        return make(config, nnx.Rngs(params=key))
+        model = make(config, nnx.Rngs(params=key))
+        adapters.adapt(model, config.finetune, key)
+        return model
 
     with nnx.use_eager_sharding(False):
         made: Any = nnx.eval_shape(build, jax.random.key(0))
@@ -159,17 +183,23 @@ def build_model(
     graphdef, state = nnx.split(model)
     layout = lay_out(model.blocks.rounds, stages, chunks)
     variables = tuple(nnx.to_flat_state(state))
-    parameters = {_dotted(path): _parameter(path, variable, layout) for path, variable in variables}
+    parameters = {
+        _dotted(path): _parameter(path, variable, layout, config) for path, variable in variables
+    }
+    adapters.check_also_train(config.finetune, parameters)
     names = {name for each in parameters.values() for name in each.axes if name}
     check_names(config.rules, names, lambda: _activation_axes(config, graphdef, state))
     rows = _table_rows(config, graphdef, state)
     return AbstractModel(parameters, graphdef, variables, build, layout, rows)
 
 
-def _parameter(path: tuple, variable: nnx.Variable, layout: StageLayout) -> Parameter:
+def _parameter(
+    path: tuple, variable: nnx.Variable, layout: StageLayout, config: RunConfig
+) -> Parameter:
     """Shape and axes of a variable; those of the layers as `layout` has them."""
     is_floating = jnp.issubdtype(variable.dtype, jnp.floating)
-    if not isinstance(variable, Buffer) and not (isinstance(variable, nnx.Param) and is_floating):
+    is_buffer = isinstance(variable, Buffer)
+    if not is_buffer and not (isinstance(variable, nnx.Param) and is_floating):
         raise ConfigError(
             f"{_dotted(path)}: a {type(variable).__name__} of {variable.dtype} in the model",
             fix="floating nnx.Param or spmdtrain.Buffer; dropout through ctx.dropout",
@@ -182,8 +212,10 @@ def _parameter(path: tuple, variable: nnx.Variable, layout: StageLayout) -> Para
     return Parameter(
         shape,
         axes,
-        is_trained=isinstance(variable, nnx.Param),
+        is_trained=not is_buffer and adapters.is_trained(_dotted(path), variable, config.finetune),
         is_of_matmuls=isinstance(variable, MatmulWeight),
+        is_buffer=is_buffer,
+        is_of_adapter=adapters.is_of_adapter(variable),
     )
 
 
@@ -348,4 +380,4 @@ def matmuls(dtype: str) -> contextlib.AbstractContextManager:
 
 
 def _dotted(path: tuple) -> str:
-    return ".".join(map(str, path))
+    return ".".join(map(str, adapters.plain(path)))

@@ -66,11 +66,11 @@ class ForwardContext:
 
         `names` are the logical axes of f. The weight's type multiplies: see projection.py.
         """
-        return multiply(weight, Product(self.column_matmul, names, from_stream=True), x)
+        return multiply(weight, Product(self.column_matmul, names, True, self.dropout), x)
 
     def row_parallel(self, h: jax.Array, weight: Weight | jax.Array, names: Names) -> jax.Array:
         """Returns h [b, t, *f] times a weight [*f, e], back to the residual stream: [b, t, e]."""
-        return multiply(weight, Product(self.row_matmul, names, from_stream=False), h)
+        return multiply(weight, Product(self.row_matmul, names, False, self.dropout), h)
 
     def at_layer(self, number: jax.Array | int, count: int = 1) -> "ForwardContext":
         """Returns the context of layer `number`, with noise of its own.
@@ -81,15 +81,18 @@ class ForwardContext:
         noise_b = None if self.noise_b is None else _fold_in(self.noise_b, number)
         return replace(self, layer=layer, noise_b=noise_b)
 
-    def dropout(self, x: jax.Array, site: int) -> jax.Array:
+    def dropout(self, x: jax.Array, site: int, rate: float | None = None) -> jax.Array:
         """Dropout of x [b, ...]; `site` tells places within a layer apart.
+
+        `rate`: default `dropout_rate`.
 
         Noise depends only on (seed, step, global sample index, layer, site): no mesh and no
         accumulation changes it.
         """
-        if self.noise_b is None or not self.dropout_rate:
+        rate = self.dropout_rate if rate is None else rate
+        if self.noise_b is None or not rate:
             return x
-        kept = 1 - self.dropout_rate
+        kept = 1 - rate
         keys = _fold_in(self.noise_b, site)
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, kept, x.shape[1:]))(keys)
         return jnp.where(keep, x / kept, 0).astype(x.dtype)

@@ -8,6 +8,7 @@ which see the arrays that the weight is made of.
 b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn, r: a low rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -28,10 +29,17 @@ class Product:
     matmul: TensorMatmul
     names: Names
     from_stream: bool
+    # dropout(x, site, rate): see ForwardContext.dropout
+    dropout: Callable[[jax.Array, int, float], jax.Array] = lambda x, _site, _rate: x
 
     def __call__(self, x: jax.Array, array: jax.Array) -> jax.Array:
         """Returns the product of x and the array: [b, t, *f], or [b, t, e] back to the stream."""
         return self.matmul(x, array, self.names)
+
+    @property
+    def contracted(self) -> int:
+        """The number of dims of an array that the matmul contracts."""
+        return 1 if self.from_stream else len(self.names)
 
     def to_rank(self, x: jax.Array, array: jax.Array) -> jax.Array:
         """Returns the product [b, t, r] of x and an array [e, r], or [*f, r] back to the stream.

@@ -34,6 +34,7 @@ PARAMETER_RULES: AxisRules = {
     "ffn": ("tensor",),
     "position": (),
     "norm": (),
+    "rank": (),
 }
 # `time` is the token dim in attention and the mlp, `stream_time` that of the residual stream and
 # the norms. Sequence parallelism (arXiv:2205.05198) splits the stream over `tensor` too:

@@ -75,6 +75,7 @@ class OwnModel:
             rules = shipped_rules(config.optimizer, trained)
         else:
             rules = optimizers.choose_rules(self._optimizer, trained, model.layout)
+        model = model.freezing_all_but(rules)
         return model, rules, fresh_shapes(model, rules, config)
 
     def _state(self, mesh_shape: MeshShape, chunks: int, zero: int) -> OwnState:

@@ -140,6 +140,8 @@ def shard_on(
         update_rules = shipped_rules(config.optimizer, trained)
     else:
         update_rules = optimizers.choose_rules(optimizer, trained, model.layout)
+    model = model.freezing_all_but(update_rules)
+    _check_frozen(config, model)
     if loss is not None:
         token_loss.check(config.train, loss, config.vocab)
     specs, padding = resting_specs(model, rules, zero=config.train.zero)
@@ -183,6 +185,16 @@ def shard_on(
         gathered=gathered,
         state=abstract_state(model, update_rules, config, mesh, specs, padding),
     )
+
+
+def _check_frozen(config: RunConfig, model: AbstractModel) -> None:
+    """Refuses a dtype of frozen weights where there are none."""
+    dtype = config.precision.frozen
+    if dtype and not any(each.is_frozen for each in model.parameters.values()):
+        raise ConfigError(
+            f"precision.frozen={dtype!r}: no weight of this run is frozen",
+            fix="--set finetune.kind=lora, or --set precision.frozen=none",
+        )
 
 
 def check_setup(setup: Any) -> None:
@@ -272,9 +284,9 @@ def _shapes_in_use(model: AbstractModel, rules: Rules) -> dict[str, Shape]:
 def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[str, P], Padding]:
     """The spec of each parameter between steps, and the padding that the splits need.
 
-    The rules say it, and with ZeRO-1 it is split over `data` too. Parameters and moments are split
-    alike, so an update needs no communication. A step starts by gathering the parameters over
-    `data` in compute precision (Megatron-LM's distributed optimizer).
+    The rules say it, and with ZeRO-1 one that is trained is split over `data` too. Parameters and
+    moments are split alike, so an update needs no communication. A step starts by gathering the
+    parameters over `data` in compute precision (Megatron-LM's distributed optimizer).
     """
     specs = parameter_specs(model, rules)
     of_model = {path: each.shape for path, each in model.parameters.items()}
@@ -283,6 +295,8 @@ def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[s
     data = rules.sizes["data"]
     if zero and data > 1:
         for path, shape in in_use.items():
+            if not model.parameters[path].is_trained:
+                continue  # it has neither gradient nor moments, and would be gathered in each step
             dim = scatter_dim(shape, specs[path], rules.sizes, model.parameters[path].stacked)
             if dim is not None:
                 specs[path] = scattered_spec(specs[path], dim)

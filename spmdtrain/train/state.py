@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.abstract import AbstractModel, cast
+from spmdtrain.models.abstract import AbstractModel, cast_floating
 from spmdtrain.parallel.padding import Padding, Shape
 from spmdtrain.train import items
 from spmdtrain.train.item import Specs, Start
@@ -126,7 +126,13 @@ def _fresh(
     model: AbstractModel, rules: optimizers.Rules, config: RunConfig, key: jax.Array
 ) -> tuple[dict[str, jax.Array], optimizers.OptimizerState]:
     """Weights and optimizer state as the model has them, without padding."""
-    params = cast(model.init(key), config.precision.params)
+    precision = config.precision
+    params = {
+        path: cast_floating(
+            x, precision.frozen_weights if model.parameters[path].is_frozen else precision.params
+        )
+        for path, x in model.init(key).items()
+    }
     return params, optimizers.init(rules, model.parameters, params)
 
 

@@ -12,6 +12,7 @@ Descriptions are read by people: they stand in the JSON schema and in the list o
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
 from spmdtrain.config.schema.data import DataConfig, MixSource
 from spmdtrain.config.schema.eval import EvalConfig
+from spmdtrain.config.schema.finetune import FinetuneConfig
 from spmdtrain.config.schema.guard import GuardConfig
 from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig, RulesConfig
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EvalConfig",
+    "FinetuneConfig",
     "GPT",
     "GuardConfig",
     "Lamb",

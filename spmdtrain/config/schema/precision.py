@@ -17,6 +17,9 @@ class PrecisionConfig(Settings):
         description="matmuls and activations; float32 is exact: no TF32; float16 scales the loss",
     )
     params: Float = Field(default="float32", description="master weights and optimizer state")
+    frozen: Float | None = Field(
+        default=None, description="weights that are not trained, at rest; default: params"
+    )
     accumulate: Float = Field(
         default="float32", description="gradients over microbatches and across devices"
     )
@@ -41,6 +44,11 @@ class PrecisionConfig(Settings):
                     "set precision.compute='float16'"
                 )
         return self
+
+    @property
+    def frozen_weights(self) -> Float:
+        """The dtype at rest of weights that are not trained: `frozen`, or else `params`."""
+        return self.frozen or self.params
 
     @property
     def first_loss_scale(self) -> float:

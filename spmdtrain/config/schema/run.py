@@ -9,6 +9,7 @@ from spmdtrain.config.given import as_whole, check_kind
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
 from spmdtrain.config.schema.data import DataConfig
 from spmdtrain.config.schema.eval import EvalConfig
+from spmdtrain.config.schema.finetune import FinetuneConfig
 from spmdtrain.config.schema.guard import GuardConfig
 from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MeshConfig, RulesConfig
@@ -39,6 +40,7 @@ class RunConfig(Settings):
         Adafactor | AdamW | Lamb | Lion | Muon | ScheduleFreeAdamW | Sgd,
         Field(discriminator="name"),
     ] = AdamW()
+    finetune: FinetuneConfig = FinetuneConfig()
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()

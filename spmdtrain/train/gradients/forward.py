@@ -34,6 +34,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     """`context(microbatch, step) -> ForwardContext`; with `step` given, dropout is on."""
     train = setup.config.train
     dropout = setup.config.model.dropout
+    has_noise = dropout > 0 or setup.config.finetune.dropout > 0
     rules = setup.rules
     constrain = make_constrain(rules, MANUAL_AXES)
     local_map = make_local_map(rules, MANUAL_AXES)
@@ -60,7 +61,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             from_zero = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
             positions_bt = jnp.broadcast_to(from_zero, tokens_bt.shape)
         noise_b = None
-        if step is not None and dropout > 0:
+        if step is not None and has_noise:
             noise_b = sample_noise(train.seed, step, microbatch["sample"])
         return ForwardContext(
             positions_bt=positions_bt,
