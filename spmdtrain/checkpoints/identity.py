@@ -202,6 +202,9 @@ def _model_function(config: RunConfig) -> dict[str, Any]:
     if model.positions == "rope":
         names.append("rope_theta")
     shipped = {f"model.{name}": getattr(model, name) for name in names}
+    if config.finetune.has_adapters:
+        for name in ("alpha", "rank_stabilised"):
+            shipped[f"finetune.{name}"] = getattr(config.finetune, name)
     return shipped | {f"model.extra.{name}": value for name, value in model.extra.items()}
 
 
@@ -215,6 +218,7 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
         "precision": config.precision.model_dump(mode="json"),
         "train": {name: getattr(config.train, name) for name in ("steps", "global_batch", "clip")},
         "model": {"dropout": config.model.dropout},
+        "finetune": {"dropout": config.finetune.dropout} if config.finetune.dropout else {},
         "guard": config.guard.model_dump(mode="json") if config.guard.in_step else {},
     }
     settings = {

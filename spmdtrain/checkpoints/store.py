@@ -302,6 +302,11 @@ class Checkpoints:
             if item.lacking and not is_in(meta, item):
                 raise item.lacking(self._at(step))
 
+    def parameters(self, step: int) -> set[str]:
+        """Returns the paths of the saved parameters."""
+        meta, _ = self._meta(step)
+        return set(of_items(meta["leaves"], ["params"]))
+
     def averaged(self, step: int) -> set[str]:
         """Returns the paths of the parameters with a saved average; CheckpointError if there are
         none.

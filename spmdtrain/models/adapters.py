@@ -275,6 +275,12 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return found
 
 
+def magnitude_paths(values: Mapping[str, Any]) -> set[str]:
+    """Returns the paths of the magnitudes among the values of a model's parameters."""
+    found = _adapters(values)
+    return {f"{path}.{part.name}.magnitude" for path, part, each in found if "magnitude" in each}
+
+
 def _adapters(values: Mapping[str, Any]) -> Iterator[tuple[str, Part, dict[str, Any]]]:
     """Yields (path of the weight, part, its adapter's arrays by name) of each adapter."""
     for path, w in values.items():

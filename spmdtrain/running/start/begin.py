@@ -81,8 +81,6 @@ def _begin(session: Session) -> TrainState:
         return session.given
     source = setup.config.train.init_from
     params = weights_of(Path(source), setup, reporter) if source else None
-    state = init_state(setup)
-    if params is not None:
-        state = with_weights(setup, state, params)
+    state = init_state(setup) if params is None else with_weights(setup, params)
     reporter.event("started", 0, mesh=mesh, init_from=source)
     return state

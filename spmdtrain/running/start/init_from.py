@@ -16,14 +16,29 @@ from spmdtrain.train.setup import Setup
 
 
 def weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
-    """Returns the parameters of the newest intact checkpoint of another run."""
+    """Returns the parameters of the newest intact checkpoint of another run.
+
+    It may lack those of adapters, and no others.
+    """
     reading = contextlib.closing(Checkpoints(run, setup, keep=None))
+
+    def asked_of(step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        there = checkpoints.parameters(step)
+        of_model = setup.model.parameters
+        return {
+            path: x
+            for path, x in setup.state.params.items()
+            if path in there or not of_model[path].is_of_adapter
+        }
+
     with reading as checkpoints, naming_settings(run, setup):
         _, (params, meta), line = read_newest_good(
-            checkpoints, run, lambda step: checkpoints.restore_params(step, setup.state.params)
+            checkpoints, run, lambda step: checkpoints.restore_params(step, asked_of(step))
         )
     if line:
         reporter.say(line)
+    if begun := len(setup.state.params) - len(params):
+        reporter.say(f"{run} has no adapters: {begun} arrays of them begin")
     asked = f"train.init_from='{run}'"
     for line in check_model_code(meta.get("model_code"), code_of(setup), asked):
         reporter.say(line)

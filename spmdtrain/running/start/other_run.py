@@ -24,7 +24,7 @@ from spmdtrain.train.setup import Setup
 # Settings that change no leaf, and may well change during a run.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 OPTIMIZER = "optimizer="
-OF_NO_LEAF = {"dropout", "attention", "rope_theta", "norm_epsilon"}
+OF_NO_LEAF = {"dropout", "attention", "rope_theta", "norm_epsilon", "alpha", "rank_stabilised"}
 
 
 def recorded(run: Path) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def naming_settings(
 
 def _of_model(setup: Setup, then: Mapping[str, Any]) -> list[str]:
     names = dict.fromkeys([*settings_of(setup.config), *then])
-    of_model = (name for name in names if name.startswith("model."))
-    return [name for name in of_model if name.removeprefix("model.") not in OF_NO_LEAF]
+    of_model = (name for name in names if name.startswith(("model.", "finetune.")))
+    return [name for name in of_model if name.partition(".")[2] not in OF_NO_LEAF]
 
 
 def _of_optimizer(setup: Setup, then: Mapping[str, Any]) -> list[str]:
