@@ -18,7 +18,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
-from spmdtrain.models import adapters
+from spmdtrain.models.adapters.adapt import adapt, check_also_train, is_trained
+from spmdtrain.models.adapters.adapted import is_of_adapter, plain
+from spmdtrain.models.adapters.by_path import with_magnitudes
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
@@ -115,7 +117,7 @@ class AbstractModel:
         with nnx.use_eager_sharding(False):
             state = nnx.state(self.make(key))
         made = {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
-        values = adapters.with_magnitudes(made)
+        values = with_magnitudes(made)
         for path, x in values.items():
             if self.in_stack(path):
                 values[path] = self.layout.staged(x)
@@ -173,7 +175,7 @@ def build_model(
 
     def build(key: jax.Array) -> LanguageModel:
         model = make(config, nnx.Rngs(params=key))
-        adapters.adapt(model, config.finetune, key)
+        adapt(model, config.finetune, key)
         return model
 
     with nnx.use_eager_sharding(False):
@@ -186,7 +188,7 @@ def build_model(
     parameters = {
         _dotted(path): _parameter(path, variable, layout, config) for path, variable in variables
     }
-    adapters.check_also_train(config.finetune, parameters)
+    check_also_train(config.finetune, parameters)
     names = {name for each in parameters.values() for name in each.axes if name}
     check_names(config.rules, names, lambda: _activation_axes(config, graphdef, state))
     rows = _table_rows(config, graphdef, state)
@@ -212,10 +214,10 @@ def _parameter(
     return Parameter(
         shape,
         axes,
-        is_trained=not is_buffer and adapters.is_trained(_dotted(path), variable, config.finetune),
+        is_trained=not is_buffer and is_trained(_dotted(path), variable, config.finetune),
         is_of_matmuls=isinstance(variable, MatmulWeight),
         is_buffer=is_buffer,
-        is_of_adapter=adapters.is_of_adapter(variable),
+        is_of_adapter=is_of_adapter(variable),
     )
 
 
@@ -380,4 +382,4 @@ def matmuls(dtype: str) -> contextlib.AbstractContextManager:
 
 
 def _dotted(path: tuple) -> str:
-    return ".".join(map(str, adapters.plain(path)))
+    return ".".join(map(str, plain(path)))

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.models.abstract import AbstractModel, build_model
-from spmdtrain.models.adapters import magnitude_paths, with_magnitudes
 from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.models.context import random_key
 from spmdtrain.parallel.axes import Rules, make_rules, owning_axes
@@ -211,11 +210,11 @@ def init_state(setup: Setup) -> TrainState:
     ConfigError if `train.epochs` has not been counted in steps, by which the learning rate goes.
     """
     check_setup(setup)
-    return _fresh(setup, {})
+    return fresh_but_for(setup, ())
 
 
-def _fresh(setup: Setup, given: Mapping[str, jax.Array]) -> TrainState:
-    """`init_state`, but for the parameters in `given`: none is made in their place."""
+def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
+    """`init_state` without the parameters at the paths `given`: they never exist."""
     epochs = setup.config.train.epochs
     if epochs is not None:
         raise ConfigError(
@@ -241,47 +240,6 @@ def _fresh(setup: Setup, given: Mapping[str, jax.Array]) -> TrainState:
 
     shardings = jax.tree.map(lambda x: x.sharding, lacking(setup.state))
     return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
-
-
-def with_weights(setup: Setup, given: dict[str, jax.Array]) -> TrainState:
-    """The state of a new run that begins with these weights: its items and moments do too.
-
-    Parameters that are not given begin as in `init_state`; magnitudes of adapters (DoRA) with the
-    norms of the weights that are given.
-    """
-    state = _fresh(setup, given)
-    begun = state.params
-    state = replace(state, params={path: (begun | given)[path] for path in setup.state.params})
-    state = replace(state, params=state.params | _magnitudes(setup, state.params, begun))
-    params = state.params
-    if any(rule.gradient_point for rule in setup.optimizer.values()):
-        padding = setup.padding
-
-        def begin(params: dict[str, jax.Array]) -> optimizers.OptimizerState:
-            values = {path: padding.from_rest(path, x) for path, x in params.items()}
-            fresh = optimizers.init(setup.optimizer, setup.model.parameters, values)
-            return {path: padding.tree_to_rest(path, tree) for path, tree in fresh.items()}
-
-        shardings = jax.tree.map(lambda x: x.sharding, setup.state.opt_state)
-        state = replace(state, opt_state=jax.jit(begin, out_shardings=shardings)(params))
-    return with_items_begun(setup, state, setup.state.items)
-
-
-def _magnitudes(
-    setup: Setup, params: Mapping[str, jax.Array], paths: Collection[str]
-) -> dict[str, jax.Array]:
-    """The magnitudes of adapters at `paths`, by the weights as they are."""
-    asked = [path for path in paths if path in magnitude_paths(params)]
-    if not asked:
-        return {}
-
-    def found(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        values = {path: setup.padding.from_rest(path, x) for path, x in params.items()}
-        values = with_magnitudes(values)
-        return {path: setup.padding.to_rest(path, values[path]) for path in asked}
-
-    shardings = {path: setup.state.params[path].sharding for path in asked}
-    return jax.jit(found, out_shardings=shardings)(params)
 
 
 def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:

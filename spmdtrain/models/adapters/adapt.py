@@ -1,0 +1,157 @@
+"""Gives a model its adapters while it is made, and says which of its weights are trained."""
+
+import difflib
+import math
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import FinetuneConfig
+from spmdtrain.config.schema.finetune import LINEAR
+from spmdtrain.models.adapters.adapted import (
+    SIDE,
+    AdaptedWeight,
+    Adapter,
+    Part,
+    is_of_adapter,
+    parts_of,
+)
+from spmdtrain.models.projection import MatmulWeight
+from spmdtrain.parallel.axes import STACK_AXES
+
+
+def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
+    """Puts adapters into the model, which is being made, in the place of the weights they adapt.
+
+    As they begin they change nothing: a ~ U(-1, 1) / sqrt(size of i) and b = 0, as in peft. Each
+    draws from `key` and its own path, whatever else is adapted. `with_magnitudes` is to follow.
+
+    Raises ConfigError where a target names no weight.
+    """
+    if not config.has_adapters:
+        return
+    found = {path: (module, name) for path, module, name in _matmul_weights(model)}
+    _check_targets(config, found)
+    for path, (module, name) in found.items():
+        weight = getattr(module, name)
+        parts = parts_of(path, weight.shape)
+        site = zlib.crc32(path.encode()) >> 1
+        adapted = AdaptedWeight(weight, parts, config, site)
+        for part in parts:
+            if part.name in config.targets or _matches(path, config.targets):
+                own_key = jax.random.fold_in(key, zlib.crc32(f"{path}.{part.name}".encode()))
+                setattr(adapted, part.name, _adapter(path, weight, part, config, own_key))
+                setattr(module, name, adapted)
+
+
+def _matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
+    """Yields (dotted path, module, attribute) of each weight that only matmuls read."""
+    for path, module in list(nnx.iter_modules(model)):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, MatmulWeight):
+                yield ".".join(map(str, (*path, name))), module, name
+
+
+def _check_targets(config: FinetuneConfig, weights: Mapping[str, Any]) -> None:
+    """Refuses a pattern without a weight, and targets that give no adapter at all."""
+    for target in config.targets:
+        if target not in LINEAR and not _matched(weights, target):
+            near = difflib.get_close_matches(target, [*LINEAR, *weights], 1, 0.3) or list(LINEAR)
+            raise ConfigError(
+                f"finetune.targets: {target!r} is no linear layer of a block, and no weight of a "
+                "matmul has such a path",
+                found=", ".join([*LINEAR, *weights]),
+                fix=f"--set finetune.targets={near[0]}",
+            )
+    there = {
+        part.name
+        for path, (module, name) in weights.items()
+        for part in parts_of(path, getattr(module, name).shape)
+    }
+    if not there & set(config.targets) and not any(_matched(weights, t) for t in config.targets):
+        raise ConfigError(
+            f"finetune.targets={','.join(config.targets)}: the model has no such layer",
+            found=", ".join(sorted(there)) or "no weight that only matmuls read",
+            fix=f"--set finetune.targets={','.join(sorted(there)) or '...'}",
+        )
+
+
+def _matched(paths: Collection[str], pattern: str) -> bool:
+    return any(fnmatchcase(path, pattern) for path in paths)
+
+
+def _matches(path: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def _adapter(
+    path: str, weight: MatmulWeight, part: Part, config: FinetuneConfig, key: jax.Array
+) -> Adapter:
+    """Returns the adapter of a part of `weight`, stacked as that is."""
+    axes = tuple(weight.out_sharding)
+    stacked = sum(axis in STACK_AXES for axis in axes)
+    cut = stacked + 1
+    if axes[stacked] != "embed":
+        if axes[-1] != "embed":
+            raise ConfigError(
+                f"{path} has the logical axes {axes}: which of its dims a matmul contracts is seen "
+                "by 'embed', its first dim or its last one",
+                fix="finetune.targets without it",
+            )
+        cut = weight.ndim - 1
+    stack, ins, outs = weight.shape[:stacked], weight.shape[stacked:cut], weight.shape[cut:]
+    if part.stop is not None:
+        outs = (*outs[:SIDE], part.stop - part.start, *outs[SIDE + 1 :])
+    # Whole over fsdp: the matrices are small, and would each have to be gathered.
+    whole = tuple(None if axis == "embed" else axis for axis in axes)
+    bound = math.prod(ins) ** -0.5
+    a = jax.random.uniform(key, (*stack, *ins, config.rank), minval=-bound, maxval=bound)
+    b = jnp.zeros((*stack, config.rank, *outs))
+    magnitude = None
+    if config.kind == "dora":
+        ones = jnp.ones((*stack, math.prod(outs)))
+        magnitude = nnx.Param(ones, out_sharding=(*axes[:stacked], whole[cut]), of_adapter=True)
+    return Adapter(
+        MatmulWeight(a, out_sharding=(*whole[:cut], "rank"), of_adapter=True),
+        nnx.Param(b, out_sharding=(*axes[:stacked], "rank", *whole[cut:]), of_adapter=True),
+        magnitude,
+    )
+
+
+# What is trained
+
+
+def is_trained(path: str, variable: nnx.Variable, config: FinetuneConfig) -> bool:
+    """Returns whether a parameter is trained, by [finetune]."""
+    if not config.has_adapters or is_of_adapter(variable):
+        return True
+    return _matches(path, config.also_train)
+
+
+def check_also_train(config: FinetuneConfig, parameters: Mapping[str, Any]) -> None:
+    """Refuses a pattern of `also_train` that matches no weight, or one that has an adapter.
+
+    `parameters`: `Parameter`s by dotted path.
+    """
+    own = [path for path, each in parameters.items() if not each.is_of_adapter]
+    adapted = {path.rsplit(".", 2)[0] for path, each in parameters.items() if each.is_of_adapter}
+    for pattern in config.also_train:
+        matched = [path for path in own if fnmatchcase(path, pattern)]
+        if not matched:
+            near = difflib.get_close_matches(pattern, own, 1, 0.3) or own[:1]
+            raise ConfigError(
+                f"finetune.also_train: no weight has the path {pattern!r}",
+                fix=f"a pattern of paths such as {near[0]}",
+            )
+        both = sorted(adapted.intersection(matched))
+        if both:
+            raise ConfigError(
+                f"finetune.also_train={pattern!r} trains {both[0]}, which has an adapter",
+                fix="finetune.targets without it",
+            )

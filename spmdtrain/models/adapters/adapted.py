@@ -1,0 +1,142 @@
+"""The weight type of an adapted weight, and the parts that such a weight has.
+
+One array of ours may hold several linear layers of a published model, as the projection to queries,
+keys and values does. Each of them is a *part*, with an adapter of its own.
+
+i: the dims that a matmul contracts, o: its other ones, r: the rank.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdtrain.config.schema import FinetuneConfig
+from spmdtrain.models.projection import Product
+
+WEIGHT = "adapted_weight"  # the attribute of an `AdaptedWeight` that dotted paths leave out
+SIDE = -2  # the dim along which parts lie side by side: of o the last but one
+
+
+@dataclass(frozen=True)
+class Part:
+    """A linear layer in a weight: its places [start, stop) along `SIDE`.
+
+    `stop` is None where the weight is one linear layer.
+    """
+
+    name: str
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, x: Any) -> Any:
+        """Returns the places of this part in a weight [*i, *o], or in an array [..., *o]."""
+        return x if self.stop is None else x[..., self.start : self.stop, :]
+
+
+def parts_of(path: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Returns the linear layers in the weight at a dotted path, of this shape.
+
+    Names are those of the shipped block. A weight of another name is one linear layer, `adapter`.
+    """
+    name = path.rpartition(".")[2]
+    if name == "qkv_eknd":
+        group = shape[SIDE] - 2
+        return Part("q", 0, group), Part("k", group, group + 1), Part("v", group + 1, group + 2)
+    if name == "up_ef" and shape[SIDE] == 2:
+        return Part("gate", 0, 1), Part("up", 1, 2)
+    whole = {"up_ef": "up", "down_fe": "down", "out_kgde": "out"}
+    return (Part(whole.get(name, "adapter")),)
+
+
+class Adapter(nnx.Module):
+    """The adapter of one part: a [*i, r], b [r, *o], and for DoRA the magnitudes of o, in a row."""
+
+    def __init__(self, a: nnx.Param, b: nnx.Param, magnitude: nnx.Param | None):
+        self.a = a
+        self.b = b
+        self.magnitude = magnitude
+
+
+class AdaptedWeight(nnx.Module):
+    """A frozen weight W with adapters: x W + s (x a) b (LoRA, arXiv:2106.09685).
+
+    With magnitudes m (DoRA, arXiv:2402.09353) each output of that is multiplied by
+    m / |W + s a b|, the norm over i. As in its section 4.3, no gradient goes through the norm.
+    """
+
+    def __init__(self, weight: Any, parts: tuple[Part, ...], config: FinetuneConfig, site: int):
+        self.adapted_weight = weight
+        self.parts = parts
+        self.scale = config.scale
+        self.dropout = config.dropout
+        self.site = site
+
+    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
+        y = self.adapted_weight.multiply(product, x)
+        adapters = [getattr(self, part.name, None) for part in self.parts]
+        # One matmul for all parts, which reads x once.
+        a = jnp.concatenate([each.a[...] for each in adapters if each is not None], -1)
+        low = product.to_rank(product.dropout(x, self.site, self.dropout), a)
+        added = []
+        factors = []
+        for part, each in zip(self.parts, adapters, strict=True):
+            of_part = part.of(y)
+            if each is None:
+                added.append(jnp.zeros_like(of_part))
+                factors.append(jnp.ones(of_part.shape[2:], y.dtype))
+                continue
+            b = each.b[...]
+            added.append(jnp.tensordot(low[..., : len(b)], b, 1))
+            low = low[..., len(b) :]
+            if each.magnitude is not None:
+                factors.append(self._factor(product, part, each))
+        y = y + self.scale * _side_by_side(added)
+        has_magnitudes = len(factors) == len(added)
+        return y * _side_by_side(factors).astype(y.dtype) if has_magnitudes else y
+
+    def _factor(self, product: Product, part: Part, adapter: Adapter) -> jax.Array:
+        """Returns m / |W + s a b| of a part, float32 [*o]."""
+        norm = partial(_norm, part=part, b=adapter.b[...], scale=self.scale)
+        w = self.adapted_weight[...]
+        a = adapter.a[...]
+        # On a mesh with `context` either may come as copies, with a dim more.
+        copies = [
+            0 if x.ndim > dims else None
+            for x, dims in ((w, len(product.names) + 1), (a, product.contracted + 1))
+        ]
+        if copies != [None, None]:
+            found = jax.vmap(norm, copies)(w, a).max(0)  # all the same
+        else:
+            found = norm(w, a)
+        # A place for a layer that pads a pipeline has weights of zero.
+        norms = jnp.maximum(jax.lax.stop_gradient(found), jnp.finfo(jnp.float32).tiny)
+        return adapter.magnitude[...].astype(jnp.float32).reshape(norms.shape) / norms
+
+
+def _side_by_side(parts: list[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, SIDE)
+
+
+def _norm(w: jax.Array, a: jax.Array, *, part: Part, b: jax.Array, scale: float) -> jax.Array:
+    """Returns |W + s a b| over i, float32 [*o], without an array of the size of W."""
+    w = part.of(w)
+    over = tuple(range(a.ndim - 1))
+    dot = partial(jnp.tensordot, preferred_element_type=jnp.float32)
+    wide = b.astype(jnp.float32)
+    squares = jnp.sum(jnp.square(w.astype(jnp.float32)), over)
+    crossed = jnp.sum(dot(a, w, (over, over)) * wide, 0)
+    of_product = jnp.sum(jnp.tensordot(dot(a, a, (over, over)), wide, 1) * wide, 0)
+    return jnp.sqrt(squares + 2 * scale * crossed + scale**2 * of_product)
+
+
+def plain(path: tuple) -> tuple:
+    """Returns the path of a variable without the step from an `AdaptedWeight` to its weight."""
+    return tuple(step for step in path if step != WEIGHT)
+
+
+def is_of_adapter(variable: nnx.Variable) -> bool:
+    return variable.get_metadata().get("of_adapter", False)

@@ -1,0 +1,82 @@
+"""Adapters among a model's values by dotted path: their magnitudes begin, and they are merged."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.config.schema import FinetuneConfig
+from spmdtrain.models.adapters.adapted import Part, parts_of
+
+
+def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the values of a model's parameters, each magnitude the norms of its weight over i.
+
+    Stacked dims come first, as many as there are. Padded layers have norms of zero.
+    """
+    found = dict(values)
+    for path, part, adapter in _adapters(values):
+        if "magnitude" in adapter:
+            w = part.of(values[path])
+            stacked, ins = _dims(w, adapter)
+            over = tuple(range(stacked, stacked + ins))
+            norms = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), over))
+            at = f"{path}.{part.name}.magnitude"
+            found[at] = norms.reshape(values[at].shape).astype(values[at].dtype)
+    return found
+
+
+def merged(values: Mapping[str, np.ndarray], config: FinetuneConfig) -> dict[str, np.ndarray]:
+    """Returns the weights of the plain model that computes what one with adapters does.
+
+    `values` by dotted path, with the layers in order, as `spmdtrain.weights` gives them. A weight
+    with an adapter becomes W + s a b, or m (W + s a b) / |W + s a b|, computed in float32 and
+    returned in it. Other weights are returned as they are.
+    """
+    found = dict(values)
+    for path, part, adapter in _adapters(values):
+        whole = np.array(found[path], np.float32)  # a copy, which is changed
+        mine = part.of(whole)
+        mine[...] = _merged_part(mine, adapter, config.scale)
+        found[path] = whole
+        for name in adapter:
+            del found[f"{path}.{part.name}.{name}"]
+    return found
+
+
+def _merged_part(w: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
+    stacked, ins = _dims(w, adapter)
+    stack, inputs = w.shape[:stacked], math.prod(w.shape[stacked : stacked + ins])
+    rank = adapter["a"].shape[-1]
+    a = adapter["a"].astype(np.float32).reshape(*stack, inputs, rank)
+    b = adapter["b"].astype(np.float32).reshape(*stack, rank, -1)
+    matrix = w.reshape(*stack, inputs, -1) + np.float32(scale) * (a @ b)
+    if "magnitude" in adapter:
+        norm = np.linalg.norm(matrix, axis=-2)
+        matrix = matrix * (adapter["magnitude"].astype(np.float32) / norm)[..., None, :]
+    return matrix.reshape(w.shape)
+
+
+def magnitude_paths(values: Mapping[str, Any]) -> set[str]:
+    """Returns the paths of the magnitudes among the values of a model's parameters."""
+    found = _adapters(values)
+    return {f"{path}.{part.name}.magnitude" for path, part, each in found if "magnitude" in each}
+
+
+def _adapters(values: Mapping[str, Any]) -> Iterator[tuple[str, Part, dict[str, Any]]]:
+    """Yields (path of the weight, part, its adapter's arrays by name) of each adapter."""
+    for path, w in values.items():
+        for part in parts_of(path, w.shape) if w.ndim > 1 else ():
+            prefix = f"{path}.{part.name}."
+            names = [name for name in ("a", "b", "magnitude") if prefix + name in values]
+            if names:
+                yield path, part, {name: values[prefix + name] for name in names}
+
+
+def _dims(w: Any, adapter: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many dims of a part of a weight count layers, and how many are of i."""
+    stacked = adapter["a"].ndim + adapter["b"].ndim - 2 - w.ndim
+    return stacked, adapter["a"].ndim - 1 - stacked
