@@ -115,6 +115,19 @@ NOT_DRAWN = {
     "precision.loss_scale": "is of float16; tests/train/test_loss_scale.py has it",
     "precision.loss_scale_steps": "likewise",
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
+    "finetune.kind": "has few weights to go wrong; tests/train/test_adapters.py has all meshes",
+    **dict.fromkeys(
+        (
+            "finetune.rank",
+            "finetune.alpha",
+            "finetune.rank_stabilised",
+            "finetune.targets",
+            "finetune.dropout",
+            "finetune.also_train",
+            "precision.frozen",
+        ),
+        "is of adapters; tests/train/test_adapters.py has it",
+    ),
     "log.sinks": "decides no number, and tests/test_seams.py has it",
 }
 # Lion's update is a sign: a gradient that rounds to the other side of 0 moves by the whole rate.
