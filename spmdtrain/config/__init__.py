@@ -1,7 +1,7 @@
 """The settings of a run. Nothing here imports jax.
 
-schema/ has the classes that hold them, load.py fills them from files and from the command line,
-and errors.py has the errors that a person sees.
+schema/ has the classes that hold them, load.py fills them from files and the command line, and
+errors.py has the errors that a person sees.
 """
 
 from spmdtrain.config.errors import (

@@ -1,7 +1,7 @@
-"""Errors that a person can mend, in one line: what was asked, what is there, what to type next.
+"""Errors that a user can fix, in one line: what was asked, what was found, what to type next.
 
-Every error that is the user's carries the exit code under which the command line ends
-(docs/exit_codes.md). Errors that are ours stay ordinary exceptions with a traceback.
+Every user error carries the exit code with which the command line ends (docs/exit_codes.md). Our
+own errors stay ordinary exceptions with a traceback.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ LONGEST_PART = 1500  # characters of what, asked, found or try
 
 
 class UserError(ValueError):
-    """An error in one line: `what; asked ...; found ...; try ...`, parts left out if empty.
+    """An error in one line: `what; asked ...; found ...; try ...`, without empty parts.
 
-    Subclasses say which exit code it has.
+    Subclasses define the exit code.
     """
 
     exit_code = 1
@@ -30,9 +30,9 @@ class UserError(ValueError):
 
 
 def _one_line(part: str) -> str:
-    """One line of a length that a person reads: what was typed may be a megabyte."""
+    """Returns a single line of readable length: a user may have typed a megabyte."""
     line = " ".join(part.split())
-    if not line.isprintable():  # what moves a terminal's cursor, or writes backwards
+    if not line.isprintable():  # it would move a terminal's cursor, or write backwards
         line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
     if len(line) <= LONGEST_PART:
         return line
@@ -52,17 +52,17 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """The run directory holds no checkpoint that this run can go on from."""
+    """The run directory holds no checkpoint from which this run can continue."""
 
     exit_code = 6
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not as it was saved: bits have changed, or files are missing."""
+    """A checkpoint is damaged: bits have changed, or files are missing."""
 
 
 class UnfitError(CheckpointError):
-    """A checkpoint holds other weights, or other state of an optimizer, than the run wants."""
+    """A checkpoint holds other weights or optimizer state than the run needs."""
 
     def __init__(self, what: str, *, asked: str, found: str, fix: str, meta: dict[str, Any]):
         super().__init__(what, asked=asked, found=found, fix=fix)
@@ -82,7 +82,7 @@ class PeerLostError(UserError):
 
 
 class DivergedError(UserError):
-    """The loss is not a number any more."""
+    """The loss is no longer a number, or a step is bad and `[guard]` ends the run."""
 
     exit_code = 9
 
@@ -94,7 +94,7 @@ class StorageError(UserError):
 
 
 class CorruptedError(UserError):
-    """A device holds other bits than the devices that hold copies of the same array."""
+    """A device's copy of an array differs in its bits from those of other devices."""
 
     exit_code = 11
 

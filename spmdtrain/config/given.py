@@ -1,6 +1,6 @@
-"""Checks of what a caller of the Python API gives: one line that names the argument, or the value.
+"""Checks the arguments of the Python API: returns the value, or raises one line that names it.
 
-Public functions call them first, before anything is read, compiled or written. No jax, no numpy.
+Public functions call these first, before anything is read, compiled or written. No jax, no numpy.
 """
 
 import math
@@ -15,11 +15,11 @@ from spmdtrain.config.errors import ConfigError
 
 T = TypeVar("T")
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-LARGEST = 2**63 - 1  # of a number that is kept in 64 bits
+LARGEST = 2**63 - 1  # of a number stored in 64 bits
 
 
 def shown(value: Any) -> str:
-    """Returns the value as a message has it: short, and an array by dtype and shape alone."""
+    """Returns the value as messages show it: shortened, and an array as dtype and shape."""
     if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
         return f"{value.dtype}{list(value.shape)}"
     try:
@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
 
 
 def as_path(value: Any, name: str) -> Path:
-    """Returns a path that was given as text or as a Path. ConfigError where it is none."""
+    """Returns a path given as text or as a Path. Raises ConfigError if it is not a path."""
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise ConfigError(f"{name}={shown(value)} is no path", fix="a str or a pathlib.Path")
     text = os.fspath(value)
@@ -40,22 +40,23 @@ def as_path(value: Any, name: str) -> Path:
 
 
 def as_run(value: Any, name: str) -> Path:
-    """Returns the path of a run directory, as `as_path`.
+    """Returns the path of a run directory, like `as_path`.
 
-    ConfigError for an address such as gs://bucket/run too: it would be a folder called `gs:`.
+    Also raises ConfigError for an address such as gs://bucket/run, which would become a folder
+    called `gs:`.
     """
     text = str(as_path(value, name))
     if ADDRESS.match(os.fspath(value)):
         raise ConfigError(
             f"{value} is an address, and a run is in a folder", fix="a folder, of a mount say"
         )
-    return Path(re.sub("^/+", "/", text))  # no library takes //folder
+    return Path(re.sub("^/+", "/", text))  # no library accepts //folder
 
 
 def as_texts(value: Any, name: str, example: str) -> tuple[str, ...]:
-    """Returns a list of texts or paths as texts. ConfigError where it is none.
+    """Returns a list of texts or paths as texts. Raises ConfigError if it is not such a list.
 
-    A single text is none: its letters would be taken one by one.
+    A single text is refused: its letters would be taken one by one.
     """
     fix = f"{name}=[{example!r}]"
     if isinstance(value, str | bytes | os.PathLike):
@@ -75,7 +76,7 @@ def as_texts(value: Any, name: str, example: str) -> tuple[str, ...]:
 def as_whole(value: Any, name: str, least: int, most: int = LARGEST) -> int:
     """Returns a whole number from `least` to `most` as an int.
 
-    It may be one of numpy or jax, of no dims. ConfigError where it is none; bool is none.
+    It may be a scalar of numpy or jax. Raises ConfigError for anything else, including a bool.
     """
     try:
         number = None if _is_bool(value) else operator.index(value)
@@ -90,9 +91,9 @@ def as_whole(value: Any, name: str, least: int, most: int = LARGEST) -> int:
 
 
 def as_step(value: Any) -> int | None:
-    """Returns the step that was asked for as an int, None as it is. ConfigError where it is none.
+    """Returns the requested step as an int, or None if it is None. Raises ConfigError otherwise.
 
-    Whether there is a checkpoint of that step is for others to say.
+    Whether that step has a checkpoint is checked elsewhere.
     """
     if value is None:
         return None
@@ -106,7 +107,7 @@ def as_step(value: Any) -> int | None:
 
 
 def as_number(value: Any, name: str, least: float) -> float:
-    """Returns a finite number of at least `least`, of numpy or jax too. ConfigError else."""
+    """Returns a finite number of at least `least`, also of numpy or jax; else a ConfigError."""
     is_scalar = getattr(value, "shape", ()) == () and hasattr(type(value), "__float__")
     try:
         number = float(value) if is_scalar and not _is_bool(value) else math.nan
@@ -118,14 +119,14 @@ def as_number(value: Any, name: str, least: float) -> float:
 
 
 def as_flag(value: Any, name: str) -> bool:
-    """Returns a bool, of numpy too. ConfigError where it is none: "no" would count as true."""
+    """Returns a bool, also of numpy. Raises ConfigError otherwise: "no" would count as true."""
     if not _is_bool(value) or getattr(value, "shape", ()) != ():
         raise ConfigError(f"{name}={shown(value)} is neither True nor False")
     return bool(value)
 
 
 def check_kind(value: Any, kind: type[T] | tuple[type, ...], name: str, fix: str) -> None:
-    """ConfigError where a value is not of a kind. `fix`: how to get one that is."""
+    """Raises ConfigError if a value is not of a kind. `fix`: how to get one that is."""
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
         wanted = " or ".join(each.__name__ for each in kinds)

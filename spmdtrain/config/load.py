@@ -1,9 +1,9 @@
-"""Make a RunConfig of TOML files and `--set` strings, and write one out again as TOML or JSON.
+"""Makes a RunConfig from TOML files and `--set` strings, and writes it as TOML or JSON.
 
 Words. A *source* is one file, or all `--set` strings; a later source wins over an earlier one. A
-*table* is TOML's: a dict whose values may be dicts. A *path* is a key as a tuple,
-`("train", "steps")`; as a dotted key it is "train.steps". The *origin* of a dotted key is the file
-that it came from, or `--set`; a key without one has its default.
+*table* is a TOML table: a dict whose values may be dicts. A *path* is a key as a tuple, e.g.
+`("train", "steps")`; the same as a dotted key is "train.steps". The *origin* of a dotted key is the
+file that it came from, or `--set`; a key without one has its default.
 """
 
 import copy
@@ -32,10 +32,10 @@ KeyPath = tuple[str, ...]
 
 COMMAND_LINE = "--set"
 DEFAULT = "default"
-# TOML has no null. Where a field may be None, this string means None, in files and in `--set`.
+# TOML has no null. If a field may be None, this string means None, in files and in `--set`.
 NONE = "none"
-MOST_NAMED = 24  # settings of a section that a refusal lists
-# What people of other trainers look for first. Dotted key -> what is not there.
+MOST_NAMED = 24  # settings of a section listed in a refusal
+# What users of other trainers look for first. Dotted key -> the missing feature.
 NOT_YET = {
     "model.experts": "mixture of experts",
     "compression": "compressed gradients",
@@ -45,9 +45,9 @@ NOT_YET = {
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a TOML file and the files that it `extends`, and put `a.b=c` strings on top.
+    """Reads a TOML file and the files that it `extends`, and applies `a.b=c` strings on top.
 
-    Raises ConfigError for whatever is wrong with the files, the strings or the settings.
+    Raises ConfigError if anything is wrong with the files, the strings or the settings.
     """
     table: TomlTable = {}
     origin: Origin = {}
@@ -59,12 +59,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def as_overrides(overrides: Any) -> tuple[str, ...]:
-    """Return `a.b=c` strings that a caller gave as a tuple. ConfigError where they are none."""
+    """Returns a caller's `a.b=c` strings as a tuple. Raises ConfigError if they are not strings."""
     return as_texts(overrides, "overrides", "train.steps=100")
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
-    """Return every value and where it came from, as plain JSON values.
+    """Returns every value and its origin, as plain JSON values.
 
     RUN/config.json holds it: {"config": {section: {...}}, "origin": {dotted key: origin}}.
     """
@@ -77,9 +77,9 @@ def resolved(config: RunConfig) -> dict[str, Any]:
 
 
 def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Read back what `resolved` returned, origins included, and put `a.b=c` strings on top.
+    """Reads back what `resolved` returned, with origins, and applies `a.b=c` strings on top.
 
-    Raises ConfigError where this version cannot obey it.
+    Raises ConfigError if this version cannot obey it.
     """
     is_table = isinstance(values, dict)
     if not is_table or not all(isinstance(values.get(part), dict) for part in ("config", "origin")):
@@ -89,8 +89,8 @@ def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunC
         )
     table = copy.deepcopy(values["config"])
     origin = {key: where for key, where in values["origin"].items() if where != DEFAULT}
-    # For messages every key needs an origin, defaults of the version that wrote the file too: this
-    # version may not know the setting. So name the file, at least.
+    # For messages every key needs an origin, even the defaults of the version that wrote the file:
+    # this version may not know the setting. So at least name the file.
     overrides = as_overrides(overrides)
     named = {".".join(path): "config.json" for path, _ in _leaves(table)} | origin
     _add_overrides(table, overrides, named)
@@ -99,10 +99,10 @@ def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunC
 
 
 def typed_extra(config: RunConfig, kind: type) -> tuple[Any, dict[str, Any]]:
-    """Return the settings of [model.extra] as an object of `kind`, and all of its values as JSON.
+    """Returns the settings of [model.extra] as an object of `kind`, and all its values as JSON.
 
-    `kind` is a dataclass or a pydantic model. Raises ConfigError for what is not one of its
-    settings.
+    `kind` is a dataclass or a pydantic model. Raises ConfigError for settings that it lacks or
+    refuses.
     """
     table = config.model.extra
     adapter = TypeAdapter(kind)
@@ -128,16 +128,16 @@ def typed_extra(config: RunConfig, kind: type) -> tuple[Any, dict[str, Any]]:
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return the resolved config as a TOML file that loads back to equal settings.
+    """Returns the resolved config as a TOML file that loads back to equal settings.
 
-    Each line has its origin as a comment. A value of None is left out, or written as "none" where
+    Each line has its origin as a comment. A value of None is left out, or written as "none" if
     leaving it out would mean something else.
     """
     lines: list[str] = []
     for section, values in config.model_dump(mode="json").items():
         fields = type(getattr(config, section)).model_fields
         plain: TomlTable = {}
-        inner: dict[str, TomlTable] = {}  # written behind, under headers of their own
+        inner: dict[str, TomlTable] = {}  # written afterwards, under separate headers
         for name in sorted(values, key=lambda name: name != "name"):  # `name` first
             value = values[name]
             if value is None and fields[name].default is None:
@@ -154,12 +154,12 @@ def to_toml(config: RunConfig) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a config file, for editors.
+    """Returns the JSON schema of a config file, for editors.
 
     It allows `extends`, and requires nothing.
     """
     schema = _schema_for_toml(RunConfig.model_json_schema())
-    # Another file may add to a table, so that none has to be complete.
+    # Another file may add to a table, so no table has to be complete.
     del schema["$defs"]["RopeScaling"]["required"]
     extends = {
         "type": "string",
@@ -172,7 +172,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[str, TomlTable]]:
-    """Read a file and those it extends; return (file name, table), root of the chain first.
+    """Reads a file and those it extends; returns (file name, table), root of the chain first.
 
     `above` are the files that led here.
     """
@@ -203,9 +203,9 @@ def _read(path: Path, above: tuple[Path, ...]) -> TomlTable:
 
 
 def _add_source(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> None:
-    """Put a source on top of `table`; note in `origin` that its keys came from `where`.
+    """Applies a source on top of `table`; records in `origin` that its keys came from `where`.
 
-    A section that gets another class by its name (model.name, optimizer.name) starts anew: what
+    A section whose name selects another class (model.name, optimizer.name) is emptied first: what
     earlier sources set was meant for the other class.
     """
     for section, values in source.items():
@@ -219,9 +219,9 @@ def _add_source(table: TomlTable, source: TomlTable, origin: Origin, where: str)
 
 
 def _take_one_length(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> None:
-    """Drop train.steps for a later source's train.epochs, and the other way round.
+    """Drops train.steps if a later source sets train.epochs, and vice versa.
 
-    Both in one source stay, to be refused.
+    If one source sets both, both stay and are refused later.
     """
     earlier, later = table.get("train"), source.get("train")
     if not isinstance(earlier, dict) or not isinstance(later, dict):
@@ -254,10 +254,10 @@ def _merge(
 
 
 def _add_overrides(table: TomlTable, overrides: Sequence[str], origin: Origin) -> None:
-    """Put `--set` strings on top of `table`.
+    """Applies `--set` strings on top of `table`.
 
-    They are parsed by the types of the class that their section ends up with, so names come first,
-    in whatever order they were typed.
+    They are parsed by the types of the class that their section ends up with, so names are applied
+    first, whatever the order in which they were typed.
     """
     pairs: list[tuple[KeyPath, str]] = []
     for override in overrides:
@@ -283,7 +283,7 @@ def _parse_override(path: KeyPath, text: str, table: TomlTable, origin: Origin) 
     key = ".".join(path)
     annotation = _find_type(path, table, origin | {key: COMMAND_LINE})
     if _is_name(path) and _default_name(path[0]):
-        return text  # its type is that of the earlier sources' class, which knows only its own name
+        return text  # its type belongs to the earlier sources' class, which knows only its own name
     choices = _alternatives(annotation)
     if _is_section(annotation) and not (text.lower() == NONE and NoneType in choices):
         of_class = _inner_class(annotation)
@@ -299,9 +299,10 @@ def _parse_override(path: KeyPath, text: str, table: TomlTable, origin: Origin) 
 
 
 def _parse(annotation: Any, text: str) -> Any:
-    """Parse a string by the type that it is to have.
+    """Parses a string by the type of its setting.
 
-    `none`, one of the choices, a list `3,4` or `[3,4]`, or else what pydantic makes of strings.
+    It may be `none`, one of the choices, a list `3,4` or `[3,4]`, or any string that pydantic
+    accepts for the type.
     """
     if annotation is Any:
         return _parse_free(text)
@@ -322,12 +323,12 @@ def _parse(annotation: Any, text: str) -> Any:
 
 
 def _parse_free(text: str) -> Any:
-    """Parse a value of which no type is known here: as TOML has it, or else a string."""
+    """Parses a value of unknown type: as TOML if possible, or else as a string."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    except ValueError as error:  # TOML, but more of it than there can be
+    except ValueError as error:  # TOML, but beyond the limits
         raise ConfigError(f"--set with {text[:40]}... cannot be read: {error}") from None
 
 
@@ -335,13 +336,13 @@ def _parse_free(text: str) -> Any:
 
 
 def _default_name(section: str) -> str | None:
-    """Return the name of the class that a section has by default; None if it has but one class."""
+    """Returns the name of a section's default class; None if it has only one class."""
     field = RunConfig.model_fields.get(section)
     return getattr(field.default, "name", None) if field else None
 
 
 def _section_class(section: str, table: TomlTable, origin: Origin) -> type[Settings]:
-    """Return the class that `table` picks for a section, by its `name`."""
+    """Returns the class that `table` selects for a section, by its `name`."""
     field = RunConfig.model_fields[section]
     values = table.get(section)
     if _default_name(section) is None or not isinstance(values, dict):
@@ -357,9 +358,9 @@ def _section_class(section: str, table: TomlTable, origin: Origin) -> type[Setti
 
 
 def _find_type(path: KeyPath, table: TomlTable, origin: Origin) -> Any:
-    """Return the type of the setting or section at a path.
+    """Returns the type of the setting or section at a path.
 
-    Raises ConfigError where there is none, saying what there is instead.
+    Raises ConfigError if there is none, listing what there is instead.
     """
     where = origin[".".join(path)]
     section, *inner = path
@@ -394,7 +395,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _inner_class(annotation: Any) -> type[Settings] | None:
-    """Return the class of a section, of one that may be absent too; None for any other type."""
+    """Returns the class of a section, even of an optional one; None for any other type."""
     for choice in _alternatives(annotation):
         if isinstance(choice, type) and issubclass(choice, Settings):
             return choice
@@ -402,7 +403,7 @@ def _inner_class(annotation: Any) -> type[Settings] | None:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a (nested, annotated) union, or the one type that it is."""
+    """Returns the members of a (nested, annotated) union, or the single type."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -411,7 +412,7 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _literals(annotation: Any) -> list[Any]:
-    """Return the choices of all Literals in a union."""
+    """Returns the choices of all Literals in a union."""
     literals = [choice for choice in _alternatives(annotation) if get_origin(choice) is Literal]
     return [value for literal in literals for value in get_args(literal)]
 
@@ -421,7 +422,7 @@ def _none_of(annotation: Any) -> list[str]:
 
 
 def _leaves(table: TomlTable, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, value) of everything that is not a table with something in it."""
+    """Yields (path, value) of everything but non-empty tables."""
     for name, value in table.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*prefix, name))
@@ -464,7 +465,7 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
     for section, inner in values.items():
         name = _default_name(section)
         if name:
-            inner.setdefault("name", name)  # pydantic wants it in order to choose the class
+            inner.setdefault("name", name)  # pydantic needs it to choose the class
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
@@ -475,7 +476,7 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
 
 
 def _shorten_warmup(table: TomlTable, origin: Origin) -> str:
-    """Cut a file's warm-up to the steps that were typed, as in a trial of a few steps; say so."""
+    """Cuts a file's warm-up to the typed steps, for trials of a few steps; returns a note of it."""
     optimizer = table.get("optimizer")
     if origin.get("train.steps") != COMMAND_LINE or not isinstance(optimizer, dict):
         return ""
@@ -498,7 +499,7 @@ def _with_origin(config: RunConfig, origin: Origin) -> RunConfig:
 
 
 def _in_our_words(error: ValidationError, values: TomlTable, origin: Origin) -> ConfigError:
-    """Turn pydantic's first complaint into one line that names key, value and origin."""
+    """Turns pydantic's first complaint into one line that names key, value and origin."""
     first, *others = error.errors(include_url=False)
     if (
         first["type"] == "value_error" and "ctx" in first
@@ -526,9 +527,9 @@ def _in_our_words(error: ValidationError, values: TomlTable, origin: Origin) -> 
 
 
 def _locate(loc: tuple[int | str, ...], values: TomlTable) -> tuple[str, str, Any]:
-    """Return (dotted key, place inside its list of tables or "", value) at a pydantic location.
+    """Returns (dotted key, place inside its list of tables or "", value) at a pydantic location.
 
-    A location holds tags of unions and indices of other lists as well, which are passed over.
+    A location also holds tags of unions and indices of other lists, which are skipped.
     """
     path: list[str] = []
     inside = ""
@@ -543,7 +544,7 @@ def _locate(loc: tuple[int | str, ...], values: TomlTable) -> tuple[str, str, An
         elif isinstance(value, list) and isinstance(part, int) and isinstance(value[part], dict):
             inside = f"[{part}]"
             value = value[part]
-        elif inside and isinstance(value, dict):  # a key that is missing
+        elif inside and isinstance(value, dict):  # a missing key
             inside += f".{part}"
     return ".".join(path), inside, value
 
@@ -559,10 +560,10 @@ def _refused(key: str, value: Any, where: str, *expected: str, inside: str = "")
 
 
 def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
-    """Refuse an unknown key, and name the one that may have been meant.
+    """Returns the error for an unknown key, with the one that may have been meant.
 
-    That is another class of this section that has such a key, else the nearest of `names`, else
-    the sections that have one of that name: `--set steps=3` wants train.steps.
+    This is the key in another class of the section, or else the nearest of `names`, or else the
+    same name in other sections: `--set steps=3` means train.steps.
     """
     *section, name = path
     known = usual(name)
@@ -586,14 +587,14 @@ def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
         meant = dict.fromkeys(f"{other}.{known}" for other, _ in owners)
         hint = f", did you mean {' or '.join(meant)}?"
     there = f"[{'.'.join(section)}]" if section else "sections"
-    if len(names) > MOST_NAMED:  # those that are most like it
+    if len(names) > MOST_NAMED:  # the most similar ones
         names = [*difflib.get_close_matches(name, names, MOST_NAMED, 0.0), "..."]
     found = f"{there}: {', '.join(names)}"
     return ConfigError(f"unknown key {key} (from {where}){hint}", found=found)
 
 
 def settings_called(name: str) -> list[str]:
-    """Return the dotted keys of the settings that a flag of this name may mean: --seed, say."""
+    """Returns the dotted keys of the settings that a flag of this name, e.g. --seed, may mean."""
     *section, last = name.lstrip("-").replace("-", "_").split(".")
     keys = {
         f"{owner}.{setting}": None
@@ -632,13 +633,13 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
         pairs = (f"{_toml_key(name)} = {_toml_value(inner)}" for name, inner in value.items())
         return f"{{{', '.join(pairs)}}}"
-    # JSON and TOML write numbers, booleans and strings alike, but for the one control character
-    # that JSON leaves alone.
+    # JSON and TOML write numbers, booleans and strings alike, except for one control character that
+    # JSON does not escape.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _schema_for_toml(node: Any) -> Any:
-    """Adapt pydantic's schema to what this file accepts.
+    """Adapts pydantic's schema to what this file accepts.
 
     Null is "none", a section without `name` may be any of its classes, and the defaults of whole
     sections are left out.

@@ -1,10 +1,10 @@
-"""Suggests the names that a mistyped one may stand for."""
+"""Suggests names for a mistyped one."""
 
 import difflib
 import re
 from collections.abc import Iterable
 
-# What other trainers call it, without the characters that do not count.
+# Names in other trainers (without the characters that do not count) -> ours.
 USUAL = {
     "dp": "data",
     "tp": "tensor",
@@ -42,12 +42,12 @@ USUAL = {
 
 
 def usual(word: str) -> str:
-    """Returns what is called `word` elsewhere, by its name here; else the word itself."""
+    """Returns our name for what is called `word` elsewhere, or else the word itself."""
     return USUAL.get(_plain(word[:200]), word)
 
 
 def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str:
-    """Returns the name that `word` may stand for; "" where none is near.
+    """Returns the known name nearest to `word`; "" if none is near.
 
     Capitals, `-`, `_`, `.` and spaces do not count: 1F1B is 1f1b, and best-fit is best_fit.
     """
@@ -60,7 +60,7 @@ def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ", did you mean NAME?" to stand behind an error's words, or nothing."""
+    """Returns ", did you mean NAME?" to append to an error's words, or nothing."""
     near = nearest(word, known)
     return f", did you mean {near}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""Settings that pydantic refuses, said in one line."""
+"""Puts pydantic's refusal of a setting into one line."""
 
 from collections.abc import Collection
 from typing import Any
@@ -11,13 +11,13 @@ from spmdtrain.config.near import did_you_mean
 
 
 def refusal_in_python(kind: str, fields: Collection[str], error: ValidationError) -> ConfigError:
-    """Say the first thing that is wrong with the keywords of a class of settings.
+    """Returns the error for the first wrong keyword of a class of settings.
 
-    `kind` is the name of the class, `fields` are those that it has.
+    `kind` is the name of the class, and `fields` are those that it has.
     """
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
-    if first["type"] == "value_error" and cause is not None:  # of the schema's own checks
+    if first["type"] == "value_error" and cause is not None:  # from the schema's own checks
         return ConfigError(str(cause))
     where = [str(part) for part in first["loc"]]
     if where[:1] in (["model"], ["optimizer"]) and len(where) > 2:
@@ -37,7 +37,7 @@ def refusal_in_python(kind: str, fields: Collection[str], error: ValidationError
 
 
 def expectation(error: Any) -> str:
-    """Say what pydantic wanted, in words of TOML."""
+    """Says what pydantic expected, in words of TOML."""
     words = {
         "int": "an integer",
         "float": "a number",

@@ -1,7 +1,6 @@
-"""The files of a run directory, read with care: a kill may have cut them, a stranger made them.
+"""Reads the files of a run directory with care: a kill may have cut them, a stranger made them.
 
-They are written by the run (running/), and read by whoever asks about it: a resumed run, commands,
-the planner.
+The run (running/) writes them; a resumed run, commands and the planner read them.
 """
 
 import json
@@ -13,9 +12,9 @@ from spmdtrain.config.errors import CheckpointError
 
 
 class RunFiles:
-    """The files of the run in `directory`, each read when it is asked for.
+    """The files of the run in `directory`, each read when it is needed.
 
-    Raises CheckpointError where one is missing or is not what a run writes.
+    Raises CheckpointError if one is missing or is not what a run writes.
     """
 
     def __init__(self, directory: str | Path):
@@ -33,12 +32,12 @@ class RunFiles:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A line for each step and each evaluation: metrics.jsonl."""
+        """The figures of each step and each evaluation: metrics.jsonl."""
         return self._lines("metrics.jsonl")
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What happened, oldest first: events.jsonl."""
+        """The events, oldest first: events.jsonl."""
         return self._lines("events.jsonl")
 
     def _document(self, name: str) -> Any:
@@ -49,7 +48,7 @@ class RunFiles:
             raise self._is_none(name, f": {_cause(error)}") from None
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        """The objects of a file of JSON lines; the last one may have been cut by a kill."""
+        """Returns the objects of a file of JSON lines; a kill may have cut the last one."""
         found = []
         lines = self._text(name).splitlines()
         for number, line in enumerate(lines, 1):
@@ -70,7 +69,7 @@ class RunFiles:
             is_file = stat.S_ISREG(path.stat().st_mode)
             if is_file:  # a pipe would keep its reader waiting
                 return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an impossible path
             raise self._is_none(name, f": {_cause(error)}") from None
         raise self._is_none(name, " is no regular file")
 

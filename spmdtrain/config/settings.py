@@ -1,4 +1,4 @@
-"""What a section of settings is made of: its base class, and the kinds of its values."""
+"""The base class of all sections of settings, and the kinds of their values."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def _in_float32(value: float) -> float:
-    """Refuse what would become 0 or infinite on devices, which compute in float32."""
+    """Refuses values that would become 0 or infinite on devices, which compute in float32."""
     if value and not 1.2e-38 <= value <= 3.4e38:
         raise PydanticCustomError("float32_range", "in the range of float32, 1.2e-38 to 3.4e38")
     return value
@@ -30,10 +30,10 @@ def _in_float32(value: float) -> float:
 Positive = Annotated[PositiveFloat, AfterValidator(_in_float32)]
 NonNegative = Annotated[NonNegativeFloat, AfterValidator(_in_float32)]
 Decay = Annotated[float, Field(gt=0, lt=1), AfterValidator(_in_float32)]
-# Devices count with int32, steps and elements of a dim alike.
+# Devices count in int32, both steps and elements of a dim.
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
-# TOML has lists only, hence not strict about the container; what is in it stays strict.
+# TOML has only lists, so this is not strict about the container; its elements stay strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 

@@ -1,7 +1,7 @@
-"""Reads TOML that a person names: a file that is none, or is not TOML, costs one line.
+"""Reads a TOML file that a user names; a missing or malformed file gives a one-line error.
 
-Python's reader goes down one call for each bracket and takes the square of a key's length, so both
-are bounded before it starts.
+Python's reader recurses once per bracket and takes time quadratic in a key's length, so both are
+bounded before it starts.
 """
 
 import re
@@ -20,14 +20,14 @@ STRING_OR_COMMENT = re.compile(
     r'"""(?:\\.|[^\\])*?"""|' + r"'''.*?'''|" + r'"(?:\\.|[^"\\\n])*"|' + r"'[^'\n]*'|#[^\n]*",
     re.S,
 )
-# Possessive: what has matched once is not tried again, letter by letter.
+# Possessive: a match is never tried again letter by letter.
 LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:\s*+\.\s*+[\w-]++){{{DEEPEST},}}")
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Returns the table of a TOML file. `what` names it in errors: "config file x.toml", say.
+    """Returns the table of a TOML file. `what` names it in errors, e.g. "config file x.toml".
 
-    Raises ConfigError for a file that cannot be read, and one that is not TOML.
+    Raises ConfigError for a file that cannot be read or is not TOML.
     """
     try:
         content = read_named(path)
@@ -42,13 +42,13 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
     try:
-        return parse_toml(content.decode("utf-8-sig"))  # with a mark, as Windows writes it
-    except ValueError as error:  # also what is not UTF-8, and a number of 5,000 digits
+        return parse_toml(content.decode("utf-8-sig"))  # with Windows' byte order mark
+    except ValueError as error:  # also for text that is not UTF-8, and a number of 5,000 digits
         raise ConfigError(f"{what} is not TOML: {error}") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Returns the table of a text. Raises ValueError where it is not TOML, or too deep."""
+    """Returns the table of a text. Raises ValueError if it is not TOML, or too deep."""
     bare = STRING_OR_COMMENT.sub("s", text)
     if LONG_KEY.search(bare):
         raise ValueError(f"a key of more than {DEEPEST} parts")

@@ -1,12 +1,11 @@
 """Every setting of a run: typed, frozen, each with its unit and meaning.
 
-A file for each section, named as in TOML: train.py has [train]; [rules] is in mesh.py. run.py has
-`RunConfig`, all sections together. A class checks what can be known from its own section,
-`RunConfig` what can be known from several sections together. What depends on the machine (devices,
-files) is checked where the config meets it. Nothing here imports jax, so that `--help` and a typo
-cost milliseconds.
+Each section has a file with its name in TOML: train.py has [train]; [rules] is in mesh.py. run.py
+has `RunConfig`, all sections together. A class checks what can be known from its own section, and
+`RunConfig` what needs several sections. What depends on the machine (devices, files) is checked
+where the config meets it. Nothing here imports jax, so `--help` and a typo cost milliseconds.
 
-Descriptions are read by people: they stand in the JSON schema and in the list of settings.
+Descriptions are read by people: they appear in the JSON schema and in the list of settings.
 """
 
 from spmdtrain.config.schema.checkpoint import CheckpointConfig

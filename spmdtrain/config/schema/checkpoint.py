@@ -1,4 +1,4 @@
-"""[checkpoint]: when a run is saved, and how many checkpoints are kept."""
+"""[checkpoint]: when a run is saved, and which checkpoints are kept."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""[data]: the corpus, its sources, and how it is cut into sequences."""
+"""[data]: the corpus, its sources, and how they are cut into sequences."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from spmdtrain.config.settings import Count, Fraction, Positive, Settings, Strin
 
 
 class MixSource(Settings):
-    """One source of a mixture: token files, which must have one tokenizer with the others."""
+    """One source of a mixture: token files. All sources must have the same tokenizer."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] = Field(
         description="letters, digits, _ and -; its losses are loss/NAME and eval_loss/NAME"

@@ -1,4 +1,4 @@
-"""[guard]: what a bad step is, and what is done about it."""
+"""[guard]: what counts as a bad step, and what is done about it."""
 
 from typing import Annotated, Literal
 
@@ -52,11 +52,11 @@ class GuardConfig(Settings):
             )
         return self
 
-    # Fields of None take their default from the policy: use these, not the fields.
+    # Fields that are None take their default from the policy: use these, not the fields.
 
     @property
     def deviations(self) -> float:
-        """Standard deviations above the mean at which a step is a spike; 0: none is."""
+        """The standard deviations above the mean at which a step is a spike; 0: never."""
         if self.sigmas is None:
             return 0.0 if self.policy == "abort" else 6.0
         return self.sigmas
@@ -68,10 +68,10 @@ class GuardConfig(Settings):
 
     @property
     def steps_judged(self) -> int:
-        """Good steps that a spike is judged by."""
+        """The number of good steps by which a spike is judged."""
         return self.window or 128
 
     @property
     def in_step(self) -> bool:
-        """True if the compiled step judges itself, and keeps the weights from before a bad step."""
+        """True if the compiled step judges itself, and keeps the old weights after a bad step."""
         return self.policy != "abort" or self.judges_spikes

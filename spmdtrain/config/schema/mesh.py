@@ -11,7 +11,7 @@ MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 class MeshConfig(Settings):
     """Devices along each mesh axis, slowest link first; their product is the device count.
 
-    1 switches an axis off. One axis may be -1: it takes all devices that are left.
+    1 switches an axis off. One axis may be -1: it takes all remaining devices.
     """
 
     pipeline: int = Field(default=1, description="layers are split into stages")
@@ -55,7 +55,7 @@ class MeshConfig(Settings):
 class RulesConfig(Settings):
     """Overrides of the sharding rules: logical axis -> mesh axes.
 
-    A new name adds a rule, for models with logical axes of their own.
+    A new name adds a rule, for models that have other logical axes.
     """
 
     parameters: dict[str, Strings] = {}

@@ -16,7 +16,7 @@ from spmdtrain.config.settings import (
 
 
 class ParameterGroup(Settings):
-    """Parameters that are trained otherwise than the rest."""
+    """Parameters that are trained differently from the rest."""
 
     match: str = Field(
         description="pattern of their paths, as `show` prints them: tokens.*, *_bias"
@@ -97,7 +97,7 @@ class AdamW(OptimizerConfig):
 
 
 class Lion(OptimizerConfig):
-    """arXiv:2302.06675: wants a third to a tenth of AdamW's learning rate."""
+    """arXiv:2302.06675: needs a third to a tenth of AdamW's learning rate."""
 
     moments: ClassVar[int] = 1
 
@@ -122,7 +122,7 @@ class Adafactor(OptimizerConfig):
 
 
 class Lamb(OptimizerConfig):
-    """arXiv:1904.00962, for large batches: AdamW, whose update of a matrix is as long as it."""
+    """arXiv:1904.00962, for large batches: AdamW, each update scaled to the norm of its matrix."""
 
     moments: ClassVar[int] = 2
 
@@ -135,7 +135,7 @@ class Lamb(OptimizerConfig):
 class Muon(OptimizerConfig):
     """Orthogonalised momentum for the matrices of layers, AdamW for tables, norms and biases.
 
-    Updates of both are of one size (arXiv:2502.16982), so AdamW's learning rate is right for both.
+    Updates of both have the same size (arXiv:2502.16982), so AdamW's learning rate suits both.
     """
 
     moments: ClassVar[int] = 1  # of the matrices
@@ -148,10 +148,10 @@ class Muon(OptimizerConfig):
 
 
 class ScheduleFreeAdamW(OptimizerConfig):
-    """arXiv:2405.15682: AdamW whose weights are an average, in the place of a falling rate.
+    """arXiv:2405.15682: AdamW whose weights are an average, instead of a falling rate.
 
-    Evaluations, samples and checkpoints have the average. The training loss is that of a point near
-    it, where gradients are taken. A warm-up is needed as with AdamW; the rate stays constant.
+    Evaluations, samples and checkpoints use the average. The training loss is that of a point near
+    it, where gradients are taken. As with AdamW a warm-up is needed; the rate stays constant.
     """
 
     moments: ClassVar[int] = 2

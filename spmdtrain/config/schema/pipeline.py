@@ -11,7 +11,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class PipelineConfig(Settings):
-    """The order of the stages' work. Read only where mesh.pipeline gives several stages."""
+    """The order of the stages' work. Read only if mesh.pipeline gives several stages."""
 
     schedule: str = Field(
         default="1f1b",

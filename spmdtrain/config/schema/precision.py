@@ -57,5 +57,5 @@ class PrecisionConfig(Settings):
 
     @property
     def steps_per_loss_scale(self) -> int:
-        """Steps without an overflow after which the scale doubles."""
+        """The steps without an overflow after which the scale doubles."""
         return self.loss_scale_steps or 2000

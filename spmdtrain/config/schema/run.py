@@ -58,7 +58,7 @@ class RunConfig(Settings):
 
     @property
     def origin(self) -> dict[str, str]:
-        """Maps dotted keys to the origin of their values: a file name, or `--set`.
+        """The origin of each value by dotted key: a file name, or `--set`.
 
         A key that is absent has its default.
         """
@@ -66,30 +66,30 @@ class RunConfig(Settings):
 
     @property
     def notes(self) -> list[str]:
-        """Lists what loading changed; a run reports it."""
+        """The changes made while loading, which a run reports."""
         return self._notes
 
     @property
     def vocab(self) -> int:
-        """`model.vocab`, which must be set: by the config, or by `with_vocab`."""
+        """The value of `model.vocab`, which the config or `with_vocab` must have set."""
         if self.model.vocab is None:
             raise ValueError("model.vocab is not set yet; config.with_vocab(...)")
         return self.model.vocab
 
     @property
     def judges_steps(self) -> bool:
-        """True if the compiled step judges itself: after a bad one the weights are as before."""
+        """True if the compiled step judges itself: a bad one leaves the weights unchanged."""
         return self.guard.in_step or self.precision.compute == "float16"
 
     def with_vocab(self, vocab: int) -> "RunConfig":
-        """Return the same run with `model.vocab` set, as the tokenizer says."""
+        """Returns the same run with `model.vocab` set to the tokenizer's size."""
         vocab = as_whole(vocab, "vocab", 1, 2**31 - 1)
         return self.model_copy(update={"model": self.model.model_copy(update={"vocab": vocab})})
 
     def with_steps(self, steps: int) -> "RunConfig":
-        """Return the same run with `train.steps` in the place of `train.epochs`.
+        """Returns the same run with `train.steps` instead of `train.epochs`.
 
-        Raises ValueError where other settings speak of steps that there are not.
+        Raises ValueError if other settings name steps beyond the last.
         """
         train = self.train.model_copy(update={"steps": steps, "epochs": None})
         counted = self.model_copy(update={"train": train})
@@ -102,13 +102,13 @@ class RunConfig(Settings):
 
     @property
     def eval_windows(self) -> int | None:
-        """The windows of each validation split that an evaluation takes; None: all of them."""
+        """The number of windows of each validation split in an evaluation; None: all of them."""
         batches = self.eval.batches
         return None if batches is None else batches * self.train.global_batch
 
     @property
     def max_length(self) -> int:
-        """The longest sequence that the model takes: `model.max_length`, or that of training."""
+        """The longest sequence that the model accepts: `model.max_length`, or that of training."""
         return self.model.max_length or self.train.sequence_length
 
     @model_validator(mode="after")
@@ -147,7 +147,7 @@ class RunConfig(Settings):
         return self
 
     def _check_steps(self) -> None:
-        """Refuses what does not fit into `train.steps`."""
+        """Refuses settings that do not fit into `train.steps`."""
         warmup = self.optimizer.warmup
         if warmup > self.train.steps:
             raise ValueError(
@@ -159,5 +159,5 @@ class RunConfig(Settings):
 
 
 def check_config(config: Any) -> None:
-    """Raise ConfigError where a caller gives something else for the settings of a run."""
+    """Raises ConfigError if a caller passes something other than the settings of a run."""
     check_kind(config, RunConfig, "config", "st.load(FILE) or st.RunConfig(...)")

@@ -6,7 +6,7 @@ from pydantic import Field, model_serializer, model_validator
 
 from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings
 
-SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would be another one's double
+SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would collide with a smaller one
 
 
 class TrainConfig(Settings):
