@@ -106,12 +106,12 @@ def test_the_later_source_says_the_length_and_one_says_it_once(tmp_path):
     assert load(base, ["train.epochs=4"]).train.epochs == 4
     assert load(base, ["train.epochs=none"]).train.steps == 7
     for both in (["train.steps=3", "train.epochs=1"], ["train.epochs=1", "train.steps=3"]):
-        with pytest.raises(ConfigError, match="one length said twice; leave one of them out"):
+        with pytest.raises(ConfigError, match="give the length twice; leave one of them out"):
             load(base, both)
     over.write_text("[train]\nepochs = 2\nsteps = 5\n")
     with pytest.raises(ConfigError, match="train.epochs=2 and train.steps=5"):
         load(over)
-    with pytest.raises(ValueError, match="one length said twice"):
+    with pytest.raises(ValueError, match="give the length twice"):
         RunConfig(train={"epochs": 1.0, "steps": 5})
     config = load(base, ["train.epochs=0.3"])
     assert from_resolved(resolved(config)).train == config.train
@@ -139,7 +139,7 @@ def test_data_without_an_end_and_lengths_that_do_not_fit_are_refused():
         ConfigError, match=r"warmup=30 is longer than train.steps=10 \(train.epochs"
     ):
         counted_in_steps(warm, Data(160))
-    with pytest.raises(ConfigError, match=r"log.profile=\[11\] lies beyond train.steps=10"):
+    with pytest.raises(ConfigError, match=r"log.profile=\[11\] is beyond train.steps=10"):
         counted_in_steps(tiny("train.epochs=1", "log.profile=11"), Data(160))
 
 

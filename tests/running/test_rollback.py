@@ -136,5 +136,5 @@ def test_without_an_older_checkpoint_the_run_ends(tmp_path):
 
 
 def test_a_run_that_never_saves_has_nothing_to_go_back_to():
-    with pytest.raises(ConfigError, match="checkpoint.every=0 saves none on the way"):
+    with pytest.raises(ConfigError, match="checkpoint.every=0 saves none during the run"):
         tiny(*SETTINGS, "checkpoint.every=0")

@@ -159,7 +159,7 @@ def test_a_checkpoint_of_before_begins_with_the_first_scale():
 
 @pytest.mark.parametrize("name", ["loss_scale", "loss_scale_steps"])
 def test_a_scale_that_nothing_reads_is_refused(name):
-    said = f"precision.{name}=4096 is of float16, not of 'bfloat16'"
+    said = f"precision.{name}=4096 belongs to float16, not to 'bfloat16'"
     with pytest.raises(ConfigError, match=said):
         tiny("precision.compute=bfloat16", f"precision.{name}=4096")
 

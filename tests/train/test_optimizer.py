@@ -238,7 +238,7 @@ def test_a_group_that_cannot_be_meant_is_one_line(groups, said):
 
 
 def test_a_frozen_group_has_no_rate():
-    with pytest.raises(ValueError, match="is frozen; its rate does nothing"):
+    with pytest.raises(ValueError, match="is frozen; its rate has no effect"):
         AdamW(groups=[{"match": "*", "frozen": True, "rate": 2.0}])
 
 
@@ -329,7 +329,7 @@ def test_wsd_ends_at_the_final_rate_however_few_steps_there_are(steps):
 
 
 def test_a_share_that_no_schedule_reads_is_refused():
-    with pytest.raises(ValueError, match="decay_share is of schedule 'wsd', not of 'cosine'"):
+    with pytest.raises(ValueError, match="decay_share belongs to schedule 'wsd', not to 'cosine'"):
         AdamW(decay_share=0.3)
 
 

@@ -15,7 +15,7 @@ class MixSource(Settings):
     )
     path: str | Strings = Field(description="files or globs, .bin")
     weight: Positive = Field(
-        default=1.0, description="share of the samples, beside the others' weights"
+        default=1.0, description="share of the samples, relative to the other weights"
     )
 
 
@@ -34,18 +34,18 @@ class DataConfig(Settings):
         default=None, description="files or globs (text), .bin (tokens)"
     )
     validation_path: str | Strings | None = Field(
-        default=None, description="token files to validate on, in place of validation_fraction"
+        default=None, description="token files to validate on, instead of validation_fraction"
     )
     mix: Mix = Field(
-        default=(), description="sources of token files with weights, in place of corpus and path"
+        default=(), description="weighted sources of token files, instead of corpus and path"
     )
     tokenizer: str = Field(
         default="bytes", description="bytes | characters | a Hugging Face tokenizer.json"
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
         default=None,
-        description="of the ids in .bin files that do not say it; "
-        "by default the smallest that holds the vocabulary",
+        description="type of the ids in .bin files that do not state it; "
+        "default: the smallest that holds the vocabulary",
     )
     validation_fraction: Fraction = Field(
         default=0.1, description="tail of the token stream kept for evaluation"
@@ -53,12 +53,12 @@ class DataConfig(Settings):
     shuffle: bool = True
     packing: Literal["stream", "documents", "best_fit"] = Field(
         default="stream",
-        description="stream: attend across document ends | "
-        "documents: segments, positions reset, no loss across | "
-        "best_fit: the same, and no document is cut that fits into a sequence; the rest is padding",
+        description="stream: attend across document ends | documents: segments, positions reset, "
+        "no loss across | best_fit: the same, and documents that fit into a sequence are not cut; "
+        "the rest is padding",
     )
     read_ahead: Count = Field(
-        default=4, description="batches made ahead of the step, which a disk may then keep waiting"
+        default=4, description="batches made ahead of the step, to bridge delays of a disk"
     )
 
     @model_validator(mode="before")
@@ -81,12 +81,12 @@ class DataConfig(Settings):
             )
         if self.dtype and self.corpus != "tokens":
             raise ValueError(
-                f"data.dtype={self.dtype!r} is that of token files, with data.corpus='tokens'"
+                f"data.dtype={self.dtype!r} is for token files only; set data.corpus='tokens'"
             )
         if self.validation_path and (self.corpus != "tokens" or self.mix):
             raise ValueError(
-                f"data.validation_path={self.validation_path!r} is read beside data.path alone, "
-                "with data.corpus='tokens'"
+                f"data.validation_path={self.validation_path!r} needs data.path, and "
+                "data.corpus='tokens'"
             )
         return self
 
@@ -94,12 +94,12 @@ class DataConfig(Settings):
         if self.corpus != "tokens":
             raise ValueError(
                 f"data.corpus={self.corpus!r}: data.mix has sources of token files; "
-                "set data.mix=[] to do without"
+                "set data.mix=[] to train without it"
             )
         if self.path:
             raise ValueError(
-                f"data.path={self.path!r} is not read beside data.mix; "
-                "set data.mix=[] to do without, or add it there as a source"
+                f"data.path={self.path!r} is not read if data.mix is set; "
+                "set data.mix=[], or add the path to data.mix as a source"
             )
         names = [source.name for source in self.mix]
         if len(set(names)) < len(names):

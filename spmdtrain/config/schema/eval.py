@@ -9,20 +9,20 @@ class EvalConfig(Settings):
     """The interval between evaluations, and how much of the validation split they use."""
 
     every: CountOrZero = Field(
-        default=0, description="steps between evaluations, and once at the end; 0: never"
+        default=0, description="steps between evaluations, with one more at the end; 0: never"
     )
     batches: Count | None = Field(
         default=None,
         description="validation batches of train.global_batch windows; default: the whole split",
     )
-    at_start: bool = Field(default=False, description="evaluate before the first step too")
+    at_start: bool = Field(default=False, description="also evaluate before the first step")
     patience: Count | None = Field(
         default=None,
         description="evaluations in a row without a better eval_loss after which the run stops; "
-        "default: it goes on",
+        "default: it never does",
     )
     min_delta: NonNegative = Field(
-        default=0.0, description="nats by which a better eval_loss is at least below the best one"
+        default=0.0, description="nats by which a better eval_loss must be below the best one"
     )
 
     @model_validator(mode="after")
@@ -34,6 +34,6 @@ class EvalConfig(Settings):
                 )
         if self.min_delta and not self.patience:
             raise ValueError(
-                f"eval.min_delta={self.min_delta:g} says nothing without eval.patience"
+                f"eval.min_delta={self.min_delta:g} has no effect without eval.patience"
             )
         return self

@@ -13,42 +13,43 @@ class GuardConfig(Settings):
     policy: Literal["abort", "skip", "rollback"] = Field(
         default="abort",
         description="abort: the run ends with exit code 9, before it saves | "
-        "skip: weights and optimizer state stay as they are, and the next batch follows | "
-        "rollback: skip, and after most_skipped go back to the last good checkpoint, and leave out "
+        "skip: weights and optimizer state do not change, and the next batch follows | "
+        "rollback: skip, and after most_skipped go back to the last good checkpoint, leaving out "
         "the samples since then",
     )
     grad_norm: Positive | None = Field(
         default=None,
-        description="a larger gradient norm, before clipping, is too large; none: any finite one "
-        "will do",
+        description="largest gradient norm, before clipping, of a good step; none: any finite norm "
+        "is good",
     )
     sigmas: NonNegative | None = Field(
         default=None,
-        description="a loss or gradient norm so many standard deviations above the mean of the "
-        "last good steps is too large; 0: none is; default: 6 (skip, rollback), 0 (abort)",
+        description="a loss or gradient norm is too large above mean + sigmas standard deviations "
+        "of the last good steps; 0: switched off; default: 6 (skip, rollback), 0 (abort)",
     )
     window: Annotated[int, Field(ge=2, lt=2**20)] | None = Field(
         default=None,
-        description="the last good steps that sigmas counts from; half of them must be there; "
-        "default: 128",
+        description="number of last good steps from which sigmas counts, once half of them have "
+        "been taken; default: 128",
     )
     replica_check: CountOrZero = Field(
         default=0,
         description="steps between comparisons of the copies of weights and optimizer state that "
-        "several devices hold, and before each save; one whose bits differ is named, and the run "
-        "ends with exit code 11; 0: never",
+        "several devices hold, and also before each save; a device whose bits differ is named, and "
+        "the run ends with exit code 11; 0: never",
     )
     most_skipped: Count = Field(
         default=10,
-        description="steps skipped one after the other; at one more the run aborts (skip) or goes "
-        "back (rollback)",
+        description="consecutive steps that may be skipped; at one more the run aborts (skip) or "
+        "goes back (rollback)",
     )
 
     @model_validator(mode="after")
     def _check(self):
         if self.window is not None and not self.judges_spikes:
             raise ValueError(
-                f"guard.window={self.window} is of guard.sigmas, which is 0; set guard.sigmas=6"
+                f"guard.window={self.window} has no effect while guard.sigmas is 0; "
+                "set guard.sigmas=6"
             )
         return self
 

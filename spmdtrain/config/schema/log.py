@@ -17,6 +17,6 @@ class LogConfig(Settings):
     profile: Steps = Field(default=(), description="steps traced by the profiler into RUN/profile")
     sinks: Sinks = Field(
         default=(),
-        description="where figures go beside metrics.jsonl: "
+        description="where figures go, in addition to metrics.jsonl: "
         "tensorboard (RUN/tensorboard), wandb (RUN/wandb)",
     )

@@ -17,20 +17,22 @@ class MeshConfig(Settings):
     pipeline: int = Field(default=1, description="layers are split into stages")
     data: int = Field(default=1, description="batch is split, parameters are copied")
     fsdp: int = Field(default=1, description="batch is split, parameters are split too (ZeRO-3)")
-    expert: int = Field(default=1, description="batch is split; experts of a mixture are spread")
+    expert: int = Field(
+        default=1, description="batch is split; experts of a mixture are distributed"
+    )
     context: int = Field(default=1, description="sequence is split")
     tensor: int = Field(
-        default=1, description="heads, ffn and vocabulary are split; wants the fastest links"
+        default=1, description="heads, ffn and vocabulary are split; needs the fastest links"
     )
     collective_matmul: bool = Field(
         default=False,
-        description="matmuls over tensor run in pieces, beside the tokens that they gather or "
-        "scatter; wants rules.activations.stream_time = context,tensor",
+        description="overlap each matmul over tensor with the gather or scatter of its tokens; "
+        "needs rules.activations.stream_time = context,tensor",
     )
     elastic: bool = Field(
         default=True,
-        description="a run that is resumed on another number of devices takes other sizes of data "
-        "and fsdp; global batch and order of the samples stay",
+        description="a run resumed on another number of devices may change the sizes of data and "
+        "fsdp; global batch and order of the samples stay the same",
     )
 
     @model_validator(mode="after")

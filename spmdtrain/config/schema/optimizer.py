@@ -18,12 +18,10 @@ from spmdtrain.config.settings import (
 class ParameterGroup(Settings):
     """Parameters that are trained differently from the rest."""
 
-    match: str = Field(
-        description="pattern of their paths, as `show` prints them: tokens.*, *_bias"
-    )
-    rate: Positive = Field(default=1.0, description="times the learning rate")
+    match: str = Field(description="pattern of their paths, as printed by `show`: tokens.*, *_bias")
+    rate: Positive = Field(default=1.0, description="factor of the learning rate")
     weight_decay: NonNegative | None = Field(
-        default=None, description="of their matrices; default: optimizer.weight_decay"
+        default=None, description="weight decay of their matrices; default: optimizer.weight_decay"
     )
     frozen: bool = Field(
         default=False, description="not trained at all: no update, no optimizer state"
@@ -32,7 +30,7 @@ class ParameterGroup(Settings):
     @model_validator(mode="after")
     def _check(self):
         if self.frozen and (self.rate != 1 or self.weight_decay is not None):
-            raise ValueError(f"optimizer.groups: {self.match!r} is frozen; its rate does nothing")
+            raise ValueError(f"optimizer.groups: {self.match!r} is frozen; its rate has no effect")
         return self
 
 
@@ -53,30 +51,30 @@ class OptimizerConfig(Settings):
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     warmup: CountOrZero = Field(default=0, description="steps from 0 to learning_rate")
     final_learning_rate: NonNegative = Field(
-        default=0.0, description="at the last step (cosine, linear, wsd)"
+        default=0.0, description="learning rate at the last step (cosine, linear, wsd)"
     )
     decay_share: Share | None = Field(
-        default=None, description="share of the steps in which wsd falls; default: 0.2"
+        default=None, description="share of the steps in which wsd decays; default: 0.2"
     )
     weight_decay: NonNegative = Field(
         default=0.0,
-        description="on tensors of two and more dims (one layer's), not on norms and biases",
+        description="of tensors with two or more dims (per layer), not of norms and biases",
     )
     ema: Decay | None = Field(
         default=None,
-        description="decay of an exponential moving average of the weights, which is kept beside "
-        "them: a weight counts half after 0.69 / (1 - ema) steps (0.999: 693); none: no average",
+        description="decay of an exponential moving average of the weights, which is kept with "
+        "them; it has a half-life of 0.69 / (1 - ema) steps (0.999: 693); none: no average",
     )
     groups: Groups = Field(
         default=(),
-        description="parameters that are trained otherwise; the first that matches counts",
+        description="parameters that are trained differently; the first match counts",
     )
 
     @model_validator(mode="after")
     def _check(self):
         if self.decay_share is not None and self.schedule != "wsd":
             raise ValueError(
-                f"optimizer.decay_share is of schedule 'wsd', not of {self.schedule!r}; "
+                f"optimizer.decay_share belongs to schedule 'wsd', not to {self.schedule!r}; "
                 "set optimizer.schedule='wsd'"
             )
         return self
@@ -116,7 +114,7 @@ class Adafactor(OptimizerConfig):
 
     name: Literal["adafactor"] = "adafactor"
     decay_rate: Fraction = Field(
-        default=0.8, description="after n steps an older square counts 1 - n^-decay_rate"
+        default=0.8, description="at step n the older squares have weight 1 - n^-decay_rate"
     )
     clip_update: Positive = Field(default=1.0, description="largest root mean square of an update")
 
@@ -159,11 +157,11 @@ class ScheduleFreeAdamW(OptimizerConfig):
 
     name: Literal["schedule_free_adamw"] = "schedule_free_adamw"
     schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        default="constant", description="constant: the average takes the place of a fall"
+        default="constant", description="constant: the average replaces a decay"
     )
     beta1: Fraction = Field(
         default=0.9,
-        description="gradients are taken so far from the newest point (0) to the average (1)",
+        description="where gradients are taken, from the newest point (0) to the average (1)",
     )
     beta2: Fraction = 0.999
     epsilon: Positive = 1e-8
@@ -172,8 +170,8 @@ class ScheduleFreeAdamW(OptimizerConfig):
     def _stays_constant(self):
         if self.schedule != "constant":
             raise ValueError(
-                f"optimizer.schedule={self.schedule!r}: the average of schedule_free_adamw takes "
-                "the place of a falling rate; set optimizer.schedule='constant'"
+                f"optimizer.schedule={self.schedule!r}: the average of schedule_free_adamw "
+                "replaces a falling rate; set optimizer.schedule='constant'"
             )
         return self
 

@@ -16,11 +16,11 @@ class PipelineConfig(Settings):
     schedule: str = Field(
         default="1f1b",
         description="gpipe | 1f1b | interleaved | zero_bubble | "
-        "a .json or .csv file, as `spmdtrain schedule` writes",
+        "a .json or .csv file, as written by `spmdtrain schedule`",
     )
     chunks: Count = Field(
         default=1,
-        description="runs of layers per stage, each a 1 / chunks of its layers "
+        description="runs of layers per stage, each with 1 / chunks of the stage's layers "
         "(interleaved, zero_bubble)",
     )
 

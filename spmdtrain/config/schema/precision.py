@@ -14,24 +14,27 @@ class PrecisionConfig(Settings):
 
     compute: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="matmuls and activations; float32 is exact: no TF32; float16 scales the loss",
+        description="dtype of matmuls and activations; float32 is exact: no TF32; float16 scales "
+        "the loss",
     )
-    params: Float = Field(default="float32", description="master weights and optimizer state")
+    params: Float = Field(
+        default="float32", description="dtype of master weights and optimizer state"
+    )
     frozen: Float | None = Field(
-        default=None, description="weights that are not trained, at rest; default: params"
+        default=None, description="dtype of weights that are not trained, at rest; default: params"
     )
     accumulate: Float = Field(
-        default="float32", description="gradients over microbatches and across devices"
+        default="float32", description="dtype of gradients over microbatches and across devices"
     )
     loss_scale: Annotated[float, Field(ge=1, le=2**32)] | None = Field(
         default=None,
-        description="of float16: what the loss is first multiplied by for the backward pass; it "
-        "halves where a gradient overflows, and that step changes no weight; default: 65536",
+        description="float16 only: first factor of the loss for the backward pass; it halves when "
+        "a gradient overflows, and that step changes no weight; default: 65536",
     )
     loss_scale_steps: Count | None = Field(
         default=None,
-        description="of float16: steps without an overflow, one after the other, after which the "
-        "scale doubles; default: 2000",
+        description="float16 only: consecutive steps without an overflow after which the scale "
+        "doubles; default: 2000",
     )
 
     @model_validator(mode="after")
@@ -40,7 +43,7 @@ class PrecisionConfig(Settings):
             value = getattr(self, name)
             if value is not None and self.compute != "float16":
                 raise ValueError(
-                    f"precision.{name}={value:g} is of float16, not of {self.compute!r}; "
+                    f"precision.{name}={value:g} belongs to float16, not to {self.compute!r}; "
                     "set precision.compute='float16'"
                 )
         return self

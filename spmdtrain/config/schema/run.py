@@ -126,13 +126,13 @@ class RunConfig(Settings):
             )
         if self.guard.policy == "rollback" and self.checkpoint.every == 0:
             raise ValueError(
-                "guard.policy='rollback' goes back to a checkpoint, and checkpoint.every=0 saves "
-                "none on the way; set checkpoint.every='auto'"
+                "guard.policy='rollback' goes back to a checkpoint, but checkpoint.every=0 saves "
+                "none during the run; set checkpoint.every='auto'"
             )
         if (self.checkpoint.keep == "best" or self.checkpoint.keep_best) and not self.eval.every:
             raise ValueError(
                 "the best checkpoints are those with the lowest eval_loss, and eval.every=0 "
-                "evaluates never; set eval.every=100"
+                "never evaluates; set eval.every=100"
             )
         if self.train.epochs is None:
             self._check_steps()
@@ -155,7 +155,7 @@ class RunConfig(Settings):
             )
         late = [step for step in self.log.profile if step > self.train.steps]
         if late:
-            raise ValueError(f"log.profile={late} lies beyond train.steps={self.train.steps}")
+            raise ValueError(f"log.profile={late} is beyond train.steps={self.train.steps}")
 
 
 def check_config(config: Any) -> None:

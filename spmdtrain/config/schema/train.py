@@ -13,21 +13,21 @@ class TrainConfig(Settings):
     """The length of training, the size of a batch, the loss, and what saves memory."""
 
     steps: Count = Field(
-        default=1000, description="optimizer steps in all; raising it and resuming goes on"
+        default=1000, description="optimizer steps in total; raise it and resume to train on"
     )
     epochs: Positive | None = Field(
         default=None,
-        description="takes the place of train.steps: as many as read the training data so often, "
-        "rounded up; not for mixtures",
+        description="replaces train.steps: the number of passes over the training data, rounded "
+        "up to whole steps; not for mixtures",
     )
-    global_batch: Count = Field(default=16, description="sequences per step over all devices")
+    global_batch: Count = Field(default=16, description="sequences per step, over all devices")
     microbatch: Count | None = Field(
         default=None,
         description="sequences per batch shard at once; default: all of them, i.e. no accumulation",
     )
     sequence_length: Count = Field(default=128, description="tokens per sequence")
     seed: int = Field(
-        default=0, ge=0, lt=SEEDS, description="of initialisation, data order and dropout"
+        default=0, ge=0, lt=SEEDS, description="seed of initialisation, data order and dropout"
     )
     remat: Literal["none", "dots", "full"] = Field(
         default="none",
@@ -35,11 +35,12 @@ class TrainConfig(Settings):
         "nothing | all but matmuls and attention | whole layers",
     )
     zero: Literal[0, 1] = Field(
-        default=0, description="1: gradients and optimizer state split over data (ZeRO-1)"
+        default=0, description="1: gradients and optimizer state are split over data (ZeRO-1)"
     )
     label_smoothing: Fraction = Field(
         default=0.0,
-        description="share of the target probability that lies evenly on the whole vocabulary",
+        description="share of the target probability that is spread evenly over the whole "
+        "vocabulary",
     )
     z_loss: NonNegative = Field(
         default=0.0,
@@ -49,15 +50,15 @@ class TrainConfig(Settings):
         default=1.0, description="largest global gradient norm; none: no clipping"
     )
     init_from: str | None = Field(
-        default=None, description="run directory whose newest weights start this run"
+        default=None, description="run directory whose newest weights this run starts from"
     )
 
     @model_validator(mode="after")
     def _check(self):
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError(
-                f"train.epochs={self.epochs:g} and train.steps={self.steps} are one "
-                "length said twice; leave one of them out"
+                f"train.epochs={self.epochs:g} and train.steps={self.steps} give the "
+                "length twice; leave one of them out"
             )
         return self
 
