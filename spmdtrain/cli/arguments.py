@@ -7,6 +7,7 @@ from typing import Any
 from spmdtrain.cli import doctor, launching, running
 from spmdtrain.cli.data import add_data, add_tokenizer
 from spmdtrain.cli.planning_arguments import add_calibrate, add_estimate, add_plan, add_schedule
+from spmdtrain.cli.prompts import TALK
 from spmdtrain.cli.shared_arguments import (
     add_config,
     add_devices,
@@ -205,9 +206,12 @@ def _add_sample(commands) -> None:
     )
     sample.add_argument(
         "--chat",
+        nargs="?",
+        const=TALK,
         type=typed,
         metavar="TEXT",
-        help="ask a run that was trained on conversations, in its template; print the answer",
+        help="ask a run that was trained on conversations, in its template; print the answer; "
+        "without TEXT, hold a conversation: a question on each line until the input ends",
     )
     sample.add_argument(
         "--parse-special",

@@ -7,7 +7,7 @@ from spmdtrain.cli.shared_arguments import (
     positive_int,
     unescaped,
 )
-from spmdtrain.config import DONE
+from spmdtrain.config import DONE, ConfigError
 from spmdtrain.processes import signals
 
 
@@ -35,12 +35,31 @@ def add_data(commands) -> None:
     prepare.add_argument(
         "--chat",
         action="store_true",
-        help="documents are lists of messages with role and content; only the answers have a loss",
+        help="documents are conversations (messages, ShareGPT, or prompt and completion); only "
+        "the answers have a loss",
+    )
+    prepare.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template for conversations (default: the one in the tokenizer's folder)",
+    )
+    prepare.add_argument(
+        "--chat-set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set a variable of the Jinja template, e.g. enable_thinking=false; may be repeated",
     )
     prepare.add_argument(
         "--template",
         type=unescaped,
-        help="how a message is written, with {role} and {content} (default: ChatML)",
+        help="how a message is written, with {role} and {content}, instead of by a Jinja template "
+        "(default without one: ChatML)",
+    )
+    prepare.add_argument(
+        "--last-answer-only",
+        action="store_true",
+        help="learn only the last answer of each conversation and drop what follows it",
     )
     prepare.add_argument(
         "--parse-special",
@@ -93,8 +112,12 @@ def _prepare(parsed: argparse.Namespace) -> int:
     """Writes documents as token files."""
     from spmdtrain.data.prepare.prepare import Job
     from spmdtrain.data.prepare.prepare import prepare as write
-    from spmdtrain.data.tokenizers.chat import CHATML
 
+    of_chats = ("template", "chat_template", "chat_set", "last_answer_only")
+    given = [name for name in of_chats if getattr(parsed, name)]
+    if given and not parsed.chat:
+        option = f"--{given[0].replace('_', '-')}"
+        raise ConfigError(f"{option} is for conversations", fix=f"--chat {option}")
     job = Job(
         paths=parsed.paths,
         out=parsed.out,
@@ -103,7 +126,10 @@ def _prepare(parsed: argparse.Namespace) -> int:
         field=parsed.field,
         split_on=parsed.split_on,
         chat=parsed.chat,
-        template=parsed.template or CHATML,
+        template=parsed.template,
+        chat_template=parsed.chat_template,
+        variables=parsed.chat_set,
+        last_answer_only=parsed.last_answer_only,
         parse_special=parsed.parse_special,
         workers=parsed.workers,
         shard_tokens=parsed.shard_tokens,

@@ -2,25 +2,54 @@
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from spmdtrain.config import ConfigError
 from spmdtrain.config.named_file import read_named
 
+# In the place of the text of --chat: a conversation whose questions are lines of standard input.
+TALK = object()
+MARK = "> "  # on a terminal, where a question is typed
+
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
 
 def read_prompts(parsed: argparse.Namespace) -> list[Prompt]:
     """Returns the prompts. Raises ConfigError if there are none, or for exclusive options."""
-    given = [name for name in ("prompt", "prompts", "chat") if getattr(parsed, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"--{given[0]} and --{given[1]} cannot go together", fix="one of them")
+    check_alone(parsed)
     if parsed.chat is not None:
         return [[{"role": "user", "content": parsed.chat}]]
     if parsed.prompts is None:
         return ["\n" if parsed.prompt is None else parsed.prompt]
     return _of_file(parsed.prompts)
+
+
+def check_alone(parsed: argparse.Namespace) -> None:
+    """Raises ConfigError if options that exclude each other are given."""
+    given = [name for name in ("prompt", "prompts", "chat") if getattr(parsed, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"--{given[0]} and --{given[1]} cannot go together", fix="one of them")
+
+
+def questions() -> Iterator[str]:
+    """Yields the lines of standard input until it ends; empty ones are left out."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print(MARK, end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError:
+            raise ConfigError("a question is not UTF-8 text") from None
+        if not line:
+            break
+        if line.strip():
+            yield line.rstrip("\n")
+    if is_terminal:
+        print(file=sys.stderr)
 
 
 def as_json(prompt: Prompt, text: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from spmdtrain.cli.devices import start_jax
 from spmdtrain.cli.outputs import write_picture
-from spmdtrain.cli.prompts import as_json, read_prompts
+from spmdtrain.cli.prompts import TALK, as_json, check_alone, questions, read_prompts
 from spmdtrain.config import DONE, PREEMPTED, ConfigError, UserError, load, to_toml
 from spmdtrain.processes import pulse
 from spmdtrain.processes.scheduler import is_first
@@ -116,6 +116,8 @@ def show(parsed: argparse.Namespace) -> int:
 
 def sample(parsed: argparse.Namespace) -> int:
     """Prints text that a trained run generates."""
+    if parsed.chat is TALK:
+        return _talk(parsed)
     prompts = read_prompts(parsed)
     with _waiting(parsed, f"reading {parsed.run} and generating"):
         from spmdtrain.inference import sample
@@ -139,6 +141,36 @@ def sample(parsed: argparse.Namespace) -> int:
             print(as_json(prompt, text))
     else:
         print("\n\n".join(texts))
+    return DONE
+
+
+def _talk(parsed: argparse.Namespace) -> int:
+    """Answers the questions on standard input, each with the whole conversation so far."""
+    check_alone(parsed)
+    with _waiting(parsed, f"reading {parsed.run}"):
+        import jax
+
+        from spmdtrain.inference import sample
+        from spmdtrain.inference.chat import Chat
+
+        if jax.process_count() > 1:
+            raise ConfigError("several processes have several inputs", fix='--chat "TEXT"')
+        chat = Chat(
+            parsed.run,
+            parsed.length,
+            step=parsed.step,
+            choice=sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p),
+            seed=parsed.seed,
+            stop=parsed.stop,
+            overrides=parsed.set,
+            make=parsed.make,
+            ema=parsed.ema,
+        )
+    with chat:
+        for question in questions():
+            asked = [*chat.messages, {"role": "user", "content": question}]
+            text = chat.ask(question)
+            print(as_json(asked, text) if parsed.json else text, flush=True)
     return DONE
 
 

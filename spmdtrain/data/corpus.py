@@ -84,7 +84,7 @@ class Corpus:
     # [tokens] uint8, 1: counts; None: all count
     loss: np.ndarray | StoredRow | Concatenated | None = None
     end_of_text: int | None = None  # the id that ends each document, if any
-    template: str | None = None  # how a message is written, if there are conversations
+    template: str | dict | None = None  # the spec of the template, if there are conversations
     has_documents: bool = True  # whether `document_starts` are known
     validation_start: int | None = None  # first validation token, if files validate
     # The fingerprint of version 0.1 if it differs; runs of that version are recognised by it.
@@ -371,7 +371,6 @@ def _joined(
         offset + source.document_starts for offset, source in zip(offsets, sources, strict=True)
     ]
     ends = {source.end_of_text for source in sources}
-    templates = {source.template for source in sources if source.template}
 
     def united(fingerprints: Iterable[str]) -> str:
         text = " ".join(fingerprints)
@@ -389,11 +388,17 @@ def _joined(
         rows=tuple(zip(offsets, rows, strict=True)),
         loss=loss,
         end_of_text=ends.pop() if len(ends) == 1 else None,
-        template=templates.pop() if len(templates) == 1 else None,
+        template=common_template(source.template for source in sources),
         has_documents=all(source.has_documents for source in sources),
         validation_start=None if num_training is None else tokens.bounds[num_training],
         earlier_fingerprint=united(source.earlier_fingerprint for source in sources),
     )
+
+
+def common_template(templates: Iterable[str | dict | None]) -> str | dict | None:
+    """Returns the one template of sources, of which some have no conversations; None if several."""
+    found = [template for template in templates if template]
+    return found[0] if found and found.count(found[0]) == len(found) else None
 
 
 def _with_ending(pattern: str) -> str:

@@ -15,7 +15,7 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.given import as_whole, check_kind, shown
 from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
-from spmdtrain.data.corpus import Corpus, open_corpus
+from spmdtrain.data.corpus import Corpus, common_template, open_corpus
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixture import Mixture, mix
@@ -101,8 +101,8 @@ class CorpusData:
         return self.corpus.end_of_text
 
     @property
-    def template(self) -> str | None:
-        """How a message is written, if there are conversations; see tokenizers/chat.py."""
+    def template(self) -> str | dict | None:
+        """The spec of the template, if there are conversations; see chats/encode.py."""
         return self.corpus.template
 
     def train_samples(self, config: RunConfig) -> Samples:
@@ -166,10 +166,9 @@ class MixtureData:
         return ends.pop() if len(ends) == 1 else None
 
     @property
-    def template(self) -> str | None:
-        """How a message is written in every source of conversations."""
-        templates = {source.template for source in self.sources if source.template}
-        return templates.pop() if len(templates) == 1 else None
+    def template(self) -> str | dict | None:
+        """The spec of the template of every source of conversations."""
+        return common_template(source.template for source in self.sources)
 
     def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as a corpus
         return None

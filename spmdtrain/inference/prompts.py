@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.data.tokenizers.chat import ANSWERS, Template, encode_prompt
+from spmdtrain.data.chats.conversation import of_messages
+from spmdtrain.data.chats.encode import Template, encode_prompt
+from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 from spmdtrain.inference.trained_run import OpenedRun
 
@@ -19,8 +22,15 @@ class Prompts(NamedTuple):
 
     ids: list[np.ndarray]  # int32 [time] each
     tokenizer: Tokenizer | None = None  # None: the prompts were given as ids
-    template: Template | None = None  # of conversations; only the answers are returned
     is_one: bool = False  # a single prompt, not a list
+    ending: "Ending | None" = None  # of conversations; only the answers are returned
+
+
+class Ending(NamedTuple):
+    """What ends an answer to a conversation."""
+
+    ids: tuple[int, ...]
+    closing: str  # the template's
 
 
 class Stops(NamedTuple):
@@ -44,18 +54,33 @@ def read_prompts(opened: OpenedRun, prompt: Any, parse_special: bool = False) ->
     is_one = bool(items) and all(isinstance(item, dict) for item in items)
     conversations = [items] if is_one else items
     if is_one or (items and all(map(_is_conversation, items))):
-        if opened.template is None:
-            raise ConfigError(
-                f"{opened.run} was not trained on conversations: it has no template to ask with",
-                fix="--prompt",
-            )
-        template = Template.parse(opened.template)
-        tokenizer = opened.tokenizer
-        ids = [
-            encode_prompt(messages, template, tokenizer, "the prompt") for messages in conversations
-        ]
-        return Prompts(_full(ids), tokenizer, template, is_one)
+        with closing(template_of(opened)) as template:
+            ids = [prompt_ids(messages, template, opened.tokenizer) for messages in conversations]
+            return Prompts(_full(ids), opened.tokenizer, is_one, ending_of(opened, template))
     return Prompts(ids_of(prompt, vocab))
+
+
+def template_of(opened: OpenedRun) -> Template:
+    """Returns the template of a run. Raises ConfigError if it has none."""
+    if opened.template is None:
+        raise ConfigError(
+            f"{opened.run} was not trained on conversations: it has no template to ask with",
+            fix="--prompt",
+        )
+    return template_from_spec(opened.template)
+
+
+def prompt_ids(messages: list, template: Template, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the ids of messages and the opening of an answer. Raises UserError."""
+    conversation = of_messages(messages, "the prompt")
+    return encode_prompt(conversation, template, tokenizer, "the prompt")
+
+
+def ending_of(opened: OpenedRun, template: Template) -> Ending:
+    """Returns what ends an answer of a run."""
+    ends = [*template.ends, opened.end_of_text]
+    ids = tuple(dict.fromkeys(end for end in ends if end is not None))
+    return Ending(ids, template.frame.closing)
 
 
 def _is_conversation(item: Any) -> bool:
@@ -112,13 +137,14 @@ def stops_of(prompts: Prompts, texts: Sequence[str], end: int | None) -> Stops:
     texts = list(texts)
     if texts and prompts.tokenizer is None:
         raise ConfigError("--stop with a text needs a prompt of text", found="a prompt of ids")
-    if prompts.template is not None and prompts.tokenizer is not None:
-        closing = prompts.template.closing_of(ANSWERS)
-        first = prompts.tokenizer.encode_parts([closing]).ids[:1].tolist()
+    if prompts.ending is not None and prompts.tokenizer is not None:
+        ids += prompts.ending.ids
+        text = prompts.ending.closing
+        first = prompts.tokenizer.encode_parts([text]).ids[:1].tolist()
         if first and prompts.tokenizer.is_special(first[0]):
             ids += first
-        elif closing:
-            texts.append(closing.rstrip() or closing)
+        elif text:
+            texts.append(text.rstrip() or text)
     return Stops(tuple(ids), tuple(texts))
 
 
@@ -135,5 +161,5 @@ def ended(prompts: Prompts, ids: np.ndarray, size: int, stops: Stops) -> str:
     text = tokenizer.decode(ids)
     behind = len(tokenizer.decode(ids[:size]))
     places = [at for at in (text.find(each, behind) for each in stops.texts) if at >= 0]
-    first = behind if prompts.template else 0
+    first = behind if prompts.ending else 0
     return text[first : min(places, default=len(text))]

@@ -5,6 +5,7 @@ Text is generated with a key-value cache in one compiled loop.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +99,16 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     is what the run was trained with: a class or its name, as in `model.make`. With `ema` the
     average of the weights is used, which a run with `optimizer.ema` has. Raises UserError.
     """
-    choice, stop = _choice(choice), texts_to_stop(stop)
+    choice, stop = checked_choice(choice), texts_to_stop(stop)
     parse_special = as_flag(parse_special, "parse_special")
-    key = _key(seed)
-    _check_length(length)
+    key = sampling_key(seed)
+    check_length(length)
     opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
     setup = opened.setup
-    _refuse_pipeline(setup.mesh)
+    refuse_pipeline(setup.mesh)
     prompts = read_prompts(opened, prompt, parse_special)
     length = _length(setup.config, prompts.ids, length)
     end = _end_of_text(opened) if END_OF_TEXT in stop else None
-    if prompts.template:
-        end = opened.end_of_text
     stops = stops_of(prompts, [text for text in stop if text != END_OF_TEXT], end)
     make_ids = make_generate(setup, length, choice, stops.ids)
     made = make_ids(opened.params, prompts.ids, key)
@@ -137,8 +136,8 @@ def generate_ids(
     """
     check_setup(setup)
     check_params(setup, params)
-    choice, key = _choice(choice), _key(seed)
-    _refuse_pipeline(setup.mesh)
+    choice, key = checked_choice(choice), sampling_key(seed)
+    refuse_pipeline(setup.mesh)
     prompts = ids_of(prompt, setup.model.rows)
     length = _length(setup.config, prompts, length)
     make_ids = make_generate(setup, length, choice)
@@ -155,7 +154,7 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
     parameters or the tokens do not fit this setup.
     """
     check_setup(setup)
-    _refuse_pipeline(setup.mesh)
+    refuse_pipeline(setup.mesh)
     rules = _whole_batch(setup.rules)
     compute = setup.config.precision.compute
 
@@ -192,21 +191,31 @@ def _checked_tokens(config: RunConfig, tokens: Any) -> np.ndarray:
 
 
 def make_generate(
-    setup: Setup, length: int, choice: Choice, ends: Sequence[int] = ()
-) -> Callable[[dict[str, jax.Array], Sequence[np.ndarray], jax.Array], list[np.ndarray]]:
+    setup: Setup,
+    length: int,
+    choice: Choice,
+    ends: Sequence[int] = (),
+    *,
+    shapes: Callable[[int, int], tuple[int, int]] = lambda start, room: (start, room),
+) -> Callable[..., list[np.ndarray]]:
     """Returns `generate(params, prompts, key) -> ids`, each prompt followed by `length` tokens.
 
     The prompts are read in one pass up to the length of the shortest, and token by token from
     there. The loop ends once every text has reached one of the tokens `ends`; the ids after that
     token are meaningless. Weights stay sharded as the rules say; the few sequences are whole on
     every device.
+
+    `shapes(length of the shortest prompt, tokens of the longest text)` returns how many tokens are
+    read in one pass, no more than that, and how many there is room for, no fewer: a program is
+    compiled for each pair. `generate` may be given another `length` each time.
     """
     refuse_corrupting(setup)
     config = setup.config
     rules = _whole_batch(setup.rules)
     compute = config.precision.compute
 
-    def filled(params, prompts_bt, lengths_b, key, start):
+    @partial(jax.jit, static_argnums=5)
+    def filled(params, prompts_bt, lengths_b, stop_at, key, start):
         """`prompts_bt` has room for the new tokens; each row holds `lengths_b` tokens so far."""
         module = _bound(setup, params, rules)
         predict = _cached if _has_cache(config, module, prompts_bt.shape[1]) else _windowed
@@ -214,7 +223,7 @@ def make_generate(
 
         def unfinished(carry):
             at, _, _, ended_b = carry
-            return (at < prompts_bt.shape[1]) & ~ended_b.all()
+            return (at < stop_at) & ~ended_b.all()
 
         def next_token(carry):
             at, tokens_bt, (logits_bv, cache), ended_b = carry
@@ -232,17 +241,18 @@ def make_generate(
         carry = (jnp.int32(start), prompts_bt, first, nobody)
         return jax.lax.while_loop(unfinished, next_token, carry)[1]
 
-    def under_mesh(params, prompts, key) -> list[np.ndarray]:
+    def under_mesh(params, prompts, key, length=length) -> list[np.ndarray]:
         if not are_finite(params):
             what = "the weights have an entry that is not a number: no token is the likeliest"
             raise CheckpointError(what, fix="an earlier step: --step N")
         lengths_b = np.array([len(prompt) for prompt in prompts], np.int32)
-        prompts_bt = np.zeros((len(prompts), lengths_b.max() + length), np.int32)
+        stop_at = int(lengths_b.max()) + length
+        start, room = shapes(int(lengths_b.min()), stop_at)
+        prompts_bt = np.zeros((len(prompts), room), np.int32)
         for row, prompt in zip(prompts_bt, prompts, strict=True):
             row[: len(prompt)] = prompt
-        start = int(lengths_b.min())
         with jax.set_mesh(setup.mesh), matmuls(compute):
-            made = jax.jit(filled, static_argnums=4)(params, prompts_bt, lengths_b, key, start)
+            made = filled(params, prompts_bt, lengths_b, stop_at, key, start)
         made = jax.device_get(made)
         return [row[: size + length] for row, size in zip(made, lengths_b, strict=True)]
 
@@ -344,12 +354,12 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
 def _length(config: RunConfig, prompts: Sequence[np.ndarray], asked: int | None) -> int:
     """Returns the number of tokens to generate after each prompt. Raises ConfigError."""
     if asked is not None:
-        return _check_length(asked)
+        return check_length(asked)
     room = config.max_length - max(len(prompt) for prompt in prompts)
     return min(room if room > 0 else LONGEST, LONGEST)
 
 
-def _check_length(asked: int | None) -> int:
+def check_length(asked: int | None) -> int:
     if asked is None:
         return LONGEST
     if not _is_whole(asked) or not 1 <= asked <= MOST_TOKENS:
@@ -358,12 +368,12 @@ def _check_length(asked: int | None) -> int:
     return int(asked)
 
 
-def _choice(choice: Any) -> Choice:
+def checked_choice(choice: Any) -> Choice:
     check_kind(choice, Choice, "choice", "st.Choice(temperature=0.8)")
     return choice
 
 
-def _key(seed: int) -> jax.Array:
+def sampling_key(seed: int) -> jax.Array:
     if not _is_whole(seed) or not 0 <= seed < SEEDS:
         raise ConfigError(f"--seed {seed!r} is not a whole number from 0 to {SEEDS - 1}")
     return jax.random.key(seed)
@@ -377,7 +387,7 @@ def _end_of_text(opened: OpenedRun) -> int:
     return opened.end_of_text
 
 
-def _refuse_pipeline(mesh: Mesh) -> None:
+def refuse_pipeline(mesh: Mesh) -> None:
     if mesh.shape["pipeline"] > 1:
         raise ConfigError(
             f"mesh.pipeline={mesh.shape['pipeline']}: sampling has no pipeline",

@@ -36,7 +36,7 @@ class OpenedRun:
     tokenizer_spec: dict | None
     end_of_text: int | None = None  # the id that ends each document of its data
     eval_windows: int | None = None  # per validation split; None: all, see RunConfig
-    template: str | None = None  # the template of the messages in its conversations
+    template: str | dict | None = None  # the spec of the template of its conversations
 
     @property
     def config(self) -> RunConfig:
@@ -100,7 +100,7 @@ def open_run(
     check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
     end = saved.get("end_of_text")
     template = saved.get("template")
-    if not isinstance(template, str | None):
+    if not isinstance(template, str | dict | None):
         raise CheckpointError(f"{run}/config.json is damaged: template={template!r:.60}")
     return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end, windows, template)
 

@@ -465,7 +465,7 @@ def test_batches_of_conversations_count_the_answers_as_targets(most_open, tmp_pa
 )
 def test_what_is_no_conversation_is_named(messages, said, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    with pytest.raises(DataError, match=rf"a\.jsonl: 'messages' of row 1 {said}"):
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 1: 'messages' {said}"):
         prepare(Job([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), chat=True))
 
 

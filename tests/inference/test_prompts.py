@@ -12,8 +12,10 @@ from helpers import tiny
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.data.chats.conversation import of_messages
+from spmdtrain.data.chats.encode import encode_conversation
+from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.token_files.tokens import open_tokens
-from spmdtrain.data.tokenizers.chat import CHATML, Template, encode_conversation
 from spmdtrain.inference import prompts as reading
 
 SMALL = (
@@ -63,7 +65,9 @@ def test_a_question_has_the_tokens_of_training_and_the_answer_ends_where_it_clos
     assert here.template == CHATML
     trained = open_tokens("a").tokens
     assert found.ids[0].tolist() == trained[: len(found.ids[0])].tolist()
-    whole, _, _ = encode_conversation(CHAT, Template.parse(CHATML), here.tokenizer, "here")
+    template = SimpleTemplate.parse(CHATML)
+    chat = of_messages(CHAT, "here")
+    whole = encode_conversation(chat, template, here.tokenizer, "here").ids
     assert whole.tolist() == trained[: len(whole)].tolist()
     # A model that writes the answer: the text is the answer alone, up to its close.
     monkeypatch.setattr(

@@ -708,7 +708,7 @@ BREAKAGES = [
     ),
     Breakage(
         "the loss of a conversation is on its questions too",
-        "data/tokenizers/chat.py",
+        "data/chats/conversation.py",
         "return role == ANSWERS and weight != 0",
         "return role == ANSWERS or weight != 0",
         f"{DATA_ROOM}/test_documents.py -k conversations",

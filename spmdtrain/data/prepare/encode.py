@@ -13,20 +13,25 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.texts.documents import Chunk, texts_of_messages, values_of
+from spmdtrain.data.chats.conversation import ChatFields, Conversation, read_conversation
+from spmdtrain.data.chats.encode import EncodedConversation, Template, encode_conversation
+from spmdtrain.data.chats.faults import markers_of_text
+from spmdtrain.data.chats.template_folder import template_from_spec
+from spmdtrain.data.texts.documents import Chunk, format_of, values_of
 from spmdtrain.data.token_files.tokens import DTYPES, storage_dtype
-from spmdtrain.data.tokenizers.chat import Template, encode_conversation
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 
 # Notes on a document.
 SPELLS = 1  # it spells out a special token or a marker of the template
 HOLDS_END = 2  # it also contains the token that ends it
+HAS_GAPS = 4  # the template has left out a message
 WAITING = 2  # chunks per process handed out ahead of the one being written
 
 
@@ -36,9 +41,11 @@ class Recipe:
 
     tokenizer: dict  # its spec
     end_of_text: int | None  # the id after each document
-    field: str  # read from tables and JSON lines
-    template: Template | None = None  # of messages, if documents are conversations
+    field: str | ChatFields  # read from tables and JSON lines; of texts, or of conversations
+    template: str | dict | None = None  # the spec of a template, if documents are conversations
     parse_special: bool = False  # special tokens spelled in a text are tokens
+    last_answer_only: bool = False  # of a conversation
+    today: str | None = None  # the date that a template may write
 
 
 class Encoded(NamedTuple):
@@ -48,7 +55,7 @@ class Encoded(NamedTuple):
     lengths: np.ndarray  # [documents] int64, tokens of each; 0: it was empty
     text_bytes: np.ndarray  # [documents] int64, of UTF-8
     loss: np.ndarray | None  # [tokens] uint8, 1: counts in the loss; None: all do
-    notes: np.ndarray | None = None  # [documents] uint8, of SPELLS and HOLDS_END
+    notes: np.ndarray | None = None  # [documents] uint8, of SPELLS etc.
 
     def cut(self, documents: int) -> tuple["Encoded", "Encoded"]:
         """Returns the first `documents` documents and the rest."""
@@ -72,16 +79,19 @@ class Encoded(NamedTuple):
         return first, others
 
 
-def make_encoder(recipe: Recipe) -> Callable[[Chunk], Encoded]:
-    """Returns the function that encodes a chunk in this process."""
+@contextmanager
+def encoder(recipe: Recipe) -> Iterator[Callable[[Chunk], Encoded]]:
+    """Yields the function that encodes a chunk in this process."""
     tokenizer = from_spec(recipe.tokenizer)
-    template = recipe.template
-    if template is None:
-        return lambda chunk: _encode_texts(chunk, recipe, tokenizer)
-    return lambda chunk: _encode_conversations(chunk, recipe, template, tokenizer)
+    if recipe.template is None:
+        yield lambda chunk: _encode_texts(chunk, recipe, tokenizer)
+        return
+    with closing(template_from_spec(recipe.template, recipe.today)) as template:
+        yield lambda chunk: _encode_conversations(chunk, recipe, template, tokenizer)
 
 
 def _encode_texts(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
+    assert isinstance(recipe.field, str), "texts have one field"
     texts = []
     sizes = []
     for number, value in enumerate(values_of(chunk, recipe.field), chunk.first):
@@ -89,8 +99,8 @@ def _encode_texts(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> Encoded
         texts.append(text)
         sizes.append(_size(text, chunk, number, recipe.field))
     encoded = tokenizer.encode_batch(texts, parse_special=recipe.parse_special)
-    spells = [tokenizer.spells_special(text) for text in texts]
-    return _joined(encoded, sizes, None, spells, recipe, tokenizer)
+    notes = [SPELLS * tokenizer.spells_special(text) for text in texts]
+    return _joined(encoded, sizes, None, notes, recipe, tokenizer)
 
 
 def _size(text, chunk: Chunk, number: int, field: str) -> int:
@@ -108,31 +118,53 @@ def _size(text, chunk: Chunk, number: int, field: str) -> int:
 def _encode_conversations(
     chunk: Chunk, recipe: Recipe, template: Template, tokenizer: Tokenizer
 ) -> Encoded:
+    assert isinstance(recipe.field, ChatFields), "conversations have fields of their own"
     encoded = []
-    losses = []
-    sizes = []
-    spells = []
-    nothing = np.zeros(0, np.int32), np.zeros(0, np.uint8), 0
+    notes = []
+    spelled_as_text = markers_of_text(template, tokenizer)
+    nothing = EncodedConversation(np.zeros(0, np.int32), np.zeros(0, np.uint8), 0)
     for number, value in enumerate(values_of(chunk, recipe.field), chunk.first):
-        where = f"{chunk.path}: {recipe.field!r} of row {number + 1}"
-        found = nothing
-        if value is not None:
-            found = encode_conversation(
-                value, template, tokenizer, where, parse_special=recipe.parse_special
-            )
-        ids, loss, size = found
-        spells.append(_spells(value, template, tokenizer))
-        encoded.append(ids)
-        losses.append(loss)
-        sizes.append(size)
-    return _joined(encoded, sizes, losses, spells, recipe, tokenizer)
+        where = row_name(chunk, number)
+        conversation = read_conversation(value, recipe.field, where)
+        if conversation is None:
+            encoded.append(nothing)
+            notes.append(0)
+            continue
+        if recipe.last_answer_only:
+            conversation = conversation.with_last_answer_only()
+        found = encode_conversation(
+            conversation, template, tokenizer, where, parse_special=recipe.parse_special
+        )
+        if not found.loss.any():
+            raise _unlearned(conversation, where)
+        encoded.append(found)
+        spells = _spells(conversation, spelled_as_text, tokenizer)
+        notes.append(SPELLS * spells + HAS_GAPS * found.has_gaps)
+    ids = [each.ids for each in encoded]
+    losses = [each.loss for each in encoded]
+    return _joined(ids, [each.text_bytes for each in encoded], losses, notes, recipe, tokenizer)
 
 
-def _spells(messages, template: Template, tokenizer: Tokenizer) -> bool:
-    """Returns whether a message spells out a special token or a marker of the template."""
+def row_name(chunk: Chunk, number: int) -> str:
+    """Returns how messages name a row: by its line, where a row is one."""
+    kind = "line" if format_of(chunk.path) == "jsonl" else "row"
+    return f"{chunk.path}, {kind} {number + 1}"
+
+
+def _unlearned(conversation: Conversation, where: str) -> DataError:
+    roles = dict.fromkeys(message["role"] for message in conversation.messages)
+    return DataError(
+        f"{where}: no token of it is learned",
+        found=f"messages of {', '.join(roles)}",
+        fix="a message of the role assistant, with no weight of 0",
+    )
+
+
+def _spells(conversation: Conversation, markers: list[str], tokenizer: Tokenizer) -> bool:
+    """Returns whether a message spells out a special token, or a marker that is none."""
     return any(
-        tokenizer.spells_special(text) or any(marker in text for marker in template.markers)
-        for text in texts_of_messages(messages)
+        tokenizer.spells_special(text) or any(marker in text for marker in markers)
+        for text in conversation.texts
     )
 
 
@@ -140,14 +172,14 @@ def _joined(
     encoded: list[np.ndarray],
     sizes: list[int],
     losses: list[np.ndarray] | None,
-    spells: list[bool],
+    noted: list[int],
     recipe: Recipe,
     tokenizer: Tokenizer,
 ) -> Encoded:
     """Concatenates documents, each with its end of text; empty documents get none."""
     dtype = DTYPES[storage_dtype(tokenizer.size)]
     lengths = np.array([len(ids) for ids in encoded], np.int64)
-    notes = SPELLS * np.array(spells, np.uint8)
+    notes = np.array(noted, np.uint8)
     if recipe.end_of_text is not None:
         notes += HOLDS_END * np.array([(recipe.end_of_text in ids) for ids in encoded], np.uint8)
     ids = np.concatenate([*encoded, np.zeros(0, np.int32)])
@@ -172,9 +204,9 @@ def encode_all(
     Raises DataError if a chunk cannot be encoded or a process is lost.
     """
     if workers == 1:
-        encode = make_encoder(recipe)
-        for chunk in chunks:
-            yield chunk, encode(chunk)
+        with encoder(recipe) as encode:
+            for chunk in chunks:
+                yield chunk, encode(chunk)
         return
     # A forked process would inherit locks held by any running threads.
     context = multiprocessing.get_context("spawn")
@@ -213,6 +245,7 @@ def _finished(waiting: deque[tuple[Chunk, Future]]) -> tuple[Chunk, Encoded]:
 
 # The encoder of a worker, made once at process start.
 _encode_here: Callable[[Chunk], Encoded] | None = None
+_held = ExitStack()  # what it needs until the process ends
 
 
 def _start(recipe: Recipe) -> None:
@@ -221,7 +254,7 @@ def _start(recipe: Recipe) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # A worker should fill one core: otherwise the package would start a thread on each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encode_here = make_encoder(recipe)
+    _encode_here = _held.enter_context(encoder(recipe))
 
 
 def _end_with_parent() -> None:

@@ -1,10 +1,12 @@
 """Turns documents into token files: `spmdtrain data prepare`."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -13,17 +15,21 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.chats.conversation import ChatFields
+from spmdtrain.data.chats.faults import faults, markers_of_text
+from spmdtrain.data.chats.simple_template import SimpleTemplate, with_markers
+from spmdtrain.data.chats.template_folder import template_from_spec, with_tokens
+from spmdtrain.data.prepare.chats import choose_template, texts_of_chats
 from spmdtrain.data.prepare.encode import Recipe, encode_all
 from spmdtrain.data.prepare.progress import heartbeat, plain_lines
 from spmdtrain.data.prepare.shards import Output, Position
 from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, share_tokenizer
 from spmdtrain.data.texts.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
-from spmdtrain.data.texts.tables import CONVERSATIONS
 from spmdtrain.data.token_files.tokens import open_tokens
-from spmdtrain.data.tokenizers.chat import CHATML, Template, faults, markers_of_text, with_markers
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,
     end_of_text,
+    from_spec,
     open_tokenizer,
     tokenizer_fingerprint,
 )
@@ -42,14 +48,17 @@ class Job:
     field: str | None = None  # in tables and JSON lines; default: text, or messages
     split_on: str | None = None  # what separates the documents of a text file
     chat: bool = False  # documents are conversations; only answers have loss
-    template: str = CHATML  # how a message of a conversation is written
+    template: str | None = None  # of {role} and {content}; None: the tokenizer's, or ChatML
+    chat_template: str | None = None  # a file of Jinja, in its place
+    variables: Sequence[str] = ()  # of a template of Jinja: NAME=VALUE
+    last_answer_only: bool = False  # of each conversation
     parse_special: bool = False  # special tokens spelled in a text are tokens
     workers: int = 1
     shard_tokens: int | None = None  # a shard ends with the document that reaches this
 
     @property
-    def field_name(self) -> str:
-        return self.field or (CONVERSATIONS if self.chat else "text")
+    def fields(self) -> str | ChatFields:
+        return ChatFields(self.field) if self.chat else self.field or "text"
 
 
 def prepare(job: Job) -> None:
@@ -62,19 +71,9 @@ def prepare(job: Job) -> None:
     StorageError if it cannot be written.
     """
     files = find_inputs(job.paths)
-    if job.chat and any(format_of(file) == "text" for file in files):
-        raise DataError("--chat reads JSON lines and tables; a text file holds no messages")
-    template = Template.parse(job.template) if job.chat else None
-    texts = texts_in(files, job.field_name, job.split_on)
-    if job.chat:
-        texts = chain(texts, [job.template])
-    tokenizer = open_tokenizer(job.tokenizer, texts)
-    tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
-    if template:
-        tokenizer = with_markers(tokenizer, template)
-        for line in faults(template, tokenizer):
-            print(line, file=sys.stderr)
-    recipe = Recipe(tokenizer.spec(), end, job.field_name, template, job.parse_special)
+    recipe, origin = _recipe(job, files)
+    tokenizer = from_spec(recipe.tokenizer)
+    marker_faults = _said_of_template(recipe, tokenizer)
 
     @cache
     def shared_spec() -> dict | None:
@@ -83,14 +82,49 @@ def prepare(job: Job) -> None:
         return share_tokenizer(job.out.removesuffix(".bin"), tokenizer)
 
     def make_writer(path: str) -> TokenWriter:  # called once the path is known to be free
-        text = template.text if template else None
-        return TokenWriter(path, tokenizer, end, job.chat, shared_spec(), text)
+        end = recipe.end_of_text
+        return TokenWriter(path, tokenizer, end, job.chat, shared_spec(), recipe.template)
 
     identity = _identity(job, recipe, files)
     with Output(job.out, job.shard_tokens, identity, make_writer) as output:
         if not output.is_finished:
             _write(output, files, job, recipe)
-    print(_report(job, output.summaries, tokenizer, end))
+    print(_report(job, output.summaries, tokenizer, recipe.end_of_text, origin, marker_faults))
+
+
+def _recipe(job: Job, files: list[str]) -> tuple[Recipe, str]:
+    """Returns what turns documents into tokens, and where the template comes from."""
+    if not job.chat:
+        tokenizer = open_tokenizer(job.tokenizer, texts_in(files, job.fields, job.split_on))
+        tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
+        return Recipe(tokenizer.spec(), end, job.fields, None, job.parse_special), ""
+    if any(format_of(file) == "text" for file in files):
+        raise DataError("--chat reads JSON lines and tables; a text file holds no messages")
+    named = (job.template, job.chat_template, job.tokenizer, job.variables)
+    template, origin, folder = choose_template(*named)
+    texts = chain(texts_of_chats(files, job.fields), [template.letters])
+    tokenizer = open_tokenizer(job.tokenizer, texts)
+    end = None
+    # A published template writes every special token itself.
+    if isinstance(template, SimpleTemplate) or job.end_of_text != "auto":
+        tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
+    if isinstance(template, SimpleTemplate):
+        tokenizer = with_markers(tokenizer, template)
+    elif folder:
+        template = with_tokens(template, folder, tokenizer)
+    recipe = Recipe(tokenizer.spec(), end, job.fields, template.spec, job.parse_special)
+    today = date.today().isoformat()
+    return replace(recipe, last_answer_only=job.last_answer_only, today=today), origin
+
+
+def _said_of_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
+    """Prints how the tokenizer handles the template; returns whether a marker is text to it."""
+    if recipe.template is None:
+        return False
+    with closing(template_from_spec(recipe.template, recipe.today)) as template:
+        for line in faults(template, tokenizer):
+            print(line, file=sys.stderr)
+        return bool(markers_of_text(template, tokenizer))
 
 
 def _write(output: Output, files: list[str], job: Job, recipe: Recipe) -> None:
@@ -109,30 +143,46 @@ def _chunks(files: list[str], job: Job, position: Position) -> Iterator[Chunk]:
     first, row = position
     for number in range(first, len(files)):
         skip = row if number == first else 0
-        yield from read_chunks(files[number], job.field_name, job.split_on, skip)
+        yield from read_chunks(files[number], job.fields, job.split_on, skip)
 
 
 def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
     """Returns what a job must share with an interrupted one to continue it."""
     stats = [os.stat(file) for file in files]
     described = asdict(replace(job, workers=1))
-    for name in ("workers", "out", "paths", "tokenizer", "template"):
+    for name in ("workers", "out", "paths", "tokenizer", "chat_template", "variables"):
         del described[name]
-    return described | {
-        "files": [
-            [file, stat.st_size, int(stat.st_mtime)]
-            for file, stat in zip(files, stats, strict=True)
-        ],
-        "tokenizer": tokenizer_fingerprint(recipe.tokenizer),
-        "end_of_text": recipe.end_of_text,
-        "template": recipe.template and asdict(recipe.template),
-    }
+    return (
+        described
+        | {
+            "files": [
+                [file, stat.st_size, int(stat.st_mtime)]
+                for file, stat in zip(files, stats, strict=True)
+            ],
+            "tokenizer": tokenizer_fingerprint(recipe.tokenizer),
+            "end_of_text": recipe.end_of_text,
+            "template": recipe.template,
+        }
+        | ({"date": recipe.today} if _writes_date(recipe) else {})
+    )
+
+
+def _writes_date(recipe: Recipe) -> bool:
+    """Returns whether tokens may depend on the day on which they are made."""
+    return isinstance(recipe.template, dict) and "strftime_now" in json.dumps(recipe.template)
 
 
 # --- messages -----------------------------------------------------------------------------------
 
 
-def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int | None) -> str:
+def _report(
+    job: Job,
+    summaries: list[Summary],
+    tokenizer: Tokenizer,
+    end: int | None,
+    origin: str,
+    marker_faults: bool,
+) -> str:
     """Returns the lines that summarise what was written."""
     first = summaries[0]
     name = first.path
@@ -144,9 +194,9 @@ def _report(job: Job, summaries: list[Summary], tokenizer: Tokenizer, end: int |
     documents = "1 document" if count == 1 else f"{count:,} documents"
     ending = "nothing ends a document" if end is None else f"token {end} ends each document"
     source = open_tokens(first.path)
-    said = _said_of_specials(summaries, job, tokenizer)
+    said = _said_of_specials(summaries, job, marker_faults)
     if job.chat:
-        said.insert(0, _learned(summaries, tokens))
+        said.insert(0, f"{_learned(summaries, tokens)}; template {origin!r:.80}")
     starts = source.document_starts
     stop = min(SHOWN, starts[1] if len(starts) > 1 else len(source.row))
     sample = tokenizer.decode(source.row[:stop])
@@ -173,13 +223,13 @@ def _learned(summaries: list[Summary], tokens: int) -> str:
     )
 
 
-def _said_of_specials(summaries: list[Summary], job: Job, tokenizer: Tokenizer) -> list[str]:
+def _said_of_specials(summaries: list[Summary], job: Job, marker_faults: bool) -> list[str]:
     """Returns lines about documents that spell out special tokens or markers."""
     lines = []
     what = "a special token; kept as text (--parse-special reads it as the token)"
     if job.parse_special:
         what = "a special token; read as that token"
-    elif job.chat and markers_of_text(Template.parse(job.template), tokenizer):
+    elif marker_faults:
         what = "a marker of the template, which this tokenizer cannot tell from the template's own"
     spelling = sum(summary.spelling for summary in summaries)
     if spelling:
@@ -189,6 +239,10 @@ def _said_of_specials(summaries: list[Summary], job: Job, tokenizer: Tokenizer) 
     if holding:
         documents = "1 document holds" if holding == 1 else f"{holding:,} documents hold"
         lines.append(f"{documents} the token that ends one before the end")
+    gaps = sum(summary.with_gaps for summary in summaries)
+    if gaps:
+        documents = "1 conversation has" if gaps == 1 else f"{gaps:,} conversations have"
+        lines.append(f"{documents} a message that the template leaves out")
     return lines
 
 

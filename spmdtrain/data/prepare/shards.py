@@ -70,14 +70,6 @@ class Output:
         done = sum(summary.tokens for summary in self.summaries)
         return done + (self._writer.tokens if self._writer else 0)
 
-    @property
-    def learned(self) -> int | None:
-        """The number of tokens so far that count in the loss; None if all do, or if unknown."""
-        counts = [summary.learned for summary in self.summaries]
-        if self._writer:
-            counts.append(self._writer.learned)
-        return None if None in counts else sum(count or 0 for count in counts)
-
     def write(self, encoded: Encoded, position: Position) -> None:
         """Writes the documents of the rows from `position` on, and finishes each full shard."""
         file, row = position
@@ -102,10 +94,6 @@ class Output:
         """Finishes the last shard. Raises DataError if there are no tokens at all."""
         if not self.tokens:
             raise DataError("the corpus is empty: no tokens to write")
-        if self.learned == 0:
-            raise DataError(
-                "no token counts in the loss: no message that is learned has the role 'assistant'"
-            )
         self.is_finished = True
         if self._writer and self._writer.tokens:
             self._end_shard(self.position)

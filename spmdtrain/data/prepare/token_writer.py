@@ -13,7 +13,7 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.named_file import read_named
-from spmdtrain.data.prepare.encode import HOLDS_END, SPELLS, Encoded
+from spmdtrain.data.prepare.encode import HAS_GAPS, HOLDS_END, SPELLS, Encoded
 from spmdtrain.data.token_files.tokens import DTYPES, VERSION, loss_path, storage_dtype, token_paths
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
@@ -33,6 +33,7 @@ class Summary:
     learned: int | None = None  # tokens that count in the loss; None: all do
     spelling: int = 0  # documents that spell out a special token
     holding_end: int = 0  # documents that contain the end of text
+    with_gaps: int = 0  # conversations of which the template has left out a message
 
 
 @contextlib.contextmanager
@@ -58,7 +59,7 @@ class TokenWriter:
         end_of_text: int | None,
         with_loss: bool,
         spec: dict | None = None,
-        template: str | None = None,
+        template: str | dict | None = None,
     ):
         """`spec` replaces the tokenizer's own if several files share its content.
 
@@ -82,6 +83,7 @@ class TokenWriter:
         self._learned = 0
         self._spelling = 0
         self._holding_end = 0
+        self._with_gaps = 0
         self._files: dict[str, io.BufferedWriter] = {}
         self._hashes = {}
         with writing(self.path):
@@ -114,6 +116,7 @@ class TokenWriter:
         if encoded.notes is not None:
             self._spelling += int(np.count_nonzero(encoded.notes & SPELLS))
             self._holding_end += int(np.count_nonzero(encoded.notes & HOLDS_END))
+            self._with_gaps += int(np.count_nonzero(encoded.notes & HAS_GAPS))
         self.documents += len(kept)
         self.tokens += len(encoded.ids)
         self._text_bytes += int(encoded.text_bytes.sum())
@@ -163,6 +166,7 @@ class TokenWriter:
             self.learned,
             self._spelling,
             self._holding_end,
+            self._with_gaps,
         )
 
     def __enter__(self) -> "TokenWriter":

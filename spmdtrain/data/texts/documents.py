@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.chats.conversation import ChatFields
 from spmdtrain.data.texts.compressed import compression_of, opened, without_compression
 from spmdtrain.data.texts.files import decode, find_files, parse_json, read_json
 from spmdtrain.data.texts.other_kinds import LOOKED_AT, refuse_other_kinds
-from spmdtrain.data.texts.tables import CONVERSATIONS, arrow_rows, no_field, parquet_rows
+from spmdtrain.data.texts.tables import arrow_rows, no_field, parquet_rows
 
 CHUNK_BYTES = 2**18  # approximate text per chunk: a fraction of a second's work
 FORMATS = {
@@ -105,12 +106,12 @@ def command_to_prepare(path: str) -> str:
 
 
 def read_chunks(
-    path: str, field: str, split_on: str | None = None, skip: int = 0
+    path: str, field: str | ChatFields, split_on: str | None = None, skip: int = 0
 ) -> Iterator[Chunk]:
     """Yields the rows of a file from the row `skip` on.
 
-    `field` is the column to read from a table. `split_on` separates the rows of a text file. Raises
-    DataError if the file cannot be read.
+    `field` says which columns to read from a table. `split_on` separates the rows of a text file.
+    Raises DataError if the file cannot be read.
     """
     kind = format_of(path)
     if kind == "text":
@@ -123,13 +124,14 @@ def read_chunks(
             yield Chunk(path, first, rows, read)
 
 
-def values_of(chunk: Chunk, field: str) -> list:
+def values_of(chunk: Chunk, field: str | ChatFields) -> list:
     """Returns the field's value in each row of a chunk; None for an empty row.
 
-    Raises DataError, with the line number, if a line has no such field.
+    The value of ChatFields is an object. Raises DataError, with the line number, if a line has no
+    such field.
     """
     if format_of(chunk.path) != "jsonl":
-        return chunk.rows
+        return chunk.rows if isinstance(field, str) else [_without_nulls(row) for row in chunk.rows]
     numbered = enumerate(chunk.rows, chunk.first + 1)
     return [_value_of_line(line, f"{chunk.path}:{number}", field) for number, line in numbered]
 
@@ -167,7 +169,15 @@ def texts_of_messages(messages: Any) -> Iterator[str]:
                     yield text
 
 
-def _value_of_line(line: bytes, where: str, field: str) -> Any:
+def _without_nulls(value: Any) -> Any:
+    """Returns a value without the keys that a table has added: one has them in all its rows."""
+    if isinstance(value, dict):
+        held = value.items()
+        return {key: _without_nulls(each) for key, each in held if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _value_of_line(line: bytes, where: str, field: str | ChatFields) -> Any:
     if not line.strip():
         return None
     if where.endswith(":1") and line.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
@@ -175,12 +185,13 @@ def _value_of_line(line: bytes, where: str, field: str) -> Any:
     row = parse_json(line, where, "a line of JSON")
     if not isinstance(row, dict):
         raise DataError(f"{where} is not a JSON object", found=f"{line[:40]!r}")
-    if field not in row:
-        is_meant = _is_conversation if field == CONVERSATIONS else _is_text
+    names = field.chosen(row) if isinstance(field, ChatFields) else [field]
+    if names is None or not set(names).issubset(row):
+        is_meant = _is_text if isinstance(field, str) else _is_conversation
         meant = {name: value for name, value in row.items() if is_meant(value)}
         by_length = sorted(meant, key=lambda name: -len(meant[name]))
         raise no_field(where, field, row, by_length)
-    return row[field]
+    return row[field] if isinstance(field, str) else {name: row[name] for name in names}
 
 
 def _is_text(value: Any) -> bool:
@@ -189,7 +200,10 @@ def _is_text(value: Any) -> bool:
 
 def _is_conversation(value: Any) -> bool:
     return bool(
-        isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
+        isinstance(value, list)
+        and value
+        and isinstance(value[0], dict)
+        and ("role" in value[0] or "from" in value[0])
     )
 
 

@@ -1,4 +1,8 @@
-"""Reads one column of Parquet and Arrow files, a few rows at a time."""
+"""Reads columns of Parquet and Arrow files, a few rows at a time.
+
+Of a text it is one column, whose values are the rows. Of a conversation it is those of ChatFields
+that a table has; a row is then an object, or None if it holds no conversation.
+"""
 
 import os
 import shlex
@@ -7,10 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.chats.conversation import FORMS, ChatFields
 from spmdtrain.data.texts.files import import_for
 
 MOST_ROWS = 1000  # taken at a time
-CONVERSATIONS = "messages"  # the default field of conversations
 FILE_MAGIC = b"ARROW1"
 PARQUET_MAGIC = b"PAR1"
 BLOCK = 2**20  # bytes searched at a time
@@ -21,7 +25,7 @@ STREAM_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 Rows = tuple[int, list, int]  # (index of the first row, values, bytes of the file up to here)
 
 
-def parquet_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Rows]:
+def parquet_rows(path: str, field: str | ChatFields, skip: int, most_bytes: int) -> Iterator[Rows]:
     """Yields the rows of a Parquet file from the row `skip` on, about `most_bytes` at a time."""
     arrow = import_for("pyarrow", path)
     parquet = import_for("pyarrow.parquet", path)
@@ -30,19 +34,20 @@ def parquet_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[
         _reading_table(path, arrow),
         parquet.ParquetFile(path, page_checksum_verification=True) as table,
     ):
-        _check_column(path, field, table.schema_arrow, arrow)
+        columns = _columns(path, field, table.schema_arrow, arrow)
         _check_alone(path, table.metadata, size)
         total = max(table.metadata.num_rows, 1)
         rows = max(min(MOST_ROWS, most_bytes * total // max(size, 1)), 1)
         done = 0
-        for batch in table.iter_batches(rows, columns=[field]):
+        for batch in table.iter_batches(rows, columns=columns):
             done += batch.num_rows
-            yield from _slices(batch.column(field), done, skip, size * done // total, most_bytes)
+            held = _held(batch, field, columns)
+            yield from _slices(held, done, skip, size * done // total, most_bytes)
         if done != table.metadata.num_rows:
             raise EOFError(f"it has {done} rows, and says {table.metadata.num_rows}")
 
 
-def arrow_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Rows]:
+def arrow_rows(path: str, field: str | ChatFields, skip: int, most_bytes: int) -> Iterator[Rows]:
     """Yields the rows of an Arrow file or stream as `parquet_rows` does."""
     arrow = import_for("pyarrow", path)
     with _reading_table(path, arrow), arrow.memory_map(path) as mapped:
@@ -59,11 +64,12 @@ def arrow_rows(path: str, field: str, skip: int, most_bytes: int) -> Iterator[Ro
         else:
             reader = arrow.ipc.open_stream(mapped)  # the format of `datasets`
             batches = _batches_of_stream(reader, mapped)
-        _check_column(path, field, reader.schema, arrow)
+        columns = _columns(path, field, reader.schema, arrow)
         done = 0
         for batch, read in batches:
             done += batch.num_rows
-            yield from _slices(batch.column(field), done, skip, read, most_bytes)
+            held = _held(batch, field, columns)
+            yield from _slices(held, done, skip, read, most_bytes)
 
 
 def _batches_of_stream(reader: Any, mapped: Any) -> Iterator[tuple[Any, int]]:
@@ -136,8 +142,13 @@ def _check_file_alone(arrow: Any, mapped: Any) -> None:
         raise EOFError(JOINED)
 
 
+def _held(batch: Any, field: str | ChatFields, columns: list[str]) -> Any:
+    """Returns the column of a text, or the columns of a conversation as one batch."""
+    return batch.column(field) if isinstance(field, str) else batch.select(columns)
+
+
 def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> Iterator[Rows]:
-    """Yields the values of a column that ends at row `done`, from row `skip` on."""
+    """Yields the values of a column, or of some, that ends at row `done`, from row `skip` on."""
     column.validate(full=True)
     count = len(column)
     first = done - count
@@ -146,15 +157,18 @@ def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> It
         yield first + begin, column.slice(begin, step).to_pylist(), read
 
 
-def _check_column(path: str, field: str, schema: Any, arrow: Any) -> None:
-    """Raises DataError if a table has no such column, or two of them."""
-    count = schema.names.count(field)
-    if count == 0:
-        is_meant = _is_conversation if field == CONVERSATIONS else _is_text
+def _columns(path: str, field: str | ChatFields, schema: Any, arrow: Any) -> list[str]:
+    """Returns the columns to read. Raises DataError if a table lacks them, or has one twice."""
+    names = schema.names
+    chosen = field.chosen(names) if isinstance(field, ChatFields) else [field]
+    if chosen is None or not set(chosen).issubset(names):
+        is_meant = _is_text if isinstance(field, str) else _is_conversation
         meant = [column.name for column in schema if is_meant(column.type, arrow)]
-        raise no_field(path, field, schema.names, meant)
-    if count > 1:
-        raise DataError(f"{path} has {count} columns {field!r}")
+        raise no_field(path, field, names, meant)
+    for name in chosen:
+        if names.count(name) > 1:
+            raise DataError(f"{path} has {names.count(name)} columns {name!r}")
+    return chosen
 
 
 def _is_text(kind: Any, arrow: Any) -> bool:
@@ -165,13 +179,16 @@ def _is_text(kind: Any, arrow: Any) -> bool:
 
 def _is_conversation(kind: Any, arrow: Any) -> bool:
     del arrow
-    return "struct<" in str(kind) and "role:" in str(kind)
+    return "struct<" in str(kind) and ("role:" in str(kind) or "from:" in str(kind))
 
 
-def no_field(where: str, field: str, columns: Iterable[str], meant: Sequence[str]) -> DataError:
+def no_field(
+    where: str, field: str | ChatFields, columns: Iterable[str], meant: Sequence[str]
+) -> DataError:
     """Returns the error; `meant` are the columns likely meant, the likeliest first."""
+    name = field if isinstance(field, str) else field.named or FORMS[0][0]
     return DataError(
-        f"{where} has no field {field!r}",
+        f"{where} has no field {name!r}",
         found=", ".join(columns) or "none",
         fix=f"--field {shlex.quote(meant[0])}" if meant else "",
     )

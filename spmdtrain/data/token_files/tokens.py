@@ -91,8 +91,8 @@ class TokenSource:
         return self.sidecar.get("end_of_text")
 
     @property
-    def template(self) -> str | None:
-        """How a message of its conversations is written; None if it holds none."""
+    def template(self) -> str | dict | None:
+        """The spec of the template of its conversations; None if it holds none."""
         return self.sidecar.get("template")
 
     @property
@@ -228,7 +228,7 @@ def _read_sidecar(path: Path) -> dict:
     end = sidecar.get("end_of_text")
     if end is not None and not (type(end) is int and 0 <= end < sidecar["vocab"]):
         raise DataError(f"the sidecar {path} is damaged: end_of_text={end!r}")
-    if not isinstance(sidecar.get("template"), str | None):
+    if not isinstance(sidecar.get("template"), str | dict | None):
         raise DataError(f"the sidecar {path} is damaged: template={sidecar['template']!r:.60}")
     if "tokenizer" not in sidecar:
         raise DataError(f"the sidecar {path} is damaged: it says nothing of a tokenizer")

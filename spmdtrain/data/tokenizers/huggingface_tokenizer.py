@@ -91,6 +91,20 @@ class HuggingFaceTokenizer:
     def spells_special(self, text: str) -> bool:
         return self._spelled is not None and self._spelled.search(text) is not None
 
+    def special_spans(self, text: str) -> list[tuple[int, int]]:
+        if self._spelled is None:
+            return []
+        spans = [match.span() for match in self._spelled.finditer(text)]
+        if not self._normalizes:
+            return spans
+        # What is no token as it is spelled may be one once it is normalized: <|IM_END|>, say.
+        encoding = self._with_offsets(self._parsing, text)
+        is_control = np.isin(encoding.ids, list(self.control.values()))
+        for start, end in zip(encoding.starts[is_control], encoding.ends[is_control], strict=True):
+            if all(end <= first or last <= start for first, last in spans):
+                spans.append((int(start), int(end)))
+        return sorted(spans)
+
     def is_special(self, token: int) -> bool:
         return token in self.control.values()
 
@@ -151,6 +165,13 @@ class HuggingFaceTokenizer:
             added = tokenizers.AddedToken(stand_in, special=False, **flags)
             tokenizer.add_tokens([added])
         return tokenizer, stand_ins
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        """Returns whether a control token may be spelled otherwise than it is written."""
+        flags = (self._flags.get(token) for token in self.control)
+        is_any = any(token is not None and token.normalized for token in flags)
+        return is_any and self._tokenizer.normalizer is not None
 
     @cached_property
     def _spelled(self) -> re.Pattern | None:

@@ -56,6 +56,10 @@ class Tokenizer(Protocol):
         """Returns whether a text spells out a special token."""
         ...
 
+    def special_spans(self, text: str) -> list[tuple[int, int]]:
+        """Returns the spans of a text, in characters, that would be special tokens."""
+        ...
+
     def is_special(self, token: int) -> bool:
         """Returns whether an id is that of a special token."""
         ...
@@ -105,6 +109,9 @@ class ByteTokenizer:
 
     def spells_special(self, text: str) -> bool:  # noqa: ARG002
         return False  # there are none
+
+    def special_spans(self, text: str) -> list[tuple[int, int]]:  # noqa: ARG002
+        return []
 
     def is_special(self, token: int) -> bool:  # noqa: ARG002
         return False
@@ -160,6 +167,9 @@ class CharacterTokenizer:
     def spells_special(self, text: str) -> bool:  # noqa: ARG002
         return False  # there are none
 
+    def special_spans(self, text: str) -> list[tuple[int, int]]:  # noqa: ARG002
+        return []
+
     def is_special(self, token: int) -> bool:  # noqa: ARG002
         return False
 
@@ -173,6 +183,11 @@ class CharacterTokenizer:
 
     def spec(self) -> dict:
         return {"kind": "characters", "characters": self.alphabet}
+
+
+def has_file(name: str) -> bool:
+    """Returns whether a tokenizer of this name, as for `open_tokenizer`, comes from a file."""
+    return name not in ("bytes", "characters")
 
 
 def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,29 @@ def ends_named(folder: Path) -> Iterator[str | int]:
                 yield i
 
 
-def _existing(folder: Path, names: tuple[str, ...]) -> list[Path]:
+def named_tokens(folder: Path) -> dict[str, str]:
+    """Returns the special tokens that the files next to a `tokenizer.json` name, by their names.
+
+    These are `bos_token`, `eos_token` etc. Raises DataError if one of the files is damaged.
+    """
+    found: dict[str, str] = {}
+    for content in map(_read, _existing(folder, reversed(OF_TOKENS))):
+        for key, value in content.items():
+            token = _text_of(value)
+            if key.endswith("_token") and token is not None:
+                found[key] = token
+    return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the object in a file of JSON; none if there is no file, or no object in it.
+
+    Raises DataError if it is not JSON.
+    """
+    return _read(path) if path.is_file() else {}
+
+
+def _existing(folder: Path, names: Iterable[str]) -> list[Path]:
     return [folder / name for name in names if (folder / name).is_file()]
 
 

@@ -78,7 +78,7 @@ def check_start(
             CORPUS: f"{data.fingerprint[:16]} ({data.describe(config)})",
             TOKENIZER: _digest(data.tokenizer) if data.tokenizer else "none",
             "the end of a document": data.end_of_text,
-            "the template of conversations": data.template,
+            "the template of conversations": data.template and _digest(data.template),
             "--run": directory,
             NEWEST: newest_step(directory),
             f"{NEWEST} of train.init_from": source and newest_step(Path(source)),

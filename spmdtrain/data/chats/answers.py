@@ -1,0 +1,183 @@
+"""Finds what a model writes in the text that a template makes of a conversation.
+
+A template that marks it, by {% generation %}, is right about it. For others it is the difference
+between two texts: the conversation up to the answer with the prompt that opens one, and the
+conversation with the answer. The first has to begin the second, and the second the whole, which
+does not hold for templates that write an earlier answer otherwise than the last, such as those that
+leave out old thoughts.
+
+This runs in the process of `jinja_program.py`.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+ANSWERS = "assistant"
+QUESTION, REPLY = "a question 7412", "a reply 7412"  # to try out a template
+
+
+OTHER_WAYS = "--last-answer-only, or --chat-template FILE with {% generation %}"
+
+
+class Unsuitable(Exception):
+    """A template or a conversation that cannot be used, in words, and what to try."""
+
+    def __init__(self, what: str, fix: str = ""):
+        super().__init__(what)
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: a conversation, of which `learned` says what to find; None: only the prompt."""
+
+    messages: list[dict[str, Any]]
+    tools: list | None
+    documents: list | None
+    variables: dict[str, Any]
+    learned: list[bool] | None
+    marks: tuple[str, str]  # two characters that are nowhere in the conversation
+    size: int  # characters of the conversation
+
+
+class Renders(Protocol):
+    """What `jinja_program.Program` is to this file."""
+
+    @property
+    def marks_answers(self) -> bool: ...
+
+    def render(
+        self, asked: Asked, messages: list[dict], marks: tuple[str, str], *, prompting: bool
+    ) -> str: ...
+
+
+def probe(program: Renders) -> dict[str, Any]:
+    """Returns what a template does with one question and an answer to it.
+
+    `text` is all of it; `opening` is what stands between the question and where a model writes,
+    `lead` and `closing` are what a model writes before and after the answer itself. `in_parts` is
+    True if the template reads a content as a list of parts alone. What a template refuses is empty.
+    """
+    in_parts = False
+    asked, whole = _tried(program, QUESTION, REPLY)
+    if QUESTION not in whole or REPLY not in whole:
+        parts = ([{"type": "text", "text": each}] for each in (QUESTION, REPLY))
+        asked, whole_in_parts = _tried(program, *parts)
+        in_parts = QUESTION in whole_in_parts and REPLY in whole_in_parts
+        whole = whole_in_parts if in_parts else whole
+    up_to_reply, _, closing = whole.rpartition(REPLY)
+    if not up_to_reply.startswith(asked):
+        asked = up_to_reply
+    opening = asked.rpartition(QUESTION)[2]
+    lead = up_to_reply[len(asked) :]
+    return {
+        "text": whole,
+        "opening": opening,
+        "lead": lead,
+        "closing": closing,
+        "in_parts": in_parts,
+    }
+
+
+def _tried(program: Renders, question: Any, reply: Any) -> tuple[str, str]:
+    """Returns a question with what opens an answer, and with the answer; empty if refused."""
+    asked = Asked([], None, None, {}, None, ("", ""), 0)
+    messages = [{"role": "user", "content": question}, {"role": ANSWERS, "content": reply}]
+    before = _part(program, replace(asked, messages=messages), 1, prompting=True)
+    whole = _part(program, replace(asked, messages=messages), 2, prompting=False)
+    return before or "", whole or ""
+
+
+def answer(program: Renders, asked: Asked) -> dict[str, Any]:
+    """Returns the answer to a request: the text, and the spans of it that are learned."""
+    if asked.learned is None:
+        text = program.render(asked, asked.messages, ("", ""), prompting=True)
+        return {"text": text, "spans": []}
+    text = program.render(asked, asked.messages, ("", ""), prompting=False)
+    find = _marked if program.marks_answers else _differing
+    return {"text": text, "spans": find(program, asked, text)}
+
+
+def _marked(program: Renders, asked: Asked, text: str) -> list[tuple[int, int]]:
+    """Returns the spans of the generations that belong to learned messages."""
+    spans = _generations(program, asked, len(asked.messages), text)
+    assert asked.learned is not None, "it is asked for"
+    answers = [at for at, message in enumerate(asked.messages) if message["role"] == ANSWERS]
+    if all(asked.learned[at] for at in answers):
+        return spans
+    # Which generation is whose: those that a conversation has more with the message than without.
+    counts = [0]
+    for at in range(len(asked.messages)):
+        is_answer = at in answers
+        more = len(_generations(program, asked, at + 1)) if is_answer else counts[-1]
+        counts.append(more)
+    if counts != sorted(counts) or counts[-1] != len(spans):
+        raise Unsuitable(
+            "the template does not say by {% generation %} which message an answer is, and not all "
+            "are learned",
+            "a template with one {% generation %} for each answer",
+        )
+    kept = []
+    for at, learns in enumerate(asked.learned):
+        if learns:
+            kept += spans[counts[at] : counts[at + 1]]
+    return kept
+
+
+def _generations(
+    program: Renders, asked: Asked, count: int, text: str | None = None
+) -> list[tuple[int, int]]:
+    """Returns the spans of the generations in the text of the first `count` messages."""
+    marked = program.render(asked, asked.messages[:count], asked.marks, prompting=False)
+    spans = []
+    plain = ""
+    opened: list[int] = []
+    for piece in re.split(f"([{asked.marks[0]}{asked.marks[1]}])", marked):
+        if piece == asked.marks[0]:
+            opened.append(len(plain))
+        elif piece == asked.marks[1]:
+            begin = opened.pop() if opened else len(plain)
+            if not opened:  # the outermost
+                spans.append((begin, len(plain)))
+        else:
+            plain += piece
+    if text is not None and plain != text:
+        raise Unsuitable("the template writes another text where {% generation %} is marked")
+    return spans
+
+
+def _differing(program: Renders, asked: Asked, text: str) -> list[tuple[int, int]]:
+    """Returns the spans of learned answers, found by what each adds to the text."""
+    assert asked.learned is not None, "it is asked for"
+    spans = []
+    for at, learns in enumerate(asked.learned):
+        if not learns:
+            continue
+        through = text
+        if at + 1 < len(asked.messages):
+            through = _part(program, asked, at + 1, prompting=False)
+        before = _part(program, asked, at, prompting=True)
+        if before is None or through is None or not through.startswith(before):
+            raise Unsuitable(
+                f"message {at + 1}: the template does not write it after what opens an answer",
+                OTHER_WAYS,
+            )
+        if not text.startswith(through):
+            raise Unsuitable(
+                f"message {at + 1}: the template writes an earlier answer otherwise once a later "
+                "message follows",
+                OTHER_WAYS,
+            )
+        spans.append((len(before), len(through)))
+    return spans
+
+
+def _part(program: Renders, asked: Asked, count: int, *, prompting: bool) -> str | None:
+    """Returns the text of the first `count` messages; None if the template refuses them alone."""
+    try:
+        return program.render(asked, asked.messages[:count], ("", ""), prompting=prompting)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
+        return None

@@ -1,0 +1,282 @@
+"""Reads a conversation from a row of data, in any of the forms in which they are published.
+
+    messages              {"messages": [{"role": "user", "content": "..."}, ...]}
+    ShareGPT              {"conversations": [{"from": "human", "value": "..."}, ...]}
+    prompt and completion {"prompt": ..., "completion": ...}, each a text or a list of messages
+
+A row may also have a `system` text, `tools`, `documents` and `chat_template_kwargs`: variables of
+the template.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spmdtrain.config.errors import DataError
+
+ANSWERS = "assistant"  # the role whose messages are learned
+ASKS = "user"  # the role of a prompt
+# Where a conversation may be in a row, in this order.
+FORMS = (("messages",), ("conversations",), ("prompt", "completion"))
+OTHERS = ("system", "tools", "documents", "chat_template_kwargs")
+ROLES_OF_SHAREGPT = {
+    "human": ASKS,
+    "user": ASKS,
+    "gpt": ANSWERS,
+    "chatgpt": ANSWERS,
+    "bot": ANSWERS,
+    "model": ANSWERS,
+    "assistant": ANSWERS,
+    "function_call": ANSWERS,
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+@dataclass(frozen=True)
+class ChatFields:
+    """The fields of a row that belong to its conversation; `named` is the one that holds it."""
+
+    named: str | None = None  # None: the first of FORMS that the row has
+
+    @property
+    def forms(self) -> tuple[tuple[str, ...], ...]:
+        """Sets of fields, each of which holds a conversation."""
+        return ((self.named,),) if self.named else FORMS
+
+    def form_in(self, names: Iterable[str]) -> tuple[str, ...] | None:
+        """Returns the fields that hold the conversation of a row with these names."""
+        names = set(names)
+        return next((form for form in self.forms if names.issuperset(form)), None)
+
+    def chosen(self, names: Iterable[str]) -> list[str] | None:
+        """Returns all fields of a conversation among these names; None if there is none."""
+        names = list(names)
+        form = self.form_in(names)
+        return None if form is None else [*form, *(name for name in OTHERS if name in names)]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a conversation and what else its template may write.
+
+    A message has a `role` and usually a `content`, both text; other keys are as in the data.
+    """
+
+    messages: list[dict[str, Any]]
+    learned: tuple[bool, ...]  # of each message
+    tools: list | None = None
+    documents: list | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """All texts in it, those in tool calls and the names of keys included."""
+        for value in (self.messages, self.tools, self.documents, self.variables):
+            yield from _texts(value)
+
+    def with_last_answer_only(self) -> "Conversation":
+        """Returns the conversation up to its last learned answer, which alone is learned."""
+        last = max((at for at, is_in in enumerate(self.learned) if is_in), default=-1)
+        if last < 0:
+            return self
+        learned = (False,) * last + (True,)
+        return replace(self, messages=self.messages[: last + 1], learned=learned)
+
+
+def read_conversation(
+    row: dict[str, Any] | None, fields: ChatFields, where: str
+) -> Conversation | None:
+    """Returns the conversation of a row; None if the row is empty.
+
+    `where` names the row. Raises DataError, with that name, if it holds no conversation.
+    """
+    form = None if row is None else fields.form_in(row)
+    if row is None or (form and all(row[name] is None for name in form)):
+        return None
+    if form is None:
+        if not set(row).isdisjoint(FORMS[-1]):
+            raise DataError(f"{where} has a prompt or a completion, not both")
+        return None  # a row of a table that is null
+    if len(form) == 1:
+        messages = row[form[0]]
+        is_fixed = None
+    else:
+        prompt = _as_messages(row["prompt"], ASKS, f"{where}: 'prompt'")
+        completion = _as_messages(row["completion"], ANSWERS, f"{where}: 'completion'")
+        messages = prompt + completion
+        is_fixed = [True] * len(prompt) + [False] * len(completion)
+    found = of_messages(messages, where if len(form) > 1 else f"{where}: {form[0]!r}")
+    if is_fixed is not None:
+        pairs = zip(found.learned, is_fixed, strict=True)
+        found = replace(found, learned=tuple(learns and not fixed for learns, fixed in pairs))
+    return _with_others(found, row, where)
+
+
+def of_messages(messages: Any, where: str) -> Conversation:
+    """Returns the conversation of a list of messages, in the keys of either form.
+
+    `where` names the list. Raises DataError, with that name, if a message is not one.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where} is not a list of messages", found=f"{messages!r:.60}")
+    try:
+        checked = [_message(message, where) for message in messages]
+    except RecursionError:
+        raise DataError(f"{where} has a message that is nested too deeply") from None
+    return Conversation([each for each, _ in checked], tuple(learned for _, learned in checked))
+
+
+def _as_messages(value: Any, role: str, where: str) -> list:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where} is neither a text nor messages", found=f"{value!r:.60}")
+    return value
+
+
+def _with_others(found: Conversation, row: dict, where: str) -> Conversation:
+    """Returns the conversation with the system text, tools, documents and variables of its row."""
+    system = row.get("system")
+    if system not in (None, ""):
+        if not isinstance(system, str) or found.messages[0]["role"] == "system":
+            raise DataError(f"{where} has two system texts, or one that is no text")
+        first = {"role": "system", "content": system}
+        found = replace(found, messages=[first, *found.messages], learned=(False, *found.learned))
+    tools, documents = (_list(row.get(name), f"{where}: {name!r}") for name in OTHERS[1:3])
+    variables = _from_json(row.get(OTHERS[3]), f"{where}: {OTHERS[3]!r}")
+    if not isinstance(variables or {}, dict):
+        raise DataError(f"{where}: {OTHERS[3]!r} is no object", found=f"{variables!r:.60}")
+    found = replace(found, tools=tools, documents=documents, variables=variables or {})
+    for text in found.texts:
+        _check_text(text, where)
+    return found
+
+
+def _list(value: Any, where: str) -> list | None:
+    value = _from_json(value, where)
+    if value in (None, [], {}):
+        return None
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise DataError(f"{where} is not a list of objects", found=f"{value!r:.60}")
+    return value
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """Returns a value that tables, which have one type for each column, keep as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value or "null")
+    except (ValueError, RecursionError):
+        raise DataError(f"{where} is not JSON", found=f"{value!r:.60}") from None
+
+
+# --- one message ----------------------------------------------------------------------------------
+
+
+def _message(message: Any, where: str) -> tuple[dict[str, Any], bool]:
+    """Returns a message in the keys that templates read, and whether it is learned."""
+    if not isinstance(message, dict):
+        raise DataError(f"{where} has a message without role and content", found=f"{message!r:.60}")
+    if "from" in message and "role" not in message:
+        message = _of_sharegpt(message, where)
+    # Tables store a key that a message lacks as None.
+    others = {
+        key: value
+        for key, value in message.items()
+        if key not in ("role", "content", "weight") and value not in (None, "", [], {})
+    }
+    role, content = message.get("role"), _content(message.get("content"), where)
+    if not isinstance(role, str) or not role or (content is None and not others):
+        raise DataError(f"{where} has a message without role and content", found=f"{message!r:.60}")
+    if "tool_calls" in others:
+        others["tool_calls"] = _with_arguments(others["tool_calls"])
+    found = {"role": role} | ({} if content is None else {"content": content}) | others
+    for text in _texts(found):
+        _check_text(text, where)
+    return found, _is_learned(role, message.get("weight"), where)
+
+
+def _of_sharegpt(message: dict, where: str) -> dict[str, Any]:
+    """Returns a message of ShareGPT in the usual keys."""
+    name, value = message["from"], message.get("value")
+    others = {key: held for key, held in message.items() if key not in ("from", "value")}
+    role = ROLES_OF_SHAREGPT.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise DataError(
+            f"{where} has a message from {name!r:.40}",
+            fix=f"one of {', '.join(ROLES_OF_SHAREGPT)}, or the keys role and content",
+        )
+    if name == "function_call":
+        call = _from_json(value, f"{where} has a message whose value")
+        return {"role": role, "tool_calls": [{"type": "function", "function": call}]} | others
+    return {"role": role, "content": value} | others
+
+
+def _content(content: Any, where: str) -> str | None:
+    """Returns the text of a message, which may come in parts; None if there is none."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else part
+        if kind not in (None, "text") or not isinstance(text, str):
+            raise DataError(
+                f"{where} has a message with a part that is no text", found=f"{part!r:.60}"
+            )
+        texts.append(text)
+    return "".join(texts) if texts else None
+
+
+def _with_arguments(calls: Any) -> Any:
+    """Returns tool calls with arguments that are JSON text as its value, as templates want them."""
+    if isinstance(calls, dict):
+        calls = {key: _with_arguments(value) for key, value in calls.items()}
+        if isinstance(calls.get("arguments"), str):
+            try:
+                value = json.loads(calls["arguments"])
+            except ValueError:
+                return calls
+            return calls | ({"arguments": value} if isinstance(value, dict) else {})
+        return calls
+    return [_with_arguments(call) for call in calls] if isinstance(calls, list) else calls
+
+
+def _is_learned(role: str, weight: Any, where: str) -> bool:
+    """Returns whether a message is learned: an answer is, unless its weight is 0."""
+    if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
+        raise DataError(f"{where} has a message with a weight that is not 0 or 1: {weight!r:.40}")
+    if weight and role != ANSWERS:
+        raise DataError(
+            f"{where} has a message of {role!r} with weight 1: answers of {ANSWERS!r} alone are "
+            "learned"
+        )
+    return role == ANSWERS and weight != 0
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields the texts in a JSON value, the names of keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, held in value.items():
+            yield from _texts(key)
+            yield from _texts(held)
+    elif isinstance(value, list):
+        for held in value:
+            yield from _texts(held)
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} has a message that is not a text: half a surrogate pair at position "
+            f"{error.start}"
+        ) from None

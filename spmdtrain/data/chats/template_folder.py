@@ -1,0 +1,108 @@
+"""Finds the template that is published with a tokenizer, and opens templates of either kind.
+
+`chat_template.jinja` counts more than `chat_template` of `tokenizer_config.json`, which is a text,
+or a list of named ones: `default`, and `tool_use` for conversations with tools.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.config.named_file import read_named
+from spmdtrain.data.chats.encode import Template
+from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
+from spmdtrain.data.chats.simple_template import SimpleTemplate
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer
+from spmdtrain.data.tokenizers.tokenizer_folder import ends_named, named_tokens, read_config
+
+TEMPLATE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
+LARGEST = 2**20  # bytes of a template
+
+
+def folder_template(folder: Path, variables: dict[str, Any]) -> JinjaText | None:
+    """Returns the template that is published in a folder; None if there is none.
+
+    Raises DataError if the folder's files are damaged, or name several templates and no default.
+    """
+    texts = _texts_of(folder)
+    if not texts:
+        return None
+    if "default" not in texts:
+        raise DataError(
+            f"{folder / CONFIG} has several templates and none of them is the default",
+            found=", ".join(texts),
+            fix="--chat-template FILE",
+        )
+    return JinjaText(texts["default"], texts.get("tool_use"), variables=variables)
+
+
+def file_template(path: str, variables: dict[str, Any]) -> JinjaText:
+    """Returns the template in a file. Raises DataError if it cannot be read."""
+    return JinjaText(_read(Path(path).expanduser()), variables=variables)
+
+
+def template_from_spec(spec: str | dict[str, Any], today: str | None = None) -> Template:
+    """Returns the template that `spec` described. Raises DataError if it is damaged."""
+    if isinstance(spec, str):
+        return SimpleTemplate.parse(spec)
+    return JinjaTemplate(jinja_text(spec), today)
+
+
+def jinja_text(spec: dict[str, Any]) -> JinjaText:
+    """Returns the template that `JinjaText.spec` described. Raises DataError if it is damaged."""
+    match spec:
+        case {
+            "jinja": str(text),
+            "for_tools": str() | None as for_tools,
+            "tokens": dict(tokens),
+            "variables": dict(variables),
+            "ends": list(ends),
+        } if all(type(end) is int for end in ends) and all(
+            isinstance(token, str) for token in tokens.values()
+        ):
+            return JinjaText(text, for_tools, tokens, variables, tuple(ends))
+    raise DataError(f"not a template that this version knows: {spec!r:.80}")
+
+
+def with_tokens(text: JinjaText, folder: Path, tokenizer: Tokenizer) -> JinjaText:
+    """Returns a template with what the files of a folder call special tokens and ends.
+
+    Raises DataError if one of the files is damaged.
+    """
+    named = ends_named(folder)
+    ids = [tokenizer.id_of(end) if isinstance(end, str) else end for end in named]
+    ends = tuple(dict.fromkeys(end for end in ids if end is not None and end < tokenizer.size))
+    return text._replace(tokens=named_tokens(folder), ends=ends)
+
+
+def _texts_of(folder: Path) -> dict[str, str]:
+    """Returns the templates of a folder by their names."""
+    if (folder / TEMPLATE).is_file():
+        return {"default": _read(folder / TEMPLATE)}
+    value = read_config(folder / CONFIG).get("chat_template") if folder.is_dir() else None
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        texts = {each["name"]: each["template"] for each in value}
+        is_sound = all(isinstance(text, str) for pair in texts.items() for text in pair)
+    except (TypeError, KeyError):
+        texts, is_sound = {}, False
+    if not is_sound:
+        raise DataError(
+            f"{folder / CONFIG} has a chat_template that is none", found=f"{value!r:.60}"
+        )
+    if len(texts) == 1:
+        return {"default": next(iter(texts.values()))}
+    return texts
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_named(path, LARGEST).decode()
+    except OSError as error:
+        raise DataError(f"cannot read the template {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"the template {path} is not UTF-8 text") from None

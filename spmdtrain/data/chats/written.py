@@ -1,0 +1,36 @@
+"""What a template makes of a conversation, and what it needs to know of roles."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer
+
+# The parts of templates that look like special tokens.
+MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|</?[A-Za-z_]+>|\[/?[A-Z_]+\]")
+
+
+class Written(NamedTuple):
+    """A conversation as text."""
+
+    parts: list[str]  # the template's text and other people's in turn, as `encode_parts` wants it
+    learned: np.ndarray  # bool [characters], True in answers that are learned
+    has_gaps: bool = False  # the template has left out a message
+
+
+class Frame(NamedTuple):
+    """The texts of a template around an answer to a question."""
+
+    opening: str  # from the end of the question to where a model writes
+    lead: str  # what a model writes first
+    closing: str  # what it writes last
+
+
+def check_role(role: str, markers: Sequence[str], tokenizer: Tokenizer, where: str) -> None:
+    """Raises DataError if a role could pass for a part of the template."""
+    spells = tokenizer.spells_special(role) or any(marker in role for marker in markers)
+    if spells or not role.isprintable():
+        raise DataError(f"{where} has a message whose role is no name", found=f"{role!r:.60}")
