@@ -2,5 +2,5 @@
 
 Start with batches.py: a batch is a pure function of the sample index. corpus.py opens the corpus
 that batches are cut from. token_files/ reads token files; prepare/ makes them from the documents
-that texts/ reads, with the tokenizers of tokenizers/.
+that texts/ reads and the conversations that chats/ writes out, with the tokenizers of tokenizers/.
 """

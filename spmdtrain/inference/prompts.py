@@ -23,10 +23,10 @@ class Prompts(NamedTuple):
     ids: list[np.ndarray]  # int32 [time] each
     tokenizer: Tokenizer | None = None  # None: the prompts were given as ids
     is_one: bool = False  # a single prompt, not a list
-    ending: "Ending | None" = None  # of conversations; only the answers are returned
+    ending: "AnswerEnd | None" = None  # of conversations; only the answers are returned
 
 
-class Ending(NamedTuple):
+class AnswerEnd(NamedTuple):
     """What ends an answer to a conversation."""
 
     ids: tuple[int, ...]
@@ -76,11 +76,11 @@ def prompt_ids(messages: list, template: Template, tokenizer: Tokenizer) -> np.n
     return encode_prompt(conversation, template, tokenizer, "the prompt")
 
 
-def ending_of(opened: OpenedRun, template: Template) -> Ending:
+def ending_of(opened: OpenedRun, template: Template) -> AnswerEnd:
     """Returns what ends an answer of a run."""
     ends = [*template.ends, opened.end_of_text]
     ids = tuple(dict.fromkeys(end for end in ends if end is not None))
-    return Ending(ids, template.frame.closing)
+    return AnswerEnd(ids, template.frame.closing)
 
 
 def _is_conversation(item: Any) -> bool:

@@ -127,7 +127,7 @@ def _is_taken(case: Case, expected: list | None) -> bool:
     ends_by_it = case.tokenizer == "characters" and case.end_of_text == "auto"
     if ends_by_it and repr(LAST_POINT)[1:-1] in repr(expected):
         return False
-    return not case.chat or any(is_learned(message) for each in expected for message in each or ())
+    return not case.chat or all(any(map(is_learned, each)) for each in expected if each)
 
 
 def _filled(documents: list) -> list:
