@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
+from pallas_kernels.calls import Call
+from pallas_kernels.chosen import in_force
 from pallas_kernels.gpus import BEFORE_AMPERE, generation, is_nvidia
 
 INTERPRET = ":interpret"
@@ -25,16 +27,18 @@ class Refused(NotImplementedError):
 def choose(
     op: str,
     refusals: Mapping[str, Callable[[bool], str]],
-    preference: Sequence[str],
+    order: Sequence[str],
     asked: str | None,
+    call: Call,
 ) -> str:
-    """The implementation to run: `asked` itself, or the first of `preference` that can.
+    """The implementation to run: `asked` itself, or the chosen one, or the first of `order` that
+    can.
 
-    `refusals` maps a name to `refusal(interpreted)`. Raises `Refused` where none can, ValueError
-    for an unknown name.
+    `refusals` maps a name to `refusal(interpreted)`. `call` is the one that chosen.py decides
+    about. Raises `Refused` where none can, ValueError for an unknown name.
     """
     if asked is None:
-        return _first_willing(op, refusals, preference)
+        return _automatic(op, refusals, order, call)
     name = asked.removesuffix(INTERPRET) if isinstance(asked, str) else ""
     if name not in refusals:
         names = ", ".join(refusals)
@@ -46,9 +50,27 @@ def choose(
     return asked
 
 
-def _first_willing(op, refusals, preference) -> str:
+def _automatic(op, refusals, order, call) -> str:
+    decisions = in_force()
+    if decisions is None:
+        return _first_willing(op, refusals, order)
+    name = decisions.chosen.get(call.name)
+    if name is not None:
+        plain = name.removesuffix(INTERPRET)
+        reason = f"there is no {name}"
+        if plain in refusals:
+            reason = refusals[plain](name != plain)
+        if reason:
+            decisions.missed[call.name] = f"{name}: {reason}"
+            name = None
+    name = name or _first_willing(op, refusals, order)
+    decisions.record(call, name)
+    return name
+
+
+def _first_willing(op, refusals, order) -> str:
     reasons = []
-    for name in preference:
+    for name in order:
         reason = refusals[name](False)
         if not reason:
             return name

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import cudnn, hopper, triton, xla
-from pallas_kernels.attention.problem import Inputs, Problem, prepare
+from pallas_kernels.attention.problem import Inputs, Problem, call_of, prepare
 from pallas_kernels.choose import INTERPRET, choose, device_kind
 from pallas_kernels.counting import is_counted, marked, seen_pairs
 from pallas_kernels.given import check_arrays, check_flag
@@ -95,7 +95,8 @@ def attention(  # noqa: PLR0913 - the question has as many parts
     }
     if return_lse:
         refusals["cudnn"] = lambda _: "gives no lse"
-    name = choose("attention", refusals, order(inputs), implementation)
+    call = call_of(problem, inputs, return_lse)
+    name = choose("attention", refusals, order(inputs), implementation, call)
     if name == "cudnn":  # it has a derivative rule of its own
         return cudnn.attend(problem, inputs)
     out, lse = _attend_compiled(problem, name, inputs)

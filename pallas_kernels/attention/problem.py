@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.calls import AttentionCall
 from pallas_kernels.given import as_number, as_whole, check_flag, check_ids
 
 MOST_POSITIONS = 2**30  # positions are int32, and so are differences of two
@@ -88,6 +89,30 @@ class Inputs(NamedTuple):
     def mask_is_static(self) -> bool:
         """True if tracing knows which query attends to which key (bias aside)."""
         return not self.has_segments and not self.has_positions
+
+
+def call_of(problem: Problem, inputs: Inputs, return_lse: bool) -> AttentionCall:
+    """The class of the call, and what draws another of it."""
+    batch, queries, heads, head_dim = inputs.q_bthd.shape
+    _, keys, kv_heads, value_dim = inputs.v_bske.shape
+    return AttentionCall(
+        dtype=str(inputs.q_bthd.dtype),
+        batch=batch,
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        left=problem.left,
+        right=problem.right,
+        softcap=problem.softcap,
+        scale=problem.scale,
+        segments=inputs.has_segments,
+        positions=inputs.has_positions,
+        bias=inputs.bias is not None,
+        lse=return_lse,
+    )
 
 
 def prepare(  # noqa: PLR0913 - the arguments of `attention`

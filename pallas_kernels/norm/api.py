@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.calls import NormCall
 from pallas_kernels.choose import INTERPRET, choose, device_kind
 from pallas_kernels.given import as_number, check_arrays, check_floating
 from pallas_kernels.gpus import generation
@@ -81,7 +82,16 @@ def _norm(op, x, scale, bias, residual, eps, implementation):
     if 0 in rows:
         raise ValueError(f"{op}: x {x.shape} has no elements")
     refusals = {name: partial(module.refusal, rows) for name, module in IMPLEMENTATIONS.items()}
-    name = choose(op, refusals, order(), implementation)
+    call = NormCall(
+        op=op,
+        rows=rows[0],
+        width=rows[1],
+        dtype=str(x.dtype),
+        scale=str(scale.dtype),
+        bias=None if bias is None else str(bias.dtype),
+        residual=None if residual is None else str(residual.dtype),
+    )
+    name = choose(op, refusals, order(), implementation, call)
     x_nd = x.reshape(rows)
     residual_nd = None if residual is None else residual.reshape(rows)
     centred = op == "layernorm"

@@ -13,7 +13,9 @@ from pallas_kernels import choose
 from pallas_kernels.attention import cudnn
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.backends import mosaic
+from pallas_kernels.calls import NormCall
 from pallas_kernels.choose import Refused
+from pallas_kernels.chosen import using
 from pallas_kernels.norm import triton
 
 ROOT = Path(__file__).parents[2]
@@ -23,15 +25,37 @@ REFUSALS = {
 }
 
 
+CALL = NormCall(
+    op="op", rows=1, width=1, dtype="float32", scale="float32", bias=None, residual=None
+)
+
+
 def test_the_first_that_does_not_refuse_or_the_named_one():
-    assert choose.choose("op", REFUSALS, ("fast", "plain"), None) == "plain"
-    assert choose.choose("op", REFUSALS, ("fast",), "plain") == "plain"
+    assert choose.choose("op", REFUSALS, ("fast", "plain"), None, CALL) == "plain"
+    assert choose.choose("op", REFUSALS, ("fast",), "plain", CALL) == "plain"
     with pytest.raises(Refused, match="op: implementation 'fast' refuses: too odd"):
-        choose.choose("op", REFUSALS, ("fast", "plain"), "fast")
+        choose.choose("op", REFUSALS, ("fast", "plain"), "fast", CALL)
     with pytest.raises(Refused, match="not interpreted"):
-        choose.choose("op", REFUSALS, ("fast", "plain"), "plain:interpret")
+        choose.choose("op", REFUSALS, ("fast", "plain"), "plain:interpret", CALL)
     with pytest.raises(Refused, match="no implementation runs this call. fast: too odd"):
-        choose.choose("op", REFUSALS, ("fast",), None)
+        choose.choose("op", REFUSALS, ("fast",), None, CALL)
+
+
+def test_a_decision_comes_before_the_order_and_a_name_before_both():
+    def run(asked=None):
+        return choose.choose("op", REFUSALS | {"third": lambda _: ""}, ("plain",), asked, CALL)
+
+    with using({CALL.name: "third"}) as decisions:
+        assert run("plain") == "plain" and decisions.taken == {}
+        assert run() == "third"
+        assert decisions.taken == {CALL.name: "third"} and decisions.seen == {CALL.name: CALL}
+        assert decisions.missed == {}
+    for decided, why in (("fast", "fast: too odd"), ("older", "older: there is no older")):
+        with using({CALL.name: decided}) as decisions:
+            assert run() == "plain"
+            assert decisions.taken == {CALL.name: "plain"}
+            assert decisions.missed == {CALL.name: why}
+    assert run() == "plain"
 
 
 @pytest.mark.parametrize(

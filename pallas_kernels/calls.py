@@ -1,0 +1,91 @@
+"""What a call of a kernel is, apart from its numbers: the class for which implementations are
+measured and remembered. Nothing here imports jax.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """A call of `attention` on one device; its arguments in the words of problem.py."""
+
+    dtype: str
+    batch: int
+    queries: int  # of a sequence
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    left: int | None
+    right: int | None
+    softcap: float | None
+    scale: float
+    segments: bool
+    positions: bool
+    bias: bool
+    lse: bool
+
+    @property
+    def name(self) -> str:
+        """The class. The values of softcap and scale do not belong to it."""
+        times = f"{self.queries}" if self.queries == self.keys else f"{self.queries}:{self.keys}"
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        dims = f"{self.head_dim}"
+        if self.head_dim != self.value_dim:
+            dims = f"{self.head_dim}:{self.value_dim}"
+        parts = ["attention", self.dtype, f"{self.batch}x{times}x{heads}x{dims}"]
+        if (self.left, self.right) == (None, 0):
+            parts.append("causal")
+        elif (self.left, self.right) != (None, None):
+            parts.append(f"window {_shown(self.left)}:{_shown(self.right)}")
+        flags = {
+            "softcap": self.softcap is not None,
+            "segments": self.segments,
+            "positions": self.positions,
+            "bias": self.bias,
+            "lse": self.lse,
+        }
+        parts += [name for name, is_set in flags.items() if is_set]
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormCall:
+    """A call of `layernorm` or `rmsnorm` on one device."""
+
+    op: str
+    rows: int
+    width: int
+    dtype: str
+    scale: str  # its dtype
+    bias: str | None  # its dtype
+    residual: str | None  # its dtype
+
+    @property
+    def name(self) -> str:
+        """The class."""
+        parts = [self.op, self.dtype, f"{self.rows}x{self.width}", f"scale {self.scale}"]
+        if self.bias:
+            parts.append(f"bias {self.bias}")
+        if self.residual:
+            parts.append(f"residual {self.residual}")
+        return " ".join(parts)
+
+
+Call = AttentionCall | NormCall
+
+
+def to_json(call: Call) -> dict[str, Any]:
+    """The call as a JSON object."""
+    return asdict(call)
+
+
+def from_json(values: dict[str, Any]) -> Call:
+    """The call that `to_json` gave; TypeError where it is none."""
+    return NormCall(**values) if "op" in values else AttentionCall(**values)
+
+
+def _shown(side: int | None) -> str:
+    return "all" if side is None else str(side)

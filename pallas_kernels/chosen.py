@@ -1,0 +1,50 @@
+"""Decisions about implementations that were made before a program is traced, and a record of those
+that its trace makes.
+
+    with using({"attention bfloat16 2x4096x32:8x128 causal": "mosaic"}) as decisions:
+        lowered = jax.jit(step).lower(state)
+    decisions.taken  # what each call without a named implementation runs
+
+A program that jax has traced before keeps what it was traced with.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pallas_kernels.calls import Call
+
+
+@dataclass
+class Decisions:
+    """What was decided, and what became of it. Calls go by the name of their class."""
+
+    chosen: Mapping[str, str]
+    taken: dict[str, str] = field(default_factory=dict)  # by calls that name no implementation
+    seen: dict[str, Call] = field(default_factory=dict)
+    missed: dict[str, str] = field(default_factory=dict)  # why a chosen one does not run
+
+    def record(self, call: Call, name: str) -> None:
+        """Remembers that this call runs `name`."""
+        self.seen[call.name] = call
+        self.taken[call.name] = name
+
+
+# A global, not a context variable: a trace may run in another thread.
+_in_force: list[Decisions] = []
+
+
+@contextlib.contextmanager
+def using(chosen: Mapping[str, str]) -> Iterator[Decisions]:
+    """Inside, calls that name no implementation run the chosen one, where it does not refuse."""
+    decisions = Decisions(chosen)
+    _in_force.append(decisions)
+    try:
+        yield decisions
+    finally:
+        _in_force.remove(decisions)
+
+
+def in_force() -> Decisions | None:
+    """The innermost decisions."""
+    return _in_force[-1] if _in_force else None
