@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import cudnn, hopper, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, call_of, prepare
+from pallas_kernels.calls import AttentionCall
 from pallas_kernels.choose import INTERPRET, choose, device_kind
 from pallas_kernels.counting import is_counted, marked, seen_pairs
 from pallas_kernels.given import check_arrays, check_flag
@@ -96,17 +97,16 @@ def attention(  # noqa: PLR0913 - the question has as many parts
     if return_lse:
         refusals["cudnn"] = lambda _: "gives no lse"
     call = call_of(problem, inputs, return_lse)
-    name = choose("attention", refusals, order(inputs), implementation, call)
+    name = choose("attention", refusals, order(call), implementation, call)
     if name == "cudnn":  # it has a derivative rule of its own
         return cudnn.attend(problem, inputs)
     out, lse = _attend_compiled(problem, name, inputs)
     return (out, lse) if return_lse else out
 
 
-def order(inputs: Inputs) -> tuple[str, ...]:
+def order(call: AttentionCall) -> tuple[str, ...]:
     """The implementations of a call, best first, where nothing was measured."""
-    queries, _ = inputs.lengths
-    ours = OURS.get(generation(device_kind()), ()) if queries >= FEWEST_QUERIES else ()
+    ours = OURS.get(generation(device_kind()), ()) if call.queries >= FEWEST_QUERIES else ()
     return ("cudnn", *ours, "xla")
 
 

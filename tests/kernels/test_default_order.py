@@ -12,16 +12,22 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention import api as attention_api
-from pallas_kernels.attention.problem import Inputs
+from pallas_kernels.attention.problem import Inputs, Problem, call_of
+from pallas_kernels.calls import AttentionCall, NormCall
 from pallas_kernels.norm import api as norm_api
 
 ROOT = Path(__file__).parents[2]
 
 
-def inputs(queries: int) -> Inputs:
+def call(queries: int) -> AttentionCall:
     q = jax.ShapeDtypeStruct((1, queries, 2, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    return Inputs(q, k, k)
+    return call_of(Problem(None, 0, None, 1.0), Inputs(q, k, k), return_lse=False)
+
+
+NORM = NormCall(
+    op="rmsnorm", rows=8, width=8, dtype="float32", scale="float32", bias=None, residual=None
+)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +44,9 @@ def inputs(queries: int) -> Inputs:
 def test_cudnn_then_the_kernels_of_the_generation_then_xla(kind, order, monkeypatch):
     monkeypatch.setattr(attention_api, "device_kind", lambda: kind)
     monkeypatch.setattr(norm_api, "device_kind", lambda: kind)
-    assert attention_api.order(inputs(128)) == order
-    assert attention_api.order(inputs(1)) == ("cudnn", "xla"), "generation: a query at a time"
-    assert norm_api.order() == (("triton", "xla") if "triton" in order else ("xla",))
+    assert attention_api.order(call(128)) == order
+    assert attention_api.order(call(1)) == ("cudnn", "xla"), "generation: a query at a time"
+    assert norm_api.order(NORM) == (("triton", "xla") if "triton" in order else ("xla",))
 
 
 COMPILED = """

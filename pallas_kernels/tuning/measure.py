@@ -1,0 +1,230 @@
+"""Measures calls in a process of its own, which may crash, hang or lose its GPU: a line each, and
+nothing else.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from pallas_kernels.calls import Call, to_json
+from pallas_kernels.tuning.decide import decide
+
+WORKER = (sys.executable, "-m", "pallas_kernels.tuning.worker")
+ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds until the worker counts as hung, or a call as done."""
+
+    start: float = 90.0  # of the process: jax and its GPU
+    step: float = 20.0  # of one compilation, or one turn
+    call: float = 30.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """How the worker is started."""
+
+    command: Sequence[str] = WORKER
+    environment: Mapping[str, str] | None = None  # None: this process's
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass
+class Finding:
+    """What was found of one call."""
+
+    call: Call
+    chosen: str | None = None
+    order: list[str] = field(default_factory=list)
+    right: list[str] = field(default_factory=list)
+    faults: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    remark: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """The entry of the table: times in milliseconds, the median of the rounds."""
+        return {
+            "implementation": self.chosen,
+            "milliseconds": {
+                name: round(1e3 * median(seconds), 4) for name, seconds in self.times.items()
+            },
+            "faults": self.faults,
+            "refused": self.refused,
+            "remark": self.remark,
+            "call": to_json(self.call),
+        }
+
+
+class WorkerLost(Exception):
+    """The worker ended, or gave no answer in time."""
+
+
+def measure(
+    calls: Sequence[Call], say: Callable[[str], None], process: Process | None = None
+) -> Iterator[tuple[dict[str, Any], Finding]]:
+    """(the worker's machine, what was found) for each call, as soon as it is known.
+
+    `say` takes a line for each fault. Ends early, with a line, where the worker cannot be started.
+    """
+    process = process or Process()
+    worker = None
+    try:
+        for call in calls:
+            finding = Finding(call)
+            deadline = time.monotonic() + process.limits.call
+            while True:
+                try:
+                    if worker is None:
+                        worker = _Worker(process)
+                        deadline += worker.start_seconds
+                except WorkerLost as lost:
+                    say(f"kernels: the GPU cannot be measured: {lost}")
+                    return
+                if _ask(worker, finding, deadline, say):
+                    break
+                worker.end()
+                worker = None
+            finding.chosen, finding.remark = decide(finding.order, finding.faults, finding.times)
+            if finding.remark:
+                say(f"kernels: {call.name}: {finding.remark}")
+            yield worker.machine if worker else {}, finding
+    finally:
+        if worker is not None:
+            worker.end()
+
+
+def _ask(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
+    """Lets the worker try a call. False if it was lost and the rest is to be tried again."""
+    finding.times = {}
+    at = {"at": "starting", "of": None}
+    try:
+        worker.send(
+            call=to_json(finding.call),
+            without=[*finding.faults],
+            right=finding.right,
+            rounds=ROUNDS,
+        )
+        while True:
+            left = deadline - time.monotonic()
+            said = worker.read(min(worker.limits.step, max(left, 0.1)))
+            if "end" in said:
+                return True
+            if "candidates" in said:
+                finding.order = said["candidates"]
+                finding.refused = said["refused"]
+            elif "at" in said:
+                at = said
+            elif "right" in said:
+                finding.right = list(dict.fromkeys([*finding.right, said["right"]]))
+            elif "seconds" in said:
+                finding.times.setdefault(said["of"], []).append(said["seconds"])
+            elif "fault" in said:
+                _fault(finding, said["of"], said["fault"], say)
+    except WorkerLost as lost:
+        name = at["of"]
+        if name is None:
+            _fault(finding, "every implementation", str(lost), say)
+            finding.faults |= dict.fromkeys(finding.order, str(lost))
+            return True
+        out_of_time = time.monotonic() >= deadline
+        what = f"{lost} while {at['at']}"
+        if out_of_time and at["at"] == "timing" and "no answer" in what:
+            say(f"kernels: {finding.call.name}: no time left to measure {name} to the end")
+            worker.end()
+            return True
+        _fault(finding, name, what, say)
+        return out_of_time
+
+
+def _fault(finding: Finding, name: str, reason: str, say) -> None:
+    finding.faults[name] = reason
+    finding.times.pop(name, None)
+    say(f"kernels: {finding.call.name}: {name} is not used: {reason}")
+
+
+class _Worker:
+    """The process, and the lines that it says."""
+
+    def __init__(self, process: Process):
+        self.limits = process.limits
+        given = os.environ if process.environment is None else process.environment
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(given)
+        begin = time.monotonic()
+        self._process = subprocess.Popen(
+            process.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+            start_new_session=True,  # so that all that it starts ends with it
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        try:
+            self.machine: dict[str, Any] = self.read(self.limits.start)["machine"]
+        except WorkerLost:
+            self.end()
+            raise
+        self.start_seconds = time.monotonic() - begin
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None, "it is a pipe"
+        with contextlib.suppress(ValueError):  # closed
+            for line in self._process.stdout:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def send(self, **request: Any) -> None:
+        assert self._process.stdin is not None, "it is a pipe"
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        except OSError:
+            raise WorkerLost(self._end_text()) from None
+
+    def read(self, seconds: float) -> dict[str, Any]:
+        """The next line; libraries may print others between."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._lines.get(timeout=max(deadline - time.monotonic(), 0))
+            except queue.Empty:
+                raise WorkerLost(f"no answer for {seconds:.0f} s") from None
+            if line is None:
+                raise WorkerLost(self._end_text())
+            with contextlib.suppress(ValueError):
+                said = json.loads(line)
+                if isinstance(said, dict):
+                    return said
+
+    def _end_text(self) -> str:
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            return "it closed its output"
+        if code < 0:
+            return f"crashed ({signal.Signals(-code).name})"
+        return f"ended with code {code}"
+
+    def end(self) -> None:
+        """Ends the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,218 @@
+"""Calls on the device that jax has: their candidates, arrays, values and times."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import norm
+from pallas_kernels.attention import api as attention_api
+from pallas_kernels.attention import attention
+from pallas_kernels.calls import AttentionCall, Call, NormCall
+from pallas_kernels.choose import INTERPRET, Refused
+from pallas_kernels.norm import api as norm_api
+
+DOCUMENTS = 4  # of a sequence with segments, of unequal lengths
+HEADS_COMPARED = 2  # key-value heads, of the first and of the last sequence
+ROWS_COMPARED = 512  # of a norm, at the start and at the end
+CALLS_OF_A_TURN = 5
+
+
+class OnJax:
+    """Every implementation and tiling that does not refuse a call.
+
+    With `interpreted`, kernels are interpreted too: for tests, on any machine.
+    """
+
+    def __init__(self, interpreted: bool = False):
+        self.interpreted = interpreted
+
+    def describe(self) -> dict[str, Any]:
+        """What times are remembered for: the GPU and its software."""
+        device = jax.devices()[0]
+        return {"gpu": device.device_kind, "jax": jax.__version__}
+
+    def candidates(self, call: Call) -> tuple[list[str], dict[str, str]]:
+        """(names, those of the static order first; name -> why it refuses)"""
+        api = attention_api if isinstance(call, AttentionCall) else norm_api
+        shapes = jax.eval_shape(partial(_draw, call))
+        order = [*api.order(call), *api.IMPLEMENTATIONS]
+        if self.interpreted:
+            order.append("triton" + INTERPRET)
+        names = []
+        refused = {}
+        for name in dict.fromkeys(order):
+            try:
+                jax.eval_shape(partial(_run, call, name), shapes)
+            except Refused as error:
+                refused[name] = error.reason
+            else:
+                names.append(name)
+        return names, refused
+
+    def prepare(self, call: Call, name: str) -> Callable[[], Any]:
+        """The compiled forward and backward pass; calling it gives all arrays, on the device."""
+        arrays = jax.jit(partial(_draw, call))()
+        step = jax.jit(partial(_run, call, name)).lower(arrays).compile()
+        return partial(step, arrays)
+
+    def values(self, call: Call, run: Callable[[], Any]) -> dict[str, np.ndarray]:
+        """What is compared, in float32: some heads, or some rows."""
+        return _compared(call, run())
+
+    def wanted(self, call: Call) -> dict[str, np.ndarray]:
+        """The same of the reference in float32: XLA's implementation, whose matmuls are exact."""
+        arrays = jax.jit(partial(_draw, call))()
+        if isinstance(call, AttentionCall):
+            arrays = _slice_heads(call, arrays)
+        wide = {
+            name: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            for name, x in arrays.items()
+        }
+        with jax.default_matmul_precision("highest"):
+            found = jax.jit(partial(_run, call, "xla"))(wide)
+        return _compared(call, found, sliced=True)
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """The time of a forward and a backward pass: the mean of a few, waited for once."""
+        start = time.perf_counter()
+        out = None
+        for _ in range(CALLS_OF_A_TURN):
+            out = run()
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / CALLS_OF_A_TURN
+
+
+def _draw(call: Call) -> dict[str, jax.Array]:
+    """The arrays of a call, and the gradients of its results."""
+    return _draw_attention(call) if isinstance(call, AttentionCall) else _draw_norm(call)
+
+
+def _draw_attention(call: AttentionCall) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 5)
+    of_q = (call.batch, call.queries, call.heads)
+    of_k = (call.batch, call.keys, call.kv_heads)
+    shapes = {
+        "q": (*of_q, call.head_dim),
+        "k": (*of_k, call.head_dim),
+        "v": (*of_k, call.value_dim),
+        "dout": (*of_q, call.value_dim),
+    }
+    drawn = {
+        name: jax.random.normal(key, shape, jnp.float32).astype(call.dtype)
+        for (name, shape), key in zip(shapes.items(), keys[:4], strict=True)
+    }
+    if call.lse:
+        drawn["dlse"] = jax.random.normal(keys[4], of_q, jnp.float32)
+    last = call.keys - call.queries  # queries are the last ones, which see most keys
+    places = jnp.broadcast_to(jnp.arange(call.keys, dtype=jnp.int32), of_k[:2])
+    if call.segments:
+        cuts = jnp.array(
+            [(call.keys * part * part) // DOCUMENTS**2 for part in range(1, DOCUMENTS)]
+        )
+        ids = (places[..., None] >= cuts).sum(-1).astype(jnp.int32)
+        drawn["q_segments"] = ids[:, max(last, 0) :][:, : call.queries]
+        drawn["k_segments"] = ids
+    if call.positions:
+        drawn["q_positions"] = jnp.broadcast_to(
+            jnp.arange(call.queries, dtype=jnp.int32) + last, of_q[:2]
+        )
+        drawn["k_positions"] = places
+    return drawn
+
+
+def _draw_norm(call: NormCall) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 6)
+    block = (call.rows, call.width)
+    shapes = {
+        "x": (block, call.dtype),
+        "scale": (block[1:], call.scale),
+        "bias": (block[1:], call.bias),
+        "residual": (block, call.residual),
+        "dout": (block, call.dtype),
+        "dtotal": (block, call.residual),
+    }
+    return {
+        name: jax.random.normal(key, shape, jnp.float32).astype(dtype)
+        for (name, (shape, dtype)), key in zip(shapes.items(), keys, strict=True)
+        if dtype is not None
+    }
+
+
+def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Results, and gradients under the names of what they are of, with a "d"."""
+    cotangents = {each: x for each, x in arrays.items() if each in ("dout", "dlse", "dtotal")}
+    whole = {each: x for each, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    given = {each: x for each, x in arrays.items() if each not in cotangents | whole}
+    if isinstance(call, AttentionCall):
+        forward = partial(_attend, call, name, whole)
+    else:
+        forward = partial(_normalise, call, name)
+    out, pull = jax.vjp(forward, given)
+    (gradients,) = pull({each[1:]: x.astype(out[each[1:]].dtype) for each, x in cotangents.items()})
+    return out | {f"d{each}": x for each, x in gradients.items()}
+
+
+def _attend(call, name, whole, given):
+    pairs = {}
+    for keyword in ("segments", "positions"):
+        if f"q_{keyword}" in whole:
+            pairs[keyword] = (whole[f"q_{keyword}"], whole[f"k_{keyword}"])
+    found = attention(
+        given["q"],
+        given["k"],
+        given["v"],
+        window=(call.left, call.right),
+        softcap=call.softcap,
+        scale=call.scale,
+        segment_ids=pairs.get("segments"),
+        positions=pairs.get("positions"),
+        return_lse=call.lse,
+        implementation=name,
+    )
+    return dict(zip(("out", "lse"), found, strict=True)) if call.lse else {"out": found}
+
+
+def _normalise(call, name, given):
+    found = getattr(norm, call.op)(**given, implementation=name)
+    return dict(zip(("out", "total"), found, strict=True)) if call.residual else {"out": found}
+
+
+def _slice_heads(call: AttentionCall, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The compared part of a call's arrays: [2 or 1, time, some heads, ...]."""
+    batch = sorted({0, call.batch - 1})
+    group = call.heads // call.kv_heads
+    count = min(HEADS_COMPARED, call.kv_heads)
+    sliced = {}
+    for name, x in arrays.items():
+        x = x[jnp.array(batch)]
+        if name in ("k", "v", "dk", "dv"):
+            x = x[:, :, :count]
+        elif x.ndim > 2:  # queries' heads; ids have none
+            x = x[:, :, : count * group]
+        sliced[name] = x
+    return sliced
+
+
+def _compared(
+    call: Call, found: dict[str, jax.Array], sliced: bool = False
+) -> dict[str, np.ndarray]:
+    if isinstance(call, AttentionCall):
+        found = found if sliced else _slice_heads(call, found)
+        rows_last = {}
+        for name, x in found.items():
+            # [b, t, h, d] -> [b, h, t, d], and [b, t, h] -> [b, h, t, 1]
+            rows_last[name] = jnp.moveaxis(x if x.ndim > 3 else x[..., None], 1, 2)
+    else:
+        rows_last = {name: _some_rows(jnp.atleast_2d(x)) for name, x in found.items()}
+    return {name: np.asarray(x.astype(jnp.float32)) for name, x in rows_last.items()}
+
+
+def _some_rows(x: jax.Array) -> jax.Array:
+    if x.shape[0] <= 2 * ROWS_COMPARED:
+        return x
+    return jnp.concatenate((x[:ROWS_COMPARED], x[-ROWS_COMPARED:]))

@@ -1,0 +1,202 @@
+"""What was measured, kept for later runs: one JSON file for each driver, jax and version of ours.
+
+    {"machine": {"driver", "jax", "kernels"},
+     "gpus": {KIND: {CLASS OF A CALL: {"implementation", "milliseconds", "faults", ...}}},
+     "programs": {DIGEST: {"gpu": KIND, "calls": [CLASS, ...]}}}
+
+`programs` says which classes a program has, so that one that is known is not traced to find out.
+Files in shipped/, of the same form, are what we know of a GPU whatever its software: they count
+where the user's own file knows nothing.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOM = Path(__file__).parents[1]
+SHIPPED = Path(__file__).parent / "shipped"
+FOLDER = "PALLAS_KERNELS_CACHE"  # a variable: where the tables lie, in place of the user's cache
+DRIVER = Path("/proc/driver/nvidia")
+
+
+def machine() -> dict[str, str]:
+    """What a time depends on besides the GPU: its driver, jax, and our sources."""
+    return {
+        "driver": _driver(),
+        "jax": importlib.metadata.version("jax"),
+        "kernels": sources(),
+    }
+
+
+@cache
+def sources() -> str:
+    """A hash of our sources: a checkout changes without its version."""
+    digest = hashlib.sha256()
+    for path in sorted(ROOM.rglob("*.py")):
+        digest.update(path.relative_to(ROOM).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def gpu_models() -> list[str]:
+    """The names of this machine's GPUs, by the driver, which needs no GPU to be opened."""
+    found = []
+    for path in sorted(DRIVER.glob("gpus/*/information")):
+        with contextlib.suppress(OSError):
+            model = re.search(r"Model:\s*(.*\S)", path.read_text(encoding="utf-8"))
+            found += [model[1]] if model else []
+    return found
+
+
+def _driver() -> str:
+    try:
+        text = (DRIVER / "version").read_text(encoding="utf-8")
+    except OSError:
+        return "none"
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return version[0] if version else "unknown"
+
+
+def folder() -> Path | None:
+    """Where the tables lie; None for a user without a home."""
+    if os.environ.get(FOLDER):
+        return Path(os.environ[FOLDER])
+    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if cache_home.startswith("~") else Path(cache_home) / "pallas_kernels"
+
+
+class Table:
+    """The table of this machine. `remarks` says what was wrong with its file."""
+
+    def __init__(self, where: Path | None = None):
+        place = where or folder()
+        self.machine = machine()
+        name = "_".join(f"{key}-{value}" for key, value in self.machine.items())
+        file = re.sub(r"[^\w.-]", "-", name) + ".json"
+        self.path = None if place is None else place / file
+        self.remarks: list[str] = []
+        self._found = self._read(self.path)
+
+    def entry(self, gpu: str, call: str) -> dict[str, Any] | None:
+        """What is known of a class of calls on this GPU."""
+        for known in (self._found, *_shipped()):
+            entry = known["gpus"].get(gpu, {}).get(call)
+            if entry is not None:
+                return entry
+        return None
+
+    def chosen(self, gpu: str) -> dict[str, str]:
+        """Class of a call -> the implementation that was measured to be the best on this GPU."""
+        names = {}
+        for known in reversed((self._found, *_shipped())):
+            for call, entry in known["gpus"].get(gpu, {}).items():
+                names[call] = entry["implementation"]
+        return names
+
+    def program(self, digest: str) -> dict[str, Any] | None:
+        """The GPU and the calls of a program, where all of them are known."""
+        program = self._found["programs"].get(digest)
+        if program is None:
+            return None
+        known = self._found["gpus"].get(program["gpu"], {})
+        return program if all(call in known for call in program["calls"]) else None
+
+    def add(
+        self,
+        gpu: str,
+        entries: Mapping[str, Mapping[str, Any]],
+        programs: Mapping[str, Iterable[str]] = {},
+    ) -> None:
+        """Adds entries to the file, and keeps what another process has added meanwhile.
+
+        `programs`: digest -> the classes of its calls. OSError where the file cannot be written.
+        """
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.locked("table"):
+            self._found = self._read(self.path)
+            self._found["gpus"].setdefault(gpu, {}).update(entries)
+            for digest, calls in programs.items():
+                self._found["programs"][digest] = {"gpu": gpu, "calls": sorted(calls)}
+            _write(self.path, {"machine": self.machine} | self._found)
+
+    @contextlib.contextmanager
+    def locked(self, what: str) -> Iterator[None]:
+        """Waits until no other process of this user holds the same; without a folder not at all."""
+        if self.path is None:
+            yield
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with (self.path.parent / f"{what}.lock").open("a") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def read_again(self) -> None:
+        """Takes up what another process has written."""
+        self._found = self._read(self.path)
+
+    def document(self) -> dict[str, Any]:
+        """All that is known here, as the file has it."""
+        return {"machine": self.machine} | self._found
+
+    def _read(self, path: Path | None) -> dict[str, Any]:
+        empty = {"gpus": {}, "programs": {}}
+        if path is None:
+            return empty
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return empty
+        except (OSError, UnicodeDecodeError) as error:
+            self.remarks.append(f"kernels: {path} cannot be read and is ignored: {error}")
+            return empty
+        try:
+            return _checked(json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            self.remarks.append(f"kernels: {path} is damaged and ignored")
+            return empty
+
+
+def _checked(found: Any) -> dict[str, Any]:
+    """The parts of a file; an error where it has another form."""
+    for entries in found["gpus"].values():
+        for entry in entries.values():
+            if not isinstance(entry["implementation"], str):
+                raise TypeError(entry)
+    for program in found["programs"].values():
+        if not isinstance(program["gpu"], str) or not isinstance(program["calls"], list):
+            raise TypeError(program)
+    return {"gpus": found["gpus"], "programs": found["programs"]}
+
+
+def _shipped() -> list[dict[str, Any]]:
+    return [
+        _checked(json.loads(path.read_text(encoding="utf-8")))
+        for path in sorted(SHIPPED.glob("*.json"))
+    ]
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a whole file or none."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

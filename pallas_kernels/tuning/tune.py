@@ -1,0 +1,47 @@
+"""`tune`: measures the calls that the table does not know, and remembers them."""
+
+from collections.abc import Callable, Iterable
+
+from pallas_kernels.calls import Call
+from pallas_kernels.tuning.measure import Finding, Process, measure
+from pallas_kernels.tuning.table import Table
+
+
+def tune(
+    calls: Iterable[Call],
+    table: Table,
+    say: Callable[[str], None] = print,
+    *,
+    gpu: str | None = None,
+    again: bool = False,
+    program: str | None = None,
+    process: Process | None = None,
+) -> list[Finding]:
+    """What was measured now, of calls that the table does not know; the table learns it.
+
+    Args:
+      gpu: jax's name of the GPU, where it is known: of calls that the table knows on it nothing is
+        measured.
+      again: measure also what is known.
+      program: a digest under which the table remembers that a program has these calls.
+    """
+    calls = {call.name: call for call in calls}
+    asked = list(calls.values())
+    if gpu is not None and not again:
+        asked = [call for call in asked if table.entry(gpu, call.name) is None]
+    findings = []
+    for machine, finding in measure(asked, say, process):
+        findings.append(finding)
+        gpu = machine.get("gpu", gpu)
+        if gpu is not None and finding.chosen is not None:
+            _remember(table, gpu, {finding.call.name: finding.document()}, {}, say)
+    if gpu is not None and program is not None:
+        _remember(table, gpu, {}, {program: list(calls)}, say)
+    return findings
+
+
+def _remember(table, gpu, entries, programs, say) -> None:
+    try:
+        table.add(gpu, entries, programs)
+    except OSError as error:
+        say(f"kernels: {table.path} cannot be written: {error.strerror}")

@@ -1,0 +1,110 @@
+"""The process that touches the GPU: it tries the candidates of one call after another.
+
+A line of JSON on standard input asks for a call; the answers are lines of JSON. Before each step
+that may crash or hang a line names it, so that the process that listens (measure.py) knows what
+ended this one.
+
+    {"call": {...}, "without": [...], "right": [...], "rounds": 12}
+        -> {"candidates": [...], "refused": {...}}
+        -> {"at": "compiling", "of": NAME}, then {"right": NAME} or {"fault": WHY, "of": NAME}
+        -> {"at": "timing", "of": NAME}, {"seconds": S, "of": NAME}, again and again
+        -> {"end": true}
+
+`without` names candidates that are not tried again, `right` those that need no second check.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from pallas_kernels.calls import Call, from_json
+from pallas_kernels.tuning.right import complaint
+
+WARM_UP = 2  # turns of each candidate before those that count
+
+
+class Backend(Protocol):
+    """What runs candidates: on_jax.py, or in tests a GPU that has faults."""
+
+    def describe(self) -> dict[str, Any]: ...
+    def candidates(self, call: Call) -> tuple[list[str], dict[str, str]]: ...
+    def prepare(self, call: Call, name: str) -> Callable[[], Any]: ...
+    def values(self, call: Call, run: Callable[[], Any]) -> Mapping[str, np.ndarray]: ...
+    def wanted(self, call: Call) -> Mapping[str, np.ndarray]: ...
+    def seconds(self, run: Callable[[], Any]) -> float: ...
+
+
+def serve(backend: Backend) -> None:
+    """Answers every line of standard input."""
+    _say(machine=backend.describe())
+    for line in sys.stdin:
+        _try_call(backend, **json.loads(line))
+        _say(end=True)
+
+
+def _try_call(backend, call, without, right, rounds) -> None:
+    call = from_json(call)
+    names, refused = backend.candidates(call)
+    _say(candidates=names, refused=refused)
+    ready = _prepared(backend, call, [name for name in names if name not in without], right)
+    if len(ready) < 2:
+        return
+    for number in range(WARM_UP + rounds):
+        turns = list(ready) if number % 2 == 0 else list(reversed(ready))
+        for name in turns:
+            if name not in ready:
+                continue
+            _say(at="timing", of=name)
+            try:
+                seconds = backend.seconds(ready[name])
+            except Exception as error:
+                _say(fault=_reason(error), of=name)
+                del ready[name]
+                continue
+            if number >= WARM_UP:
+                _say(seconds=seconds, of=name)
+
+
+def _prepared(backend, call, names, right) -> dict[str, Callable[[], Any]]:
+    """The candidates that give right values, compiled."""
+    ready = {}
+    wanted = None
+    for name in names:
+        try:
+            _say(at="compiling", of=name)
+            run = backend.prepare(call, name)
+            _say(at="running", of=name)
+            fault = ""
+            if name not in right:
+                if wanted is None:
+                    wanted = backend.wanted(call)
+                fault = complaint(backend.values(call, run), wanted, call.dtype)
+        except Exception as error:
+            fault = _reason(error)
+        if fault:
+            _say(fault=fault, of=name)
+        else:
+            ready[name] = run
+            _say(right=name)
+    return ready
+
+
+def _reason(error: Exception) -> str:
+    """One line of what a compiler or a driver says."""
+    said = " ".join(str(error).split())
+    if "RESOURCE_EXHAUSTED" in said or isinstance(error, MemoryError):
+        return f"out of memory: {said[:160]}"
+    return f"{type(error).__name__}: {said[:160]}"
+
+
+def _say(**said: Any) -> None:
+    print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    from pallas_kernels.tuning.on_jax import OnJax
+
+    serve(OnJax(interpreted="--interpreted" in sys.argv))

@@ -1,0 +1,222 @@
+"""The tuner: it takes the fastest right implementation, and survives each fault of a GPU."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernels.fake_gpu import FAULTS
+
+from pallas_kernels.calls import AttentionCall, NormCall, from_json, to_json
+from pallas_kernels.tuning import Table, tune
+from pallas_kernels.tuning.decide import decide
+from pallas_kernels.tuning.measure import WORKER, Limits, Process, measure
+from pallas_kernels.tuning.right import complaint
+
+ROOT = Path(__file__).parents[2]
+CALL = AttentionCall(
+    dtype="float32",
+    batch=1,
+    queries=32,
+    keys=32,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    value_dim=16,
+    left=None,
+    right=0,
+    softcap=None,
+    scale=0.25,
+    segments=True,
+    positions=False,
+    bias=False,
+    lse=False,
+)
+NORM = NormCall(
+    op="rmsnorm", rows=5, width=24, dtype="float32", scale="float32", bias=None, residual="float32"
+)
+
+
+def faulty(number):
+    """The call for which the fake GPU has fault `number`."""
+    return replace(CALL, batch=number, dtype="bfloat16")
+
+
+def fake(folder):
+    command = (sys.executable, str(ROOT / "tests" / "kernels" / "fake_gpu.py"), str(folder))
+    return Process(command, {"PYTHONPATH": str(ROOT)}, Limits(step=2.0))
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory):
+    """fault -> (what was found, the lines that were said), of one session with all faults."""
+    said = []
+    found = {}
+    calls = [faulty(number) for number in range(len(FAULTS))]
+    for _, finding in measure(calls, said.append, fake(tmp_path_factory.mktemp("gpu"))):
+        name = FAULTS[finding.call.batch]
+        found[name] = finding, [*said]
+        said.clear()
+    found["the end"] = None, said
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "taken", "line"),
+    [
+        ("nothing", "second", ""),
+        ("crashes at compile", "first", "second is not used: crashed (SIGABRT) while compiling"),
+        ("crashes at run", "first", "second is not used: crashed (SIGSEGV) while running"),
+        ("hangs", "first", "second is not used: no answer for 2 s while running"),
+        ("runs out of memory", "first", "second is not used: out of memory: RESOURCE_EXHAUSTED"),
+        ("gives NaN", "first", "second is not used: out is not finite"),
+        ("is wrong", "first", "second is not used: out is wrong by 1.0e-02 in a tile"),
+        ("is wrong in a tile", "first", "second is not used: dk is wrong by 1.0e-02 in a tile"),
+        ("is late", "first", ""),
+        ("is as fast", "first", ""),
+        ("is unsteady", "first", "times of second vary too much"),
+    ],
+)
+def test_each_fault_costs_a_line_and_a_right_one_is_taken(fault, taken, line, survived):
+    finding, said = survived[fault]
+    assert finding.chosen == taken
+    assert len(said) == (1 if line else 0), said
+    assert line in "".join(said)
+    assert all("\n" not in each for each in said)
+    if "is not used" in line:
+        assert [*finding.faults] == ["second"]
+    assert set(finding.times) == {"first", "second", "third"} - set(finding.faults)
+
+
+def test_where_the_default_is_wrong_the_next_right_one_is_taken(survived):
+    finding, said = survived["kills the default"]
+    assert finding.chosen == "third" and [*finding.faults] == ["first", "second"]
+    assert len(said) == 2
+
+
+def test_a_gpu_that_disappears_ends_the_measuring_with_a_line(survived):
+    assert "disappears" not in survived
+    _, said = survived["the end"]
+    assert "second is not used: crashed (SIGKILL)" in said[0]
+    assert said[1:] == ["kernels: the GPU cannot be measured: ended with code 1"]
+
+
+STEADY = [1.0, 1.02, 0.99, 1.01, 1.0, 0.98]
+
+
+@pytest.mark.parametrize(
+    ("times", "faults", "taken"),
+    [
+        ({"a": STEADY, "b": [2 * each for each in STEADY]}, {}, "a"),
+        ({"a": STEADY, "b": [0.98 * each for each in STEADY]}, {}, "a"),
+        ({"a": STEADY, "b": [0.9 * each for each in STEADY]}, {}, "b"),
+        ({"a": STEADY, "b": [0.9] * 6, "c": [0.8] * 6}, {}, "c"),
+        ({"a": STEADY, "b": [0.5] * 3}, {}, "a"),  # too few rounds
+        ({"b": [0.5] * 6}, {"a": "wrong"}, "b"),
+        ({}, {"a": "wrong"}, "b"),
+        ({}, {"a": "wrong", "b": "wrong", "c": "wrong"}, None),
+    ],
+)
+def test_the_default_stays_unless_another_one_is_surely_faster(times, faults, taken):
+    assert decide(["a", "b", "c"], faults, times)[0] == taken
+
+
+def test_a_single_wrong_tile_of_a_large_array_is_found():
+    random = np.random.default_rng(0)
+    want = {"dq": random.standard_normal((2, 4, 1024, 64)).astype(np.float32)}
+    rounded = {"dq": want["dq"] * (1 + 2e-3 * random.standard_normal(want["dq"].shape))}
+    assert complaint(rounded, want, "bfloat16") == ""
+    rounded["dq"][1, 3, 960:] += 1e-2 * np.sign(want["dq"][1, 3, 960:])
+    assert "dq is wrong by 1.0e-02" in complaint(rounded, want, "bfloat16")
+    hidden = {"lse": np.array([[[-np.inf], [1.0]]])}
+    assert complaint({"lse": np.array([[[0.0], [1.0]]])}, hidden, "float32").startswith(
+        "lse is fin"
+    )
+    assert complaint({"lse": np.array([[[-np.inf], [1.0]]])}, hidden, "float32") == ""
+
+
+# The table
+
+
+def test_what_is_known_is_not_measured_again(tmp_path):
+    (tmp_path / "gpu").mkdir()
+    table = Table(tmp_path)
+    said = []
+    calls = [faulty(0), faulty(1)]
+    process = fake(tmp_path / "gpu")
+    assert len(tune(calls, table, said.append, program="abc", process=process)) == 2
+    assert table.chosen("Fake GPU") == {calls[0].name: "second", calls[1].name: "first"}
+    nothing = Process((sys.executable, "-c", "raise SystemExit(9)"))
+    known = Table(tmp_path)
+    assert tune(calls, known, said.append, gpu="Fake GPU", process=nothing) == []
+    assert known.program("abc") == {"gpu": "Fake GPU", "calls": sorted(each.name for each in calls)}
+    entry = known.entry("Fake GPU", calls[1].name)
+    assert entry["faults"]["second"].startswith("crashed (SIGABRT)")
+    assert from_json(entry["call"]) == calls[1]
+    assert len(said) == 1
+    tune(calls, known, said.append, gpu="Fake GPU", again=True, process=nothing)
+    assert "cannot be measured: ended with code 9" in said[-1]
+
+
+def test_a_damaged_table_is_ignored_with_a_line_and_replaced(tmp_path):
+    table = Table(tmp_path)
+    entry = {"implementation": "xla"}
+    table.add("G", {"one": entry})
+    other = Table(tmp_path)
+    table.add("G", {"two": entry})
+    other.add("G", {"three": entry})  # keeps what was added meanwhile
+    assert Table(tmp_path).chosen("G") == dict.fromkeys(("one", "two", "three"), "xla")
+    whole = table.path.read_text()
+    for damage in (whole[:-20], "[]", '{"gpus": {"G": {"one": {}}}, "programs": {}}', "\x00"):
+        table.path.write_text(damage)
+        damaged = Table(tmp_path)
+        assert damaged.chosen("G") == {}
+        assert damaged.remarks == [f"kernels: {table.path} is damaged and ignored"]
+    damaged.add("G", {"one": entry})
+    assert json.loads(table.path.read_text())["machine"] == table.machine
+    assert Table(tmp_path).remarks == []
+    assert [
+        path.suffix for path in tmp_path.iterdir() if path.suffix not in (".json", ".lock")
+    ] == []
+
+
+def test_a_table_of_another_driver_or_version_does_not_count(tmp_path, monkeypatch):
+    Table(tmp_path).add("G", {"one": {"implementation": "xla"}})
+    monkeypatch.setattr("pallas_kernels.tuning.table.sources", lambda: "newer")
+    assert Table(tmp_path).chosen("G") == {}
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line(tmp_path):
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "file").touch()
+    said = []
+    table = Table(tmp_path / "file")
+    tune([faulty(0)], table, said.append, process=fake(tmp_path / "gpu"))
+    assert "cannot be written" in said[0] and len(said) == 1
+
+
+def test_shipped_entries_count_where_nothing_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.tuning.table.SHIPPED", tmp_path / "shipped")
+    shipped = Table(tmp_path / "shipped")
+    shipped.add("G", {"one": {"implementation": "a"}, "two": {"implementation": "a"}})
+    table = Table(tmp_path)
+    table.add("G", {"one": {"implementation": "b"}})
+    assert table.chosen("G") == {"one": "b", "two": "a"}
+    assert table.entry("G", "two") == {"implementation": "a"} and table.entry("H", "two") is None
+
+
+# The real path, on this CPU
+
+
+def test_real_calls_are_tried_with_xla_and_interpreted_kernels():
+    said = []
+    process = Process((*WORKER, "--interpreted"), limits=Limits(step=200.0, call=400.0))
+    found = [finding for _, finding in measure([CALL, NORM], said.append, process)]
+    assert said == []
+    for call, finding in zip((CALL, NORM), found, strict=True):
+        assert finding.right == ["xla", "triton:interpret"], call
+        assert finding.chosen in finding.right and len(finding.times["triton:interpret"]) == 12
+        assert "needs an NVIDIA GPU" in finding.refused["triton"]
+        assert from_json(json.loads(json.dumps(to_json(call)))) == call
