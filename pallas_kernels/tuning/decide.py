@@ -5,12 +5,11 @@ another one is faster by more than the noise.
 """
 
 from collections.abc import Mapping, Sequence
-from statistics import median, quantiles
+from statistics import median
 
 LEAST_GAIN = 0.03  # share of the default's time
 LEAST_WON = 0.8  # share of rounds in which a faster one must be faster
 FEWEST_ROUNDS = 5
-MOST_SPREAD = 0.3  # of the middle half of the times, over their median
 
 
 def decide(
@@ -43,15 +42,9 @@ def decide(
         if ratio > best_ratio:
             continue
         won = sum(each < 1 for each in ratios) / len(ratios)
-        if won < LEAST_WON or spread(times[name]) > MOST_SPREAD:
+        if won < LEAST_WON:
             unsteady.append(name)
             continue
         best, best_ratio = name, ratio
     remark = f"times of {', '.join(unsteady)} vary too much to be believed" if unsteady else ""
     return best, remark
-
-
-def spread(seconds: Sequence[float]) -> float:
-    """The range of the middle half of the times, over their median."""
-    first, middle, third = quantiles(seconds, n=4)
-    return (third - first) / middle
