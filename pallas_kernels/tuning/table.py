@@ -137,7 +137,7 @@ class Table:
             yield
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with (self.path.parent / f"{what}.lock").open("a") as file:
+        with (self.path.parent / f"{what}.lock").open("a", encoding="utf-8") as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -168,14 +168,14 @@ def test_a_damaged_table_is_ignored_with_a_line_and_replaced(tmp_path):
     table.add("G", {"two": entry})
     other.add("G", {"three": entry})  # keeps what was added meanwhile
     assert Table(tmp_path).chosen("G") == dict.fromkeys(("one", "two", "three"), "xla")
-    whole = table.path.read_text()
+    whole = table.path.read_text(encoding="utf-8")
     for damage in (whole[:-20], "[]", '{"gpus": {"G": {"one": {}}}, "programs": {}}', "\x00"):
-        table.path.write_text(damage)
+        table.path.write_text(damage, encoding="utf-8")
         damaged = Table(tmp_path)
         assert damaged.chosen("G") == {}
         assert damaged.remarks == [f"kernels: {table.path} is damaged and ignored"]
     damaged.add("G", {"one": entry})
-    assert json.loads(table.path.read_text())["machine"] == table.machine
+    assert json.loads(table.path.read_text(encoding="utf-8"))["machine"] == table.machine
     assert Table(tmp_path).remarks == []
     assert [
         path.suffix for path in tmp_path.iterdir() if path.suffix not in (".json", ".lock")
