@@ -1,6 +1,7 @@
 """What a run is asked: prompts of text, conversations by the template of the run, and ids, each
 checked where it comes in."""
 
+import io
 import json
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from spmdtrain.cli import main
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.encode import encode_conversation
+from spmdtrain.data.chats.jinja_template import JinjaText
 from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.inference import chat
 from spmdtrain.inference import prompts as reading
 
 SMALL = (
@@ -81,6 +84,80 @@ def test_a_question_has_the_tokens_of_training_and_the_answer_ends_where_it_clos
     Path("p.jsonl").write_text(json.dumps({"messages": asked}) + "\n")
     assert main(["sample", "run", "--prompts", "p.jsonl", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"messages": asked, "text": "yes yes"}
+
+
+JINJA = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+
+
+@pytest.fixture
+def with_jinja(here, monkeypatch):
+    """The run with a template of Jinja, and an end of its own; its model writes `yes`."""
+    config = Path("run/config.json")
+    before = config.read_text()
+    ends = [here.tokenizer.id_of("<|endoftext|>"), 7]
+    spec = JinjaText(JINJA, ends=tuple(ends)).spec
+    config.write_text(json.dumps(json.loads(before) | {"template": spec}))
+    asked = []
+
+    def make(setup, length, choice, stops, **named):
+        del setup, choice, named
+        assert {*ends, here.tokenizer.id_of("<|im_end|>")} == set(stops)
+
+        def generate(params, prompts, key, length=length):
+            del params, key
+            asked.append((here.tokenizer.decode(prompts[0]), length))
+            made = here.tokenizer.encode("yes")
+            return [np.concatenate([ids, made, [7], made]) for ids in prompts]
+
+        return generate
+
+    monkeypatch.setattr("spmdtrain.inference.sample.make_generate", make)
+    yield asked
+    config.write_text(before)
+
+
+def test_a_template_of_jinja_asks_and_each_of_its_ends_ends_an_answer(with_jinja, capsys):
+    assert main(["sample", "run", "--chat", "hello"]) == 0
+    assert capsys.readouterr().out == "yes\n"
+    assert with_jinja[0][0] == "<|im_start|>user: hello<|im_end|><|im_start|>assistant: "
+
+
+def test_a_conversation_on_the_terminal_grows_until_it_is_too_long(with_jinja, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\n" + "c" * 9 + "\n"))
+    assert main(["sample", "run", "--chat", "--json"]) == ConfigError.exit_code
+    said = capsys.readouterr()
+    lines = [json.loads(line) for line in said.out.splitlines()]
+    assert [line["text"] for line in lines] == ["yes", "yes"]
+    assert [message["content"] for message in lines[1]["messages"]] == ["a", "yes", "b"]
+    first, second = with_jinja
+    assert second[0].startswith(first[0] + "yes<|im_end|><|im_start|>user: b")
+    assert second[1] < first[1] <= 32
+    assert "leaves no room for an answer; found model.max_length=" in said.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    assert main(["sample", "run", "--chat"]) == 0
+    assert capsys.readouterr().out == "yes\n"
+
+
+def test_a_conversation_answers_as_a_prompt_does_with_few_programs(here, monkeypatch):
+    """Lengths are rounded, and the likeliest tokens are the same."""
+    del here
+    rounded, shapes = chat._shapes, []
+
+    def remembered(*given):
+        shapes.append(rounded(*given))
+        return shapes[-1]
+
+    monkeypatch.setattr(chat, "_shapes", remembered)
+    choice = st.Choice(0.0)
+    with chat.Chat("run", 3, choice=choice) as talk:
+        first, second = talk.ask("a"), talk.ask("b")
+        asked = talk.messages[:-1]
+    assert [message["content"] for message in asked] == ["a", first, "b"]
+    assert second and st.generate("run", asked, 3, choice=choice).startswith(second)
+    assert all(start in (8, 16) and room in (16, 32) for start, room in shapes)
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,10 @@ def test_each_step_has_its_own_learning_rate():
     "layout", [(), ("mesh.pipeline=2", "train.microbatch=8")], ids=["one device", "pipeline"]
 )
 def test_documents_are_apart_in_the_step(layout):
-    """Two documents in one window have the loss that they have in windows of their own."""
+    """Two documents in one window have the loss that they have in windows of their own.
+
+    So have two conversations, of which only some tokens are learned.
+    """
     setup = prepared(*UNEVEN, *layout)
     losses = make_losses(setup)
     state = init_state(setup)
@@ -379,8 +382,11 @@ def test_documents_are_apart_in_the_step(layout):
     first, second = rng.integers(0, 64, (16, 7)), rng.integers(0, 64, (16, 11))
     total, padding = 16, 64
 
-    def batch(*documents: np.ndarray) -> dict[str, np.ndarray]:
-        """A window that begins with these documents; what is left over is masked."""
+    def batch(share: float, *documents: np.ndarray) -> dict[str, np.ndarray]:
+        """A window that begins with these documents; what is left over is masked.
+
+        Of each document a `share` of the tokens is learned, in all rows others.
+        """
         lengths = [document.shape[1] - 1 for document in documents]
         left = total - sum(lengths)
 
@@ -391,7 +397,7 @@ def test_documents_are_apart_in_the_step(layout):
         return {
             "tokens": row([document[:, :-1] for document in documents], 0).astype(np.int32),
             "targets": row([document[:, 1:] for document in documents], 0).astype(np.int32),
-            "mask": row([np.ones((16, length)) for length in lengths], 0).astype(np.float32),
+            "mask": row([learned(n, share) for n in lengths], 0).astype(np.float32),
             "segment_ids": row(
                 [np.full((16, n), at) for at, n in enumerate(lengths)], padding
             ).astype(np.int32),
@@ -399,15 +405,21 @@ def test_documents_are_apart_in_the_step(layout):
             "sample": np.arange(16, dtype=np.uint32).reshape(setup_shape),
         }
 
+    def learned(length: int, share: float) -> np.ndarray:
+        return np.random.default_rng(length).random((16, length)) < share
+
     setup_shape = tuple(setup.batch_shape)
     run = jax.jit(losses)
-    together, *alone = (
-        run(state.params, batch(*documents)) for documents in ((first, second), (first,), (second,))
-    )
-    assert float(together["loss"]) == pytest.approx(
-        sum(float(each["loss"]) for each in alone), rel=1e-6
-    )
-    assert float(together["tokens"]) == 16 * 16
+    for share in (1.0, 0.4):
+        together, *alone = (
+            run(state.params, batch(share, *documents))
+            for documents in ((first, second), (first,), (second,))
+        )
+        assert float(together["loss"]) == pytest.approx(
+            sum(float(each["loss"]) for each in alone), rel=1e-6
+        )
+        counts = [learned(n, share).sum() for n in (6, 10)]
+        assert float(together["tokens"]) == sum(counts) and (share == 1.0) == (sum(counts) == 256)
 
 
 @pytest.mark.parametrize(
