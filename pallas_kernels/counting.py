@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 MARK = "flops="
 _is_counted: ContextVar[bool] = ContextVar("counted", default=False)
+_share: ContextVar[float] = ContextVar("share", default=1.0)
 
 
 @contextlib.contextmanager
@@ -28,6 +29,16 @@ def counted() -> Iterator[None]:
         _is_counted.reset(before)
 
 
+@contextlib.contextmanager
+def share_counted(share: float) -> Iterator[None]:
+    """Inside, marks have this share of their FLOPs: of what runs in some of the layers only."""
+    before = _share.set(_share.get() * share)
+    try:
+        yield
+    finally:
+        _share.reset(before)
+
+
 def is_counted() -> bool:
     """True inside `counted()`, where kernels are traced as marks."""
     return _is_counted.get()
@@ -35,7 +46,7 @@ def is_counted() -> bool:
 
 def marked(shape: tuple[int, ...], dtype: jnp.dtype, flops: float) -> jax.Array:
     """Zeros in the place of what a kernel of so many FLOPs would give."""
-    return checkpoint_name(jnp.zeros(shape, dtype), f"{MARK}{flops!r}")
+    return checkpoint_name(jnp.zeros(shape, dtype), f"{MARK}{flops * _share.get()!r}")
 
 
 def flops_of_mark(name: str) -> float:

@@ -230,6 +230,8 @@ REFUSED: dict[str, Any] = {
     "chunk_logits=0 is no": lambda _: loss(chunk_logits=0),
     "ignore_index=1.5 is no": lambda _: loss(ignore_index=1.5),
     "z_loss=inf is no": lambda _: loss(z_loss=float("inf")),
+    "scale=0 must be above 0": lambda _: loss(scale=0),
+    "softcap=0 must be above 0": lambda _: loss(softcap=0),
     "axis_name=3 is no": lambda _: loss(axis_name=3),
     "parts must be": lambda _: loss(parts=jnp.ones((3, 2))),
 }

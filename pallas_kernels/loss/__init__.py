@@ -1,4 +1,5 @@
 """The unembedding matmul and its cross-entropy in one, without all logits. Start with api.py."""
 
 from pallas_kernels.loss.api import linear_cross_entropy as linear_cross_entropy
+from pallas_kernels.loss.api import shape_logits as shape_logits
 from pallas_kernels.loss.own import linear_token_loss as linear_token_loss

@@ -33,13 +33,16 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
     axis_name: str | tuple[str, ...] = (),
     vocab: int | None = None,
     chunk_logits: int = CHUNK_LOGITS,
     with_z_loss: bool = False,
     parts: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Sum over tokens of mask x (-log softmax(x weight^T)[target] + z_loss x lse^2).
+    """Sum over tokens of mask x (-log softmax(logits)[target] + z_loss x lse^2), where the logits
+    are x weight^T, scaled and capped.
 
     lse is the logarithm of the softmax's denominator; the result is a float32 scalar. Under
     differentiation the gradients are computed along with the loss, from the same logits, and kept
@@ -54,6 +57,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
       label_smoothing: this share of the target probability lies evenly on the whole vocabulary
         (arXiv:1512.00567).
       z_loss: keeps lse near 0 (arXiv:2204.02311).
+      scale: of the logits, above 0.
+      softcap: logits x, scaled, become softcap * tanh(x / softcap).
       axis_name: mesh axes that split the rows of the weight, inside a shard_map that is manual
         over them. Targets count over all rows. The loss is whole on every device, and cotangents
         are summed over these axes; the gradient of x is partial: psum it, as that of any input
@@ -78,6 +83,13 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     z_loss = as_number(_OP, "z_loss", z_loss, 0)
     if label_smoothing >= 1:
         raise ValueError(f"{_OP}: label_smoothing={label_smoothing} is a share below 1")
+    scale = as_number(_OP, "scale", scale, 0)
+    if not scale:
+        raise ValueError(f"{_OP}: scale=0 must be above 0")
+    if softcap is not None:
+        softcap = as_number(_OP, "softcap", softcap, 0)
+        if not softcap:
+            raise ValueError(f"{_OP}: softcap=0 must be above 0; None: no cap")
     chunk_logits = as_whole(_OP, "chunk_logits", chunk_logits, 1, 2**62)
     check_flag(_OP, "with_z_loss", with_z_loss)
     axis_name = _check_axes(axis_name)
@@ -96,7 +108,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     chunks = chunk_count(x_bte.shape[0], time, weight.shape[0], chunk_logits)
     # The mask of what is padded is 0.
     x_bte, targets_bt, mask_bt = pad_time(chunks, x_bte, targets_bt, mask_bt)
-    options = _Options(chunks, label_smoothing, z_loss, axis_name, vocab)
+    options = _Options(chunks, label_smoothing, z_loss, axis_name, vocab, scale, softcap)
     part_bn = None if parts is None else parts.astype(jnp.float32).reshape(-1, parts.shape[-1])
     sums = _loss_compiled(options, x_bte, weight, targets_bt, mask_bt, part_bn)
     given = sums[:2] if with_z_loss else sums[:1]
@@ -149,6 +161,8 @@ class _Options(NamedTuple):
     z_loss: float
     axis_name: tuple[str, ...]
     vocab: int | None
+    scale: float
+    softcap: float | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -220,12 +234,13 @@ class _ChunkLoss(NamedTuple):
     # Sums over the chunk: the loss, the z-loss in it, and by `part_bn` the loss without z-loss.
     sums: tuple[jax.Array, jax.Array, jax.Array | None]
     of_tokens_bt: jax.Array  # before the mask
-    logits_gradient: Callable[[], jax.Array]  # of `of_tokens_bt`, [b, t, v]
+    logits_gradient: Callable[[], jax.Array]  # of `of_tokens_bt`, by x weight^T: [b, t, v]
 
 
 def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_bt) -> _ChunkLoss:
-    _, smoothing, z_loss, axis_name, vocab = options
-    logits_btv = einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
+    _, smoothing, z_loss, axis_name, vocab, scale, softcap = options
+    products_btv = einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
+    logits_btv = shape_logits(products_btv, scale, softcap)
     rows = logits_btv.shape[-1]
     all_rows = rows
     row = jnp.arange(rows)
@@ -234,6 +249,7 @@ def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_b
         row = jax.lax.axis_index(axis_name) * rows + row
     vocab = vocab or all_rows
     padded = vocab < all_rows
+    capped_btv = logits_btv
     if padded:
         logits_btv = jnp.where(row < vocab, logits_btv, -jnp.inf)
     # The target's logit comes from a masked sum, not from a gather: that stays local where the
@@ -259,6 +275,10 @@ def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_b
         probability = jnp.exp(logits_btv - lse[..., None])
         probability = probability * (1 + 2 * z_loss * lse)[..., None]
         gradient = probability - jnp.where(is_target, 1 - smoothing, 0) - smoothing / vocab
+        if softcap is not None:
+            gradient = gradient * (1 - jnp.square(capped_btv / softcap))
+        if scale != 1:
+            gradient = gradient * scale
         return jnp.where(row < vocab, gradient, 0) if padded else gradient
 
     def masked_sum(loss_bt):
@@ -271,6 +291,15 @@ def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_b
         without_z = of_tokens - z_of_tokens if z_loss else of_tokens
         parts_n = sums_of_parts(without_z, mask_bt, part_bn)
     return _ChunkLoss((total, z_total, parts_n), of_tokens, logits_gradient)
+
+
+def shape_logits(
+    logits: jax.Array, scale: float | None = None, softcap: float | None = None
+) -> jax.Array:
+    """Logits x as softcap * tanh(scale * x / softcap); scale * x without a softcap."""
+    if scale not in (None, 1):
+        logits = logits * scale
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def sums_of_parts(loss_bt: jax.Array, mask_bt: jax.Array, part_bn: jax.Array) -> jax.Array:

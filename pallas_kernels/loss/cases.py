@@ -19,6 +19,8 @@ class Case:
     masked: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    scale: float = 1.0
+    softcap: float | None = None
     chunk_logits: int = CHUNK_LOGITS
 
     @property
@@ -30,6 +32,10 @@ class Case:
             parts.append(f"smoothing{self.label_smoothing:g}")
         if self.z_loss:
             parts.append(f"z{self.z_loss:g}")
+        if self.scale != 1:
+            parts.append(f"scale{self.scale:g}")
+        if self.softcap is not None:
+            parts.append(f"softcap{self.softcap:g}")
         if self.chunk_logits < CHUNK_LOGITS:
             parts.append(f"chunks-of-{self.chunk_logits}")
         return "-".join(parts)
@@ -57,6 +63,7 @@ CI = (
     Case(chunk_logits=1, vocab=101, label_smoothing=0.1),
     Case(z_loss=1e-3, chunk_logits=1000, masked=True),
     Case(dtype="bfloat16", chunk_logits=1000, label_smoothing=0.1, z_loss=1e-4, masked=True),
+    Case(scale=0.5, softcap=1.5, z_loss=1e-3, label_smoothing=0.1, chunk_logits=600, masked=True),
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.loss.api import einsum_in_float32, sums_of_parts
+from pallas_kernels.loss.api import einsum_in_float32, shape_logits, sums_of_parts
 from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, pad_time
 
 Losses = dict[str, jax.Array]
@@ -23,6 +23,8 @@ def linear_token_loss(  # noqa: PLR0913 - the question has as many parts
     loss: TokenLoss,
     *,
     mask_bt: jax.Array,
+    scale: float = 1.0,
+    softcap: float | None = None,
     axis_name: tuple[str, ...] = (),
     vocab: int | None = None,
     chunk_logits: int = CHUNK_LOGITS,
@@ -34,6 +36,7 @@ def linear_token_loss(  # noqa: PLR0913 - the question has as many parts
       x_bte, weight_ve, targets_bt, mask_bt: as in `linear_cross_entropy`; no integers but targets.
       loss: `loss(logits, targets) -> {name: losses}`, float32 logits [b, t, vocab], the others
         [b, t]. It is called with a part of the times at once, and traced.
+      scale, softcap: of the logits, as in `linear_cross_entropy`.
       axis_name: mesh axes that split the rows of the weight, inside a shard_map that is manual
         over them. The sums are whole on every device; the gradient of x is partial: psum it.
       vocab: rows of the weight that count, from the first on, over all devices.
@@ -53,7 +56,8 @@ def linear_token_loss(  # noqa: PLR0913 - the question has as many parts
         logits_btv = einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
         if axis_name:
             logits_btv = jax.lax.all_gather(logits_btv, axis_name, axis=2, tiled=True)
-        losses = loss(logits_btv[..., :vocab], targets_bt)
+        logits_btv = shape_logits(logits_btv[..., :vocab], scale, softcap)
+        losses = loss(logits_btv, targets_bt)
 
         def sums(loss_bt):
             total = jnp.sum(jnp.where(counts, loss_bt * mask_bt, 0))

@@ -24,6 +24,7 @@ from spmdtrain.models.abstract import cast, make_gather, matmuls
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Cache
+from spmdtrain.models.logits import logit_shape, logits_of
 from spmdtrain.models.sampling import choose
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.regions import make_constrain, make_local_map
@@ -163,7 +164,7 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
         positions = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
         ctx = _context(rules, jnp.broadcast_to(positions, tokens_bt.shape))
         module = _bound(setup, params, rules)
-        return _logits(module, tokens_bt, ctx)[..., : setup.model.rows]
+        return _logits(setup.config, module, tokens_bt, ctx)[..., : setup.model.rows]
 
     def under_mesh(params, tokens):
         check_params(setup, params)
@@ -295,7 +296,7 @@ def _windowed(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array
         seen_bt = jax.lax.dynamic_slice_in_dim(tokens_bt, first, window, 1)
         positions = jnp.arange(window, dtype=jnp.int32)
         ctx = _context(rules, jnp.broadcast_to(positions, seen_bt.shape))
-        return _logits(module, seen_bt, ctx, at - first), None
+        return _logits(config, module, seen_bt, ctx, at - first), None
 
     return following(tokens_bt, jnp.int32(start - 1), None), following
 
@@ -316,13 +317,15 @@ def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
     return issubclass(extend, call)
 
 
-def _logits(module: Any, tokens_bt: jax.Array, ctx: ForwardContext, at=None) -> jax.Array:
+def _logits(
+    config: RunConfig, module: Any, tokens_bt: jax.Array, ctx: ForwardContext, at=None
+) -> jax.Array:
     """Returns float32 logits [b, t, v], or [b, v] of the place `at`."""
     x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
     hidden_bte, table_ve = module.head(x_bte, ctx)
     if at is not None:
         hidden_bte = jax.lax.dynamic_slice_in_dim(hidden_bte, at, 1, 1)
-    logits = jnp.einsum("bte,ve->btv", hidden_bte, table_ve, preferred_element_type=jnp.float32)
+    logits = logits_of(hidden_bte, table_ve, **logit_shape(config.model))
     return logits if at is None else logits[:, 0]
 
 

@@ -26,5 +26,8 @@ class LanguageModel(Protocol):
         ...
 
     def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
-        """Hidden states [b, t, e], and the table [v, e] whose product with them are the logits."""
+        """Hidden states [b, t, e], and the table [v, e] whose products with them are the logits.
+
+        `model.logit_scale` and `model.logit_cap` shape them afterwards.
+        """
         ...

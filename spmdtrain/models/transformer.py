@@ -1,5 +1,5 @@
-"""A decoder-only transformer that spells GPT-2 and Llama by configuration, in the parts a framework
-needs: `embed`, stacked `blocks`, `head`. Letters as in layers.py.
+"""A decoder-only transformer that spells GPT-2, Llama, Gemma and others by configuration, in the
+parts a framework needs: `embed`, stacked `blocks`, `head`. Letters as in layers/.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Attention, Cache, Embedding, Mlp, Norm, weight
+from spmdtrain.models.logits import logits_of
 from spmdtrain.models.stack import SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
 
@@ -22,7 +23,9 @@ MakePart = Callable[[TransformerConfig, nnx.Rngs], nnx.Module]
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and mlp, each added to the residual stream.
+    """Attention and mlp, each added to the residual stream, with norms where `model.norm_places`
+    has them: `attention_norm` and `mlp_norm` of what goes in, `attention_out_norm` and
+    `mlp_out_norm` of what comes out.
 
     Its parts may be exchanged: `norm(config)` makes a module called as `norm(x_bte, ctx)`,
     `mlp(config, rngs)` one called alike, and `attention(config, rngs)` one called as
@@ -39,10 +42,15 @@ class Block(nnx.Module):
         attention: MakePart = Attention,
         mlp: MakePart = Mlp,
     ):
-        self.attention_norm = norm(config)
+        is_before = config.norm_places in ("before", "both")
+        is_after = config.norm_places in ("after", "both")
+        self.attention_norm = norm(config) if is_before else None
         self.attention = attention(config, rngs)
-        self.mlp_norm = norm(config)
+        self.attention_out_norm = norm(config) if is_after else None
+        self.mlp_norm = norm(config) if is_before else None
         self.mlp = mlp(config, rngs)
+        self.mlp_out_norm = norm(config) if is_after else None
+        self.residual_scale = config.residual_scale
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> Any:
         """Returns the stream [b, t, e], or a pair of it and the side losses of the parts."""
@@ -55,29 +63,24 @@ class Block(nnx.Module):
         """Returns (stream, cache, side losses): `__call__` with the keys and values of earlier
         tokens, to which those of this call are appended.
         """
-        y, cache = self.attention(self.attention_norm(x_bte, ctx), ctx, cache)
+        y, cache = self.attention(_normed(self.attention_norm, x_bte, ctx), ctx, cache)
         y, of_attention = with_losses(y, self.attention)
-        x_bte = ctx.constrain(x_bte + ctx.dropout(y, ATTENTION_SITE), *STREAM)
-        y, of_mlp = with_losses(self.mlp(self.mlp_norm(x_bte, ctx), ctx), self.mlp)
-        x_bte = ctx.constrain(x_bte + ctx.dropout(y, MLP_SITE), *STREAM)
+        x_bte = self._added(x_bte, _normed(self.attention_out_norm, y, ctx), ctx, ATTENTION_SITE)
+        y, of_mlp = with_losses(self.mlp(_normed(self.mlp_norm, x_bte, ctx), ctx), self.mlp)
+        x_bte = self._added(x_bte, _normed(self.mlp_out_norm, y, ctx), ctx, MLP_SITE)
         return x_bte, cache, sum_losses(of_attention, of_mlp)
 
+    def _added(self, x_bte: jax.Array, y_bte: jax.Array, ctx: ForwardContext, site: int):
+        """Returns the stream with the output of a part added."""
+        y_bte = ctx.dropout(y_bte, site)
+        if self.residual_scale != 1:
+            y_bte = y_bte * self.residual_scale
+        return ctx.constrain(x_bte + y_bte, *STREAM)
 
-# Settings that no layer obeys yet.
-UNBUILT = (
-    *("qkv_bias", "out_bias", "mlp_bias", "norm_places", "norm_offset", "query_norm", "windows"),
-    *("rope_layers", "rope_theta_window", "rope_share", "rope_scaling", "score_scale"),
-    *("score_cap", "logit_cap", "embed_scale", "residual_scale", "logit_scale", "sinks"),
-)
 
-
-def _refuse_unbuilt(config: TransformerConfig) -> None:
-    if config.mlp in ("geglu", "gelu_exact"):
-        raise ConfigError(f"model.mlp={config.mlp!r} is not built yet")
-    for name in UNBUILT:
-        value = getattr(config, name)
-        if value != type(config).model_fields[name].default:
-            raise ConfigError(f"model.{name}={value} is not built yet")
+def _normed(norm: nnx.Module | None, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+    call: Any = norm
+    return x_bte if norm is None else call(x_bte, ctx)
 
 
 def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
@@ -105,13 +108,14 @@ class Transformer(nnx.Module):
             if not callable(part):
                 raise ConfigError(f"{name}={part!r:.80} makes no part of a block", fix="a class")
         model = config.model
-        _refuse_unbuilt(model)
         self.tokens = Embedding(config.vocab, model.embed, rngs)
         learned = model.positions == "learned"
         shape = (config.max_length, model.embed)
         self.positions_te = weight(rngs, shape, ("position", "embed")) if learned else None
         self.blocks = Stack(lambda rngs: Block(model, rngs, **parts), model.layers, rngs)
         self.norm = norm(model)
+        self.embed_factor = model.embed_factor
+        self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
         if model.tied:
             self.unembed_ve = None
         else:
@@ -119,6 +123,9 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self.tokens(tokens_bt, ctx)
+        if self.embed_factor != 1:
+            # In its dtype, as Gemma was trained: in bfloat16 the root of 3072 is 55.5.
+            x_bte = x_bte * jnp.asarray(self.embed_factor, x_bte.dtype)
         if self.positions_te is not None:
             # On each device's own tokens, from the whole table: XLA aborts where it has to
             # partition the lookup or its gradient in some ways (jax 0.10 and 0.12).
@@ -129,7 +136,8 @@ class Transformer(nnx.Module):
         return above.dropout(ctx.constrain(x_bte, *STREAM), EMBED_SITE)
 
     def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
-        """Hidden [b, t, e] and weight [v, e], whose product are the logits.
+        """Hidden [b, t, e] and weight [v, e], whose products become logits by the model's scale
+        and cap.
 
         The loss never forms all of them.
         """
@@ -156,5 +164,5 @@ class Transformer(nnx.Module):
         layers = (jnp.arange(self.blocks.count), parameters, cache.k_bskd, cache.v_bskd)
         x_bte, (k, v) = jax.lax.scan(body, x_bte, layers)
         hidden, table = self.head(x_bte[:, -1:], ctx)
-        logits = jnp.einsum("bte,ve->btv", hidden, table, preferred_element_type=jnp.float32)[:, 0]
+        logits = logits_of(hidden, table, self.logit_scale, self.logit_cap)[:, 0]
         return logits, Cache(k, v, cache.length + tokens_bt.shape[1])

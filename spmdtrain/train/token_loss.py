@@ -6,13 +6,15 @@ minimises the sum of all of them; evaluation has `loss` alone.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import TrainConfig
+from spmdtrain.config.schema import RunConfig, TrainConfig
+from spmdtrain.models.logits import logit_shape
 from spmdtrain.train import items
 
 Losses = dict[str, jax.Array]  # by name, float32
@@ -35,18 +37,19 @@ def of_the_step() -> set[str]:
 
 
 def make_sum_losses(
-    config: TrainConfig, own: TokenLoss | None, *, vocab: int, training: bool
+    config: RunConfig, own: TokenLoss | None, *, vocab: int, training: bool
 ) -> SumLosses:
     """The losses of the head: those of `own`, or of the settings where it is None.
 
     `vocab`: rows of the head's table that count, from the first on. Label smoothing and z-loss
     shape training alone, so that evaluations stay comparable.
     """
+    options = {"vocab": vocab, **logit_shape(config.model)}
     if own is not None:
-        return partial(_sum_own, own, vocab, training)
-    if not training:
-        return partial(_sum_cross_entropy, vocab, 0.0, 0.0)
-    return partial(_sum_cross_entropy, vocab, config.label_smoothing, config.z_loss)
+        return partial(_sum_own, own, training, options)
+    if training:
+        options |= {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
+    return partial(_sum_cross_entropy, options)
 
 
 def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
@@ -68,10 +71,8 @@ def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
         raise ConfigError(what, fix=f"jax.numpy alone, jnp.where instead of if: {TAKES}") from None
 
 
-def _sum_cross_entropy(  # noqa: PLR0913 - arrays of a head, and what shapes its loss
-    vocab: int,
-    label_smoothing: float,
-    z_loss: float,
+def _sum_cross_entropy(
+    options: dict[str, Any],
     hidden_bte,
     table_ve,
     targets_bt,
@@ -85,14 +86,12 @@ def _sum_cross_entropy(  # noqa: PLR0913 - arrays of a head, and what shapes its
         targets_bt,
         mask=mask_bt,
         axis_name=axis_name,
-        vocab=vocab,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
         with_z_loss=True,
         parts=part_bn,
+        **options,
     )
     losses = {"loss": total}
-    if z_loss:
+    if options.get("z_loss"):
         # Shown apart, so that `loss` can be compared; the gradient of both is in the first.
         losses = {"loss": total - z_total, "z_loss": z_total}
     for parts_n in parts:
@@ -100,10 +99,10 @@ def _sum_cross_entropy(  # noqa: PLR0913 - arrays of a head, and what shapes its
     return losses
 
 
-def _sum_own(  # noqa: PLR0913 - likewise
+def _sum_own(  # noqa: PLR0913 - arrays of a head, and what shapes its loss
     own: TokenLoss,
-    vocab: int,
     training: bool,
+    options: dict[str, Any],
     hidden_bte,
     table_ve,
     targets_bt,
@@ -122,8 +121,8 @@ def _sum_own(  # noqa: PLR0913 - likewise
         losses,
         mask_bt=mask_bt,
         axis_name=axis_name,
-        vocab=vocab,
         part_bn=part_bn,
+        **options,
     )
 
 

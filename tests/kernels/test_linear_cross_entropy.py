@@ -16,7 +16,8 @@ pytestmark = pytest.mark.long
 
 
 def options(case):
-    return {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
+    names = ("label_smoothing", "z_loss", "scale", "softcap")
+    return {name: getattr(case, name) for name in names}
 
 
 def definition(case, targets):
@@ -110,7 +111,7 @@ def z_and_cross_entropy(z_loss):
 
 @pytest.mark.parametrize("limit", [600, 2**26])
 def test_a_loss_of_ones_own_has_the_value_and_gradients_of_its_definition(limit):
-    case = cases.Case(masked=True, z_loss=1e-2, t=23)
+    case = cases.Case(masked=True, z_loss=1e-2, t=23, scale=0.5, softcap=1.5)
     x, weight, targets, mask = case.draw()
     want = oracle.in_float64(definition(case, targets), x, weight, mask)
     plain = jax.jit(definition(case, targets))(x, weight, mask)
@@ -118,7 +119,10 @@ def test_a_loss_of_ones_own_has_the_value_and_gradients_of_its_definition(limit)
 
     def loss(x, weight, mask):
         own = z_and_cross_entropy(case.z_loss)
-        sums = linear_token_loss(x, weight, targets, own, mask_bt=mask, chunk_logits=limit)
+        shaped = {"scale": case.scale, "softcap": case.softcap}
+        sums = linear_token_loss(
+            x, weight, targets, own, mask_bt=mask, chunk_logits=limit, **shaped
+        )
         return sum(sums.values()), sums
 
     (total, sums), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
@@ -234,7 +238,8 @@ def test_logits_are_never_whole():
 
 def test_a_split_vocabulary_gives_the_same():
     """Split over four devices; their losses count together, and no gradient is gathered."""
-    case = cases.Case(chunk_logits=400, label_smoothing=0.1, z_loss=1e-3, masked=True)
+    shaped = {"label_smoothing": 0.1, "z_loss": 1e-3, "scale": 0.5, "softcap": 1.5}
+    case = cases.Case(chunk_logits=400, masked=True, **shaped)
     x, weight, targets, mask = case.draw()
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 

@@ -101,7 +101,7 @@ def make_head_losses(
     rules = setup.rules
     # A table of more rows is padded.
     sum_losses = make_sum_losses(
-        setup.config.train, setup.loss, vocab=setup.model.rows, training=training
+        setup.config, setup.loss, vocab=setup.model.rows, training=training
     )
     token = ("batch", "time")
 

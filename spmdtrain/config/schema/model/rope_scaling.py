@@ -1,5 +1,6 @@
 """[model.rope_scaling]: rotary positions stretched beyond the length that a model was made for."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -75,6 +76,11 @@ class RopeScaling(Settings):
             raise ValueError(
                 f"model.rope_scaling.kind={self.kind!r} needs model.rope_scaling.original_length"
             )
+        if self.kind == "longrope" and self.scale is None and self.original_length == 1:
+            raise ValueError(
+                "model.rope_scaling.original_length=1 has no logarithm to scale by; set "
+                "model.rope_scaling.scale"
+            )
         if self.kind == "llama3" and self.high_factor <= self.low_factor:
             raise ValueError(
                 f"model.rope_scaling.high_factor={self.high_factor:g} is not above "
@@ -88,6 +94,17 @@ class RopeScaling(Settings):
         if self.kind == "longrope" and not self.divisors:
             raise ValueError(f"model.rope_scaling.use={self.use!r} needs a list of that name")
         return self
+
+    @property
+    def amplitude(self) -> float:
+        """`scale`, or else what its kind multiplies cosines and sines by."""
+        if self.scale is not None:
+            return self.scale
+        if self.kind == "yarn":
+            return 0.1 * math.log(self.factor) + 1
+        if self.kind == "longrope" and self.original_length is not None:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+        return 1.0
 
     @property
     def divisors(self) -> tuple[float, ...]:

@@ -164,6 +164,11 @@ class TransformerConfig(Settings):
                 "and model.windows has none"
             )
         scaling = self.rope_scaling
+        if scaling and scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(
+                f"model.rope_theta={self.rope_theta:g}: yarn needs frequencies that fall, of a "
+                "theta above 1"
+            )
         if scaling and scaling.divisors and len(scaling.divisors) != self.rope_dim // 2:
             raise ValueError(
                 f"model.rope_scaling.{scaling.use} has {len(scaling.divisors)} factors, and "

@@ -1,0 +1,175 @@
+"""Grouped-query attention: one projection to queries, keys and values, and one back."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.attention import attention
+from pallas_kernels.choose import Refused
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.cache import Cache
+from spmdtrain.models.layers.kinds import by_kind
+from spmdtrain.models.layers.norm import QueryKeyNorm
+from spmdtrain.models.layers.rope import make_rotation
+from spmdtrain.models.layers.weights import INIT_STD, bias, matmul_weight
+from spmdtrain.parallel.regions import Whole
+
+Position = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention within segments: to the tokens before, or without `causal` to all.
+
+    One fused projection makes queries, keys and values. `position(x_btkgd, positions_bt)` marks
+    queries and keys with the position of their token; default: as the rotary settings of `model`
+    say. The window and the rotation of a layer follow from its number, `ctx.layer`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        rngs: nnx.Rngs,
+        *,
+        position: Position | None = None,
+        causal: bool = True,
+    ):
+        if any(config.windows) and not causal:
+            what = "model.windows holds the tokens before; attention here is not causal"
+            raise ConfigError(what, fix="--set model.windows=[]")
+        self.position = position
+        self.causal = causal
+        self.rotation = make_rotation(config)
+        self.windows = tuple(each.window for each in config.layer_kinds)
+        self.score_scale = config.score_scale
+        self.score_cap = config.score_cap
+        self.heads = config.key_value_heads
+        self.dim = config.width_per_head
+        self.group = config.heads // self.heads
+        self.implementation = None if config.attention == "auto" else config.attention
+        # The slots of a key-value head: its group of query heads, its keys, its values.
+        slots = self.group + 2
+        qkv_shape = (config.embed, self.heads, slots, self.dim)
+        out_shape = (self.heads, self.group, self.dim, config.embed)
+        out_std = INIT_STD * (2 * config.layers) ** -0.5
+        self.qkv_eknd = matmul_weight(rngs, qkv_shape, ("embed", "kv_heads", None, "head_dim"))
+        out_axes = ("kv_heads", None, "head_dim", "embed")
+        self.out_kgde = matmul_weight(rngs, out_shape, out_axes, out_std)
+        qkv_width = self.heads * slots * self.dim
+        self.qkv_bias = bias(qkv_width, "kv_heads") if config.has_qkv_bias else None
+        self.out_bias = bias(config.embed, "norm") if config.has_out_bias else None
+        self.query_key_norm = QueryKeyNorm(config) if config.query_norm != "none" else None
+        # In the order of the heads: those of a key-value head follow each other.
+        self.sinks = bias(config.heads, "kv_heads") if config.sinks else None
+
+    def __call__(
+        self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        of_qkv = ("kv_heads", None, "head_dim")
+        qkv = ctx.column_parallel(x_bte, self.qkv_eknd, of_qkv)
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
+        qkv = ctx.constrain(qkv, "batch", "time", *of_qkv)
+        q, k = self._with_positions(qkv, ctx)
+        v = qkv[..., -1, :]
+        if cache is not None:
+            if not self.causal:
+                what = "a key-value cache holds the tokens before; attention here is not causal"
+                raise ConfigError(what, fix="Attention(causal=True)")
+            cache = cache.extended(k, v)
+            k = cache.k_bskd
+            v = cache.v_bskd
+        attended = self._attend(q, k, v, ctx, cache)
+        attended = ctx.constrain(attended, "batch", "time", *of_qkv)
+        y = ctx.row_parallel(attended, self.out_kgde, of_qkv)
+        if self.out_bias is not None:
+            y = y + self.out_bias[...]
+        return y, cache
+
+    def _with_positions(
+        self, qkv_btknd: jax.Array, ctx: ForwardContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """Queries [b, t, k, g, d] and keys [b, t, k, d], normed and turned as the model has it."""
+        position = self.position
+        if position is None and self.rotation is not None:
+            position = partial(self.rotation, number=ctx.layer)
+        if position is None and self.query_key_norm is None:
+            return qkv_btknd[..., :-2, :], qkv_btknd[..., -2, :]
+        qk = qkv_btknd[..., :-1, :]
+        if self.query_key_norm is not None:
+            qk = self.query_key_norm(qk)
+        if position is not None:
+            qk = position(qk, ctx.positions_bt)
+        return qk[..., :-1, :], qk[..., -1, :]
+
+    def _attend(
+        self, q_btkgd, k_bskd, v_bskd, ctx: ForwardContext, cache: Cache | None
+    ) -> jax.Array:
+        """Attends on each device from its own heads and queries to all keys: [b, t, k, g, d]."""
+        places_bs = jnp.broadcast_to(jnp.arange(k_bskd.shape[1]), k_bskd.shape[:2])
+        places_bt = places_bs if cache is None else ctx.positions_bt
+
+        def local(  # noqa: PLR0913 - the arrays of attention
+            q, k, v, q_segments, k_segments, q_places, k_places, sinks, layer
+        ):
+            # With all queries on this device, the mask is known while tracing.
+            aligned = not self.causal or (cache is None and q.shape[1] == k.shape[1])
+            options = {
+                "segment_ids": None if q_segments is None else (q_segments, k_segments),
+                "positions": None if aligned else (q_places, k_places),
+            }
+            number = ctx.layer if layer is None else layer
+            return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))
+
+        # Keys are split over time as queries are, and gathered here. A cache is not split.
+        key_time = Whole("time") if cache is None else None
+        of_q = ("batch", "time", "kv_heads", None, None)
+        of_k = ("batch", key_time, "kv_heads", None)
+        of_q_token = ("batch", "time")
+        of_k_token = ("batch", key_time)
+        segments = ctx.segment_ids_bt if cache is None else None
+        # In float32, because its gradient is summed over the devices that share it.
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+        is_traced = len(set(self.windows)) > 1 and isinstance(ctx.layer, jax.Array)
+        layer = ctx.layer if is_traced else None
+        arrays = (q_btkgd, k_bskd, v_bskd, segments, segments, places_bt, places_bs, sinks, layer)
+        of_tokens = (of_q_token, of_k_token, of_q_token, of_k_token)
+        names = (of_q, of_k, of_k, *of_tokens, ("kv_heads",), ())
+        return ctx.local_map(local, arrays, names, of_q)
+
+    def _seen(
+        self, q_btkgd, k_bskd, v_bskd, sinks_h, options: dict[str, Any], window: int
+    ) -> jax.Array:
+        """What queries see through a window, 0 for all tokens: [b, t, k, g, d].
+
+        A sink is one more column of the softmax that has no value: what the others have falls by
+        the share of the sink, sigmoid(lse - sink).
+        """
+        q_bthd = q_btkgd.reshape(*q_btkgd.shape[:2], -1, self.dim)
+        try:
+            found: Any = attention(
+                q_bthd,
+                k_bskd,
+                v_bskd,
+                causal=self.causal,
+                window=(window - 1, 0) if window else None,
+                softcap=self.score_cap,
+                scale=self.score_scale,
+                return_lse=sinks_h is not None,
+                implementation=self.implementation,
+                **options,
+            )
+        except Refused as refused:
+            asked = f"model.attention={self.implementation!r}"
+            what = f"{asked} cannot run: {refused.reason}"
+            raise ConfigError(what, fix="--set model.attention=auto") from None
+        if sinks_h is None:
+            return found.reshape(q_btkgd.shape)
+        y_bthd, lse_bth = found
+        share_bth = jax.nn.sigmoid(lse_bth - sinks_h)
+        return (y_bthd * share_bth[..., None]).astype(y_bthd.dtype).reshape(q_btkgd.shape)

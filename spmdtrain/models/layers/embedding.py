@@ -1,0 +1,17 @@
+"""The table of a model's tokens."""
+
+import jax
+from flax import nnx
+
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.weights import weight
+
+
+class Embedding(nnx.Module):
+    """A table with a row per id, whose vocabulary may be split over devices."""
+
+    def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
+        self.table_ve = weight(rngs, (vocab, width), ("vocab", "embed"))
+
+    def __call__(self, ids_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
+        return ctx.lookup(self.table_ve[...], ids_bt)

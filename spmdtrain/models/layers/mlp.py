@@ -1,0 +1,74 @@
+"""The mlp of a layer and its activations."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.weights import INIT_STD, bias, matmul_weight, recomputed
+
+
+@recomputed
+def gelu(h_btf: jax.Array) -> jax.Array:
+    """GELU (arXiv:1606.08415) in its tanh form, as GPT-2 has it."""
+    return jax.nn.gelu(h_btf)
+
+
+@recomputed
+def gelu_exact(h_btf: jax.Array) -> jax.Array:
+    """GELU (arXiv:1606.08415) by the error function."""
+    return jax.nn.gelu(h_btf, approximate=False)
+
+
+@recomputed
+def swiglu(h_bt2f: jax.Array) -> jax.Array:
+    """SwiGLU (arXiv:2002.05202) of gate and value."""
+    return jax.nn.silu(h_bt2f[:, :, 0]) * h_bt2f[:, :, 1]
+
+
+@recomputed
+def geglu(h_bt2f: jax.Array) -> jax.Array:
+    """GEGLU (arXiv:2002.05202) of gate and value, with the tanh form of GELU, as in Gemma."""
+    return jax.nn.gelu(h_bt2f[:, :, 0]) * h_bt2f[:, :, 1]
+
+
+ACTIVATIONS = {"gelu": gelu, "gelu_exact": gelu_exact, "swiglu": swiglu, "geglu": geglu}
+
+
+class Mlp(nnx.Module):
+    """Two projections with an activation between them.
+
+    A gated one has gate and value in one projection, a dim of two before f.
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        self.activation = config.mlp
+        hidden = config.hidden
+        if config.is_gated:
+            self.up_shape = (2, hidden)
+            self.up_axes = (None, "ffn")
+        else:
+            self.up_shape = (hidden,)
+            self.up_axes = ("ffn",)
+        down_std = INIT_STD * (2 * config.layers) ** -0.5
+        up_shape = (config.embed, *self.up_shape)
+        self.up_ef = matmul_weight(rngs, up_shape, ("embed", *self.up_axes))
+        self.down_fe = matmul_weight(rngs, (hidden, config.embed), ("ffn", "embed"), down_std)
+        if config.has_mlp_bias:
+            self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes)
+            self.down_bias = bias(config.embed, "norm")
+        else:
+            self.up_bias = None
+            self.down_bias = None
+
+    def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+        h = ctx.column_parallel(x_bte, self.up_ef, self.up_axes)
+        if self.up_bias is not None:
+            h = h + self.up_bias[...]
+        h = ctx.constrain(h, "batch", "time", *self.up_axes)
+        h = ACTIVATIONS[self.activation](h)
+        y = ctx.row_parallel(h, self.down_fe, ("ffn",))
+        if self.down_bias is not None:
+            y = y + self.down_bias[...]
+        return y

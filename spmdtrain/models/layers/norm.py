@@ -1,0 +1,86 @@
+"""Norms of the residual stream, and of queries and keys."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.norm import layernorm, rmsnorm
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.weights import bias, recomputed
+
+
+class Norm(nnx.Module):
+    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) of x [b, t, e] over e.
+
+    Statistics are in float32. RMSNorm multiplies by the weight plus `model.norm_offset`.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        self.centred = config.norm == "layernorm"
+        self.epsilon = config.norm_epsilon
+        self.offset = config.norm_offset
+        self.scale_e = norm_scale(config, config.embed, "norm")
+        self.bias_e = bias(config.embed, "norm") if self.centred and config.bias else None
+
+    def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+        norm = layernorm if self.centred else rmsnorm
+        # In float32, because their gradients are summed over the devices that share them.
+        scale_e = self.scale_e[...].astype(jnp.float32)
+        if self.offset:
+            scale_e = scale_e + self.offset
+        bias_e = None
+        if self.bias_e is not None:
+            bias_e = self.bias_e[...].astype(jnp.float32)
+        of_x = ("batch", "stream_time", None)
+        of_vector = (None,)
+        kernel = partial(norm, eps=self.epsilon)
+        return ctx.local_map(kernel, (x_bte, scale_e, bias_e), (of_x, of_vector, of_vector), of_x)
+
+
+def norm_scale(config: TransformerConfig, size: int, axis: str) -> nnx.Param:
+    """Makes the weight of a norm, which multiplies by 1 at the start."""
+    return nnx.Param(jnp.full(size, 1 - config.norm_offset), out_sharding=(axis,))
+
+
+class QueryKeyNorm(nnx.Module):
+    """RMSNorm of queries and keys (arXiv:2302.05442): of each head, or of all heads at once.
+
+    Their scales are [d] for each head, or [k g d] and [k d] for all heads, which `tensor` may split
+    as it splits the heads: the mean over all of them is then a sum over devices.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        self.of_all = config.query_norm == "all"
+        self.epsilon = config.norm_epsilon
+        self.offset = config.norm_offset
+        width = config.width_per_head
+        if self.of_all:
+            self.query_scale = norm_scale(config, config.heads * width, "kv_heads")
+            self.key_scale = norm_scale(config, config.key_value_heads * width, "kv_heads")
+        else:
+            self.query_scale = norm_scale(config, width, "head_dim")
+            self.key_scale = norm_scale(config, width, "head_dim")
+
+    def __call__(self, qk_btknd: jax.Array) -> jax.Array:
+        """Queries and keys, normed; the keys of a head are the last of its n slots."""
+        queries = self._normed(qk_btknd[..., :-1, :], self.query_scale)
+        keys = self._normed(qk_btknd[..., -1:, :], self.key_scale)
+        return jnp.concatenate((queries, keys), -2)
+
+    def _normed(self, x_btknd: jax.Array, scale: nnx.Param) -> jax.Array:
+        scale_f32 = scale[...].astype(jnp.float32) + self.offset
+        if self.of_all:
+            scale_f32 = scale_f32.reshape(x_btknd.shape[2:])
+        dims = (2, 3, 4) if self.of_all else (4,)
+        return _rms_normed(x_btknd, scale_f32, dims, self.epsilon)
+
+
+@partial(recomputed, static_argnums=(2, 3))
+def _rms_normed(x: jax.Array, scale: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
+    """x over the root of its mean square along `dims`, times `scale`, in float32."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, dims, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale).astype(x.dtype)

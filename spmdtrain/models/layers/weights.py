@@ -1,0 +1,37 @@
+"""Makes the weights of layers, and says what their backward pass computes again."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdtrain.models.projection import MatmulWeight
+
+# The standard deviation of every weight matrix, as in GPT-2; residual projections divide it by
+# sqrt(2 layers).
+INIT_STD = 0.02
+
+# Computes a function again in the backward pass, from its input: one more pass over memory, instead
+# of keeping several arrays as wide as f.
+# prevent_cse is off: in a scan over layers, XLA has no forward beside it to merge with.
+recomputed = partial(jax.checkpoint, prevent_cse=False)
+
+
+def weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD
+) -> nnx.Param:
+    """Draws weights from the normal distribution; `axes` are the logical axes of the dims."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
+
+
+def matmul_weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD
+) -> MatmulWeight:
+    """`weight`, for `ctx.column_parallel` or `ctx.row_parallel` alone."""
+    return MatmulWeight(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
+
+
+def bias(size: int, axis: str) -> nnx.Param:
+    """Makes a vector of zeros with this logical axis."""
+    return nnx.Param(jnp.zeros(size), out_sharding=(axis,))

@@ -1,0 +1,127 @@
+"""Settings of a tiny model of each family, in which every setting shows.
+
+Windows are shorter than a sequence, the original length of a rope scaling too; caps bend logits of
+this size; where a family fixes no head_dim, heads x head_dim is not embed.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.config import RunConfig
+from spmdtrain.models.abstract import AbstractModel
+
+T = 40
+VOCAB = 131  # odd: padded over tensor and pipeline
+GIVEN_HEAD = {"heads": 6, "kv_heads": 2, "head_dim": 16, "embed": 48}
+FIXED_HEAD = {"heads": 6, "kv_heads": 2, "embed": 96}
+GEMMA = {
+    **GIVEN_HEAD,
+    "mlp": "geglu",
+    "norm_places": "both",
+    "norm_offset": 1.0,
+    "embed_scale": "sqrt",
+    "tied": True,
+    "score_scale": 24**-0.5,
+    "norm_epsilon": 1e-6,
+}
+YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32}
+LONG = tuple(1.0 + 0.75 * n for n in range(8))
+SHORT = tuple(1.0 + 0.05 * n for n in range(8))
+FAMILIES = {
+    "gpt2": {"name": "gpt", "heads": 4, "embed": 48},
+    "llama": {
+        **GIVEN_HEAD,
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "kind": "llama3",
+            "factor": 8.0,
+            "low_factor": 1.0,
+            "high_factor": 4.0,
+            "original_length": 32,
+        },
+    },
+    "mistral": {**GIVEN_HEAD, "windows": [7]},
+    "qwen2": {**FIXED_HEAD, "qkv_bias": True, "norm_epsilon": 1e-6},
+    "qwen3": {**GIVEN_HEAD, "query_norm": "head", "rope_scaling": YARN, "norm_epsilon": 1e-6},
+    "gemma2": {**GEMMA, "windows": [7, 0], "score_cap": 5.0, "logit_cap": 3.0},
+    "gemma3": {
+        **GEMMA,
+        "layers": 7,
+        "windows": [7, 7, 7, 7, 7, 0],
+        "query_norm": "head",
+        "rope_theta": 1e6,
+        "rope_theta_window": 1e4,
+        "rope_scaling": {"kind": "linear", "factor": 8.0},
+    },
+    "phi3": {
+        **FIXED_HEAD,
+        "windows": [7],
+        "rope_scaling": {
+            "kind": "longrope",
+            "factor": 4.0,
+            "original_length": 16,
+            "short": SHORT,
+            "long": LONG,
+            "use": "long",
+        },
+    },
+    "phi4": {**FIXED_HEAD, "rope_share": 0.75, "tied": True},
+    "olmo2": {**FIXED_HEAD, "norm_places": "after", "query_norm": "all", "norm_epsilon": 1e-6},
+    "olmo3": {
+        **FIXED_HEAD,
+        "norm_places": "after",
+        "query_norm": "all",
+        "windows": [7, 7, 7, 0],
+        "rope_theta": 5e5,
+        "rope_theta_window": 5e5,
+        "rope_scaling": {**YARN, "scale": 1.2},
+        "norm_epsilon": 1e-6,
+    },
+    "smollm3": {**FIXED_HEAD, "rope_layers": [True, True, True, False], "tied": True},
+    "granite": {
+        **GIVEN_HEAD,
+        "score_scale": 0.3,
+        "embed_scale": 12.0,
+        "residual_scale": 0.22,
+        "logit_scale": 0.125,
+        "norm_epsilon": 1e-6,
+    },
+    "gpt_oss": {
+        **GIVEN_HEAD,
+        "qkv_bias": True,
+        "out_bias": True,
+        "windows": [7, 0],
+        "sinks": True,
+        "rope_theta": 1.5e5,
+        "rope_scaling": {**YARN, "truncate": False},
+    },
+    "exact": {"name": "gpt", "heads": 4, "embed": 48, "mlp": "gelu_exact", "mlp_bias": False},
+}
+
+
+def family_config(name: str, **changes) -> RunConfig:
+    """The tiny run of a family."""
+    model = {"name": "llama", "layers": 4, "ffn": 72, "vocab": VOCAB, **FAMILIES[name], **changes}
+    return RunConfig(model=model, train={"sequence_length": T, "global_batch": 8, "steps": 3})
+
+
+def draw_params(model: AbstractModel, offset: float = 0.0, seed: int = 0) -> dict[str, np.ndarray]:
+    """Every parameter at random, layers in order: no norm is 1, no bias 0.
+
+    Matrices are N(0, 0.8 / sqrt(in)), vectors N(0, 0.2) about what they begin with, tables
+    N(0, 0.5).
+    """
+    random = np.random.default_rng(seed)
+    drawn = {}
+    for path, parameter in sorted(model.parameters.items()):
+        noise = random.standard_normal(parameter.shape)
+        if "scale" in path:
+            drawn[path] = 1 - offset + 0.2 * noise
+        elif path.endswith(("bias", "bias_e", "sinks")):
+            drawn[path] = 0.2 * noise
+        elif path.endswith(("table_ve", "unembed_ve", "positions_te")):
+            drawn[path] = 0.5 * noise
+        else:
+            inputs = parameter.shape[1:4] if path.endswith("out_kgde") else parameter.shape[1:2]
+            drawn[path] = 0.8 * np.prod(inputs) ** -0.5 * noise
+    return {path: jnp.asarray(x, jnp.float32) for path, x in drawn.items()}
