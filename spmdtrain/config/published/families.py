@@ -1,0 +1,383 @@
+"""The families of published models: what each computes, and the keys that only it has.
+
+A family has the defaults of absent keys (those of its class in transformers, not ours), the
+settings that all of its models have, and two functions that read and write its own keys.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published.keys import Keys
+from spmdtrain.config.published.rope import FULL, WINDOW, read_rope, write_rope
+from spmdtrain.config.schema import TransformerConfig
+
+ModelSettings = dict[str, Any]  # of [model]
+
+# Activations of an mlp: without a gate, and with one.
+PLAIN = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu", "gelu": "gelu_exact"}
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+
+
+def _none(keys: Keys) -> ModelSettings:  # noqa: ARG001 - as the others
+    return {}
+
+
+def _no_keys(model: TransformerConfig) -> dict[str, Any]:  # noqa: ARG001 - as the others
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family: `read` and `write` are of the keys that not all families have."""
+
+    architecture: str  # the class of transformers
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Keys], ModelSettings] = _none
+    write: Callable[[TransformerConfig], dict[str, Any]] = _no_keys
+    activation: str = "hidden_act"  # the key of the mlp's
+    rope_by_kind: bool = False  # layers with a window have a theta of their own
+    is_gpt2: bool = False
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+def shortest(pattern: Sequence) -> list:
+    """Returns the shortest list whose repetition gives the pattern."""
+    for size in range(1, len(pattern) + 1):
+        if all(pattern[at] == pattern[at % size] for at in range(len(pattern))):
+            return list(pattern[:size])
+    return []
+
+
+def _windows(keys: Keys, has_window: Sequence[bool]) -> ModelSettings:
+    """Returns `windows`: by `layer_types`, else as `has_window` says of each layer."""
+    window = keys.whole("sliding_window")
+    layers = keys.count("num_hidden_layers")
+    kinds = keys.take("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise keys.refused("layer_types", kinds, f"a list of {layers} kinds")
+        for kind in kinds:
+            if kind not in (FULL, WINDOW):
+                raise ConfigError(
+                    f"{keys.where}: {kind!r} in layer_types has no setting here",
+                    fix=f"a model of {FULL} and {WINDOW}",
+                )
+        has_window = [kind == WINDOW for kind in kinds]
+    if not window or not any(has_window):
+        return {}
+    return {"windows": shortest([window if has else 0 for has in has_window])}
+
+
+def _all_layers(keys: Keys) -> list[bool]:
+    return [True] * keys.count("num_hidden_layers")
+
+
+def _every(keys: Keys, pattern: int) -> list[bool]:
+    """Windows in all layers but each `pattern`-th."""
+    return [(number + 1) % pattern != 0 for number in range(keys.count("num_hidden_layers"))]
+
+
+def _window_of(model: TransformerConfig) -> int | None:
+    return max((kind.window for kind in model.layer_kinds), default=0) or None
+
+
+def _layer_types(model: TransformerConfig) -> list[str]:
+    return [WINDOW if kind.window else FULL for kind in model.layer_kinds]
+
+
+# --- the keys of families -------------------------------------------------------------------------
+
+
+def _biases(keys: Keys) -> ModelSettings:
+    attention = keys.flag("attention_bias")
+    return {
+        "qkv_bias": attention,
+        "out_bias": attention,
+        "mlp_bias": keys.flag("mlp_bias"),
+    }
+
+
+def _write_biases(model: TransformerConfig) -> dict[str, Any]:
+    return {"attention_bias": model.has_qkv_bias}
+
+
+def _write_llama(model: TransformerConfig) -> dict[str, Any]:
+    return _write_biases(model) | {"mlp_bias": model.has_mlp_bias}
+
+
+def _mistral(keys: Keys) -> ModelSettings:
+    return _windows(keys, _all_layers(keys))
+
+
+def _write_mistral(model: TransformerConfig) -> dict[str, Any]:
+    return {"sliding_window": _window_of(model)}
+
+
+def _qwen_windows(keys: Keys) -> ModelSettings:
+    """`sliding_window` counts only with `use_sliding_window`, from `max_window_layers` on."""
+    first = keys.whole("max_window_layers") or 0
+    kinds = [number >= first for number in range(keys.count("num_hidden_layers"))]
+    found = _windows(keys, kinds)
+    return found if keys.flag("use_sliding_window") else {}
+
+
+def _qwen2(keys: Keys) -> ModelSettings:
+    return {"qkv_bias": True, "out_bias": False, "mlp_bias": False} | _qwen_windows(keys)
+
+
+def _qwen3(keys: Keys) -> ModelSettings:
+    return _biases(keys) | _qwen_windows(keys)
+
+
+def _write_qwen2(model: TransformerConfig) -> dict[str, Any]:
+    kinds = _layer_types(model)
+    return {
+        "use_sliding_window": WINDOW in kinds,
+        "sliding_window": _window_of(model),
+        "max_window_layers": kinds.index(WINDOW) if WINDOW in kinds else len(kinds),
+        "layer_types": kinds,
+    }
+
+
+def _write_qwen3(model: TransformerConfig) -> dict[str, Any]:
+    return _write_qwen2(model) | _write_biases(model)
+
+
+def _gemma(keys: Keys) -> ModelSettings:
+    keys.take("hidden_act")  # of older files; `hidden_activation` is what counts
+    keys.must_be("use_bidirectional_attention", False, None)
+    found = _biases(keys) | {"score_scale": (keys.number("query_pre_attn_scalar") or 1) ** -0.5}
+    for ours, theirs in (
+        ("score_cap", "attn_logit_softcapping"),
+        ("logit_cap", "final_logit_softcapping"),
+    ):
+        cap = keys.number(theirs)
+        if cap:
+            found[ours] = float(cap)
+    return found
+
+
+def _gemma2(keys: Keys) -> ModelSettings:
+    return _gemma(keys) | _windows(keys, _every(keys, 2))
+
+
+def _gemma3(keys: Keys) -> ModelSettings:
+    newer = keys.whole("_sliding_window_pattern")
+    older = keys.whole("sliding_window_pattern")
+    return _gemma(keys) | _windows(keys, _every(keys, newer or older or 6))
+
+
+def _write_gemma(model: TransformerConfig) -> dict[str, Any]:
+    scale = model.score_scale or model.width_per_head**-0.5
+    scalar = scale**-2
+    near = round(scalar)
+    return _write_biases(model) | {
+        "query_pre_attn_scalar": near if near and near**-0.5 == scale else scalar,
+        "attn_logit_softcapping": model.score_cap,
+        "final_logit_softcapping": model.logit_cap,
+        "sliding_window": _window_of(model) or 4096,
+        "layer_types": _layer_types(model),
+    }
+
+
+def _write_gemma3(model: TransformerConfig) -> dict[str, Any]:
+    kinds = _layer_types(model)
+    pattern = shortest(kinds)
+    if pattern and pattern[-1] == FULL:
+        return _write_gemma(model) | {"sliding_window_pattern": len(pattern)}
+    return _write_gemma(model)
+
+
+def _phi3(keys: Keys) -> ModelSettings:
+    return _biases(keys) | _windows(keys, _all_layers(keys))
+
+
+def _write_phi3(model: TransformerConfig) -> dict[str, Any]:
+    found = _write_biases(model) | {"sliding_window": _window_of(model)}
+    scaling = model.rope_scaling
+    original = scaling.original_length if scaling else None
+    return found | {"original_max_position_embeddings": original or model.max_length}
+
+
+def _olmo3(keys: Keys) -> ModelSettings:
+    return _biases(keys) | _windows(keys, _every(keys, 4))
+
+
+def _write_olmo3(model: TransformerConfig) -> dict[str, Any]:
+    return _write_biases(model) | {
+        "sliding_window": _window_of(model) or 4096,
+        "layer_types": _layer_types(model),
+    }
+
+
+def _smollm3(keys: Keys) -> ModelSettings:
+    """`no_rope_layers` is 1 where a layer HAS rotary positions."""
+    layers = keys.count("num_hidden_layers")
+    interval = keys.whole("no_rope_layer_interval") or layers + 1
+    listed = keys.take("no_rope_layers")
+    turns = [(number + 1) % interval != 0 for number in range(layers)]
+    if listed:
+        if not isinstance(listed, list) or len(listed) != layers:
+            raise keys.refused("no_rope_layers", listed, f"a list of {layers} numbers")
+        turns = [bool(each) for each in listed]
+    found = _biases(keys) | _qwen_windows(keys)
+    return found if all(turns) else found | {"rope_layers": shortest(turns)}
+
+
+def _write_smollm3(model: TransformerConfig) -> dict[str, Any]:
+    turns = [int(kind.rope_theta is not None) for kind in model.layer_kinds]
+    return _write_llama(model) | _write_qwen2(model) | {"no_rope_layers": turns}
+
+
+def _granite(keys: Keys) -> ModelSettings:
+    return _biases(keys) | {
+        "score_scale": float(keys.number("attention_multiplier") or 1),
+        "embed_scale": float(keys.number("embedding_multiplier") or 1),
+        "residual_scale": float(keys.number("residual_multiplier") or 1),
+        "logit_scale": 1 / (keys.number("logits_scaling") or 1),
+    }
+
+
+def _write_granite(model: TransformerConfig) -> dict[str, Any]:
+    return _write_llama(model) | {
+        "attention_multiplier": model.score_scale or model.width_per_head**-0.5,
+        "embedding_multiplier": model.embed_factor,
+        "residual_multiplier": model.residual_scale,
+        "logits_scaling": 1 / model.logit_scale,
+    }
+
+
+def _gpt2(keys: Keys) -> ModelSettings:
+    keys.must_be("scale_attn_weights", True)
+    keys.must_be("scale_attn_by_inverse_layer_idx", False)
+    keys.must_be("add_cross_attention", False)
+    return {}
+
+
+# --- the families ---------------------------------------------------------------------------------
+
+GEMMA_LIKE = {"norm_places": "both", "norm_offset": 1.0, "embed_scale": "sqrt"}
+OF_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+OF_GEMMA3 = OF_GEMMA | {
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+OLMO_LIKE = {"norm_places": "after", "query_norm": "all"}
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+        },
+        read=_gpt2,
+        activation="activation_function",
+        is_gpt2=True,
+    ),
+    "llama": Family("LlamaForCausalLM", {"rms_norm_eps": 1e-6}, read=_biases, write=_write_llama),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {"rms_norm_eps": 1e-6, "sliding_window": 4096},
+        read=_mistral,
+        write=_write_mistral,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {"rms_norm_eps": 1e-6, "sliding_window": 4096, "max_window_layers": 28},
+        read=_qwen2,
+        write=_write_qwen2,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {
+            "rms_norm_eps": 1e-6,
+            "head_dim": 128,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        {"query_norm": "head"},
+        read=_qwen3,
+        write=_write_qwen3,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        OF_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        GEMMA_LIKE,
+        read=_gemma2,
+        write=_write_gemma,
+        activation="hidden_activation",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        OF_GEMMA3,
+        GEMMA_LIKE | {"query_norm": "head"},
+        read=_gemma3,
+        write=_write_gemma3,
+        activation="hidden_activation",
+        rope_by_kind=True,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        read=_phi3,
+        write=_write_phi3,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {"rms_norm_eps": 1e-5},
+        OLMO_LIKE,
+        read=_biases,
+        write=_write_biases,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
+        OLMO_LIKE,
+        read=_olmo3,
+        write=_write_olmo3,
+        rope_by_kind=True,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
+            "max_window_layers": 28,
+        },
+        read=_smollm3,
+        write=_write_smollm3,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM", {"rms_norm_eps": 1e-6}, read=_granite, write=_write_granite
+    ),
+}
+
+
+def read_positions(family: Family, keys: Keys) -> ModelSettings:
+    """Returns the settings of rotary positions."""
+    return read_rope(keys, by_kind=family.rope_by_kind)
+
+
+def write_positions(family: Family, model: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys of rotary positions, in both shapes."""
+    return write_rope(model, by_kind=family.rope_by_kind)

@@ -1,0 +1,112 @@
+"""The keys of a config.json: each is taken once, and what is left over is refused."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError
+
+# Keys that change nothing that a model computes. `pretraining_tp` and what transformers writes of
+# generation are among them.
+HARMLESS = re.compile(
+    "|".join(
+        (
+            "_.*",
+            "architectures|model_type|auto_map|transformers_version|torch_dtype|dtype",
+            "use_cache|cache_implementation|initializer_.*|attention_dropout|.*_pdrop|.*_dropout",
+            "pretraining_tp|output_.*|router_.*_coef|return_dict.*|torchscript|use_bfloat16",
+            "(bos|eos|pad|sep|unk|cls|mask|decoder_start|forced_bos|forced_eos)_token_id",
+            "id2label|label2id|problem_type|num_labels|finetuning_task|task_specific_params",
+            "summary_.*|n_ctx|reorder_and_upcast_attn|gradient_checkpointing|tokenizer_class",
+            "prefix|chunk_size_feed_forward|is_decoder|attn_implementation|embd_layer",
+            "temperature|top_k|top_p|typical_p|repetition_penalty|length_penalty|min_length",
+            "max_length|num_beams.*|no_repeat_ngram_size|early_stopping|diversity_penalty",
+            "do_sample|num_return_sequences|bad_words_ids|suppress_tokens|begin_suppress_tokens",
+            "encoder_no_repeat_ngram_size|exponential_decay_length_penalty|remove_invalid_values",
+        )
+    )
+)
+
+
+class Keys:
+    """The keys of the config.json at `where`, with the defaults that its family gives them."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str):
+        self._values = values
+        self._defaults = defaults
+        self._taken: set[str] = set()
+        self.where = where
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Returns the value of a key: of the file, else the family's default, else `default`."""
+        self._taken.add(name)
+        return self._values.get(name, self._defaults.get(name, default))
+
+    def number(self, name: str, default: Any = None) -> float | None:
+        """Returns a number, or None where it is null."""
+        value = self.take(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise self.refused(name, value, "a number")
+        return value
+
+    def whole(self, name: str, default: Any = None) -> int | None:
+        """Returns a whole number of at least 0, or None where it is null."""
+        value = self.number(name, default)
+        if value is None:
+            return None
+        if value != int(value) or value < 0:
+            raise self.refused(name, value, "a whole number")
+        return int(value)
+
+    def count(self, name: str) -> int:
+        """Returns a whole number of at least 1. ConfigError where there is none."""
+        value = self.whole(name)
+        if not value:
+            raise ConfigError(
+                f"{self.where} lacks {name}",
+                found=f"{name}={value!r}" if name in self else "no such key",
+                fix="the config.json that the weights were published with",
+            )
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Returns true or false; null counts as false."""
+        value = self.take(name, default)
+        if not isinstance(value, bool | None):
+            raise self.refused(name, value, "true or false")
+        return bool(value)
+
+    def table(self, name: str) -> Mapping[str, Any] | None:
+        """Returns a table, or None where it is null."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.refused(name, value, "a table")
+        return value
+
+    def must_be(self, name: str, *allowed: Any) -> None:
+        """Refuses a key whose value changes the model to one that there are no settings for."""
+        value = self.take(name, allowed[0])
+        if value not in allowed:
+            raise self.unknown(name, value)
+
+    def check_all_taken(self) -> None:
+        """Raises ConfigError for a key that says something and that nobody has read."""
+        for name, value in self._values.items():
+            says_nothing = value is None or value is False or value == [] or value == {}
+            if name in self._taken or says_nothing or HARMLESS.fullmatch(name):
+                continue
+            raise self.unknown(name, value)
+
+    def unknown(self, name: str, value: Any) -> ConfigError:
+        """Makes the error for a key that changes the model and is not known."""
+        return ConfigError(
+            f"{self.where}: {name}={value!r:.80} has no setting here",
+            fix="another model, or an issue that names it",
+        )
+
+    def refused(self, name: str, value: Any, wanted: str) -> ConfigError:
+        """Makes the error for a value of another type."""
+        return ConfigError(f"{self.where}: {name}={value!r:.80} must be {wanted}")

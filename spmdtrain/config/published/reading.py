@@ -1,0 +1,191 @@
+"""Reads the config.json of a published model: its family, and the settings of [model]."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.published.families import (
+    FAMILIES,
+    GATED,
+    PLAIN,
+    Family,
+    ModelSettings,
+    read_positions,
+)
+from spmdtrain.config.published.keys import Keys
+
+NAME = "config.json"
+LARGEST = 16 * 2**20  # bytes
+DTYPES = ("float32", "bfloat16", "float16")
+# Keys of a model with a vision tower, of which the text part is read.
+OF_VISION = "gemma3"
+KNOWN = "gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3, smollm3, granite"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model as its config.json describes it.
+
+    `keys` are those of the model alone: of one with a vision tower, those of its text part.
+    """
+
+    folder: Path
+    family: str  # a key of FAMILIES
+    keys: Mapping[str, Any]
+    settings: ModelSettings  # of [model]
+    dtype: str | None  # of the files
+    remarks: tuple[str, ...] = ()
+
+
+def is_published(folder: Path) -> bool:
+    """Returns True for a directory that holds a model of Hugging Face, and no run."""
+    try:
+        found = json.loads((folder / NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return "model_type" in found or "architectures" in found
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+
+
+def read_published(folder: Path) -> Published:
+    """Returns the model that a directory of Hugging Face holds. Nothing but JSON is read.
+
+    Raises ConfigError where it is no such directory, of a family that is not known, or computes
+    something that there are no settings for; CheckpointError where it is quantised.
+    """
+    return as_published(folder, _read(folder))
+
+
+def as_published(folder: Path, values: dict[str, Any]) -> Published:
+    """Returns what `read_published` does, of the values of a config.json."""
+    where = f"{folder / NAME}"
+    remarks = []
+    name = values.get("model_type")
+    if name == OF_VISION and isinstance(values.get("text_config"), dict):
+        values = _text_part(values)
+        name = values["model_type"]
+        remarks.append(f"{folder}: its text part is read, and its vision tower left out")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    _refuse_quantised(folder, values)
+    if family is None or not isinstance(name, str):
+        raise _unknown_family(folder, values)
+    if "auto_map" in values:
+        remarks.append(f"{folder} brings code, which is not run: it is read as {name}")
+    keys = Keys(values, family.defaults, where)
+    settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(family, keys)
+    keys.check_all_taken()
+    dtype = values.get("dtype", values.get("torch_dtype"))
+    if dtype not in DTYPES:
+        dtype = None
+    return Published(folder, name, values, settings, dtype, tuple(remarks))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / NAME
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ValueError("it is larger than 16 MiB")
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} is no Hugging Face directory: {NAME}: {error.strerror}",
+            fix=f"the folder that holds {NAME} and *.safetensors",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        said = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{path} is not JSON: {said}", fix="downloading it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is no table", found=f"{found!r:.40}", fix="downloading it again")
+    return found
+
+
+def _text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of the text part of a model with a vision tower."""
+    outer = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id", "pad_token_id")
+    inherited = {name: values[name] for name in outer if name in values}
+    text = values["text_config"]
+    if "quantization_config" in values:
+        inherited["quantization_config"] = values["quantization_config"]
+    return inherited | text | {"model_type": f"{OF_VISION}_text"}
+
+
+def _refuse_quantised(folder: Path, values: Mapping[str, Any]) -> None:
+    quantised = values.get("quantization_config") or values.get("compression_config")
+    if not quantised:
+        return
+    known = quantised if isinstance(quantised, dict) else {}
+    method = known.get("quant_method", "by a method without a name")
+    bits = known.get("bits")
+    how = f"{method}, {bits} bits" if bits else f"{method}"
+    raise CheckpointError(
+        f"{folder} is quantised ({how}): its weights are no matrices to train",
+        fix="the model it was made from",
+    )
+
+
+def _unknown_family(folder: Path, values: Mapping[str, Any]) -> ConfigError:
+    name = values.get("model_type")
+    found = ""
+    for key, says in (
+        ("layer_types", "linear_attention"),
+        ("vision_config", "a vision tower"),
+        ("text_config", "a text part"),
+    ):
+        if says in (values.get(key) or ()) or (key != "layer_types" and values.get(key)):
+            found = f"{says} in {key}" if key == "layer_types" else says
+            break
+    what = f"{folder}: model_type {name!r:.80} is not supported"
+    if name is None:
+        what = f"{folder / NAME} names no model_type"
+    return ConfigError(what, found=found, fix=f"one of {KNOWN}")
+
+
+def _read_gpt2(family: Family, keys: Keys) -> ModelSettings:
+    embed = keys.count("n_embd")
+    return {
+        "name": "gpt",
+        "layers": keys.count("n_layer"),
+        "embed": embed,
+        "heads": keys.count("n_head"),
+        "ffn": keys.whole("n_inner") or 4 * embed,
+        "vocab": keys.count("vocab_size"),
+        "max_length": keys.count("n_positions"),
+        "mlp": _activation(keys, family.activation, PLAIN),
+        "norm_epsilon": float(keys.number("layer_norm_epsilon") or 0),
+        "tied": keys.flag("tie_word_embeddings"),
+    } | family.read(keys)
+
+
+def _read_llama(family: Family, keys: Keys) -> ModelSettings:
+    """Returns the settings of all families but GPT-2, whose keys have the names of Llama's."""
+    heads = keys.count("num_attention_heads")
+    embed = keys.count("hidden_size")
+    settings = {
+        "name": "llama",
+        "layers": keys.count("num_hidden_layers"),
+        "embed": embed,
+        "heads": heads,
+        "kv_heads": keys.whole("num_key_value_heads") or heads,
+        "head_dim": keys.whole("head_dim") or embed // heads,
+        "ffn": keys.count("intermediate_size"),
+        "vocab": keys.count("vocab_size"),
+        "max_length": keys.count("max_position_embeddings"),
+        "mlp": _activation(keys, family.activation, GATED),
+        "norm_epsilon": float(keys.number("rms_norm_eps") or 0),
+        "tied": keys.flag("tie_word_embeddings"),
+    }
+    settings |= read_positions(family, keys) | dict(family.settings) | family.read(keys)
+    if "windows" not in settings:
+        settings.pop("rope_theta_window", None)
+    return settings
+
+
+def _activation(keys: Keys, name: str, known: Mapping[str, str]) -> str:
+    value = keys.take(name, next(iter(known)))
+    if value not in known:
+        raise keys.unknown(name, value)
+    return known[value]

@@ -1,0 +1,144 @@
+"""Rotary positions in a config.json: the keys of transformers 4, and those of transformers 5.
+
+transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one table `rope_parameters`,
+or one for each kind of layer; 4 ignores that table without a word. Both are read here, the table
+first, and both are written.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published.keys import Keys
+from spmdtrain.config.schema import TransformerConfig
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+Table = Mapping[str, Any]
+ANOTHER = "a model with linear, llama3, yarn or longrope"
+
+
+def read_rope(keys: Keys, *, by_kind: bool = False) -> dict[str, Any]:
+    """Returns the settings of [model] about rotary positions.
+
+    `by_kind`: layers with a window have a theta of their own, and are not scaled.
+    """
+    theta = keys.number("rope_theta", 10_000.0)
+    window_theta = keys.number("rope_local_base_freq", theta)
+    old = keys.table("rope_scaling")
+    share = keys.number("partial_rotary_factor")
+    length = keys.whole("max_position_embeddings")
+    original = keys.whole("original_max_position_embeddings")
+    full = {"rope_theta": theta, "partial_rotary_factor": share} | dict(old or {})
+    window = {"rope_theta": window_theta}
+    if new := keys.table("rope_parameters"):
+        if FULL in new:
+            window = window | dict(new.get(WINDOW) or {})
+            new = new[FULL]
+        full = full | dict(new)
+    if original is not None:
+        full.setdefault("original_max_position_embeddings", original)
+    inner = Keys(full, {}, f"{keys.where}: rope")
+    settings: dict[str, Any] = {"rope_theta": float(inner.number("rope_theta") or 10_000.0)}
+    if by_kind:
+        settings["rope_theta_window"] = float(window["rope_theta"])
+        if _kind(window) != "default":
+            raise keys.unknown("rope_parameters", {WINDOW: window})
+    share = inner.number("partial_rotary_factor")
+    if share not in (None, 1):
+        settings["rope_share"] = float(share or 0)
+    if scaling := _read_scaling(inner, _kind(full), length):
+        settings["rope_scaling"] = scaling
+    inner.check_all_taken()
+    return settings
+
+
+def _kind(table: Table) -> str:
+    kind = table.get("rope_type", table.get("type")) or "default"
+    return "longrope" if kind == "su" else str(kind)
+
+
+def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] | None:
+    """Returns [model.rope_scaling]; None where positions are as they are."""
+    keys.take("rope_type"), keys.take("type")
+    original = keys.whole("original_max_position_embeddings")
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3", "yarn", "longrope"):
+        why = "depends on the length of each sequence" if kind == "dynamic" else "is not known here"
+        where = keys.where.removesuffix(": rope")
+        raise ConfigError(f"{where}: rope_type {kind!r} {why}", fix=ANOTHER)
+    factor = keys.number("factor")
+    if factor is None and length and original:
+        factor = length / original
+    if factor is None:
+        raise ConfigError(f"{keys.where} of type {kind!r} lacks factor", fix=ANOTHER)
+    scaling: dict[str, Any] = {"kind": kind, "factor": float(factor)}
+    if kind == "linear":
+        return scaling
+    scaling["original_length"] = original or length
+    scale = keys.number("attention_factor")
+    if kind == "llama3":
+        scaling["low_factor"] = float(keys.number("low_freq_factor", 1.0) or 0)
+        scaling["high_factor"] = float(keys.number("high_freq_factor", 4.0) or 0)
+    if kind == "yarn":
+        scaling["beta_fast"] = float(keys.number("beta_fast") or 32)
+        scaling["beta_slow"] = float(keys.number("beta_slow") or 1)
+        scaling["truncate"] = keys.flag("truncate", True)
+        both = keys.number("mscale"), keys.number("mscale_all_dim")
+        if scale is None and both[0] and both[1]:
+            scale = _yarn_scale(factor, both[0]) / _yarn_scale(factor, both[1])
+    if kind == "longrope":
+        scaling |= _read_longrope(keys, length or 0, scaling["original_length"])
+    if scale is not None:
+        scaling["scale"] = float(scale)
+    return scaling
+
+
+def _read_longrope(keys: Keys, length: int, original: int) -> dict[str, Any]:
+    """Returns the divisors of each frequency, and which of the two the run has."""
+    keys.take("short_mscale"), keys.take("long_mscale")
+    found = {}
+    for ours, theirs in (("short", "short_factor"), ("long", "long_factor")):
+        values = keys.take(theirs)
+        if not isinstance(values, list) or not all(isinstance(x, int | float) for x in values):
+            raise keys.refused(theirs, values, "a list of numbers")
+        found[ours] = [float(x) for x in values]
+    return found | {"use": "long" if length > original else "short"}
+
+
+def _yarn_scale(factor: float, times: float) -> float:
+    return 0.1 * times * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def write_rope(model: TransformerConfig, *, by_kind: bool = False) -> dict[str, Any]:
+    """Returns the keys of both shapes. `by_kind` as in `read_rope`."""
+    scaling = _write_scaling(model)
+    share = {} if model.rope_share == 1 else {"partial_rotary_factor": model.rope_share}
+    full = {"rope_theta": model.rope_theta, **share, **(scaling or {"rope_type": "default"})}
+    keys = {"rope_theta": model.rope_theta, "rope_scaling": scaling, **share}
+    if not by_kind:
+        return keys | {"rope_parameters": full}
+    theta = model.rope_theta_window or model.rope_theta
+    window = {"rope_theta": theta, "rope_type": "default"}
+    return keys | {"rope_local_base_freq": theta, "rope_parameters": {FULL: full, WINDOW: window}}
+
+
+def _write_scaling(model: TransformerConfig) -> dict[str, Any] | None:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return None
+    keys: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return keys
+    keys["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "llama3":
+        keys |= {"low_freq_factor": scaling.low_factor, "high_freq_factor": scaling.high_factor}
+    if scaling.kind == "yarn":
+        keys |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        keys |= {} if scaling.truncate else {"truncate": False}
+    if scaling.kind == "longrope":
+        keys |= {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+    if scaling.scale is not None:
+        keys["attention_factor"] = scaling.scale
+    return keys

@@ -1,0 +1,143 @@
+"""Writes the config.json of a run, for transformers 4 and 5, vLLM and llama.cpp alike.
+
+What is written is read again, and must give the model that the run has: no setting is lost.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError, UserError
+from spmdtrain.config.published.families import FAMILIES, GATED, PLAIN, Family, write_positions
+from spmdtrain.config.published.reading import Published, as_published
+from spmdtrain.config.schema import GPT, Llama, TransformerConfig
+
+# What a file of an import says of where it lay, or of code that came with it.
+DROPPED = ("quantization_config", "auto_map", "_name_or_path")
+OF_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
+
+
+def write_config(
+    model: TransformerConfig,
+    base: Published | None,
+    *,
+    dtype: str,
+    tokens: Mapping[str, Any],
+    run: Path,
+) -> tuple[str, dict[str, Any]]:
+    """Returns the family of a model, and its config.json.
+
+    `base` is what the model was imported from: then only what has changed is changed. `dtype` is
+    that of the files; `tokens` are the ids of special tokens, for a model that was never imported.
+    Raises ConfigError where no family computes what the model does; `run` names it.
+    """
+    wanted = function_of(model)
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    if base is not None:
+        kept = {name: value for name, value in base.keys.items() if name not in DROPPED}
+        family = FAMILIES[base.family]
+        made = _written(family, base.family, model)
+        rope = {name: made[name] for name in OF_ROPE if name in made}
+        # As it was, with the other shape of the rotary keys; else with all keys written anew.
+        for keys in (rope | kept, kept | made):
+            keys = keys | dtypes | {"architectures": [family.architecture]}
+            if _reads_as(keys) == wanted:
+                return base.family, keys
+    for name, family in FAMILIES.items():
+        keys = _written(family, name, model) | dtypes | dict(tokens)
+        if _reads_as(keys) == wanted:
+            return name, keys
+    raise ConfigError(
+        f"{run} cannot be written for transformers: {_unusual(model)} is of no family",
+        fix="the weights by our names: spmdtrain.weights(RUN) in Python",
+    )
+
+
+def function_of(model: TransformerConfig) -> dict[str, Any]:
+    """Returns what a model computes: equal for two settings that spell the same in two ways."""
+    scaling = None
+    if model.rope_scaling and any(kind.is_scaled for kind in model.layer_kinds):
+        scaling = model.rope_scaling.model_dump()
+    plain = ("layers", "embed", "heads", "vocab", "max_length", "positions", "norm", "mlp", "tied")
+    plain += ("score_cap", "logit_cap", "sinks", "query_norm", "norm_places", "norm_epsilon")
+    plain += ("norm_offset", "residual_scale", "logit_scale")
+    return {name: getattr(model, name) for name in plain} | {
+        "kv_heads": model.key_value_heads,
+        "head_dim": model.width_per_head,
+        "ffn": model.hidden,
+        "norm_bias": model.bias and model.norm == "layernorm",
+        "qkv_bias": model.has_qkv_bias,
+        "out_bias": model.has_out_bias,
+        "mlp_bias": model.has_mlp_bias,
+        "score_scale": model.score_scale or model.width_per_head**-0.5,
+        "embed_scale": model.embed_factor,
+        "rope_share": model.rope_share,
+        "rope_scaling": scaling,
+        "layer_kinds": model.layer_kinds,
+    }
+
+
+def as_model(settings: Mapping[str, Any]) -> TransformerConfig:
+    """Returns settings of [model] as an object. Raises ConfigError where they do not fit."""
+    return (GPT if settings["name"] == "gpt" else Llama)(**settings)
+
+
+def _reads_as(keys: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns what the model of a config.json computes; None where it cannot be read."""
+    try:
+        return function_of(as_model(as_published(Path(), keys).settings))
+    except UserError:
+        return None
+
+
+def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys that a family has for a model. Whether they say all is for others to see."""
+    common = {
+        "architectures": [family.architecture],
+        "model_type": name,
+        "vocab_size": model.vocab,
+        "tie_word_embeddings": model.tied,
+    }
+    if family.is_gpt2:
+        return common | {
+            "n_layer": model.layers,
+            "n_embd": model.embed,
+            "n_head": model.heads,
+            "n_inner": model.hidden,
+            "n_positions": model.max_length,
+            "activation_function": _name_of(PLAIN, model.mlp),
+            "layer_norm_epsilon": model.norm_epsilon,
+        }
+    return (
+        common
+        | {
+            "num_hidden_layers": model.layers,
+            "hidden_size": model.embed,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.key_value_heads,
+            "head_dim": model.width_per_head,
+            "intermediate_size": model.hidden,
+            "max_position_embeddings": model.max_length,
+            family.activation: _name_of(GATED, model.mlp),
+            "rms_norm_eps": model.norm_epsilon,
+        }
+        | write_positions(family, model)
+        | family.write(model)
+    )
+
+
+def _name_of(known: Mapping[str, str], mlp: str) -> str | None:
+    return next((theirs for theirs, ours in known.items() if ours == mlp), None)
+
+
+def _unusual(model: TransformerConfig) -> str:
+    """Returns the settings that differ from those of the family that presets them."""
+    preset = (GPT if model.name == "gpt" else Llama)()  # pyright: ignore[reportAttributeAccessIssue]
+    sizes = ("layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length")
+    left_out = (*sizes, "dropout", "attention", "extra", "make", "tied", "norm_epsilon")
+    left_out += ("rope_theta",)
+    then, now = preset.model_dump(), model.model_dump()
+    said = [
+        f"{key}={now[key]!r:.60}" for key in now if key not in left_out and now[key] != then[key]
+    ]
+    return " with ".join(said) or f"name={now['name']!r}"

@@ -1,0 +1,197 @@
+"""Opens the safetensors files of a directory: header and offsets checked, nothing read yet.
+
+The package `safetensors` checks each file as the format asks. Slices are then mapped at the offsets
+that it has checked, a mapping for each tensor: it is dropped with the tensor, where `safe_open`
+would keep every page that was read resident.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from spmdtrain.config.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES: Mapping[str, Any] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+POINTER = b"version https://git-lfs"
+LARGEST_INDEX = 256 * 2**20  # bytes
+AGAIN = "downloading it again"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file: `offset` bytes from its start."""
+
+    name: str
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def map(self) -> np.ndarray:
+        """Returns the tensor as an array whose pages are read when they are used."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+
+
+def open_tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of all weight files of a directory, by name.
+
+    Raises CheckpointError where a file is missing or damaged, is a pointer of git-lfs, or holds
+    anything but floating point numbers of 16 or 32 bits, and where there are pickles alone.
+    """
+    index = folder / INDEX
+    if index.exists():
+        return _by_index(folder, _read_index(index))
+    files = [folder / SINGLE]
+    if not files[0].exists():
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise _without_files(folder)
+    found: dict[str, Tensor] = {}
+    for path in files:
+        for name, tensor in open_file(path).items():
+            if name in found:
+                raise CheckpointError(
+                    f"{folder} holds {name} twice",
+                    found=f"{found[name].path.name} and {path.name}",
+                    fix=f"a folder with one model in it, or its {INDEX}",
+                )
+            found[name] = tensor
+    return found
+
+
+def _by_index(folder: Path, said: Mapping[str, str]) -> dict[str, Tensor]:
+    files = sorted(set(said.values()))
+    there = sorted(path.name for path in folder.glob("*.safetensors"))
+    for file in files:
+        if file not in there:
+            raise CheckpointError(
+                f"{folder / INDEX} names {file}",
+                found=", ".join(there) or "no *.safetensors",
+                fix=AGAIN,
+            )
+    found = {}
+    for file in files:
+        for name, tensor in open_file(folder / file).items():
+            if said.get(name) != file:
+                raise CheckpointError(
+                    f"{folder / file} holds {name}, which {INDEX} does not name there", fix=AGAIN
+                )
+            found[name] = tensor
+    for name, file in said.items():
+        if name not in found:
+            raise CheckpointError(f"{folder / file} lacks {name}, which {INDEX} names", fix=AGAIN)
+    return found
+
+
+def _read_index(path: Path) -> Mapping[str, str]:
+    try:
+        if path.stat().st_size > LARGEST_INDEX:
+            raise ValueError("it is larger than 256 MiB")
+        said = json.loads(path.read_bytes())["weight_map"]
+        if not isinstance(said, dict) or not said:
+            raise ValueError("its weight_map is no table")
+        for name, file in said.items():
+            if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
+                raise ValueError(f"it puts {name!r:.80} into {file!r:.80}, which is no file name")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        what = f"{path} is damaged: {_said(error)}"
+        raise CheckpointError(what, fix=AGAIN) from None
+    return said
+
+
+def open_file(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of one file by name. Raises CheckpointError as `open_tensors`."""
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no regular file")
+        with path.open("rb") as file:
+            start = file.read(len(POINTER))
+        if start == POINTER:
+            raise CheckpointError(
+                f"{path} is a pointer of git-lfs, {size} bytes",
+                fix=f"git lfs pull in {path.parent}",
+            )
+        with safe_open(path, framework="np"):  # refuses what the format does not allow
+            pass
+        header, first = _header(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_said(error)}") from None
+    except (SafetensorError, ValueError) as error:
+        raise _damaged(path, size, error) from None
+    return {name: _tensor(path, name, said, first) for name, said in header.items()}
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns what the header says of each tensor, and the offset at which the data begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > os.fstat(file.fileno()).st_size:
+            raise ValueError("it is shorter than its header")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _tensor(path: Path, name: str, said: Mapping[str, Any], first: int) -> Tensor:
+    if not name.isprintable() or len(name) > 1000:
+        raise CheckpointError(f"{path} is damaged: a tensor is named {name!r:.80}", fix=AGAIN)
+    dtype = DTYPES.get(said["dtype"])
+    if dtype is None:
+        raise CheckpointError(
+            f"{name} of {path} is of {said['dtype']}",
+            found="weights that are quantised, or are none",
+            fix=f"the model it was made from, in {', '.join(DTYPES)}",
+        )
+    return Tensor(name, path, first + said["data_offsets"][0], tuple(said["shape"]), dtype)
+
+
+def _damaged(path: Path, size: int, error: Exception) -> CheckpointError:
+    try:
+        header, first = _header(path)
+        ends = [each["data_offsets"][1] for each in header.values()]
+        whole = first + max(ends, default=0)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        whole = size
+    if whole == size:
+        return CheckpointError(f"{path} is damaged: {_said(error)}", fix=AGAIN)
+    return CheckpointError(
+        f"{path} is damaged: its header says {whole:,} bytes", found=f"{size:,}", fix=AGAIN
+    )
+
+
+def _without_files(folder: Path) -> CheckpointError:
+    pickles = [*folder.glob("pytorch_model*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]
+    if pickles:
+        return CheckpointError(
+            f"{folder} holds {sorted(pickles)[0].name}, which runs code when read",
+            found="no *.safetensors",
+            fix="saving it again with save_pretrained",
+        )
+    return CheckpointError(f"{folder} holds no *.safetensors", fix="the folder of a whole model")
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return getattr(error, "strerror", None) or str(error)

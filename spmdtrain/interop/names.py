@@ -1,0 +1,132 @@
+"""Which tensors of a file are which of our parameters, for each family: read in both directions.
+
+`{}` stands for the number of the layer. A parameter that a model does not have is left out, and
+with it its tensors.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from spmdtrain.interop import pieces
+from spmdtrain.interop.pieces import Rule
+
+LAYER = "{}"
+OURS = "blocks.layer."
+EMBED, HEAD, POSITIONS = "tokens.table_ve", "unembed_ve", "positions_te"
+
+
+class Entry(NamedTuple):
+    """The tensors that one of our parameters is made of, and how."""
+
+    rule: Rule
+    names: tuple[str, ...]
+
+    def of_layer(self, layer: int | None) -> tuple[str, ...]:
+        """Returns the names of the tensors of one layer."""
+        return tuple(name.replace(LAYER, str(layer)) for name in self.names)
+
+
+Table = Mapping[str, Entry]  # by the path of our parameter
+
+
+def _entry(rule: Rule, *names: str) -> Entry:
+    return Entry(rule, names)
+
+
+def _in_layers(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Returns entries of a layer, with the names of a layer before theirs and ours."""
+    return {
+        OURS + ours: Entry(entry.rule, tuple(prefix + name for name in entry.names))
+        for ours, entry in entries.items()
+    }
+
+
+GPT2: Table = {
+    EMBED: _entry(pieces.copy, "transformer.wte.weight"),
+    POSITIONS: _entry(pieces.copy, "transformer.wpe.weight"),
+    "norm.scale_e": _entry(pieces.copy, "transformer.ln_f.weight"),
+    "norm.bias_e": _entry(pieces.copy, "transformer.ln_f.bias"),
+    HEAD: _entry(pieces.copy, "lm_head.weight"),
+} | _in_layers(
+    "transformer.h.{}.",
+    {
+        "attention_norm.scale_e": _entry(pieces.copy, "ln_1.weight"),
+        "attention_norm.bias_e": _entry(pieces.copy, "ln_1.bias"),
+        "attention.qkv_eknd": _entry(pieces.qkv_fused_columns, "attn.c_attn.weight"),
+        "attention.qkv_bias": _entry(pieces.qkv_bias_fused, "attn.c_attn.bias"),
+        "attention.out_kgde": _entry(pieces.heads_out_rows, "attn.c_proj.weight"),
+        "attention.out_bias": _entry(pieces.copy, "attn.c_proj.bias"),
+        "mlp_norm.scale_e": _entry(pieces.copy, "ln_2.weight"),
+        "mlp_norm.bias_e": _entry(pieces.copy, "ln_2.bias"),
+        "mlp.up_ef": _entry(pieces.copy, "mlp.c_fc.weight"),
+        "mlp.up_bias": _entry(pieces.copy, "mlp.c_fc.bias"),
+        "mlp.down_fe": _entry(pieces.copy, "mlp.c_proj.weight"),
+        "mlp.down_bias": _entry(pieces.copy, "mlp.c_proj.bias"),
+    },
+)
+
+ATTENTION = {
+    "attention.qkv_eknd": _entry(
+        pieces.qkv,
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "attention.qkv_bias": _entry(
+        pieces.qkv_bias, "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+    ),
+    "attention.out_kgde": _entry(pieces.heads_out, "self_attn.o_proj.weight"),
+    "attention.out_bias": _entry(pieces.copy, "self_attn.o_proj.bias"),
+}
+MLP = {
+    "mlp.up_ef": _entry(pieces.gate_up, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.up_bias": _entry(pieces.gate_up_bias, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "mlp.down_fe": _entry(pieces.transpose, "mlp.down_proj.weight"),
+    "mlp.down_bias": _entry(pieces.copy, "mlp.down_proj.bias"),
+}
+NORMS_BEFORE = {
+    "attention_norm.scale_e": _entry(pieces.copy, "input_layernorm.weight"),
+    "mlp_norm.scale_e": _entry(pieces.copy, "post_attention_layernorm.weight"),
+}
+
+
+def _like_llama(*parts: Mapping[str, Entry]) -> Table:
+    """Returns the table of a family with the names of Llama, of the parts of its layers."""
+    entries = {
+        EMBED: _entry(pieces.copy, "model.embed_tokens.weight"),
+        "norm.scale_e": _entry(pieces.copy, "model.norm.weight"),
+        HEAD: _entry(pieces.copy, "lm_head.weight"),
+    }
+    for part in parts:
+        entries |= _in_layers("model.layers.{}.", part)
+    return entries
+
+
+LLAMA = _like_llama(ATTENTION, MLP, NORMS_BEFORE)
+
+TABLES: Mapping[str, Table] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+}
+
+# Tensors that say nothing: masks and frequencies that older versions stored, and vision towers.
+SAY_NOTHING = re.compile(
+    r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
+    r"|.*\.rotary_emb\.inv_freq"
+    r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
+)
+# The same names as other files spell them: what is written, and what stands there instead.
+SPELLINGS: Sequence[tuple[str, str]] = (
+    ("", ""),
+    ("transformer.", ""),
+    ("", "language_model."),
+    ("model.", "model.language_model."),
+)
+
+
+def spelled(name: str, spelling: tuple[str, str]) -> str:
+    """Returns a name of a table as a file spells it."""
+    written, instead = spelling
+    return instead + name.removeprefix(written) if name.startswith(written) else name

@@ -1,0 +1,255 @@
+"""How the tensors of a file lie in one of our parameters: said once, read in both directions.
+
+A parameter of one layer is made of boxes. Each box is a part of one tensor of the file, reshaped
+and transposed: no number changes. So reading and writing are inverse to the bit, and a slice of a
+parameter touches only the part of the file that it needs.
+
+Letters: E embed, H query heads, K key-value heads, G = H / K, d head_dim, F ffn. Weights of
+`nn.Linear` are [out, in], those of GPT-2's Conv1D [in, out].
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Shape = tuple[int, ...]
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that shapes are made of, as the letters above say."""
+
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of a parameter: rows `rows` (dim `axis`) of tensor number `source`.
+
+    They are reshaped to `shape` and transposed by `order`; the result fills `places` of dim `dim`
+    of the parameter in the shape `Mapped.view`.
+    """
+
+    source: int
+    axis: int
+    rows: slice
+    shape: Shape
+    order: tuple[int, ...]
+    dim: int
+    places: slice
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A parameter of one layer: `shape`, seen as `view`, of tensors of these `shapes`."""
+
+    shape: Shape
+    view: Shape
+    shapes: tuple[Shape, ...]
+    pieces: tuple[Piece, ...]
+
+    def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
+        """Returns the slice `index` of the parameter, made of the tensors of the file."""
+        if self.view != self.shape:  # a bias, which is small
+            return self._read(tensors, _whole(self.view)).reshape(self.shape)[index]
+        return self._read(tensors, index)
+
+    def _read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
+        bounds = [each.indices(size) for each, size in zip(index, self.view, strict=True)]
+        shape = tuple(max(stop - start, 0) for start, stop, _ in bounds)
+        dtypes = {tensor.dtype for tensor in tensors}
+        out = np.empty(shape, dtypes.pop() if len(dtypes) == 1 else np.float32)
+        for piece in self.pieces:
+            start, stop, _ = bounds[piece.dim]
+            low, high = max(start, piece.places.start), min(stop, piece.places.stop)
+            if low >= high:
+                continue
+            cut = [slice(first, last) for first, last, _ in bounds]
+            cut[piece.dim] = slice(low - piece.places.start, high - piece.places.start)
+            target = [slice(None)] * len(shape)
+            target[piece.dim] = slice(low - start, high - start)
+            out[tuple(target)] = self._box(piece, tensors[piece.source])[tuple(cut)]
+        return out
+
+    def _box(self, piece: Piece, tensor: np.ndarray) -> np.ndarray:
+        """Returns a view of the part of a tensor that fills a box."""
+        cut = (*[slice(None)] * piece.axis, piece.rows)
+        part = tensor[cut]
+        if part.flags.c_contiguous:
+            return part.reshape(piece.shape).transpose(piece.order)
+        # Columns of a matrix: split along them, which needs no copy.
+        return _split(part, piece.shape).transpose(piece.order)
+
+    def write(self, parameter: np.ndarray) -> list[np.ndarray]:
+        """Returns the tensors of the file, made of the parameter."""
+        seen = parameter.reshape(self.view)
+        tensors = [np.empty(shape, parameter.dtype) for shape in self.shapes]
+        for piece in self.pieces:
+            cut = [slice(None)] * seen.ndim
+            cut[piece.dim] = piece.places
+            back = np.argsort(piece.order)
+            box = seen[tuple(cut)].transpose(back)
+            target = tensors[piece.source][(*[slice(None)] * piece.axis, piece.rows)]
+            target[...] = box.reshape(target.shape)
+        return tensors
+
+
+def _whole(shape: Shape) -> Index:
+    return tuple(slice(0, size) for size in shape)
+
+
+def _split(part: np.ndarray, shape: Shape) -> np.ndarray:
+    """Returns part [rows, columns] as [rows, *shape[1:]] without a copy."""
+    strides = [part.strides[0]]
+    inner = part.strides[1]
+    for size in reversed(shape[1:]):
+        strides.insert(1, inner)
+        inner *= size
+    return np.lib.stride_tricks.as_strided(part, shape, strides, writeable=False)
+
+
+Rule = Callable[[Sizes, Shape], Mapped]  # of the sizes, and the shape of the parameter
+
+
+def copy(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """As it is."""
+    whole = Piece(0, 0, slice(0, shape[0]), shape, tuple(range(len(shape))), 0, slice(0, shape[0]))
+    return Mapped(shape, shape, (shape,), (whole,))
+
+
+def rows(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """[in, out] on both sides, of which ours may be split into more dims."""
+    flat = (shape[0], math.prod(shape[1:]))
+    return _one(flat, shape, shape, tuple(range(len(shape))))
+
+
+def transpose(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """[out, in] of the file is our [in, out]."""
+    return _one(shape[::-1], shape, shape[::-1], (1, 0))
+
+
+def heads_out(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """The output projection [E, H d] as [K, G, d, E]."""
+    *heads, embed = shape
+    return _one((embed, math.prod(heads)), shape, (embed, *heads), (1, 2, 3, 0))
+
+
+def heads_out_rows(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """GPT-2's output projection [H d, E] as [K, G, d, E]."""
+    *heads, embed = shape
+    return _one((math.prod(heads), embed), shape, shape, (0, 1, 2, 3))
+
+
+def gate_up(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """Gate [F, E] and up [F, E] as [E, 2, F]."""
+    embed, _, ffn = shape
+    pieces = tuple(
+        Piece(number, 0, slice(0, ffn), (ffn, 1, embed), (2, 1, 0), 1, slice(number, number + 1))
+        for number in (0, 1)
+    )
+    return Mapped(shape, shape, ((ffn, embed),) * 2, pieces)
+
+
+def gate_up_fused(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """One tensor [2 F, E], gate first, as [E, 2, F]."""
+    embed, _, ffn = shape
+    return _one((2 * ffn, embed), shape, (2, ffn, embed), (2, 0, 1))
+
+
+def gate_up_bias(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """Biases of gate [F] and up [F] as [2, F]."""
+    _, ffn = shape
+    pieces = tuple(
+        Piece(number, 0, slice(0, ffn), (1, ffn), (0, 1), 0, slice(number, number + 1))
+        for number in (0, 1)
+    )
+    return Mapped(shape, shape, ((ffn,),) * 2, pieces)
+
+
+def qkv(sizes: Sizes, shape: Shape) -> Mapped:
+    """Three tensors [H d, E], [K d, E], [K d, E] as [E, K, G + 2, d]."""
+    return _qkv(sizes, shape, fused=False, transposed=True)
+
+
+def qkv_fused(sizes: Sizes, shape: Shape) -> Mapped:
+    """One tensor [(H + 2 K) d, E]: rows of queries, of keys, of values."""
+    return _qkv(sizes, shape, fused=True, transposed=True)
+
+
+def qkv_fused_columns(sizes: Sizes, shape: Shape) -> Mapped:
+    """GPT-2's one tensor [E, (H + 2 K) d]."""
+    return _qkv(sizes, shape, fused=True, transposed=False)
+
+
+def qkv_bias(sizes: Sizes, shape: Shape) -> Mapped:
+    """Three biases as [K (G + 2) d]."""
+    return _qkv_bias(sizes, shape, fused=False)
+
+
+def qkv_bias_fused(sizes: Sizes, shape: Shape) -> Mapped:
+    """One bias [(H + 2 K) d] as [K (G + 2) d]."""
+    return _qkv_bias(sizes, shape, fused=True)
+
+
+def _one(file: Shape, shape: Shape, split: Shape, order: tuple[int, ...]) -> Mapped:
+    """Returns what a parameter is made of one tensor by: split into dims, and transposed."""
+    piece = Piece(0, 0, slice(0, file[0]), split, order, 0, slice(0, shape[0]))
+    return Mapped(shape, shape, (file,), (piece,))
+
+
+def _slots(sizes: Sizes) -> list[tuple[int, slice, slice]]:
+    """Slots of queries, keys and values: how many, which places, which rows of a fused tensor."""
+    wide = sizes.kv_heads * sizes.head_dim
+    group = sizes.group
+    first = group * wide
+    return [
+        (group, slice(0, group), slice(0, first)),
+        (1, slice(group, group + 1), slice(first, first + wide)),
+        (1, slice(group + 1, group + 2), slice(first + wide, first + 2 * wide)),
+    ]
+
+
+def _qkv(sizes: Sizes, shape: Shape, *, fused: bool, transposed: bool) -> Mapped:
+    embed, heads, slots, dim = shape
+    pieces = []
+    shapes = []
+    for number, (count, places, found) in enumerate(_slots(sizes)):
+        size = heads * count * dim
+        at = found if fused else slice(0, size)
+        source = 0 if fused else number
+        split = (heads, count, dim)
+        if transposed:
+            piece = Piece(source, 0, at, (*split, embed), (3, 0, 1, 2), 2, places)
+        else:
+            piece = Piece(source, 1, at, (embed, *split), (0, 1, 2, 3), 2, places)
+        pieces.append(piece)
+        shapes.append((size, embed) if transposed else (embed, size))
+    if fused:
+        size = heads * slots * dim
+        shapes = [(size, embed) if transposed else (embed, size)]
+    return Mapped(shape, shape, tuple(shapes), tuple(pieces))
+
+
+def _qkv_bias(sizes: Sizes, shape: Shape, *, fused: bool) -> Mapped:
+    heads, dim = sizes.kv_heads, sizes.head_dim
+    view = (heads, sizes.group + 2, dim)
+    pieces = []
+    shapes = []
+    for number, (count, places, found) in enumerate(_slots(sizes)):
+        at = found if fused else slice(0, heads * count * dim)
+        pieces.append(
+            Piece(0 if fused else number, 0, at, (heads, count, dim), (0, 1, 2), 1, places)
+        )
+        shapes.append((heads * count * dim,))
+    return Mapped(shape, view, (shape,) if fused else tuple(shapes), tuple(pieces))

@@ -1,0 +1,268 @@
+"""The weights of a published model, read as our parameters: part by part, never whole.
+
+Every tensor of the files is used once, and every parameter filled once; what does not fit is
+refused before a number is read.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.published.reading import Published
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.interop.files import AGAIN, Tensor, open_tensors
+from spmdtrain.interop.names import (
+    EMBED,
+    HEAD,
+    POSITIONS,
+    SAY_NOTHING,
+    SPELLINGS,
+    TABLES,
+    Entry,
+    spelled,
+)
+from spmdtrain.interop.pieces import Index, Mapped, Shape, Sizes
+
+ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors of one parameter, by layer: one entry for a parameter that is not stacked."""
+
+    mapped: Mapped
+    tensors: Sequence[Sequence[Tensor]]
+
+
+class Weights:
+    """The weights of a published model, as the parameters of `model`.
+
+    `shapes` are those of the parameters, of one layer where there are several; `ignored` are
+    patterns of tensors that are left out. Raises CheckpointError where files and model differ.
+    """
+
+    def __init__(
+        self,
+        published: Published,
+        model: TransformerConfig,
+        shapes: Mapping[str, Shape],
+        ignored: Sequence[str] = (),
+    ):
+        self.folder = published.folder
+        self._published = published
+        self._model = model
+        self._sizes = sizes_of(model)
+        self._there = open_tensors(self.folder)
+        self._used: set[str] = set()
+        self._spelling = self._find_spelling()
+        table = TABLES[published.family]
+        if model.tied:
+            self._check_tied(table)
+        entries = {path: self._entry(path, table) for path in shapes}
+        self._check_all_there(entries)
+        self._check_none_left(ignored)
+        self._sources = {path: self._source(path, entries[path], shapes[path]) for path in shapes}
+        self._means: dict[str, np.ndarray] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors that are read, by name."""
+        return {name: self._there[name] for name in sorted(self._used)}
+
+    def read(self, path: str, layer: int | None, index: Index) -> np.ndarray:
+        """Returns a slice of a parameter, of one layer, in the dtype of the file.
+
+        Rows of the vocabulary that the file does not have are the mean of those that it has.
+        """
+        source = self._sources[path]
+        mapped = source.mapped
+        arrays = [each.map() for each in source.tensors[layer or 0]]
+        rows = mapped.shape[0] if mapped.shape else 0
+        bounded = tuple(slice(*each.indices(2**62)) for each in index)
+        if path not in (EMBED, HEAD) or bounded[0].stop <= rows:
+            return mapped.read(arrays, index)
+        first, *others = bounded
+        there = mapped.read(arrays, (slice(min(first.start, rows), rows), *others))
+        mean = self._mean(path, arrays[0])[tuple(others)].astype(there.dtype)
+        more = min(first.stop, self._model.vocab or rows) - max(first.start, rows)
+        return np.concatenate([there, np.broadcast_to(mean, (more, *mean.shape))])
+
+    def _mean(self, path: str, table: np.ndarray) -> np.ndarray:
+        if path not in self._means:
+            total = np.zeros(table.shape[1:], np.float64)
+            for start in range(0, len(table), ROWS_AT_ONCE):
+                total += table[start : start + ROWS_AT_ONCE].astype(np.float32).sum(0, np.float64)
+            self._means[path] = (total / len(table)).astype(np.float32)
+        return self._means[path]
+
+    def _find_spelling(self) -> tuple[str, str]:
+        """Returns how the files spell the names of the table: by that of the embedding."""
+        embed = TABLES[self._published.family][EMBED].names[0]
+        for spelling in SPELLINGS:
+            if spelled(embed, spelling) in self._there:
+                return spelling
+        return SPELLINGS[0]
+
+    def _names(self, entry: Entry, layer: int | None) -> tuple[str, ...]:
+        return tuple(spelled(name, self._spelling) for name in entry.of_layer(layer))
+
+    def _check_tied(self, table: Mapping[str, Entry]) -> None:
+        """Accepts a head in the files of a tied model, if it is the embedding."""
+        (head,) = self._names(table[HEAD], None)
+        (embed,) = self._names(table[EMBED], None)
+        if head not in self._there or embed not in self._there:
+            return
+        if not _are_equal(self._there[head], self._there[embed]):
+            raise CheckpointError(
+                f"{self.folder}: tie_word_embeddings is true, and {head} is another matrix than "
+                "the embedding",
+                fix="--untie",
+            )
+        self._used.add(head)
+
+    def _entry(self, path: str, table: Mapping[str, Entry]) -> Entry:
+        if path not in table:
+            raise CheckpointError(
+                f"{self.folder} has no {path}: {self._published.family} has no tensor for it",
+                fix="the settings of the model's own config.json",
+            )
+        entry = table[path]
+        if path == HEAD and self._names(entry, None)[0] not in self._there:
+            if not self._published.settings["tied"]:
+                (name,) = self._names(entry, None)
+                raise CheckpointError(
+                    f"{self.folder}: tie_word_embeddings is false, and there is no {name}",
+                    fix="--set model.tied=true if it shares the embedding",
+                )
+            return table[EMBED]  # untied here: the head begins as the embedding
+        return entry
+
+    def _layers(self, path: str) -> Sequence[int | None]:
+        return range(self._model.layers) if path.startswith("blocks.") else (None,)
+
+    def _check_all_there(self, entries: Mapping[str, Entry]) -> None:
+        wanted = [
+            name
+            for path, entry in entries.items()
+            for layer in self._layers(path)
+            for name in self._names(entry, layer)
+        ]
+        missing = [name for name in wanted if name not in self._there]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"{self.folder} lacks {missing[0]}{more}",
+                asked=f"{self._model.layers} layers",
+                found=f"{self._count_layers(wanted)} layers",
+                fix="downloading all of its files",
+            )
+        self._used |= set(wanted)
+
+    def _count_layers(self, wanted: Sequence[str]) -> int:
+        """Counts the layers of which at least one tensor is there."""
+        numbers = {
+            int(part) for name in self._there for part in name.split(".") if part.isdecimal()
+        }
+        return len(numbers) if wanted else 0
+
+    def _check_none_left(self, ignored: Sequence[str]) -> None:
+        left = [
+            name
+            for name in sorted(self._there)
+            if name not in self._used
+            and not SAY_NOTHING.fullmatch(name)
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+        ]
+        if not left:
+            return
+        more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+        pattern = _pattern(left[0])
+        raise CheckpointError(
+            f"{self.folder} holds {left[0]}, which nothing reads{more}",
+            asked=f"{self._model.layers} layers",
+            fix=f"--ignore '{pattern}'",
+        )
+
+    def _source(self, path: str, entry: Entry, shape: Shape) -> Source:
+        tensors = [
+            [self._there[name] for name in self._names(entry, layer)]
+            for layer in self._layers(path)
+        ]
+        of_file = tensors[0][0].shape
+        if path in (EMBED, HEAD):
+            self._check_vocabulary(tensors[0][0], shape)
+            shape = (of_file[0], *shape[1:])
+        if path == POSITIONS and len(of_file) == 2 and of_file[0] > shape[0]:
+            shape = (of_file[0], *shape[1:])  # a shorter model reads the first rows
+        mapped = entry.rule(self._sizes, shape)
+        for of_layer in tensors:
+            for tensor, wanted in zip(of_layer, mapped.shapes, strict=True):
+                if tensor.shape != wanted:
+                    raise self._misshapen(tensor, wanted)
+        return Source(mapped, tensors)
+
+    def _check_vocabulary(self, table: Tensor, shape: Shape) -> None:
+        rows = table.shape[0] if table.shape else 0
+        said = self._published.settings["vocab"]
+        grows = shape[0] > rows and rows == said
+        if rows == shape[0] or grows:
+            return
+        raise CheckpointError(
+            f"{table.name} of {self.folder} has {rows} rows",
+            asked=f"vocab_size={said}" if shape[0] == said else f"model.vocab={shape[0]}",
+            fix=f"--set model.vocab={rows}",
+        )
+
+    def _misshapen(self, tensor: Tensor, wanted: Shape) -> CheckpointError:
+        model = self._model
+        return CheckpointError(
+            f"{tensor.name} of {self.folder} has the shape {list(tensor.shape)}",
+            asked=f"{list(wanted)} by embed={model.embed}, heads={model.heads}, "
+            f"kv_heads={model.key_value_heads}, head_dim={model.width_per_head} and "
+            f"ffn={model.hidden}",
+            fix=f"the config.json of these weights, or {AGAIN}",
+        )
+
+
+def sizes_of(model: TransformerConfig) -> Sizes:
+    """Returns the sizes by which tensors are rearranged."""
+    return Sizes(
+        model.embed, model.heads, model.key_value_heads, model.width_per_head, model.hidden
+    )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Compares two tensors bit by bit, some rows at a time."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    first, second = one.map(), other.map()
+    word = np.uint16 if one.dtype.itemsize == 2 else np.uint32
+    blocks = (slice(at, at + ROWS_AT_ONCE) for at in range(0, len(first), ROWS_AT_ONCE))
+    return all(np.array_equal(first[at].view(word), second[at].view(word)) for at in blocks)
+
+
+def _pattern(name: str) -> str:
+    """Returns a pattern for a tensor and those of its layer."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join([*parts[: at + 1], "*"])
+    return name
+
+
+def bytes_of(folder: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Returns how much there is to read, in words: "bfloat16 in 2 files, 1.2 GB"."""
+    files = {tensor.path for tensor in tensors.values()}
+    dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
+    size = sum(tensor.size for tensor in tensors.values())
+    count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
+    del folder
+    return f"{' and '.join(dtypes)} in {count}, {_bytes(size)}"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
