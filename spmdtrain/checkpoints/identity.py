@@ -7,7 +7,7 @@ between are saved too, so that a run can report what has changed.
 import json
 import shlex
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from spmdtrain.checkpoints.model_code import Record, check_model_code, model_code, qualified_name
 from spmdtrain.config.errors import CheckpointError
@@ -23,7 +23,20 @@ Changes = dict[str, tuple[Any, Any]]
 DATA = ("data.corpus", "data.path", "data.tokenizer", "data.mix")
 
 
-def config_document(setup: Setup, data: Data) -> dict[str, Any]:
+class DescribedData(Protocol):
+    """What config.json says of the data of a run."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def tokenizer(self) -> dict | None: ...
+    @property
+    def end_of_text(self) -> int | None: ...
+    @property
+    def template(self) -> str | None: ...
+
+
+def config_document(setup: Setup, data: DescribedData) -> dict[str, Any]:
     """Returns the contents of RUN/config.json: every setting with its origin, the data's
     fingerprint, the tokenizer, the id that ends its documents, and the code of the model.
     """

@@ -173,7 +173,8 @@ class Checkpoints:
             meta |= self.retention.meta([*self.steps(), step])
         meta["digest"] = digest(meta)
         saved = ocp.args.Composite(
-            **{item: ocp.args.PyTreeSave(tree) for item, tree in trees.items()},
+            # A state of weights alone, as an import makes it, has no item of the optimizer.
+            **{item: ocp.args.PyTreeSave(tree) for item, tree in trees.items() if tree},
             meta=ocp.args.JsonSave(meta),
         )
         self._guarded(lambda: self._manager.save(step, args=saved))

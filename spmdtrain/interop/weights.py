@@ -7,7 +7,6 @@ refused before a number is read.
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -72,6 +71,11 @@ class Weights:
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors that are read, by name."""
         return {name: self._there[name] for name in sorted(self._used)}
+
+    @property
+    def there(self) -> Mapping[str, Tensor]:
+        """All tensors of the files, by name."""
+        return self._there
 
     def read(self, path: str, layer: int | None, index: Index) -> np.ndarray:
         """Returns a slice of a parameter, of one layer, in the dtype of the file.
@@ -254,13 +258,12 @@ def _pattern(name: str) -> str:
     return name
 
 
-def bytes_of(folder: Path, tensors: Mapping[str, Tensor]) -> str:
+def bytes_of(tensors: Mapping[str, Tensor]) -> str:
     """Returns how much there is to read, in words: "bfloat16 in 2 files, 1.2 GB"."""
     files = {tensor.path for tensor in tensors.values()}
     dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
     size = sum(tensor.size for tensor in tensors.values())
     count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-    del folder
     return f"{' and '.join(dtypes)} in {count}, {_bytes(size)}"
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from spmdtrain.train.setup import Setup
 
@@ -43,63 +44,77 @@ def _parameter(
     setup: Setup, path: str, read: Callable[[int | None, Index], np.ndarray]
 ) -> jax.Array:
     leaf = setup.state.params[path]
+    parts = _parts(leaf)
     stacked = _stack_dims(setup, path)
     unpadded = setup.padding.of_model[path][stacked:]
-    by_index: dict[Bounds, list[jax.Device]] = {}
+    local = leaf.sharding.shard_shape(leaf.shape)
+    places = list(itertools.product(*(range(size) for size in local[:stacked])))
+
+    def slab(place: tuple[int, ...]) -> jax.Array:
+        """One layer in each part of the stack: those that rest at this place of their part."""
+        arrays = []
+        for bounds, devices in parts.items():
+            layer = _layer_at(setup, bounds[:stacked], place)
+            part = _padded(bounds[stacked:], unpadded, lambda index, at=layer: read(at, index))
+            part = part.reshape((1,) * stacked + part.shape)
+            arrays += [jax.device_put(part, device) for device in devices]
+        many = (whole // one for whole, one in zip(leaf.shape, local, strict=True))
+        shape = (*itertools.islice(many, stacked), *leaf.shape[stacked:])
+        made = jax.make_array_from_single_device_arrays(shape, leaf.sharding, arrays)
+        return jax.block_until_ready(made)
+
+    if len(places) == 1:
+        only = slab(places[0])
+        same = only.dtype == leaf.dtype
+        return only if same else jax.jit(lambda x: x.astype(leaf.dtype))(only)
+    whole = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
+    for place in places:
+        at = np.array((*place, *[0] * len(unpadded)), np.int32)
+        whole = jax.block_until_ready(_put(whole, slab(place), at, leaf.sharding))
+    return whole
+
+
+def _parts(leaf: jax.ShapeDtypeStruct) -> dict[Bounds, list[jax.Device]]:
+    """Returns the distinct parts of a parameter that this process holds, and on which devices."""
+    found: dict[Bounds, list[jax.Device]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         bounds = tuple(each.indices(size)[:2] for each, size in zip(index, leaf.shape, strict=True))
-        by_index.setdefault(bounds, []).append(device)
-    parts = []
-    for bounds, devices in by_index.items():
-        layers = _layers(setup, bounds[:stacked])
-        parts += _on_devices(bounds, unpadded, layers, leaf.dtype, devices, read)
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
-
-
-def _layers(setup: Setup, bounds: Bounds) -> list[tuple[tuple[int, ...], int | None]]:
-    """Returns the places of a part's layers, from its first, and which layer each holds."""
-    if not bounds:
-        return [((), None)]
-    layout = setup.model.layout
-    found = []
-    for place in itertools.product(*(range(start, stop) for start, stop in bounds)):
-        number = int(np.ravel_multi_index(place, layout.shape))
-        inside = tuple(at - start for at, (start, _) in zip(place, bounds, strict=True))
-        found.append((inside, min(number, layout.layers - 1)))  # padding repeats the last layer
+        found.setdefault(bounds, []).append(device)
     return found
 
 
-def _on_devices(
-    bounds: Bounds,
-    unpadded: Sequence[int],
-    layers: Sequence[tuple[tuple[int, ...], int | None]],
-    dtype: np.dtype,
-    devices: Sequence[jax.Device],
-    read: Callable[[int | None, Index], np.ndarray],
-) -> list[jax.Array]:
-    """Returns one part on each of its devices, filled a layer at a time."""
-    shape = tuple(stop - start for start, stop in bounds)
-    inner = bounds[len(bounds) - len(unpadded) :]
-    there = tuple(
-        (start, min(stop, size)) for (start, stop), size in zip(inner, unpadded, strict=True)
-    )
-    made = [jnp.zeros(shape, dtype, device=device) for device in devices]
-    if any(start >= stop for start, stop in there):
-        return made  # padding alone
-    index = tuple(slice(start, stop) for start, stop in there)
-    for place, layer in layers:
-        part = np.ascontiguousarray(read(layer, index))
-        at = np.array((*place, *[0] * len(unpadded)), np.int32)
-        made = [
-            _put(whole, jax.device_put(part, device), at)
-            for whole, device in zip(made, devices, strict=True)
-        ]
-        jax.block_until_ready(made)  # so that one part at a time is on the host
-    return made
+def _layer_at(setup: Setup, bounds: Bounds, place: tuple[int, ...]) -> int | None:
+    """Returns the layer that rests at a place of a part of the stack. Padding repeats the last."""
+    if not bounds:
+        return None
+    layout = setup.model.layout
+    at = tuple(start + inside for (start, _), inside in zip(bounds, place, strict=True))
+    return min(int(np.ravel_multi_index(at, layout.shape)), layout.layers - 1)
 
 
-@partial(jax.jit, donate_argnums=0)
-def _put(whole: jax.Array, part: jax.Array, at: jax.Array) -> jax.Array:
-    """Puts one layer into a part: it becomes as wide as that, and keeps the zeros of padding."""
-    one = part.astype(whole.dtype).reshape((1,) * (whole.ndim - part.ndim) + part.shape)
-    return jax.lax.dynamic_update_slice(whole, one, tuple(at))
+def _padded(
+    bounds: Bounds, unpadded: Sequence[int], read: Callable[[Index], np.ndarray]
+) -> np.ndarray:
+    """Returns a part of one layer, with zeros where it lies beyond the model's own shape."""
+    there = [(min(start, size), min(stop, size)) for (start, stop), size in _with(bounds, unpadded)]
+    part = np.ascontiguousarray(read(tuple(slice(start, stop) for start, stop in there)))
+    more = [(0, stop - start - has) for (start, stop), has in _with(bounds, part.shape)]
+    return np.pad(part, more) if any(after for _, after in more) else part
+
+
+def _with(bounds: Bounds, sizes: Sequence[int]) -> list[tuple[tuple[int, int], int]]:
+    return list(zip(bounds, sizes, strict=True))
+
+
+@partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _put(
+    whole: jax.Array, slab: jax.Array, at: np.ndarray, sharding: jax.sharding.NamedSharding
+) -> jax.Array:
+    """Puts a layer into each part of a stack, on the device that holds it; it becomes as wide."""
+
+    def put(part: jax.Array, layer: jax.Array, at: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(part, layer.astype(part.dtype), tuple(at))
+
+    specs = (sharding.spec, sharding.spec, P())
+    local = jax.shard_map(put, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)
+    return local(whole, slab, at)

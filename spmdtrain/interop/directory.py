@@ -1,0 +1,55 @@
+"""The files of a published model around its weights, which go along byte for byte."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from spmdtrain.config.errors import StorageError
+
+KEPT = "hf"  # the folder of a run that holds them
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+COPIED = (
+    "generation_config.json",
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+LICENSES = "LICENSE*"
+LARGEST = 256 * 2**20  # bytes of a file that is copied
+
+
+def files_to_keep(folder: Path) -> list[Path]:
+    """Returns the files of a published model that an export takes along, without config.json."""
+    named = [folder / name for name in COPIED]
+    found = [*named, *sorted(folder.glob(LICENSES))]
+    return [path for path in found if path.is_file() and path.stat().st_size <= LARGEST]
+
+
+def keep_files(source: Path, run: Path) -> None:
+    """Copies config.json and what belongs to it into a run. StorageError if it cannot write."""
+    copy_files([source / CONFIG, *files_to_keep(source)], run / KEPT)
+
+
+def copy_files(files: Sequence[Path], target: Path) -> None:
+    """Copies files byte for byte into a folder, which is made."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            spare = target / f"{path.name}.tmp"
+            shutil.copyfile(path, spare)
+            os.replace(spare, target / path.name)
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error.strerror}") from None
+
+
+def kept_in(run: Path) -> Path | None:
+    """Returns the folder of a run with the files of the model that it came from, if it has one."""
+    folder = run / KEPT
+    return folder if (folder / CONFIG).is_file() else None

@@ -1,0 +1,166 @@
+"""Tiny directories of published models, named and shaped as transformers writes them.
+
+The shapes follow the files of each family, not our tables: the tests compare the two.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+VOCAB, LAYERS = 131, 3
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_layer": LAYERS,
+    "n_head": 6,
+    "n_positions": 64,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "torch_dtype": "float32",
+}
+LIKE_LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 72,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+OWN_HEAD_DIM = LIKE_LLAMA | {"hidden_size": 96}  # where transformers takes hidden / heads
+GEMMA = {
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 7,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "llama": LIKE_LLAMA | {"model_type": "llama"},
+    "mistral": LIKE_LLAMA | {"model_type": "mistral", "sliding_window": 7},
+}
+
+
+def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors in the files of a family."""
+    kind = config["model_type"]
+    if kind == "gpt2":
+        return _of_gpt2(config)
+    embed, ffn = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads, dim = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+    )
+    of_layer = {
+        "mlp.down_proj.weight": (embed, ffn),
+        "self_attn.o_proj.weight": (embed, heads * dim),
+    }
+    if kind == "phi3":
+        of_layer["self_attn.qkv_proj.weight"] = ((heads + 2 * kv_heads) * dim, embed)
+        of_layer["mlp.gate_up_proj.weight"] = (2 * ffn, embed)
+    else:
+        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            of_layer[f"self_attn.{name}_proj.weight"] = (count * dim, embed)
+            if kind == "qwen2" or config.get("attention_bias"):
+                of_layer[f"self_attn.{name}_proj.bias"] = (count * dim,)
+        of_layer |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
+    if config.get("attention_bias"):
+        of_layer["self_attn.o_proj.bias"] = (embed,)
+    if kind in ("qwen3", "gemma3_text"):
+        of_layer |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    if kind in ("olmo2", "olmo3"):
+        of_layer |= {
+            "self_attn.q_norm.weight": (heads * dim,),
+            "self_attn.k_norm.weight": (kv_heads * dim,),
+        }
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if kind in ("gemma2", "gemma3_text"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    if kind in ("olmo2", "olmo3"):
+        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
+    of_layer |= {f"{name}.weight": (embed,) for name in norms}
+    found = {"model.embed_tokens.weight": (config["vocab_size"], embed)}
+    for layer in range(config["num_hidden_layers"]):
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    found["model.norm.weight"] = (embed,)
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (config["vocab_size"], embed)
+    return found
+
+
+def _of_gpt2(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    embed = config["n_embd"]
+    found = {
+        "wte.weight": (config["vocab_size"], embed),
+        "wpe.weight": (config["n_positions"], embed),
+    }
+    matrices = {
+        "attn.c_attn": (embed, 3 * embed),
+        "attn.c_proj": (embed, embed),
+        "mlp.c_fc": (embed, 4 * embed),
+        "mlp.c_proj": (4 * embed, embed),
+    }
+    for layer in range(config["n_layer"]):
+        for name, shape in matrices.items():
+            found[f"h.{layer}.{name}.weight"] = shape
+            found[f"h.{layer}.{name}.bias"] = shape[1:]
+        for name in ("ln_1", "ln_2"):
+            found |= {f"h.{layer}.{name}.{part}": (embed,) for part in ("weight", "bias")}
+    found |= {f"ln_f.{part}": (embed,) for part in ("weight", "bias")}
+    return {f"transformer.{name}": shape for name, shape in found.items()}
+
+
+def drawn(shapes: dict[str, tuple[int, ...]], dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """Numbers for tensors: every one is random, norms and biases too, in sorted order."""
+    random = np.random.default_rng(7)
+    found = {}
+    for name in sorted(shapes):
+        shape = shapes[name]
+        values = random.standard_normal(shape)
+        if len(shape) == 1:
+            values = 0.2 * values + (1.0 if "norm" in name or "ln_" in name else 0.0)
+        else:
+            width = 4.0 if "embed" in name or "wte" in name or "wpe" in name else shape[-1]
+            values = values * 0.8 / width**0.5
+        found[name] = values.astype(dtype)
+    return found
+
+
+def write(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, np.ndarray] | None = None,
+    *,
+    parts: int = 1,
+) -> dict[str, np.ndarray]:
+    """Writes a directory, in several files where `parts` asks for it; returns its tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    narrow = config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    if tensors is None:
+        tensors = drawn(tensors_of(config), ml_dtypes.bfloat16 if narrow else np.float32)
+    names = sorted(tensors)
+    if parts == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return tensors
+    said = {}
+    for part in range(parts):
+        file = f"model-{part + 1:05}-of-{parts:05}.safetensors"
+        said |= dict.fromkeys(names[part::parts], file)
+        save_file({name: tensors[name] for name in names[part::parts]}, folder / file)
+    index = {"metadata": {"total_size": 0}, "weight_map": said}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return tensors
