@@ -22,7 +22,7 @@ FLOORS = [
     ["spmdtrain.pipeline"],
     ["spmdtrain.models", "spmdtrain.data"],
     ["spmdtrain.train"],
-    ["spmdtrain.checkpoints"],
+    ["spmdtrain.checkpoints", "spmdtrain.interop"],
     [
         "spmdtrain.running",
         "spmdtrain.inference",

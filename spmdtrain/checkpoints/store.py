@@ -284,11 +284,26 @@ class Checkpoints:
             found |= self._read_item(step, "ema")
         return found
 
-    def _read_item(self, step: int, item: str) -> dict[str, np.ndarray]:
-        """Returns the arrays of an item that is a flat dict, by path, in the order of the meta."""
+    def weight_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of what `read_weight` gives, by path. Reads the meta alone."""
+        meta, saved = self._meta(step)
+        names = of_items(meta["leaves"], ["params"])
+        shapes = {name: tuple(unpadded_leaves(meta)[name][0]) for name in names}
+        return {path: _shape_in_order(path, shape, saved) for path, shape in shapes.items()}
+
+    def read_weight(self, step: int, path: str, *, ema: bool = False) -> np.ndarray:
+        """Returns one parameter of `read_weights`; with `ema` its average, if it has one."""
+        item = "ema" if ema and path in self.averaged(step) else "params"
+        return self._read_item(step, item, path)[path]
+
+    def _read_item(self, step: int, item: str, only: str | None = None) -> dict[str, np.ndarray]:
+        """Returns the arrays of an item that is a flat dict, by path, in the order of the meta.
+
+        With `only`, that array alone.
+        """
         meta, saved = self._meta(step)
         folder = self._folder(step) / item
-        there = self._read(step, lambda: _read_plain(folder))
+        there = self._read(step, lambda: _read_plain(folder, only))
         names = {prefix(item) + path: path for path in there}
         found = {name: there[names[name]] for name in meta["leaves"] if name in names}
         self._verify(step, meta, {name: fingerprint(x) for name, x in found.items()})
@@ -641,12 +656,14 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-def _read_plain(folder: "epath.Path") -> dict[str, np.ndarray]:
-    """Returns every leaf of an item that is a flat dict, whole, as a numpy array."""
+def _read_plain(folder: "epath.Path", only: str | None = None) -> dict[str, np.ndarray]:
+    """Returns every leaf of an item that is a flat dict, or one, whole, as a numpy array."""
     tree = _saved_tree(folder)
     check_sizes(_leaves_of(tree), Path(folder))
+    if only is not None:
+        tree = {only: tree[only]}
     how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    asked = ocp.args.PyTreeRestore(tree, restore_args=how)
+    asked = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=only is not None)
     return ocp.PyTreeCheckpointHandler().restore(folder, args=asked)
 
 
@@ -659,6 +676,15 @@ def _in_order(path: str, x: np.ndarray, saved: StageLayout | None) -> np.ndarray
     ):
         return x
     return saved.unstaged(x)
+
+
+def _shape_in_order(
+    path: str, shape: tuple[int, ...], saved: StageLayout | None
+) -> tuple[int, ...]:
+    """Returns the shape of a parameter of this shape as `_in_order` gives it."""
+    if saved is None or not path.startswith("blocks.") or shape[: len(saved.shape)] != saved.shape:
+        return shape
+    return (saved.layers, *shape[len(saved.shape) :])
 
 
 def _saved_tree(folder: "epath.Path") -> Any:

@@ -8,6 +8,7 @@ from spmdtrain.cli import doctor, launching, running
 from spmdtrain.cli.data import add_data, add_tokenizer
 from spmdtrain.cli.planning_arguments import add_calibrate, add_estimate, add_plan, add_schedule
 from spmdtrain.cli.prompts import TALK
+from spmdtrain.cli.published.arguments import add_export, add_import
 from spmdtrain.cli.shared_arguments import (
     add_config,
     add_devices,
@@ -27,8 +28,6 @@ from spmdtrain.launch.patience import STEP_SECONDS
 
 # Commands that users of other trainers look for.
 NOT_YET = {
-    "import": "reading Hugging Face's weights",
-    "export": "writing Hugging Face's weights",
     "tune": "measuring kernels' tiles",
     "report": "a report of a run",
     "diff": "comparing two runs",
@@ -91,9 +90,11 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_launch(commands)
+    add_import(commands)
     _add_show(commands)
     _add_sample(commands)
     _add_eval(commands)
+    add_export(commands)
     add_data(commands)
     add_tokenizer(commands)
     add_schedule(commands)

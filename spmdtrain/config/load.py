@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_path, as_texts, shown
 from spmdtrain.config.near import nearest, usual
+from spmdtrain.config.published.model_from import settings_of_model
 from spmdtrain.config.refusal import expectation
 from spmdtrain.config.schema import RunConfig, Settings
 from spmdtrain.config.toml_file import DEEPEST, MOST_EXTENDED, parse_toml, read_toml
@@ -34,6 +35,8 @@ COMMAND_LINE = "--set"
 DEFAULT = "default"
 # TOML has no null. If a field may be None, this string means None, in files and in `--set`.
 NONE = "none"
+# A key of [model] that is no setting: it stands for those of a model that is there.
+FROM = "from"
 MOST_NAMED = 24  # settings of a section listed in a refusal
 # What users of other trainers look for first. Dotted key -> the missing feature.
 NOT_YET = {
@@ -165,6 +168,13 @@ def json_schema() -> dict[str, Any]:
         "type": "string",
         "description": "a TOML file, relative to this one, whose settings come first",
     }
+    model = {
+        "type": "string",
+        "description": "a run, or a folder of Hugging Face, whose model's settings come first",
+    }
+    for name in ("GPT", "Llama"):
+        of_model = schema["$defs"][name]
+        of_model["properties"] = {FROM: model} | of_model["properties"]
     return schema | {"properties": {"extends": extends} | schema["properties"]}
 
 
@@ -208,6 +218,7 @@ def _add_source(table: TomlTable, source: TomlTable, origin: Origin, where: str)
     A section whose name selects another class (model.name, optimizer.name) is emptied first: what
     earlier sources set was meant for the other class.
     """
+    source = _put_model_below(table, source, origin, where)
     for section, values in source.items():
         earlier = table.get(section)
         if isinstance(earlier, dict) and _picks_other_class(section, earlier, values):
@@ -216,6 +227,33 @@ def _add_source(table: TomlTable, source: TomlTable, origin: Origin, where: str)
                 del origin[key]
     _take_one_length(table, source, origin, where)
     _merge(table, source, origin, where)
+
+
+def _put_model_below(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> TomlTable:
+    """Put the settings of the model that `model.from` names in the place of [model] so far.
+
+    Return the source without it: what else the source sets comes on top.
+    """
+    model = source.get("model")
+    if not isinstance(model, dict) or FROM not in model:
+        return source
+    name = model[FROM]
+    if not isinstance(name, str) or not name:
+        raise _refused(f"model.{FROM}", name, where, "a run, or a folder of Hugging Face")
+    found, settings = settings_of_model(Path(name))
+    rest = {key: value for key, value in model.items() if key != FROM}
+    own = rest.get("name", settings["name"])
+    if own != settings["name"]:
+        raise ConfigError(
+            f"model.name={own!r} and model.{FROM}={name!r} name two models",
+            found=f"name={settings['name']!r} there",
+            fix="leaving model.name out",
+        )
+    table["model"] = {}
+    for key in [key for key in origin if key.startswith("model.")]:
+        del origin[key]
+    _merge(table, {"model": settings}, origin, f"{found}, model.{FROM}")
+    return source | {"model": rest}
 
 
 def _take_one_length(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> None:
@@ -268,11 +306,17 @@ def _add_overrides(table: TomlTable, overrides: Sequence[str], origin: Origin) -
         if len(path) > DEEPEST:
             raise ConfigError(f"--set {key[:40]}... is a key of more than {DEEPEST} parts")
         pairs.append((path, text.strip()))
-    for path, text in sorted(pairs, key=lambda pair: not _is_name(pair[0])):
-        value = _parse_override(path, text, table, origin)
+    for path, text in sorted(
+        pairs, key=lambda pair: (not _is_from(pair[0]), not _is_name(pair[0]))
+    ):
+        value = text if _is_from(path) else _parse_override(path, text, table, origin)
         for name in reversed(path):
             value = {name: value}
         _add_source(table, value, origin, COMMAND_LINE)
+
+
+def _is_from(path: KeyPath) -> bool:
+    return path == ("model", FROM)
 
 
 def _is_name(path: KeyPath) -> bool:

@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
 
 
 @dataclass(frozen=True)
-class Source:
+class MadeOf:
     """The tensors of one parameter, by layer: one entry for a parameter that is not stacked."""
 
     mapped: Mapped
@@ -121,10 +121,11 @@ class Weights:
         if head not in self._there or embed not in self._there:
             return
         if not _are_equal(self._there[head], self._there[embed]):
+            tied = self._published.settings["tied"]
+            said = "tie_word_embeddings" if tied else "model.tied"
             raise CheckpointError(
-                f"{self.folder}: tie_word_embeddings is true, and {head} is another matrix than "
-                "the embedding",
-                fix="--untie",
+                f"{self.folder}: {said} is true, and {head} is another matrix than the embedding",
+                fix="--untie" if tied else "--set model.tied=false",
             )
         self._used.add(head)
 
@@ -191,7 +192,7 @@ class Weights:
             fix=f"--ignore '{pattern}'",
         )
 
-    def _source(self, path: str, entry: Entry, shape: Shape) -> Source:
+    def _source(self, path: str, entry: Entry, shape: Shape) -> MadeOf:
         tensors = [
             [self._there[name] for name in self._names(entry, layer)]
             for layer in self._layers(path)
@@ -207,7 +208,7 @@ class Weights:
             for tensor, wanted in zip(of_layer, mapped.shapes, strict=True):
                 if tensor.shape != wanted:
                     raise self._misshapen(tensor, wanted)
-        return Source(mapped, tensors)
+        return MadeOf(mapped, tensors)
 
     def _check_vocabulary(self, table: Tensor, shape: Shape) -> None:
         rows = table.shape[0] if table.shape else 0
@@ -264,8 +265,9 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> str:
     dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
     size = sum(tensor.size for tensor in tensors.values())
     count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-    return f"{' and '.join(dtypes)} in {count}, {_bytes(size)}"
+    return f"{' and '.join(dtypes)} in {count}, {in_words(size)}"
 
 
-def _bytes(size: int) -> str:
+def in_words(size: int) -> str:
+    """Returns a number of bytes as "1.2 GB"."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -66,7 +66,7 @@ def train(
     done = int(state.step)
     ending = None
     with Watch(setup, done, evaluate, saves, reporter, interrupt) as watch:
-        if config.eval.at_start and not saves.checkpoints.steps():
+        if _evaluates_first(setup) and not saves.checkpoints.steps():
             watch.evaluate(done, state)
         while not ending:
             done += 1
@@ -79,6 +79,12 @@ def train(
         saves.finish()
     reporter.event(ending, done)
     return Outcome(ending, done, watch.median_seconds())
+
+
+def _evaluates_first(setup: Setup) -> bool:
+    """Returns True if the weights are evaluated before the first step: those of others always."""
+    config = setup.config
+    return config.eval.at_start or bool(config.train.init_from and config.eval.every)
 
 
 def is_due(every: int, step: int, last: bool) -> bool:

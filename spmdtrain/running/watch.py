@@ -1,9 +1,10 @@
 """Watches the steps of a run: reads their figures, judges them, and decides what is due."""
 
 import contextlib
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 Evaluate = Callable[[TrainState], dict[str, float]]
+# Of the loss of a guess among all tokens: above this, weights from elsewhere do not fit the data.
+MOST_OF_A_GUESS = 0.7
 
 
 class Watch:
@@ -95,6 +98,20 @@ class Watch:
             self._saves.evaluated(number, figures)
             self._reporter.evaluated(number, **figures)
             self._say(number, evaluation.describe(figures))
+            if not number and (line := self._of_no_use(figures)):
+                self._say(number, line)
+
+    def _of_no_use(self, figures: Mapping[str, Any]) -> str:
+        """Returns a line if weights from elsewhere predict hardly better than a guess; else ""."""
+        source = self._config.train.init_from
+        guess = math.log(self._config.vocab)
+        loss = figures.get("eval_loss")
+        if not source or loss is None or not loss > MOST_OF_A_GUESS * guess:
+            return ""
+        return (
+            f"the weights of {source} predict hardly better than a guess, whose loss is "
+            f"{guess:.2f}: are the tokens those of its tokenizer?"
+        )
 
     def ending(self, number: int) -> Status | None:
         """Returns why all processes end after step `number`; None if they continue."""

@@ -94,12 +94,10 @@ def _layer_types(model: TransformerConfig) -> list[str]:
 
 
 def _biases(keys: Keys) -> ModelSettings:
+    """Returns the biases that there are: Llama's default is none."""
     attention = keys.flag("attention_bias")
-    return {
-        "qkv_bias": attention,
-        "out_bias": attention,
-        "mlp_bias": keys.flag("mlp_bias"),
-    }
+    asked = {"qkv_bias": attention, "out_bias": attention, "mlp_bias": keys.flag("mlp_bias")}
+    return {name: True for name, has in asked.items() if has}
 
 
 def _write_biases(model: TransformerConfig) -> dict[str, Any]:
@@ -127,7 +125,7 @@ def _qwen_windows(keys: Keys) -> ModelSettings:
 
 
 def _qwen2(keys: Keys) -> ModelSettings:
-    return {"qkv_bias": True, "out_bias": False, "mlp_bias": False} | _qwen_windows(keys)
+    return {"qkv_bias": True} | _qwen_windows(keys)
 
 
 def _qwen3(keys: Keys) -> ModelSettings:

@@ -39,6 +39,10 @@ class Published:
     dtype: str | None  # of the files
     remarks: tuple[str, ...] = ()
 
+    def remarks_as_comments(self) -> list[str]:
+        """Returns the remarks as lines of a TOML file."""
+        return [f"# {remark}" for remark in self.remarks]
+
 
 def is_published(folder: Path) -> bool:
     """Returns True for a directory that holds a model of Hugging Face, and no run."""
@@ -189,3 +193,11 @@ def _activation(keys: Keys, name: str, known: Mapping[str, str]) -> str:
     if value not in known:
         raise keys.unknown(name, value)
     return known[value]
+
+
+def refuse_untied(folder: Path) -> None:
+    """Raises ConfigError if a model has a head of its own, so that none can be made for it."""
+    if not read_published(folder).settings["tied"]:
+        raise ConfigError(
+            f"--untie: {folder} has a head of its own already", fix="the command without --untie"
+        )

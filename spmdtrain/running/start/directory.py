@@ -14,6 +14,8 @@ from jax.experimental import multihost_utils
 from spmdtrain.checkpoints.hostile import ODD, strange_in
 from spmdtrain.checkpoints.store import newest_step
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
+from spmdtrain.config.published.reading import is_published, read_published
+from spmdtrain.interop.files import open_tensors
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
 
@@ -140,10 +142,10 @@ def check_source(source: str | None, directory: Path, fresh: bool) -> None:
     if fresh and Path(source).resolve() == directory.resolve():
         raise ConfigError(f"{asked} is the run that --fresh sets aside", fix="another --run")
     if newest_step(Path(source)) is None:
-        fix = "the directory of a trained run"
-        if any(Path(source).glob("*.safetensors")) or any(Path(source).glob("pytorch_model*.bin")):
-            what = f"{asked} holds weights of Hugging Face, which cannot be read yet"
-            raise CheckpointError(what, fix=fix)
+        fix = "the directory of a trained run, or of a model of Hugging Face"
+        if is_published(Path(source)):
+            open_tensors(read_published(Path(source)).folder)  # refuses what it cannot read
+            return
         raise CheckpointError(f"{asked} holds no checkpoint", fix=fix)
 
 

@@ -1,4 +1,4 @@
-"""Reads the weights of another run, from which a new one starts: `train.init_from`."""
+"""Reads the weights from which a new run starts: those of another run, or a published model's."""
 
 import contextlib
 from pathlib import Path
@@ -9,17 +9,68 @@ from spmdtrain.checkpoints.identity import code_of, model_changes
 from spmdtrain.checkpoints.meta import has_fingerprints
 from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_newest_good
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.store import Checkpoints, newest_step
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published.reading import Published, read_published
+from spmdtrain.config.published.writing import as_model, function_of
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.interop.directory import keep_files, kept_in
+from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.start.other_run import naming_settings
 from spmdtrain.train.setup import Setup
 
+# What the shapes of tensors show anyway, or what may differ: `max_length`, a head of its own.
+OF_SHAPE = ("layers", "embed", "vocab", "max_length", "tied", "ffn")
 
-def weights_of(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
-    """Returns the parameters of the newest intact checkpoint of another run.
 
-    It may lack those of adapters, and no others.
+def weights_of(source: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
+    """Returns the parameters that `train.init_from` names, and keeps the files around them.
+
+    They are those of the newest intact checkpoint of another run, or of a directory of Hugging
+    Face. The files are what an export of this run takes along: tokenizer and config.json.
     """
+    if newest_step(source) is None:
+        params = _published(source, setup, reporter)
+        around = source
+    else:
+        params = _of_run(source, setup, reporter)
+        around = kept_in(source)
+    if around is not None and jax.process_index() == 0:
+        keep_files(around, reporter.directory)
+    return params
+
+
+def _published(folder: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
+    published = read_published(folder)
+    _check_function(published, setup.config)
+    params, _ = read_weights(setup, published)
+    for line in published.remarks:
+        reporter.say(line)
+    return params
+
+
+def _check_function(published: Published, config: RunConfig) -> None:
+    """Raises ConfigError if [model] computes something else than the published model does.
+
+    What was set on top of `model.from` differs on purpose. What differs without it was forgotten.
+    """
+    theirs = function_of(as_model(published.settings))
+    ours = function_of(config.model)
+    differs = [name for name in theirs if name not in OF_SHAPE and theirs[name] != ours[name]]
+    from_there = str(published.folder)
+    if not differs or any(where.startswith(from_there) for where in config.origin.values()):
+        return
+    raise ConfigError(
+        f"train.init_from='{published.folder}' computes something else than [model] does",
+        asked=", ".join(f"{name}={ours[name]!r:.100}" for name in differs),
+        found=", ".join(f"{name}={theirs[name]!r:.100}" for name in differs),
+        fix=f"--set model.from={published.folder}",
+    )
+
+
+def _of_run(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
+    """Returns those of another run. It may lack those of adapters, and no others."""
     reading = contextlib.closing(Checkpoints(run, setup, keep=None))
 
     def asked_of(step: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -49,6 +49,11 @@ def naming_settings(
         yield
     except UnfitError as error:
         then = recorded(run)
+        if data is not None and "imported" in error.meta:
+            raise CheckpointError(
+                f"{run} holds an imported model: step 0, and no state of an optimizer",
+                fix=f"--set train.init_from={run} and another --run",
+            ) from None
         if data is not None:
             check_identity(error.meta, setup, data, f"the checkpoint in {run}", then)
         then_given, now_given = changes(error.meta, setup.config, seams).get(OPTIMIZER, ("", ""))

@@ -1,0 +1,55 @@
+"""Compares an imported model with transformers, where that is installed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdtrain.config import ConfigError
+from spmdtrain.inference.sample import make_logits
+from spmdtrain.models.abstract import cast
+from spmdtrain.train.setup import Setup, shard_on
+
+TOKENS = 64
+TOLERANCE = 2e-6  # of the root mean square, relative: the noise of float32, several times over
+
+
+def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Array]) -> str:
+    """Returns a line with the difference of the logits of 64 random tokens, both in float32.
+
+    Raises ConfigError where torch or transformers is missing, or the difference is beyond what the
+    order of sums explains.
+    """
+    config = setup.config
+    length = min(TOKENS, config.max_length)
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (1, length))
+    theirs = _theirs(folder, tokens)
+    exact = config.precision.model_copy(update={"params": "float32", "compute": "float32"})
+    in_float32 = shard_on(config.model_copy(update={"precision": exact}), setup.mesh)
+    found = make_logits(in_float32)(cast(params, "float32"), tokens)
+    ours = np.asarray(found, np.float64)[..., : theirs.shape[-1]]
+    difference = float(np.sqrt(np.mean((ours - theirs) ** 2) / np.mean(theirs**2)))
+    said = f"logits of {length} random tokens differ from transformers' by {difference:.1e} (rms)"
+    if not difference <= TOLERANCE:
+        raise ConfigError(
+            f"{folder}: the {said}", asked=f"{TOLERANCE:.0e}", fix="an issue that names the model"
+        )
+    return said
+
+
+def _theirs(folder: str | Path, tokens: np.ndarray) -> np.ndarray:
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+        import transformers  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            f"--check compares with transformers, and {error.name} is not installed",
+            fix="pip install torch transformers, or no --check",
+        ) from None
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    with torch.no_grad():
+        return model.float().eval()(torch.tensor(tokens)).logits.double().numpy()

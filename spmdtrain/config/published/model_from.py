@@ -1,0 +1,35 @@
+"""The settings of a model that is there already: of a run, or of a directory of Hugging Face."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published.reading import NAME, read_published
+from spmdtrain.config.run_files import RunFiles
+
+
+def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Returns which file says it, and the settings of [model], `name` among them.
+
+    Raises ConfigError where it is neither, or a run of a model of its own.
+    """
+    folder = folder.expanduser()
+    if not _is_run(folder):
+        return str(folder / NAME), read_published(folder).settings
+    saved = RunFiles(folder).config
+    settings = dict(saved["config"]["model"])
+    if own := settings.pop("make", None):
+        raise ConfigError(
+            f"model.from={str(folder)!r} is of {own}, code that runs only if you say so",
+            fix=f"--set model.make={own}, with its settings, and no model.from",
+        )
+    return str(folder / NAME), settings
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        found = json.loads((folder / NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "config" in found and "origin" in found

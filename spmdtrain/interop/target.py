@@ -1,0 +1,42 @@
+"""What is to be written of a run: which tensors its parameters become."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.interop.names import TABLES, Entry
+from spmdtrain.interop.pieces import Mapped, Shape
+from spmdtrain.interop.weights import sizes_of
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be written of a run: its config.json, and which tensors its parameters become."""
+
+    model: TransformerConfig
+    family: str
+    keys: Mapping[str, Any]
+    dtype: str
+
+    def mapped(self, path: str, shape: Shape) -> tuple[Entry, Mapped, Sequence[int | None]]:
+        """Returns the tensors of a parameter of this shape, and the numbers of its layers."""
+        stacked = path.startswith("blocks.")
+        entry = TABLES[self.family].get(path)
+        if entry is None:
+            raise ConfigError(
+                f"{path} is of no tensor of {self.family}", fix="spmdtrain.weights(RUN) in Python"
+            )
+        of_layer = shape[1:] if stacked else shape
+        layers = range(shape[0]) if stacked else (None,)
+        return entry, entry.rule(sizes_of(self.model), of_layer), layers
+
+    def shapes(self, ours: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Returns the shapes of all tensors by name, those of a layer one after another."""
+        found: dict[str, Shape] = {}
+        for path, shape in ours.items():
+            entry, mapped, layers = self.mapped(path, shape)
+            for layer in layers:
+                found |= dict(zip(entry.of_layer(layer), mapped.shapes, strict=True))
+        return dict(sorted(found.items()))

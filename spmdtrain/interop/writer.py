@@ -1,0 +1,155 @@
+"""Writes safetensors files whose tensors come one by one, in any order.
+
+Sizes are known from shapes alone, so the header of every file is written first, and each tensor at
+its place behind it: memory is one tensor. A directory is written under another name and renamed, so
+one that is there is complete.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from spmdtrain.config.errors import StorageError
+from spmdtrain.interop.files import INDEX, SINGLE
+from spmdtrain.interop.pieces import Shape
+
+NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+PART = 5 * 10**9  # bytes of a file, as transformers 4 has it
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """Returns the numpy dtype of float32, bfloat16 or float16."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+@dataclass(frozen=True)
+class InFile:
+    """Where a tensor lies: `offset` bytes from the start of a file."""
+
+    file: str
+    offset: int
+    shape: Shape
+
+
+class TensorWriter:
+    """Files for tensors of these shapes, in one dtype and in parts of at most `part` bytes."""
+
+    def __init__(self, folder: Path, shapes: Mapping[str, Shape], dtype: str, part: int = PART):
+        self._folder = folder
+        self._dtype = numpy_dtype(dtype)
+        self._left = set(shapes)
+        groups = _groups(shapes, self._dtype.itemsize, part)
+        self.files = _file_names(len(groups))
+        self.bytes = sum(self._size(shape) for shape in shapes.values())
+        self._places: dict[str, InFile] = {}
+        with writing(folder):
+            for file, names in zip(self.files, groups, strict=True):
+                self._begin(file, {name: shapes[name] for name in names}, NAMES[dtype])
+            if len(groups) > 1:
+                self._write_index(sum(map(math.prod, shapes.values())))
+
+    def _size(self, shape: Shape) -> int:
+        return math.prod(shape) * self._dtype.itemsize
+
+    def _begin(self, file: str, shapes: Mapping[str, Shape], dtype: str) -> None:
+        """Writes the header of a file, and makes the file as long as it will be."""
+        said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape in shapes.items():
+            start, end = end, end + self._size(shape)
+            said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        header = json.dumps(said, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        with (self._folder / file).open("wb") as opened:
+            opened.write(len(header).to_bytes(8, "little") + header)
+            opened.truncate(8 + len(header) + end)
+        for name, shape in shapes.items():
+            first = 8 + len(header) + said[name]["data_offsets"][0]
+            self._places[name] = InFile(file, first, shape)
+
+    def _write_index(self, parameters: int) -> None:
+        metadata = {"total_size": self.bytes, "total_parameters": parameters}
+        said = {name: place.file for name, place in sorted(self._places.items())}
+        text = json.dumps({"metadata": metadata, "weight_map": said}, indent=2)
+        (self._folder / INDEX).write_text(text + "\n", encoding="utf-8")
+
+    def write(self, name: str, tensor: np.ndarray) -> None:
+        """Writes one tensor at its place, rounded to the dtype of the files."""
+        place = self._places[name]
+        assert tensor.shape == place.shape, (name, tensor.shape, place.shape)
+        content = np.ascontiguousarray(tensor, self._dtype)
+        with writing(self._folder), (self._folder / place.file).open("r+b") as file:
+            file.seek(place.offset)
+            file.write(content.view(np.uint8).data)
+        self._left.remove(name)
+
+    def finish(self) -> None:
+        """Brings all files to the disk. Every tensor has been written, or this is our mistake."""
+        assert not self._left, sorted(self._left)[:5]
+        with writing(self._folder):
+            for file in self.files:
+                with (self._folder / file).open("rb") as opened:
+                    os.fsync(opened.fileno())
+
+
+def _groups(shapes: Mapping[str, Shape], width: int, part: int) -> list[list[str]]:
+    """Returns the names of each file's tensors, which are never split."""
+    groups: list[list[str]] = [[]]
+    full = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * width
+        if groups[-1] and full + size > part:
+            groups.append([])
+            full = 0
+        groups[-1].append(name)
+        full += size
+    return groups
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+
+
+def refuse_full(folder: Path) -> None:
+    """StorageError where something is there already, which an export would overwrite."""
+    if folder.is_dir():
+        there = sorted(path.name for path in folder.iterdir())
+        if there:
+            raise StorageError(f"{folder} is not empty", found=there[0], fix="another folder")
+    elif folder.exists() or folder.is_symlink():
+        raise StorageError(f"{folder} is there, and no folder", fix="another folder")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write into, which gets its name when all is in it, or is removed."""
+    refuse_full(folder)
+    spare = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    with writing(folder):
+        spare.mkdir(parents=True)
+    try:
+        yield spare
+        with writing(folder):
+            spare.replace(folder)  # an empty folder of that name is replaced
+    finally:
+        shutil.rmtree(spare, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns an OSError of the file work inside into a StorageError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {folder}: {error.strerror or error}") from None

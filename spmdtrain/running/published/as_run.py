@@ -1,0 +1,70 @@
+"""What a published model is as a run: its configuration and its tokenizer."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.config.given import as_path
+from spmdtrain.config.load import from_resolved
+from spmdtrain.config.published.reading import Published, read_published
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.tokenizers.tokenizer import end_of_text, open_tokenizer
+from spmdtrain.interop.directory import KEPT, TOKENIZER
+
+LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluated on
+
+
+@dataclass(frozen=True)
+class Described:
+    """What config.json of a run says of its data: of an import, its tokenizer."""
+
+    tokenizer: dict[str, Any] | None
+    end_of_text: int | None
+    fingerprint: str = ""
+    template: str | None = None
+
+
+def model_config(
+    folder: str | Path, overrides: Sequence[str] = (), run: str | Path = "RUN"
+) -> tuple[Published, RunConfig]:
+    """Returns a published model, and the configuration of a run with it.
+
+    `overrides` are `a.b=c` strings on top. Raises ConfigError as `read_published` does.
+    """
+    published = read_published(as_path(folder, "folder"))
+    dtype = "bfloat16" if published.dtype == "bfloat16" else "float32"
+    length = min(LONGEST_SAMPLE, published.settings["max_length"])
+    data = {"corpus": "synthetic"}
+    if (published.folder / TOKENIZER).is_file():
+        data = {"corpus": "stdlib", "tokenizer": str(Path(run) / KEPT / TOKENIZER)}
+    sections = {
+        "model": published.settings,
+        "precision": {"params": dtype, "compute": dtype},
+        "train": {"sequence_length": length},
+        "data": data,
+    }
+    where = str(published.folder / "config.json")
+    origin = {f"{section}.{name}": where for section, values in sections.items() for name in values}
+    return published, from_resolved({"config": sections, "origin": origin}, overrides)
+
+
+def described(published: Published, config: RunConfig) -> Described:
+    """Returns the tokenizer of a published model. DataError if the model lacks rows for it."""
+    if not (published.folder / TOKENIZER).is_file():
+        return Described(None, None)
+    name = str(published.folder)
+    tokenizer = open_tokenizer(name)
+    vocab = config.model.vocab or 0
+    if tokenizer.size > vocab:
+        raise DataError(
+            f"the tokenizer of {name} has {tokenizer.size:,} tokens, and the model {vocab:,} rows",
+            fix=f"spmdtrain import --set model.vocab={-(-tokenizer.size // 64) * 64}, which adds "
+            "rows (the mean of the others)",
+        )
+    end = None
+    with contextlib.suppress(DataError):  # a tokenizer need not name one
+        tokenizer, end = end_of_text(tokenizer, "auto", name)
+    return Described(tokenizer.spec(), end)

@@ -1,0 +1,35 @@
+"""Reads the weights of a published model straight into the shards of a run."""
+
+from collections.abc import Sequence
+
+import jax
+
+from spmdtrain.config.errors import CheckpointError, UserError
+from spmdtrain.config.published.reading import Published
+from spmdtrain.interop.weights import Weights
+from spmdtrain.processes.processes import any_process
+from spmdtrain.train.given.from_layers import layer_shapes, params_from_layers
+from spmdtrain.train.setup import Setup
+
+
+def read_weights(
+    setup: Setup, published: Published, ignored: Sequence[str] = ()
+) -> tuple[dict[str, jax.Array], Weights]:
+    """Returns the weights of a published model in the shards of `setup`, and where they came from.
+
+    All processes call it; each reads its own parts. Raises CheckpointError in all of them where the
+    files do not hold this model.
+    """
+    wrong = None
+    weights = None
+    try:
+        weights = Weights(published, setup.config.model, layer_shapes(setup), ignored)
+    except UserError as error:
+        wrong = error
+    if any_process(wrong is not None):
+        raise wrong or CheckpointError(
+            f"another process cannot read {published.folder}",
+            fix="a folder that every host sees as the same one",
+        )
+    assert weights is not None
+    return params_from_layers(setup, weights.read), weights
