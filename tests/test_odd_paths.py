@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.config import CheckpointError
+from spmdtrain.config import ConfigError
 from spmdtrain.running.start.directory import check_source
 
 CONFIG = '[model]\nlayers = 1\nembed = 16\nheads = 1\n[data]\ncorpus = "synthetic"\n'
@@ -79,7 +79,7 @@ def test_a_pipe_that_nobody_writes_to_or_reads(command, capsys):
     refused(command.replace("PATH", "fifo"), capsys)
 
 
-def test_weights_of_hugging_face_are_said_to_be_that():
+def test_weights_of_hugging_face_without_their_config_are_refused():
     Path("folder/model.safetensors").touch()
-    with pytest.raises(CheckpointError, match="weights of Hugging Face, which cannot be read yet"):
+    with pytest.raises(ConfigError, match="is no Hugging Face directory: config.json"):
         check_source("folder", Path("run"), False)

@@ -128,12 +128,6 @@ def copy(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other r
     return Mapped(shape, shape, (shape,), (whole,))
 
 
-def rows(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
-    """[in, out] on both sides, of which ours may be split into more dims."""
-    flat = (shape[0], math.prod(shape[1:]))
-    return _one(flat, shape, shape, tuple(range(len(shape))))
-
-
 def transpose(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
     """[out, in] of the file is our [in, out]."""
     return _one(shape[::-1], shape, shape[::-1], (1, 0))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
 from spmdtrain.interop.names import TABLES, Entry
 from spmdtrain.interop.pieces import Mapped, Shape
 from spmdtrain.interop.weights import sizes_of
@@ -19,6 +19,7 @@ class Target:
     family: str
     keys: Mapping[str, Any]
     dtype: str
+    finetune: FinetuneConfig  # by which adapters are merged
 
     def mapped(self, path: str, shape: Shape) -> tuple[Entry, Mapped, Sequence[int | None]]:
         """Returns the tensors of a parameter of this shape, and the numbers of its layers."""

@@ -49,7 +49,7 @@ GEMMA = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "llama": LIKE_LLAMA | {"model_type": "llama"},
-    "mistral": LIKE_LLAMA | {"model_type": "mistral", "sliding_window": 7},
+    "mistral": LIKE_LLAMA | {"model_type": "mistral", "sliding_window": None},
 }
 
 

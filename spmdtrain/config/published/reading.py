@@ -66,7 +66,7 @@ def read_published(folder: Path) -> Published:
 
 def as_published(folder: Path, values: dict[str, Any]) -> Published:
     """Returns what `read_published` does, of the values of a config.json."""
-    where = f"{folder / NAME}"
+    where = str(folder / NAME)
     remarks = []
     name = values.get("model_type")
     if name == OF_VISION and isinstance(values.get("text_config"), dict):

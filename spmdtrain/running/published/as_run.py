@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.given import as_path
-from spmdtrain.config.load import from_resolved
+from spmdtrain.config.load import COMMAND_LINE, from_resolved
 from spmdtrain.config.published.reading import Published, read_published
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.tokenizers.tokenizer import end_of_text, open_tokenizer
@@ -36,19 +36,23 @@ def model_config(
     """
     published = read_published(as_path(folder, "folder"))
     dtype = "bfloat16" if published.dtype == "bfloat16" else "float32"
-    length = min(LONGEST_SAMPLE, published.settings["max_length"])
     data = {"corpus": "synthetic"}
     if (published.folder / TOKENIZER).is_file():
         data = {"corpus": "stdlib", "tokenizer": str(Path(run) / KEPT / TOKENIZER)}
     sections = {
         "model": published.settings,
         "precision": {"params": dtype, "compute": dtype},
-        "train": {"sequence_length": length},
+        "train": {"sequence_length": 1},
         "data": data,
     }
     where = str(published.folder / "config.json")
     origin = {f"{section}.{name}": where for section, values in sections.items() for name in values}
-    return published, from_resolved({"config": sections, "origin": origin}, overrides)
+    config = from_resolved({"config": sections, "origin": origin}, overrides)
+    if config.origin.get("train.sequence_length") != COMMAND_LINE:
+        length = min(LONGEST_SAMPLE, config.max_length)
+        train = config.train.model_copy(update={"sequence_length": length})
+        config = config.model_copy(update={"train": train})
+    return published, config
 
 
 def described(published: Published, config: RunConfig) -> Described:

@@ -29,6 +29,7 @@ from spmdtrain.interop.writer import (
     refuse_full,
     writing,
 )
+from spmdtrain.models.adapters.by_path import merged
 
 
 def export_run(
@@ -80,7 +81,7 @@ def _target(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     end = saved.get("end_of_text")
     tokens = {} if end is None else {"eos_token_id": end}
     family, keys = write_config(model, base, dtype=chosen, tokens=tokens, run=run)
-    return Target(model, family, keys, chosen), saved
+    return Target(model, family, keys, chosen, config.finetune), saved
 
 
 def _write(  # noqa: PLR0913 - all that a directory is made of
@@ -93,7 +94,10 @@ def _write(  # noqa: PLR0913 - all that a directory is made of
     ema: bool,
     part: int,
 ) -> list[str]:
-    ours = checkpoints.weight_shapes(step)
+    there = checkpoints.weight_shapes(step)
+    adapters = {path: [one for one in there if one.startswith(f"{path}.")] for path in there}
+    of_adapters = {one for each in adapters.values() for one in each}
+    ours = {path: shape for path, shape in there.items() if path not in of_adapters}
     if ema:
         checkpoints.averaged(step)  # raises if there is none
     with new_folder(out) as folder:
@@ -102,7 +106,10 @@ def _write(  # noqa: PLR0913 - all that a directory is made of
         wanted = numpy_dtype(target.dtype)
         for path, shape in ours.items():
             entry, mapped, layers = target.mapped(path, shape)
-            value = checkpoints.read_weight(step, path, ema=ema)
+            parts = [path, *adapters[path]]
+            values = {one: checkpoints.read_weight(step, one, ema=ema) for one in parts}
+            value = merged(values, target.finetune)[path]
+            del values
             for layer in layers:
                 one = (value if layer is None else value[layer]).astype(wanted)
                 for name, tensor in zip(entry.of_layer(layer), mapped.write(one), strict=True):
@@ -110,6 +117,7 @@ def _write(  # noqa: PLR0913 - all that a directory is made of
             del value
         writer.finish()
         said = _write_around(folder, target, saved, run)
+    said = f"{len(of_adapters)} arrays of adapters merged; {said}" if of_adapters else said
     files = f"{len(writer.files)} file{'s' if len(writer.files) > 1 else ''}"
     return [
         f"{out}: {target.family}, {len(shapes)} tensors, {in_words(writer.bytes)} in {files}; "

@@ -23,17 +23,23 @@ Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim
 
 
 def layer_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each parameter by path: of one layer, where it has several."""
-    model = setup.model
+    """Returns the shape of each parameter by path: of one layer, where it has several.
+
+    Adapters are left out: they are no part of a model that comes from outside.
+    """
     return {
         path: parameter.shape[_stack_dims(setup, path) :]
-        for path, parameter in model.parameters.items()
+        for path, parameter in setup.model.parameters.items()
+        if not parameter.is_of_adapter
     }
 
 
 def params_from_layers(setup: Setup, read: ReadPart) -> dict[str, jax.Array]:
-    """Returns the parameters at rest, in the shards and the dtype of `setup`."""
-    return {path: _parameter(setup, path, partial(read, path)) for path in setup.state.params}
+    """Returns the parameters at rest, but those of adapters, in the shards and dtypes of `setup`.
+
+    `read` gives what `layer_shapes` names.
+    """
+    return {path: _parameter(setup, path, partial(read, path)) for path in layer_shapes(setup)}
 
 
 def _stack_dims(setup: Setup, path: str) -> int:

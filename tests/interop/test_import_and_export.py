@@ -1,0 +1,228 @@
+"""A published model comes in and goes out again, the same to the bit, whatever mesh holds it."""
+
+import json
+from pathlib import Path
+
+import directories
+import jax
+import numpy as np
+import pytest
+
+from spmdtrain.checkpoints.restore import weights
+from spmdtrain.config import load
+from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
+from spmdtrain.config.published.reading import as_published, read_published
+from spmdtrain.config.published.writing import as_model, function_of, write_config
+from spmdtrain.interop.files import open_tensors
+from spmdtrain.interop.weights import Weights
+from spmdtrain.running.published.as_run import model_config
+from spmdtrain.running.published.export_run import export_run
+from spmdtrain.running.published.import_model import import_model
+from spmdtrain.running.published.read_weights import read_weights
+from spmdtrain.train.setup import shard
+
+MESHES = {
+    "fsdp 2 tensor 2 data 2": ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=2", "train.zero=1"),
+    "pipeline 2 tensor 2": ("mesh.pipeline=2", "mesh.tensor=2"),
+}
+SHORT = "[train]\nsequence_length = 16\n"
+FAMILIES = [*directories.CONFIGS]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A directory of each family."""
+    folder = tmp_path_factory.mktemp("published")
+    for name, config in directories.CONFIGS.items():
+        directories.write(folder / name, config, parts=2 if name == "llama" else 1)
+    return folder
+
+
+def setup_of(folder, *overrides):
+    """The setup of a published model on a mesh."""
+    published, config = model_config(folder, overrides)
+    count = int(np.prod([max(size, 1) for size in config.mesh.sizes.values()]))
+    return published, shard(config, devices=jax.devices()[:count])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_imported_is_exported_as_it_was(family, published, tmp_path):
+    """Names, shapes and bits of all tensors, from every family's table in both directions."""
+    import_model(published / family, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out", part=100_000)
+    before, after = open_tensors(published / family), open_tensors(tmp_path / "out")
+    assert (
+        before.keys() == after.keys() == directories.tensors_of(directories.CONFIGS[family]).keys()
+    )
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert np.array_equal(tensor.map(), after[name].map()), name
+    assert read_published(tmp_path / "out").settings == read_published(published / family).settings
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_any_mesh_holds_what_one_device_holds(family, mesh, published):
+    """Padding of the vocabulary, of ZeRO and of the pipeline's layers is as a fresh model's."""
+    said, setup = setup_of(published / family, *MESHES[mesh])
+    params, _ = read_weights(setup, said)
+    model = as_model(said.settings)
+    shapes = {path: each for path, each in layer_shapes_on_one_device(published / family)}
+    whole = Weights(said, model, shapes)
+    layout = setup.model.layout
+    for path, x in params.items():
+        assert (x.shape, x.dtype) == (
+            setup.state.params[path].shape,
+            setup.state.params[path].dtype,
+        )
+        assert x.sharding == setup.state.params[path].sharding
+        index = tuple(slice(0, size) for size in shapes[path])
+        if setup.model.in_stack(path):
+            stack = np.stack([whole.read(path, layer, index) for layer in range(model.layers)])
+            want = np.asarray(layout.staged(stack))
+        else:
+            want = whole.read(path, None, index)
+        want = np.pad(want, [(0, a - b) for a, b in zip(x.shape, want.shape, strict=True)])
+        assert np.array_equal(np.asarray(x), want), path
+
+
+def layer_shapes_on_one_device(folder):
+    from spmdtrain.train.given.from_layers import layer_shapes
+
+    return layer_shapes(setup_of(folder)[1]).items()
+
+
+def test_a_run_on_a_mesh_exports_what_one_device_would(published, tmp_path):
+    import_model(published / "llama", tmp_path / "run", overrides=MESHES["pipeline 2 tensor 2"])
+    export_run(tmp_path / "run", tmp_path / "out")
+    for name, tensor in open_tensors(published / "llama").items():
+        assert np.array_equal(tensor.map(), open_tensors(tmp_path / "out")[name].map()), name
+
+
+# --- settings and keys ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_json_says_the_same_when_it_is_written_anew(family):
+    """Without the file of the import: a model that was trained here and is of a family."""
+    said = as_published(Path(), dict(directories.CONFIGS[family]))
+    model = as_model(said.settings)
+    _, keys = write_config(model, None, dtype="bfloat16", tokens={}, run=None)
+    assert function_of(as_model(as_published(Path(), keys).settings)) == function_of(model)
+    assert keys["dtype"] == keys["torch_dtype"] == "bfloat16"
+
+
+def test_rope_is_written_for_transformers_4_and_5(published, tmp_path):
+    """transformers 4 ignores `rope_parameters` without a word, and takes theta 10,000."""
+    import_model(published / "llama", tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out")
+    keys = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert keys["rope_theta"] == keys["rope_parameters"]["rope_theta"] == 500.0
+
+
+def test_what_was_changed_on_top_is_in_the_exported_config(published, tmp_path):
+    overrides = ["model.vocab=160", "model.max_length=32", "model.tied=false"]
+    import_model(published / "gpt2", tmp_path / "run", overrides=overrides)
+    export_run(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
+    keys = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (keys["vocab_size"], keys["n_positions"]) == (160, 32)
+    assert keys["tie_word_embeddings"] is False
+    assert keys["dtype"] == keys["torch_dtype"] == "bfloat16"
+    tensors = open_tensors(tmp_path / "out")
+    embed = open_tensors(published / "gpt2")["transformer.wte.weight"].map()
+    grown = tensors["transformer.wte.weight"].map()
+    assert np.array_equal(grown[:131], embed.astype(grown.dtype))
+    mean = embed.mean(0, np.float64).astype(grown.dtype)
+    assert np.array_equal(grown[131:], np.broadcast_to(mean, (29, 48)))
+    assert np.array_equal(tensors["lm_head.weight"].map(), grown)
+
+
+# --- training from it -----------------------------------------------------------------------------
+
+
+def test_a_config_takes_its_model_from_a_directory_or_a_run(published, tmp_path):
+    file = tmp_path / "c.toml"
+    import_model(published / "llama", tmp_path / "run")
+    said = read_published(published / "llama").settings
+    for source in (published / "llama", tmp_path / "run"):
+        file.write_text(
+            f'[model]\nfrom = "{source}"\ndropout = 0.5\n[train]\nsequence_length = 16\n'
+        )
+        config = load(file)
+        assert {name: getattr(config.model, name) for name in said} == said
+        assert config.model.dropout == 0.5
+        assert "model.from" in config.origin["model.layers"]
+    file.write_text(SHORT)
+    assert load(file, [f"model.from={source}", "model.layers=2"]).model.layers == 2
+
+
+def test_a_step_0_of_weights_is_no_run_to_resume(published, tmp_path):
+    from spmdtrain.running.loop import run
+
+    import_model(published / "llama", tmp_path / "run")
+    assert weights(tmp_path / "run")["norm.scale_e"].shape == (48,)
+    config = load_tiny(tmp_path, published / "llama")
+    with pytest.raises(CheckpointError, match="holds an imported model: step 0"):
+        run(config, tmp_path / "run", devices=jax.devices()[:1])
+
+
+def load_tiny(folder, source, *overrides):
+    file = folder / "tiny.toml"
+    file.write_text(
+        f'[model]\nfrom = "{source}"\n[train]\ninit_from = "{source}"\nsteps = 1\n'
+        'global_batch = 2\nsequence_length = 16\n[data]\ncorpus = "synthetic"\n'
+        "[eval]\nevery = 1\nbatches = 1\n[optimizer]\nwarmup = 0\nlearning_rate = 1e-3\n"
+    )
+    return load(file, overrides)
+
+
+def test_training_begins_with_the_weights_of_a_directory_and_takes_its_files_along(
+    published, tmp_path
+):
+    from spmdtrain.running.loop import run
+
+    (published / "llama" / "LICENSE").write_text("free")
+    run(load_tiny(tmp_path, published / "llama"), tmp_path / "run", devices=jax.devices()[:1])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    assert first["step"] == 0  # what the published model predicts, before a step changes it
+    assert first["eval_loss"] > 4
+    export_run(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "LICENSE").read_text() == "free"
+    before, after = open_tensors(published / "llama"), open_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    moved = [np.abs(before[name].map() - after[name].map()).max() for name in before]
+    assert 0 < max(moved) < 0.01
+
+
+def test_settings_that_compute_something_else_are_refused(published, tmp_path):
+    from spmdtrain.running.loop import run
+
+    said = read_published(published / "llama").settings
+    model = "\n".join(f"{key} = {json.dumps(value)}" for key, value in said.items())
+    config = load_tiny(tmp_path, published / "llama")
+    file = tmp_path / "by_hand.toml"
+    file.write_text(f"[model]\n{model}\n".replace("rope_theta = 500.0\n", ""))
+    by_hand = load(file, ["train.sequence_length=16"]).model
+    config = load_tiny(tmp_path, published / "llama").model_copy(update={"model": by_hand})
+    config._origin = {"model.name": str(file)}
+    with pytest.raises(ConfigError, match="computes something else.*rope_theta"):
+        run(config, tmp_path / "run", devices=jax.devices()[:1])
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_an_export_never_writes_into_what_is_there(published, tmp_path):
+    import_model(published / "gpt2", tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(StorageError, match="out is not empty; found mine; try another folder"):
+        export_run(tmp_path / "run", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_model_of_no_family_is_not_exported_as_another():
+    model = as_model({"name": "gpt", "vocab": 64, "max_length": 32, "norm": "rmsnorm"})
+    with pytest.raises(ConfigError, match="norm='rmsnorm' is of no family"):
+        write_config(model, None, dtype="float32", tokens={}, run="runs/x")

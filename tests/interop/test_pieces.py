@@ -1,0 +1,64 @@
+"""A tensor of a file lies in a parameter as the rules say, and comes out of it to the bit."""
+
+import numpy as np
+import pytest
+
+from spmdtrain.interop import pieces
+
+E, K, G, D, F = 10, 2, 3, 4, 7
+SIZES = pieces.Sizes(embed=E, heads=K * G, kv_heads=K, head_dim=D, ffn=F)
+CASES = {
+    pieces.copy: (5, E),
+    pieces.transpose: (F, E),
+    pieces.heads_out: (K, G, D, E),
+    pieces.heads_out_rows: (K, G, D, E),
+    pieces.gate_up: (E, 2, F),
+    pieces.gate_up_fused: (E, 2, F),
+    pieces.gate_up_bias: (2, F),
+    pieces.qkv: (E, K, G + 2, D),
+    pieces.qkv_fused: (E, K, G + 2, D),
+    pieces.qkv_fused_columns: (E, K, G + 2, D),
+    pieces.qkv_bias: (K * (G + 2) * D,),
+    pieces.qkv_bias_fused: (K * (G + 2) * D,),
+}
+RANDOM = np.random.default_rng(0)
+
+
+def whole(shape):
+    return tuple(slice(0, size) for size in shape)
+
+
+@pytest.mark.parametrize("rule", CASES, ids=lambda rule: rule.__name__)
+def test_writing_inverts_reading_and_any_slice_is_that_of_the_whole(rule):
+    shape = CASES[rule]
+    mapped = rule(SIZES, shape)
+    tensors = [RANDOM.standard_normal(each) for each in mapped.shapes]
+    parameter = mapped.read(tensors, whole(shape))
+    assert parameter.shape == shape
+    back = mapped.write(parameter)
+    assert all(np.array_equal(one, two) for one, two in zip(tensors, back, strict=True))
+    for _ in range(20):
+        cut = tuple(slice(*sorted(RANDOM.integers(0, size + 1, 2))) for size in shape)
+        assert np.array_equal(mapped.read(tensors, cut), parameter[cut])
+
+
+def test_heads_lie_where_attention_reads_them():
+    """Query head h belongs to the key-value head h // G in both layouts."""
+    mapped = pieces.qkv(SIZES, CASES[pieces.qkv])
+    q, k, v = tensors = [RANDOM.standard_normal(each) for each in mapped.shapes]
+    found = mapped.read(tensors, whole(CASES[pieces.qkv]))
+    for head in range(K * G):
+        rows = slice(head * D, (head + 1) * D)
+        assert np.array_equal(found[:, head // G, head % G], q[rows].T)
+    for head in range(K):
+        rows = slice(head * D, (head + 1) * D)
+        assert np.array_equal(found[:, head, G], k[rows].T)
+        assert np.array_equal(found[:, head, G + 1], v[rows].T)
+
+
+def test_the_gate_comes_first():
+    mapped = pieces.gate_up(SIZES, CASES[pieces.gate_up])
+    gate, up = tensors = [RANDOM.standard_normal(each) for each in mapped.shapes]
+    found = mapped.read(tensors, whole(CASES[pieces.gate_up]))
+    assert np.array_equal(found[:, 0], gate.T)
+    assert np.array_equal(found[:, 1], up.T)
