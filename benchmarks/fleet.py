@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from spmdtrain.compiled.memory import memory_in
 from spmdtrain.planner.cost.overlap import FLEET, Overlap, hidden_shares
 from spmdtrain.planner.cost.software import fitted_on
 
@@ -393,8 +394,7 @@ def _title(layout: Layout) -> str:
 
 
 def _xla_bytes(result: dict[str, Any]) -> int:
-    held = result["compiled"]["memory"]
-    return held["argument_bytes"] + held["output_bytes"] - held["alias_bytes"] + held["temp_bytes"]
+    return memory_in(result["compiled"]).held
 
 
 def main() -> None:

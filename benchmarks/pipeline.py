@@ -40,12 +40,12 @@ from jax.sharding import NamedSharding
 from overhead import Spent, add_common_arguments, publish, spread
 from pipeline_baselines import make_gradients, whole_vocabulary
 
-from spmdtrain.compiled import hlo
+from spmdtrain.compiled.memory import memory_of
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, MeshConfig, PipelineConfig, RunConfig, TrainConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.train.batch import batch_sharding
 from spmdtrain.train.gradients import grad_pipeline
@@ -101,7 +101,7 @@ class Built:
     @property
     def temp_bytes(self) -> int:
         """On one device."""
-        return hlo.memory(self.executable)["temp_bytes"]
+        return memory_of(self.executable).temp_bytes
 
 
 Build = Callable[[Program, int], Built]
@@ -110,7 +110,7 @@ Build = Callable[[Program, int], Built]
 def build(config: RunConfig, program: Program, microbatches: int) -> Built:
     schedule = program.kind if program.kind in OURS else "interleaved"
     mesh = build_mesh(config.mesh, where=config.origin)
-    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    shards = batch_shards(mesh.shape)
     batch_size = microbatches * config.train.microbatch * shards
     train = config.train.model_copy(update={"remat": program.remat, "global_batch": batch_size})
     pipeline = PipelineConfig(schedule=schedule, chunks=program.chunks)

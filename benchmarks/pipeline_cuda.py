@@ -13,6 +13,7 @@ bytes at 50 GB/s (one 400 Gb/s port per GPU) and the tick's FLOPs at 400 TFLOP/s
 import argparse
 
 from spmdtrain.compiled import hlo
+from spmdtrain.compiled.memory import memory_of
 from spmdtrain.config import (
     GPT,
     DataConfig,
@@ -76,7 +77,7 @@ def main() -> None:
     for microbatches in chosen.microbatches:
         config = configuration(chosen, microbatches)
         step, mesh = deviceless.executable(config, config.mesh.sizes, hardware("h200"))
-        temp.append(hlo.memory(step)["temp_bytes"])
+        temp.append(memory_of(step).temp_bytes)
         print(f"m={microbatches}: {temp[-1] / 2**20:.1f} MiB temp per device", flush=True)
     print(f"largest / smallest: {max(temp) / min(temp):.4f}")
     text = step.as_text()

@@ -15,6 +15,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import numpy as np
 
+from spmdtrain.compiled.memory import memory_in
 from spmdtrain.config import from_resolved, resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner import deviceless
@@ -69,20 +70,17 @@ def on_gpus(layouts: list[str], hardware: Hardware) -> None:
         config = config_of(settings)
         sizes = dict(config.mesh.sizes)
         compiled = deviceless.compile_step(config, sizes, hardware)
-        xla = compiled["memory"]
-        xla_bytes = (
-            xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
-        )
+        xla = memory_in(compiled)
         workload = workload_of(config, sizes)
         state = memory.exact_state(config, sizes)
         ours = memory.step_memory(workload, state)
-        error = ours.total / xla_bytes - 1
+        error = ours.total / xla.held - 1
         errors.append(error)
-        exact_ones += sum(state) + batch_bytes(workload) == xla["argument_bytes"]
+        exact_ones += sum(state) + batch_bytes(workload) == xla.argument_bytes
         categories = {name: round(size / 2**20) for name, size in ours.by_category().items()}
         print(
-            f"{100 * error:+6.1f} %  XLA {xla_bytes / 2**20:6.0f} MiB "
-            f"(temp {xla['temp_bytes'] / 2**20:5.0f})  "
+            f"{100 * error:+6.1f} %  XLA {xla.held / 2**20:6.0f} MiB "
+            f"(temp {xla.temp_bytes / 2**20:5.0f})  "
             f"{compiled['compile_seconds']:3.0f} s  {short(settings)}\n          {categories}",
             flush=True,
         )

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdtrain.config.run_files import CHECKPOINTS, COMPILED, CONFIG, EVENTS, METRICS, SUMMARY
+
 # Bytes of arrays per byte of files: zstd compresses weights no further unless all are alike.
 MOST_EXPANSION = 4096
 SMALL = 1 << 26  # bytes; any machine has this many
@@ -28,14 +30,14 @@ def check_files(folder: Path) -> None:
 
 
 # The folders of a run directory that a run or a sink writes into. W&B's contains its own links.
-WRITTEN = ("", "checkpoints", "checkpoints/quarantine", "tensorboard", "profile")
+WRITTEN = ("", CHECKPOINTS, f"{CHECKPOINTS}/quarantine", "tensorboard", "profile")
 # The files that it writes.
-DOCUMENTS = ("config.json", "compiled.json", "summary.json")
+DOCUMENTS = (CONFIG, COMPILED, SUMMARY)
 FILES = (
     "lock",
-    "metrics.jsonl",
+    METRICS,
     "metrics.tmp",
-    "events.jsonl",
+    EVENTS,
     "wandb/id",
     "wandb/last_step",
     *DOCUMENTS,

@@ -79,6 +79,7 @@ from spmdtrain.config.errors import (
     UnfitError,
     UserError,
 )
+from spmdtrain.config.run_files import CHECKPOINTS
 from spmdtrain.pipeline.layout import StageLayout, lay_out
 from spmdtrain.processes.processes import any_process
 from spmdtrain.train import ema, items
@@ -125,7 +126,7 @@ class Checkpoints:
         self._saving: list[int] = []
         self._without_arrays: set[str] = set()  # items without a manifest
         self._failed = False
-        self._directory = (run / "checkpoints").absolute()
+        self._directory = (run / CHECKPOINTS).absolute()
         for step in steps_in(run):
             try:
                 check_description(self._directory / str(step))
@@ -634,7 +635,7 @@ def newest_step(run: Path) -> int | None:
 
 def steps_in(run: Path) -> list[int]:
     """Returns the checkpoints below `run`, oldest first; reads directory names only."""
-    folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
+    folders = [path for path in (run / CHECKPOINTS).glob("*") if path.is_dir()]
     return sorted(int(path.name) for path in folders if path.name.isdecimal())
 
 

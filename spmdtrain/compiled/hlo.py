@@ -13,11 +13,13 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import numpy as np
+
+from spmdtrain.compiled.memory import memory_of
 
 COLLECTIVE_KINDS = (
     "all-reduce",
@@ -65,20 +67,12 @@ def report(
     then, and `unread` holds the line.
     """
     text = compiled.as_text() or ""
-    found = {"memory": memory(compiled), "calls": calls(text), "compile_seconds": seconds}
+    held = asdict(memory_of(compiled))
+    found = {"memory": held, "calls": calls(text), "compile_seconds": seconds}
     try:
         return found | {"collectives": collectives(text, dict(mesh.shape))}
     except UNREADABLE as error:
         return found | {"collectives": None, "unread": str(error)}
-
-
-def memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Returns bytes on one device: of arguments, output, temporaries, and `alias_bytes`, the part
-    of the output that lives in donated arguments.
-    """
-    analysis = compiled.memory_analysis()
-    names = ("argument", "output", "alias", "temp")
-    return {f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in names}
 
 
 def calls(hlo_text: str) -> dict[str, int]:

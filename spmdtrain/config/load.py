@@ -24,6 +24,7 @@ from spmdtrain.config.given import as_path, as_texts, shown
 from spmdtrain.config.near import nearest, usual
 from spmdtrain.config.published.model_from import settings_of_model
 from spmdtrain.config.refusal import expectation
+from spmdtrain.config.run_files import CONFIG
 from spmdtrain.config.schema import RunConfig, Settings
 from spmdtrain.config.toml_file import DEEPEST, MOST_EXTENDED, parse_toml, read_toml
 
@@ -95,7 +96,7 @@ def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunC
     # For messages every key needs an origin, even the defaults of the version that wrote the file:
     # this version may not know the setting. So at least name the file.
     overrides = as_overrides(overrides)
-    named = {".".join(path): "config.json" for path, _ in _leaves(table)} | origin
+    named = {".".join(path): CONFIG for path, _ in _leaves(table)} | origin
     _add_overrides(table, overrides, named)
     origin |= {key: where for key, where in named.items() if where == COMMAND_LINE}
     return _with_origin(_build(table, named), origin)

@@ -10,6 +10,13 @@ from typing import Any
 
 from spmdtrain.config.errors import CheckpointError
 
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+COMPILED = "compiled.json"
+SUMMARY = "summary.json"
+CHECKPOINTS = "checkpoints"  # a folder
+
 
 class RunFiles:
     """The files of the run in `directory`, each read when it is needed.
@@ -23,22 +30,22 @@ class RunFiles:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, with the origin of each value: config.json."""
-        saved = self._document("config.json")
+        saved = self._document(CONFIG)
         match saved:
             case {"config": {"model": {"vocab": int()}}, "origin": dict()}:
                 return saved
             case _:
-                raise self._is_none("config.json", " holds no resolved config")
+                raise self._is_none(CONFIG, " holds no resolved config")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The figures of each step and each evaluation: metrics.jsonl."""
-        return self._lines("metrics.jsonl")
+        return self._lines(METRICS)
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """The events, oldest first: events.jsonl."""
-        return self._lines("events.jsonl")
+        return self._lines(EVENTS)
 
     def _document(self, name: str) -> Any:
         text = self._text(name)

@@ -18,6 +18,7 @@ from spmdtrain.config.load import COMMAND_LINE, as_overrides, from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 from spmdtrain.models.choose import MakeModel, check_make
+from spmdtrain.parallel.axes import BATCH_AXES, batch_shards
 from spmdtrain.train.setup import Setup, shard
 
 # What may be set when a run is read: what belongs to the devices, not to the run.
@@ -121,10 +122,9 @@ def _with_batch(config: RunConfig) -> RunConfig:
     """Returns the config with a batch that this mesh divides, unless one was asked for."""
     if config.origin.get("train.global_batch") == COMMAND_LINE:
         return config
-    mesh = config.mesh
-    shards = math.prod(max(size, 1) for size in (mesh.data, mesh.fsdp, mesh.expert))
-    if -1 in (mesh.data, mesh.fsdp, mesh.expert):
-        shards = jax.device_count()
+    sizes = config.mesh.sizes
+    filled = any(sizes[axis] == -1 for axis in BATCH_AXES)
+    shards = jax.device_count() if filled else batch_shards(sizes)
     train = config.train.model_copy(update={"global_batch": SEQUENCES * shards})
     return config.model_copy(update={"train": train})
 

@@ -73,6 +73,11 @@ SETTINGS = {
 }
 
 
+def batch_shards(sizes: Mapping[str, int]) -> int:
+    """Returns the number of parts into which a mesh of these sizes splits the batch."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
+
+
 def owning_axes(names: Iterable[str | None]) -> frozenset[str]:
     """Returns the mesh axes that own their part of a weight with these logical axes."""
     return frozenset(OWNING[name] for name in names if name in OWNING)

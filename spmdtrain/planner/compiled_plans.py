@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spmdtrain.compiled.memory import memory_in
 from spmdtrain.planner.cost.memory import SAFE_SHARE
 from spmdtrain.planner.plan import Plan
 
@@ -72,10 +73,7 @@ def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
     if done.returncode:
         return CompiledPlan(plan, problem=_reason(done.returncode, done.stderr))
     answer = json.loads(done.stdout.splitlines()[-1])
-    memory = answer["compiled"]["memory"]
-    held = memory["argument_bytes"] + memory["temp_bytes"]
-    held += memory["output_bytes"] - memory["alias_bytes"]
-    return CompiledPlan(plan, held, answer["step_seconds"])
+    return CompiledPlan(plan, memory_in(answer["compiled"]).held, answer["step_seconds"])
 
 
 def _reason(code: int, errors: str) -> str:

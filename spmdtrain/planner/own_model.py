@@ -64,33 +64,23 @@ class OwnModel:
     def _build(self, stages: int, chunks: int) -> tuple[Any, Any, Any]:
         """Returns the abstract model for `stages`, its update rules, and its state's shapes."""
         from spmdtrain.models.abstract import build_model
+        from spmdtrain.train.setup import with_updates
         from spmdtrain.train.state import fresh_shapes
-        from spmdtrain.train.updates import optimizers
-        from spmdtrain.train.updates.shipped_optimizers import shipped_rules
 
-        config = self._config
-        model = build_model(config, self._make, stages, chunks)
-        trained = {path: each for path, each in model.parameters.items() if each.is_trained}
-        if self._optimizer is None:
-            rules = shipped_rules(config.optimizer, trained)
-        else:
-            rules = optimizers.choose_rules(self._optimizer, trained, model.layout)
-        model = model.freezing_all_but(rules)
-        return model, rules, fresh_shapes(model, rules, config)
+        model = build_model(self._config, self._make, stages, chunks)
+        model, updates = with_updates(self._config, model, self._optimizer)
+        return model, updates, fresh_shapes(model, updates, self._config)
 
     def _state(self, mesh_shape: MeshShape, chunks: int, zero: int) -> OwnState:
         import jax
 
-        from spmdtrain.parallel.axes import make_rules
         from spmdtrain.parallel.mesh import AXES
-        from spmdtrain.train.setup import resting_specs
-        from spmdtrain.train.state import abstract_state, bytes_per_device, resting_bytes
+        from spmdtrain.train.setup import lay_to_rest
+        from spmdtrain.train.state import bytes_per_device, resting_bytes
 
         mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_shape.sizes[axis] for axis in AXES), AXES)
         model, updates, shapes = self._built(mesh_shape.pipeline, chunks)
-        rules = make_rules(self._config.rules, mesh.shape)
-        specs, padding = resting_specs(model, rules, zero)
-        state = abstract_state(model, updates, self._config, mesh, specs, padding, shapes)
+        _, _, state = lay_to_rest(self._config, mesh, model, updates, zero, shapes)
         unsplit = replace(mesh_shape, data=1, fsdp=1)
         if unsplit != mesh_shape:
             resident = self._states(unsplit, chunks, 0).resident

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.planner.cost.memory import closed_form_state, step_memory
 from spmdtrain.planner.cost.workload import workload_of
 
@@ -28,7 +29,7 @@ def cheapest_change(config: RunConfig, sizes: Mapping[str, int], share: float) -
 def _candidates(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Yields changes, the cheapest first."""
     train = config.train
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    shards = batch_shards(sizes)
     whole = train.microbatch or train.global_batch // shards
     micro = [size for size in range(whole - 1, 0, -1) if whole % size == 0]
     microbatches = [{}, *({"train.microbatch": size} for size in micro)]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from spmdtrain.compiled.memory import StepMemory, memory_in
 from spmdtrain.planner.compiled_plans import CompiledPlan
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory
@@ -200,7 +201,7 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[s
         "",
         f"compiled in {compiled['compile_seconds']:.0f} s; memory in GB   formula       XLA",
     ]
-    for name, ours, theirs in _compared_memory(compiled["memory"], memory):
+    for name, ours, theirs in _compared_memory(memory_in(compiled), memory):
         lines.append(f"  {name:<36}{ours / 1e9:>9.3f} {theirs / 1e9:>9.3f}")
     for each in compiled["collectives"] or []:
         in_a_loop = "  in a loop" if each["inside_loop"] else ""
@@ -235,14 +236,13 @@ def sent_by_axis(traffic: Sequence[Mapping[str, Any]]) -> list[tuple[str, float,
     return [(axis, *total) for axis, total in totals.items() if total[0]]
 
 
-def _compared_memory(xla: Mapping[str, int], memory: Memory) -> list[tuple[str, float, float]]:
+def _compared_memory(xla: StepMemory, memory: Memory) -> list[tuple[str, float, float]]:
     """Lists (name, the formula's bytes, XLA's bytes)."""
-    whole = xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
     at_rest = memory.parameters + memory.optimizer
     return [
-        ("arguments", at_rest, xla["argument_bytes"]),
-        ("temporary", memory.total - at_rest, xla["temp_bytes"]),
-        ("total", memory.total, whole),
+        ("arguments", at_rest, xla.argument_bytes),
+        ("temporary", memory.total - at_rest, xla.temp_bytes),
+        ("total", memory.total, xla.held),
     ]
 
 

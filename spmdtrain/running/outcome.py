@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spmdtrain.config.run_files import SUMMARY
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report import summary
 from spmdtrain.running.report.summary import Prediction
@@ -57,7 +58,7 @@ def conclude(
     session.reporter.say(_ending(session, outcome, start.early_stop))
     peak = summary.peak_bytes(session.setup.mesh)
     figures = summary.figures(prediction, report, outcome.step_seconds, peak)
-    session.write("summary.json", figures)
+    session.write(SUMMARY, figures)
     session.reporter.say(summary.show(figures))
 
 

@@ -10,6 +10,7 @@ from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_run, as_whole
+from spmdtrain.config.run_files import CONFIG
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.indices import LAST_SAMPLE
 from spmdtrain.data.source import Source, Tokens, open_data
@@ -66,6 +67,6 @@ def save(
         if there is not None:
             checkpoints.recall(there)
         if jax.process_index() == 0:
-            write_document(directory / "config.json", config_document(setup, opened))
+            write_document(directory / CONFIG, config_document(setup, opened))
         checkpoints.save(step, state, meta)
         checkpoints.wait()

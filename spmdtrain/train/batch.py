@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import DataConfig, TrainConfig
-from spmdtrain.parallel.axes import BATCH_AXES, Rules, partition_spec
+from spmdtrain.parallel.axes import BATCH_AXES, Rules, batch_shards, partition_spec
 
 Batch = dict[str, jax.Array]
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
@@ -35,9 +35,8 @@ class BatchShape(NamedTuple):
 def cut_batch(config: TrainConfig, rules: Rules) -> BatchShape:
     """The shape of `train.global_batch` on this mesh; ConfigError if it does not divide."""
     sizes = {axis: rules.sizes[axis] for axis in BATCH_AXES}
-    shards = int(np.prod(list(sizes.values())))
     batch = config.global_batch
-    at_once = shards * (config.microbatch or 1)
+    at_once = batch_shards(sizes) * (config.microbatch or 1)
     if batch % at_once:
         raise _does_not_divide(config, sizes, at_once)
     sequences = at_once if config.microbatch else batch

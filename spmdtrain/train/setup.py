@@ -31,7 +31,7 @@ from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train import items, token_loss
 from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
 from spmdtrain.train.item import Specs, Start
-from spmdtrain.train.state import TrainState, abstract_state, fresh_state
+from spmdtrain.train.state import Shapes, TrainState, abstract_state, fresh_state
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.learning_rates import Schedule, make_schedule
@@ -135,16 +135,11 @@ def shard_on(
     stages = mesh.shape["pipeline"]
     table = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
     model = build_model(config, make, stages, config.pipeline.chunks)
-    trained = {path: each for path, each in model.parameters.items() if each.is_trained}
-    if optimizer is None:
-        update_rules = shipped_rules(config.optimizer, trained)
-    else:
-        update_rules = optimizers.choose_rules(optimizer, trained, model.layout)
-    model = model.freezing_all_but(update_rules)
+    model, update_rules = with_updates(config, model, optimizer)
     _check_frozen(config, model)
     if loss is not None:
         token_loss.check(config.train, loss, config.vocab)
-    specs, padding = resting_specs(model, rules, zero=config.train.zero)
+    specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero)
     reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]
 
     gathered = {
@@ -183,7 +178,7 @@ def shard_on(
         reductions={path: reduction_of(path) for path in specs},
         copies={path: copies(path) for path in specs},
         gathered=gathered,
-        state=abstract_state(model, update_rules, config, mesh, specs, padding),
+        state=state,
     )
 
 
@@ -195,6 +190,40 @@ def _check_frozen(config: RunConfig, model: AbstractModel) -> None:
             f"precision.frozen={dtype!r}: no weight of this run is frozen",
             fix="--set finetune.kind=lora, or --set precision.frozen=none",
         )
+
+
+def with_updates(
+    config: RunConfig, model: AbstractModel, optimizer: optimizers.Optimizer | None
+) -> tuple[AbstractModel, optimizers.Rules]:
+    """Returns (model, update rules by path); a parameter without a rule is frozen in the model.
+
+    The rules are those of the caller's `optimizer`, or of the settings if it is None.
+    """
+    trained = {path: each for path, each in model.parameters.items() if each.is_trained}
+    if optimizer is None:
+        updates = shipped_rules(config.optimizer, trained)
+    else:
+        updates = optimizers.choose_rules(optimizer, trained, model.layout)
+    return model.freezing_all_but(updates), updates
+
+
+def lay_to_rest(
+    config: RunConfig,
+    mesh: Mesh,
+    model: AbstractModel,
+    updates: optimizers.Rules,
+    zero: int,
+    shapes: Shapes | None = None,
+) -> tuple[Specs, Padding, TrainState]:
+    """Returns (specs, padding, abstract state) of a model between the steps on this mesh.
+
+    `zero` takes the place of `train.zero`. `shapes`: those of `fresh_shapes`, for callers that have
+    them: a search over meshes.
+    """
+    rules = make_rules(config.rules, mesh.shape)
+    specs, padding = resting_specs(model, rules, zero)
+    state = abstract_state(model, updates, config, mesh, specs, padding, shapes)
+    return specs, padding, state
 
 
 def check_setup(setup: Any) -> None:

@@ -1,5 +1,6 @@
 import functools
 import time
+from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,13 @@ from spmdtrain.compiled.hlo import (
     collectives,
     events,
     instructions,
-    memory,
     overlaps,
     replica_groups,
     report,
     sent_per_output,
     traffic,
 )
+from spmdtrain.compiled.memory import StepMemory, memory_in, memory_of
 from spmdtrain.processes.processes import simulate_devices
 
 simulate_devices(8)
@@ -178,13 +179,9 @@ def test_memory_is_per_device_and_donation_shows_as_alias():
         return x + 1
 
     kept, donated = compiled(add, ARRAY), compiled(add, ARRAY, donate_argnums=0)
-    assert memory(kept) == {
-        "argument_bytes": BLOCK,
-        "output_bytes": BLOCK,
-        "alias_bytes": 0,
-        "temp_bytes": 0,
-    }
-    assert memory(donated)["alias_bytes"] == BLOCK
+    assert memory_of(kept) == StepMemory(BLOCK, BLOCK, alias_bytes=0, temp_bytes=0)
+    assert memory_of(donated) == StepMemory(BLOCK, BLOCK, alias_bytes=BLOCK, temp_bytes=0)
+    assert (memory_of(kept).held, memory_of(donated).held) == (2 * BLOCK, BLOCK)
 
 
 def test_the_report_is_what_compiled_json_holds():
@@ -192,7 +189,7 @@ def test_the_report_is_what_compiled_json_holds():
     step = compiled(manual(lambda x: lax.psum(x, "data")), ARRAY)
     seconds = time.perf_counter() - began
     assert report(step, cube(), seconds) == {
-        "memory": memory(step),
+        "memory": asdict(memory_of(step)),
         "collectives": [
             {
                 "kind": "all-reduce",
@@ -232,7 +229,7 @@ def test_a_text_that_cannot_be_read_costs_a_run_no_more_than_its_list(old, new):
 
     found = report(Step, cube(), 1.0)
     assert found["collectives"] is None and found["unread"]
-    assert found["memory"] == memory(step) and found["compile_seconds"] == 1.0
+    assert memory_in(found) == memory_of(step) and found["compile_seconds"] == 1.0
 
 
 def test_what_a_program_calls_is_counted_by_its_name():

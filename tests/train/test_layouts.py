@@ -9,6 +9,7 @@ from helpers import compiled_step, partitioned_text, prepared, trained
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.compiled import hlo
+from spmdtrain.compiled.memory import memory_of
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.train.setup import init_state
 from spmdtrain.train.step import make_losses
@@ -314,11 +315,11 @@ def test_remat_dots_keeps_the_products_of_copies():
 
 def test_zero_halves_the_state_on_two_data_shards():
     """Parameters and both moments of Adam, each in float32."""
-    whole = hlo.memory(compiled_step("mesh.data=2"))
-    split = hlo.memory(compiled_step("mesh.data=2", "train.zero=1"))
+    whole = memory_of(compiled_step("mesh.data=2"))
+    split = memory_of(compiled_step("mesh.data=2", "train.zero=1"))
     setup = prepared("mesh.data=2")
     state = 12 * sum(p.size for p in setup.model.parameters.values())
-    saved = whole["argument_bytes"] - split["argument_bytes"]
+    saved = whole.argument_bytes - split.argument_bytes
     assert 0.45 * state <= saved <= 0.5 * state
 
 
@@ -347,10 +348,10 @@ def test_zero_gathers_weights_once_a_step_in_compute_precision(mesh):
 
 
 def test_the_state_is_donated():
-    memory = hlo.memory(compiled_step("mesh.data=2"))
+    memory = memory_of(compiled_step("mesh.data=2"))
     setup = prepared("mesh.data=2")
     state = 12 * sum(p.size for p in setup.model.parameters.values())
-    assert memory["alias_bytes"] >= state
+    assert memory.alias_bytes >= state
 
 
 def test_fsdp_parameters_rest_split_and_are_born_split():

@@ -20,6 +20,7 @@ import spmdtrain as st
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.compiled import hlo
+from spmdtrain.compiled.memory import memory_of
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import open_data
@@ -60,7 +61,7 @@ def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(schedule
     few, many = (
         compiled_step(*schedule, *LARGE, f"train.remat={remat}", batch(m)) for m in (8, 64)
     )
-    assert hlo.memory(many)["temp_bytes"] <= 1.02 * hlo.memory(few)["temp_bytes"]
+    assert memory_of(many).temp_bytes <= 1.02 * memory_of(few).temp_bytes
     assert instructions(many) <= 1.1 * instructions(few)
 
 
@@ -72,7 +73,7 @@ def test_full_remat_recomputes():
     )
     matmuls = [len(re.findall(r"= \S+ dot\(", step.as_text())) for step in (kept, again)]
     assert matmuls[1] > matmuls[0]
-    assert hlo.memory(again)["temp_bytes"] < hlo.memory(kept)["temp_bytes"]
+    assert memory_of(again).temp_bytes < memory_of(kept).temp_bytes
 
 
 def test_the_program_does_not_grow_with_the_number_of_layers():

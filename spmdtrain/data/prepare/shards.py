@@ -19,8 +19,9 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.named_file import read_named
+from spmdtrain.config.writing import writing
 from spmdtrain.data.prepare.encode import Encoded
-from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, refuse_existing, writing
+from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, refuse_existing
 from spmdtrain.data.token_files.tokens import open_tokens, token_paths
 
 VERSION = 1  # of the journal

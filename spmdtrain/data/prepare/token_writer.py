@@ -5,14 +5,15 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from spmdtrain.config.errors import DataError, StorageError
+from spmdtrain.config.errors import DataError
 from spmdtrain.config.named_file import read_named
+from spmdtrain.config.writing import writing
 from spmdtrain.data.prepare.encode import HAS_GAPS, HOLDS_END, SPELLS, Encoded
 from spmdtrain.data.token_files.tokens import DTYPES, VERSION, loss_path, storage_dtype, token_paths
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
@@ -34,15 +35,6 @@ class Summary:
     spelling: int = 0  # documents that spell out a special token
     holding_end: int = 0  # documents that contain the end of text
     with_gaps: int = 0  # conversations of which the template has left out a message
-
-
-@contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Turns an OSError into a StorageError that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 class TokenWriter:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.config.writing import writing
 from spmdtrain.data.prepare.progress import plain_lines
-from spmdtrain.data.prepare.token_writer import writing
 from spmdtrain.data.texts.documents import find_inputs, texts_in
 from spmdtrain.data.tokenizers.tokenizer import END_NAMES
 

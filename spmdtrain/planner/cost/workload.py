@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.parallel.axes import batch_shards
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class MeshShape:
     @property
     def batch_shards(self) -> int:
         """The number of parts into which the batch is split."""
-        return self.data * self.fsdp * self.expert
+        return batch_shards(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:

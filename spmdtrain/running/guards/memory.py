@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from spmdtrain.compiled.memory import memory_in
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.processes.xla_flags import (
     LARGEST_MEMORY_SHARE,
@@ -11,7 +12,6 @@ from spmdtrain.processes.xla_flags import (
     memory_share_variable,
 )
 from spmdtrain.running.guards.host_memory import host_bytes
-from spmdtrain.running.report.summary import held_bytes
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import resting_bytes
 
@@ -62,7 +62,7 @@ class MemoryGuard:
         """Takes the report of the compiled step. Raises OutOfMemoryError if it does not fit."""
         self._report = report
         available = available_bytes(self._setup.mesh)
-        if available is not None and held_bytes(report) > available:
+        if available is not None and memory_in(report).held > available:
             raise self._too_little()
 
     def _too_little(self) -> OutOfMemoryError:
@@ -71,7 +71,7 @@ class MemoryGuard:
         parts: dict[str, int] = {"parameters": parameters, "optimizer": optimizer}
         needed = None
         if self._report is not None:
-            needed = held_bytes(self._report)
+            needed = memory_in(self._report).held
             parts["activations and the rest of the step"] = needed - sum(parts.values())
         said = [f"{name} {_size(count)}" for name, count in parts.items()]
         fix = "--set train.microbatch=1, --set train.remat=full, or more of mesh.fsdp"

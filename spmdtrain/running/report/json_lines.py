@@ -1,22 +1,11 @@
 """Files of JSON objects, one per line, and whole JSON documents; a full disk is a StorageError."""
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.config.errors import StorageError
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError of the file work inside into a StorageError that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from None
+from spmdtrain.config.writing import writing
 
 
 class JsonLines:

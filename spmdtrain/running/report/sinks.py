@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.load import resolved
+from spmdtrain.config.run_files import EVENTS, METRICS
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.report.event_file import EventFile
 from spmdtrain.running.report.json_lines import JsonLines, forget_after, writing
@@ -54,13 +55,13 @@ class JsonLinesSink:
         self._directory = directory
         self._files: dict[str, JsonLines] = {}
         # Before the first save everything starts again, even an evaluation before step 1.
-        forget_after(directory / "metrics.jsonl", step or -1)
+        forget_after(directory / METRICS, step or -1)
 
     def metrics(self, step: int, figures: Figures) -> None:
-        self._file("metrics.jsonl").write(step=step, **figures)
+        self._file(METRICS).write(step=step, **figures)
 
     def event(self, event: str, step: int, values: Figures) -> None:
-        self._file("events.jsonl").write(time=time.time(), event=event, step=step, **values)
+        self._file(EVENTS).write(time=time.time(), event=event, step=step, **values)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -140,7 +141,7 @@ class WandbSink:
             settings=wandb.Settings(silent=True),
         )
         if is_ahead:
-            self._held = _written(directory / "metrics.jsonl")
+            self._held = _written(directory / METRICS)
             self._send(step)
 
     def metrics(self, step: int, figures: Figures) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from spmdtrain.compiled.memory import memory_in
+
 COLUMNS = ("measured", "compiled", "predicted")
 
 
@@ -30,18 +32,12 @@ def figures(
     `peak_bytes` were measured, or are None. `error` is predicted / measured - 1, with the compiled
     figure if nothing was measured.
     """
-    held = held_bytes(compiled)
+    held = memory_in(compiled).held
     return {
         "hardware": prediction and prediction.hardware,
         "step_seconds": _beside(prediction and prediction.step_seconds, None, step_seconds),
         "memory_bytes": _beside(prediction and prediction.memory_bytes, held, peak_bytes),
     }
-
-
-def held_bytes(compiled: dict[str, Any]) -> int:
-    """Returns XLA's count of the bytes of a device during the step; `compiled` is compiled.json."""
-    xla = compiled["memory"]
-    return xla["argument_bytes"] + xla["output_bytes"] - xla["alias_bytes"] + xla["temp_bytes"]
 
 
 def _beside(

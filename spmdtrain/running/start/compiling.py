@@ -5,6 +5,8 @@ from typing import Any
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.checkpoints.identity import config_document
+from spmdtrain.compiled.memory import memory_in
+from spmdtrain.config.run_files import COMPILED, CONFIG
 from spmdtrain.data.source import Data
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.pipeline.draw import describe_pipeline
@@ -31,8 +33,8 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     step, report = compile_step(setup, lowered)
     session.memory.compiled(report)
     config = prepared.adapted.as_asked(config_document(setup, prepared.data))
-    session.write("config.json", config)
-    session.write("compiled.json", report)
+    session.write(CONFIG, config)
+    session.write(COMPILED, report)
     session.reporter.say(_describe(report))
     return step, report
 
@@ -62,7 +64,7 @@ def _introduction(setup: Setup, data: Data) -> str:
 
 
 def _describe(report: dict[str, Any]) -> str:
-    workspace = report["memory"]["temp_bytes"] / 2**20
+    workspace = memory_in(report).temp_bytes / 2**20
     seconds = report["compile_seconds"]
     parts = [f"compiled in {seconds:.1f} s", f"{workspace:.1f} MiB of workspace per device"]
     if report["calls"]:

@@ -18,10 +18,10 @@ from spmdtrain.checkpoints.restore import read_document
 from spmdtrain.checkpoints.store import newest_step
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.parallel.mesh import fill
 
 ELASTIC = ("data", "fsdp")
-BATCH = (*ELASTIC, "expert")  # the axes that split the batch
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MeshSizes:
 
     def accumulation(self, global_batch: int) -> int:
         """Returns the number of microbatches of a step."""
-        at_once = math.prod(self.sizes[axis] for axis in BATCH) * (self.microbatch or 1)
+        at_once = batch_shards(self.sizes) * (self.microbatch or 1)
         return global_batch // at_once if self.microbatch else 1
 
 
@@ -103,7 +103,7 @@ def choose_layout(config: RunConfig, count: int) -> MeshSizes | None:
     batch = config.train.global_batch
     if batch % shards:
         raise _does_not_divide(config, count, stay)
-    before = math.prod(max(sizes[axis], 1) for axis in BATCH)
+    before = batch_shards({axis: max(size, 1) for axis, size in sizes.items()})
     most = config.train.microbatch or max(batch // before, 1)
     microbatch = max(each for each in range(1, most + 1) if batch % (shards * each) == 0)
     fsdp = max(each for each in range(1, max(sizes["fsdp"], 1) + 1) if rest % each == 0)

@@ -11,6 +11,7 @@ from helpers import tiny
 
 import spmdtrain as st
 from spmdtrain.cli import main
+from spmdtrain.compiled.memory import memory_in
 from spmdtrain.config import ConfigError, to_toml
 from spmdtrain.planner.remedy import cheapest_change
 from spmdtrain.running.compile_step import lower_step
@@ -31,12 +32,11 @@ def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, m
     needs = []
     limit = 1_500_000
 
-    def held(report):
-        needs.append(memory_of(report))
-        return needs[-1]
+    def read(report):
+        needs.append(memory_in(report).held)
+        return memory_in(report)
 
-    memory_of = memory.held_bytes
-    monkeypatch.setattr(memory, "held_bytes", held)
+    monkeypatch.setattr(memory, "memory_in", read)
     monkeypatch.setattr(memory, "available_bytes", lambda _: limit)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     assert main(["train", "tiny.toml"]) == ConfigError.exit_code
@@ -105,7 +105,7 @@ def test_a_step_that_the_host_has_no_memory_for_is_refused_before_it_runs(tmp_pa
     config = tiny(*SETTINGS, "mesh.data=2")
     setup = st.shard(config, devices=DEVICES[:2])
     _, report = compiling.compile_step(setup, lower_step(setup))
-    needed = 2 * memory.held_bytes(report)
+    needed = 2 * memory_in(report).held
     steps = []
     for size, fits in ((needed // 1024 + 2, True), (needed // 1024 - 2, False)):
         meminfo.write_text(f"MemTotal: {size - 1} kB\nMemFree: 5 kB\nSwapTotal: 1 kB\n")
