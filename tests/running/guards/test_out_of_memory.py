@@ -26,7 +26,7 @@ ONE = {"devices": DEVICES[:1]}
 
 def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax, "devices", lambda: DEVICES[:1])
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:1])
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     (tmp_path / "tiny.toml").write_text(to_toml(tiny(*SETTINGS)))
     needs = []
