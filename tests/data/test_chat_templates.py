@@ -68,6 +68,24 @@ def test_a_family_writes_and_masks_as_by_hand(name):
     assert BYTES.decode(prompt) == before_last
 
 
+@pytest.mark.parametrize(
+    ("name", "frame"),
+    [
+        ("mistral", (" [/INST]", " ", "</s>")),
+        (
+            "qwen3",
+            ("<|im_end|>\n<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "<|im_end|>\n"),
+        ),
+        (
+            "granite",
+            ("<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>", "", "<|end_of_text|>\n"),
+        ),
+    ],
+)
+def test_what_a_template_writes_around_an_answer_is_tried_out(name, frame):
+    assert ready(FAMILIES[name].template).frame == frame
+
+
 @pytest.mark.parametrize("name", ["chatml", "smollm3", "tulu"])
 def test_an_answer_with_weight_0_is_not_learned(name):
     messages = [dict(message) for message in ASKED]
@@ -191,6 +209,7 @@ def test_what_a_template_does_not_read_is_refused_and_what_it_leaves_out_is_note
 
 # --- rows ---------------------------------------------------------------------------------------
 
+DEEP = json.loads("[" * 900 + "]" * 900)
 PLAIN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
@@ -247,6 +266,8 @@ def test_what_else_a_row_holds_is_kept():
         ({"messages": PLAIN, "chat_template_kwargs": [1]}, "is no object"),
         ({"messages": ASKED, "system": "s"}, "two system texts"),
         ({"messages": PLAIN, "tools": [{"a": "\ud800"}]}, "half a surrogate pair"),
+        ({"messages": PLAIN, "tools": [{"a": DEEP}]}, "nested too deeply; found more than 100"),
+        ({"messages": [PLAIN[0] | {"tool_calls": DEEP}]}, "nested too deeply"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(row, said):
@@ -300,6 +321,11 @@ def test_a_folder_has_its_template_which_is_kept_with_the_tokens(folder, capsys)
     source = open_tokens("smol")
     assert source.template["jinja"] == SMOLLM3
     assert tokenizer.decode(source.tokens[source.loss == 1]).startswith("It is 3.<|im_end|>\n")
+    more = folder / "model/additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("{{ tools }}")
+    assert main([*arguments, "--out", "more"]) == 0
+    assert open_tokens("more").template["for_tools"] == "{{ tools }}"
     (folder / "own.jinja").write_text("{{ mood }}" + CHATML)
     own = ["--chat-template", "own.jinja", "--chat-set", "mood=true", "--end-of-text", "<s>"]
     assert main([*arguments, "--out", "own", *own, "--workers", "2"]) == 0

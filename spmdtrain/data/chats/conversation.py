@@ -20,6 +20,7 @@ ASKS = "user"  # the role of a prompt
 # Where a conversation may be in a row, in this order.
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"))
 OTHERS = ("system", "tools", "documents", "chat_template_kwargs")
+DEEPEST = 100  # levels of lists and objects in a conversation
 ROLES_OF_SHAREGPT = {
     "human": ASKS,
     "user": ASKS,
@@ -123,10 +124,8 @@ def of_messages(messages: Any, where: str) -> Conversation:
     """
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where} is not a list of messages", found=f"{messages!r:.60}")
-    try:
-        checked = [_message(message, where) for message in messages]
-    except RecursionError:
-        raise DataError(f"{where} has a message that is nested too deeply") from None
+    _check_depth(messages, where)
+    checked = [_message(message, where) for message in messages]
     return Conversation([each for each, _ in checked], tuple(learned for _, learned in checked))
 
 
@@ -150,6 +149,7 @@ def _with_others(found: Conversation, row: dict, where: str) -> Conversation:
     variables = _from_json(row.get(OTHERS[3]), f"{where}: {OTHERS[3]!r}")
     if not isinstance(variables or {}, dict):
         raise DataError(f"{where}: {OTHERS[3]!r} is no object", found=f"{variables!r:.60}")
+    _check_depth([tools, documents, variables], where)
     found = replace(found, tools=tools, documents=documents, variables=variables or {})
     for text in found.texts:
         _check_text(text, where)
@@ -270,6 +270,22 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for held in value:
             yield from _texts(held)
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Raises DataError if a JSON value is nested more than DEEPEST levels."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for held in level:
+            if isinstance(held, dict):
+                inner += held.values()
+            elif isinstance(held, list):
+                inner += held
+        level = inner
+        if not level:
+            return
+    raise DataError(f"{where} is nested too deeply", found=f"more than {DEEPEST} levels")
 
 
 def _check_text(text: str, where: str) -> None:

@@ -142,17 +142,20 @@ def _said(error: BaseException) -> str:
 
 
 def _limit_time(seconds: int) -> None:
-    """Lets the process compute for about so many seconds from now: then the system ends it."""
+    """Has the system end the process after about this many more seconds of computing."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = int(used.ru_utime + used.ru_stime) + seconds + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+    _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (most, hardest))
 
 
 def main() -> None:
     """Answers the lines of standard input until it ends."""
     program = None
     seconds = 1
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    _, hardest = resource.getrlimit(resource.RLIMIT_AS)
+    most = MEMORY if hardest == resource.RLIM_INFINITY else min(MEMORY, hardest)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hardest))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
         try:

@@ -229,8 +229,8 @@ class JinjaTemplate:
             line = process.stdout.readline()
         except BrokenPipeError:
             pass
-        except RecursionError:
-            raise DataError(f"{where} is nested too deeply") from None
+        except TypeError as error:  # a column of times, say
+            raise DataError(f"{where} holds a value that JSON does not have: {error}") from None
         if not line.endswith(b"\n"):
             process.kill()
             code = process.wait()

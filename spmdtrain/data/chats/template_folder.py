@@ -1,7 +1,8 @@
 """Finds the template that is published with a tokenizer, and opens templates of either kind.
 
-`chat_template.jinja` counts more than `chat_template` of `tokenizer_config.json`, which is a text,
-or a list of named ones: `default`, and `tool_use` for conversations with tools.
+`chat_template.jinja`, with others in `additional_chat_templates`, counts more than `chat_template`
+of `tokenizer_config.json`, which is a text or a list of named ones. Of these `default` is used, and
+`tool_use` for conversations with tools.
 """
 
 from pathlib import Path
@@ -16,6 +17,7 @@ from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 from spmdtrain.data.tokenizers.tokenizer_folder import ends_named, named_tokens, read_config
 
 TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 CONFIG = "tokenizer_config.json"
 LARGEST = 2**20  # bytes of a template
 
@@ -79,7 +81,8 @@ def with_tokens(text: JinjaText, folder: Path, tokenizer: Tokenizer) -> JinjaTex
 def _texts_of(folder: Path) -> dict[str, str]:
     """Returns the templates of a folder by their names."""
     if (folder / TEMPLATE).is_file():
-        return {"default": _read(folder / TEMPLATE)}
+        others = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+        return {path.stem: _read(path) for path in others} | {"default": _read(folder / TEMPLATE)}
     value = read_config(folder / CONFIG).get("chat_template") if folder.is_dir() else None
     if value is None:
         return {}
