@@ -20,6 +20,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_number, shown
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.train.updates.unfit import refuse_unfit
 from spmdtrain.train.updates.whole_tree import WholeTree, needs_whole_tree, over_stack
 
 OptimizerState = dict[str, Any]  # by dotted parameter path; frozen parameters have none
@@ -114,6 +115,7 @@ def _with_whole_trees(
     found = dict(rules)
     for group in sharing.values():
         transformation = rules[next(iter(group))].transformation
+        refuse_unfit(transformation, group)
         whole = needs_whole_tree(transformation, group)
         if whole is None:
             by_dims = {len(each.shape) - each.stacked: path for path, each in group.items()}
@@ -156,8 +158,9 @@ def _check_sign(path: str, update: Any, gradient: jax.Array) -> None:
         raise ConfigError(
             f"optimizer= holds a learning rate: its update of {path} points against the gradient",
             found="an optax optimizer such as optax.lion(1e-3)",
-            fix="its part before the rate, optax.scale_by_lion(); "
-            "the rate is optimizer.learning_rate",
+            fix="its part before the rate, optax.scale_by_lion(), with optimizer.learning_rate; or "
+            "optax.chain(it, optax.scale(-1)) with optimizer.learning_rate=1, "
+            "optimizer.schedule=constant and optimizer.warmup=0",
         )
 
 
@@ -203,7 +206,7 @@ def updates(
         found |= updated
         after |= new
     kept = {
-        path: jax.tree.map(lambda new, old: new.astype(old.dtype), after[path], state[path])
+        path: jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after[path], state[path])
         for path in rules
     }
     return {path: found[path] for path in rules}, kept

@@ -239,8 +239,17 @@ def _trial(parameters: Mapping[str, Parameter], init: Callable, update: Callable
             last = list(shapes)[-1]
             gradients[last] = gradients[last].at[(0,) * len(shapes[last])].set(jnp.nan)
         updates, state = update(gradients, state, values)
+        _check_shapes(updates, values)
         found.append((updates, state))
     return found
+
+
+def _check_shapes(updates: Tensors, values: Tensors) -> None:
+    for path, x in values.items():
+        if jnp.shape(updates[path]) != x.shape:
+            raise ValueError(
+                f"for {path} of shape {x.shape} it gives one of shape {jnp.shape(updates[path])}"
+            )
 
 
 def _small(parameter: Parameter) -> tuple[int, ...]:
