@@ -140,7 +140,7 @@ REFUSED = {
         "optax.contrib.schedule_free: .*; try --set optimizer.name=schedule_free_adamw",
     ),
     "of each example": (
-        optax.contrib.dpsgd(0.1, 1.0, 0.1, key=jax.random.key(0)),
+        optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
         "optax.contrib.differentially_private_aggregate: .* gradient of each example",
     ),
     "another shape": (
