@@ -73,11 +73,15 @@ class WorkerLost(Exception):
 
 
 def measure(
-    calls: Sequence[Call], say: Callable[[str], None], process: Process | None = None
+    calls: Sequence[Call],
+    say: Callable[[str], None],
+    process: Process | None = None,
+    is_known: Callable[[str, Call], bool] = lambda *_: False,
 ) -> Iterator[tuple[dict[str, Any], Finding]]:
     """(the worker's machine, what was found) for each call, as soon as it is known.
 
-    `say` takes a line for each fault. Ends early, with a line, where the worker cannot be started.
+    `say` takes a line for each fault. A call that `is_known` on the worker's GPU is left out. Ends
+    early, with a line, where the worker cannot be started.
     """
     process = process or Process()
     worker = None
@@ -93,10 +97,14 @@ def measure(
                 except WorkerLost as lost:
                     say(f"kernels: the GPU cannot be measured: {lost}")
                     return
+                if is_known(worker.machine["gpu"], call):
+                    break
                 if _ask(worker, finding, deadline, say):
                     break
                 worker.end()
                 worker = None
+            if not finding.order:
+                continue
             finding.chosen, finding.remark = decide(finding.order, finding.faults, finding.times)
             if finding.remark:
                 say(f"kernels: {call.name}: {finding.remark}")

@@ -26,11 +26,13 @@ def tune(
       program: a digest under which the table remembers that a program has these calls.
     """
     calls = {call.name: call for call in calls}
-    asked = list(calls.values())
-    if gpu is not None and not again:
-        asked = [call for call in asked if table.entry(gpu, call.name) is None]
+
+    def is_known(gpu: str, call: Call) -> bool:
+        return not again and table.entry(gpu, call.name) is not None
+
+    asked = [call for call in calls.values() if gpu is None or not is_known(gpu, call)]
     findings = []
-    for machine, finding in measure(asked, say, process):
+    for machine, finding in measure(asked, say, process, is_known):
         findings.append(finding)
         gpu = machine.get("gpu", gpu)
         if gpu is not None and finding.chosen is not None:

@@ -23,6 +23,7 @@ from spmdtrain.running.seams import (
     TokenLoss,
     Tokens,
 )
+from spmdtrain.running.start import kernels
 from spmdtrain.running.start.begin import resume_or_begin
 from spmdtrain.running.start.compiling import compiled_step
 from spmdtrain.running.start.prepare import prepare
@@ -81,7 +82,10 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     prepared = prepare(config, where.directory, devices, seams, where.fresh, where.step)
     stages.enter("making the model")
     setup = shard(prepared.config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
-    with open_session(prepared, setup, state, sinks, hooks) as session:
+    with (
+        kernels.decided(setup),
+        open_session(prepared, setup, state, sinks, hooks) as session,
+    ):
         start = resume_or_begin(session)
         if idle := nothing_to_do(session, start):
             return idle

@@ -11,6 +11,7 @@ from spmdtrain.running.outcome import Outcome
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.rollback import go_back
 from spmdtrain.running.saves import Saves
+from spmdtrain.running.start import kernels
 from spmdtrain.running.start.begin import StartingPoint
 from spmdtrain.running.start.session import Session
 from spmdtrain.running.watch import Evaluate, Watch
@@ -25,7 +26,7 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
     data = session.prepared.data
     reporter = session.reporter
     evaluate = evaluation.make_eval_figures(setup, data)
-    kept = identity(setup, data.fingerprint, session.prepared.seams)
+    kept = identity(setup, data.fingerprint, session.prepared.seams) | kernels.document(setup)
     state, done, sample = start.state, start.step, start.sample
     with Interrupt(setup.mesh) as interrupt:
         while True:

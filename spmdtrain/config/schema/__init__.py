@@ -1,6 +1,7 @@
 """Every setting of a run: typed, frozen, each with its unit and meaning.
 
-Each section has a file with its name in TOML: train.py has [train]; [rules] is in mesh.py. run.py
+Each section has a file with its name in TOML: train.py has [train]; [rules] is in mesh.py,
+[kernels] in precision.py. run.py
 has `RunConfig`, all sections together. A class checks what can be known from its own section, and
 `RunConfig` what needs several sections. What depends on the machine (devices, files) is checked
 where the config meets it. Nothing here imports jax, so `--help` and a typo cost milliseconds.
@@ -34,7 +35,7 @@ from spmdtrain.config.schema.optimizer import (
     Sgd,
 )
 from spmdtrain.config.schema.pipeline import PipelineConfig, PipelineSchedule
-from spmdtrain.config.schema.precision import PrecisionConfig
+from spmdtrain.config.schema.precision import KernelsConfig, PrecisionConfig
 from spmdtrain.config.schema.run import RunConfig, check_config
 from spmdtrain.config.schema.train import SEEDS, TrainConfig
 from spmdtrain.config.settings import Settings
@@ -48,6 +49,7 @@ __all__ = [
     "FinetuneConfig",
     "GPT",
     "GuardConfig",
+    "KernelsConfig",
     "Lamb",
     "LayerKind",
     "Lion",

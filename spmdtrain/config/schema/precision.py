@@ -1,4 +1,5 @@
-"""[precision]: the dtypes of a step, and the scale of the loss in float16."""
+"""[precision] and [kernels]: the dtypes of a step, the scale of the loss in float16,
+and who chooses the kernels."""
 
 from typing import Annotated, Literal
 
@@ -62,3 +63,14 @@ class PrecisionConfig(Settings):
     def steps_per_loss_scale(self) -> int:
         """The steps without an overflow after which the scale doubles."""
         return self.loss_scale_steps or 2000
+
+
+class KernelsConfig(Settings):
+    """Who chooses among the implementations of attention and norms."""
+
+    tune: Literal["auto", "off", "again"] = Field(
+        default="auto",
+        description="auto: the fastest right ones, which `train` measures on the GPU once and "
+        "remembers, and a resumed run keeps its own; off: a fixed order, nothing is measured; "
+        "again: measured once more, also for a resumed run, whose last bits then differ",
+    )

@@ -24,7 +24,7 @@ from spmdtrain.config.schema.optimizer import (
     Sgd,
 )
 from spmdtrain.config.schema.pipeline import PipelineConfig
-from spmdtrain.config.schema.precision import PrecisionConfig
+from spmdtrain.config.schema.precision import KernelsConfig, PrecisionConfig
 from spmdtrain.config.schema.train import TrainConfig
 from spmdtrain.config.settings import Settings
 
@@ -42,6 +42,7 @@ class RunConfig(Settings):
     ] = AdamW()
     finetune: FinetuneConfig = FinetuneConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    kernels: KernelsConfig = KernelsConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

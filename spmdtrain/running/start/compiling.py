@@ -13,6 +13,7 @@ from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.processes import pulse
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.report.progress import quantity
+from spmdtrain.running.start import kernels
 from spmdtrain.running.start.agreement import check_program
 from spmdtrain.running.start.session import Session
 from spmdtrain.train.setup import Setup
@@ -28,12 +29,16 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     prepared = session.prepared
     session.reporter.say(_introduction(setup, prepared.data))
     pulse.tell(pulse.COMPILE)
+    kept = kernels.keep(session.found.meta, setup) if session.found else {}
     lowered = session.lowered or lower_step(setup)
+    if session.found:
+        kernels.check_kept(kept, f"step {session.found.step} of {prepared.directory}")
     check_program(lowered)
     step, report = compile_step(setup, lowered)
     session.memory.compiled(report)
     config = prepared.adapted.as_asked(config_document(setup, prepared.data))
-    session.write(CONFIG, config)
+    implementations = kernels.document(setup)["kernels"]
+    session.write(CONFIG, config | {"implementations": implementations})
     session.write(COMPILED, report)
     session.reporter.say(_describe(report))
     return step, report
