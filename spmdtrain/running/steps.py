@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-from spmdtrain.checkpoints.identity import identity
 from spmdtrain.processes import pulse
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.guards.guard import GoBack
@@ -11,8 +10,8 @@ from spmdtrain.running.outcome import Outcome
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.rollback import go_back
 from spmdtrain.running.saves import Saves
-from spmdtrain.running.start import kernels
 from spmdtrain.running.start.begin import StartingPoint
+from spmdtrain.running.start.compiling import identity_of
 from spmdtrain.running.start.session import Session
 from spmdtrain.running.watch import Evaluate, Watch
 from spmdtrain.train import evaluation
@@ -26,7 +25,7 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
     data = session.prepared.data
     reporter = session.reporter
     evaluate = evaluation.make_eval_figures(setup, data)
-    kept = identity(setup, data.fingerprint, session.prepared.seams) | kernels.document(setup)
+    kept = identity_of(session)
     state, done, sample = start.state, start.step, start.sample
     with Interrupt(setup.mesh) as interrupt:
         while True:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.checkpoints.identity import config_document
+from spmdtrain.checkpoints.identity import Meta, config_document, identity
 from spmdtrain.compiled.memory import memory_in
 from spmdtrain.config.run_files import COMPILED, CONFIG
 from spmdtrain.data.source import Data
@@ -42,6 +42,14 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     session.write(COMPILED, report)
     session.reporter.say(_describe(report))
     return step, report
+
+
+def identity_of(session: Session) -> Meta:
+    """Returns how the checkpoints of a run identify it; its step must have been traced."""
+    prepared = session.prepared
+    setup = session.setup
+    found = identity(setup, prepared.data.fingerprint, prepared.seams)
+    return found | kernels.document(setup)
 
 
 def _introduction(setup: Setup, data: Data) -> str:
