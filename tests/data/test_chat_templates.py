@@ -10,7 +10,7 @@ import pytest
 from chat_templates import ASKED, CHATML, FAMILIES, SMOLLM3, TOKENS, WITHOUT_SYSTEM
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_chat import HOSTILE, TEXTS, conversation, opened
+from test_chat import HOSTILE, TEXTS, conversation, opened, tokenizers
 
 from spmdtrain.cli import main
 from spmdtrain.config.errors import DataError
@@ -283,7 +283,6 @@ def folder(tmp_path, monkeypatch):
     """A tokenizer's folder with templates, and conversations."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_str(opened("byte-level").spec()["json"])
     tokenizer.save("model/tokenizer.json")
     named = [
