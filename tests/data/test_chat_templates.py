@@ -21,7 +21,7 @@ from spmdtrain.data.chats.simple_template import CHATML as SIMPLE
 from spmdtrain.data.chats.simple_template import SimpleTemplate
 from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.token_files.tokens import open_tokens
-from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
+from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 DAY = "2026-01-02"
 BYTES = ByteTokenizer()
@@ -139,6 +139,20 @@ def test_ids_are_the_text_and_the_learned_ones_the_answers(texts, name):
         answers = [answer.strip() for answer in answers]
     text = tokenizer.decode(found.ids[found.loss == 1])
     assert text == "".join(answer + closing for answer in answers)
+
+
+def test_what_is_a_special_token_once_normalized_is_text_too():
+    """And the simple template, which sees each token that touches a message, has the same ids."""
+    model = KINDS["nfkc-lower"]()
+    end = tokenizers.AddedToken("<|end|>", special=True, normalized=True)
+    model.add_special_tokens([end])
+    tokenizer = HuggingFaceTokenizer(model.to_str(), "lower")
+    assert tokenizer.id_of("<|end|>") in tokenizer.encode("a<|END|>")
+    asked = of_messages(conversation(["a<|END|> <|end|>", "b"]), "here")
+    found = encode_conversation(asked, ready(CHATML), tokenizer, "here").ids
+    assert tokenizer.id_of("<|end|>") not in found
+    simple = encode_conversation(asked, SimpleTemplate.parse(SIMPLE), tokenizer, "here").ids
+    assert found.tolist() == simple.tolist()
 
 
 # --- templates of others ------------------------------------------------------------------------
