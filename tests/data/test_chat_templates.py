@@ -10,7 +10,7 @@ import pytest
 from chat_templates import ASKED, CHATML, FAMILIES, SMOLLM3, TOKENS, WITHOUT_SYSTEM
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_chat import HOSTILE, TEXTS, conversation, opened, tokenizers
+from test_chat import HOSTILE, KINDS, TEXTS, conversation, opened, tokenizers
 
 from spmdtrain.cli import main
 from spmdtrain.config.errors import DataError
@@ -148,7 +148,7 @@ def test_what_is_a_special_token_once_normalized_is_text_too():
     model.add_special_tokens([end])
     tokenizer = HuggingFaceTokenizer(model.to_str(), "lower")
     assert tokenizer.id_of("<|end|>") in tokenizer.encode("a<|END|>")
-    asked = of_messages(conversation(["a<|END|> <|end|>", "b"]), "here")
+    asked = of_messages(conversation(["a<|END|>", "b"]), "here")
     found = encode_conversation(asked, ready(CHATML), tokenizer, "here").ids
     assert tokenizer.id_of("<|end|>") not in found
     simple = encode_conversation(asked, SimpleTemplate.parse(SIMPLE), tokenizer, "here").ids
