@@ -69,13 +69,8 @@ def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
 
 
 def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:
-    """Returns the changeable settings that differ from the checkpoint, as setting -> (then, now).
-
-    Empty for an older checkpoint, which does not record how it was trained.
-    """
-    then = meta.get("settings")
-    if then is None:
-        return {}
+    """Returns the changeable settings that have changed, as setting -> (then, now)."""
+    then = meta["settings"]
     now = _changeable(config, seams)
     names = dict.fromkeys([*then, *now])
     return {
@@ -102,11 +97,10 @@ def check_identity(
     the settings of its run by dotted name, see other_run.py.
     """
     config = setup.config
-    said = check_model_code(meta.get("model_code"), code_of(setup), where)
+    said = check_model_code(meta["model_code"], code_of(setup), where)
     for name, now in _stream(config, data.fingerprint).items():
-        then = meta.get("stream", {}).get(name)
-        by_earlier = name == "corpus" and then == data.earlier_fingerprint
-        if then != now and not by_earlier:
+        then = meta["stream"].get(name)
+        if then != now:
             if name == "corpus":
                 refuse_other_settings(
                     "the corpus is not the one this run was trained on", DATA, config, recorded
@@ -130,10 +124,8 @@ def check_identity(
 def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
     """Returns (setting, its value in the checkpoint, its value now) for each setting that changes
     what the weights compute.
-
-    Empty for an older checkpoint, which does not record these settings.
     """
-    then = meta.get("model", {})
+    then = meta["model"]
     now = _model_function(config)
     changed = [name for name in now if name in then and then[name] != now[name]]
     return [(name, then[name], now[name]) for name in changed]

@@ -11,17 +11,16 @@ from typing import Any
 import jax
 
 FORMAT = 2
-WITHOUT_FINGERPRINTS = 1  # the previous format
+# The objects that every meta has: what is saved, and the identity of the run.
+PARTS = (
+    *("leaves", "unpadded", "layout", "fingerprints"),
+    *("stream", "model", "model_code", "settings"),
+)
 OPTIMIZER = "optimizer."  # prefix of the names of the leaves of "state"
 OF_ITEM = " of "  # follows the item's name in those of its leaves; no parameter name has a blank
 FLOATS = {"float32", "bfloat16"}  # the dtypes that `precision.params` may name
 MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
-
-
-def has_fingerprints(meta: Meta) -> bool:
-    """Returns True if a checkpoint with this meta can be verified when it is read."""
-    return "fingerprints" in meta
 
 
 def has_item(meta: Meta, item: str) -> bool:
@@ -58,7 +57,7 @@ def describe(arrays: Mapping[str, Any]) -> dict[str, list]:
 
 def unpadded_leaves(meta: Meta) -> dict[str, list]:
     """Returns the names of a checkpoint's leaves mapped to [shape, dtype], without padding."""
-    unpadded = meta.get("unpadded", {})  # older checkpoints have no padding
+    unpadded = meta["unpadded"]  # those that are padded
     return {name: [unpadded.get(name, leaf[0]), leaf[1]] for name, leaf in meta["leaves"].items()}
 
 

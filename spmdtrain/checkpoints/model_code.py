@@ -46,14 +46,12 @@ def model_code(make: Callable[..., Any], model: LanguageModel, spec: str | None 
     return {"class": name, "sources": sources, "make": spec}
 
 
-def check_model_code(then: Record | None, now: Record, where: str) -> list[str]:
-    """Returns lines that report code that changed since `then`; empty without a record.
+def check_model_code(then: Record, now: Record, where: str) -> list[str]:
+    """Returns lines that report code that changed since `then`.
 
     `where` names the checkpoint. Raises CheckpointError if its model is of another class; a class
     that merely moved to another module counts as the same.
     """
-    if not then:
-        return []
     if then["class"] != now["class"]:
         if not _has_moved(then, now):
             raise CheckpointError(

@@ -60,7 +60,7 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
             return checkpoints.restore(at, setup.state)
 
         at, (state, meta) = read_step(checkpoints, run, step, read)
-    check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
+    check_model_code(meta["model_code"], code_of(setup), f"step {at} of {run}")
     return state
 
 

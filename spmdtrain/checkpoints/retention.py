@@ -33,7 +33,7 @@ class Retention:
     def recall(self, meta: Meta) -> None:
         """Reads the losses stored in the checkpoint from which the run resumes."""
         kept = meta.get(EVAL_LOSSES)
-        if not isinstance(kept, dict):  # an older checkpoint
+        if not isinstance(kept, dict):  # kept for its loss is none
             return
         self._losses = {
             int(step): float(loss)

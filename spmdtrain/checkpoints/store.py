@@ -56,7 +56,7 @@ from spmdtrain.checkpoints.leaves.relayout import (
 )
 from spmdtrain.checkpoints.meta import (
     FORMAT,
-    WITHOUT_FINGERPRINTS,
+    PARTS,
     Meta,
     describe,
     different_leaves,
@@ -80,7 +80,7 @@ from spmdtrain.config.errors import (
     UserError,
 )
 from spmdtrain.config.run_files import CHECKPOINTS
-from spmdtrain.pipeline.layout import StageLayout, lay_out
+from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.processes.processes import any_process
 from spmdtrain.train import ema, items
 from spmdtrain.train.item import Item, Value, as_parameters
@@ -443,7 +443,6 @@ class Checkpoints:
         """
         meta, layout_saved = self._meta(step)
         layout = self._asked_setup().model.layout
-        assert layout_saved is not None, "the model tells it where the meta does not"
         if layout_saved.layers != layout.layers:
             raise UnfitError(
                 f"{self._at(step)} does not fit",
@@ -484,39 +483,30 @@ class Checkpoints:
 
     def _verify(self, step: int, meta: Meta, found: Mapping[str, Fingerprint]) -> None:
         """Raises DamagedError if a leaf that was read does not have its saved fingerprint."""
-        if "fingerprints" not in meta:  # an older checkpoint
-            return
         saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}
         if different := different_leaves(saved, found):
             raise self._damaged(
                 step, f"{different[0]} is not as it was saved{others_text(different)}"
             )
 
-    def _meta(self, step: int) -> tuple[Meta, StageLayout | None]:
-        """Returns the meta of a step, and the layout in which its stacked layers were saved.
+    def _meta(self, step: int) -> tuple[Meta, StageLayout]:
+        """Returns the meta of a step, and the layout in which its stacked layers were saved."""
 
-        The layout is None if the meta names none and there is no model to ask.
-        """
-
-        def read() -> tuple[Meta, StageLayout | None]:
+        def read() -> tuple[Meta, StageLayout]:
             check_files(Path(self._folder(step)))
             found = ocp.JsonCheckpointHandler().restore(self._folder(step) / "meta")
             meta = cast(Meta, found)  # a JSON object, as json.loads returns it
-            if meta["format"] not in (FORMAT, WITHOUT_FINGERPRINTS):
+            if meta["format"] != FORMAT:
                 raise CheckpointError(
                     f"{self._at(step)} has format {meta['format']}",
-                    found=f"this version reads {FORMAT} and {WITHOUT_FINGERPRINTS}",
+                    found=f"this version reads format {FORMAT}",
                 )
-            if meta["format"] == FORMAT and meta.pop("digest") != digest(meta):
+            if meta.pop("digest") != digest(meta):
                 raise ValueError("its meta is not as it was saved")
-            if "leaves" not in meta:
-                raise KeyError("its meta names no leaves")
+            if missing := [part for part in PARTS if not isinstance(meta.get(part), dict)]:
+                raise ValueError(f"its meta has no {missing[0]}")
             check_names(meta["leaves"])
-            if "layout" in meta:
-                return meta, StageLayout(**meta["layout"])
-            if not self._setup:
-                return meta, None
-            return meta, lay_out(self._setup.model.layout.layers, 1, 1)
+            return meta, StageLayout(**meta["layout"])
 
         return self._read(step, read)
 

@@ -87,8 +87,6 @@ class Corpus:
     template: str | dict | None = None  # the spec of the template, if there are conversations
     has_documents: bool = True  # whether `document_starts` are known
     validation_start: int | None = None  # first validation token, if files validate
-    # The fingerprint of version 0.1 if it differs; runs of that version are recognised by it.
-    earlier_fingerprint: str | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the ids at the offsets start to stop - 1, int32.
@@ -391,7 +389,6 @@ def _joined(
         template=common_template(source.template for source in sources),
         has_documents=all(source.has_documents for source in sources),
         validation_start=None if num_training is None else tokens.bounds[num_training],
-        earlier_fingerprint=united(source.earlier_fingerprint for source in sources),
     )
 
 

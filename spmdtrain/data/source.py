@@ -85,11 +85,6 @@ class CorpusData:
         return self.corpus.fingerprint
 
     @property
-    def earlier_fingerprint(self) -> str:
-        """The fingerprint that version 0.1 used."""
-        return self.corpus.earlier_fingerprint or self.corpus.fingerprint
-
-    @property
     def tokenizer(self) -> dict | None:
         """The spec of the tokenizer; None if ids do not stand for text."""
         tokenizer = self.corpus.tokenizer
@@ -145,11 +140,6 @@ class MixtureData:
     def fingerprint(self) -> str:
         """A hash of shares and contents; names do not count."""
         return self._united([source.fingerprint for source in self.sources])
-
-    @property
-    def earlier_fingerprint(self) -> str:
-        """The fingerprint that version 0.1 used."""
-        return self._united([source.earlier_fingerprint for source in self.sources])
 
     def _united(self, fingerprints: list[str]) -> str:
         parts = [*map(str, self.mixture.counts), *fingerprints]
@@ -231,11 +221,6 @@ class SourceData:
     tokenizer: None = None
     end_of_text: None = None
     template: None = None
-
-    @property
-    def earlier_fingerprint(self) -> str:
-        """The fingerprint that version 0.1 used."""
-        return self.fingerprint
 
     def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as a corpus
         return None

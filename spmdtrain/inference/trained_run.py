@@ -98,7 +98,7 @@ def open_run(
             step,
             lambda at: checkpoints.restore_params(at, setup.state.params, ema=ema),
         )
-    check_model_code(meta.get("model_code"), code_of(setup), f"step {at} of {run}")
+    check_model_code(meta["model_code"], code_of(setup), f"step {at} of {run}")
     end = saved.get("end_of_text")
     template = saved.get("template")
     if not isinstance(template, str | dict | None):

@@ -1,7 +1,6 @@
 """Returns a run to an older checkpoint: from before its bad steps, or the newest intact one."""
 
 from spmdtrain.checkpoints.leaves.items import begins_anew
-from spmdtrain.checkpoints.meta import has_fingerprints
 from spmdtrain.checkpoints.newest import Found, newest_good
 from spmdtrain.checkpoints.store import QUARANTINE, Checkpoints
 from spmdtrain.processes import pulse
@@ -52,7 +51,5 @@ def set_aside_damaged(checkpoints: Checkpoints, found: Found, reporter: Reporter
     for step, error in found.damaged.items():
         reporter.event("quarantined", step, why=str(error))
         reporter.say(f"{error.what}; it is now in checkpoints/{QUARANTINE}")
-    if not has_fingerprints(found.meta):
-        reporter.say(f"checkpoint {found.step} has no fingerprints yet: it could not be verified")
     for item in begins_anew(found.state, found.meta):
         reporter.say(f"{item} of checkpoint {found.step} is of another mesh, and begins anew")

@@ -439,7 +439,7 @@ def test_a_damaged_file_of_a_checkpoint_is_one_line(uninterrupted, tmp_path, ite
         saved_state(tmp_path, *SETTINGS, *MESH)
 
 
-@pytest.mark.parametrize("meta", [[], {"format": 1}, {"format": 1, "leaves": {}, "layout": 3}])
+@pytest.mark.parametrize("meta", [[], {"format": 2}, {"format": 2, "leaves": {}, "layout": 3}])
 def test_a_checkpoint_that_says_nothing_of_itself_is_one_line(uninterrupted, tmp_path, meta):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoints" / "40" / "meta" / "metadata").write_text(json.dumps(meta))

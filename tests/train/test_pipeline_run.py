@@ -17,6 +17,7 @@ from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepar
 from jax.sharding import NamedSharding
 
 import spmdtrain as st
+from spmdtrain.checkpoints.identity import identity
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.compiled import hlo
@@ -233,7 +234,7 @@ def saved(tmp_path_factory):
         state = replace(state, opt_state=moments, step=jnp.int32(7))
         directory = tmp_path_factory.mktemp("saved")
         checkpoints = Checkpoints(directory, setup, keep=Retention(CheckpointConfig(keep=1)))
-        checkpoints.save(7, state, {})
+        checkpoints.save(7, state, identity(setup, "", {}))
         checkpoints.close()
         found[name] = setup, directory, state
     return found

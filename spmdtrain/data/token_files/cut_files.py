@@ -67,7 +67,6 @@ def _cut_each_file(corpus: Corpus, fraction: float) -> Corpus:
         tokens=Concatenated([row for row, *_ in rows]),
         document_starts=np.concatenate(starts),
         fingerprint=hashlib.sha256(f"{corpus.fingerprint} each file".encode()).hexdigest(),
-        earlier_fingerprint=None,  # it trained on what now validates
         files=tuple(
             (first, corpus.files[number][1])
             for (number, _, _), first in zip(parts, firsts, strict=False)

@@ -85,10 +85,6 @@ class ForeignTokens:
             digest.update(content)
         return digest.hexdigest()
 
-    @property
-    def earlier_fingerprint(self) -> str:
-        return self.fingerprint
-
     def check(self, vocab: int, *, is_bare: bool) -> None:
         """Raises DataError if sampled ids do not fit the vocabulary.
 

@@ -95,19 +95,13 @@ class TokenSource:
         """The spec of the template of its conversations; None if it holds none."""
         return self.sidecar.get("template")
 
-    @property
-    def earlier_fingerprint(self) -> str:
-        """A hex hash of content and tokenizer from the sidecar alone, as in version 0.1."""
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hex hash of the sidecar and of blocks of the files as they are now."""
         parts = [str(self.sidecar[key]) for key in ("dtype", "vocab", "sha256", "index_sha256")]
         if self.has_loss:
             parts.append(self.sidecar["loss_sha256"])
         parts.append(tokenizer_fingerprint(self.tokenizer_spec))
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hex hash of the sidecar and of blocks of the files as they are now."""
-        parts = [self.earlier_fingerprint]
         for row in filter(None, (self.row, self.loss_row)):
             parts.append(hash_of_blocks(row.path, len(row) * row.dtype.itemsize))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()

@@ -23,7 +23,7 @@ class BadSteps:
 
     @classmethod
     def of(cls, meta: Meta) -> "BadSteps":
-        """Reads the record of a checkpoint; empty if an older version wrote the checkpoint."""
+        """Reads the record of a checkpoint; empty if the checkpoint has none."""
         kept = meta.get("guard", {})
         return cls(kept.get("in_a_row", 0), [list(each) for each in kept.get("left_out", [])])
 

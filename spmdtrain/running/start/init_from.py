@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 
 from spmdtrain.checkpoints.identity import code_of, model_changes
-from spmdtrain.checkpoints.meta import has_fingerprints
 from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_newest_good
 from spmdtrain.checkpoints.store import Checkpoints, newest_step
@@ -91,10 +90,8 @@ def _of_run(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]
     if begun := len(setup.state.params) - len(params):
         reporter.say(f"{run} has no adapters: {begun} arrays of them begin")
     asked = f"train.init_from='{run}'"
-    for line in check_model_code(meta.get("model_code"), code_of(setup), asked):
+    for line in check_model_code(meta["model_code"], code_of(setup), asked):
         reporter.say(line)
-    if not has_fingerprints(meta):
-        reporter.say(f"the weights of {run} have no fingerprints yet: they could not be verified")
     for name, then, now in model_changes(meta, setup.config):
         reporter.say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
     return params
