@@ -90,6 +90,28 @@ NORMS_BEFORE = {
     "mlp_norm.scale_e": _entry(pieces.copy, "post_attention_layernorm.weight"),
 }
 
+# The norm that Llama has before its mlp has the name of the one that others have after attention.
+NORMS_BOTH = {
+    "attention_norm.scale_e": _entry(pieces.copy, "input_layernorm.weight"),
+    "attention_out_norm.scale_e": _entry(pieces.copy, "post_attention_layernorm.weight"),
+    "mlp_norm.scale_e": _entry(pieces.copy, "pre_feedforward_layernorm.weight"),
+    "mlp_out_norm.scale_e": _entry(pieces.copy, "post_feedforward_layernorm.weight"),
+}
+NORMS_AFTER = {
+    "attention_out_norm.scale_e": _entry(pieces.copy, "post_attention_layernorm.weight"),
+    "mlp_out_norm.scale_e": _entry(pieces.copy, "post_feedforward_layernorm.weight"),
+}
+QUERY_NORMS = {
+    "attention.query_key_norm.query_scale": _entry(pieces.copy, "self_attn.q_norm.weight"),
+    "attention.query_key_norm.key_scale": _entry(pieces.copy, "self_attn.k_norm.weight"),
+}
+FUSED = {
+    "attention.qkv_eknd": _entry(pieces.qkv_fused, "self_attn.qkv_proj.weight"),
+    "attention.out_kgde": _entry(pieces.heads_out, "self_attn.o_proj.weight"),
+    "mlp.up_ef": _entry(pieces.gate_up_fused, "mlp.gate_up_proj.weight"),
+    "mlp.down_fe": _entry(pieces.transpose, "mlp.down_proj.weight"),
+}
+
 
 def _like_llama(*parts: Mapping[str, Entry]) -> Table:
     """Returns the table of a family with the names of Llama, of the parts of its layers."""
@@ -104,11 +126,21 @@ def _like_llama(*parts: Mapping[str, Entry]) -> Table:
 
 
 LLAMA = _like_llama(ATTENTION, MLP, NORMS_BEFORE)
+OLMO = _like_llama(ATTENTION, MLP, NORMS_AFTER, QUERY_NORMS)
 
 TABLES: Mapping[str, Table] = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": _like_llama(ATTENTION, MLP, NORMS_BEFORE, QUERY_NORMS),
+    "gemma2": _like_llama(ATTENTION, MLP, NORMS_BOTH),
+    "gemma3_text": _like_llama(ATTENTION, MLP, NORMS_BOTH, QUERY_NORMS),
+    "phi3": _like_llama(FUSED, NORMS_BEFORE),
+    "olmo2": OLMO,
+    "olmo3": OLMO,
+    "smollm3": LLAMA,
+    "granite": LLAMA,
 }
 
 # Tensors that say nothing: masks and frequencies that older versions stored, and vision towers.

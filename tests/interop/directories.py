@@ -48,8 +48,79 @@ GEMMA = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
-    "llama": LIKE_LLAMA | {"model_type": "llama"},
-    "mistral": LIKE_LLAMA | {"model_type": "mistral", "sliding_window": None},
+    "llama": LIKE_LLAMA
+    | {
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "mistral": LIKE_LLAMA | {"model_type": "mistral", "sliding_window": 7},
+    "qwen2": LIKE_LLAMA
+    | {"model_type": "qwen2", "hidden_size": 96, "use_sliding_window": False, "sliding_window": 7},
+    "qwen3": LIKE_LLAMA | {"model_type": "qwen3", "attention_bias": False},
+    "gemma2": LIKE_LLAMA
+    | GEMMA
+    | {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": LIKE_LLAMA
+    | GEMMA
+    | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,  # no multiple of the six kinds of layers
+        "rope_local_base_freq": 90.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "phi3": OWN_HEAD_DIM
+    | {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+        },
+        "sliding_window": None,
+        "pad_token_id": 0,
+    },
+    "olmo2": OWN_HEAD_DIM | {"model_type": "olmo2"},
+    "olmo3": OWN_HEAD_DIM
+    | {
+        "model_type": "olmo3",
+        # Of any other, transformers 5.24 gives layers with a window 500,000 all the same.
+        "rope_theta": 500000.0,
+        "num_hidden_layers": 4,
+        "sliding_window": 7,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "smollm3": OWN_HEAD_DIM
+    | {
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "pad_token_id": 0,
+    },
+    "granite": OWN_HEAD_DIM
+    | {
+        "model_type": "granite",
+        "attention_multiplier": 0.1,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "tie_word_embeddings": True,
+    },
 }
 
 

@@ -49,7 +49,10 @@ def _theirs(folder: str | Path, tokens: np.ndarray) -> np.ndarray:
             fix="pip install torch transformers, or no --check",
         ) from None
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        attn_implementation="eager",  # other ones leave caps of scores out, in transformers 4
     )
     with torch.no_grad():
         return model.float().eval()(torch.tensor(tokens)).logits.double().numpy()

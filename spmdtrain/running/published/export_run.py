@@ -79,7 +79,8 @@ def _target(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     if chosen not in NAMES:
         raise ConfigError(f"--dtype {chosen!r:.40} is none of {', '.join(NAMES)}")
     end = saved.get("end_of_text")
-    tokens = {} if end is None else {"eos_token_id": end}
+    # Null, for those that there are not: transformers would take ids of its own for them.
+    tokens = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     family, keys = write_config(model, base, dtype=chosen, tokens=tokens, run=run)
     return Target(model, family, keys, chosen, config.finetune), saved
 
