@@ -21,6 +21,12 @@ Meta = dict[str, Any]
 Changes = dict[str, tuple[Any, Any]]
 # The settings that say where a corpus comes from.
 DATA = ("data.corpus", "data.path", "data.tokenizer", "data.mix")
+# Settings of [model] that a leaf shows by being there or by its shape, and those that change no
+# number that the weights compute.
+OF_SHAPES = {"layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length"} | {
+    *("bias", "qkv_bias", "out_bias", "mlp_bias", "tied", "sinks"),
+}
+OF_NO_FUNCTION = {"name", "dropout", "attention", "make", "extra"}
 
 
 class DescribedData(Protocol):
@@ -116,7 +122,7 @@ def check_identity(
             f"{name} has changed",
             asked=str(now),
             found=f"{then} in the checkpoint",
-            fix=f"--set {name}={then}, or a new --run with train.init_from",
+            fix=f"{_setting(name, then)}, or a new --run with train.init_from",
         )
     return said
 
@@ -157,6 +163,13 @@ def refuse_other_settings(
         found=f"{said(recorded)} in the run",
         fix=f"{fix}, or another --run",
     )
+
+
+def _setting(name: str, value: Any) -> str:
+    """Returns what sets `name` to `value` on the command line, or says where it is written."""
+    if isinstance(value, Mapping):
+        return f"the [{name}] of that run"
+    return f"--set {shlex.quote(f'{name}={_shown(value)}')}"
 
 
 def _shown(value: Any) -> str:
@@ -203,10 +216,11 @@ def _stream(config: RunConfig, fingerprint: str) -> dict[str, Any]:
 def _model_function(config: RunConfig) -> dict[str, Any]:
     """Returns the settings, shapes aside, that decide which function the weights compute."""
     model = config.model
-    names = ["positions", "norm", "mlp", "norm_epsilon"]
-    if model.positions == "rope":
-        names.append("rope_theta")
-    shipped = {f"model.{name}": getattr(model, name) for name in names}
+    left_out = OF_SHAPES | OF_NO_FUNCTION
+    if model.positions != "rope":
+        left_out |= {"rope_theta"}
+    values = model.model_dump(mode="json")
+    shipped = {f"model.{name}": each for name, each in values.items() if name not in left_out}
     if config.finetune.has_adapters:
         for name in ("alpha", "rank_stabilised"):
             shipped[f"finetune.{name}"] = getattr(config.finetune, name)

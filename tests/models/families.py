@@ -125,3 +125,34 @@ def draw_params(model: AbstractModel, offset: float = 0.0, seed: int = 0) -> dic
             inputs = parameter.shape[1:4] if path.endswith("out_kgde") else parameter.shape[1:2]
             drawn[path] = 0.8 * np.prod(inputs) ** -0.5 * noise
     return {path: jnp.asarray(x, jnp.float32) for path, x in drawn.items()}
+
+
+# Two models that have every setting between them, in sizes that a mesh of eight splits. Neither
+# depth is a multiple of its patterns, nor of two stages.
+RICH = {
+    "capped": (
+        *("model.layers=5", "model.windows=3,3,0", "model.rope_theta_window=100"),
+        *("model.rope_scaling.kind=llama3", "model.rope_scaling.factor=8"),
+        *("model.rope_scaling.original_length=12", "model.query_norm=head", "model.mlp=geglu"),
+        *("model.norm_places=both", "model.norm_offset=1", "model.embed_scale=sqrt"),
+        *("model.score_scale=0.3", "model.score_cap=5", "model.logit_cap=3", "model.tied=true"),
+    ),
+    "sunk": (
+        *("model.layers=3", "model.windows=5,0", "model.sinks=true", "model.query_norm=all"),
+        *("model.qkv_bias=true", "model.out_bias=true", "model.norm_places=after"),
+        *("model.rope_layers=true,true,false", "model.rope_share=0.5"),
+        *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"),
+        *("model.rope_scaling.original_length=12", "model.rope_scaling.truncate=false"),
+        *("model.residual_scale=0.5", "model.logit_scale=0.4", "model.embed_scale=3"),
+    ),
+}
+RICH_SIZES = (
+    *("model.name=llama", "model.embed=32", "model.heads=4", "model.kv_heads=2"),
+    *("model.head_dim=12", "model.ffn=48", "model.vocab=32", "train.sequence_length=16"),
+    *("data.corpus=synthetic", "train.global_batch=8", "train.steps=2", "optimizer.warmup=0"),
+)
+
+
+def rich(name: str, *placement: str) -> tuple[str, ...]:
+    """The `--set` strings of one of them."""
+    return (*RICH_SIZES, *RICH[name], *placement)

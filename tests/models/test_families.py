@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import FAMILIES, VOCAB, T, draw_params, family_config
+from families import FAMILIES, RICH, VOCAB, T, draw_params, family_config, rich
 from family_oracle import logits as logits_by_definition
+from helpers import batches_of, placed, prepared
 
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers import Cache
 from spmdtrain.models.logits import logit_shape, logits_of
+from spmdtrain.train.step import make_gradients
 
 TOLERANCE = 2e-6  # of the root of the mean square, relative; float32 itself makes 6e-7
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, (2, T))
@@ -44,3 +47,64 @@ def test_a_family_has_the_logits_of_its_definition(name):
 
     got = np.asarray(run(params, TOKENS), np.float64)
     assert apart(got, logits_by_definition(config.model, params, TOKENS)) <= TOLERANCE
+
+
+PLACEMENTS = [
+    ("capped", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")),
+    (
+        "sunk",
+        (
+            *("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4"),
+            "train.remat=dots",
+        ),
+    ),
+]
+
+
+def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndarray]]:
+    """(loss, gradients with layers in order) of the first batch, from drawn parameters."""
+    setup = prepared(*rich(name, *placement))
+    whole = prepared(*rich(name)).model
+    drawn = jax.device_get(draw_params(whole, setup.config.model.norm_offset))
+    step = jax.device_put(np.int32(0), setup.state.step.sharding)
+    with batches_of(setup) as ahead:
+        find = jax.jit(make_gradients(setup))
+        found, sums = jax.device_get(find(placed(setup, drawn), step, next(ahead)))
+    unstaged = setup.model.layout.unstaged
+    in_order = {path: unstaged(g) if setup.model.in_stack(path) else g for path, g in found.items()}
+    return float(sums["loss"] / sums["tokens"]), in_order
+
+
+@pytest.mark.parametrize(("name", "placement"), PLACEMENTS, ids=["capped", "sunk"])
+def test_every_setting_has_the_gradients_of_one_device(name, placement):
+    got_loss, got = rich_gradients(name, *placement)
+    want_loss, want = rich_gradients(name)
+    assert got_loss == pytest.approx(want_loss, rel=1e-6)
+    assert got.keys() == want.keys()
+    far = {path: apart(got[path], want[path]) for path in want}
+    assert max(far.values()) <= 5e-6, far
+
+
+@pytest.mark.parametrize("name", RICH)
+def test_decoding_from_a_cache_has_the_logits_of_the_whole(name):
+    """Six tokens at once, then one by one, beyond every window; against the definition."""
+    setup = prepared(*rich(name))
+    model, config = setup.model, setup.config
+    params = draw_params(model, config.model.norm_offset)
+    length = config.train.sequence_length
+    tokens_bt = np.random.default_rng(2).integers(0, config.vocab, (2, length))
+    want = logits_by_definition(config.model, params, tokens_bt)
+
+    @jax.jit
+    def extend(tokens_bt, cache):
+        positions = cache.length + jnp.arange(tokens_bt.shape[1])
+        ctx = ForwardContext(jnp.broadcast_to(positions, tokens_bt.shape))
+        return model.bind(params).extend(tokens_bt, ctx, cache)
+
+    shape = (config.model.layers, 2, length, config.model.kv_heads, config.model.head_dim)
+    cache = Cache(jnp.zeros(shape), jnp.zeros(shape), jnp.int32(0))
+    start = 0
+    for stop in range(6, length + 1):
+        logits, cache = extend(tokens_bt[:, start:stop], cache)
+        assert apart(np.asarray(logits, np.float64), want[:, stop - 1]) <= TOLERANCE, stop
+        start = stop

@@ -24,7 +24,11 @@ from spmdtrain.train.setup import Setup
 # Settings that change no leaf, and may well change during a run.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 OPTIMIZER = "optimizer="
-OF_NO_LEAF = {"dropout", "attention", "rope_theta", "norm_epsilon", "alpha", "rank_stabilised"}
+OF_NO_LEAF = {
+    *("dropout", "attention", "norm_epsilon", "norm_offset", "alpha", "rank_stabilised"),
+    *("rope_theta", "rope_theta_window", "rope_layers", "rope_share", "rope_scaling", "windows"),
+    *("score_scale", "score_cap", "embed_scale", "residual_scale", "logit_scale", "logit_cap"),
+}
 
 
 def recorded(run: Path) -> dict[str, Any]:
@@ -74,7 +78,7 @@ def naming_settings(
 def _of_model(setup: Setup, then: Mapping[str, Any]) -> list[str]:
     names = dict.fromkeys([*settings_of(setup.config), *then])
     of_model = (name for name in names if name.startswith(("model.", "finetune.")))
-    return [name for name in of_model if name.partition(".")[2] not in OF_NO_LEAF]
+    return [name for name in of_model if name.split(".")[1] not in OF_NO_LEAF]
 
 
 def _of_optimizer(setup: Setup, then: Mapping[str, Any]) -> list[str]:
