@@ -68,7 +68,7 @@ def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
     """
     return {
         "stream": _stream(setup.config, fingerprint),
-        "model": _model_function(setup.config),
+        "model": model_function(setup.config),
         "model_code": code_of(setup),
         "settings": _changeable(setup.config, seams),
     }
@@ -122,7 +122,7 @@ def check_identity(
             f"{name} has changed",
             asked=str(now),
             found=f"{then} in the checkpoint",
-            fix=f"{_setting(name, then)}, or a new --run with train.init_from",
+            fix=f"{as_setting(name, then)}, or a new --run with train.init_from",
         )
     return said
 
@@ -132,7 +132,7 @@ def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
     what the weights compute.
     """
     then = meta["model"]
-    now = _model_function(config)
+    now = model_function(config)
     changed = [name for name in now if name in then and then[name] != now[name]]
     return [(name, then[name], now[name]) for name in changed]
 
@@ -165,7 +165,7 @@ def refuse_other_settings(
     )
 
 
-def _setting(name: str, value: Any) -> str:
+def as_setting(name: str, value: Any) -> str:
     """Returns what sets `name` to `value` on the command line, or says where it is written."""
     if isinstance(value, Mapping):
         return f"the [{name}] of that run"
@@ -213,7 +213,7 @@ def _stream(config: RunConfig, fingerprint: str) -> dict[str, Any]:
     }
 
 
-def _model_function(config: RunConfig) -> dict[str, Any]:
+def model_function(config: RunConfig) -> dict[str, Any]:
     """Returns the settings, shapes aside, that decide which function the weights compute."""
     model = config.model
     left_out = OF_SHAPES | OF_NO_FUNCTION

@@ -10,15 +10,27 @@ def matmul_parameters(config: TransformerConfig) -> int:
     """
     dim, heads, groups = config.width_per_head, config.heads, config.key_value_heads
     attention = config.embed * dim * (heads + 2 * groups) + heads * dim * config.embed
-    mlp = (3 if config.mlp == "swiglu" else 2) * config.embed * config.hidden
+    mlp = (3 if config.is_gated else 2) * config.embed * config.hidden
     return config.layers * (attention + mlp) + config.embed * (config.vocab or 0)
 
 
 def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     """FLOPs of forward and backward per token, the numerator of MFU (arXiv:2204.02311, appendix B).
 
-    They are 6 per matmul parameter, and for attention 12 x layers x heads x head_dim x length,
-    halved because it is causal. Recomputation does not count.
+    They are 6 per matmul parameter, and for attention 12 x heads x head_dim in each layer for each
+    key that a token sees: half of the length on average, because it is causal, or fewer through a
+    window. Recomputation does not count.
     """
-    attention = 12 * config.layers * config.heads * config.width_per_head * sequence_length / 2
+    pairs = sum(seen_pairs(sequence_length, kind.window) for kind in config.layer_kinds)
+    attention = 12 * config.heads * config.width_per_head * pairs / sequence_length
     return 6 * matmul_parameters(config) + attention
+
+
+def seen_pairs(length: int, window: int = 0) -> float:
+    """Pairs of a query and a key that causal attention sees in a sequence, as `counting` has them.
+
+    `window`: tokens that a query sees, itself among them; 0: all, which count half of the square.
+    """
+    if not window or window >= length:
+        return length * length / 2
+    return window * length - window * (window - 1) / 2

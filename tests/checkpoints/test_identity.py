@@ -12,7 +12,7 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
-from spmdtrain.checkpoints import model_code
+from spmdtrain.checkpoints import identity, model_code
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.models.layers import Mlp
 
@@ -149,3 +149,22 @@ def test_what_is_trained_otherwise_is_said_in_one_line_and_kept(tmp_path, capsys
     capsys.readouterr()
     st.run(settings(*other), tmp_path, **ONE)
     assert "changed since" not in capsys.readouterr().out, "as the last checkpoint has it"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("model.windows=4,0", "--set 'model.windows=[4, 0]'"),
+        ("model.score_cap=30", "--set model.score_cap=30.0"),
+        ("model.rope_layers=true,false", "--set 'model.rope_layers=[true, false]'"),
+        ("model.norm_offset=1", "--set model.norm_offset=1.0"),
+    ],
+)
+def test_every_setting_of_the_function_is_compared_and_how_to_set_it_said(change, said):
+    """As JSON keeps them; the settings of shapes are known by the leaves."""
+    llama = ("model.name=llama", "model.vocab=64")
+    name = change.partition("=")[0]
+    saved = json.loads(json.dumps({"model": identity.model_function(tiny(*llama, change))}))
+    assert identity.model_changes(saved, tiny(*llama, change, "model.ffn=80")) == []
+    ((found, then, _),) = identity.model_changes(saved, tiny(*llama))
+    assert (found, identity.as_setting(found, then)) == (name, said)

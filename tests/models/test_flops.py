@@ -25,6 +25,7 @@ from spmdtrain.train.setup import shard
         (),
         ("model.name=llama", "model.kv_heads=2"),
         ("model.layers=3", "model.tied=false", "model.head_dim=16"),
+        ("model.layers=5", "model.windows=7,20,0,64", "model.mlp=geglu"),
     ],
 )
 def test_the_shipped_models_have_the_flops_of_the_formula(settings):

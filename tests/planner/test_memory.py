@@ -1,6 +1,7 @@
 """Memory: the state as the abstract state has it, and what a layer keeps as its jaxpr has it."""
 
 from dataclasses import replace
+from random import Random
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,31 @@ LLAMA = (
     "model.ffn=96",
     "model.vocab=64",
 )
+VARIED = [
+    (*LLAMA, "model.norm_places=both", "model.query_norm=head", "model.windows=3,0"),
+    (*LLAMA, "model.norm_places=after", "model.query_norm=all", "model.sinks=true"),
+]
+GRID = {
+    "layers": (2, 3),
+    "embed": (32, 48),
+    "heads": (4, 8),
+    "kv_heads": (1, 2, 4),
+    "head_dim": ("none", 10),
+    "ffn": ("none", 40),
+    "vocab": (64, 71),
+    "positions": ("learned", "rope"),
+    "norm": ("layernorm", "rmsnorm"),
+    "mlp": ("gelu", "gelu_exact", "swiglu", "geglu"),
+    "bias": ("true", "false"),
+    "qkv_bias": ("none", "true", "false"),
+    "out_bias": ("none", "true", "false"),
+    "mlp_bias": ("none", "true", "false"),
+    "tied": ("true", "false"),
+    "query_norm": ("none", "head", "all"),
+    "norm_places": ("before", "after", "both"),
+    "sinks": ("true", "false"),
+    "windows": ("[]", "3,0"),
+}
 LAYOUTS = [
     ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.zero=1", "optimizer.ema=0.9"),
     ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=2", "train.zero=1", "train.remat=dots"),
@@ -112,7 +138,7 @@ def _bytes(leaves) -> int:
 
 
 @pytest.mark.parametrize("remat", ["none", "dots"])
-@pytest.mark.parametrize("model", [(), LLAMA])
+@pytest.mark.parametrize("model", [(), LLAMA, *VARIED])
 def test_what_a_layer_keeps(model, remat):
     config = tiny(
         *model, f"train.remat={remat}", "precision.compute=bfloat16", "train.global_batch=2"
@@ -122,6 +148,16 @@ def test_what_a_layer_keeps(model, remat):
     assert memory.kept_bytes(workload) == kept
     if remat == "none":
         assert memory.deferred_bytes(workload) == deferred
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_planner_counts_the_parameters_of_the_model(seed):
+    """Of settings drawn from a grid."""
+    random = Random(seed)
+    drawn = {name: random.choice(values) for name, values in GRID.items()}
+    config = tiny("model.name=llama", *(f"model.{name}={value}" for name, value in drawn.items()))
+    shape = workload_of(config, dict(config.mesh.sizes)).model
+    assert shape.parameters == build_model(config).size, drawn
 
 
 def test_memory_follows_the_settings():

@@ -46,10 +46,30 @@ def test_a_pipeline_takes_the_time_of_the_table_that_runs():
     assert bubble == pytest.approx(idle)
 
 
-def test_flops_agree_with_the_metrics_of_a_run():
-    config = Llama(layers=4, embed=256, heads=8, kv_heads=2, vocab=1000)
+@pytest.mark.parametrize("windows", [(), (100, 0, 600)])
+def test_flops_agree_with_the_metrics_of_a_run(windows):
+    config = Llama(layers=4, embed=256, heads=8, kv_heads=2, vocab=1000, windows=windows)
     flops = model_flops_per_token(model_shape(RunConfig(model=config)), 512)
-    assert flops == train_flops_per_token(config, 512)
+    assert flops == pytest.approx(train_flops_per_token(config, 512), rel=1e-12)
+    assert (flops < train_flops_per_token(config.model_copy(update={"windows": ()}), 512)) == bool(
+        windows
+    )
+
+
+@pytest.mark.parametrize("system", [OURS, software("spmdtrain-xla", "h100")])
+def test_a_window_takes_time_off_attention_and_a_norm_more_passes(system):
+    def terms(**changes):
+        changed = replace(WORKLOAD, model=replace(MODEL, **changes))
+        return {term: sum(work) for term, work in layer_time(changed, H100, system).items()}
+
+    plain = terms()
+    assert plain | {"attention": terms(windows=(256,))["attention"]} == terms(windows=(256,))
+    # 0.44 of the pairs; what a kernel takes to start stays.
+    assert 0.43 < terms(windows=(256,))["attention"] / plain["attention"] < 0.65
+    for more in ({"norm_places": "both"}, {"query_norm": "head"}):
+        passes = terms(**more)["elementwise"]
+        assert plain | {"elementwise": passes} == terms(**more)
+        assert passes > plain["elementwise"]
 
 
 def test_terms_follow_what_limits_them():

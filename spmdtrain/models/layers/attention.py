@@ -17,7 +17,7 @@ from spmdtrain.models.layers.cache import Cache
 from spmdtrain.models.layers.kinds import by_kind
 from spmdtrain.models.layers.norm import QueryKeyNorm
 from spmdtrain.models.layers.rope import make_rotation
-from spmdtrain.models.layers.weights import INIT_STD, bias, matmul_weight
+from spmdtrain.models.layers.weights import INIT_STD, bias, matmul_weight, recomputed
 from spmdtrain.parallel.regions import Whole
 
 Position = Callable[[jax.Array, jax.Array], jax.Array]
@@ -157,7 +157,7 @@ class Attention(nnx.Module):
                 k_bskd,
                 v_bskd,
                 causal=self.causal,
-                window=(window - 1, 0) if window else None,
+                window=(window - 1, 0) if 0 < window < k_bskd.shape[1] else None,
                 softcap=self.score_cap,
                 scale=self.score_scale,
                 return_lse=sinks_h is not None,
@@ -170,6 +170,11 @@ class Attention(nnx.Module):
             raise ConfigError(what, fix="--set model.attention=auto") from None
         if sinks_h is None:
             return found.reshape(q_btkgd.shape)
-        y_bthd, lse_bth = found
-        share_bth = jax.nn.sigmoid(lse_bth - sinks_h)
-        return (y_bthd * share_bth[..., None]).astype(y_bthd.dtype).reshape(q_btkgd.shape)
+        return _sunk(*found, sinks_h).reshape(q_btkgd.shape)
+
+
+@recomputed
+def _sunk(y_bthd: jax.Array, lse_bth: jax.Array, sinks_h: jax.Array) -> jax.Array:
+    """What attention gives where a sink takes its share of each head's softmax."""
+    share_bth = jax.nn.sigmoid(lse_bth - sinks_h)
+    return (y_bthd * share_bth[..., None]).astype(y_bthd.dtype)

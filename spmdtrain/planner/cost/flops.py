@@ -41,4 +41,5 @@ def model_flops_per_token(model: ModelShape, sequence_length: int) -> float:
     """
     matrices = model.layers * model.layer_matrices + model.embed * model.vocab
     attention = 6 * model.layers * model.attention_width * sequence_length
+    attention = attention * model.seen_share(sequence_length)
     return 6 * matrices + attention

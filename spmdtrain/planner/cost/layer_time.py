@@ -120,6 +120,10 @@ def _half_time(
         norm_bytes = norm_bytes / sizes.tensor
     forward_bytes = own.forward_bytes + (5.5 if sizes.model.dropout else 5) * norm_bytes
     backward_bytes = own.backward_bytes + (6.5 if sizes.model.dropout else 6) * norm_bytes
+    # A further norm reads and writes; its backward reads its input and a gradient and writes one.
+    more_norms = sizes.model.norms // 2 - 1
+    forward_bytes += 2 * more_norms * norm_bytes
+    backward_bytes += 3 * more_norms * norm_bytes
 
     work = {
         "matmul": own.matmul,
@@ -184,11 +188,13 @@ def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -
     kv_bytes = 2 * tokens * model.kv_heads * model.head_dim * bytes_of(sizes.dtype)
     kv_bytes = kv_bytes / min(tensor, model.kv_heads)
     context_gather = all_gather_seconds(kv_bytes, sizes.context, hardware)
+    # Norms of queries and keys are one pass more over them.
+    normed = 0 if model.query_norm == "none" else model.query_key_width
     return _Half(
         matmul=add_work(qkv, projection),
         attention=_attention_work(sizes, hardware, software),
-        forward_bytes=2 * model.qkv_width * column_bytes,
-        backward_bytes=5 / 3 * model.qkv_width * column_bytes,
+        forward_bytes=2 * (model.qkv_width + normed) * column_bytes,
+        backward_bytes=(5 / 3 * model.qkv_width + 3 * normed) * column_bytes,
         context_gather=exposed(context_gather, software.overlap.context),
     )
 
@@ -242,6 +248,7 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
     heads = max(1, model.heads // sizes.tensor)
     # Causal: half of the 4 b h d s^2 FLOPs of two matmuls over all pairs.
     flops = 2 * sizes.microbatch * heads * model.head_dim * queries * keys
+    flops *= model.seen_share(keys)
     seconds = partial(
         fused_attention_seconds,
         keys=keys,
@@ -267,11 +274,13 @@ def _unfused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Sof
         dtype=sizes.dtype,
         count=matrices,
     )
-    scores = seconds(queries, keys, model.head_dim)
-    values = seconds(queries, model.head_dim, keys)
+    # Tiles beyond a window are skipped.
+    seen = model.seen_share(keys)
+    scores = seen * seconds(queries, keys, model.head_dim)
+    values = seen * seconds(queries, model.head_dim, keys)
 
     # Softmax, mask and dropout: passes over the scores, counted for Megatron-LM of 2021.
-    score_bytes = matrices * queries * keys * software.score_bytes * software.score_factor
+    score_bytes = seen * matrices * queries * keys * software.score_bytes * software.score_factor
     forward_passes = 6.5 if model.dropout else 4.0
     backward_passes = 5.5 if model.dropout else 4.0
     return Work(

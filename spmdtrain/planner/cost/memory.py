@@ -134,11 +134,8 @@ def resident_elements(workload: Workload) -> float:
 
 
 def _layer_elements(model: ModelShape, tensor: int) -> float:
-    """Counts a layer's elements: matrices split over `tensor`; norms, and the few biases, whole."""
-    if model.bias:
-        vectors = model.layer_parameters - model.layer_matrices
-    else:
-        vectors = 2 * model.embed
+    """Counts a layer's elements: matrices split over `tensor`; vectors, which are few, whole."""
+    vectors = model.layer_parameters - model.layer_matrices
     return model.layer_matrices / tensor + vectors
 
 
@@ -180,16 +177,25 @@ def _kept_bytes(
     attention = size * model.attention_width + FLOAT32 * model.heads
     if remat == "dots":
         matmuls = size * (model.qkv_width + model.up_width)
-        stream = 2 * size * model.embed // stream_ways
+        # The layer's input, and what attention adds to it; a norm behind the mlp reads its output.
+        streams = 2 if model.norm_places == "before" else 3
+        stream = streams * size * model.embed // stream_ways
+        if model.sinks:
+            attention *= 2  # once more for what the sinks take of it
         return tokens * (stream + (matmuls + attention) // tensor)
 
     # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).
     statistics = 2 * FLOAT32 if model.layernorm else FLOAT32
     norm = tokens * (2 * size * model.embed + statistics) // stream_ways
+    # The output of a norm behind attention or mlp is added to the stream, and not kept.
+    out_norm = tokens * (size * model.embed + statistics) // stream_ways
+    norms = 2 * norm + (model.norms - 2) * out_norm
     # It also keeps its input, and the matmul after it keeps its own.
     attention += size * (model.qkv_width + model.attention_width)
+    if model.query_norm != "none":
+        attention += size * model.query_key_width
     mlp = size * (model.up_width + model.ffn)
-    return 2 * norm + tokens * (attention + mlp) // tensor
+    return norms + tokens * (attention + mlp) // tensor
 
 
 def deferred_bytes(workload: Workload) -> int:
@@ -199,9 +205,11 @@ def deferred_bytes(workload: Workload) -> int:
     """
     model = workload.model
     size = workload.compute_bytes
-    whole = (2 * size + 16) * model.embed
+    whole = (2 * size + 8 * model.norms) * model.embed
     split = size * (model.up_width + model.qkv_width) // workload.mesh.tensor
-    return workload.tokens * (whole + split)
+    # The gradients of these vectors are complete in float32.
+    vectors = FLOAT32 * (model.query_norm_size + model.head_sinks)
+    return workload.tokens * (whole + split) + vectors
 
 
 def ring_slots(workload: Workload) -> RingSlots:

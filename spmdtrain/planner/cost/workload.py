@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.size import seen_pairs
 from spmdtrain.parallel.axes import batch_shards
 
 
@@ -30,6 +31,13 @@ class ModelShape:
     layernorm: bool = True  # False: RMSNorm
     position_rows: int = 0  # of a learned position table; 0: rotary positions
     dropout: bool = False
+    qkv_bias: bool | None = None  # None: as `bias`, and so are the next two
+    out_bias: bool | None = None
+    mlp_bias: bool | None = None
+    norm_places: str = "before"  # attention and mlp, "after" them or "both"
+    query_norm: str = "none"  # "head" or "all": of queries and keys
+    sinks: bool = False
+    windows: tuple[int, ...] = ()  # tokens that attention sees, repeating over the layers; 0: all
 
     @property
     def attention_width(self) -> int:
@@ -54,10 +62,50 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """The number of all parameters of one layer: matrices, biases and two norms."""
-        norms = 2 * self.embed * self.vectors_per_norm
-        biases = (self.qkv_width + self.up_width + 2 * self.embed) * self.bias
-        return self.layer_matrices + norms + biases
+        """Returns all parameters of one layer: matrices, norms, biases and sinks."""
+        norms = self.norms * self.embed * self.vectors_per_norm
+        return self.layer_matrices + norms + self._biases + self.query_norm_size + self.head_sinks
+
+    @property
+    def norms(self) -> int:
+        """Returns the norms of one layer."""
+        return 4 if self.norm_places == "both" else 2
+
+    @property
+    def query_key_width(self) -> int:
+        """Returns the width of queries and keys together."""
+        return (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def _biases(self) -> int:
+        """Returns the parameters of one layer's projections that are biases."""
+        qkv, out, mlp = (
+            self.bias if given is None else given
+            for given in (self.qkv_bias, self.out_bias, self.mlp_bias)
+        )
+        return self.qkv_width * qkv + self.embed * out + (self.up_width + self.embed) * mlp
+
+    @property
+    def query_norm_size(self) -> int:
+        """Returns the parameters of the norms of queries and keys in one layer."""
+        if self.query_norm == "all":
+            return self.query_key_width
+        return 2 * self.head_dim if self.query_norm == "head" else 0
+
+    @property
+    def head_sinks(self) -> int:
+        """Returns the sinks of one layer: one for each head, or none."""
+        return self.heads if self.sinks else 0
+
+    def seen_share(self, sequence_length: int) -> float:
+        """Returns the pairs of a query and a key that a layer sees, averaged over the layers,
+        relative to causal attention without a window.
+        """
+        if not self.windows:
+            return 1.0
+        kinds = [self.windows[n % len(self.windows)] for n in range(self.layers)]
+        whole = seen_pairs(sequence_length)
+        return sum(seen_pairs(sequence_length, window) for window in kinds) / self.layers / whole
 
     @property
     def outside_parameters(self) -> int:
@@ -211,12 +259,19 @@ def model_shape(config: RunConfig) -> ModelShape:
         head_dim=model.width_per_head,
         ffn=model.hidden,
         vocab=config.vocab,
-        gated=model.mlp == "swiglu",
+        gated=model.is_gated,
         tied=model.tied,
         bias=model.bias,
         layernorm=model.norm == "layernorm",
         position_rows=config.max_length if model.positions == "learned" else 0,
         dropout=model.dropout > 0,
+        qkv_bias=model.qkv_bias,
+        out_bias=model.out_bias,
+        mlp_bias=model.mlp_bias,
+        norm_places=model.norm_places,
+        query_norm=model.query_norm,
+        sinks=model.sinks,
+        windows=model.windows,
     )
 
 
