@@ -21,9 +21,21 @@ from spmdtrain.parallel.gather import LAYER_AXES
 
 def _but_gathered_weights(primitive: jax.extend.core.Primitive, *_, **parameters) -> bool:
     """Keep everything but gathered weights: kept, those of all layers would be whole at once."""
-    if primitive.name != "all_gather":
-        return True
-    return not set(parameters["axis_name"]) <= set(LAYER_AXES)
+    return not _gathers_weights(primitive, parameters)
+
+
+def _gathers_weights(primitive: jax.extend.core.Primitive, parameters: dict[str, Any]) -> bool:
+    """True of a gather over the layers' axes, and of the call of a function that makes one.
+
+    The gather of a frozen weight stays such a call, because nothing differentiates it.
+    """
+    if primitive.name == "all_gather":
+        return set(parameters["axis_name"]) <= set(LAYER_AXES)
+    if primitive.name not in ("custom_vjp_call", "shard_map"):
+        return False
+    called = parameters["call_jaxpr" if "call_jaxpr" in parameters else "jaxpr"]
+    program = getattr(called, "jaxpr", called)
+    return any(_gathers_weights(each.primitive, each.params) for each in program.eqns)
 
 
 SideLosses = dict[str, jax.Array]  # by name, float32 scalars
