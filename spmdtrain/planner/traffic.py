@@ -5,7 +5,7 @@ and a reduce-scatter over n devices send (n - 1) / n each, and an all-reduce sen
 not count.
 """
 
-from spmdtrain.planner.cost.memory import FLOAT32, resident_elements
+from spmdtrain.planner.cost.memory import FLOAT32, held_elements, resident_elements
 from spmdtrain.planner.cost.workload import Workload
 
 
@@ -31,7 +31,7 @@ def _fsdp_bytes(workload: Workload) -> float:
     layers are gathered a second time for the backward.
     """
     elements = resident_elements(workload)
-    once = (workload.compute_bytes + FLOAT32) * elements
+    once = (workload.compute_bytes + FLOAT32 * workload.trained.share) * elements
     if workload.mesh.pipeline > 1:
         return once
     layers = elements - _table_elements(workload)
@@ -48,7 +48,7 @@ def _data_bytes(workload: Workload) -> float:
 
     With ZeRO-1 it is their scatter, and a gather of new weights in compute precision.
     """
-    elements = resident_elements(workload) / workload.mesh.fsdp
+    _, elements = held_elements(workload, resident_elements(workload))
     back = workload.compute_bytes if workload.zero else FLOAT32
     return (FLOAT32 + back) * elements
 
@@ -99,5 +99,6 @@ def _context_bytes(workload: Workload) -> float:
     width = 2 * model.kv_heads * model.head_dim / mesh.tensor
     gathers = 1 if workload.remat == "none" else 2
     per_layer = (gathers + 1) * workload.compute_bytes * tokens * width
-    gradients = 2 * FLOAT32 * resident_elements(workload) / mesh.fsdp
+    _, elements = held_elements(workload, resident_elements(workload))
+    gradients = 2 * FLOAT32 * elements
     return workload.accumulation * workload.layers_per_stage * per_layer + gradients

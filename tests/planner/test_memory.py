@@ -107,6 +107,29 @@ def test_the_closed_form_knows_what_zero_leaves_whole(layers, data, fsdp, tensor
     assert closed_form == pytest.approx(memory.exact_state(config, sizes), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        (),
+        ("mesh.data=2", "train.zero=1"),
+        ("mesh.fsdp=2", "mesh.tensor=2"),
+        ("mesh.pipeline=2", "mesh.tensor=2"),
+    ],
+)
+@pytest.mark.parametrize("also", [(), ("finetune.also_train=tokens.*",)])
+def test_the_closed_form_knows_what_is_frozen(mesh, also):
+    """Narrow and without moments, next to adapters that have both."""
+    settings = ("finetune.kind=dora", "precision.frozen=bfloat16", "model.embed=256", *also)
+    config = tiny(*settings, *mesh)
+    sizes = dict(config.mesh.sizes)
+    exact = memory.exact_state(config, sizes)
+    assert memory.closed_form_state(workload_of(config, sizes)) == pytest.approx(exact, rel=0.03)
+    if not mesh and not also:
+        full = memory.exact_state(tiny("model.embed=256"), sizes)
+        assert exact[0] < 0.6 * full[0]
+        assert exact[1] < 0.1 * full[1]
+
+
 def _kept_and_deferred(config) -> tuple[int, int]:
     """Bytes of (LayerGradient.kept, LayerGradient.deferred) for two sequences.
 

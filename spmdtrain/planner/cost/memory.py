@@ -97,11 +97,27 @@ def exact_state(
 
 def closed_form_state(workload: Workload) -> tuple[int, int]:
     """Returns `exact_state` for a search; a few per cent off if a dim is unsplit or padded."""
-    elements = resident_elements(workload) / workload.mesh.fsdp
+    frozen, elements = held_elements(workload, resident_elements(workload))
     if workload.zero:
-        whole = _whole_under_zero(workload)
+        whole = _whole_under_zero(workload) * workload.trained.share
         elements = whole + (elements - whole) / workload.mesh.data
-    return int(workload.stored_bytes * elements), int(workload.optimizer_bytes * elements)
+    parameters = workload.stored_bytes * elements + workload.frozen_bytes * frozen
+    return int(parameters), int(workload.optimizer_bytes * elements)
+
+
+def held_elements(workload: Workload, resident: float) -> tuple[float, float]:
+    """Counts the elements (frozen, trained) at rest on a device, if ZeRO-1 splits none.
+
+    `resident`: of the model's own weights, before `fsdp` splits them.
+    """
+    own = resident / workload.mesh.fsdp
+    share = workload.trained.share
+    return (1 - share) * own, share * own + _adapter_elements(workload)
+
+
+def _adapter_elements(workload: Workload) -> float:
+    each = workload.trained.adapter_elements(workload.model, workload.mesh.tensor)
+    return workload.layers_per_stage * each
 
 
 def _whole_under_zero(workload: Workload) -> float:
@@ -244,13 +260,14 @@ def _accumulated_memory(
     model = workload.model
     tensor = workload.mesh.tensor
     size = workload.compute_bytes
-    at_rest = parameters / workload.stored_bytes
-    elements = at_rest
-    if workload.zero:
-        elements = resident / workload.mesh.fsdp
+    frozen, elements = held_elements(workload, resident)
+    if workload.trained.share == 1 and not workload.zero:
+        elements = parameters / workload.stored_bytes  # exact, where the state was read
     narrower = size < workload.stored_bytes
-    copied = narrower or elements > at_rest or not workload.gradients_at_weights
+    copied = narrower or workload.zero or not workload.gradients_at_weights
     compute_copy = size * elements if copied else 0.0
+    if size < workload.frozen_bytes:
+        compute_copy += size * frozen
     gradients = size * elements
     sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
 
@@ -260,7 +277,8 @@ def _accumulated_memory(
     unscattered = 0.0
     if workload.mesh.fsdp > 1:
         gathered = size * (2 * layer + table)  # the layer in use and the next one
-        unscattered = size * (layer + table)  # gradients before they are scattered
+        # Gradients before they are scattered.
+        unscattered = size * (layer + table) * workload.trained.share
 
     # The first layer's input, the last one's output, and what the head reads.
     ends = 3 * size * workload.tokens * model.embed
@@ -315,6 +333,8 @@ def _pipelined_memory(
     model = workload.model
     mesh = workload.mesh
     size = workload.compute_bytes
+    share = workload.trained.share
+    trained = share * elements + _adapter_elements(workload)
     layers_per_chunk = workload.layers_per_stage // workload.chunks
     kept = layers_per_chunk * kept_bytes(workload)
     deferred = layers_per_chunk * deferred_bytes(workload)
@@ -335,9 +355,12 @@ def _pipelined_memory(
     narrower = size < workload.stored_bytes
     gathers = mesh.fsdp > 1 or bool(workload.zero)
     copies = narrower or gathers or not workload.gradients_at_weights
-    weights = size * elements if copies else 0.0
+    weights = size * trained if copies else 0.0
+    if size < workload.frozen_bytes or mesh.fsdp > 1:
+        weights += size * (elements - share * elements)
     # A chunk's gradients, before they are added to the sum.
-    chunk_gradients = size * layers_per_chunk * _layer_elements(model, mesh.tensor)
+    chunk_elements = layers_per_chunk * _layer_elements(model, mesh.tensor)
+    chunk_gradients = size * share * chunk_elements
 
     # The forward makes one set of what layers keep, and the backward reads another. With remat
     # "full" all layers of a chunk are recomputed at once, with "dots" one at a time.
@@ -350,12 +373,12 @@ def _pipelined_memory(
     if layers_per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
         working += _workspace_bytes(workload)
     if workload.chunks > 1:  # its weights are cut out of the stage's, on top of a tick's work
-        working += size * layers_per_chunk * _layer_elements(model, mesh.tensor)
+        working += size * chunk_elements
     if rings.deferred:
         working += 2 * deferred
     logits = _logit_bytes(workload, mesh.pipeline * mesh.tensor)
 
-    gradients = FLOAT32 * elements
+    gradients = FLOAT32 * trained
     peak = gradients + weights + activations + chunk_gradients + working + logits
     return _memory(
         workload,
@@ -401,7 +424,7 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
     chunks = max(1, math.ceil(workload.tokens * rows / CHUNK_LOGITS))
     logits = workload.tokens * rows / chunks * (FLOAT32 + workload.compute_bytes)
     table_gradients = 0.0
-    if chunks > 1:
+    if chunks > 1 and workload.trained.share:
         table_gradients = FLOAT32 * rows * workload.model.embed
     return logits + table_gradients
 

@@ -106,7 +106,11 @@ def step_time(
     With `closed_form`, the bubble comes from the schedule's closed form instead of its table; a
     search uses this.
     """
-    layer = layer_time(workload, hardware, software)
+    share = workload.trained.share  # of the weights that have gradients
+    layer = {
+        term: work._replace(weight=share * work.weight)
+        for term, work in layer_time(workload, hardware, software).items()
+    }
     stage = {term: workload.layers_per_stage * sum(work) for term, work in layer.items()}
     terms = dict.fromkeys(BOUND_BY, 0.0)
     terms |= _work_terms(workload, hardware, software, stage)
@@ -136,6 +140,14 @@ def stage_parameters(workload: Workload, software: Software) -> float:
         return inside + outside / workload.mesh.pipeline
     last_stage = inside - workload.short_ends * model.layer_parameters / tensor
     return max(inside, last_stage + model.vocab * model.embed / tensor)
+
+
+def trained_parameters(workload: Workload, software: Software) -> float:
+    """Counts those of `stage_parameters` that are trained, as `fsdp` splits them."""
+    trained = workload.trained
+    own = trained.share * stage_parameters(workload, software) / workload.mesh.fsdp
+    adapters = trained.adapter_elements(workload.model, workload.mesh.tensor)
+    return own + workload.layers_per_stage * adapters
 
 
 # Work of a stage
@@ -303,6 +315,7 @@ def _fsdp_seconds(
     )
     size = workload.compute_bytes
     scatter_cost = (software.scattered_gradient_bytes or size) / size  # scatter / gather
+    scatter_cost *= workload.trained.share
     if workload.mesh.pipeline > 1:
         return (1 + scatter_cost) * all_gather(stage_parameters(workload, software) * size)
 
@@ -329,7 +342,7 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
     That is a reduce-scatter and an all-gather: of the gradients, or with a distributed optimizer of
     the parameters that it has updated.
     """
-    elements = stage_parameters(workload, software) / workload.mesh.fsdp
+    elements = trained_parameters(workload, software)
     scattered = software.gradient_bytes * elements
     gathered = _gathered_over_data(workload, software) * elements
     ring = partial(
@@ -351,9 +364,9 @@ def _gathered_over_data(workload: Workload, software: Software) -> int:
 
 
 def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
-    ways = workload.mesh.fsdp
+    ways = 1
     if workload.zero or software.gathered_parameter_bytes:
-        ways = workload.mesh.fsdp * workload.mesh.data
+        ways = workload.mesh.data
     each = OPTIMIZER_BYTES + 2 * workload.item_bytes  # items are read and written
-    moved = each * stage_parameters(workload, software) / ways
+    moved = each * trained_parameters(workload, software) / ways
     return memory_seconds(moved, hardware)

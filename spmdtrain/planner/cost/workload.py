@@ -7,6 +7,7 @@ runs down as workloads directly.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from spmdtrain.config.schema import RunConfig
@@ -127,6 +128,39 @@ class ModelShape:
         return 2 if self.layernorm and self.bias else 1
 
 
+@dataclass(frozen=True)
+class Trained:
+    """The trained part of a model.
+
+    share: of the model's own weights, by elements. `targets`: the linear layers of each block that
+    have an adapter of `rank`, and `magnitudes` if DoRA's; () for none.
+    """
+
+    share: float = 1.0
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    magnitudes: bool = False
+
+    def adapter_elements(self, model: ModelShape, tensor: int) -> float:
+        """Counts the elements of one layer's adapters on a device.
+
+        An adapter's side in the stream is whole, and the other one split as its weight is. `fsdp`
+        splits neither.
+        """
+        heads = model.attention_width / tensor
+        kv_heads = model.kv_heads * model.head_dim / tensor
+        ffn = model.ffn / tensor
+        wide = {"q": heads, "k": kv_heads, "v": kv_heads, "out": heads, "up": ffn, "down": ffn}
+        if model.gated:
+            wide["gate"] = ffn
+        total = 0.0
+        for target in wide.keys() & set(self.targets):
+            total += self.rank * (model.embed + wide[target])
+            if self.magnitudes:
+                total += model.embed if target in ("out", "down") else wide[target]
+        return total
+
+
 class Group(NamedTuple):
     """The devices that run one collective: `size` of them, each `stride` from the next."""
 
@@ -192,7 +226,9 @@ class Workload:
     short_ends: int = 0  # layers that the first and the last stage each have fewer
     dtype: str = "bfloat16"  # of the computation
     stored_bytes: int = 4  # of a weight at rest, and of each moment
-    moments: int = 2  # that the optimizer keeps of each weight
+    trained: Trained = Trained()
+    frozen_bytes: int = 4  # of a weight at rest that is not trained
+    moments: int = 2  # that the optimizer keeps of each trained weight
     gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
 
@@ -275,6 +311,42 @@ def model_shape(config: RunConfig) -> ModelShape:
     )
 
 
+def trained_part(config: RunConfig) -> Trained:
+    """Returns what of the config's model is trained. `model.vocab` must be set.
+
+    Its own weights are counted in the built model where [finetune] or a group of the optimizer
+    names some of them, and so are the adapters of a custom model: as weights of the model.
+    """
+    finetune = config.finetune
+    patterns = [group.match for group in config.optimizer.groups if group.frozen]
+    if not finetune.has_adapters and not patterns:
+        return Trained()
+    own = config.model.make is not None
+    share = 0.0
+    if own or patterns or finetune.also_train:
+        share = _built_share(config, with_adapters=own)
+    if own or not finetune.has_adapters:
+        return Trained(share)
+    return Trained(share, finetune.rank, finetune.targets, finetune.kind == "dora")
+
+
+def _built_share(config: RunConfig, *, with_adapters: bool) -> float:
+    """Returns the share of the built model's elements that is trained."""
+    from spmdtrain.models.abstract import build_model
+    from spmdtrain.models.choose import choose_model
+
+    parameters = build_model(*choose_model(config)).parameters
+    groups = config.optimizer.groups
+    total = trained = 0
+    for path, each in parameters.items():
+        if each.is_of_adapter and not with_adapters:
+            continue
+        group = next((group for group in groups if fnmatchcase(path, group.match)), None)
+        total += each.size
+        trained += each.size * (each.is_trained and not (group and group.frozen))
+    return trained / total
+
+
 def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
     """Returns the workload of a run. No size may be -1, and `model.vocab` must be set."""
     mesh = MeshShape(**mesh_sizes)
@@ -296,6 +368,8 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         collective_matmul=sequence_parallel and config.mesh.collective_matmul,
         dtype=config.precision.compute,
         stored_bytes=4 if config.precision.params == "float32" else 2,
+        trained=trained_part(config),
+        frozen_bytes=4 if config.precision.frozen_weights == "float32" else 2,
         moments=config.optimizer.moments,
         gradients_at_weights=config.optimizer.gradients_at_weights,
         item_bytes=_item_bytes(config),
