@@ -49,6 +49,8 @@ def _try_call(backend, call, without, right, rounds) -> None:
     call = from_json(call)
     names, refused = backend.candidates(call)
     _say(candidates=names, refused=refused)
+    if len(names) < 2:
+        return
     ready = _prepared(backend, call, [name for name in names if name not in without], right)
     if len(ready) < 2:
         return

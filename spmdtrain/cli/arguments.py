@@ -6,6 +6,7 @@ from typing import Any
 
 from spmdtrain.cli import doctor, launching, running
 from spmdtrain.cli.data import add_data, add_tokenizer
+from spmdtrain.cli.machine.arguments import add_tune
 from spmdtrain.cli.planning_arguments import add_calibrate, add_estimate, add_plan, add_schedule
 from spmdtrain.cli.prompts import TALK
 from spmdtrain.cli.published.arguments import add_export, add_import
@@ -28,7 +29,6 @@ from spmdtrain.launch.patience import STEP_SECONDS
 
 # Commands that users of other trainers look for.
 NOT_YET = {
-    "tune": "measuring kernels' tiles",
     "report": "a report of a run",
     "diff": "comparing two runs",
 }
@@ -102,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan(commands)
     add_calibrate(commands)
     _add_doctor(commands)
+    add_tune(commands)
     return parser
 
 

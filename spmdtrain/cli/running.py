@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmdtrain.cli.devices import start_jax
+from spmdtrain.cli.machine.tuning import before_training
 from spmdtrain.cli.outputs import write_picture
 from spmdtrain.cli.prompts import TALK, as_json, check_alone, questions, read_prompts
 from spmdtrain.config import DONE, PREEMPTED, ConfigError, UserError, load, to_toml
@@ -40,6 +41,7 @@ def train(parsed: argparse.Namespace) -> int:
 
 
 def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> int:
+    before_training(parsed, config)
     stages.enter("starting jax")
     start_jax(parsed)
     from spmdtrain.running.guards.memory import OutOfMemoryError

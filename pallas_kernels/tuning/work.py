@@ -1,0 +1,42 @@
+"""The work of a call, forward and backward, against what its GPU's data sheet promises."""
+
+from pallas_kernels.calls import AttentionCall, Call
+from pallas_kernels.counting import seen_pairs
+from pallas_kernels.gpus import find
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+DOCUMENTS = (1, 3, 5, 7)  # lengths of those that on_jax.py draws, in sixteenths of a sequence
+
+
+def share_of_sheet(gpu: str, call: Call, seconds: float) -> float | None:
+    """The rate of a call over the data sheet's; None where the GPU is not listed.
+
+    Of attention these are FLOPs of the pairs of a query and a key that it sees, as papers count
+    them: two matmuls forward, five backward. Of a norm they are the bytes that it must read and
+    write.
+    """
+    listed = find(gpu)
+    if listed is None or not seconds:
+        return None
+    if isinstance(call, AttentionCall):
+        narrow = call.dtype in ("bfloat16", "float16")
+        peak = listed.bfloat16 if narrow else listed.float32
+        return 3.5 * forward_flops(call) / seconds / peak
+    return norm_bytes(call) / seconds / listed.memory_bandwidth
+
+
+def forward_flops(call: AttentionCall) -> float:
+    """FLOPs of the two matmuls of a forward pass."""
+    pairs = seen_pairs(call.queries, call.keys, call.right == 0, (call.left, call.right))
+    if call.right == 0 and call.left is None:
+        pairs = seen_pairs(call.queries, call.keys, True, None)
+    if call.segments:
+        pairs *= sum((length / 16) ** 2 for length in DOCUMENTS)
+    return 2.0 * call.batch * call.heads * pairs * (call.head_dim + call.value_dim)
+
+
+def norm_bytes(call) -> float:
+    """Bytes of x, y, dy and dx, of the sum that is read again, and of a residual's four arrays."""
+    size = call.rows * call.width
+    of_residual = 4 * BYTES[call.residual] if call.residual else BYTES[call.dtype]
+    return float(size * (4 * BYTES[call.dtype] + of_residual))
