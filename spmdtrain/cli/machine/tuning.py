@@ -157,6 +157,7 @@ def program(config: RunConfig, count: int) -> str:
 
     settings = config.model_dump(mode="json")
     deciding = {name: each for name, each in settings.items() if name not in OTHER_SECTIONS}
+    deciding["train"] |= {"steps": None, "epochs": None, "seed": None}
     text = json.dumps([deciding, count, gpu_models()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
