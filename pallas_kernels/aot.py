@@ -272,7 +272,9 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--implementations", nargs="+", help="default: all but xla")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
-    parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
+    parser.add_argument(
+        "--first", type=int, default=10**6, help="at most this many cases of each op"
+    )
     parser.add_argument(
         "--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="compilers at a time"
     )

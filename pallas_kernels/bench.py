@@ -232,9 +232,11 @@ def format_row(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", help="where the results go as well")
+    parser.add_argument("--json", help="also write the results here")
     parser.add_argument("--ops", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
-    parser.add_argument("--first", type=int, default=10**6, help="only so many cases of each op")
+    parser.add_argument(
+        "--first", type=int, default=10**6, help="at most this many cases of each op"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--dry", action="store_true", help="tiny cases, one round: does it run?")
     chosen = parser.parse_args()

@@ -27,7 +27,7 @@ def check_ids(op: str, name: str, ids: Any) -> None:
     if isinstance(ids, np.ndarray) and ids.size:
         for number in (ids.min(), ids.max()):
             if not -(2**31) <= number < 2**31:
-                raise ValueError(f"{op}: {name} has {number}, which is no int32")
+                raise ValueError(f"{op}: {name} has {number}, which is not an int32")
 
 
 def check_floating(op: str, name: str, x: Any) -> None:
@@ -43,7 +43,7 @@ def as_number(op: str, name: str, value: Any, least: float = -math.inf) -> float
         number = float(value) if np.ndim(value) == 0 and abs(value) < 3e38 else math.nan
     if not least <= number < math.inf:
         bound = "" if least == -math.inf else f" of at least {least:g}"
-        raise ValueError(f"{op}: {name}={_shown(value)} is no finite number{bound}")
+        raise ValueError(f"{op}: {name}={_shown(value)} is not a finite number{bound}")
     return number
 
 
@@ -56,7 +56,7 @@ def as_whole(op: str, name: str, value: Any, least: int, most: int = 2**31 - 1) 
     if number is None or not least <= number <= most:
         above = f" and at most {most}" if number is not None and number > most else ""
         shown = _shown(value)
-        raise ValueError(f"{op}: {name}={shown} is no whole number of at least {least}{above}")
+        raise ValueError(f"{op}: {name}={shown} is not a whole number of at least {least}{above}")
     return number
 
 

@@ -225,7 +225,7 @@ TABLE = {
         "learning_rate=-1.0|greater than 0",
         train("optimizer.learning_rate=-1"),
     ),
-    "rate that is no number": (
+    "rate that is not a number": (
         CONFIG,
         "learning_rate=nan|finite",
         train("optimizer.learning_rate=nan"),
@@ -377,7 +377,7 @@ TABLE = {
     ),
     "two dims on one mesh axis": (
         CONFIG,
-        "'kv_heads' and 'embed' both want mesh axis 'tensor'|try --set rules.parameters.embed=",
+        "'kv_heads' and 'embed' both use mesh axis 'tensor'|try --set rules.parameters.embed=",
         train("rules.parameters.embed=tensor"),
     ),
     "weights over data": (
@@ -392,7 +392,7 @@ TABLE = {
     ),
     "time over a batch axis": (
         CONFIG,
-        "'batch' and 'time' both want mesh axis 'fsdp'",
+        "'batch' and 'time' both use mesh axis 'fsdp'",
         train("rules.activations.time=fsdp"),
     ),
     "rule for the batch": (
@@ -668,7 +668,7 @@ TABLE = {
         schedule("--kind", "interleaved", "--chunks", "2"),
     ),
     "negative time": (CONFIG, "--hop: -1 is not a time|from 0", schedule("--hop", "-1")),
-    "time that is no number": (
+    "time that is not a number": (
         CONFIG,
         "--forward: nan is not a time",
         schedule("--forward", "nan"),

@@ -44,7 +44,7 @@ WELL = {
         ),
         (
             {"cuda": WELL["cuda"] | {"jax-cuda13-pjrt": "0.11.0"}},
-            "of another version",
+            "does not match jax",
             "jax-cuda13-pjrt==0.12.0.1",
         ),
         ({"platform": "cpu", "cuda": {}}, "no CUDA plugin", "spmdtrain[cuda13]"),

@@ -91,19 +91,19 @@ def step(g: Given, state: Any = None, **batch: Any) -> Any:
 # What the line says -> the call that it refuses.
 REFUSED: dict[str, Any] = {
     # a config, a file
-    "path=3 is no path": lambda _: st.load(3),
+    "path=3 is not a path": lambda _: st.load(3),
     "overrides='train.steps=2' is one text": lambda _: st.load("x", "train.steps=2"),
-    "overrides has 3, which is no text": lambda _: st.load("x", [3]),
+    "overrides has 3, which is not a text": lambda _: st.load("x", [3]),
     "train.steps=0 must be greater than 0": lambda _: st.RunConfig(train={"steps": 0}),
     "RunConfig has no setting trian, did you mean train?": lambda _: st.RunConfig(trian={}),
     "optimizer.momentum=2.0 must be": lambda _: st.RunConfig(
         optimizer={"name": "sgd", "momentum": 2.0}
     ),
     "model.embed=5 is not divisible": lambda _: st.RunConfig(model={"name": "gpt", "embed": 5}),
-    "vocab=1.5 is no whole number": lambda _: CONFIG.with_vocab(1.5),
+    "vocab=1.5 is not a whole number": lambda _: CONFIG.with_vocab(1.5),
     # data
     "config= takes a RunConfig; found dict": lambda _: st.open_data({}),
-    "Source(tokens=3) is no function": lambda _: st.Source(3),
+    "Source(tokens=3) is not a function": lambda _: st.Source(3),
     "validation_samples=1.5 is no whole": lambda _: st.Source(len, len, 1.5),
     "validation_samples=-1 is no whole": lambda _: st.Source(len, len, -1),
     "step=1.5 is no whole": lambda g: batches(g, step=1.5),
@@ -114,8 +114,8 @@ REFUSED: dict[str, Any] = {
     "config= takes a RunConfig; found str": lambda _: shard(config="x.toml"),
     "make='' makes no model": lambda _: shard(make=""),
     "make=3 makes no model": lambda _: shard(make=3),
-    "devices=[] is no list of devices": lambda _: shard(devices=[]),
-    "devices=2 is no list of devices": lambda _: shard(devices=2),
+    "devices=[] is not a list of devices": lambda _: shard(devices=[]),
+    "devices=2 is not a list of devices": lambda _: shard(devices=2),
     "more than once": lambda _: shard(devices=ONE * 2),
     "schedule= gives 'x', not a rate": lambda _: shard(schedule=lambda _: "x"),
     "schedule= gives nan for step 0": lambda _: shard(schedule=lambda _: NAN),
@@ -123,10 +123,10 @@ REFUSED: dict[str, Any] = {
     "schedule= asks for the value": lambda _: shard(schedule=np.cos),
     "loss= asks for the value": lambda _: shard(loss=lambda x, _: float(x.sum())),
     "loss= gives 'loss' of int32": lambda _: shard(loss=lambda _, targets: targets),
-    "rate=nan is no number": lambda _: rule(optax.scale_by_adam(), NAN),
-    "rate=-1 is no number": lambda _: rule(optax.scale_by_adam(), -1),
+    "rate=nan is not a number": lambda _: rule(optax.scale_by_adam(), NAN),
+    "rate=-1 is not a number": lambda _: rule(optax.scale_by_adam(), -1),
     "Rule(3) has no optax": lambda _: rule(3),
-    "gradient_point=3 is no function": lambda _: rule(optax.scale_by_adam(), 1, 3),
+    "gradient_point=3 is not a function": lambda _: rule(optax.scale_by_adam(), 1, 3),
     "config= takes a Adafactor or": lambda _: st.make_optimizer("adamw"),
     "setup= takes a Setup; found RunConfig": lambda _: st.init_state(CONFIG),
     "setup= takes a Setup; found int": lambda _: st.make_step(1),
@@ -172,20 +172,20 @@ REFUSED: dict[str, Any] = {
         g.params, {name: np.ones((1, 4, 9), np.int32) for name in g.batch}
     ),
     # a run
-    "directory=3 is no path": lambda _: st.run(CONFIG, 3),
-    "directory='' is no path": lambda _: st.run(CONFIG, ""),
+    "directory=3 is not a path": lambda _: st.run(CONFIG, 3),
+    "directory='' is not a path": lambda _: st.run(CONFIG, ""),
     "fresh='no' is neither": lambda _: st.run(CONFIG, "run", fresh="no"),
-    "step='x' is no whole number": lambda _: st.run(CONFIG, "run", step="x"),
-    "step=True is no whole number": lambda g: st.restore("run", g.setup, True),
+    "step='x' is not a whole number": lambda _: st.run(CONFIG, "run", step="x"),
+    "step=True is not a whole number": lambda g: st.restore("run", g.setup, True),
     "prediction= takes": lambda _: st.run(CONFIG, "run", prediction=3),
     "devices={} is no list": lambda _: st.run(CONFIG, "run", devices={}),
     "state.step=-1 is no": lambda g: st.run(
         CONFIG, "run", devices=ONE, state=replace(g.state, step=np.int32(-1))
     ),
-    "run=b'x' is no path": lambda _: st.weights(b"x"),
+    "run=b'x' is not a path": lambda _: st.weights(b"x"),
     "ema=0 is neither": lambda _: st.weights("run", ema=0),
     "setup= takes a Setup; found NoneType": lambda _: st.restore("run", None),
-    "run=3 is no path": lambda _: st.run_config(3),
+    "run=3 is not a path": lambda _: st.run_config(3),
     "overrides=3 is no list": lambda _: st.run_config("run", 3),
     "make=[1] makes no model": lambda _: st.open_run("run", make=[1]),
     "settable='mesh.' is one text": lambda _: st.open_run("run", settable="mesh."),
@@ -199,7 +199,7 @@ REFUSED: dict[str, Any] = {
     "not a number": lambda g: ids(g, params=g.with_path(TABLE, g.params[TABLE] * NAN)),
     "a number of thousands of digits is not 0": lambda _: st.Choice(temperature=10**5000),
     "setup= takes a Setup; found bytes": lambda g: st.save(b"", g.state, "run"),
-    "directory=1.5 is no path": lambda g: st.save(g.setup, g.state, 1.5),
+    "directory=1.5 is not a path": lambda g: st.save(g.setup, g.state, 1.5),
     "sample=9223372036854775808 is no": lambda g: st.save(g.setup, g.state, "run", sample=2**63),
     "state.step=-2 is no": lambda g: st.save(g.setup, replace(g.state, step=np.int32(-2)), "run"),
     # plans, devices
@@ -207,7 +207,7 @@ REFUSED: dict[str, Any] = {
     "devices=0 is no whole": lambda _: st.estimate(CONFIG, 0, "h100"),
     "devices=1180591620717411303424 is no": lambda _: st.estimate(CONFIG, 2**70, "h100"),
     "devices=1.5 is no whole": lambda _: st.plan(CONFIG, 1.5, "h100"),
-    "hardware=3 is no hardware": lambda _: st.plan(CONFIG, 1, 3),
+    "hardware=3 is not hardware": lambda _: st.plan(CONFIG, 1, 3),
     "count=True is no whole": lambda _: st.simulate_devices(True),
     "deviceless='no' is neither": lambda _: st.set_xla_flags(deviceless="no"),
     # kernels
@@ -267,6 +267,8 @@ def test_a_state_that_a_step_has_taken_is_named_and_what_does_not_count_may_be_a
     state = jax.device_put(given.state, ONE[0])
     after, metrics = stepping(state, ignored)
     assert int(metrics["tokens"]) == 0
-    with pytest.raises(ValueError, match=r"is gone: a step reuses .* state, metrics = step"):
+    with pytest.raises(
+        ValueError, match=r"has been deleted: a step reuses .* state, metrics = step"
+    ):
         stepping(state, ignored)
     assert int(after.step) == 1

@@ -81,7 +81,7 @@ def test_the_version(capsys):
 @pytest.mark.parametrize("run", ["gs://bucket/run", "file:///tmp/run", ""])
 def test_a_run_is_in_a_folder(command, run, capsys):
     """Else an address would be a folder called `gs:`, and nothing the folder at hand."""
-    assert ("is an address" if run else "is no path") in said([*command.split(), run], capsys)
+    assert ("is an address" if run else "is not a path") in said([*command.split(), run], capsys)
     assert sorted(path.name for path in Path().iterdir()) == ["c.toml"]
 
 

@@ -260,11 +260,14 @@ def test_an_own_rate_of_one_and_the_shipped_rules_are_the_shipped_optimizer_bit_
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"optimizer": "lion"}, "optimizer='lion' is no optimizer; try an optax transformation"),
+        (
+            {"optimizer": "lion"},
+            "optimizer='lion' is not an optimizer; try an optax transformation",
+        ),
         ({"optimizer": optax.lion(1e-3)}, "points against the gradient.*optax.scale_by_lion"),
         ({"optimizer": lambda *_: 0.1}, "optimizer= gives 0.1 for "),
         ({"optimizer": lambda *_: None}, "optimizer= freezes all 16 parameters"),
-        ({"schedule": 0.1}, "schedule=0.1 is no schedule; try a function of the step"),
+        ({"schedule": 0.1}, "schedule=0.1 is not a schedule; try a function of the step"),
         ({"schedule": lambda step: 1.0 if step < 3 else 0.0}, "jnp.where instead of if"),
         ({"schedule": lambda step: step * jnp.ones(2)}, r"an array of shape \(2,\), not one rate"),
     ],
@@ -340,13 +343,13 @@ def test_data_of_ones_own_go_on_bit_by_bit_and_others_are_refused():
 @pytest.mark.parametrize(
     ("given", "settings", "said"),
     [
-        ("stdlib", (), "data='stdlib' is no source of data; try a function"),
+        ("stdlib", (), "data='stdlib' is not a source of data; try a function"),
         (lambda *_: np.zeros(5, int), (), r"data= gives int64\[5\] for sample 0; try 17 integers"),
         (lambda *_: np.zeros(17), (), r"data= gives float64\[17\] for sample 0"),
         (lambda *_: np.arange(17) + 60, (), "id 64 in sample 0; asked model.vocab=64"),
         (lambda *_: np.arange(17) - 1, (), "id -1 in sample 0"),
         (lambda *_: np.arange(17), ("eval.every=1",), "data= has no validation"),
-        (lambda *_: np.arange(17), ("model.vocab=none",), "nothing says how many ids there are"),
+        (lambda *_: np.arange(17), ("model.vocab=none",), "nothing states the number of ids"),
         (lambda *_: np.arange(17), ("data.packing=documents",), "where documents start"),
     ],
     ids=["a name", "short", "floats", "beyond", "negative", "validation", "vocab", "documents"],

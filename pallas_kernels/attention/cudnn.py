@@ -37,7 +37,7 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:
         return "no bias: its -inf would not give 0 for a query that sees no key"
     if problem.has_window and t != s:
         return (
-            f"causal only where queries and keys are as many, not {t} and {s}: jax.nn aligns them "
+            f"causal only with as many queries as keys, not {t} and {s}: jax.nn aligns them "
             "at the start"
         )
     if t % 2 or s % 2:

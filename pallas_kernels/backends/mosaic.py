@@ -101,7 +101,7 @@ def call(
     plgpu = _plgpu()
     used = shared_memory_bytes(scratch)
     if not interpret and used > SHARED_MEMORY_BYTES:
-        raise ValueError(f"{name}: {used} bytes of shared memory, there are {SHARED_MEMORY_BYTES}")
+        raise ValueError(f"{name}: {used} bytes of shared memory, of {SHARED_MEMORY_BYTES}")
     return plgpu.kernel(
         kernel,
         out_type=list(outputs),

@@ -151,7 +151,7 @@ def _check(x, weight, targets, mask, parts) -> None:
 def _check_axes(axis_name) -> tuple[str, ...]:
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{_OP}: axis_name={axis_name!r:.60} is no name of a mesh axis")
+        raise ValueError(f"{_OP}: axis_name={axis_name!r:.60} is not the name of a mesh axis")
     return tuple(names)
 
 

@@ -78,7 +78,7 @@ def check_description(step: Path) -> None:
     if not path.exists():
         return
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError(f"{path.name} in it is no plain file")
+        raise ValueError(f"{path.name} in it is not a plain file")
     wrong = None
     try:
         if not isinstance(json.loads(path.read_bytes()), dict):

@@ -95,7 +95,7 @@ def others_text(different: list[str]) -> str:
     if not others:
         return ""
     more = ", ..." if len(others) > MOST_NAMED else ""
-    return f", and so with {len(others)} more: {', '.join(others[:MOST_NAMED])}{more}"
+    return f"; {len(others)} more differ: {', '.join(others[:MOST_NAMED])}{more}"
 
 
 def leaf_text(leaf: list | None) -> str:

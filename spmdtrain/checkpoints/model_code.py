@@ -55,7 +55,7 @@ def check_model_code(then: Record, now: Record, where: str) -> list[str]:
     if then["class"] != now["class"]:
         if not _has_moved(then, now):
             raise CheckpointError(
-                f"{where} is of another model",
+                f"{where} belongs to another model",
                 asked=now["class"],
                 found=then["class"],
                 fix=_way_back(then),

@@ -101,7 +101,7 @@ def refuse_own_code(run: Path, saved: dict[str, Any], named: str | None) -> None
     own = saved.get("model_code", {}).get("class", SHIPPED)
     if named or own != SHIPPED:
         raise ConfigError(
-            f"{run} is of {named or own}, code that runs only if you say so",
+            f"{run} uses the model {named or own}, whose code runs only if you name it",
             fix=f"--make {named or 'FILE.py:CLASS'}",
         )
 
@@ -151,7 +151,7 @@ def read_newest_good(
         return step, found, ""
     newest, *more = damaged.values()
     others = f", and {len(more)} more are" if more else ""
-    return step, found, f"{newest.what}{others}; step {step} is read in its place"
+    return step, found, f"{newest.what}{others}; step {step} is read instead"
 
 
 def _is_good(step: int, read: Callable[[int], Any]) -> bool:

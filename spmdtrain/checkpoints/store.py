@@ -486,7 +486,7 @@ class Checkpoints:
         saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}
         if different := different_leaves(saved, found):
             raise self._damaged(
-                step, f"{different[0]} is not as it was saved{others_text(different)}"
+                step, f"{different[0]} is damaged: its fingerprint differs{others_text(different)}"
             )
 
     def _meta(self, step: int) -> tuple[Meta, StageLayout]:
@@ -502,7 +502,7 @@ class Checkpoints:
                     found=f"this version reads format {FORMAT}",
                 )
             if meta.pop("digest") != digest(meta):
-                raise ValueError("its meta is not as it was saved")
+                raise ValueError("its meta is damaged: its digest differs")
             if missing := [part for part in PARTS if not isinstance(meta.get(part), dict)]:
                 raise ValueError(f"its meta has no {missing[0]}")
             check_names(meta["leaves"])
@@ -530,7 +530,9 @@ class Checkpoints:
 
     def _damaged(self, step: int, what: str) -> DamagedError:
         before = [other for other in self.steps() if other < step]
-        fix = f"resuming the run, which goes on from step {before[-1]}" if before else "another run"
+        fix = (
+            f"resuming the run, which continues from step {before[-1]}" if before else "another run"
+        )
         return DamagedError(f"{self._at(step)} is damaged: {what}", fix=fix)
 
     def _guarded(self, action):

@@ -143,7 +143,7 @@ def _of_versions(facts: Facts) -> Iterator[tuple[str, str]]:
         yield what, f"pip install jaxlib=={jax_version}"
     for name, version in _plugins(facts).items():
         if _numbers(version) != _numbers(jax_version):
-            what = f"{name} {version} is of another version than jax {jax_version}"
+            what = f"{name} {version} does not match jax {jax_version}"
             yield what, f"pip install {name}=={jax_version}"
 
 

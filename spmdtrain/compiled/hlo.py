@@ -220,7 +220,7 @@ def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]
     """
     totals: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0])
     for each in instructions(hlo_text, mesh_axes):
-        assert each.passes is not None, f"nothing says how often the loop around {each.name} runs"
+        assert each.passes is not None, f"nothing states how often the loop around {each.name} runs"
         members = math.prod(mesh_axes[axis] for axis in each.axis.split("+") if axis != "none")
         sent = each.passes * each.bytes * sent_per_output(each.kind, members)
         total = totals[each.kind, each.axis, each.inside_loop]

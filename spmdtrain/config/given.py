@@ -32,10 +32,12 @@ def shown(value: Any) -> str:
 def as_path(value: Any, name: str) -> Path:
     """Returns a path given as text or as a Path. Raises ConfigError if it is not a path."""
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
-        raise ConfigError(f"{name}={shown(value)} is no path", fix="a str or a pathlib.Path")
+        raise ConfigError(f"{name}={shown(value)} is not a path", fix="a str or a pathlib.Path")
     text = os.fspath(value)
     if not text or "\0" in text:
-        raise ConfigError(f"{name}={shown(text)} is no path", fix="'.' for the working directory")
+        raise ConfigError(
+            f"{name}={shown(text)} is not a path", fix="'.' for the working directory"
+        )
     return Path(text)
 
 
@@ -48,7 +50,7 @@ def as_run(value: Any, name: str) -> Path:
     text = str(as_path(value, name))
     if ADDRESS.match(os.fspath(value)):
         raise ConfigError(
-            f"{value} is an address, and a run is in a folder", fix="a folder, of a mount say"
+            f"{value} is an address, and a run is in a folder", fix="a folder, e.g. of a mount"
         )
     return Path(re.sub("^/+", "/", text))  # no library accepts //folder
 
@@ -66,10 +68,10 @@ def as_texts(value: Any, name: str, example: str) -> tuple[str, ...]:
     except TypeError:
         items = None
     if items is None:
-        raise ConfigError(f"{name}={shown(value)} is no list of texts", fix=fix)
+        raise ConfigError(f"{name}={shown(value)} is not a list of texts", fix=fix)
     for item in items:
         if not isinstance(item, str | os.PathLike) or not isinstance(os.fspath(item), str):
-            raise ConfigError(f"{name} has {shown(item)}, which is no text", fix=fix)
+            raise ConfigError(f"{name} has {shown(item)}, which is not a text", fix=fix)
     return tuple(os.fspath(item) for item in items)
 
 
@@ -84,7 +86,7 @@ def as_whole(value: Any, name: str, least: int, most: int = LARGEST) -> int:
         number = None
     if number is None or not least <= number <= most:
         raise ConfigError(
-            f"{name}={shown(value)} is no whole number from {least} to {most}",
+            f"{name}={shown(value)} is not a whole number from {least} to {most}",
             fix=f"{name}={least}",
         )
     return number
@@ -102,7 +104,7 @@ def as_step(value: Any) -> int | None:
     except TypeError:
         number = None
     if number is None:
-        raise ConfigError(f"step={shown(value)} is no whole number", fix="step=None, the newest")
+        raise ConfigError(f"step={shown(value)} is not a whole number", fix="step=None, the newest")
     return number
 
 
@@ -114,7 +116,7 @@ def as_number(value: Any, name: str, least: float) -> float:
     except (TypeError, OverflowError):
         number = math.nan
     if not least <= number < math.inf:
-        raise ConfigError(f"{name}={shown(value)} is no number of at least {least:g}")
+        raise ConfigError(f"{name}={shown(value)} is not a number of at least {least:g}")
     return number
 
 

@@ -192,7 +192,7 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[str, Tom
             f"more than {MOST_EXTENDED} files extend each other", found=f"{above[0]} -> ... {path}"
         )
     if "\0" in str(path):
-        raise ConfigError(f"{str(path)!r} is no path", found="the character NUL")
+        raise ConfigError(f"{str(path)!r} is not a path", found="the character NUL")
     # Path.resolve would raise where links go in a circle.
     if os.path.realpath(path) in map(os.path.realpath, above):
         raise ConfigError(f"{path} extends itself", found=" -> ".join(map(str, (*above, path))))

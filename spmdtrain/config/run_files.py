@@ -66,7 +66,7 @@ class RunFiles:
                     break
                 raise self._is_none(name, f": line {number}: {_cause(error)}") from None
             if not isinstance(value, dict):
-                raise self._is_none(name, f": line {number} is no JSON object")
+                raise self._is_none(name, f": line {number} is not a JSON object")
             found.append(value)
         return found
 
@@ -78,12 +78,12 @@ class RunFiles:
                 return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an impossible path
             raise self._is_none(name, f": {_cause(error)}") from None
-        raise self._is_none(name, " is no regular file")
+        raise self._is_none(name, " is not a regular file")
 
     def _is_none(self, name: str, why: str) -> CheckpointError:
         return CheckpointError(
             f"{self.directory} is not a run directory: {self.directory / name}{why}",
-            fix="what training was given as --run",
+            fix="the directory that training had as --run",
         )
 
 

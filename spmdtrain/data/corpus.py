@@ -420,7 +420,7 @@ def _open_source(
         source = open_tokens(path)
         if dtype and source.dtype != DTYPES[dtype]:
             raise DataError(
-                f"{path} says itself of which type its ids are",
+                f"{path} itself states the type of its ids",
                 asked=f"data.dtype={dtype}",
                 found=source.sidecar["dtype"],
                 fix="leaving data.dtype out",
@@ -433,7 +433,7 @@ def _open_source(
         spec = opened.spec()
     if vocab is None:
         raise DataError(
-            f"{path} does not say how many ids there are",
+            f"{path} does not state the number of ids",
             fix="--set data.tokenizer=FILE, or --set model.vocab=50304",
         )
     return open_foreign(bin_path, idx_path, vocab, dtype), (vocab, spec)

@@ -30,7 +30,7 @@ def counted_in_steps(config: RunConfig, data: Sized) -> RunConfig:
     asked = f"train.epochs={epochs:g}"
     samples = data.samples_per_epoch(config)
     if samples is None:
-        found = "samples of one's own, without an end"
+        found = "custom samples, without an end"
         if config.data.mix:
             found = "a mixture, whose sources are read through at different times"
         raise ConfigError(

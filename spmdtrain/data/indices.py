@@ -26,7 +26,7 @@ def check_range(start: int, stop: int, tokens: int, sequence_length: int) -> Non
     """Raises DataError if a range exceeds the corpus of `tokens` tokens, or windows are empty."""
     if not 0 <= start <= stop <= tokens:
         raise DataError(
-            f"the tokens {start} to {stop} are no range of the corpus", found=f"{tokens} tokens"
+            f"the tokens {start} to {stop} are not a range of the corpus", found=f"{tokens} tokens"
         )
     if sequence_length < 1:
         raise DataError("a window has at least one token", found=f"{sequence_length}")

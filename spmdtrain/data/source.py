@@ -49,7 +49,7 @@ class Source:
         fix = "a function (seed, sample index) -> tokens"
         for name, given in (("tokens", self.tokens), ("validation", self.validation)):
             if not callable(given) and not (name == "validation" and given is None):
-                raise ConfigError(f"Source({name}={shown(given)}) is no function", fix=fix)
+                raise ConfigError(f"Source({name}={shown(given)}) is not a function", fix=fix)
         count = as_whole(self.validation_samples, "validation_samples", 0, 2**31 - 1)
         object.__setattr__(self, "validation_samples", count)
 
@@ -334,12 +334,12 @@ def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
         source = Source(source)
     if not isinstance(source, Source):
         fix = "a function (seed, sample index) -> tokens, or a Source"
-        raise ConfigError(f"data={source!r:.80} is no source of data", fix=fix)
+        raise ConfigError(f"data={source!r:.80} is not a source of data", fix=fix)
     if config.data.mix:
         fix = "one of both"
         raise ConfigError("data= gives all samples, and data.mix names sources", fix=fix)
     if config.model.vocab is None:
-        what = "data= gives token ids, but nothing says how many ids there are"
+        what = "data= gives token ids, but nothing states the number of ids"
         raise ConfigError(what, fix="--set model.vocab=N")
     if config.data.packing != "stream":
         what = f"data.packing={config.data.packing!r}: data= does not say where documents start"

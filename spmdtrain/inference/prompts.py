@@ -14,7 +14,7 @@ from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 from spmdtrain.inference.trained_run import OpenedRun
 
-NOTHING = "--prompt is empty: there is nothing to go on from"
+NOTHING = "--prompt is empty: there is nothing to continue"
 
 
 class Prompts(NamedTuple):
@@ -47,7 +47,7 @@ def read_prompts(opened: OpenedRun, prompt: Any, parse_special: bool = False) ->
     if isinstance(prompt, str) or (items and all(isinstance(item, str) for item in items)):
         tokenizer = opened.tokenizer
         if not parse_special and any(map(tokenizer.spells_special, items)):
-            line = "the prompt spells a special token, which is taken as text"
+            line = "the prompt spells a special token, which is read as text"
             print(f"{line} (--parse-special, or --chat)", file=sys.stderr)
         ids = [tokenizer.encode(text, parse_special=parse_special) for text in items]
         return Prompts(_full(ids), tokenizer, is_one=isinstance(prompt, str))
@@ -64,7 +64,7 @@ def template_of(opened: OpenedRun) -> Template:
     """Returns the template of a run. Raises ConfigError if it has none."""
     if opened.template is None:
         raise ConfigError(
-            f"{opened.run} was not trained on conversations: it has no template to ask with",
+            f"{opened.run} was not trained on conversations: it has no template for questions",
             fix="--prompt",
         )
     return template_from_spec(opened.template)

@@ -58,7 +58,7 @@ class Choice:
             what = f"--temperature {given} is not 0"
             raise ConfigError(f"{what}, nor a number from {COLDEST:g} to {HOTTEST:g}")
         if self.top_k is not None and (not _is_whole(self.top_k) or self.top_k < 1):
-            raise ConfigError(f"--top-k {self.top_k} leaves no token, or is no whole number")
+            raise ConfigError(f"--top-k {self.top_k} leaves no token, or is not a whole number")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ConfigError(f"--top-p {self.top_p} is not above 0 and at most 1")
 
@@ -404,7 +404,7 @@ def refuse_corrupting(setup: Setup) -> None:
         name = type(setup.model.bind({})).__name__
         raise ConfigError(
             f"{name} restores tokens from all the others",
-            asked="the tokens behind a prompt",
+            asked="the tokens after a prompt",
             found=f"{name}.corrupt",
             fix="spmdtrain eval RUN, or make_logits in Python",
         )

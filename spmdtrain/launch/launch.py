@@ -116,10 +116,10 @@ class Launcher:
             progressed = self._saved > saved_before
             without_progress = 1 if progressed else without_progress + 1
             if without_progress >= CYCLES:
-                say(f"{CYCLES} attempts without a new checkpoint: no further one")
+                say(f"{CYCLES} attempts without a new checkpoint: giving up")
                 return ending.code
             pause = min(PAUSE_SECONDS * 2 ** (without_progress - 1), LONGEST_PAUSE)
-            say(f"attempt {self.attempts + 1} begins in {pause:.0f} s")
+            say(f"attempt {self.attempts + 1} starts in {pause:.0f} s")
             self._sleep(pause)
             if self._asked_to_end:
                 return ending.code

@@ -69,7 +69,7 @@ def find_place(environment: Mapping[str, str], processes: int) -> Place:
     if not numbers or not coordinator or int(host) >= int(hosts):
         said = " ".join(f"{name}={environment.get(name)}" for name in (HOSTS, HOST, COORDINATOR))
         raise ConfigError(
-            "the environment does not say which host this is",
+            "the environment does not name this host's place",
             found=said,
             fix=f"{HOSTS}=2 {HOST}=0 {COORDINATOR}=NAME:12345, all three",
         )

@@ -31,7 +31,7 @@ def refusing_writes(module: nnx.Module) -> Iterator[None]:
         if path in before and before[path] is not array:
             raise ConfigError(
                 f"a forward pass changes {path} of a {type(module).__name__}, which no step keeps",
-                fix="what is learned as nnx.Param, or a norm without running statistics",
+                fix="nnx.Param for what is learned, or a norm without running statistics",
             )
 
 

@@ -53,7 +53,7 @@ def choose_model(
         if config.model.extra:
             name = getattr(chosen, "__name__", "the model")
             raise ConfigError(
-                f"{name} reads no settings of its own",
+                f"{name} reads no settings from [model.extra]",
                 found=", ".join(f"model.extra.{key}" for key in config.model.extra),
                 fix=f"def __init__(self, config, rngs, {EXTRA}: MySettings)",
             )
@@ -115,7 +115,7 @@ def _from_file(name: str, path: Path) -> ModuleType:
     if other is not None and not ours:
         file = getattr(other, "__file__", None) or "Python itself"
         raise ConfigError(
-            f"model.make={name!r}: a module {path.stem} is there already, of {file}",
+            f"model.make={name!r}: a module {path.stem} is already loaded, from {file}",
             fix="another name of the file",
         )
     _make_importable(path.parent)

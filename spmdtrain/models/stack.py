@@ -75,7 +75,8 @@ class Stack(nnx.Module):
             make_block = partial(Round, make_block)
         if not kinds or count % kinds:
             raise ConfigError(
-                f"{count} layers are no whole number of rounds of {kinds} kinds", fix="model.layers"
+                f"{count} layers are not a whole number of rounds of {kinds} kinds",
+                fix="model.layers",
             )
         self.rounds = count // kinds
         stacked = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layer"})
@@ -122,7 +123,7 @@ def run_block(
         raise ConfigError(
             f"a {type(block).__name__} turns {x.dtype}{list(x.shape)} "
             f"into {y.dtype}{list(y.shape)}",
-            fix="a block that leaves shape and dtype as they are: the next one takes what it gives",
+            fix="a block that keeps shape and dtype: the next one takes its output",
         )
     return y, side_losses
 

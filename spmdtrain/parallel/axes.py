@@ -157,7 +157,7 @@ def _check_overrides(kind: str, overrides: AxisRules) -> None:
                 what = f"{setting}: each layer gathers its own weights over {axis!r}"
                 raise ConfigError(f"{what}, which cannot split layers", fix=f"--set {setting}=")
             if kind == "activations" and axis in BATCH_AXES:
-                what = f"{setting}: logical axes 'batch' and {name!r} both want mesh axis {axis!r}"
+                what = f"{setting}: logical axes 'batch' and {name!r} both use mesh axis {axis!r}"
                 raise ConfigError(what, fix=f"--set {setting}=")
 
 
@@ -228,7 +228,7 @@ def partition_spec(
             if axis in name_of_axis:
                 both = f"{name_of_axis[axis]!r} and {name!r}"
                 raise ConfigError(
-                    f"{at}: logical axes {both} both want mesh axis {axis!r}",
+                    f"{at}: logical axes {both} both use mesh axis {axis!r}",
                     fix=f"--set rules.{kind}.{name}=",
                 )
             name_of_axis[axis] = name

@@ -48,7 +48,7 @@ def given_devices(devices: Any) -> list[Any]:
     except TypeError:
         listed = []
     if not listed or not all(hasattr(each, "process_index") for each in listed):
-        raise ConfigError(f"devices={shown(devices)} is no list of devices", fix=fix)
+        raise ConfigError(f"devices={shown(devices)} is not a list of devices", fix=fix)
     if len(set(listed)) < len(listed):
         twice = next(each for each in listed if listed.count(each) > 1)
         raise ConfigError(f"devices= has {twice} more than once", fix=fix)

@@ -25,14 +25,14 @@ LETTERS: dict[str, str] = dict(zip(WORK, "FBW", strict=True))
 RANGE = "a unit is one of the schedule's microbatches and chunks"
 WORKS = "every tick has work"
 ONCE = "each unit runs once"
-FORWARD = "a forward runs at least one tick after the stage before it"
+FORWARD = "a forward runs at least one tick after that of the previous stage"
 BACKWARD = (
-    "a backward runs at least one tick after the stage behind it, "
+    "a backward runs at least one tick after that of the next stage, "
     "or at the earliest with the last forward"
 )
-WEIGHT = "a weight gradient runs not before its backward"
+WEIGHT = "a weight gradient does not run before its backward"
 SLOT = "a slot is not overwritten while it is live"
-HOLDS = "what is read from a slot has been put there"
+HOLDS = "a slot that is read has been filled before"
 
 
 class _Access(NamedTuple):
@@ -172,7 +172,7 @@ def _check_once(kind: str, units: np.ndarray, microbatches: int, chunks: int) ->
         if before != tick:
             unit = unit_name(kind, microbatch, chunk)
             where = f"{unit} at tick {tick}, stage {stage}"
-            raise _broken(ONCE, f"{where}, and there at tick {before} before")
+            raise _broken(ONCE, f"{where}, and earlier at tick {before}")
 
     # Stops at the first missing unit. An array of all would be huge if a file has a typo.
     every = (

@@ -18,7 +18,7 @@ def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Tabl
         found = getattr(table, name)
         if found != value:
             raise ConfigError(
-                f"pipeline.schedule={kind!r} is for other {name}",
+                f"pipeline.schedule={kind!r} has other {name}",
                 asked=f"{name}={value} of the run",
                 found=f"{name}={found}",
                 fix="mesh.pipeline, pipeline.chunks and "

@@ -114,6 +114,6 @@ def describe(config: RunConfig) -> str:
     """Says in one line which part of an estimate is specific to this model."""
     return (
         f"{config.model.make}: parameters, gradients, optimizer state and FLOPs are its own; "
-        "activations, and times beside matmuls, are those of a transformer with as many FLOPs "
+        "activations, and times apart from matmuls, are those of a transformer with as many FLOPs "
         "(--compile asks XLA)"
     )

@@ -357,7 +357,7 @@ def _nothing_fits(
         "the model fits nowhere",
         asked=asked,
         found=f"at least {needed / 1e9:.1f} GB needed on a device, "
-        f"{safe / 1e9:.1f} GB there (80 %)",
+        f"{safe / 1e9:.1f} GB available (80 %)",
         fix=fix,
     )
 
@@ -369,7 +369,7 @@ def _nothing_divides(
     shards = sorted({mesh.batch_shards for mesh in meshes})
     if not shards:
         return ConfigError(
-            "no mesh of these devices divides the model", asked=asked, fix="other --devices"
+            "no mesh of these devices divides the model", asked=asked, fix="another --devices"
         )
     return ConfigError(
         "no layout divides the batch",

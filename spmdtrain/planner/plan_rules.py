@@ -100,9 +100,7 @@ def assign(
     `by_rules`: only those that can be written as `[rules]`.
     """
     if workload.mesh.tensor == 1:
-        raise ConfigError(
-            "one device along mesh.tensor splits nothing", fix="--set mesh.tensor=8, say"
-        )
+        raise ConfigError("one device along mesh.tensor splits nothing", fix="--set mesh.tensor=8")
     streams = _possible_streams(workload)
     found: list[Assignment] = []
     for first in streams:  # the loop over layers ends with the stream that it started with

@@ -212,15 +212,15 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[s
     for each in compiled["overlap"] or []:
         lines.append(
             f"  {each['beside_work']:>3} of {each['count']} {each['kind']} over {each['axis']} "
-            "run beside matmuls or loops"
+            "overlap matmuls or loops"
         )
     if "unread" in compiled:
-        lines.append(f"  what crosses the network in a step is not known: {compiled['unread']}")
+        lines.append(f"  what crosses the network in a step is unknown:  {compiled['unread']}")
     for axis, sent, hidden in sent_by_axis(compiled["traffic"] or []):
         theory = f"{needed[axis] / 1e9:.2f}" if axis in needed else "nothing"
         lines.append(
-            f"  {sent / 1e9:>9.2f} GB sent over {axis} in a step, {hidden / sent:.0%} beside work; "
-            f"theory needs {theory}"
+            f"  {sent / 1e9:>9.2f} GB sent over {axis} in a step, {hidden / sent:.0%} overlapping "
+            f"work; theory needs {theory}"
         )
     for name, count in compiled["calls"].items():
         lines.append(f"  {count:>3} x {name} called")
@@ -317,7 +317,7 @@ def compiled_plans_text(compiled: Sequence[CompiledPlan]) -> str:
     ]
     best = compiled[0]
     if not best.fits:
-        return "\n".join([*table, "", "none of them fits: more of them with --compile K"])
+        return "\n".join([*table, "", "none of them fits; compile more with --compile K"])
     pasted = " ".join(f"--set {setting}" for setting in best.plan.settings)
     return "\n".join([*table, "", pasted])
 

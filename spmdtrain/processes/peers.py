@@ -149,7 +149,7 @@ class _Coordinator:
             raise ConfigError(
                 f"the coordinator cannot listen at {arguments[0]}",
                 found=str(wrong),
-                fix="another port, 12346 say, on all processes",
+                fix="another port, e.g. 12346, on all processes",
             )
 
     def shutdown(self) -> None:

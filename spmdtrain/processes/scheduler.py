@@ -67,7 +67,7 @@ def number(environment: Mapping[str, str], name: str) -> int | None:
         return None
     if not re.fullmatch("[0-9]{1,18}", text):
         raise ConfigError(
-            f"the variable {name} of the environment is no number",
+            f"the variable {name} of the environment is not a number",
             found=f"{name}={text!r:.80}",
             fix=f"unset {name}",
         )
@@ -85,7 +85,7 @@ def _of_slurm(environment: Mapping[str, str]) -> dict:
         )
     missing = [name for name in SLURM_NEEDS if number(environment, name) is None]
     if missing:
-        raise ConfigError(f"Slurm does not say {' and '.join(missing)} of this task", fix=BY_SRUN)
+        raise ConfigError(f"Slurm does not set {' and '.join(missing)} of this task", fix=BY_SRUN)
     if not NODES.fullmatch(nodes):
         found = f"SLURM_STEP_NODELIST={nodes!r:.80}"
         raise ConfigError("Slurm's list of nodes cannot be read", found=found, fix=BY_SRUN)
@@ -102,7 +102,7 @@ def _of_open_mpi(environment: Mapping[str, str]) -> dict:
     alone_on_host = number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == 1
     method = _open_mpi_method(environment)
     if number(environment, "OMPI_COMM_WORLD_LOCAL_RANK") is None and not alone_on_host:
-        raise ConfigError("Open MPI does not say OMPI_COMM_WORLD_LOCAL_RANK", fix=fix)
+        raise ConfigError("Open MPI does not set OMPI_COMM_WORLD_LOCAL_RANK", fix=fix)
     return _arguments(environment, method, all_visible=alone_on_host)
 
 
@@ -139,21 +139,21 @@ def _arguments(environment: Mapping[str, str], method: str, *, all_visible: bool
     given = environment.get("JAX_LOCAL_DEVICE_IDS", "")
     if given and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", given.strip(), re.A):
         raise ConfigError(
-            "JAX_LOCAL_DEVICE_IDS is no list of numbers",
+            "JAX_LOCAL_DEVICE_IDS is not a list of numbers",
             found=f"JAX_LOCAL_DEVICE_IDS={given!r:.80}",
             fix="unset JAX_LOCAL_DEVICE_IDS",
         )
     address = environment.get("JAX_COORDINATOR_ADDRESS")
     if address is not None and not re.search(r".:\d{1,5}$", address, re.A):
         raise ConfigError(
-            "JAX_COORDINATOR_ADDRESS is no HOST:PORT",
+            "JAX_COORDINATOR_ADDRESS is not HOST:PORT",
             found=f"JAX_COORDINATOR_ADDRESS={address!r:.80}",
             fix="unset JAX_COORDINATOR_ADDRESS",
         )
     port = number(environment, "JAX_COORDINATOR_PORT")
     if environment.get("JAX_COORDINATOR_PORT") and not (port and port < 65536):
         raise ConfigError(
-            "JAX_COORDINATOR_PORT is no port",
+            "JAX_COORDINATOR_PORT is not a port",
             found=f"JAX_COORDINATOR_PORT={environment['JAX_COORDINATOR_PORT']!r}",
             fix="unset JAX_COORDINATOR_PORT",
         )

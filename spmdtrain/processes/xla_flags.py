@@ -58,28 +58,28 @@ FLAGS = (
     Flag(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
-        why="collectives are scheduled beside work; XLA does so by itself on H100, not on A100",
+        why="collectives overlap with work; XLA does so by itself on H100, not on A100",
         since="with jax 0.10 to 0.12",
-        changed="gpt_1t on 3072 A100: 45 % of the bytes are sent beside work, not 22 %, for 0.8 GB",
+        changed="gpt_1t on 3072 A100: 45 % of the bytes overlap with work, not 22 %, for 0.8 GB",
     ),
     Flag(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         4,
-        why="gathers over `fsdp` may be under way beside collectives over `tensor`; XLA still "
+        why="gathers over `fsdp` may overlap with collectives over `tensor`; XLA still "
         "keeps those apart that share more than one device",
-        since="with jax 0.11: before, XLA's authors call the outcome undefined (openxla/xla#40520)",
+        since="from jax 0.11: earlier, XLA calls the outcome undefined (openxla/xla#40520)",
         changed="llama3_70b on fsdp 8 x tensor 8 of H100: 60 %, not 32 %, for no memory",
         first=(0, 11),
     ),
     Flag(
         "xla_gpu_memory_limit_slop_factor",
         100,
-        why="the scheduler gives up hiding where that takes more than 76 % of a GPU's memory; "
-        "80 % are what the planner calls safe",
+        why="the scheduler gives up hiding if it takes more than 76 % of a GPU's memory; "
+        "the planner calls 80 % safe",
         since="with jax 0.10 to 0.12",
         changed="llama3_70b on pipeline 8 x data 2 x fsdp 4 x context 2 x tensor 4 of H100: 95 % "
-        "of the bytes over `tensor` are sent beside work, not 44 %; 63.6 GB, not 63.3. What "
-        "fills less memory is compiled as before",
+        "of the bytes over `tensor` overlap with work, not 44 %; 63.6 GB, not 63.3. A "
+        "program that fills less memory compiles unchanged",
     ),
 )
 
@@ -173,7 +173,9 @@ def memory_share() -> float:
         share = 0.0
     if not 0 < share < math.inf:
         raise ConfigError(
-            f"{name} is no share of a GPU's memory", found=f"{name}={text!r:.80}", fix=f"{name}=0.8"
+            f"{name} is not a share of a GPU's memory",
+            found=f"{name}={text!r:.80}",
+            fix=f"{name}=0.8",
         )
     return share
 

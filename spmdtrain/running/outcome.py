@@ -40,7 +40,7 @@ def nothing_to_do(session: Session, start: StartingPoint) -> Outcome | None:
         more = f"--set eval.patience={early_stop.more_patience}"
     else:
         return None
-    session.reporter.say(f"{why}; to go on: {more}")
+    session.reporter.say(f"{why}; to continue: {more}")
     return Outcome("nothing to do", start.step)
 
 
@@ -64,7 +64,7 @@ def conclude(
 
 def _ending(session: Session, outcome: Outcome, early_stop: EarlyStop) -> str:
     directory = session.prepared.directory
-    end = f"{outcome.status}, saved at step {outcome.step}; {_again(session.prepared)} goes on"
+    end = f"{outcome.status}, saved at step {outcome.step}; {_again(session.prepared)} continues"
     if outcome.status == "stopped_early":
         why = f"stopped early after {outcome.step} steps: {early_stop.describe()}"
         end = f"{why}; everything is in {directory}"

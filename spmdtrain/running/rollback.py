@@ -52,4 +52,6 @@ def set_aside_damaged(checkpoints: Checkpoints, found: Found, reporter: Reporter
         reporter.event("quarantined", step, why=str(error))
         reporter.say(f"{error.what}; it is now in checkpoints/{QUARANTINE}")
     for item in begins_anew(found.state, found.meta):
-        reporter.say(f"{item} of checkpoint {found.step} is of another mesh, and begins anew")
+        reporter.say(
+            f"{item} of checkpoint {found.step} belongs to another mesh, and starts from scratch"
+        )

@@ -53,7 +53,7 @@ def make_sum_losses(
 
 
 def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
-    """Raises ConfigError if `own` is no loss of tokens, or the settings shape another one."""
+    """Raises ConfigError if `own` is not a loss of tokens, or the settings shape another one."""
     for name in ("label_smoothing", "z_loss"):
         if getattr(config, name):
             raise ConfigError(
@@ -61,14 +61,16 @@ def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
                 fix=f"--set train.{name}=0",
             )
     if not callable(own):
-        raise ConfigError(f"loss={own!r:.80} is no loss", fix=TAKES)
+        raise ConfigError(f"loss={own!r:.80} is not a loss", fix=TAKES)
     logits = jax.ShapeDtypeStruct((2, 3, vocab), jnp.float32)
     targets = jax.ShapeDtypeStruct((2, 3), jnp.int32)
     try:
         jax.eval_shape(partial(_by_name, own), logits, targets)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         what = "loss= asks for the value of an array while the step is compiled"
-        raise ConfigError(what, fix=f"jax.numpy alone, jnp.where instead of if: {TAKES}") from None
+        raise ConfigError(
+            what, fix=f"only jax.numpy, and jnp.where instead of if: {TAKES}"
+        ) from None
 
 
 def _sum_cross_entropy(

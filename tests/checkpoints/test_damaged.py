@@ -164,7 +164,9 @@ def test_a_run_does_not_begin_anew_where_all_is_damaged(run):
     assert CheckpointError.exit_code == 6
 
 
-FELL_BACK = "/checkpoints/3 is damaged: .* is not as it was saved.*; step 2 is read in its place\n"
+FELL_BACK = (
+    "/checkpoints/3 is damaged: .* is damaged: its fingerprint differs.*; step 2 is read instead\n"
+)
 
 
 def test_who_only_reads_gets_the_newest_good_step_and_changes_nothing(run, setup, truth, capsys):
@@ -191,7 +193,7 @@ def test_a_damaged_step_that_was_asked_for_is_refused_and_a_good_one_named(run, 
     alter_data(run)
     shutil.rmtree(run / "checkpoints" / str(NEWEST - 1) / "params")
     before = files_of(run)
-    says = r"checkpoints/3 is damaged: .* is not as it was saved.*; try --step 1$"
+    says = r"checkpoints/3 is damaged: .* is damaged: its fingerprint differs.*; try --step 1$"
     with pytest.raises(DamagedError, match=says):
         restore.restore(run, setup, NEWEST)
     with pytest.raises(DamagedError, match=says):

@@ -66,7 +66,7 @@ def test_a_run_records_the_class_and_a_hash_of_its_source(doubled):
 
 def test_another_class_is_refused_wherever_weights_are_read(doubled, tmp_path):
     said = (
-        r"is of another model; asked spmdtrain.Transformer; found test_identity.Doubled; "
+        r"belongs to another model; asked spmdtrain.Transformer; found test_identity.Doubled; "
         r"try make=Doubled in Python"
     )
     with pytest.raises(CheckpointError, match=said):
@@ -74,7 +74,8 @@ def test_another_class_is_refused_wherever_weights_are_read(doubled, tmp_path):
     with pytest.raises(CheckpointError, match=said):
         st.run(settings(f"train.init_from={doubled}"), tmp_path / "new", **ONE)
     with pytest.raises(
-        ConfigError, match="is of test_identity.Doubled, code that runs only if you say so"
+        ConfigError,
+        match="uses the model test_identity.Doubled, whose code runs only if you name it",
     ):
         st.generate(doubled, [1, 2], 2)
     with pytest.raises(

@@ -175,7 +175,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     [
         ({"step": 5}, (), r"no checkpoint of step 5; found 2, 4, 6, 8; try --step 8"),
         ({"step": 8}, (), r"nothing to train; .*; try --set train.steps=16"),
-        ({"step": 4, "fresh": True}, (), r"--fresh begins one"),
+        ({"step": 4, "fresh": True}, (), r"--fresh starts a new one"),
     ],
 )
 @pytest.mark.long

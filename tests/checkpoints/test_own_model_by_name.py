@@ -78,7 +78,8 @@ def test_a_run_directory_runs_no_code_by_itself(here, capsys):
     asked = ["sample", "run", "--prompt", "def ", "--length", "12", "--temperature", "0"]
     assert main(asked) == ConfigError.exit_code
     said = (
-        "run is of hybrid.py:Hybrid, code that runs only if you say so; try --make hybrid.py:Hybrid"
+        "run uses the model hybrid.py:Hybrid, whose code runs only if you name it; "
+        "try --make hybrid.py:Hybrid"
     )
     assert said in capsys.readouterr().err
     assert st.run_config(here / "run").model.make is None
@@ -134,7 +135,7 @@ def test_show_and_estimate_take_it_too(here, capsys):
             r"broken.py:Model': NameError: name 'undefined' is not defined \(.*broken.py, line 2\)",
         ),
         ("syntax.py:Model", r"SyntaxError: .* \(syntax.py, line 1\)"),
-        ("json.py:Model", "a module json is there already"),
+        ("json.py:Model", "a module json is already loaded"),
     ],
 )
 def test_a_name_that_leads_to_no_model_is_one_line(here, make, said):
@@ -168,7 +169,8 @@ def test_a_setting_of_its_own_is_typed_by_its_class(here, settings, said):
 
 def test_the_shipped_model_has_no_settings_of_ones_own():
     with pytest.raises(
-        ConfigError, match="Transformer reads no settings of its own; found model.extra.state"
+        ConfigError,
+        match="Transformer reads no settings from [model.extra]; found model.extra.state",
     ):
         choose_model(tiny("model.extra.state=8"))
 

@@ -133,7 +133,7 @@ def test_a_folder_for_a_file_or_a_file_for_a_folder_is_refused_at_the_start(plac
 
 def test_what_is_no_file_in_the_place_of_a_description_is_damage(tmp_path):
     (tmp_path / "_CHECKPOINT_METADATA").mkdir()
-    with pytest.raises(ValueError, match="_CHECKPOINT_METADATA in it is no plain file"):
+    with pytest.raises(ValueError, match="_CHECKPOINT_METADATA in it is not a plain file"):
         check_description(tmp_path)
 
 

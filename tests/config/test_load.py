@@ -304,7 +304,7 @@ BAD = {
         ["model.name=lama"],
         ["model.name='lama'", "--set", "'gpt' or 'llama'"],
     ),
-    "name that is no text": (
+    "name that is not a text": (
         "[model]\nname = [1]",
         [],
         ["model.name=[1]", "x.toml", "'gpt' or 'llama'"],

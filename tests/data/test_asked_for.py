@@ -85,7 +85,7 @@ def test_the_largest_index_is_a_sample_or_padding(tmp_path):
 @pytest.mark.parametrize("kind", [TrainStream, EvalWindows, PackedWindows, PackedStream])
 def test_a_range_that_the_corpus_does_not_have_is_refused(kind, span):
     order = ORDER if "Stream" in kind.__name__ else {}
-    with pytest.raises(DataError, match="are no range of the corpus; found 90 tokens"):
+    with pytest.raises(DataError, match="are not a range of the corpus; found 90 tokens"):
         kind(CORPUS, span, LENGTH, **order)
 
 

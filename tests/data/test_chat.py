@@ -253,11 +253,11 @@ def test_every_key_of_a_message_acts():
         ({"weight": 0.5}, "a weight that is not 0 or 1: 0.5"),
         ({"weight": "0"}, "a weight that is not 0 or 1: '0'"),
         ({"role": "user", "weight": 1}, "of 'user' with weight 1"),
-        ({"content": [{"type": "image_url", "image_url": "x"}]}, "a part that is no text"),
-        ({"content": ["a", 3]}, "a part that is no text; found 3"),
+        ({"content": [{"type": "image_url", "image_url": "x"}]}, "a part that is not a text"),
+        ({"content": ["a", 3]}, "a part that is not a text; found 3"),
         ({"content": "a\ud800"}, "half a surrogate pair at position 1"),
-        ({"role": "user\n"}, "whose role is no name"),
-        ({"role": "<|im_end|>"}, "whose role is no name"),
+        ({"role": "user\n"}, "whose role is not a name"),
+        ({"role": "<|im_end|>"}, "whose role is not a name"),
         ({"role": ""}, "without role and content"),
     ],
 )
@@ -314,7 +314,7 @@ def test_what_is_learned_and_what_is_spelled_is_said(chats, capsys):
     assert "1 document spells a marker of the template, which this tokenizer cannot" in said.out
     template = ["--template", "{role}: {content}\n", "--out", str(chats / "cut")]
     assert main([*arguments, *own, *template]) == 0
-    assert "an answer begins within a token: 'yes' behind" in capsys.readouterr().err
+    assert "an answer begins inside a token: 'yes' after" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

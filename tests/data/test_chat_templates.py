@@ -206,7 +206,7 @@ def test_a_template_goes_on_after_it_has_failed():
 def test_what_a_template_does_not_read_is_refused_and_what_it_leaves_out_is_noted():
     for changed, said in (
         ({"name": "Ann"}, "has a message with 'name', which the template does not read"),
-        ({"role": "<|im_end|>"}, "has a message whose role is no name"),
+        ({"role": "<|im_end|>"}, "has a message whose role is not a name"),
     ):
         asked = of_messages([ASKED[1] | changed, ASKED[2]], "here")
         with pytest.raises(DataError, match=f"^here {said}"):
@@ -371,8 +371,8 @@ def test_what_the_command_cannot_do_is_one_line(arguments, code, said, folder, c
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (3, "has a chat_template that is none; found 3"),
-        ([{"name": "a", "template": 3}], "has a chat_template that is none"),
+        (3, "has a chat_template that is not one; found 3"),
+        ([{"name": "a", "template": 3}], "has a chat_template that is not one"),
         (
             [{"name": "a", "template": "x"}, {"name": "b", "template": "y"}],
             "found a, b; try",

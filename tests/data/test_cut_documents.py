@@ -202,7 +202,7 @@ def test_a_table_that_says_another_number_of_rows_is_refused(folder):
     assert footer.count(bytes([0x16, 2 * rows])) > 0
     at = footer.index(bytes([0x16, 2 * rows]))
     path.write_bytes(head + footer[: at + 1] + bytes([2 * rows - 4]) + footer[at + 2 :])
-    with pytest.raises(DataError, match=f"it has {rows} rows, and says {rows - 2}"):
+    with pytest.raises(DataError, match=f"it has {rows} rows, but states {rows - 2}"):
         texts_of(path)
 
 
@@ -260,9 +260,9 @@ HOSTILE = {
     "in_lines.jsonl": (b'{"text": "a"}\n' + DEEP, "lines.jsonl:2 is not a line of JSON: it is nes"),
     "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", "an integer has too many digits"),
     "utf.jsonl": (b'{"text": "\xff"}', "is not a line of JSON: not UTF-8"),
-    "a.tar.gz": (gzip.compress(b"x"), "is packed as .tar.gz, which is not read; try tar -xzf"),
-    "a.jsonl.bz2": (b"BZh", "is packed as .bz2, which is not read; try bunzip2"),
-    "a.txt.Z": (b"\x1f\x9d", "is packed as .Z, which is not read; try uncompress"),
+    "a.tar.gz": (gzip.compress(b"x"), "is packed as .tar.gz, which cannot be read; try tar -xzf"),
+    "a.jsonl.bz2": (b"BZh", "is packed as .bz2, which cannot be read; try bunzip2"),
+    "a.txt.Z": (b"\x1f\x9d", "is packed as .Z, which cannot be read; try uncompress"),
     "a.feather": (WHOLE["b.arrow"], "is not UTF-8 text; found an Arrow file"),
     "a.txt": (gzip.compress(b"x"), "is not UTF-8 text; found compressed with gzip"),
     "empty.txt.gz": (b"", "the compressed file is empty"),
@@ -349,7 +349,7 @@ def test_a_saved_dataset_reads_the_files_of_its_folder_and_all_of_their_rows(tmp
             find_inputs([str(tmp_path / number)])
     for number, name in enumerate(["data-1.arrow", "*.arrow", "data-[0].arrow", ""]):
         saved(tmp_path / str(number), _data_files=[{"filename": name}])
-        with pytest.raises(DataError, match="names a file that is not there"):
+        with pytest.raises(DataError, match="names a missing file"):
             find_inputs([str(tmp_path / str(number))])
     for number, content in enumerate(["[" * 100_000, "[]", "{", '{"_data_files": 3}', "\xff"], 10):
         saved(tmp_path / str(number))
@@ -427,11 +427,11 @@ def test_what_lies_where_the_journal_is_costs_a_line(tmp_path, capsys):
     given = [str(tmp_path / "in.txt"), "--out", str(tmp_path / "out"), "--shard-tokens", "2"]
     journal = tmp_path / "out.prepare.json"
     os.mkfifo(journal)
-    assert "is no journal" in refusal(given, capsys)
+    assert "is not a journal" in refusal(given, capsys)
     journal.unlink()
     for content in ("", "[" * 100_000, "[]", '{"version": 1}'):
         journal.write_text(content)
-        assert "is no journal" in refusal(given, capsys)
+        assert "is not a journal" in refusal(given, capsys)
 
 
 def test_a_tokenizer_beside_the_shards_is_not_replaced_by_another(tmp_path, tokenizer_json, capsys):

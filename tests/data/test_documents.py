@@ -335,14 +335,16 @@ def test_an_interrupted_prepare_goes_on_behind_its_last_shard(
     capsys.readouterr()
     prepare(sharded(lines, tmp_path, workers=2))
     said = capsys.readouterr()
-    assert "going on behind" in said.err and "out-00006.bin" in said.err
+    assert "continuing after" in said.err and "out-00006.bin" in said.err
     assert shard_bytes(tmp_path) == uninterrupted
     prepare(sharded(lines, tmp_path))
     again = capsys.readouterr()
     assert "is finished already" in again.err and again.out == said.out
-    with pytest.raises(DataError, match="was begun with other shard_tokens; try another --out"):
+    with pytest.raises(
+        DataError, match="was started with different shard_tokens; try another --out"
+    ):
         prepare(Job([str(lines / "*.jsonl")], str(tmp_path / "out"), shard_tokens=4000))
-    with pytest.raises(DataError, match="was begun with other files"):
+    with pytest.raises(DataError, match="was started with different files"):
         prepare(Job([str(lines / "one.jsonl")], str(tmp_path / "out"), shard_tokens=3000))
     (tmp_path / "out-00003.bin").unlink()
     with pytest.raises(DataError, match=r"no token file .*out-00003\.bin"):
@@ -390,7 +392,7 @@ def children(pid: int) -> list[int]:
 
 def test_a_process_that_dies_is_told_of(monkeypatch):
     monkeypatch.setattr(encode, "_encode", os._exit)
-    with pytest.raises(DataError, match="a process that makes tokens has died.*fewer --workers"):
+    with pytest.raises(DataError, match="a tokenizing process has died.*fewer --workers"):
         list(encode.encode_all(RECIPE, [3], workers=2))
 
 

@@ -89,8 +89,8 @@ def test_a_run_says_and_keeps_its_steps_and_more_epochs_go_on(tmp_path, monkeypa
     assert document["origin"]["train.steps"] == "train.epochs=0.001 of c.toml"
     assert from_resolved(document).train.steps == steps
     run(load("c.toml"), "run", devices=one)
-    (more,) = [each for each in capsys.readouterr().out.splitlines() if "to go on:" in each]
-    assert more.endswith(f"to go on: --set train.steps={2 * steps}")
+    (more,) = [each for each in capsys.readouterr().out.splitlines() if "to continue:" in each]
+    assert more.endswith(f"to continue: --set train.steps={2 * steps}")
     longer = load("c.toml", [f"train.steps={2 * steps}"])
     assert (longer.train.steps, longer.train.epochs) == (2 * steps, None), "it works as it is typed"
     run(load("c.toml", ["train.epochs=0.0015"]), "run", devices=one)
@@ -130,7 +130,7 @@ def test_data_without_an_end_and_lengths_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="only a single corpus has epochs; asked train.epochs=2"):
         counted_in_steps(mixed, Data(None))
     own = Source(lambda seed, index: np.zeros(17, np.int32))  # noqa: ARG005
-    with pytest.raises(ConfigError, match="samples of one's own, without an end; try --set"):
+    with pytest.raises(ConfigError, match="custom samples, without an end; try --set"):
         open_data(mixed, own)
     with pytest.raises(ConfigError, match=r"fewer than 2\^31 steps"):
         counted_in_steps(tiny("train.epochs=1e30"), Data(10))

@@ -89,7 +89,7 @@ def test_their_tokenizer_is_the_one_that_the_run_names(tmp_path, tokenizer_json)
         [40, 41]
     )
     with pytest.raises(
-        DataError, match=r"does not say how many ids there are; try --set data\.tokenizer=FILE"
+        DataError, match=r"does not state the number of ids; try --set data\.tokenizer=FILE"
     ):
         opened(tmp_path / "a.bin", vocab=None)
     write_tokens(tmp_path / "ours", ["text"], open_tokenizer("bytes"))
@@ -156,15 +156,15 @@ def test_their_fingerprint_follows_the_content_at_both_ends_and_between(tmp_path
         (lambda path: write_megatron(path, code=7), "version 1 and type 7"),
         (
             lambda path: overwrite(path.with_suffix(".idx"), 34, b"\x13"),
-            "do not stand one behind the other",
+            "are not consecutive",
         ),
         (
             lambda path: overwrite(path.with_suffix(".idx"), -8, b"\x63"),
-            "a document lies beyond its 5 sequences",
+            "a document is beyond its 5 sequences",
         ),
         (
             lambda path: (path.with_suffix(".idx").unlink(), cut(path, 7)),
-            "is no row of uint16; found 7 bytes",
+            "is not a row of uint16; found 7 bytes",
         ),
     ],
 )

@@ -159,7 +159,7 @@ def test_who_says_the_type_of_the_ids_is_believed(tmp_path):
         (IDS, ">u4", 65536, "every second uint16 is about 0.*; try python -c"),
         (WIDE, ">u4", 128256, "is beyond its vocabulary of 128256; try python -c"),
         (IDS, "<u2", 128256, r"is beyond its vocabulary of 128256; try --set data\.dtype=uint16"),
-        (IDS[:2999], "<u2", 128256, r"is no row of uint32.*try --set data\.dtype=uint16"),
+        (IDS[:2999], "<u2", 128256, r"is not a row of uint32.*try --set data\.dtype=uint16"),
         (WIDE, "<u4", 50304, "is beyond its vocabulary of 50304"),
         (IDS, ">u2", 50304, "is beyond its vocabulary of 50304; try python -c"),
         (IDS % 251, "u1", 251, "is beyond its vocabulary of 251; try python -c"),

@@ -154,7 +154,7 @@ def test_a_place_that_cannot_be_written_is_refused_by_name(tmp_path, monkeypatch
         ),
         (
             lambda path: leave_out(path.with_suffix(".json"), "tokenizer"),
-            r"damaged: it says nothing of a tokenizer",
+            r"damaged: it names no tokenizer",
         ),
     ],
 )

@@ -129,7 +129,7 @@ HE = "id of he"  # in the place of an id
         ("a\0b", "no tokenizer"),
         ("x" * 300, "no tokenizer"),
         ("~nobody/tokenizer.json", "no tokenizer"),
-        ("pipe", "the tokenizer pipe is no file"),
+        ("pipe", "the tokenizer pipe is not a file"),
         ("folder", "the folder folder holds no tokenizer.json; found tokenizer.model"),
     ],
 )

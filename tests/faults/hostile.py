@@ -90,7 +90,7 @@ def parent_name(case: Case) -> None:
 
 
 def name_in_database(case: Case) -> None:
-    """One that is no path as long as nobody writes a file by it, as an export may."""
+    """One that is not a path as long as nobody writes a file by it, as an export may."""
     name = "../../outside/y"
     database = case.database()
     for key in database.list().result():

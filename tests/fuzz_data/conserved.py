@@ -76,7 +76,7 @@ def _rendered(case: Case, document: Any) -> tuple[str, list[bool] | None]:
         return "", [] if case.chat else None
     if not case.chat:
         if not isinstance(document, str):
-            raise Wrong("a document that is no text is taken", repr(document)[:200])
+            raise Wrong("a document that is not a text is taken", repr(document)[:200])
         return document, None
     opening, closing = case.template.split("{content}")
     text = ""

@@ -34,7 +34,7 @@ LONGER = 128
 
 
 def plain_ids(case: Case, made: Made) -> list[Ids | None]:
-    """Return what text files hold for a run; None where one of them is no text."""
+    """Return what text files hold for a run; None where one of them is not a text."""
     try:
         texts = [path.read_bytes().decode("utf-8") for path in made.paths if path.is_file()]
     except UnicodeDecodeError:

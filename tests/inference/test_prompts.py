@@ -183,7 +183,7 @@ def test_a_special_token_of_a_prompt_is_text_unless_asked(here, capsys):
     end = here.tokenizer.id_of("<|im_end|>")
     prompt = "a<|im_end|>"
     assert end not in reading.read_prompts(here, prompt).ids[0]
-    assert "spells a special token, which is taken as text" in capsys.readouterr().err
+    assert "spells a special token, which is read as text" in capsys.readouterr().err
     assert reading.read_prompts(here, prompt, parse_special=True).ids[0][-1] == end
     question = [{"role": "user", "content": prompt}]
     assert (reading.read_prompts(here, question).ids[0] == end).sum() == 1

@@ -94,7 +94,7 @@ def test_after_a_fault_the_run_goes_on_from_what_it_saved(launch, capfd, fault, 
 def test_three_attempts_without_a_new_checkpoint_are_the_last(launch, capfd):
     code, launcher = launch("1:2:akill")
     assert (code, launcher.attempts) == (LOST, 3)
-    assert "3 attempts without a new checkpoint: no further one" in capfd.readouterr().err
+    assert "3 attempts without a new checkpoint: giving up" in capfd.readouterr().err
 
 
 def test_a_new_checkpoint_starts_the_count_anew(launch):
@@ -238,7 +238,7 @@ def test_where_this_host_stands():
     "change", [{"SPMDTRAIN_HOST": "2"}, {"SPMDTRAIN_HOSTS": "x"}, {"SPMDTRAIN_COORDINATOR": ""}]
 )
 def test_half_a_place_is_refused(change):
-    with pytest.raises(ConfigError, match="does not say which host"):
+    with pytest.raises(ConfigError, match="does not name this host"):
         find_place(KUBERNETES | change, 1)
     with pytest.raises(ConfigError, match="a launcher for each process"):
         find_place({"OMPI_COMM_WORLD_SIZE": "2"}, 2)

@@ -46,7 +46,7 @@ def test_a_user_overrides_a_rule_and_adds_axes_of_an_own_model():
             (10, 8),
             ["blocks.w", "'embd'", "did you mean 'embed'?", "--set rules.parameters.embd="],
         ),
-        (("ffn", "heads"), (8, 8), ["blocks.w", "'ffn' and 'heads' both want mesh axis 'tensor'"]),
+        (("ffn", "heads"), (8, 8), ["blocks.w", "'ffn' and 'heads' both use mesh axis 'tensor'"]),
         (
             ("vocab", "embed"),
             (65, 8),

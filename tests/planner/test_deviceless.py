@@ -103,7 +103,7 @@ def test_a_loop_of_unknown_length_costs_what_crosses_the_network_and_no_more(mon
     found = deviceless.compile_step(RunConfig(), {}, DEVICES["h100"])
     assert found["traffic"] is found["overlap"] is None
     text = report.compiled_text(found, Memory(1, 1, 1, 1, 1, 1), {})
-    assert "is not known: nothing says how often the loop around" in text
+    assert "is unknown: nothing states how often the loop around" in text
     assert "all-reduce" in text
 
 

@@ -130,7 +130,7 @@ def test_a_cause_that_is_not_in_the_samples_ends_the_run(tmp_path):
 def test_without_an_older_checkpoint_the_run_ends(tmp_path):
     with pytest.raises(
         DivergedError,
-        match="the loss of step 3 is nan, and 2 were skipped before, and no checkpoint",
+        match="the loss of step 3 is nan, and the 2 before it were skipped, and no checkpoint",
     ):
         run(tmp_path, data=tokens_with(range(1, 1000)))
 

@@ -162,7 +162,10 @@ def test_a_run_begins_with_a_base_and_trains_adapters_alone(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (("finetune.targets=q_proj",), "'q_proj' is no linear layer.*try --set finetune.targets=q"),
+        (
+            ("finetune.targets=q_proj",),
+            "'q_proj' is not a linear layer.*try --set finetune.targets=q",
+        ),
         (("finetune.targets=",), "finetune.targets is empty"),
         (("finetune.kind=full",), "finetune.rank=3 is of adapters"),
         (("finetune.also_train=tokens",), "no weight has the path 'tokens'.*tokens.table_ve"),

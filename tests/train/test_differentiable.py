@@ -74,7 +74,7 @@ def test_a_state_or_a_batch_of_another_kind_is_one_line(tmp_path):
         "of the state is float16": replace(
             state, params=state.params | {path: x.astype(jnp.float16)}
         ),
-        "none of this setup": replace(state, params=state.params | {"more": x}),
+        "does not belong to this setup": replace(state, params=state.params | {"more": x}),
     }
     for said, given in wrong.items():
         with pytest.raises(ConfigError, match=re.escape(said)):

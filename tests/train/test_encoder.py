@@ -125,7 +125,7 @@ class SeesAll(st.Transformer):
 
 def test_attention_that_is_not_causal_keeps_no_cache():
     setup = sharded(make=SeesAll)
-    with pytest.raises(ConfigError, match="a key-value cache holds the tokens before"):
+    with pytest.raises(ConfigError, match="a key-value cache holds earlier tokens"):
         st.generate_ids(setup, st.init_state(setup).params, [1, 2, 3], 2)
 
 
@@ -174,7 +174,7 @@ def test_from_the_command_line_it_trains_goes_on_to_the_bit_and_makes_no_text(
     assert evaluated["bits_per_byte"] is None, "most bytes were seen"
     assert main(["sample", "whole", *own, "--prompt", "def "]) == ConfigError.exit_code
     assert capsys.readouterr().err == (
-        "spmdtrain: Encoder restores tokens from all the others; asked the tokens behind a prompt; "
+        "spmdtrain: Encoder restores tokens from all the others; asked the tokens after a prompt; "
         "found Encoder.corrupt; try spmdtrain eval RUN, or make_logits in Python\n"
     )
 

@@ -95,7 +95,7 @@ def called_tokens(logits, _):
 @pytest.mark.parametrize(
     ("loss", "settings", "said"),
     [
-        ("mse", (), "loss='mse' is no loss; try a function"),
+        ("mse", (), "loss='mse' is not a loss; try a function"),
         (nameless, (), r"loss= gives \['cross_entropy'\] and no 'loss'"),
         (summed, (), r"loss= gives 'loss' of shape \(\) for targets \(2, 3\)"),
         (called_tokens, (), "loss= gives 'tokens', another figure of a step"),

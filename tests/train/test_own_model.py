@@ -136,7 +136,7 @@ def test_weights_may_rest_split_over_the_axes_of_the_tokens(settings):
     [
         (
             ("mesh.fsdp=2", "rules.activations.vocab=fsdp"),
-            "'batch' and 'vocab' both want mesh axis 'fsdp'",
+            "'batch' and 'vocab' both use mesh axis 'fsdp'",
         ),
         (
             (*STAGES, "mesh.context=2", "rules.activations.vocab=context"),
@@ -272,7 +272,7 @@ def test_blocks_of_two_kinds_and_plain_parameters_have_the_gradients_of_one_devi
 
 
 def test_a_number_of_layers_that_is_no_whole_round_is_refused():
-    with pytest.raises(ConfigError, match="3 layers are no whole number of rounds of 2 kinds"):
+    with pytest.raises(ConfigError, match="3 layers are not a whole number of rounds of 2 kinds"):
         build_model(tiny(*SMALLEST, "model.layers=3"), TwoKinds)
 
 

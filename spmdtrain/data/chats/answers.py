@@ -114,8 +114,8 @@ def _marked(program: Renders, asked: Asked, text: str) -> list[tuple[int, int]]:
         counts.append(more)
     if counts != sorted(counts) or counts[-1] != len(spans):
         raise Unsuitable(
-            "the template does not say by {% generation %} which message an answer is, and not all "
-            "are learned",
+            "the template does not mark with {% generation %} which message an answer is, and not "
+            "all are learned",
             "a template with one {% generation %} for each answer",
         )
     kept = []

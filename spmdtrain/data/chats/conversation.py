@@ -142,7 +142,7 @@ def _with_others(found: Conversation, row: dict, where: str) -> Conversation:
     system = row.get("system")
     if system not in (None, ""):
         if not isinstance(system, str) or found.messages[0]["role"] == "system":
-            raise DataError(f"{where} has two system texts, or one that is no text")
+            raise DataError(f"{where} has two system texts, or one that is not a text")
         first = {"role": "system", "content": system}
         found = replace(found, messages=[first, *found.messages], learned=(False, *found.learned))
     tools, documents = (_list(row.get(name), f"{where}: {name!r}") for name in OTHERS[1:3])
@@ -227,7 +227,7 @@ def _content(content: Any, where: str) -> str | None:
         text = part.get("text") if isinstance(part, dict) else part
         if kind not in (None, "text") or not isinstance(text, str):
             raise DataError(
-                f"{where} has a message with a part that is no text", found=f"{part!r:.60}"
+                f"{where} has a message with a part that is not a text", found=f"{part!r:.60}"
             )
         texts.append(text)
     return "".join(texts) if texts else None

@@ -28,8 +28,8 @@ def faults(template: Template, tokenizer: Tokenizer) -> list[str]:
         )
         special = " ".join(f"--special '{marker}'" for marker in spelled)
         lines.append(
-            f"to this tokenizer the template's {named} is text like any other, which a message "
-            f"can spell too; spmdtrain tokenizer train ... {special} makes one that has them"
+            f"to this tokenizer the template's {named} is ordinary text, which a message can "
+            f"spell too; spmdtrain tokenizer train ... {special} makes one that has them"
         )
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return lines  # its tokens never span two texts
@@ -40,9 +40,9 @@ def faults(template: Template, tokenizer: Tokenizer) -> list[str]:
         if cut.any():
             token = tokenizer.decode(encoding.ids[cut][:1])
             lines.append(
-                f"an answer begins within a token: {answer!r} behind {opening[-12:]!r} gives "
-                f"{token!r}, which `sample` cannot meet; end the opening otherwise, with a line "
-                "break say"
+                f"an answer begins inside a token: {answer!r} after {opening[-12:]!r} gives "
+                f"{token!r}, which `sample` can never produce; end the opening differently, e.g. "
+                "with a line break"
             )
             break
     return lines

@@ -120,7 +120,7 @@ class SimpleTemplate:
                     f"{where} has a message with {unknown[0]!r}, which the simple template does "
                     "not write",
                     found=f"{message!r:.60}",
-                    fix="messages of role, content and weight alone, or --chat-template FILE",
+                    fix="messages with only role, content and weight, or --chat-template FILE",
                 )
             check_role(role, self.markers, tokenizer, where)
             frames[-1] += self.opening_of(role)

@@ -95,7 +95,7 @@ def _texts_of(folder: Path) -> dict[str, str]:
         texts, is_sound = {}, False
     if not is_sound:
         raise DataError(
-            f"{folder / CONFIG} has a chat_template that is none", found=f"{value!r:.60}"
+            f"{folder / CONFIG} has a chat_template that is not one", found=f"{value!r:.60}"
         )
     if len(texts) == 1:
         return {"default": next(iter(texts.values()))}

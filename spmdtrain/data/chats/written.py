@@ -33,4 +33,4 @@ def check_role(role: str, markers: Sequence[str], tokenizer: Tokenizer, where: s
     """Raises DataError if a role could pass for a part of the template."""
     spells = tokenizer.spells_special(role) or any(marker in role for marker in markers)
     if spells or not role.isprintable():
-        raise DataError(f"{where} has a message whose role is no name", found=f"{role!r:.60}")
+        raise DataError(f"{where} has a message whose role is not a name", found=f"{role!r:.60}")

@@ -238,8 +238,8 @@ def _finished(waiting: deque[tuple[Chunk, Future]]) -> tuple[Chunk, Encoded]:
         return chunk, future.result()
     except BrokenProcessPool:
         raise DataError(
-            "a process that makes tokens has died, for want of memory perhaps",
-            fix="fewer --workers, and the same command again: finished shards stay",
+            "a tokenizing process has died, perhaps for lack of memory",
+            fix="fewer --workers, and the same command again: finished shards are kept",
         ) from None
 
 

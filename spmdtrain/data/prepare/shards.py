@@ -155,13 +155,13 @@ class Output:
             is_ours = False
         if not is_ours:
             raise DataError(
-                f"{self._journal} is no journal that this program can go on from",
+                f"{self._journal} is not a journal that this program can continue",
                 fix="another --out, or remove it and its shards",
             )
         changed = [name for name, value in self._job.items() if job.get(name) != value]
         if changed:
             raise DataError(
-                f"{self._out} was begun with other {' and '.join(changed)}",
+                f"{self._out} was started with different {' and '.join(changed)}",
                 fix=f"another --out, or remove {self._journal} and its shards",
             )
         for summary in self.summaries:
@@ -170,7 +170,7 @@ class Output:
         if self.is_finished:
             print(f"{self._out} is finished already", file=sys.stderr)
         else:
-            print(f"going on behind {self.summaries[-1].path}", file=sys.stderr)
+            print(f"continuing after {self.summaries[-1].path}", file=sys.stderr)
 
     def _remove_partials(self) -> None:
         """Removes half-written files of a killed process."""

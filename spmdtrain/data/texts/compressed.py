@@ -91,7 +91,7 @@ def refuse_unread(path: str) -> None:
         if path.lower().endswith(ending):
             said = path[-len(ending) :]
             raise DataError(
-                f"{path} is packed as {said}, which is not read",
+                f"{path} is packed as {said}, which cannot be read",
                 fix=f"{command} {shlex.quote(path)}",
             )
 

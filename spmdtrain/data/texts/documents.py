@@ -83,14 +83,14 @@ def _arrow_files(folder: Path) -> list[str]:
         code = f"import datasets as d; d.load_from_disk({str(folder)!r})"
         code += f".flatten_indices().save_to_disk({str(folder) + '-rows'!r})"
         raise DataError(
-            f"{path} chooses rows by _indices_data_files, which is not read",
+            f"{path} chooses rows by _indices_data_files, which cannot be read",
             fix=f"python -c {shlex.quote(code)}",
         )
     for name in names:
         if not isinstance(name, str) or os.path.isabs(name) or ".." in Path(name).parts:
             raise DataError(f"{path} names a file outside its folder", found=f"{name!r:.200}")
         if not os.path.isfile(folder / name):
-            raise DataError(f"{path} names a file that is not there", found=name)
+            raise DataError(f"{path} names a missing file", found=name)
     return [str(folder / name) for name in names]
 
 

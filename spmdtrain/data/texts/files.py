@@ -53,7 +53,7 @@ def _matches(pattern: str) -> list[str]:
     if os.path.isfile(expanded):  # even if its name looks like a glob
         return [expanded]
     if os.path.exists(expanded):  # e.g. a pipe, which would block its reader
-        raise DataError(f"{pattern} is no regular file")
+        raise DataError(f"{pattern} is not a regular file")
     matches = sorted(filter(os.path.isfile, glob.glob(expanded, recursive=True)))
     if not matches:
         raise _no_match(pattern, expanded)

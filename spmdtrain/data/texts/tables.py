@@ -44,7 +44,7 @@ def parquet_rows(path: str, field: str | ChatFields, skip: int, most_bytes: int)
             held = _held(batch, field, columns)
             yield from _slices(held, done, skip, size * done // total, most_bytes)
         if done != table.metadata.num_rows:
-            raise EOFError(f"it has {done} rows, and says {table.metadata.num_rows}")
+            raise EOFError(f"it has {done} rows, but states {table.metadata.num_rows}")
 
 
 def arrow_rows(path: str, field: str | ChatFields, skip: int, most_bytes: int) -> Iterator[Rows]:

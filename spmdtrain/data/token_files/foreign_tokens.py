@@ -186,7 +186,7 @@ def open_foreign(bin_path: Path, idx_path: Path, vocab: int, dtype: str | None) 
         source = _bare(bin_path, size, vocab, dtype)
     if dtype and source.dtype != DTYPES[dtype]:
         raise DataError(
-            f"{bin_path} says itself of which type its ids are",
+            f"{bin_path} itself states the type of its ids",
             asked=f"data.dtype={dtype}",
             found=source.dtype.name,
             fix="leaving data.dtype out",
@@ -235,7 +235,7 @@ def _of_llmc(path: Path, size: int) -> ForeignTokens | None:
             found=f"version {version}",
         )
     expected = LLMC_HEADER + count * dtype.itemsize
-    what = f"{expected} bytes for the {count} {dtype.name} that its header says"
+    what = f"{expected} bytes for the {count} {dtype.name} that its header states"
     _check_size(path, size, expected, what)
     if count < 1:
         raise DataError(f"{path} has a header of llm.c and no tokens", found=f"{count} tokens")
@@ -252,13 +252,13 @@ def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens
         }
         raise DataError(
             f"{path} holds no bare token ids: it is {kind}",
-            fix=fixes.get(kind, "a token file, or --set data.dtype=uint16 where it is one"),
+            fix=fixes.get(kind, "a token file, or --set data.dtype=uint16 if it is one"),
         )
     name = asked or storage_dtype(vocab)
     dtype = DTYPES[name]
     if size == 0 or size % dtype.itemsize:
         raise DataError(
-            f"{path} has neither sidecar nor .idx, and is no row of {name}",
+            f"{path} has neither sidecar nor .idx, and is not a row of {name}",
             found=f"{size} bytes",
             fix=_other_width(size, name) or "spmdtrain data prepare FILE --out NAME",
         )

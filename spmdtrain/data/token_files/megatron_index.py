@@ -41,7 +41,7 @@ def read_index(path: Path) -> Index:
     if version != 1 or code not in DTYPES:
         known = ", ".join(map(str, DTYPES))
         raise DataError(
-            f"{path} is of a Megatron version or type that this program does not read",
+            f"{path} has a Megatron version or type that this program cannot read",
             asked=f"version 1 and one of the types {known}",
             found=f"version {version} and type {code}",
         )
@@ -57,10 +57,10 @@ def read_index(path: Path) -> Index:
     starts = ends - lengths
     total = int(ends[-1]) if sequences else 0
     if not total or not np.array_equal(pointers, starts * dtype.itemsize):
-        raise DataError(f"{path} is empty, or its sequences do not stand one behind the other")
+        raise DataError(f"{path} is empty, or its sequences are not consecutive")
     in_range = documents.min(initial=0) >= 0 and documents.max(initial=0) <= sequences
     if not in_range:
-        raise DataError(f"{path} is damaged: a document lies beyond its {sequences} sequences")
+        raise DataError(f"{path} is damaged: a document is beyond its {sequences} sequences")
     if (np.diff(documents) < 0).any():
         raise DataError(f"{path} is damaged: its documents do not rise")
     offsets = np.append(starts, total)[documents]

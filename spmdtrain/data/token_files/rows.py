@@ -36,7 +36,7 @@ def reading(path: str | Path) -> Iterator[None]:
 def require_file(path: str | Path) -> None:
     """Raises DataError if a path is not a regular file: opening a pipe would block forever."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise DataError(f"{path} is no regular file")
+        raise DataError(f"{path} is not a regular file")
 
 
 class StoredRow:

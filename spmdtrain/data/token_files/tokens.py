@@ -155,7 +155,7 @@ class TokenSource:
                 "its document offsets do not rise from 0 to the end of the tokens"
             )
         if hashlib.sha256(starts.data).hexdigest() != self.sidecar["index_sha256"]:
-            raise DataError(f"{path} is damaged: it does not have the sha256 that its sidecar says")
+            raise DataError(f"{path} is damaged: its sha256 is not the one in its sidecar")
         return starts
 
 
@@ -225,7 +225,7 @@ def _read_sidecar(path: Path) -> dict:
     if not isinstance(sidecar.get("template"), str | dict | None):
         raise DataError(f"the sidecar {path} is damaged: template={sidecar['template']!r:.60}")
     if "tokenizer" not in sidecar:
-        raise DataError(f"the sidecar {path} is damaged: it says nothing of a tokenizer")
+        raise DataError(f"the sidecar {path} is damaged: it names no tokenizer")
     spec = sidecar["tokenizer"]
     if not isinstance(spec, dict | None):
         raise DataError(f"the sidecar {path} is damaged: tokenizer={spec!r}")

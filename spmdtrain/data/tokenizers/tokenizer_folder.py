@@ -32,7 +32,7 @@ def tokenizer_file(name: str) -> Path:
             fix="a tokenizer.json, as save_pretrained of transformers writes it",
         )
     if name and os.path.exists(path):  # e.g. a pipe, which would block
-        raise DataError(f"the tokenizer {name} is no file", fix="a tokenizer.json")
+        raise DataError(f"the tokenizer {name} is not a file", fix="a tokenizer.json")
     raise DataError(
         f"no tokenizer {name!r:.200}: neither a known name nor a file (names of the Hugging Face "
         "hub are not downloaded)",

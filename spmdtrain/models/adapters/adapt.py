@@ -64,8 +64,8 @@ def _check_targets(config: FinetuneConfig, weights: Mapping[str, Any]) -> None:
         if target not in LINEAR and not _matched(weights, target):
             near = difflib.get_close_matches(target, [*LINEAR, *weights], 1, 0.3) or list(LINEAR)
             raise ConfigError(
-                f"finetune.targets: {target!r} is no linear layer of a block, and no weight of a "
-                "matmul has such a path",
+                f"finetune.targets: {target!r} is not a linear layer of a block, and no "
+                "matmul weight has such a path",
                 found=", ".join([*LINEAR, *weights]),
                 fix=f"--set finetune.targets={near[0]}",
             )

@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         v = qkv[..., -1, :]
         if cache is not None:
             if not self.causal:
-                what = "a key-value cache holds the tokens before; attention here is not causal"
+                what = "a key-value cache holds earlier tokens, but this attention is not causal"
                 raise ConfigError(what, fix="Attention(causal=True)")
             cache = cache.extended(k, v)
             k = cache.k_bskd

@@ -155,7 +155,7 @@ def described(given: Hardware | str | Path) -> Hardware:
     if isinstance(given, Hardware):
         return given
     if not isinstance(given, str | Path):
-        what = f"hardware={shown(given)} is no hardware"
+        what = f"hardware={shown(given)} is not hardware"
         raise ConfigError(what, fix=f"{', '.join(DEVICES)}, or a .toml file")
     return hardware(str(given))
 

@@ -66,7 +66,7 @@ class Guard:
             self._reporter.event("skipped", step, why=what, samples=samples)
             self._reporter.say(f"{what}: skipped, with the samples {samples[0]} to {samples[1]}")
             return
-        what = f"{what}, and {skipped} were skipped before"
+        what = f"{what}, and the {skipped} before it were skipped"
         if self._config.policy == "skip":
             raise self._saves.diverged(step, what)
         raise GoBack(what, step - skipped, step)
@@ -102,7 +102,8 @@ class Guard:
         what = f"the {NAMES[name]} of step {step} is {figures[name]:.4g}, above {limit:.4g}"
         if limit == (self._config.grad_norm if name == "grad_norm" else None):
             return what
-        return f"{what}, {self._config.deviations:g} standard deviations above the mean before it"
+        sigmas = f"{self._config.deviations:g} standard deviations"
+        return f"{what}, {sigmas} above the mean of earlier steps"
 
 
 def _known(figures: Mapping[str, Any]) -> list[str]:

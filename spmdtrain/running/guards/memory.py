@@ -36,7 +36,7 @@ class OutOfMemoryError(ConfigError):
             what = f"out of memory: the step needs {_size(needed)} of a device"
         else:
             what = "out of memory: the step needs more than a device has"
-        there = f"{_size(available)} there" if available else ""
+        there = f"{_size(available)} available" if available else ""
         super().__init__(what, found=", ".join(filter(None, (there, categories))), fix=fix)
 
     def with_fix(self, fix: str) -> "OutOfMemoryError":

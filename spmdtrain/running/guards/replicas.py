@@ -79,8 +79,8 @@ class ReplicaCheck:
             "corrupted", step, devices=[int(devices[at].id) for at in found.devices], leaf=leaf
         )
         raise CorruptedError(
-            f"after step {step} {who} holds other bits of {leaf}{more} than its copies",
-            fix="the same command, which goes on from the newest checkpoint; without that device, "
+            f"after step {step} {who} holds a copy of {leaf}{more} that differs from the others",
+            fix="the same command, which resumes from the newest checkpoint; without that device, "
             "if it happens again",
         )
 

@@ -219,9 +219,7 @@ def _kept(path: Path, pattern: str) -> str:
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(MOST_KEPT).strip()
     if text and not re.fullmatch(pattern, text):
-        raise CheckpointError(
-            f"{path} is not as it was written", found=f"{text!r:.60}", fix="removing it"
-        )
+        raise CheckpointError(f"{path} has been changed", found=f"{text!r:.60}", fix="removing it")
     return text
 
 

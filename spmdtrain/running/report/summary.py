@@ -82,7 +82,7 @@ def _said(
     if compiled:
         parts.append(f"{say(compiled)} by the compiler's account")
     if not parts:
-        parts.append("not known: the first step says nothing of the others")
+        parts.append("not known: the first step is not typical")
     if predicted is not None:
         error = "" if figures["error"] is None else f" ({figures['error']:+.1%})"
         parts.append(f"{say(predicted)} predicted for {hardware}{error}")

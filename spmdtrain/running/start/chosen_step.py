@@ -16,7 +16,7 @@ def check_chosen(run: Path, step: int | None, config: RunConfig, fresh: bool) ->
     if step is None:
         return
     if fresh:
-        what = f"--step {step} goes back in a run, and --fresh begins one"
+        what = f"--step {step} goes back in a run, but --fresh starts a new one"
         raise ConfigError(what, fix="one of them at a time")
     there = steps_in(run)
     if step not in there:

@@ -83,5 +83,5 @@ def _describe(report: dict[str, Any]) -> str:
     if report["calls"]:
         parts.append(f"calls {', '.join(report['calls'])}")
     if "unread" in report:
-        parts.append("what crosses the network is not known, see compiled.json")
+        parts.append("what crosses the network is unknown, see compiled.json")
     return "; ".join(parts)

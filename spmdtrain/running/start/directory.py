@@ -48,7 +48,7 @@ def refuse_links(directory: Path) -> None:
     Raises StorageError if a folder is in the place of a file, or a file in that of a folder.
     """
     for path, kind in strange_in(directory).items():
-        fix = f"removing it, or --run where there is room, in place of {directory}"
+        fix = f"removing it, or another --run than {directory}"
         if path.is_symlink():
             raise CheckpointError(
                 f"{path} is a link: a run writes into its own directory only",
@@ -154,7 +154,7 @@ def check_given(directory: Path, init_from: str | None, fresh: bool) -> None:
     there = newest_step(directory)
     if there is not None and not fresh:
         raise ConfigError(
-            f"state= is of a new run, and {directory} holds step {there}",
+            f"state= starts a new run, but {directory} holds step {there}",
             fix="another directory, or fresh=True",
         )
     if init_from:

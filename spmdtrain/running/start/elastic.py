@@ -80,8 +80,8 @@ def adapt(
     adapted = config.model_copy(update={"mesh": mesh, "train": train})
     steps = layout.accumulation(config.train.global_batch)
     line = (
-        f"the mesh {_described(config.mesh.sizes)} does not fit the {count} devices that are "
-        f"there: going on with {_described(layout.sizes)} and {steps} "
+        f"the mesh {_described(config.mesh.sizes)} does not fit the {count} devices "
+        f"that are available: continuing with {_described(layout.sizes)} and {steps} "
         f"{'microbatch' if steps == 1 else 'microbatches'}, the same batches in the same order"
     )
     return Adapted(adapted, config, line)
@@ -134,8 +134,8 @@ def _does_not_divide(config: RunConfig, count: int, stay: int) -> ConfigError:
     below = batch // shards * shards
     batches = " or ".join(str(each) for each in (below, below + shards) if each)
     return ConfigError(
-        f"the run cannot go on with {count} devices: train.global_batch={batch} is not divisible "
-        f"by {shards} shards",
+        f"the run cannot continue with {count} devices: train.global_batch={batch} is not "
+        f"divisible by {shards} shards",
         asked=f"mesh {_described(config.mesh.sizes)}",
         found=f"{count} devices",
         fix=f"{counts} devices, or --set train.global_batch={batches}",

@@ -88,7 +88,7 @@ def _of_run(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]
     if line:
         reporter.say(line)
     if begun := len(setup.state.params) - len(params):
-        reporter.say(f"{run} has no adapters: {begun} arrays of them begin")
+        reporter.say(f"{run} has no adapters: {begun} arrays of them start fresh")
     asked = f"train.init_from='{run}'"
     for line in check_model_code(meta["model_code"], code_of(setup), asked):
         reporter.say(line)

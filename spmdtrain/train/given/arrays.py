@@ -49,7 +49,7 @@ def check_params(setup: Setup, params: Any) -> None:
     """ConfigError if `params` are not the weights of the setup, in any floating dtype."""
     wanted: Mapping[str, Any] = setup.state.params  # abstract
     if not isinstance(params, Mapping):
-        raise ConfigError(f"params={shown(params)} is no dict of arrays", fix=PARAMS)
+        raise ConfigError(f"params={shown(params)} is not a dict of arrays", fix=PARAMS)
     for path, want in wanted.items():
         if path not in params:
             raise ConfigError(f"params has no {path!r}", fix=PARAMS)
@@ -80,7 +80,7 @@ def check_state(setup: Setup, state: Any) -> None:
             raise _another(f"{name} of the state", x, want, STATES)
     for path in given:
         if path not in wanted:
-            what = f"the state has {_name(path)}, which is none of this setup"
+            what = f"the state has {_name(path)}, which does not belong to this setup"
             raise ConfigError(what, fix=STATES)
 
 
@@ -99,7 +99,7 @@ def _check_array(name: str, x: Any, fix: str) -> None:
         raise ConfigError(f"{name} is {type(x).__name__}, not an array", fix=fix)
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         raise ConfigError(
-            f"{name} is gone: a step reuses the memory of the state that it is given",
+            f"{name} has been deleted: a step reuses the memory of the state that it is given",
             fix="the state that the step returned: state, metrics = step(state, batch)",
         )
 
@@ -191,7 +191,9 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
     mask = part.get("mask")
     if mask is not None and not (np.isfinite(mask) & (mask >= 0)).all():
         bad = mask[~(np.isfinite(mask) & (mask >= 0))].flat[0]
-        raise ConfigError(f"batch['mask'] has {bad}, which is no weight of a token", fix="0 or 1")
+        raise ConfigError(
+            f"batch['mask'] has {bad}, which is not a weight of a token", fix="0 or 1"
+        )
     _check_range("tokens", part.get("tokens"), config.vocab)
     targets = part.get("targets")
     if targets is not None and mask is not None and mask.shape == targets.shape:

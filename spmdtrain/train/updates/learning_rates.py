@@ -24,7 +24,7 @@ def make_schedule(config: RunConfig, schedule: Schedule | None) -> Schedule:
         "a function of the step in jax.numpy, such as optax.warmup_constant_schedule(0, 1e-3, 100)"
     )
     if not callable(schedule):
-        raise ConfigError(f"schedule={schedule!r:.80} is no schedule", fix=takes)
+        raise ConfigError(f"schedule={schedule!r:.80} is not a schedule", fix=takes)
 
     def rate(step: jax.Array) -> jax.Array:
         found = schedule(step)
@@ -45,7 +45,7 @@ def make_schedule(config: RunConfig, schedule: Schedule | None) -> Schedule:
     for step in (0, config.train.steps - 1):
         found = float(rate(jnp.int32(step)))
         if not 0 <= found < math.inf:
-            what = f"schedule= gives {found} for step {step}, which is no rate"
+            what = f"schedule= gives {found} for step {step}, which is not a rate"
             raise ConfigError(what, fix="a number of at least 0")
     return rate
 

@@ -55,7 +55,7 @@ class Rule:
         object.__setattr__(self, "rate", as_number(self.rate, "rate", 0))
         if self.gradient_point is not None and not callable(self.gradient_point):
             given = shown(self.gradient_point)
-            raise ConfigError(f"gradient_point={given} is no function", fix="None")
+            raise ConfigError(f"gradient_point={given} is not a function", fix="None")
 
 
 Rules = Mapping[str, Rule]  # by dotted parameter path
@@ -79,7 +79,7 @@ def choose_rules(
     if isinstance(optimizer, optax.GradientTransformation):
         choose = lambda *_: optimizer  # noqa: E731
     if not callable(choose):
-        raise ConfigError(f"optimizer={optimizer!r:.80} is no optimizer", fix=_TAKES)
+        raise ConfigError(f"optimizer={optimizer!r:.80} is not an optimizer", fix=_TAKES)
     chosen = {path: _rule(path, choose(path, each)) for path, each in parameters.items()}
     rules = {path: rule for path, rule in chosen.items() if rule is not None}
     if not rules:
@@ -124,7 +124,7 @@ def _with_whole_trees(
             continue
         if len(group) == 1 and len(rules) > 1:
             raise ConfigError(
-                f"optimizer= gives {next(iter(group))} a transformation of its own that looks at "
+                f"optimizer= gives {next(iter(group))} a separate transformation that looks at "
                 "other tensors, or draws numbers",
                 fix="the same one for all parameters, made outside the function; to clip: "
                 "--set train.clip=1.0",

@@ -158,7 +158,7 @@ def needs_whole_tree(
         raise ConfigError(
             f"optimizer= cannot update all parameters: {type(together).__name__}: "
             f"{' '.join(str(together).split()):.200}",
-            fix="a transformation that needs the gradient, its state and the parameters alone",
+            fix="a transformation that needs only the gradient, its state and the parameters",
         )
     if isinstance(together, Exception):
         # It was written for one array. Layers that share a key would have the same noise.

@@ -101,7 +101,7 @@ def test_a_run_stops_after_the_patience_and_goes_on_with_more(tmp_path, evaluate
 
     assert run(tmp_path, "eval.patience=3") == loop.Outcome("nothing to do", 10)
     said = capsys.readouterr().out
-    assert f"has stopped early at step 10: {why}; to go on: --set eval.patience=6" in said
+    assert f"has stopped early at step 10: {why}; to continue: --set eval.patience=6" in said
     assert run(tmp_path, "eval.patience=6") == loop.Outcome("stopped_early", 16)
 
 

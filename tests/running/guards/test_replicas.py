@@ -72,7 +72,7 @@ def test_the_device_is_named(mesh, alone):
         broken = type(state)(state.step, params, state.opt_state)
         check.after_step(6, broken)
         check.after_step(7, broken)
-        with pytest.raises(CorruptedError, match=f"other bits of {path} than its copies") as raised:
+        with pytest.raises(CorruptedError, match=f"a copy of {path} that differs") as raised:
             check.after_step(8, state)
         _, step, values = told.events[-1]
         assert step == 7 and values["leaf"] == path
@@ -91,7 +91,7 @@ def test_items_of_the_state_are_compared_too():
     state = init_state(setup)
     other = flip_copy(state.items["recent"], setup.mesh.devices.flat[2], random.Random(0))
     broken = replace(state, items=state.items | {"recent": other})
-    with pytest.raises(CorruptedError, match="device 2 .* holds other bits of recent than"):
+    with pytest.raises(CorruptedError, match="device 2 .* holds a copy of recent.* that differs"):
         ReplicaCheck(setup.mesh, 1, Told()).before_save(0, broken)
 
 

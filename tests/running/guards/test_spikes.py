@@ -123,7 +123,7 @@ def test_it_says_which_samples_and_why(undisturbed):
         (7, [24, 27]),
         (10, [36, 39]),
     ]
-    assert "6 standard deviations above the mean before it" in events[0]["why"]
+    assert "6 standard deviations above the mean of earlier steps" in events[0]["why"]
 
 
 @pytest.mark.long

@@ -223,5 +223,5 @@ def test_what_is_kept_for_wandb_is_a_line_if_it_cannot_be_written_or_read(
         WandbSink(tmp_path, st.RunConfig(), 0)
     for content in (b"\xff", b"a b", b"9" * 5000, b"../x"):
         (tmp_path / "wandb" / name).write_bytes(content[:900])
-        with pytest.raises(CheckpointError, match=f"wandb/{name} is not as it was written"):
+        with pytest.raises(CheckpointError, match=f"wandb/{name} has been changed"):
             WandbSink(tmp_path, st.RunConfig(), 0)

@@ -111,7 +111,7 @@ def test_a_run_shrinks_and_grows_and_trains_the_same(tmp_path, capsys):
     said = capsys.readouterr().out
     line = (
         "the mesh data 2 x fsdp 2 does not fit the 2 devices that are there: "
-        "going on with fsdp 2 and 2 microbatches"
+        "continuing with fsdp 2 and 2 microbatches"
     )
     assert line in said
     with pytest.raises(
