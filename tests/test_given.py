@@ -104,10 +104,10 @@ REFUSED: dict[str, Any] = {
     # data
     "config= takes a RunConfig; found dict": lambda _: st.open_data({}),
     "Source(tokens=3) is not a function": lambda _: st.Source(3),
-    "validation_samples=1.5 is no whole": lambda _: st.Source(len, len, 1.5),
-    "validation_samples=-1 is no whole": lambda _: st.Source(len, len, -1),
-    "step=1.5 is no whole": lambda g: batches(g, step=1.5),
-    "sample=-1 is no whole": lambda g: batches(g, sample=-1),
+    "validation_samples=1.5 is not a whole": lambda _: st.Source(len, len, 1.5),
+    "validation_samples=-1 is not a whole": lambda _: st.Source(len, len, -1),
+    "step=1.5 is not a whole": lambda g: batches(g, step=1.5),
+    "sample=-1 is not a whole": lambda g: batches(g, sample=-1),
     "sample=4611686018427387905 is no": lambda g: batches(g, sample=2**62 + 1),
     "data= takes a CorpusData": lambda g: batches(g, data=CONFIG),
     # a setup
@@ -146,7 +146,7 @@ REFUSED: dict[str, Any] = {
     "is not on the devices of the setup": lambda g: step(
         g, replace(g.state, step=jax.device_put(jnp.int32(0), jax.devices()[1]))
     ),
-    "params=3 is no dict": lambda g: st.make_loss(g.setup)(3, g.batch),
+    "params=3 is not a dict": lambda g: st.make_loss(g.setup)(3, g.batch),
     "params has no 'blocks": lambda g: st.make_gradients(g.setup)({}, g.batch),
     f"params['{TABLE}'] is float32 (1, 16)": lambda g: st.make_eval_step(g.setup)(
         g.with_path(TABLE, np.ones((1, 16), np.float32)), g.batch
@@ -178,7 +178,7 @@ REFUSED: dict[str, Any] = {
     "step='x' is not a whole number": lambda _: st.run(CONFIG, "run", step="x"),
     "step=True is not a whole number": lambda g: st.restore("run", g.setup, True),
     "prediction= takes": lambda _: st.run(CONFIG, "run", prediction=3),
-    "devices={} is no list": lambda _: st.run(CONFIG, "run", devices={}),
+    "devices={} is not a list": lambda _: st.run(CONFIG, "run", devices={}),
     "state.step=-1 is no": lambda g: st.run(
         CONFIG, "run", devices=ONE, state=replace(g.state, step=np.int32(-1))
     ),
@@ -186,7 +186,7 @@ REFUSED: dict[str, Any] = {
     "ema=0 is neither": lambda _: st.weights("run", ema=0),
     "setup= takes a Setup; found NoneType": lambda _: st.restore("run", None),
     "run=3 is not a path": lambda _: st.run_config(3),
-    "overrides=3 is no list": lambda _: st.run_config("run", 3),
+    "overrides=3 is not a list": lambda _: st.run_config("run", 3),
     "make=[1] makes no model": lambda _: st.open_run("run", make=[1]),
     "settable='mesh.' is one text": lambda _: st.open_run("run", settable="mesh."),
     "paths='a.txt' is one text": lambda _: st.evaluate("run", "a.txt"),
@@ -204,11 +204,11 @@ REFUSED: dict[str, Any] = {
     "state.step=-2 is no": lambda g: st.save(g.setup, replace(g.state, step=np.int32(-2)), "run"),
     # plans, devices
     "config= takes a RunConfig; found int": lambda _: st.estimate(3, 1, "h100"),
-    "devices=0 is no whole": lambda _: st.estimate(CONFIG, 0, "h100"),
+    "devices=0 is not a whole": lambda _: st.estimate(CONFIG, 0, "h100"),
     "devices=1180591620717411303424 is no": lambda _: st.estimate(CONFIG, 2**70, "h100"),
-    "devices=1.5 is no whole": lambda _: st.plan(CONFIG, 1.5, "h100"),
+    "devices=1.5 is not a whole": lambda _: st.plan(CONFIG, 1.5, "h100"),
     "hardware=3 is not hardware": lambda _: st.plan(CONFIG, 1, 3),
-    "count=True is no whole": lambda _: st.simulate_devices(True),
+    "count=True is not a whole": lambda _: st.simulate_devices(True),
     "deviceless='no' is neither": lambda _: st.set_xla_flags(deviceless="no"),
     # kernels
     "attention: q is 3, not an array": lambda _: attention(3, Q, Q),

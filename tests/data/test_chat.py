@@ -310,7 +310,7 @@ def test_what_is_learned_and_what_is_spelled_is_said(chats, capsys):
     assert "1 document spells a special token; read as that token" in capsys.readouterr().out
     assert main([*arguments, "--out", str(chats / "bytes")]) == 0
     said = capsys.readouterr()
-    assert "<|im_start|> (12 tokens) and <|im_end|> (10 tokens) is text" in said.err
+    assert "<|im_start|> (12 tokens) and <|im_end|> (10 tokens) is ordinary text" in said.err
     assert "1 document spells a marker of the template, which this tokenizer cannot" in said.out
     template = ["--template", "{role}: {content}\n", "--out", str(chats / "cut")]
     assert main([*arguments, *own, *template]) == 0

@@ -124,7 +124,7 @@ def test_files_of_their_own_validate(tmp_path):
         match=r"validation split is too short.*found 30 of 130 tokens \(data.validation_path\)",
     ):
         open_data(RunConfig.model_validate(settings))
-    with pytest.raises(ValueError, match="data.validation_path='x' is read beside data.path alone"):
+    with pytest.raises(ValueError, match="data.validation_path='x' needs data.path, not data.mix"):
         DataConfig(validation_path="x")
 
 

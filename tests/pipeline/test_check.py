@@ -97,7 +97,7 @@ FIRST_BROKEN = {
     "a unit twice": (
         changed(one_f_one_b(3, 4), "backward_microbatch", (5, 1), 0),
         invariants.ONCE,
-        "B0.0 at tick 5, stage 1, and there at tick 3 before",
+        "B0.0 at tick 5, stage 1, and earlier at tick 3",
     ),
     "a unit left out": (
         changed(

@@ -85,8 +85,8 @@ class DataConfig(Settings):
             )
         if self.validation_path and (self.corpus != "tokens" or self.mix):
             raise ValueError(
-                f"data.validation_path={self.validation_path!r} needs data.path, and "
-                "data.corpus='tokens'"
+                f"data.validation_path={self.validation_path!r} needs data.path, not "
+                "data.mix, and data.corpus='tokens'"
             )
         return self
 
