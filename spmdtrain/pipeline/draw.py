@@ -1,12 +1,12 @@
 """Draws schedules: as text with a column per tick, and as an SVG to the scale of time."""
 
 from colorsys import hls_to_rgb
+from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 import numpy as np
 
 from spmdtrain.pipeline.check import LETTERS
-from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.pipeline.phases import phases
 from spmdtrain.pipeline.schedule import WORK, Table, units_of
 from spmdtrain.pipeline.timing import (
@@ -19,6 +19,9 @@ from spmdtrain.pipeline.timing import (
     order_bubble_fraction,
     zb_h1_orders,
 )
+
+if TYPE_CHECKING:  # it imports jax, which `spmdtrain schedule` does not need
+    from spmdtrain.pipeline.layout import StageLayout
 
 TERMINAL_COLOURS = {"forward": 34, "backward": 32, "weight": 33}  # ANSI: blue, green, yellow
 HUES = {"forward": 0.58, "backward": 0.38, "weight": 0.09}  # of the SVG, in turns
@@ -48,7 +51,7 @@ def headline(table: Table, times: Times | None = None) -> str:
     )
 
 
-def describe_pipeline(table: Table, layout: StageLayout) -> str:
+def describe_pipeline(table: Table, layout: "StageLayout") -> str:
     """Describes a schedule in one line, with the cost of padding and a cure for a large bubble."""
     parts = [headline(table)]
     if layout.padding:
