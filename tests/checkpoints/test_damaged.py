@@ -202,7 +202,9 @@ def test_a_damaged_step_that_was_asked_for_is_refused_and_a_good_one_named(run, 
     assert re.fullmatch("spmdtrain: checkpoint .*; try --step 1\n", capsys.readouterr().err)
     assert restore.weights(run, 1).keys() == setup.state.params.keys()
     shutil.rmtree(run / "checkpoints" / "1" / "params")
-    with pytest.raises(DamagedError, match="its fingerprint differs.*; try another run: no step of this"):
+    with pytest.raises(
+        DamagedError, match="its fingerprint differs.*; try another run: no step of this"
+    ):
         restore.weights(run, NEWEST)
     with pytest.raises(CheckpointError, match="all 3 checkpoints of the run are damaged; "):
         restore.weights(run)
