@@ -108,3 +108,61 @@ def test_decoding_from_a_cache_has_the_logits_of_the_whole(name):
         logits, cache = extend(tokens_bt[:, start:stop], cache)
         assert apart(np.asarray(logits, np.float64), want[:, stop - 1]) <= TOLERANCE, stop
         start = stop
+
+
+def scaling(family: str, **changes) -> dict:
+    return {"rope_scaling": FAMILIES[family]["rope_scaling"] | changes}
+
+
+# Mistakes that were made in public: what an importer, or a hand, gets wrong.
+MISTAKES = [
+    ("llama", {"rope_scaling": None}),
+    ("llama", scaling("llama", original_length=31)),
+    ("llama", {"rope_theta": 501.0}),
+    ("qwen2", {"norm_epsilon": 1e-5}),
+    ("qwen2", {"qkv_bias": None}),
+    ("qwen3", {"query_norm": "none"}),
+    ("mistral", {"windows": (8,)}),
+    ("gpt2", {"mlp": "gelu_exact"}),
+    ("gemma2", {"score_scale": None}),
+    ("gemma2", {"score_cap": None}),
+    ("gemma2", {"logit_cap": None}),
+    ("gemma2", {"windows": (0, 7)}),
+    ("gemma2", {"norm_offset": 0.0}),
+    ("gemma2", {"embed_scale": 1.0}),
+    ("gemma3", {"rope_scaling": None}),
+    ("gemma3", {"rope_theta_window": 1e6}),
+    ("gemma3", {"rope_theta_window": None}),
+    ("phi3", scaling("phi3", use="short")),
+    ("phi3", scaling("phi3", scale=1.0)),
+    ("phi4", {"rope_share": 1.0}),
+    ("olmo2", {"query_norm": "head"}),
+    ("olmo3", scaling("olmo3", scale=None)),
+    ("smollm3", {"rope_layers": ()}),
+    ("smollm3", {"rope_layers": (False, True, True, True)}),
+    ("granite", {"residual_scale": 1.0}),
+    ("granite", {"logit_scale": 1.0}),
+    ("gpt_oss", {"sinks": False}),
+    ("gpt_oss", scaling("gpt_oss", truncate=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), MISTAKES, ids=lambda each: str(each)[:60])
+def test_a_mistake_in_one_setting_shows_in_the_logits(name, change):
+    """Or the comparison above would hold with the mistake in it too."""
+    config, _, params = made(name)
+    other = family_config(name, **change).model
+    if other.query_norm != config.model.query_norm:
+        params = params | {path: p[:, : _width(other)] for path, p in _query_norms(params).items()}
+    if other.has_qkv_bias != config.model.has_qkv_bias:
+        params = {path: p for path, p in params.items() if not path.endswith("qkv_bias")}
+    mistaken = logits_by_definition(other, params, TOKENS)
+    assert apart(mistaken, logits_by_definition(config.model, made(name)[2], TOKENS)) > 1e-5
+
+
+def _query_norms(params):
+    return {path: p for path, p in params.items() if "query_key_norm" in path}
+
+
+def _width(model) -> int:
+    return model.width_per_head

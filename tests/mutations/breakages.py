@@ -46,6 +46,8 @@ DATA_ROOM = "tests/data"
 PADDING = "tests/parallel/test_padding.py"
 COLLECTIVE = "tests/parallel/test_collective_matmul.py"
 OVERLAP = "tests/planner/test_overlap.py"
+FAMILIES = "tests/models/test_families.py"
+HEAD_LOSS = "tests/kernels/test_linear_cross_entropy.py"
 
 BREAKAGES = [
     # How gradients cross
@@ -923,5 +925,63 @@ BREAKAGES = [
         "MEMORY_SHARE = 0.85",
         "MEMORY_SHARE = 0.75",
         "tests/processes/test_xla_flags.py -k safe",
+    ),
+    # What a block computes of each family
+    Breakage(
+        "turns neighbours in the place of halves",
+        "models/layers/rope.py",
+        "first, second = jnp.split(x_btknd.astype(jnp.float32), 2, axis=-1)",
+        "first, second = jnp.moveaxis(x_btknd.astype(jnp.float32).reshape("
+        "*x_btknd.shape[:-1], -1, 2), -1, 0)",
+        f"{FAMILIES} -k 'logits_of_its and qwen2'",
+    ),
+    Breakage(
+        "takes the tokens of a window for those beside the query",
+        "models/layers/attention.py",
+        "window=(window - 1, 0)",
+        "window=(window, 0)",
+        f"{FAMILIES} -k 'logits_of_its and mistral'",
+    ),
+    Breakage(
+        "gives every layer the window of the first",
+        "models/layers/attention.py",
+        "number = ctx.layer if layer is None else layer",
+        "number = 0",
+        f"{FAMILIES} -k 'logits_of_its and gemma2'",
+    ),
+    Breakage(
+        "counts a sink with the wrong sign",
+        "models/layers/attention.py",
+        "jax.nn.sigmoid(lse_bth - sinks_h)",
+        "jax.nn.sigmoid(lse_bth + sinks_h)",
+        f"{FAMILIES} -k 'logits_of_its and gpt_oss'",
+    ),
+    Breakage(
+        "forgets the offset of a norm",
+        "models/layers/norm.py",
+        "scale_e = scale_e + self.offset",
+        "scale_e = scale_e + 0",
+        f"{FAMILIES} -k 'logits_of_its and gemma3'",
+    ),
+    Breakage(
+        "divides the frequencies that yarn keeps",
+        "models/layers/rope.py",
+        "kept = 1 - _yarn_ramp(",
+        "kept = _yarn_ramp(",
+        f"{FAMILIES} -k 'logits_of_its and olmo3'",
+    ),
+    Breakage(
+        "scales the scores of a layer that is not scaled",
+        "models/layers/rope.py",
+        "if not is_scaled or self.scaling is None:",
+        "if self.scaling is None:",
+        f"{FAMILIES} -k 'logits_of_its and gemma3'",
+    ),
+    Breakage(
+        "leaves the bend of a logit cap out of the gradient",
+        "../pallas_kernels/loss/api.py",
+        "gradient = gradient * (1 - jnp.square(capped_btv / softcap))",
+        "gradient = gradient * 1",
+        f"{HEAD_LOSS} -k value_and_gradients",
     ),
 ]
