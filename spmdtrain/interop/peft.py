@@ -1,0 +1,310 @@
+"""Adapters in the format of the package peft: `adapter_config.json`, `adapter_model.safetensors`.
+
+peft has an adapter for each linear layer of the published model: A [r, in] and B [out, r]. Where
+one layer of that model is several parts of ours (GPT-2's c_attn, Phi-3's qkv_proj), their adapters
+become one of as many times the rank: A has theirs one below the other, and B, block by block, reads
+each from its own. Read back, every part has all of A, and its own rows of B.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
+from spmdtrain.config.schema import FinetuneConfig, RunConfig
+from spmdtrain.interop.files import open_file
+from spmdtrain.interop.names import TABLES, Entry
+from spmdtrain.interop.weights import sizes_of
+from spmdtrain.interop.writer import new_folder
+from spmdtrain.models.adapters.adapted import Part, parts_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+Values = Mapping[str, np.ndarray]  # by our dotted path, layers in order
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear layer of the published model: its name with {} for the layer, and our parts."""
+
+    name: str
+    path: str
+    parts: tuple[Part, ...]
+
+    @property
+    def last(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def write_adapters(
+    folder: Path, values: Values, config: RunConfig, family: str, base: str | None = None
+) -> int:
+    """Writes the adapters among `values`, and what [finetune] trains whole; returns their number.
+
+    `family`: the model_type of the base. `base`: its name or directory, which peft loads.
+    ConfigError where the run has no adapters, or one of a weight that the family does not have.
+    """
+    finetune = config.finetune
+    if not finetune.has_adapters:
+        raise ConfigError("the run has no adapters", found="finetune.kind='full'", fix="--to hf")
+    tensors: dict[str, np.ndarray] = {}
+    adapted: dict[Module, int] = {}
+    for module in _modules(values, family):
+        trained = [part for part in module.parts if _at(module, part, "a") in values]
+        if trained:
+            adapted[module] = len(trained)
+            for layer in range(config.model.layers):
+                name = PREFIX + module.name.replace("{}", str(layer))
+                tensors |= {
+                    name + ending: np.ascontiguousarray(x, np.float32)
+                    for ending, x in _written(module, values, layer).items()
+                }
+    _check_all_written(values, adapted)
+    whole = dict(_trained_whole(values, config, family))
+    tensors |= {PREFIX + name: x for name, x in whole.items()}
+    said = _config(finetune, family, base, adapted, sorted(whole))
+    with new_folder(folder) as spare:
+        try:
+            (spare / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+            save_file(tensors, spare / WEIGHTS, {"format": "pt"})
+        except OSError as error:
+            raise StorageError(f"cannot write {folder}: {error.strerror}") from None
+    return len(tensors)
+
+
+def _modules(values: Values, family: str) -> Iterator[Module]:
+    """Yields the linear layers of the published model whose weights are in `values`."""
+    for path, entry in TABLES[family].items():
+        if path not in values or not path.startswith("blocks.") or values[path].ndim < 3:
+            continue
+        parts = parts_of(path, values[path].shape)
+        names = [name.removesuffix(".weight") for name in entry.names]
+        if len(names) == len(parts):
+            for name, part in zip(names, parts, strict=True):
+                yield Module(name, path, (part,))
+        else:
+            yield Module(names[0], path, parts)
+
+
+def _at(module: Module, part: Part, name: str) -> str:
+    return f"{module.path}.{part.name}.{name}"
+
+
+def _written(module: Module, values: Values, layer: int) -> dict[str, np.ndarray]:
+    """Returns the tensors of one layer's adapter, by the ending of their names."""
+    w = np.asarray(values[module.path][layer], np.float32)
+    a_rows, b_blocks, magnitudes = [], [], []
+    has_magnitudes = False
+    for part in module.parts:
+        a = values.get(_at(module, part, "a"))
+        outs = math.prod(part.of(w).shape) // _inputs(w, values, module)
+        if a is None:
+            b_blocks.append(np.zeros((outs, 0), np.float32))
+            magnitudes.append(np.linalg.norm(part.of(w).reshape(-1, outs), axis=0))
+            continue
+        rank = a.shape[-1]
+        a_rows.append(a[layer].reshape(-1, rank).T)
+        b_blocks.append(values[_at(module, part, "b")][layer].reshape(rank, -1).T)
+        magnitude = values.get(_at(module, part, "magnitude"))
+        if magnitude is not None:
+            has_magnitudes = True
+            magnitudes.append(magnitude[layer])
+    found = {
+        ".lora_A.weight": np.concatenate(a_rows),
+        ".lora_B.weight": _diagonal(b_blocks),
+    }
+    if has_magnitudes:
+        found[".lora_magnitude_vector"] = np.concatenate(magnitudes)
+    return found
+
+
+def _inputs(w: np.ndarray, values: Values, module: Module) -> int:
+    """Returns how many numbers one layer's matmul contracts."""
+    a = next(x for part in module.parts if (x := values.get(_at(module, part, "a"))) is not None)
+    return math.prod(w.shape[: a.ndim - 2])
+
+
+def _diagonal(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the blocks [rows, columns] along the diagonal of zeros."""
+    found = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.float32)
+    row = column = 0
+    for block in blocks:
+        rows, columns = block.shape
+        found[row : row + rows, column : column + columns] = block
+        row, column = row + rows, column + columns
+    return found
+
+
+def _check_all_written(values: Values, adapted: Mapping[Module, int]) -> None:
+    """Refuses an adapter of a weight that the family does not have."""
+    paths = {module.path for module in adapted}
+    for path in values:
+        weight, _, name = path.rpartition(".")
+        if name == "a" and weight.rpartition(".")[0] in values:
+            of_weight = weight.rpartition(".")[0]
+            if of_weight not in paths:
+                raise ConfigError(
+                    f"peft has no name for the adapter of {of_weight}", fix="spmdtrain.weights(RUN)"
+                )
+
+
+def _trained_whole(
+    values: Values, config: RunConfig, family: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, tensor) of the weights of `finetune.also_train`."""
+    for path, x in values.items():
+        entry: Entry | None = TABLES[family].get(path)
+        if entry is None or not any(fnmatchcase(path, p) for p in config.finetune.also_train):
+            continue
+        stacked = path.startswith("blocks.")
+        for layer, one in enumerate(x) if stacked else [(None, x)]:
+            mapped = entry.rule(sizes_of(config.model), one.shape)
+            yield from zip(entry.of_layer(layer), mapped.write(np.asarray(one)), strict=True)
+
+
+def _config(
+    finetune: FinetuneConfig,
+    family: str,
+    base: str | None,
+    adapted: Mapping[Module, int],
+    whole: Sequence[str],
+) -> dict[str, Any]:
+    """Returns adapter_config.json: the keys that every version of peft reads."""
+    several = {module.last: count for module, count in adapted.items() if count > 1}
+    root = 0.5 if finetune.rank_stabilised else 1.0
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": finetune.rank,
+        "lora_alpha": finetune.alpha,
+        "lora_dropout": finetune.dropout,
+        "target_modules": sorted({module.last for module in adapted}),
+        "bias": "none",
+        "fan_in_fan_out": family == "gpt2",
+        "use_rslora": finetune.rank_stabilised,
+        "use_dora": finetune.kind == "dora",
+        "modules_to_save": [name.rpartition(".")[0] for name in whole] or None,
+        "rank_pattern": {name: count * finetune.rank for name, count in several.items()},
+        # alpha / rank, or alpha / sqrt(rank), is to stay.
+        "alpha_pattern": {name: count**root * finetune.alpha for name, count in several.items()},
+        "layers_to_transform": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+# Read back
+
+
+def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) -> dict[str, Any]:
+    """Returns the adapters of a directory of peft, by our dotted path, float32.
+
+    `values`: a model with adapters as [finetune] of `config` asks for, whose shapes they must have;
+    those that the directory holds are returned, stacked over the layers. CheckpointError where
+    they are not the adapters that the config asks for.
+    """
+    said = _read_config(folder)
+    _check_config(folder, said, config.finetune)
+    tensors = open_file(folder / WEIGHTS)
+    found: dict[str, np.ndarray] = {}
+    used: set[str] = set()
+
+    def read(name: str) -> np.ndarray:
+        if name not in tensors:
+            raise CheckpointError(f"{folder} lacks {name}", fix="the settings of its own config")
+        used.add(name)
+        return np.asarray(tensors[name].map(), np.float32)
+
+    for module in _modules(values, family):
+        has_adapter = [_at(module, part, "a") in values for part in module.parts]
+        if not any(has_adapter):
+            continue
+        if not all(has_adapter):
+            names = ", ".join(part.name for part in module.parts)
+            what = f"{module.name} is one layer of {family}, and has one adapter in {folder}"
+            raise CheckpointError(what, fix=f"finetune.targets with all of {names}")
+        row = 0
+        for part in module.parts:
+            arrays = _read_part(module, part, values, read, row)
+            row += arrays["b"].size // arrays["b"].shape[0] // arrays["b"].shape[1]
+            for name, x in arrays.items():
+                like = values[_at(module, part, name)]
+                if x.size != like.size:
+                    raise CheckpointError(
+                        f"{PREFIX}{module.name} of {folder} is of another shape",
+                        asked=f"{_at(module, part, name)} {list(like.shape)}",
+                        found=f"{x.size} numbers",
+                        fix=f"--set finetune.rank={said.get('r')}",
+                    )
+                found[_at(module, part, name)] = x.reshape(like.shape)
+    if left := sorted(set(tensors) - used):
+        more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+        raise CheckpointError(
+            f"{folder} holds {left[0]}, which nothing reads{more}",
+            fix="finetune.targets with its layer",
+        )
+    return found
+
+
+def _read_part(module: Module, part: Part, values: Values, read: Any, row: int) -> dict[str, Any]:
+    """Returns the arrays of a part, stacked over the layers; `row`: where its rows of B begin."""
+    like = values[_at(module, part, "b")]
+    layers, outs = like.shape[0], math.prod(like.shape[2:])
+    names = [PREFIX + module.name.replace("{}", str(layer)) for layer in range(layers)]
+    rows = slice(row, row + outs)
+    found = {
+        "a": np.stack([read(f"{name}.lora_A.weight").T for name in names]),
+        "b": np.stack([read(f"{name}.lora_B.weight")[rows].T for name in names]),
+    }
+    if _at(module, part, "magnitude") in values:
+        found["magnitude"] = np.stack(
+            [read(f"{name}.lora_magnitude_vector")[rows] for name in names]
+        )
+    return found
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        said = json.loads((folder / CONFIG).read_bytes())
+        if not isinstance(said, dict):
+            raise ValueError("it is no table")
+    except OSError as error:
+        what = f"{folder} is no adapter of peft: {CONFIG}: {error.strerror}"
+        raise CheckpointError(what, fix="the folder that holds it") from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG} is damaged: {error}") from None
+    return said
+
+
+def _check_config(folder: Path, said: Mapping[str, Any], finetune: FinetuneConfig) -> None:
+    """Refuses an adapter that computes something else than [finetune] says."""
+    # key -> (what is asked, peft's default)
+    asked: dict[str, tuple[Any, Any]] = {
+        "peft_type": ("LORA", None),
+        "r": (finetune.rank, 8),
+        "lora_alpha": (finetune.alpha, 8),
+        "use_rslora": (finetune.rank_stabilised, False),
+        "use_dora": (finetune.kind == "dora", False),
+        "bias": ("none", "none"),
+        "rank_pattern": ({}, {}),
+        "alpha_pattern": ({}, {}),
+        "modules_to_save": (None, None),
+    }
+    settings = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rank_stabilised"}
+    for key, (wanted, default) in asked.items():
+        there = said.get(key) or default
+        if there != wanted:
+            name = settings.get(key)
+            raise CheckpointError(
+                f"{folder / CONFIG}: {key}={json.dumps(there)}",
+                asked=json.dumps(wanted),
+                fix=f"--set finetune.{name}={json.dumps(there)}" if name else "another adapter",
+            )

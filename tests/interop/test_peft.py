@@ -1,0 +1,160 @@
+"""Adapters as files of peft: what the files say by peft's formula, and what comes back."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny
+from safetensors.numpy import save_file
+
+import spmdtrain as st
+from spmdtrain.interop.files import open_file
+from spmdtrain.interop.names import TABLES
+from spmdtrain.interop.peft import CONFIG, WEIGHTS, read_adapters, write_adapters
+from spmdtrain.interop.weights import sizes_of
+from spmdtrain.models.adapters.by_path import merged
+
+FAMILIES = {
+    "gpt2": ("model.name=gpt",),
+    "llama": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
+    "phi3": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
+}
+SIZES = ("model.layers=2", "model.embed=16", "model.heads=4", "model.vocab=32", "finetune.rank=3")
+
+
+def drawn(*settings: str):
+    """(config, values): random numbers for all parameters of a model with adapters."""
+    config = tiny(*SIZES, *settings)
+    random = np.random.default_rng(0)
+    shapes = st.shard(config, devices=jax.devices()[:1]).state.params
+    draw = random.standard_normal
+    return config, {path: draw(x.shape, np.float32) for path, x in shapes.items()}
+
+
+def published(values, config, family: str) -> dict[str, np.ndarray]:
+    """The tensors of the published model, by name."""
+    found = {}
+    for path, x in values.items():
+        entry = TABLES[family].get(path)
+        stacked = path.startswith("blocks.")
+        if entry is not None:
+            for layer, one in enumerate(x) if stacked else [(None, x)]:
+                written = entry.rule(sizes_of(config.model), one.shape).write(one)
+                found |= dict(zip(entry.of_layer(layer), written, strict=True))
+    return found
+
+
+def by_the_formula(folder, base: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """W + s B A, or m (W + s B A) / |W + s B A|, of the files alone, as peft has it."""
+    said = json.loads((folder / CONFIG).read_text())
+    tensors = {name: each.map() for name, each in open_file(folder / WEIGHTS).items()}
+    found = dict(base)
+    for name in tensors:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        if not name.endswith(".lora_A.weight"):
+            continue
+        last = module.rpartition(".")[2]
+        assert last in said["target_modules"]
+        rank = said["rank_pattern"].get(last, said["r"])
+        alpha = said["alpha_pattern"].get(last, said["lora_alpha"])
+        a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
+        assert a.shape[0] == rank
+        scale = alpha / (rank**0.5 if said["use_rslora"] else rank)
+        w = base[f"{module}.weight"]
+        flip = said["fan_in_fan_out"]
+        w = (w.T if flip else w) + scale * (b @ a)
+        if said["use_dora"]:
+            m = tensors[name.replace("lora_A.weight", "lora_magnitude_vector")]
+            w = w * (m / np.linalg.norm(w, axis=1))[:, None]
+        found[f"{module}.weight"] = w.T if flip else w
+    for name in said["modules_to_save"] or ():
+        found[f"{name}.weight"] = tensors[f"base_model.model.{name}.weight"]
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("finetune.kind=lora", "finetune.also_train=tokens.*"),
+        ("finetune.kind=dora", "finetune.rank_stabilised=true", "finetune.targets=q,v,down"),
+    ],
+)
+def test_the_files_say_what_merging_does(family, settings, tmp_path):
+    config, values = drawn(*FAMILIES[family], *settings)
+    write_adapters(tmp_path / "out", values, config, family, "base")
+    got = by_the_formula(tmp_path / "out", published(values, config, family))
+    want = published(merged(values, config.finetune), config, family)
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert np.allclose(got[name], x, rtol=1e-5, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_what_is_written_is_read_back_to_the_bit(kind, tmp_path):
+    config, values = drawn(*FAMILIES["llama"], f"finetune.kind={kind}")
+    tensors = write_adapters(tmp_path / "out", values, config, "llama")
+    assert tensors == 2 * 7 * (3 if kind == "dora" else 2)
+    found = read_adapters(tmp_path / "out", values, config, "llama")
+    assert len(found) == 7 * (3 if kind == "dora" else 2)
+    for path, x in found.items():
+        assert np.array_equal(x, values[path]), path
+
+
+def test_an_adapter_of_a_fused_layer_is_one_of_each_part(tmp_path):
+    """A file of c_attn, as peft makes it: one A, which queries, keys and values share."""
+    config, values = drawn(*FAMILIES["gpt2"], "finetune.kind=lora", "finetune.targets=q,k,v")
+    shared = values | {
+        f"blocks.layer.attention.qkv_eknd.{part}.a": values["blocks.layer.attention.qkv_eknd.q.a"]
+        for part in "kv"
+    }
+    write_adapters(tmp_path / "out", shared, config, "gpt2")
+    tensors = {name: x.map() for name, x in open_file(tmp_path / "out" / WEIGHTS).items()}
+    folded = {
+        name: x[:3].copy() if "lora_A" in name else sum(np.split(x, 3, 1))
+        for name, x in tensors.items()
+    }
+    save_file(folded, tmp_path / "out" / WEIGHTS)
+    said = json.loads((tmp_path / "out" / CONFIG).read_text())
+    said |= {"rank_pattern": {}, "alpha_pattern": {}}
+    (tmp_path / "out" / CONFIG).write_text(json.dumps(said))
+    found = read_adapters(tmp_path / "out", values, config, "gpt2")
+    assert {path for path in found if not np.array_equal(found[path], shared[path])} == set()
+
+
+def test_what_is_not_the_adapter_that_is_asked_for_costs_one_line(tmp_path):
+    config, values = drawn(*FAMILIES["llama"], "finetune.kind=lora")
+    write_adapters(tmp_path / "out", values, config, "llama")
+
+    def read(*settings: str):
+        config, values = drawn(*FAMILIES["llama"], "finetune.kind=lora", *settings)
+        return read_adapters(tmp_path / "out", values, config, "llama")
+
+    with pytest.raises(st.UserError, match=r"r=3; asked 2; try --set finetune.rank=3"):
+        read("finetune.rank=2")
+    with pytest.raises(st.UserError, match=r"lora_alpha=32.0; asked 1.0"):
+        read("finetune.alpha=1.0")
+    with pytest.raises(st.UserError, match=r"down_proj.lora_A.weight, which nothing reads, and 3"):
+        read("finetune.targets=q,k,v,out,gate,up")
+    with pytest.raises(st.UserError, match=r"of another shape; asked .*q.a \[2, 8, 3\]"):
+        read_adapters(
+            tmp_path / "out",
+            {
+                **values,
+                "blocks.layer.attention.qkv_eknd.q.a": values[
+                    "blocks.layer.attention.qkv_eknd.q.a"
+                ][:, :8],
+            },
+            config,
+            "llama",
+        )
+    with pytest.raises(st.UserError, match="not empty"):
+        write_adapters(tmp_path / "out", values, config, "llama")
+    (tmp_path / "out" / CONFIG).write_text("[")
+    with pytest.raises(st.UserError, match="adapter_config.json is damaged"):
+        read()
+    with pytest.raises(st.UserError, match="no adapter of peft"):
+        read_adapters(tmp_path, values, config, "llama")
+    with pytest.raises(st.UserError, match="has no adapters; found finetune.kind='full'"):
+        write_adapters(tmp_path / "full", {}, tiny(), "llama")
