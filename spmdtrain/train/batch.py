@@ -1,7 +1,7 @@
-"""Batches on devices: how a global batch is cut, and how each process makes its own rows of it.
+"""Batches on devices: the division of a global batch, and the rows that each process makes.
 
-A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time.
-One microbatch of it, [sequences, time], is what a model sees at once.
+A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time. One
+microbatch of it, [sequences, time], is what a model sees at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ from spmdtrain.parallel.axes import BATCH_AXES, Rules, batch_shards, partition_s
 
 Batch = dict[str, jax.Array]
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
-OF_SEQUENCES = ("sample", "source")  # arrays with one number a sequence
+OF_SEQUENCES = ("sample", "source")  # arrays with one number per sequence
 
 
 class BatchShape(NamedTuple):
-    """The cut of a global batch: `accumulation` microbatches of `sequences` over all shards.
+    """The division of a global batch: `accumulation` microbatches of `sequences` over all shards.
 
     global_batch = accumulation x sequences, sequences = microbatch x data x fsdp x expert.
     """
@@ -33,7 +33,10 @@ class BatchShape(NamedTuple):
 
 
 def cut_batch(config: TrainConfig, rules: Rules) -> BatchShape:
-    """The shape of `train.global_batch` on this mesh; ConfigError if it does not divide."""
+    """Returns the shape of `train.global_batch` on this mesh.
+
+    Raises ConfigError if it does not divide.
+    """
     sizes = {axis: rules.sizes[axis] for axis in BATCH_AXES}
     batch = config.global_batch
     at_once = batch_shards(sizes) * (config.microbatch or 1)
@@ -64,9 +67,9 @@ def _does_not_divide(config: TrainConfig, sizes: Mapping[str, int], at_once: int
 
 
 def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
-    """The sharding of the entry `name` of a batch.
+    """Returns the sharding of the entry `name` of a batch.
 
-    Sequences are split over the axes of the batch, time as the activation table says.
+    Sequences are split over the axes of the batch, and time as in the activation table.
     """
     time = rules.activation_spec(("time",), (0,)) if name not in OF_SEQUENCES else ()
     return NamedSharding(mesh, P(None, BATCH_AXES, *time))
@@ -75,7 +78,7 @@ def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
 def abstract_batch(
     shape: BatchShape, length: int, data: DataConfig, mesh: Mesh, rules: Rules
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays that `to_devices` makes of a training batch, as shapes with their shardings.
+    """Returns what `to_devices` makes of a training batch, as shapes with their shardings.
 
     `length`: tokens of a sequence.
     """
@@ -95,10 +98,10 @@ def abstract_batch(
 def to_devices(
     samples: Samples, ids: np.ndarray, shape: BatchShape, mesh: Mesh, rules: Rules
 ) -> Batch:
-    """The samples `ids` [global_batch] as a batch of global arrays.
+    """Returns the samples `ids` [global_batch] as a batch of global arrays.
 
-    `samples(ids)` makes rows on the host. A process asks it for the rows that its own devices
-    hold, each once, and for no others.
+    `samples(ids)` makes rows on the host. A process asks only for the rows that its own devices
+    hold, each once.
     """
     ids = ids.reshape(shape)
     made: dict[tuple[int, int], dict[str, np.ndarray]] = {}
@@ -114,7 +117,7 @@ def to_devices(
         return made[start, stop]
 
     def part(name: str, index: tuple[slice, ...] | None) -> np.ndarray:
-        """A device's part of an array [accumulation, sequences, ...]; the device is ours."""
+        """Returns a local device's part of an array [accumulation, sequences, ...]."""
         assert index is not None
         _, columns, *rest = index
         return rows(columns)[name][(slice(None), slice(None), *rest)]

@@ -1,7 +1,7 @@
 """Batches for a model that restores corrupted tokens, as BERT does (arXiv:1810.04805).
 
-On global arrays, before the region of the gradients: every way through the model then sees the same
-batch, and no mesh and no accumulation changes it.
+This works on global arrays, before the region of the gradients: every path through the model then
+sees the same batch, regardless of mesh and accumulation.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from spmdtrain.train.setup import Setup
 
 
 def make_corrupt(setup: Setup) -> Callable[[Batch], Batch] | None:
-    """`corrupt(batch) -> batch` as the model's own `corrupt` says; None if it has none.
+    """Returns `corrupt(batch) -> batch` by the model's own `corrupt`; None if it has none.
 
     Targets are the tokens at their own places, and those count that are chosen and counted before.
-    A token that does not count (padding, a question in a conversation) stays as it is. Raises
-    ConfigError if the model gives something else than tokens and a choice of them.
+    A token that does not count (padding, a question in a conversation) is not changed. Raises
+    ConfigError if the model returns anything but tokens and a choice of them.
     """
     own = setup.model.corrupt
     if own is None:

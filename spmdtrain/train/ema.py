@@ -1,11 +1,11 @@
 """The exponential moving average of the weights, with `optimizer.ema`.
 
-It begins as the weights are, and after each step it is moved by 1 - d of its distance to them, d
-being the decay (arXiv:2411.18704, after Polyak and Juditsky 1992). Nothing corrects it for its
-beginning, which counts d^n after n steps. It is float32 whatever the weights are: with 0.999 a
-thousandth of a distance is less than a bfloat16 can be moved by.
+It starts at the weights, and each step moves it (1 - d) of the way to them, d being the decay
+(arXiv:2411.18704, after Polyak and Juditsky 1992). There is no bias correction: after n steps the
+start still has weight d^n. It is float32 whatever the weights are: with 0.999 it moves by a
+thousandth of the distance, less than a bfloat16 can resolve.
 
-Each element has its own, so that the average rests as its weight does, padding too, and an update
+Each element has its own, so the average rests as its weight does, including padding, and an update
 needs no communication.
 """
 
@@ -21,15 +21,15 @@ Ema = dict[str, jax.Array]  # by dotted path of the parameters that are trained,
 
 
 def begin(params: Mapping[str, jax.Array], trained: Iterable[str]) -> Ema:
-    """The average before the first step that it counts; for tracing.
+    """Returns the average before the first step that it counts; for tracing.
 
-    A copy: a step that is given weights and average donates both.
+    It is a copy, because a step that gets weights and average donates both.
     """
     return {path: jnp.copy(params[path]).astype(jnp.float32) for path in trained}
 
 
 def update(ema: Ema, decay: float, params: Mapping[str, jax.Array]) -> Ema:
-    """The average after a step that left these weights."""
+    """Returns the average after a step that left these weights."""
 
     def moved(average: jax.Array, x: jax.Array) -> jax.Array:
         return average + (1 - decay) * (x.astype(jnp.float32) - average)
@@ -48,7 +48,7 @@ def _update(ema: Ema, taken: Taken) -> Ema:
 
 
 def none_saved(where: str) -> CheckpointError:
-    """The error of whoever asks the checkpoint `where` for an average that it does not hold."""
+    """Returns the error for reading an average from a checkpoint `where` that has none."""
     return CheckpointError(
         f"{where} holds no average of the weights",
         asked="ema",

@@ -1,8 +1,8 @@
-"""The loss on windows that never change: what `train`, `eval` and Python mean by an evaluation.
+"""The loss on fixed windows: an evaluation as `train`, `eval` and Python define it.
 
-A step has one evaluation. Its windows are those of the whole split, or the first
-`eval.batches x train.global_batch` of each set, and neither the mesh nor the number of windows that
-are computed at once decides which.
+A step has one evaluation. Its windows are those of the whole split, or the first `eval.batches x
+train.global_batch` of each set. They do not depend on the mesh or on how many windows are computed
+at once.
 """
 
 import functools
@@ -27,7 +27,7 @@ NOTHING = "no token with a loss"
 
 
 class Predicted(NamedTuple):
-    """What a model predicted of one set: `nats` is the summed loss of `tokens` of its tokens."""
+    """A model's predictions for one set: `nats` is the summed loss of `tokens` of its tokens."""
 
     name: str  # of the source in a mixture, else ""
     weight: float
@@ -44,10 +44,10 @@ class Predicted(NamedTuple):
 def window_losses(
     setup: Setup, eval_step: Callable, params: Params, windows: Windows, limit: int | None
 ) -> Iterator[tuple[np.ndarray, float, float]]:
-    """Yields (indices of windows, their summed loss in nats, tokens) of a batch at a time.
+    """Yields (indices of windows, their summed loss in nats, tokens), a batch at a time.
 
-    The batches hold the first `limit` windows, or all; `eval_step` is that of `make_eval_step`.
-    What is left of the last batch has the index `windows.windows`, which is that of padding.
+    The batches hold the first `limit` windows, or all; `eval_step` is that of `make_eval_step`. The
+    rest of the last batch has the index `windows.windows`, which is padding.
     """
     size = setup.config.train.global_batch
     stop = windows.windows if limit is None else min(limit, windows.windows)
@@ -60,7 +60,7 @@ def window_losses(
 
 
 def mean_loss(found: Sequence[Predicted]) -> float | None:
-    """Returns the mean of the sets' losses by their weights, of the sets that have a loss.
+    """Returns the mean of the sets' losses by their weights, over the sets that have a loss.
 
     It is None if none has.
     """
@@ -72,16 +72,16 @@ def mean_loss(found: Sequence[Predicted]) -> float | None:
 
 
 def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
-    """Returns `figures(state)`: what an evaluation on the way reports.
+    """Returns `figures(state)`, the report of an evaluation during training.
 
-    They are "eval_loss" and "eval_tokens", and of a mixture "eval_loss/NAME" and
-    "eval_tokens/NAME" of each source; "eval_loss" is then the mean by their shares. A loss of no
-    token is left out. Where the state has an average of the weights, "eval_loss_ema" and
-    "eval_loss_ema/NAME" are of that.
+    It has "eval_loss" and "eval_tokens", and for a mixture "eval_loss/NAME" and "eval_tokens/NAME"
+    of each source; "eval_loss" is then the mean by their shares. A loss over no tokens is left out.
+    If the state has an average of the weights, "eval_loss_ema" and "eval_loss_ema/NAME" are its
+    losses.
     """
     step = make_eval_step(setup).jitted  # its batches are ours
     limit = setup.config.eval_windows
-    # Made once, when first asked for: packing the documents of a large corpus takes seconds.
+    # Made once, on first use: packing the documents of a large corpus takes seconds.
     eval_sets = functools.cache(lambda: data.eval_sets(setup.config))
 
     def predict(params: Params, each: EvalSet) -> Predicted:
@@ -111,7 +111,7 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
 def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
     """Returns `evaluate(state)`: the mean loss over the validation split, as a run reports it.
 
-    Of a mixture it is the mean of its sources' losses by their shares. `evaluate` raises DataError
+    For a mixture it is the mean of its sources' losses by their shares. `evaluate` raises DataError
     if no token has a loss.
     """
     check_setup(setup)
@@ -129,7 +129,7 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
 
 
 def describe(figures: dict[str, float]) -> str:
-    """Returns what a run says of an evaluation: its losses, and on how many tokens they are."""
+    """Describes an evaluation in words: its losses, and the number of their tokens."""
     parts = [
         f"{name.replace('_', ' ')} {value:.4f}"
         for name, value in figures.items()

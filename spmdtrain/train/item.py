@@ -1,9 +1,9 @@
-"""An item of the training state: a value that steps change and checkpoints keep, in addition to
-the weights and their optimizer state.
+"""An item of the training state: a value that steps change and checkpoints keep.
 
-An item says how it begins, where it rests, what a step makes of it, and what happens where a
-checkpoint lacks it. That is all: the step, checkpoints, fingerprints, comparisons of replicas,
-`show` and the planner go through the table of items (items.py) and name none of them.
+Items come in addition to the weights and their optimizer state. An item says how it begins, where
+it rests, what a step makes of it, and what happens if a checkpoint lacks it. That is all: the step,
+checkpoints, fingerprints, comparisons of replicas, `show` and the planner go through the table of
+items (items.py) and know none of them by name.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,16 +20,16 @@ from spmdtrain.train.batch import Batch
 
 Specs = Mapping[str, P]  # by dotted parameter path
 Metrics = dict[str, jax.Array]
-# A tree of arrays. One of an item that is saved among the arrays of a checkpoint is a dict.
+# A tree of arrays. If an item is saved among the arrays of a checkpoint, it must be a dict.
 Value = Any
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an item may begin with.
+    """The values from which an item may begin.
 
-    `params`: the weights as they rest, traced or abstract, and `specs`, where they do. `trained`:
-    the paths of those that an update changes. `sizes`: devices along each axis of the mesh.
+    `params`: the weights at rest, traced or abstract, and `specs`, their specs. `trained`: the
+    paths of those that an update changes. `sizes`: devices along each axis of the mesh.
     """
 
     config: RunConfig
@@ -43,10 +43,10 @@ class Start:
 class Taken:
     """A step, as items see it when they are updated; for tracing.
 
-    `params`: the weights that it made, at rest. `gradients`: of the mean loss over the batch, and
+    `params`: the weights that it made, at rest. `gradients`: those of the mean loss over the batch,
     clipped. `loss`, `grad_norm` (before clipping) and `tokens` (with a loss): float32 scalars.
-    `limits`: the largest loss and gradient norm of a good step, float32 [2]. `good`: a bool; where
-    it is false, the step leaves the weights as they were. Both are None where nothing judges steps.
+    `limits`: the largest loss and gradient norm of a good step, float32 [2]. `good`: a bool; if it
+    is false, the step did not change the weights. Both are None if nothing judges steps.
     """
 
     config: RunConfig
@@ -62,10 +62,10 @@ class Taken:
 
 @dataclass(frozen=True)
 class Note:
-    """How an item of a few numbers lies in the meta of a checkpoint, which is JSON.
+    """The form of an item of a few numbers in the meta of a checkpoint, which is JSON.
 
-    `read(written, asked)` gives numbers, or numpy arrays, of the structure and shapes of `asked`,
-    whatever the shapes were that were written.
+    `read(written, asked)` returns numbers, or numpy arrays, in the structure and shapes of `asked`,
+    whatever shapes were written.
     """
 
     write: Callable[[Value], Any]
@@ -76,10 +76,10 @@ class Note:
 class Item:
     """One item of the training state.
 
-    `begin(start)` is its value before the first step, for tracing, or None where the settings ask
-    for none. `rests(start, value)` gives the spec of each leaf: `as_parameters`, `whole` or
+    `begin(start)` is its value before the first step, for tracing, or None if the settings do not
+    ask for it. `rests(start, value)` returns the spec of each leaf: `as_parameters`, `whole` or
     `per_data_shard`. `update(value, taken)` is its value after a step. `figures` are what the step
-    reports of it, by name: each a function of the value before the step and the step.
+    reports about it, by name: each is a function of the value before the step and the step.
 
     `name` is its key in `TrainState.items`, and its name in a checkpoint: an identifier.
     """
@@ -89,39 +89,39 @@ class Item:
     rests: Callable[[Start, Value], Value]
     update: Callable[[Value, Taken], Value]
     figures: Mapping[str, Callable[[Value, Taken], jax.Array]] = field(default_factory=dict)
-    # What a step does that leaves the weights as they were: keeps the item too, or updates it.
+    # For a step that does not change the weights: keeps the item too, or updates it.
     when_skipped: Literal["keep", "update"] = "keep"
-    # False: it may hold numbers that are not finite, in a state that is good.
+    # False: it may hold numbers that are not finite in a good state.
     is_finite: bool = True
-    # None: it lies among the arrays of a checkpoint.
+    # None: it is among the arrays of a checkpoint.
     note: Note | None = None
-    # `lacking(where)`: the error of whoever restores a state from a checkpoint without it; None: it
-    # begins there. A run that goes on begins it in any case.
+    # `lacking(where)`: the error for restoring a state from a checkpoint without it; None: it
+    # begins there. A resumed run begins it in any case.
     lacking: Callable[[str], CheckpointError] | None = None
-    # `fold(leaf, shape)`: a leaf of an array that does not rest as parameters do, brought to the
-    # shape that it has on another mesh; None: it begins anew there.
+    # `fold(leaf, shape)`: brings a leaf of an array that does not rest as parameters do to its
+    # shape on another mesh; None: it begins again there.
     fold: Callable[[jax.Array, tuple[int, ...]], jax.Array] | None = None
 
 
 def as_parameters(start: Start, value: Value) -> Value:
-    """By dotted path of parameters: each array has the shape of its parameter, and rests with it.
+    """Rests by dotted path of parameters: each array has the shape of its parameter, and its spec.
 
-    A checkpoint brings it to another layout of the pipeline, and to other padding, as it does the
+    A checkpoint brings it to another layout of the pipeline, and to other padding, like the
     parameter.
     """
     return {path: start.specs[path] for path in value}
 
 
 def whole(start: Start, value: Value) -> Value:  # noqa: ARG001
-    """The same on every device."""
+    """Rests whole, the same on every device."""
     return jax.tree.map(lambda _: P(), value)
 
 
 def per_data_shard(start: Start, value: Value) -> Value:
-    """The first dim counts the shards of `data`, each of which holds its own.
+    """Rests with the shards of `data` along the first dim; each shard holds its own.
 
     An array at the path of a parameter, with the parameter's dims after the first, is split along
-    them as the parameter is in use.
+    them like the parameter in use.
     """
 
     def spec(path: tuple, x: jax.Array) -> P:

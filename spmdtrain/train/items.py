@@ -1,4 +1,4 @@
-"""The items of the training state, and what is done with all of them.
+"""The items of the training state, and the operations on all of them.
 
 A new one is a file with an `Item` (item.py), and a line in `TABLE`.
 """
@@ -52,7 +52,7 @@ def at_rest(x: Any, mesh: Mesh, spec: P) -> Any:
 
 
 def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:
-    """Returns the items after a step, and the figures it reports of them; for tracing."""
+    """Returns the items after a step, and the figures that the step reports; for tracing."""
     after = {}
     figures: Metrics = {}
     for item, value in of(values):

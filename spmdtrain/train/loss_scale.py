@@ -2,16 +2,16 @@
 
 float16 ends at 65504, and below 6e-8 it is 0. The backward pass starts from the scale instead of
 from 1, so that small gradients do not vanish, and gradients are divided by it in float32 once they
-are reduced. Where one of them is not finite the scale was too large: the step leaves the state as
-it is, bit for bit, and the scale halves. After `precision.loss_scale_steps` steps without that, one
-after the other, it doubles.
+are reduced. If one of them is not finite, the scale was too large: the step does not change the
+state by a single bit, and the scale halves. After `precision.loss_scale_steps` consecutive good
+steps it doubles.
 
-The scale counts for the mean loss of a batch. Losses are sums over tokens here, so that a backward
-pass starts from the scale over the tokens of a step, as `cotangent` says. The losses themselves are
-never scaled.
+The scale applies to the mean loss of a batch. Losses are sums over tokens here, so a backward pass
+starts from the scale over the tokens of a step, as in `cotangent`. The losses themselves are never
+scaled.
 
-At `LEAST` a gradient that is not finite is no matter of the scale any more, and neither is a loss
-that is not finite at any scale: that is a bad step, which `[guard]` has its say about.
+Once the scale is at `LEAST`, a non-finite gradient (or a non-finite loss at any scale) is a bad
+step, and `[guard]` decides.
 """
 
 import math
@@ -30,24 +30,26 @@ MOST = 2.0**32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of the next step, a float32 scalar, and how many steps since it last changed had
-    finite gradients, an int32 scalar."""
+    """The scale of the next step, and the number of good steps since it last changed.
+
+    They are a float32 scalar and an int32 scalar. A good step has finite gradients.
+    """
 
     scale: jax.Array
     good_steps: jax.Array
 
 
 def begin(precision: PrecisionConfig) -> LossScale | None:
-    """The scale of the first step; None if nothing is computed in float16."""
+    """Returns the scale of the first step; None if nothing is computed in float16."""
     if precision.compute != "float16":
         return None
     return LossScale(jnp.float32(precision.first_loss_scale), jnp.int32(0))
 
 
 def cotangent(config: RunConfig, loss_scale: LossScale | None) -> jax.Array | None:
-    """The cotangent of the sum of all losses, a float32 scalar; None: 1.
+    """Returns the cotangent of the sum of all losses, a float32 scalar; None: 1.
 
-    It is the scale over the tokens of a batch, rounded to a power of two, whatever the layout is.
+    It is the scale over the tokens of a batch, rounded to a power of two, the same in every layout.
     """
     if loss_scale is None:
         return None
@@ -56,14 +58,14 @@ def cotangent(config: RunConfig, loss_scale: LossScale | None) -> jax.Array | No
 
 
 def is_too_large(loss_scale: LossScale, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
-    """True if the scale is why a gradient is not finite. `grad_norm`: of the divided ones."""
+    """Returns True if the scale made a gradient non-finite. `grad_norm`: of the divided ones."""
     return jnp.isfinite(loss) & ~jnp.isfinite(grad_norm) & (loss_scale.scale > LEAST)
 
 
 def after_step(
     loss_scale: LossScale, precision: PrecisionConfig, loss: jax.Array, grad_norm: jax.Array
 ) -> LossScale:
-    """The scale for the step after one with this loss and gradient norm."""
+    """Returns the scale for the step after one with this loss and gradient norm."""
     scale = loss_scale.scale
     good_steps = jnp.where(jnp.isfinite(grad_norm), loss_scale.good_steps + 1, 0)
     grows = good_steps >= precision.steps_per_loss_scale
@@ -86,12 +88,12 @@ def _overflow(loss_scale: LossScale, taken: Taken) -> jax.Array:
 
 
 def values_of(loss_scale: LossScale) -> list[float]:
-    """The scale and its good steps; float32 is exact in JSON."""
+    """Returns the scale and its good steps; float32 is exact in JSON."""
     return [float(loss_scale.scale), int(loss_scale.good_steps)]
 
 
 def scale_of(values: list[float], asked: LossScale) -> LossScale:
-    """The opposite of `values_of`; still Python's numbers."""
+    """Reverses `values_of`; the result still holds Python's numbers."""
     return jax.tree.unflatten(jax.tree.structure(asked), values)
 
 

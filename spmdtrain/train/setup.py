@@ -1,8 +1,8 @@
 """Brings a config to devices: mesh, rules, abstract model and abstract state, made once.
 
 `shard` derives each of them and what follows from them (specs, reductions, the batch's shape, the
-pipeline's schedule) and hands them on as one frozen value, a `Setup`. Steps, gradients, restore,
-the run and the planner take it; nobody derives a spec again.
+pipeline's schedule) and returns them as one frozen value, a `Setup`. Steps, gradients, restore, the
+run and the planner take it; no other code derives a spec.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +40,7 @@ from spmdtrain.train.updates.shipped_optimizers import shipped_rules
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that a training step is made of.
+    """Everything that a training step consists of.
 
     Specs and reductions are by dotted parameter path.
     """
@@ -58,9 +58,9 @@ class Setup:
     specs: (
         Specs  # where parameters rest, and with them their reduced gradients, moments and updates
     )
-    padding: Padding  # of the parameters, where the mesh does not divide a dim
+    padding: Padding  # of the parameters, if the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
-    copies: Mapping[str, Copies]  # of the weights, where several devices share one sequence
+    copies: Mapping[str, Copies]  # of the weights, if several devices share one sequence
     gathered: Mapping[str, tuple[str, ...]]  # the axes over which a layer gathers each weight
     state: TrainState  # abstract: shapes, dtypes and shardings
 
@@ -68,19 +68,19 @@ class Setup:
     def gathers_by_layer(self) -> bool:
         """True if layers gather weights for their own use, one layer at a time.
 
-        Without a pipeline they do. With one, a weight is gathered once for all ticks.
+        They do without a pipeline. With one, a weight is gathered once for all ticks.
         """
         return any(self.gathered.values()) and self.schedule is None
 
     @property
     def table(self) -> Table:
-        """The pipeline's schedule. Only where the mesh has stages."""
+        """The pipeline's schedule. Only for a mesh with stages."""
         assert self.schedule is not None
         return self.schedule
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """A training batch, abstract."""
+        """An abstract training batch."""
         length = self.config.train.sequence_length
         return abstract_batch(self.batch_shape, length, self.config.data, self.mesh, self.rules)
 
@@ -94,23 +94,23 @@ def shard(
     schedule: Schedule | None = None,
     loss: TokenLoss | None = None,
 ) -> Setup:
-    """The setup of `config` on these devices (default: all). Allocates nothing.
+    """Returns the setup of `config` on these devices (default: all). Allocates nothing.
 
     `config.model.vocab` must be set (`config.with_vocab`). Raises ConfigError if the settings, the
     model and the devices do not fit.
 
     Args:
-      make: `make(config, rngs)` builds the model; or the name of a class, as `model.make`, which
+      make: `make(config, rngs)` builds the model; or the name of a class, like `model.make`, which
         is the default. With an argument `extra` it takes the settings of [model.extra].
-      optimizer: an optax transformation for all parameters, or `optimizer(path, parameter)` that
-        gives one, a `Rule` (with its own rate), or None to freeze the parameter. It must leave the
-        learning rate out, as `optax.scale_by_adam()` does. Default: `config.optimizer`.
-      schedule: `schedule(step)`, the learning rate of the 0-based step, in jax.numpy; takes the
-        place of `optimizer.learning_rate`, `schedule`, `warmup` and `final_learning_rate`.
-      loss: `loss(logits, targets)`, float32 [b, t, v] and int32 [b, t], gives the losses [b, t] of
-        the tokens, or several by name, `loss` among them; training minimises the mean of their sum.
-        It is called with a part of the tokens at once. Evaluation has `loss` alone. What is only
-        to be reported goes through `jax.lax.stop_gradient`. Default: cross-entropy.
+      optimizer: an optax transformation for all parameters, or `optimizer(path, parameter)`, which
+        returns one, a `Rule` (with its own rate), or None to freeze the parameter. It must leave
+        the learning rate out, as `optax.scale_by_adam()` does. Default: `config.optimizer`.
+      schedule: `schedule(step)`, the learning rate of the 0-based step, in jax.numpy; replaces
+        `optimizer.learning_rate`, `schedule`, `warmup` and `final_learning_rate`.
+      loss: `loss(logits, targets)`, float32 [b, t, v] and int32 [b, t], returns the losses [b, t]
+        of the tokens, or several by name, `loss` among them; training minimises the mean of their
+        sum. It is called with a part of the tokens at once. Evaluation has only `loss`. Pass
+        values that are only reported through `jax.lax.stop_gradient`. Default: cross-entropy.
     """
     check_config(config)
     mesh = build_mesh(config.mesh, devices, config.origin)
@@ -126,7 +126,7 @@ def shard_on(
     schedule: Schedule | None = None,
     loss: TokenLoss | None = None,
 ) -> Setup:
-    """`shard` on a mesh that is there already, an abstract one say."""
+    """Returns the setup, as `shard` does, on a given mesh, which may be abstract."""
     config, make = choose_model(config, make)
     rules = make_rules(config.rules, mesh.shape)
     if config.mesh.collective_matmul:
@@ -147,14 +147,15 @@ def shard_on(
     }
 
     def reduction_of(path: str) -> Reduction:
-        """Leaves out the axes over which layers gather: they scatter their gradients themselves."""
+        """Leaves out the axes over which layers gather: they scatter their own gradients."""
         scattered = gathered[path] if table is None else ()
         axes = [axis for axis in reduced if axis not in scattered]
         return reduction(specs[path], axes, owning_axes(model.parameters[path].axes))
 
     def copies(path: str) -> Copies:
-        """None if layers gather the weight: they scatter its gradient in each microbatch, and do so
-        over the axes of the tokens as well.
+        """Returns no copies if layers gather the weight.
+
+        They scatter its gradient in each microbatch, also over the axes of the tokens.
         """
         parameter = model.parameters[path]
         by_layer = table is None and gathered[path]
@@ -183,7 +184,7 @@ def shard_on(
 
 
 def _check_frozen(config: RunConfig, model: AbstractModel) -> None:
-    """Refuses a dtype of frozen weights where there are none."""
+    """Refuses a dtype of frozen weights if there are none."""
     dtype = config.precision.frozen
     if dtype and not any(each.is_frozen for each in model.parameters.values()):
         raise ConfigError(
@@ -217,8 +218,8 @@ def lay_to_rest(
 ) -> tuple[Specs, Padding, TrainState]:
     """Returns (specs, padding, abstract state) of a model between the steps on this mesh.
 
-    `zero` takes the place of `train.zero`. `shapes`: those of `fresh_shapes`, for callers that have
-    them: a search over meshes.
+    `zero` replaces `train.zero`. `shapes`: those of `fresh_shapes`, for callers that have them,
+    e.g. a search over meshes.
     """
     rules = make_rules(config.rules, mesh.shape)
     specs, padding = resting_specs(model, rules, zero)
@@ -227,23 +228,24 @@ def lay_to_rest(
 
 
 def check_setup(setup: Any) -> None:
-    """ConfigError if a caller gives something else for a setup."""
+    """Raises ConfigError if a caller passes anything but a setup."""
     if not isinstance(setup, Setup):
         found = type(setup).__name__
         raise ConfigError("setup= takes a Setup", found=found, fix="st.shard(config)")
 
 
 def init_state(setup: Setup) -> TrainState:
-    """The state at step 0. Every leaf is born in its shards; values depend on the seed alone.
+    """Returns the state at step 0, each leaf born in its shards; values depend only on the seed.
 
-    ConfigError if `train.epochs` has not been counted in steps, by which the learning rate goes.
+    Raises ConfigError if `train.epochs` has not been converted to steps, which the learning rate
+    needs.
     """
     check_setup(setup)
     return fresh_but_for(setup, ())
 
 
 def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
-    """`init_state` without the parameters at the paths `given`: they never exist."""
+    """Returns `init_state` without the parameters at the paths `given`: they never exist."""
     epochs = setup.config.train.epochs
     if epochs is not None:
         raise ConfigError(
@@ -272,7 +274,7 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
 
 
 def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
-    """The state, in which these items begin with its weights."""
+    """Returns the state with these items begun from its weights."""
     if not names:
         return state
     asked = {name: setup.state.items[name] for name in names}
@@ -288,7 +290,7 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
 
 
 def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
-    """The spec that the rules give each parameter."""
+    """Returns the spec that the rules give each parameter."""
     shapes = _shapes_in_use(model, rules)
     return {
         path: rules.parameter_spec(parameter.axes, shapes[path], path)
@@ -297,7 +299,7 @@ def parameter_specs(model: AbstractModel, rules: Rules) -> dict[str, P]:
 
 
 def _shapes_in_use(model: AbstractModel, rules: Rules) -> dict[str, Shape]:
-    """The shape of each parameter, with a vocabulary that the mesh divides."""
+    """Returns the shape of each parameter, with a vocabulary that the mesh divides."""
     return {
         path: pad_vocabulary(parameter.axes, parameter.shape, rules)
         for path, parameter in model.parameters.items()
@@ -305,11 +307,11 @@ def _shapes_in_use(model: AbstractModel, rules: Rules) -> dict[str, Shape]:
 
 
 def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[str, P], Padding]:
-    """The spec of each parameter between steps, and the padding that the splits need.
+    """Returns the spec of each parameter between steps, and the padding that the splits need.
 
-    The rules say it, and with ZeRO-1 one that is trained is split over `data` too. Parameters and
-    moments are split alike, so an update needs no communication. A step starts by gathering the
-    parameters over `data` in compute precision (Megatron-LM's distributed optimizer).
+    The rules give the spec, and with ZeRO-1 a trained parameter is also split over `data`.
+    Parameters and moments are split alike, so an update needs no communication. A step starts by
+    gathering the parameters over `data` in compute precision (Megatron-LM's distributed optimizer).
     """
     specs = parameter_specs(model, rules)
     of_model = {path: each.shape for path, each in model.parameters.items()}
@@ -328,7 +330,7 @@ def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[s
 
 
 def pipeline_schedule(config: RunConfig, stages: int, shape: BatchShape) -> Table:
-    """The schedule that the run asks for, as a table."""
+    """Returns the schedule that the run asks for, as a table."""
     asked = config.pipeline
     table = choose_table(asked.schedule, stages, asked.chunks, shape.accumulation)
     if table.split and config.train.remat != "none":

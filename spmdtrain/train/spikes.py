@@ -1,9 +1,9 @@
 """Judges steps: one counts if its loss and gradient norm are finite and within their limits.
 
 A limit is `guard.grad_norm`, or `guard.sigmas` standard deviations above the mean of the last
-`guard.window` good steps, whichever is less. The figures of those steps travel in the state, so
-that the step decides on the devices, and a run that is resumed decides as if it had never stopped.
-OLMo, MaxText and Levanter judge spikes alike (`skip_step`).
+`guard.window` good steps, whichever is less. The figures of those steps are part of the state, so
+the step decides on the devices, and a resumed run decides as if it had never stopped. OLMo, MaxText
+and Levanter judge spikes in the same way (`skip_step`).
 """
 
 from functools import partial
@@ -17,18 +17,18 @@ from spmdtrain.train.item import Item, Note, Start, Taken, whole
 
 
 def no_figures(guard: GuardConfig) -> np.ndarray | None:
-    """The figures of good steps before the first: float32 [window, 2] of infinities.
+    """Returns the figures of good steps before the first: float32 [window, 2] of infinities.
 
-    A row is a loss and a gradient norm, the newest is the last. None if nothing asks for them.
+    A row is a loss and a gradient norm; the newest is the last. None if nothing needs them.
     """
     return np.full((guard.steps_judged, 2), np.inf, np.float32) if guard.judges_spikes else None
 
 
 def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
-    """The largest loss and gradient norm of a good step, float32 [2]; infinite where there is none.
+    """Returns the largest loss and gradient norm of a good step, float32 [2].
 
-    `recent`: the figures of the good steps before. They give no limit before half of them are
-    there.
+    They are infinite if unlimited. `recent`: the figures of the last good steps. They set no limit
+    until half of them exist.
     """
     largest_norm = jnp.inf if guard.grad_norm is None else guard.grad_norm
     fixed = jnp.array([jnp.inf, largest_norm], jnp.float32)
@@ -44,12 +44,15 @@ def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
 
 
 def is_good(figures: jax.Array, most: jax.Array) -> jax.Array:
-    """True if a step with this loss and gradient norm [2] counts. `most`: their limits [2]."""
+    """Returns True if a step with this loss and gradient norm [2] counts.
+
+    `most`: their limits [2].
+    """
     return (jnp.isfinite(figures) & (figures <= most)).all()
 
 
 def remember(recent: jax.Array, figures: jax.Array, good: jax.Array) -> jax.Array:
-    """`recent` after a step with these figures [2]: a bad one leaves no trace."""
+    """Returns `recent` after a step with these figures [2]: a bad one leaves no trace."""
     return jnp.where(good, jnp.concatenate([recent[1:], figures[None]]), recent)
 
 
@@ -59,7 +62,7 @@ def _begin(start: Start) -> jax.Array | None:
 
 
 def _update(recent: jax.Array, taken: Taken) -> jax.Array:
-    """A step without a token with a loss says nothing of the size of good ones: it leaves none."""
+    """Records a good step; one without any loss says nothing about the size of good ones."""
     assert taken.good is not None, "where steps are judged by those before them, they are judged"
     figures = jnp.stack([taken.loss, taken.grad_norm])
     return remember(recent, figures, taken.good & (taken.tokens > 0))
@@ -71,13 +74,13 @@ def _limit(index: int, recent: jax.Array, taken: Taken) -> jax.Array:  # noqa: A
 
 
 def rows_of(recent: jax.Array) -> list[list[float]]:
-    """The rows that are there, oldest first; float32 is exact in JSON."""
+    """Returns the rows that exist, oldest first; float32 is exact in JSON."""
     rows = np.asarray(recent)
     return rows[np.isfinite(rows[:, 0])].tolist()
 
 
 def recent_of(rows: list[list[float]], asked: jax.Array | jax.ShapeDtypeStruct) -> np.ndarray:
-    """The figures of good steps that these rows are, or of the newest that have room."""
+    """Returns the figures of good steps in these rows, or the newest that fit."""
     recent = np.full(asked.shape, np.inf, asked.dtype)
     newest = rows[-len(recent) :]
     if newest:
@@ -92,6 +95,6 @@ ITEM = Item(
     update=_update,
     figures={"loss_limit": partial(_limit, 0), "grad_norm_limit": partial(_limit, 1)},
     when_skipped="update",
-    is_finite=False,  # rows that are not there yet
+    is_finite=False,  # rows that do not exist yet
     note=Note(rows_of, recent_of),
 )

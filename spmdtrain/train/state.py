@@ -25,10 +25,10 @@ from spmdtrain.train.updates import optimizers
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """`step`: optimizer steps done. `params` and `opt_state`: by dotted parameter path.
+    """The training state between steps, its dicts by dotted parameter path.
 
-    Frozen parameters have no `opt_state`. `items`: what else the settings ask for, by name; of the
-    items in train/items.py those that begin with a value.
+    `step`: optimizer steps done. Frozen parameters have no `opt_state`. `items`: the other values
+    that the settings ask for, by name; those items of train/items.py that begin with a value.
     """
 
     step: jax.Array
@@ -38,9 +38,9 @@ class TrainState:
 
     @property
     def averaged(self) -> dict[str, jax.Array]:
-        """The average of each parameter, and those that are not trained as they are.
+        """The average of each trained parameter, and the other parameters unchanged.
 
-        They are all as they are where `optimizer.ema` keeps no average.
+        If `optimizer.ema` keeps no average, all are unchanged.
         """
         return self.params | self.items.get("ema", {})
 
@@ -49,7 +49,7 @@ Shapes = tuple[dict[str, Any], optimizers.OptimizerState]  # of parameters, of t
 
 
 def fresh_shapes(model: AbstractModel, rules: optimizers.Rules, config: RunConfig) -> Shapes:
-    """The shapes of weights and optimizer state as the model has them; no mesh changes them."""
+    """Returns the shapes of weights and optimizer state in the model; no mesh changes them."""
     return jax.eval_shape(lambda key: _fresh(model, rules, config, key), jax.random.key(0))
 
 
@@ -62,10 +62,10 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     padding: Padding,
     shapes: Shapes | None = None,
 ) -> TrainState:
-    """A TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
+    """Returns a TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
 
-    `specs` and `padding`: where and in which shape each parameter rests, and its optimizer state
-    with it. `shapes`: those of `fresh_shapes`, for whoever has them.
+    `specs` and `padding`: where and in which shape each parameter rests, with its optimizer state.
+    `shapes`: those of `fresh_shapes`, for callers that have them.
     """
 
     def leaf(path: str, x: Any) -> Any:
@@ -89,10 +89,10 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
 
 
 def spec_beside(leaf: Shape, shape: Shape, stacked: int, spec: P) -> P:
-    """The spec of an optimizer leaf of this shape, beside a parameter of `shape` at rest.
+    """Returns the spec of an optimizer leaf of this shape, for a parameter of `shape` at rest.
 
-    It is the parameter's if the leaf has its shape, as a moment has. Else its layers lie as the
-    parameter's do, and the rest is whole.
+    It is the parameter's if the leaf has its shape, like a moment. Otherwise its layers rest like
+    the parameter's, and the rest is whole.
     """
     if leaf == shape:
         return spec
@@ -111,7 +111,10 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
     specs: Specs,
     padding: Padding,
 ) -> TrainState:
-    """The state at step 0, for tracing: under jit with output shardings no leaf is ever whole."""
+    """Returns the state at step 0, for tracing.
+
+    Under jit with output shardings no leaf is ever whole.
+    """
     params, opt_state = _fresh(model, rules, config, key)
     resting = {path: padding.to_rest(path, x) for path, x in params.items()}
     return TrainState(
@@ -125,7 +128,7 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
 def _fresh(
     model: AbstractModel, rules: optimizers.Rules, config: RunConfig, key: jax.Array
 ) -> tuple[dict[str, jax.Array], optimizers.OptimizerState]:
-    """Weights and optimizer state as the model has them, without padding."""
+    """Returns weights and optimizer state in the model's shapes, without padding."""
     precision = config.precision
     params = {
         path: cast_floating(
@@ -137,27 +140,27 @@ def _fresh(
 
 
 def resting_bytes(abstract: TrainState) -> tuple[int, int]:
-    """Bytes per device of the parameters, and of all else in the state."""
+    """Returns the bytes per device of the parameters, and of everything else in the state."""
     others = (abstract.step, abstract.opt_state, abstract.items)
     return bytes_per_device(abstract.params), bytes_per_device(others)
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes of abstract arrays on one device."""
+    """Returns the bytes of abstract arrays on one device."""
     shards = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
 def is_finite(state: TrainState) -> bool:
-    """True if every number of the weights, the optimizer state and the items is finite.
+    """Returns True if every number of weights, optimizer state and items is finite.
 
-    Of the items those count that say they are. Waits for the devices.
+    Only items that must be finite count. Waits for the devices.
     """
     return bool(_is_finite(state.params, state.opt_state, items.finite(state.items)))
 
 
 def are_finite(params: dict[str, jax.Array]) -> bool:
-    """True if every number of the weights is finite. Waits for the devices."""
+    """Returns True if every number of the weights is finite. Waits for the devices."""
     return bool(_is_finite(params))
 
 

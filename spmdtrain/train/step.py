@@ -1,7 +1,7 @@
 """One training step. The order of this file is the order of the step.
 
 Forward, backward and gradient reduction run in one `shard_map`: grad_accumulation.py, or
-grad_pipeline.py where the mesh has stages. Each data shard accumulates gradients over its
+grad_pipeline.py if the mesh has stages. Each data shard accumulates gradients over its
 microbatches, and they are reduced over `data` once. Clipping and the optimizer run outside, on
 global arrays: a layer-wise rule on local shards would be silently wrong.
 """
@@ -28,16 +28,16 @@ from spmdtrain.train.updates.optimizers import OptimizerState
 
 
 def make_step(setup: Setup) -> Checked:
-    """`step(state, batch) -> (state, metrics)`, jitted, state donated.
+    """Returns `step(state, batch) -> (state, metrics)`, jitted, state donated.
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
-    (before clipping), learning_rate, tokens (unmasked); of a mixture loss/SOURCE and tokens/SOURCE;
-    a loss over no token is 0, and `tokens` tells; side_loss where blocks have one; skipped
-    (0 or 1) where a bad step leaves the state, and loss_limit and grad_norm_limit where it is
-    judged by the steps before (spikes.py). With float16 loss_scale, and overflow (0 or 1) where the
-    scale was too large, which leaves the state too.
+    (before clipping), learning_rate, tokens (unmasked); for a mixture loss/SOURCE and
+    tokens/SOURCE; a loss over no tokens is 0, and `tokens` shows it; side_loss if blocks have one;
+    skipped (0 or 1) if a bad step does not change the state, and loss_limit and grad_norm_limit if
+    it is judged by earlier steps (spikes.py). With float16 loss_scale, and overflow (0 or 1) if the
+    scale was too large, in which case the state does not change either.
 
-    ConfigError if state or batch is none of this setup; the state is then still there.
+    Raises ConfigError if state or batch does not fit this setup; the state then still exists.
     """
     check_setup(setup)
     config = setup.config
@@ -65,7 +65,7 @@ def make_step(setup: Setup) -> Checked:
                 good, (params, opt_state), (state.params, state.opt_state)
             )
         kept, figures = items.after_step(state.items, taken)
-        # The batch of a step that is skipped is used up: the counter goes on.
+        # The batch of a skipped step is used up: the counter advances.
         after = TrainState(state.step + 1, params, opt_state, kept)
         return after, metrics | figures
 
@@ -82,15 +82,15 @@ def make_step(setup: Setup) -> Checked:
 def _judge(
     config: RunConfig, before: TrainState, loss: jax.Array, grad_norm: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The largest loss and gradient norm of a good step, [2], and whether this step is one."""
+    """Returns the largest loss and gradient norm of a good step, [2], and whether this is one."""
     most = spikes.limits(config.guard, before.items.get(spikes.ITEM.name))
     return most, spikes.is_good(jnp.stack([loss, grad_norm]), most)
 
 
 def make_eval_step(setup: Setup) -> Checked:
-    """`evaluate(params, batch) -> (sum of token losses, unmasked tokens)`, without dropout.
+    """Returns `evaluate(params, batch) -> (sum of token losses, unmasked tokens)`, without dropout.
 
-    ConfigError if either is none of this setup.
+    It raises ConfigError if either does not fit this setup.
     """
     check_setup(setup)
     losses = make_losses(setup)
@@ -108,8 +108,10 @@ def make_eval_step(setup: Setup) -> Checked:
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """`(params, step, batch, cotangent=None) -> (gradients of the mean objective, sums)`, by the
-    way that the mesh asks for. `cotangent`: what the backward pass starts from, see loss_scale.py.
+    """Returns `(params, step, batch, cotangent=None) -> (gradients of the mean objective, sums)`.
+
+    The mesh decides between accumulation and pipeline. `cotangent`: the start of the backward pass,
+    see loss_scale.py.
     """
     way = grad_pipeline if setup.schedule else grad_accumulation
     gradients = way.make_gradients(setup)
@@ -123,7 +125,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
-    """`(params, batch) -> sums`, likewise, without dropout."""
+    """Returns `(params, batch) -> sums` in the same way, without dropout."""
     way = grad_pipeline if setup.schedule else grad_accumulation
     losses = way.make_losses(setup)
     corrupt = make_corrupt(setup)
@@ -135,8 +137,10 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 def _update(
     setup: Setup, gradients: dict[str, jax.Array], state: TrainState, rate: jax.Array
 ) -> tuple[dict, OptimizerState]:
-    """(updates, new optimizer state), all as parameters rest. The rules see no padding: a mean over
-    a layer's weights must not count it."""
+    """Returns (updates, new optimizer state), all as parameters rest.
+
+    The rules see no padding: a mean over a layer's weights must not count it.
+    """
     padding = setup.padding
     updates, opt_state = optimizers.updates(
         setup.optimizer,
@@ -155,7 +159,7 @@ def _update(
 def _apply(
     rules: optimizers.Rules, params: dict, updates: dict, rate: jax.Array
 ) -> dict[str, jax.Array]:
-    """Parameters one step further; frozen ones stay.
+    """Returns the parameters one step further; frozen ones stay.
 
     Parameters and updates rest alike: each device updates its own.
     """

@@ -1,7 +1,7 @@
-"""The loss of a token: cross-entropy as the settings shape it, or a function of one's own.
+"""The loss of a token: cross-entropy as the settings shape it, or a custom function.
 
-Both become a function of the head's hidden states and table, which gives sums by name. Training
-minimises the sum of all of them; evaluation has `loss` alone.
+Both become a function of the head's hidden states and table, which returns sums by name. Training
+minimises the sum of all of them; evaluation has only `loss`.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from spmdtrain.models.logits import logit_shape
 from spmdtrain.train import items
 
 Losses = dict[str, jax.Array]  # by name, float32
-# What a person may give: (logits [b, t, v], targets [b, t]) -> losses [b, t], one array of them or
+# What a user may give: (logits [b, t, v], targets [b, t]) -> losses [b, t], one array of them or
 # several by name.
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array | Mapping[str, jax.Array]]
 # (hidden_bte, table_ve, targets_bt, mask_bt, axis_name, part_bn) -> sums over the unmasked tokens.
@@ -32,17 +32,17 @@ TAKES = (
 
 
 def of_the_step() -> set[str]:
-    """The names of the other figures of a step: one without such a name is a mean over tokens."""
+    """Returns the names of a step's other figures: all remaining ones are means over tokens."""
     return OF_THE_STEP | items.figure_names()
 
 
 def make_sum_losses(
     config: RunConfig, own: TokenLoss | None, *, vocab: int, training: bool
 ) -> SumLosses:
-    """The losses of the head: those of `own`, or of the settings where it is None.
+    """Returns the losses of the head: those of `own`, or of the settings if it is None.
 
-    `vocab`: rows of the head's table that count, from the first on. Label smoothing and z-loss
-    shape training alone, so that evaluations stay comparable.
+    `vocab`: rows of the head's table that count, from the first. Label smoothing and z-loss only
+    shape training, so evaluations stay comparable.
     """
     options = {"vocab": vocab, **logit_shape(config.model)}
     if own is not None:
@@ -53,7 +53,7 @@ def make_sum_losses(
 
 
 def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
-    """Raises ConfigError if `own` is not a loss of tokens, or the settings shape another one."""
+    """Raises ConfigError if `own` is not a loss of tokens, or if the settings shape another one."""
     for name in ("label_smoothing", "z_loss"):
         if getattr(config, name):
             raise ConfigError(
@@ -94,7 +94,7 @@ def _sum_cross_entropy(
     )
     losses = {"loss": total}
     if options.get("z_loss"):
-        # Shown apart, so that `loss` can be compared; the gradient of both is in the first.
+        # Shown separately, so that `loss` can be compared; the gradient of both is in the first.
         losses = {"loss": total - z_total, "z_loss": z_total}
     for parts_n in parts:
         losses["loss"] = jnp.concatenate([losses["loss"][None], parts_n])
@@ -129,9 +129,9 @@ def _sum_own(  # noqa: PLR0913 - arrays of a head, and what shapes its loss
 
 
 def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Losses:
-    """The losses that `own` gives, in float32 and by name.
+    """Returns the losses that `own` gives, in float32 and by name.
 
-    ConfigError if it gives something else.
+    Raises ConfigError if it returns anything else.
     """
     given = own(logits_btv, targets_bt)
     losses = dict(given) if isinstance(given, Mapping) else {"loss": given}

@@ -1,1 +1,1 @@
-"""What a caller hands a step: checked, and put where it belongs. Start with arrays.py."""
+"""Checks what a caller gives a step, and puts it where it belongs. Start with arrays.py."""

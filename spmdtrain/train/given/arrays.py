@@ -1,7 +1,7 @@
-"""Checks of the arrays that a caller hands a step or a loss: on the host, at each call.
+"""Checks the arrays that a caller gives a step or a loss: on the host, at each call.
 
-Nothing is traced before them, and nothing donated. A value that is traced itself, by `jax.grad`
-say, has a shape and a dtype to check and no numbers.
+Nothing is traced or donated before. A value that is itself traced, e.g. by `jax.grad`, has a shape
+and a dtype to check but no numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +24,10 @@ PARAMS = "state.params of init_state, restore or a step"
 
 
 class Checked:
-    """A jitted function whose arguments `check` sees first.
+    """A jitted function whose arguments are first seen by `check`.
 
-    It is called with the same arguments. All else, `lower` say, is the function's own, which is
-    `jitted`.
+    It is called with the same arguments. Everything else, e.g. `lower`, belongs to the function,
+    which is `jitted`.
     """
 
     def __init__(self, jitted: Callable[..., Any], check: Callable[..., None]):
@@ -46,7 +46,7 @@ class Checked:
 
 
 def check_params(setup: Setup, params: Any) -> None:
-    """ConfigError if `params` are not the weights of the setup, in any floating dtype."""
+    """Raises ConfigError if `params` are not the weights of the setup, in any floating dtype."""
     wanted: Mapping[str, Any] = setup.state.params  # abstract
     if not isinstance(params, Mapping):
         raise ConfigError(f"params={shown(params)} is not a dict of arrays", fix=PARAMS)
@@ -64,7 +64,7 @@ def check_params(setup: Setup, params: Any) -> None:
 
 
 def check_state(setup: Setup, state: Any) -> None:
-    """ConfigError if `state` is not one of the setup: another leaf, shape or dtype."""
+    """Raises ConfigError if `state` does not fit the setup: another leaf, shape or dtype."""
     if not isinstance(state, TrainState):
         raise ConfigError(f"state is {type(state).__name__}, not a TrainState", fix=STATES)
     wanted = dict(jax.tree_util.tree_leaves_with_path(setup.state))
@@ -85,7 +85,7 @@ def check_state(setup: Setup, state: Any) -> None:
 
 
 def check_state_here(setup: Setup, state: Any) -> None:
-    """`check_state`, and ConfigError if the state lies on other devices than the setup's."""
+    """Checks as `check_state` does, and raises ConfigError if the state is on other devices."""
     check_state(setup, state)
     _check_devices(state, setup.mesh, "state", STATES)
 
@@ -110,7 +110,7 @@ def _another(name: str, x: Any, want: Any, fix: str) -> ConfigError:
 
 
 def _check_devices(tree: Any, mesh: Mesh, name: str, fix: str) -> None:
-    """ConfigError if arrays were put on other devices than those of the mesh."""
+    """Raises ConfigError if arrays were put on devices other than those of the mesh."""
     here = set(mesh.devices.flat)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
@@ -129,11 +129,11 @@ def _check_devices(tree: Any, mesh: Mesh, name: str, fix: str) -> None:
 
 
 def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
-    """ConfigError if a caller's batch is none of the setup.
+    """Raises ConfigError if a caller's batch does not fit the setup.
 
-    For training it has the shape of the setup's batches; an evaluation takes other ones. Ids are in
-    the vocabulary, positions are some that the model has, and each weight of a token is a number.
-    A target that does not count may be anything.
+    For training it must have the shape of the setup's batches; an evaluation takes others. Ids must
+    be in the vocabulary, positions within the model's range, and each weight of a token a number. A
+    target that does not count may be anything.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(f"a batch is a dict of arrays, not {type(batch).__name__}", fix=BATCHES)
@@ -175,7 +175,7 @@ def _check_entry(
 
 
 def _parts(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the numbers of the batch that lie on this host, of those entries that have any."""
+    """Yields the numbers of the batch that are on this host, of those entries that have any."""
     known = {name: x for name, x in batch.items() if not isinstance(x, Tracer)}
     arrays = [x for x in known.values() if isinstance(x, jax.Array)]
     if all(x.is_fully_addressable for x in arrays):
@@ -214,7 +214,7 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
 
 
 def _check_range(name: str, ids: np.ndarray | None, stop: int) -> None:
-    """ConfigError if one of the ids is not from 0 to stop - 1."""
+    """Raises ConfigError if one of the ids is not from 0 to stop - 1."""
     if ids is None or not ids.size or (ids.min() >= 0 and ids.max() < stop):
         return
     bad = ids[(ids < 0) | (ids >= stop)].flat[0]

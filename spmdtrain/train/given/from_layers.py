@@ -1,8 +1,8 @@
-"""Parameters that come from outside, a layer at a time, brought to the devices where they rest.
+"""Brings parameters from outside, a layer at a time, to the devices where they rest.
 
-`read(path, layer, index)` gives a part of one layer of a parameter, in the model's own shape. No
-parameter is ever whole on the host: what a process reads at once is one layer's part of one shard,
-whatever mesh, pipeline layout or padding the parameters rest in.
+`read(path, layer, index)` returns a part of one layer of a parameter, in the model's own shape. No
+parameter is ever whole on the host: a process reads at once only one layer's part of one shard, for
+any mesh, pipeline layout or padding in which the parameters rest.
 """
 
 import itertools
@@ -17,15 +17,15 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.train.setup import Setup
 
 Index = tuple[slice, ...]
-# (path, number of the layer, or None of a parameter outside the stack, index) -> that part
+# (path, number of the layer, or None for a parameter outside the stack, index) -> that part
 ReadPart = Callable[[str, int | None, Index], np.ndarray]
 Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim
 
 
 def layer_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each parameter by path: of one layer, where it has several.
+    """Returns the shape of each parameter by path; of one layer, if it has several.
 
-    Adapters are left out: they are no part of a model that comes from outside.
+    Adapters are left out: they are not part of a model that comes from outside.
     """
     return {
         path: parameter.shape[_stack_dims(setup, path) :]
@@ -35,9 +35,9 @@ def layer_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
 
 
 def params_from_layers(setup: Setup, read: ReadPart) -> dict[str, jax.Array]:
-    """Returns the parameters at rest, but those of adapters, in the shards and dtypes of `setup`.
+    """Returns the parameters at rest, except adapters, in the shards and dtypes of `setup`.
 
-    `read` gives what `layer_shapes` names.
+    `read` returns what `layer_shapes` names.
     """
     return {path: _parameter(setup, path, partial(read, path)) for path in layer_shapes(setup)}
 
@@ -57,7 +57,7 @@ def _parameter(
     places = list(itertools.product(*(range(size) for size in local[:stacked])))
 
     def slab(place: tuple[int, ...]) -> jax.Array:
-        """One layer in each part of the stack: those that rest at this place of their part."""
+        """Returns one layer in each part of the stack: those at this place of their part."""
         arrays = []
         for bounds, devices in parts.items():
             layer = _layer_at(setup, bounds[:stacked], place)
@@ -81,7 +81,7 @@ def _parameter(
 
 
 def _parts(leaf: jax.ShapeDtypeStruct) -> dict[Bounds, list[jax.Device]]:
-    """Returns the distinct parts of a parameter that this process holds, and on which devices."""
+    """Returns the distinct parts of a parameter that this process holds, with their devices."""
     found: dict[Bounds, list[jax.Device]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         bounds = tuple(each.indices(size)[:2] for each, size in zip(index, leaf.shape, strict=True))
@@ -101,7 +101,7 @@ def _layer_at(setup: Setup, bounds: Bounds, place: tuple[int, ...]) -> int | Non
 def _padded(
     bounds: Bounds, unpadded: Sequence[int], read: Callable[[Index], np.ndarray]
 ) -> np.ndarray:
-    """Returns a part of one layer, with zeros where it lies beyond the model's own shape."""
+    """Returns a part of one layer, with zeros beyond the model's own shape."""
     there = [(min(start, size), min(stop, size)) for (start, stop), size in _with(bounds, unpadded)]
     part = np.ascontiguousarray(read(tuple(slice(start, stop) for start, stop in there)))
     more = [(0, stop - start - has) for (start, stop), has in _with(bounds, part.shape)]
@@ -116,7 +116,7 @@ def _with(bounds: Bounds, sizes: Sequence[int]) -> list[tuple[tuple[int, int], i
 def _put(
     whole: jax.Array, slab: jax.Array, at: np.ndarray, sharding: jax.sharding.NamedSharding
 ) -> jax.Array:
-    """Puts a layer into each part of a stack, on the device that holds it; it becomes as wide."""
+    """Returns `whole` with a layer put into each part of a stack, on the device that holds it."""
 
     def put(part: jax.Array, layer: jax.Array, at: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(part, layer.astype(part.dtype), tuple(at))

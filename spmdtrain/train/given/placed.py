@@ -1,4 +1,4 @@
-"""A state that a caller has made or changed, put where a step wants it."""
+"""Puts a state that a caller made or changed where a step needs it."""
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ from spmdtrain.train.state import TrainState
 
 
 def placed(setup: Setup, state: TrainState) -> TrainState:
-    """A copy of a state that a caller has made or changed, in the shards of this setup.
+    """Returns a copy of a state that a caller made or changed, in the shards of this setup.
 
-    ConfigError if it is not one of this setup: another leaf, shape or dtype.
+    Raises ConfigError if it does not fit this setup: another leaf, shape or dtype.
     """
     check_setup(setup)
     check_state(setup, state)
@@ -20,5 +20,5 @@ def placed(setup: Setup, state: TrainState) -> TrainState:
     shardings = jax.tree.map(lambda x: x.sharding, setup.state)
     leaves = jax.tree.leaves(state)
     here = jax.device_put(jax.tree.unflatten(jax.tree.structure(setup.state), leaves), shardings)
-    # A copy: a step donates what it is given, and the caller's own stays.
+    # A copy: a step donates its argument, and the caller keeps the original.
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(here)

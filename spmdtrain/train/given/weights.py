@@ -1,4 +1,4 @@
-"""The state of a new run that begins with weights that are there."""
+"""The state of a new run that starts from given weights."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,10 +12,10 @@ from spmdtrain.train.updates import optimizers
 
 
 def with_weights(setup: Setup, given: dict[str, jax.Array]) -> TrainState:
-    """The state of a new run that begins with these weights: its items and moments do too.
+    """Returns the state of a new run that starts from these weights, with its items and moments.
 
-    Parameters that are not given begin as in `init_state`; magnitudes of adapters (DoRA) with the
-    norms of the weights that are given.
+    Parameters that are not given start as in `init_state`; magnitudes of adapters (DoRA) start with
+    the norms of the given weights.
     """
     state = fresh_but_for(setup, given)
     begun = state.params
@@ -38,7 +38,7 @@ def with_weights(setup: Setup, given: dict[str, jax.Array]) -> TrainState:
 def _magnitudes(
     setup: Setup, params: Mapping[str, jax.Array], paths: Collection[str]
 ) -> dict[str, jax.Array]:
-    """The magnitudes of adapters at `paths`, by the weights as they are."""
+    """Returns the magnitudes of adapters at `paths`, from the current weights."""
     asked = [path for path in paths if path in magnitude_paths(params)]
     if not asked:
         return {}

@@ -1,7 +1,7 @@
 """The loss of a batch and its gradients, as functions that jax transforms.
 
-The gradients are those of the step: `make_loss` has them as its derivative, so that `jax.grad`,
-`jax.value_and_grad` and `jax.vjp` of it cost what a step costs, on any mesh.
+The gradients are those of the step: `make_loss` has them as its derivative, so `jax.grad`,
+`jax.value_and_grad` and `jax.vjp` of it cost as much as a step, on any mesh.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ Params = dict[str, jax.Array]
 
 
 def make_loss(setup: Setup) -> Checked:
-    """`loss(params, batch)`: what a step on this batch minimises, a float32 scalar.
+    """Returns `loss(params, batch)`: what a step on this batch minimises, a float32 scalar.
 
-    It is the mean over the unmasked tokens of all losses together, those of blocks too, without
-    dropout. `params` are those of a `TrainState`, `batch` is one of `batches`. Jitted;
-    differentiable in `params`. ConfigError if either is none of this setup.
+    It is the mean over the unmasked tokens of all losses together, including those of blocks,
+    without dropout. `params` are those of a `TrainState`, `batch` is one of `batches`. Jitted;
+    differentiable in `params`. Raises ConfigError if either does not fit this setup.
     """
     check_setup(setup)
     find = step.make_gradients(setup)
@@ -52,7 +52,7 @@ def make_loss(setup: Setup) -> Checked:
 
 
 def make_gradients(setup: Setup) -> Checked:
-    """`gradients(params, batch)`: those of `make_loss`, by path, not clipped. Jitted."""
+    """Returns `gradients(params, batch)`: those of `make_loss`, by path, not clipped. Jitted."""
     return Checked(jax.jit(jax.grad(make_loss(setup).jitted)), _check_of(setup))
 
 

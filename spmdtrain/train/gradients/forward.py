@@ -1,4 +1,4 @@
-"""One microbatch through the model to the sums of its losses.
+"""Runs one microbatch through the model, to the sums of its losses.
 
 B: sequences of a microbatch, T: tokens of a sequence, E: width of the stream, V: rows of the head's
 table.
@@ -31,7 +31,7 @@ from spmdtrain.train.token_loss import Losses, make_sum_losses
 
 
 def make_context(setup: Setup) -> Callable[..., ForwardContext]:
-    """`context(microbatch, step) -> ForwardContext`; with `step` given, dropout is on."""
+    """Returns `context(microbatch, step) -> ForwardContext`; with `step` given, dropout is on."""
     train = setup.config.train
     dropout = setup.config.model.dropout
     has_noise = dropout > 0 or setup.config.finetune.dropout > 0
@@ -81,9 +81,9 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
 
 
 def make_layer_gather(setup: Setup) -> Callable[[nnx.State], nnx.State]:
-    """`gather(state)`: the weights of a layer whole and in compute precision.
+    """Returns `gather(state)`: the weights of a layer, whole and in compute precision.
 
-    It leaves them as they are where layers need not gather.
+    It does not change them if layers need not gather.
     """
     if not setup.gathers_by_layer:
         return lambda state: state
@@ -93,13 +93,13 @@ def make_layer_gather(setup: Setup) -> Callable[[nnx.State], nnx.State]:
 def make_head_losses(
     setup: Setup, *, training: bool, table_axes: tuple[str, ...] = ()
 ) -> Callable[..., Losses]:
-    """`head_losses(module, x_bte, ctx, microbatch)`: sums over the unmasked tokens, by name.
+    """Returns `head_losses(module, x_bte, ctx, microbatch)`: sums over unmasked tokens, by name.
 
-    They are float32 scalars; of a mixture in training also vectors, as `means` takes them.
-    `table_axes`: the manual mesh axes that the rows of the head's table are split over.
+    They are float32 scalars; in the training of a mixture also vectors, as `means` takes them.
+    `table_axes`: the manual mesh axes over which the rows of the head's table are split.
     """
     rules = setup.rules
-    # A table of more rows is padded.
+    # A table with more rows is padded.
     sum_losses = make_sum_losses(
         setup.config, setup.loss, vocab=setup.model.rows, training=training
     )
@@ -136,11 +136,11 @@ def make_head_losses(
 
 
 def hidden_time(rules: Rules) -> Name:
-    """How the tokens of the head's input come to the loss.
+    """Returns how the tokens of the head's input come to the loss.
 
-    Where the stream is split further than the targets (sequence parallelism), they are gathered
-    there, and their gradient, a sum over the parts of the vocabulary, is scattered. Summed whole,
-    it would be twice the traffic.
+    If the stream is split further than the targets (sequence parallelism), they are gathered there,
+    and their gradient, a sum over the parts of the vocabulary, is scattered. Summed whole, it would
+    be twice the traffic.
     """
     (stream,) = rules.activation_spec(("stream_time",), (0,))
     (targets,) = rules.activation_spec(("time",), (0,))

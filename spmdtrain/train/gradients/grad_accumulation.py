@@ -1,5 +1,4 @@
-"""Gradients without a pipeline: microbatches one after the other, then one reduction over the
-shards.
+"""Gradients without a pipeline: one microbatch after another, then one reduction over the shards.
 
 All of it runs in one region that is manual over the axes of the batch. A weight that rests split
 over such an axis (`fsdp`) is gathered by the layer that uses it, and its gradient is scattered by
@@ -38,12 +37,12 @@ BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Makes `(params, step, batch, cotangent) -> (gradients of the mean objective, sums)`.
+    """Returns `(params, step, batch, cotangent) -> (gradients of the mean objective, sums)`.
 
-    The backward pass starts from `cotangent`, a float32 scalar, and gradients are divided by it in
+    The backward pass starts from `cotangent`, a float32 scalar, and gradients are divided by it at
     the end; None: 1. Gradients and sums are over all microbatches and shards. `sums`: tokens
     (unmasked), loss, and the other losses of the head and the blocks; float32 scalars, or vectors
-    as `loss.means` takes them. The objective is the sum of all losses.
+    as `means` takes them. The objective is the sum of all losses.
     """
     accumulate = setup.config.precision.accumulate
     context = make_context(setup)
@@ -91,7 +90,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
-    """Makes `(params, batch) -> sums`, those of `make_gradients` without dropout."""
+    """Returns `(params, batch) -> sums`, those of `make_gradients` without dropout."""
     context = make_context(setup)
     forward = _make_forward(setup, training=False)
 
@@ -109,7 +108,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 
 
 def _resting(setup: Setup) -> dict[str, P]:
-    """The specs of weights, and of their gradients, at the border of the region: as they rest."""
+    """Returns the specs at rest of weights, and of their gradients, at the region's border."""
     return {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
 
 
@@ -136,7 +135,7 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
 
 
 def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
-    """Makes `forward(params, microbatch, ctx) -> losses`, in compute precision."""
+    """Returns `forward(params, microbatch, ctx) -> losses`, in compute precision."""
     head_losses = make_head_losses(setup, training=training)
     gather = make_layer_gather(setup)
 

@@ -1,8 +1,8 @@
 """Gradients with a pipeline: the stages run the program of `stage_program.py` by the schedule.
 
-One region, manual over `pipeline` and all axes of the batch. Weights are gathered over the axes of
-the batch once before the ticks, in compute precision, and gradients scattered once after them.
-`context` and `tensor` stay automatic.
+One region is manual over `pipeline` and all axes of the batch. Weights are gathered over the axes
+of the batch once before the ticks, in compute precision, and gradients are scattered once after
+them. `context` and `tensor` stay automatic.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from spmdtrain.train.token_loss import Losses
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Does what `grad_accumulation.make_gradients` does, with the schedule's microbatches."""
+    """Returns what `grad_accumulation.make_gradients` does, with the schedule's microbatches."""
     keep = setup.config.train.remat != "full"
     table_axes = find_table_axes(setup)
 
@@ -51,7 +51,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
-    """Does what `grad_accumulation.make_losses` does."""
+    """Returns what `grad_accumulation.make_losses` does."""
     table_axes = find_table_axes(setup)
 
     def local(params, step, batch: Batch, cotangent):
@@ -65,8 +65,10 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 
 
 def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
-    """`local(params, step, batch, cotangent)` in the manual region, with weights in compute
-    precision and whole over the axes of the batch."""
+    """Returns `local(params, step, batch, cotangent)` in the manual region.
+
+    Weights are in compute precision and whole over the axes of the batch.
+    """
     whole = {}
     for path, spec in setup.specs.items():
         owning = owning_axes(setup.model.parameters[path].axes)
@@ -76,7 +78,8 @@ def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
     region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 
     def gather(path: str, x: jax.Array) -> jax.Array:
-        # Constrained before the gather too: else XLA may gather first and cast after, which sends
+        # Also constrained before the gather: otherwise XLA may gather first and cast afterwards,
+        # which sends float32.
         # float32.
         resting = jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, setup.specs[path]))
         gathered = jax.lax.with_sharding_constraint(resting, NamedSharding(setup.mesh, whole[path]))
@@ -93,7 +96,7 @@ def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
 def _split(
     model: AbstractModel, values: dict[str, jax.Array]
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """(values outside the layers, values of the layers)."""
+    """Returns (values outside the layers, values of the layers)."""
     stack = {path: x for path, x in values.items() if model.in_stack(path)}
     shared = {path: x for path, x in values.items() if path not in stack}
     return shared, stack
@@ -102,7 +105,7 @@ def _split(
 def _sums(
     setup: Setup, of_head: Losses, of_layers: Losses, batch: Batch, *, training: bool
 ) -> dict[str, jax.Array]:
-    """Losses and tokens over all shards of the batch; every stage has the same."""
+    """Returns losses and tokens over all shards of the batch; every stage has the same."""
     tokens = count_tokens(setup, batch, training=training)
     sums = join_losses(of_head, of_layers) | tokens
     return sum_over_shards(sums, setup.rules)

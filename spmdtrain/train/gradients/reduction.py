@@ -1,4 +1,4 @@
-"""What becomes of accumulated gradients: summed over the mesh once a step, and divided."""
+"""Sums accumulated gradients over the mesh once a step, and divides them."""
 
 from functools import partial
 
@@ -12,12 +12,15 @@ from spmdtrain.train.setup import Setup
 
 
 def add_copies(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The parameters inside the manual region, the weights of matmuls as copies."""
+    """Returns the parameters inside the manual region, with the weights of matmuls as copies."""
     return {path: setup.copies[path].add(x, setup.specs[path]) for path, x in params.items()}
 
 
 def zero_gradients(setup: Setup, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Zeros to accumulate gradients in, inside the manual region, of `add_copies`' weights."""
+    """Returns zeros in which to accumulate the gradients of `add_copies`' weights.
+
+    They are made inside the manual region.
+    """
     dtype = setup.config.precision.accumulate
 
     def zeros(path: str, x: jax.Array) -> jax.Array:
@@ -33,8 +36,11 @@ def mean_gradients(
     tokens: jax.Array,
     cotangent: jax.Array | None,
 ) -> dict[str, jax.Array]:
-    """Accumulated gradients reduced over the manual axes, then divided by the number of `tokens`
-    (unmasked, of the whole batch), and by the cotangent that the objective had, if it was not 1."""
+    """Returns accumulated gradients, reduced over the manual axes and divided.
+
+    They are divided by the number of `tokens` (unmasked, of the whole batch), and by the cotangent
+    of the objective, if it was not 1.
+    """
     reduced = _reduce(setup, gradients)
     count = jnp.maximum(tokens, 1)
     if cotangent is not None:
@@ -43,8 +49,9 @@ def mean_gradients(
 
 
 def _reduce(setup: Setup, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Accumulated gradients summed over all devices that share a weight, and scattered where it
-    rests split. Copies are summed last, when their slices are small.
+    """Returns accumulated gradients summed over all devices that share a weight.
+
+    They are scattered if it rests split. Copies are summed last, when their slices are small.
     """
     padded, reductions, automatic = {}, {}, {}
     for path, gradient in gradients.items():

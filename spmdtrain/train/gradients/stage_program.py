@@ -23,7 +23,7 @@ def find_table_axes(setup: Setup) -> tuple[str, ...]:
     tokens = jax.ShapeDtypeStruct((1, setup.config.train.sequence_length), jnp.int32)
 
     def no_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-        """Stands for the lookup that is right on a part of a table: it reads nothing."""
+        """Stands in for the lookup that is right on a part of a table: it reads nothing."""
         return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
 
     def head(module, tokens_bt):
@@ -61,9 +61,8 @@ def make_program(
 ) -> StageProgram:
     """Returns the program that stages run on this batch.
 
-    `table_axes` are what `find_table_axes` gives. Without a step there is no dropout.
-    `cotangent`: of the objective; None: 1. `fixed`: arrays outside the layers that have no
-    gradient.
+    `table_axes` come from `find_table_axes`. Without a step there is no dropout. `cotangent`: that
+    of the objective; None: 1. `fixed`: arrays outside the layers that have no gradient.
     """
     model = setup.model
     forward_context = make_context(setup)
@@ -86,7 +85,7 @@ def make_program(
         part, ctx = context
         return head_losses(model.bind(fixed | shared), x, ctx, part)
 
-    # Under "full" the executor runs whole chunks again by itself.
+    # Under "full" the executor itself runs whole chunks again.
     remat = "dots" if setup.config.train.remat == "dots" else "none"
     return StageProgram(
         embed=embed,

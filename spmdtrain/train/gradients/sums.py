@@ -1,7 +1,7 @@
-"""Sums of losses and counts of tokens, and the means that become of them.
+"""Sums of losses and counts of tokens, and the means made from them.
 
-A sum is a float32 scalar; in the training of a mixture it is a vector [1 + sources], all tokens
-first and then those of each source.
+A sum is a float32 scalar; in the training of a mixture it is a vector [1 + sources], first all
+tokens and then those of each source.
 """
 
 from typing import Any
@@ -18,7 +18,10 @@ from spmdtrain.train.token_loss import Losses, of_the_step
 
 
 def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
-    """The losses of the head and the side losses of the layers. ConfigError for a name of both."""
+    """Returns the losses of the head and the side losses of the layers.
+
+    Raises ConfigError if both have the same name.
+    """
     for name in sorted(of_layers):
         if name in of_head or name in of_the_step():
             what = f"a side loss of a block is called {name!r}, as another figure of a step is"
@@ -27,27 +30,28 @@ def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
 
 
 def objective(losses: Losses) -> Any:
-    """The scalar that training minimises: the sum of all losses."""
+    """Returns the scalar that training minimises: the sum of all losses."""
     return sum(total_of(loss) for loss in losses.values())
 
 
 def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax.Array]:
-    """{"tokens": the unmasked ones of a batch}, float32; of a mixture in training a vector as the
-    losses are.
+    """Returns {"tokens": the number of unmasked ones in a batch}, float32.
+
+    In the training of a mixture it is a vector, like the losses.
     """
     mask = batch["mask"].astype(jnp.float32)
     if not training or "source" not in batch:
         return {"tokens": mask.sum()}
-    of_sequence = mask.sum(-1)[..., None]  # first: time may be split, and is to be summed once
+    of_sequence = mask.sum(-1)[..., None]  # first: time may be split, and must be summed once
     each = (of_sequence * by_source(setup, batch)).sum(tuple(range(mask.ndim - 1)))
     return {"tokens": jnp.concatenate([of_sequence.sum()[None], each])}
 
 
 def means(setup: Setup, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Each loss over the number of tokens, and both numbers of tokens, scalars by name.
+    """Returns each loss over the number of tokens, and the numbers of tokens, scalars by name.
 
-    `sums`: scalars, or of a mixture vectors [1 + sources] that become NAME and NAME/SOURCE. A
-    source without tokens has a loss of 0: its number of tokens says that there is none.
+    `sums`: scalars, or for a mixture vectors [1 + sources] that become NAME and NAME/SOURCE. A
+    source without tokens has a loss of 0: its number of tokens shows that it has none.
     """
     sources = ["", *(f"/{source.name}" for source in setup.config.data.mix)]
     tokens = sums["tokens"]
@@ -63,7 +67,7 @@ def means(setup: Setup, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def total_of(sums: jax.Array) -> jax.Array:
-    """The sum over all sources, which stands before those of each."""
+    """Returns the sum over all sources, which precedes those of each."""
     return sums[0] if sums.ndim else sums
 
 
@@ -74,6 +78,6 @@ def by_source(setup: Setup, batch: Batch) -> jax.Array:
 
 
 def sum_over_shards(sums: dict[str, jax.Array], rules: Rules) -> dict[str, jax.Array]:
-    """Losses and numbers of tokens, summed over the shards of the batch."""
+    """Returns losses and numbers of tokens, summed over the shards of the batch."""
     axes = [axis for axis in BATCH_AXES if rules.sizes[axis] > 1]
     return psum_tree(sums, axes)

@@ -1,4 +1,4 @@
-"""Whether the update of one tensor ever reads another one, as the code says and not as a trial.
+"""Finds out from the code whether the update of one tensor ever reads another one.
 
 A clip to the global norm that begins at a later step does nothing in a trial of a few steps. So the
 traced update is followed from its gradients to its updates, through the state and over steps.
@@ -10,12 +10,12 @@ import jax
 import optax
 from jax.extend.core import Literal
 
-Origins = frozenset[int]  # the tensors that a value is computed from
+Origins = frozenset[int]  # the tensors from which a value is computed
 LOOPS = ("scan", "while")
 
 
 def crosses(transformation: optax.GradientTransformation, tensors: Any) -> bool:
-    """True if an update of one leaf of `tensors` may be computed from another leaf."""
+    """Returns True if an update of one leaf of `tensors` may be computed from another leaf."""
     state = jax.eval_shape(transformation.init, tensors)
     begin = jax.make_jaxpr(transformation.init)(tensors).jaxpr
     step = jax.make_jaxpr(transformation.update)(tensors, state, tensors).jaxpr
@@ -31,7 +31,7 @@ def crosses(transformation: optax.GradientTransformation, tensors: Any) -> bool:
 
 
 def _followed(jaxpr: Any, given: list[Origins]) -> list[Origins]:
-    """The origins of the outputs of a traced function, from those of its inputs."""
+    """Returns the origins of the outputs of a traced function, given those of its inputs."""
     known: dict[Any, Origins] = dict(zip(jaxpr.invars, given, strict=True))
 
     def origins(value: Any) -> Origins:
@@ -44,7 +44,7 @@ def _followed(jaxpr: Any, given: list[Origins]) -> list[Origins]:
 
 
 def _through(equation: Any, given: list[Origins]) -> list[Origins]:
-    """Those of the outputs of one operation; of a loop and of what is not known: of all inputs."""
+    """Returns the origins of an operation's outputs; all inputs for loops and unknown ones."""
     params = equation.params
     if equation.primitive.name == "cond":
         taken = [_followed(branch.jaxpr, given[1:]) for branch in params["branches"]]

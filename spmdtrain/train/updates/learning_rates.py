@@ -1,4 +1,4 @@
-"""The learning rate of each step: a schedule of one's own, or what the settings say."""
+"""The learning rate of each step: a custom schedule, or that of the settings."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Schedule = Callable[[jax.Array], Any]  # 0-based step -> learning rate
 
 
 def make_schedule(config: RunConfig, schedule: Schedule | None) -> Schedule:
-    """Learning rate of a 0-based step, a float32 scalar: `schedule`, or what the settings say."""
+    """Returns the learning rate of a 0-based step, a float32 scalar: custom, or by the settings."""
     if schedule is None:
         return partial(learning_rate, config.optimizer, config.train.steps)
     takes = (
@@ -51,7 +51,7 @@ def make_schedule(config: RunConfig, schedule: Schedule | None) -> Schedule:
 
 
 def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.Array:
-    """Learning rate of the 0-based `step` of `steps`, a float32 scalar.
+    """Returns the learning rate of the 0-based `step` of `steps`, a float32 scalar.
 
     While warming up it is (step + 1) / (warmup + 1) of the peak; at the last step it is the final
     one (unless it is constant).
@@ -72,7 +72,7 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
 
 
 def _height(schedule: str, share: jax.Array) -> jax.Array:
-    """The part of the fall that is still ahead, from 1 to 0, after `share` of its steps."""
+    """Returns the part of the decay still ahead, from 1 to 0, after `share` of its steps."""
     if schedule == "cosine":
         return 0.5 * (1 + jnp.cos(jnp.pi * share))
     return 1 - share

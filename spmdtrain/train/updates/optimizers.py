@@ -1,10 +1,10 @@
 """The rule by which each parameter is updated, and clipping.
 
-Each parameter has a *rule* of its own: an optax transformation and a multiple of the learning rate.
-The rule sees one layer's tensor, because it is vmapped over the dims that stack layers. A
-layer-wise rule (a trust ratio, an orthogonalisation, a factored moment) is therefore right on
-stacked layers, and so is a decay mask that asks for the number of dims. A parameter without a rule
-is frozen: it has no moments, and its gradient counts nowhere.
+Each parameter has its own *rule*: an optax transformation and a multiple of the learning rate. The
+rule sees one layer's tensor, because it is vmapped over the dims that stack layers. A layer-wise
+rule (a trust ratio, an orthogonalisation, a factored moment) is therefore right on stacked layers,
+and so is a decay mask that looks at the number of dims. A parameter without a rule is frozen: it
+has no moments, and its gradient counts nowhere.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,14 +33,14 @@ GradientPoint = Callable[[Any, jax.Array], jax.Array]
 class Rule:
     """The update of one parameter: x - learning rate x `rate` x update.
 
-    `transformation` makes the update from the gradient of one layer, as `optax.scale_by_adam()`
-    does. It must not scale by the learning rate itself.
+    `transformation` makes the update from the gradient of one layer, like `optax.scale_by_adam()`.
+    It must not scale by the learning rate itself.
 
     `gradient_point(state, x)` is where the gradient is taken, element by element; None: at x. A
-    rule that has one is given learning rate x `rate` as `learning_rate=`, and its update holds it
+    rule that has one gets learning rate x `rate` as `learning_rate=`, and its update includes it
     (schedule_free.py).
 
-    `together` is set by `choose_rules`, where one transformation has to see several parameters.
+    `together` is set by `choose_rules` if one transformation must see several parameters.
     """
 
     transformation: optax.GradientTransformation
@@ -71,9 +71,10 @@ Optimizer = ChooseRule | optax.GradientTransformation
 def choose_rules(
     optimizer: Optimizer, parameters: Mapping[str, Parameter], layout: StageLayout
 ) -> Rules:
-    """The rule of each parameter that is not frozen. ConfigError if `optimizer` is none.
+    """Returns the rule of each parameter that is not frozen.
 
-    `layout`: of the layers, where the parameters are stacked.
+    `layout`: that of the layers, if the parameters are stacked. Raises ConfigError if `optimizer`
+    is not one.
     """
     choose = optimizer
     if isinstance(optimizer, optax.GradientTransformation):
@@ -104,9 +105,9 @@ def _rule(path: str, found: Any) -> Rule | None:
 def _with_whole_trees(
     rules: Rules, parameters: Mapping[str, Parameter], layout: StageLayout
 ) -> Rules:
-    """The rules, those together whose parameters share a transformation that is not of one tensor.
+    """Returns the rules, joining parameters whose transformation looks at more than one tensor.
 
-    ConfigError if it has only one of them, or cannot see them all.
+    Raises ConfigError if it has only one of them, or cannot see them all.
     """
     sharing: dict[int, dict[str, Parameter]] = {}
     for path, rule in rules.items():
@@ -152,8 +153,11 @@ def _check_direction(path: str, parameter: Parameter, rule: Rule) -> None:
 
 
 def _check_sign(path: str, update: Any, gradient: jax.Array) -> None:
-    """Refuses an update that points against the gradient: it is subtracted, so that the loss would
-    rise. That is what optax gives with the learning rate in it."""
+    """Refuses an update that points against the gradient.
+
+    It is subtracted, so the loss would rise. optax gives such updates if they include the learning
+    rate.
+    """
     if float(jnp.vdot(jnp.asarray(update), gradient)) < 0:
         raise ConfigError(
             f"optimizer= holds a learning rate: its update of {path} points against the gradient",
@@ -167,7 +171,7 @@ def _check_sign(path: str, update: Any, gradient: jax.Array) -> None:
 def init(
     rules: Rules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]
 ) -> OptimizerState:
-    """The optimizer state before the first step."""
+    """Returns the optimizer state before the first step."""
     found = {}
     for path, rule in rules.items():
         if rule.together is None:
@@ -186,10 +190,10 @@ def updates(
     values: Mapping[str, jax.Array],
     rate: jax.Array | float = 1.0,
 ) -> tuple[dict[str, jax.Array], OptimizerState]:
-    """(updates, new state) by parameter.
+    """Returns (updates, new state) by parameter.
 
-    An update is still to be scaled by its rate, as `scaled` does, and subtracted. `rate` is the
-    learning rate, for rules that hold it.
+    An update must still be scaled by its rate, as in `scaled`, and subtracted. `rate` is the
+    learning rate, for rules that include it.
 
     Gradients may be more precise than the state (`precision.params` below `precision.accumulate`):
     the rule computes in the wider dtype of the two, and every leaf of the state keeps the dtype
@@ -213,13 +217,13 @@ def updates(
 
 
 def _whole_trees(rules: Rules) -> list[WholeTree]:
-    """Each once."""
+    """Returns each `WholeTree` once."""
     together = {id(rule.together): rule.together for rule in rules.values()}
     return [whole for whole in together.values() if whole is not None]
 
 
 def _update_of(rule: Rule, rate: jax.Array | float) -> Callable:
-    """`update(gradient, state, value)` of one layer, for a learning rate."""
+    """Returns `update(gradient, state, value)` of one layer, for a learning rate."""
     if rule.gradient_point is None:
         return rule.transformation.update
     holds_rate = optax.with_extra_args_support(rule.transformation)
@@ -227,7 +231,7 @@ def _update_of(rule: Rule, rate: jax.Array | float) -> Callable:
 
 
 def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
-    """The update as it is subtracted from the parameter, float32."""
+    """Returns the update in the form in which it is subtracted from the parameter, float32."""
     update = update.astype(jnp.float32)
     if rule.gradient_point is not None:
         return update
@@ -238,7 +242,7 @@ def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
 def gradient_points(
     rules: Rules, values: Mapping[str, jax.Array], state: OptimizerState
 ) -> dict[str, jax.Array]:
-    """The point at which each gradient is taken, in its parameter's dtype and as that rests."""
+    """Returns the point at which each gradient is taken, in its parameter's dtype and sharding."""
     points = dict(values)
     for path, rule in rules.items():
         if rule.gradient_point is not None:
@@ -253,7 +257,7 @@ def gradient_points(
 def clip(
     gradients: dict[str, jax.Array], limit: float | None
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Gradients scaled so that their global norm is at most `limit`, and the norm before.
+    """Returns gradients scaled so that their global norm is at most `limit`, and the norm before.
 
     The squares add up in float32 whatever the dtype of the gradients.
     """

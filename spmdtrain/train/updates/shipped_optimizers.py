@@ -1,11 +1,11 @@
 """The optimizers that a config can name, as optax transformations.
 
-None of them holds the learning rate: `updates` gives what is scaled by it and subtracted. Each sees
-one layer's tensor. The leaves of a state have the same names whatever the values of the settings,
-so that a run goes on with another decay or momentum.
+None of them includes the learning rate: `updates` returns what is scaled by it and subtracted. Each
+sees one layer's tensor. The leaves of a state have the same names whatever the values of the
+settings, so a run can resume with another decay or momentum.
 
-*Matrices* are tensors of two dims and more (of one layer) that are not biases. Weight decay acts on
-them alone, and so do rules that ask for a matrix.
+*Matrices* are tensors with two or more dims (per layer) that are not biases. Weight decay acts only
+on them, and so do rules that need a matrix.
 """
 
 import difflib
@@ -35,15 +35,15 @@ from spmdtrain.train.updates.optimizers import GradientPoint, Rule, Rules
 from spmdtrain.train.updates.schedule_free import gradient_point, schedule_free
 
 Transformation = optax.GradientTransformation
-# Dims of the tables that are read row by row: no update of theirs is a matrix's.
+# Dims of the tables that are read row by row: their updates are not those of a matrix.
 TABLE_AXES = ("vocab", "position")
-RMS_OF_ADAM = 0.2  # of an AdamW update, which Muon's are scaled to (arXiv:2502.16982)
+RMS_OF_ADAM = 0.2  # of an AdamW update, to which Muon's are scaled (arXiv:2502.16982)
 
 
 def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule | None]:
-    """The optimizer that these settings ask for, as a function of path and parameter.
+    """Returns the optimizer that these settings ask for, as a function of path and parameter.
 
-    It gives None for a parameter that a group freezes.
+    The function returns None for a parameter that a group freezes.
     """
     check_kind(config, tuple(BUILDERS), "config", "config.optimizer")
     build = BUILDERS[type(config)]
@@ -69,9 +69,9 @@ def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule |
 
 
 def shipped_rules(config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> Rules:
-    """The rule of each parameter that is not frozen, by these settings.
+    """Returns the rule of each parameter that is not frozen, by these settings.
 
-    ConfigError if a group has no parameter, or all parameters are frozen.
+    Raises ConfigError if a group has no parameter, or all parameters are frozen.
     """
     for group in config.groups:
         if not any(fnmatchcase(path, group.match) for path in parameters):
@@ -90,19 +90,19 @@ def shipped_rules(config: OptimizerConfig, parameters: Mapping[str, Parameter]) 
 
 
 def is_matrix(path: str, parameter: Parameter) -> bool:
-    """True if it has at least two dims, those of the stack not counted, and is not a bias."""
+    """Returns True if it has at least two dims per layer, and is not a bias."""
     is_bias = "bias" in path.rsplit(".", 1)[-1]
     return len(parameter.shape) - parameter.stacked >= 2 and not is_bias
 
 
 def _adamw(config: AdamW | Lamb | Muon, path: str, parameter: Parameter) -> Transformation:
-    """Adam with decoupled weight decay (arXiv:1711.05101)."""
+    """Returns Adam with decoupled weight decay (arXiv:1711.05101)."""
     rule = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
     return optax.chain(rule, *_decay(config, path, parameter))
 
 
 def _adafactor(config: Adafactor, path: str, parameter: Parameter) -> Transformation:
-    """Squares of a large matrix by row and column only (arXiv:1804.04235).
+    """Returns Adafactor: squares of a large matrix by row and column only (arXiv:1804.04235).
 
     As in the paper, an update is scaled by the root mean square of its parameter.
     """
@@ -115,22 +115,25 @@ def _adafactor(config: Adafactor, path: str, parameter: Parameter) -> Transforma
 
 
 def _lamb(config: Lamb, path: str, parameter: Parameter) -> Transformation:
-    """AdamW, whose update of a matrix is as long as the matrix (arXiv:1904.00962)."""
+    """Returns LAMB: AdamW, each update scaled to the norm of its matrix (arXiv:1904.00962)."""
     trust = [optax.scale_by_trust_ratio()] if is_matrix(path, parameter) else []
     return optax.chain(_adamw(config, path, parameter), *trust)
 
 
 def _lion(config: Lion, path: str, parameter: Parameter) -> Transformation:
-    """The sign of an interpolated momentum, with decoupled weight decay (arXiv:2302.06675)."""
+    """Returns Lion, with decoupled weight decay (arXiv:2302.06675).
+
+    Its update is the sign of an interpolated momentum.
+    """
     rule = optax.scale_by_lion(config.beta1, config.beta2)
     return optax.chain(rule, *_decay(config, path, parameter))
 
 
 def _muon(config: Muon, path: str, parameter: Parameter) -> Transformation:
-    """Orthogonalised momentum for the matrices of layers, AdamW for all else.
+    """Returns Muon: orthogonalised momentum for the matrices of layers, AdamW for the rest.
 
-    (Jordan et al. 2024, kellerjordan.github.io/posts/muon.) An update has the root mean square of
-    one of AdamW (arXiv:2502.16982), so that both take the same learning rate and weight decay.
+    See Jordan et al. 2024, kellerjordan.github.io/posts/muon. An update has the root mean square of
+    one of AdamW (arXiv:2502.16982), so both take the same learning rate and weight decay.
     """
     if not is_matrix(path, parameter) or set(parameter.axes) & set(TABLE_AXES):
         return _adamw(config, path, parameter)
@@ -138,7 +141,7 @@ def _muon(config: Muon, path: str, parameter: Parameter) -> Transformation:
 
     axes = parameter.axes[parameter.stacked :]
     shape = parameter.shape[parameter.stacked :]
-    # A tensor of more dims is the matrix from the stream to all the others, or back.
+    # A tensor with more dims is the matrix from the stream to all the others, or back.
     row = axes.index("embed") if "embed" in axes else 0
     others = tuple(dim for dim in range(len(shape)) if dim != row)
     rows = shape[row]
@@ -155,7 +158,7 @@ def _muon(config: Muon, path: str, parameter: Parameter) -> Transformation:
 def _schedule_free_adamw(
     config: ScheduleFreeAdamW, path: str, parameter: Parameter
 ) -> Transformation:
-    """AdamW without momentum, whose weights are an average (arXiv:2405.15682).
+    """Returns AdamW without momentum, whose weights are an average (arXiv:2405.15682).
 
     Weight decay acts at the point where the gradient is taken.
     """
@@ -167,7 +170,7 @@ def _schedule_free_adamw(
 
 
 def _sgd(config: Sgd, path: str, parameter: Parameter) -> Transformation:
-    """Momentum of gradients with the weight decay in them."""
+    """Returns SGD: momentum of gradients that include the weight decay."""
     rule = optax.chain(optax.trace(config.momentum))
     decay = _decay(config, path, parameter)
     if not decay:
@@ -182,7 +185,7 @@ def _sgd(config: Sgd, path: str, parameter: Parameter) -> Transformation:
 
 
 def _decay(config: OptimizerConfig, path: str, parameter: Parameter) -> list[Transformation]:
-    """Weight decay as the last link of a chain, where it acts."""
+    """Returns weight decay as the last link of a chain, or nothing if it does not act."""
     if not config.weight_decay or not is_matrix(path, parameter):
         return []
     return [optax.add_decayed_weights(config.weight_decay)]

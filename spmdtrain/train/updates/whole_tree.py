@@ -1,12 +1,13 @@
-"""Transformations of a caller that are not of one tensor alone, such as a clip to the global norm.
+"""A caller's transformations of more than one tensor, such as a clip to the global norm.
 
 A rule sees one layer's tensor (optimizers.py). A transformation that looks at several tensors, or
-draws numbers, would do something else there than its author means: each tensor would have a norm of
-its own, and all layers the same noise. `needs_whole_tree` finds it by a trial on small tensors, and
-`WholeTree` gives it all tensors at once.
+draws numbers, would not do there what its author means: each tensor would have its own norm, and
+all layers the same noise. `needs_whole_tree` finds it by a trial on small tensors, and `WholeTree`
+gives it all tensors at once.
 
-The state of a `WholeTree` rests as that of any rule: by parameter, with the dims of the stack
-first. What the transformation keeps once, a counter or a key, each layer of each parameter has.
+The state of a `WholeTree` rests like that of any rule: by parameter, with the dims of the stack
+first. What the transformation keeps once, a counter or a key, is kept for each layer of each
+parameter.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +31,8 @@ Tensors = Mapping[str, jax.Array]  # by dotted parameter path, layers stacked
 class WholeTree:
     """One transformation of the tensors of several parameters.
 
-    It is given {path: tensor}, and where `by_layer` is true {path: (tensor of each layer)} of the
-    parameters that have layers. `stacked` counts the dims of each that stack layers.
+    It gets {path: tensor}, and if `by_layer` is true {path: (tensor of each layer)} for the
+    parameters that have layers. `stacked` is the number of dims of each that stack layers.
     """
 
     transformation: optax.GradientTransformation
@@ -39,13 +40,13 @@ class WholeTree:
     by_layer: bool
 
     def init(self, values: Tensors) -> dict[str, Any]:
-        """The state before the first step, by path."""
+        """Returns the state before the first step, by path."""
         return self._to_rest(self.transformation.init(self.given(values)), values)
 
     def update(
         self, gradients: Tensors, state: Mapping[str, Any], values: Tensors
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """(updates, new state), by path."""
+        """Returns (updates, new state), by path."""
         given = self.given(values)
         whole = self._from_rest(state, jax.eval_shape(self.transformation.init, given))
         found: Any
@@ -54,14 +55,15 @@ class WholeTree:
         return updates, self._to_rest(new, values)
 
     def trial_update(self, parameters: Mapping[str, Parameter]) -> tuple[jax.Array, jax.Array]:
-        """(update, gradient) of all small tensors in one vector, after a first step of ones."""
+        """Returns (update, gradient) of all small tensors as vectors, after a first step of
+        ones."""
         ones = {path: jnp.ones(_small(each)) for path, each in parameters.items()}
         updates, _ = self.update(ones, self.init(ones), ones)
         joined = [jnp.concatenate([x[path].ravel() for path in ones]) for x in (updates, ones)]
         return joined[0], joined[1]
 
     def given(self, tensors: Tensors) -> dict[str, Any]:
-        """The tensors as the transformation is given them."""
+        """Returns the tensors in the form that the transformation gets."""
         return {path: self._parted(path, tensors[path]) for path in self.stacked}
 
     def _parted(self, path: str, x: jax.Array) -> Any:
@@ -71,14 +73,14 @@ class WholeTree:
         return tuple(x.reshape(-1, *x.shape[stacked:]))
 
     def _joined(self, path: str, parts: Any, like: jax.Array) -> Any:
-        """The opposite of `_parted`, for a tensor or a state of each layer of `like`."""
+        """Reverses `_parted`, for a tensor or a state of each layer of `like`."""
         if type(parts) is not tuple or not self.by_layer:  # a named one is a state
             return parts
         stack = like.shape[: self.stacked[path]]
         return jax.tree.map(lambda *xs: jnp.stack(xs).reshape(stack + xs[0].shape), *parts)
 
     def _of_tensors(self, node: Any) -> bool:
-        """True for a part of the state that has an entry for each tensor."""
+        """Returns True for a part of the state that has an entry for each tensor."""
         return isinstance(node, dict) and node.keys() == self.stacked.keys()
 
     def _to_rest(self, whole: Any, values: Tensors) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class WholeTree:
         }
 
     def _from_rest(self, state: Mapping[str, Any], abstract: Any) -> Any:
-        """The opposite of `_to_rest`; `abstract` is the whole state in shapes."""
+        """Reverses `_to_rest`; `abstract` is the whole state in shapes."""
         parts, structure = jax.tree.flatten(abstract, is_leaf=self._of_tensors)
         resting = {path: structure.flatten_up_to(state[path]) for path in self.stacked}
         first = next(iter(self.stacked))
@@ -116,7 +118,7 @@ class WholeTree:
         return structure.unflatten([whole(at, part) for at, part in enumerate(parts)])
 
     def _taken_apart(self, path: str, entry: Any, like: Any) -> Any:
-        """The opposite of `_joined`; `like` is the entry in the whole state."""
+        """Reverses `_joined`; `like` is the entry in the whole state."""
         if type(like) is not tuple or not self.by_layer:
             return entry
         parted = jax.tree.map(partial(self._parted, path), entry)
@@ -145,9 +147,9 @@ SCALES = (1.0, 1e12, 1e-6, 1.0)  # of the gradients of each step
 def needs_whole_tree(
     transformation: optax.GradientTransformation, parameters: Mapping[str, Parameter]
 ) -> WholeTree | None:
-    """The way in which these parameters share the transformation; None: each tensor for itself.
+    """Returns how these parameters share the transformation; None: each tensor by itself.
 
-    ConfigError if it cannot update them at all.
+    Raises ConfigError if it cannot update them at all.
     """
     stacked = {path: each.stacked for path, each in parameters.items()}
     whole = WholeTree(transformation, stacked, by_layer=True)
@@ -189,7 +191,7 @@ def _tried(run: Callable[[], Any]) -> Any:
 def _one_by_one(
     transformation: optax.GradientTransformation, stacked: Mapping[str, int]
 ) -> tuple[Callable, Callable]:
-    """(init, update) that give the transformation each layer's tensor alone."""
+    """Returns (init, update) that give the transformation each layer's tensor alone."""
 
     def init(values: Tensors) -> dict[str, Any]:
         return {
@@ -208,17 +210,17 @@ def _one_by_one(
 
 
 def over_stack(function: Callable, stacked: int) -> Callable:
-    """`function` of one layer's tensor, for all layers of a stack."""
+    """Returns `function` of one layer's tensor, for all layers of a stack."""
     for _ in range(stacked):
         function = jax.vmap(function)
     return function
 
 
 def _trial(parameters: Mapping[str, Parameter], init: Callable, update: Callable) -> list[Any]:
-    """Updates and states of a few steps on small tensors, by path.
+    """Returns updates and states of a few steps on small tensors, by path.
 
-    The gradients are of other sizes in each tensor, layer and step, from tiny to huge, so that
-    limits and averages come to act. In the last step one layer of the last tensor has a NaN.
+    The gradients differ in size in each tensor, layer and step, from tiny to huge, so that limits
+    and averages take effect. In the last step one layer of the last tensor has a NaN.
     """
     draw = np.random.default_rng(0)
     shapes = {path: _small(parameter) for path, parameter in parameters.items()}
@@ -253,13 +255,13 @@ def _check_shapes(updates: Tensors, values: Tensors) -> None:
 
 
 def _small(parameter: Parameter) -> tuple[int, ...]:
-    """Two layers, if it has any, of a tensor of as many dims as it has."""
+    """Returns the shape of a small tensor with as many dims, and two layers if it has any."""
     stack = (1,) * (parameter.stacked - 1) + (2,) * bool(parameter.stacked)
     return stack + (2,) * (len(parameter.shape) - parameter.stacked)
 
 
 def _equal(one: list[Any], other: list[Any]) -> bool:
-    """True if two trials came to the same; but for the order in which a compiler adds."""
+    """Returns True if two trials gave the same result, except for the order of additions."""
     ours, theirs = ([_plain(x) for x in jax.tree.leaves(found)] for found in (one, other))
     return len(ours) == len(theirs) and all(
         a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=0, equal_nan=True)
@@ -272,7 +274,7 @@ def _plain(x: Any) -> np.ndarray:
 
 
 def _rest_alike(one: WholeTree, other: WholeTree, parameters: Mapping[str, Parameter]) -> bool:
-    """True if both keep a state of the same shapes for tensors as large as these."""
+    """Returns True if both keep a state of the same shapes for tensors of this size."""
     values = {
         path: jax.ShapeDtypeStruct(each.shape, jnp.float32) for path, each in parameters.items()
     }
@@ -284,7 +286,7 @@ def _rest_alike(one: WholeTree, other: WholeTree, parameters: Mapping[str, Param
 
 
 def _draws(transformation: optax.GradientTransformation) -> bool:
-    """True if an update of one array draws random numbers."""
+    """Returns True if an update of one array draws random numbers."""
     x = jnp.ones((2, 2))
 
     def update(x: jax.Array) -> Any:
