@@ -12,6 +12,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.pipeline.draw import describe_pipeline
+from spmdtrain.show.layers import describe_layers, layer_rows
 from spmdtrain.train.items import by_parameter
 from spmdtrain.train.setup import Setup, shard
 from spmdtrain.train.state import bytes_per_device
@@ -28,7 +29,8 @@ def describe(
 ) -> tuple[dict[str, Any], Setup]:
     """Returns the plain values of `show --json`, and the setup.
 
-    They are config, origin, mesh, pipeline (a line, or null), parameters (a row each) and totals.
+    They are config, origin, mesh, pipeline (a line, or null), layers (a row for each kind),
+    parameters (a row each) and totals.
     """
     setup = setup_of(config, make)
     model = setup.model
@@ -58,6 +60,7 @@ def describe(
     found = {
         "mesh": dict(setup.mesh.shape),
         "pipeline": pipeline,
+        "layers": layer_rows(setup.config.model),
         "parameters": rows,
         "totals": totals,
     }
@@ -86,9 +89,10 @@ def show(config: RunConfig) -> str:
         f"batch: {accumulation} x {sequences} sequences of {config.train.sequence_length} tokens"
     )
     pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
+    layers = [describe_layers(setup.config.model)] if not config.model.make else []
     settings = to_toml(setup.config).strip()
     mesh = describe_mesh(setup.mesh)
-    return "\n\n".join([settings, mesh, *pipeline, batch, "\n".join(lines)])
+    return "\n\n".join([settings, mesh, *pipeline, *filter(None, layers), batch, "\n".join(lines)])
 
 
 def _sizes(row: dict[str, Any]) -> tuple[str, str]:

@@ -1,0 +1,48 @@
+"""Says which layers of a model see only the last tokens, and how their positions turn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from spmdtrain.config.schema import TransformerConfig
+
+
+def layer_rows(model: TransformerConfig) -> list[dict[str, Any]]:
+    """Returns the kinds of layers, in order of appearance, each with the numbers of its layers.
+
+    `window`: tokens that attention sees, 0 for all. `rope_theta`: None without rotary positions.
+    """
+    kinds = model.layer_kinds
+    return [
+        {"layers": [number for number, one in enumerate(kinds) if one == kind], **kind._asdict()}
+        for kind in dict.fromkeys(kinds)
+    ]
+
+
+def describe_layers(model: TransformerConfig) -> str:
+    """Returns a line for each kind of layer, or "" if all layers are alike and see all tokens."""
+    rows = layer_rows(model)
+    if len(rows) == 1 and not rows[0]["window"]:
+        return ""
+    return "\n".join(_line(row, model) for row in rows)
+
+
+def _line(row: dict[str, Any], model: TransformerConfig) -> str:
+    seen = f"the last {row['window']:,} tokens" if row["window"] else "all tokens"
+    parts = [f"layers {_ranges(row['layers'])} see {seen}"]
+    if model.positions == "rope":
+        theta = row["rope_theta"]
+        parts.append("no rotary positions" if theta is None else f"theta {theta:,.10g}")
+    if row["is_scaled"] and model.rope_scaling is not None:
+        parts.append(f"{model.rope_scaling.kind} x {model.rope_scaling.factor:g}")
+    return ", ".join(parts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns ascending numbers as "0-4, 6"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

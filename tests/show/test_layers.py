@@ -1,0 +1,27 @@
+"""What `show` says of layers that differ."""
+
+from spmdtrain.config.schema import Llama
+from spmdtrain.show.layers import describe_layers, layer_rows
+
+GEMMA = Llama(
+    layers=7,
+    windows=(512,) * 5 + (0,),
+    rope_theta=1e6,
+    rope_theta_window=1e4,
+    rope_scaling={"kind": "linear", "factor": 8.0},
+)
+
+
+def test_a_line_for_each_kind_with_the_numbers_of_its_layers():
+    assert describe_layers(GEMMA).splitlines() == [
+        "layers 0-4, 6 see the last 512 tokens, theta 10,000",
+        "layers 5 see all tokens, theta 1,000,000, linear x 8",
+    ]
+    rows = layer_rows(GEMMA)
+    assert sorted(number for row in rows for number in row["layers"]) == list(range(7))
+
+
+def test_a_layer_without_rotary_positions_is_named_and_layers_alike_are_not():
+    smol = Llama(layers=4, rope_layers=(True, True, True, False))
+    assert describe_layers(smol).splitlines()[1] == "layers 3 see all tokens, no rotary positions"
+    assert describe_layers(Llama(layers=4)) == ""
