@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from spmdtrain.config.named_file import read_named
 # In the place of the text of --chat: a conversation whose questions are lines of standard input.
 TALK = object()
 MARK = "> "  # on a terminal, where a question is typed
+LINES_OF_JSON = (".jsonl", ".ndjson")
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates: not text
 
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
@@ -62,12 +65,12 @@ def _of_file(name: str) -> list[Prompt]:
     """Returns the prompts of a file, one per line, without empty lines."""
     path = Path(name)
     try:
-        content = read_named(path).decode()
+        content = read_named(path).decode("utf-8-sig")  # with Windows' byte order mark
     except OSError as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--prompts {path} is not UTF-8 text") from None
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() in LINES_OF_JSON:
         # Only a line break ends a line of JSON; a text may contain other separators.
         lines = enumerate(content.split("\n"), 1)
         found: list[Prompt] = [
@@ -85,8 +88,11 @@ def _of_file(name: str) -> list[Prompt]:
 def _of_line(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
+        written = json.dumps(row, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--prompts {where} is not a line of JSON: {error}") from None
+    if HALF_A_PAIR.search(written):
+        raise ConfigError(f"--prompts {where} has half a surrogate pair", found=f"{line:.60}")
     asked = row
     if isinstance(row, dict):
         asked = row.get("prompt", row.get("messages"))

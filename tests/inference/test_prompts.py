@@ -1,6 +1,7 @@
 """What a run is asked: prompts of text, conversations by the template of the run, and ids, each
 checked where it comes in."""
 
+import argparse
 import io
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
-from spmdtrain.cli import main
+from spmdtrain.cli import main, prompts
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.encode import encode_conversation
@@ -250,6 +251,24 @@ def test_what_sampling_cannot_do_is_one_line(given, said, here):
         choice = st.Choice(*given.get("choice", (1.0,)))
         others = {name: value for name, value in given.items() if name not in ("choice", "prompt")}
         st.generate("run", given.get("prompt", "a"), choice=choice, **others)
+
+
+def prompts_of(name: str) -> list:
+    return prompts.read_prompts(argparse.Namespace(prompt=None, prompts=name, chat=None))
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl", "P.JSONL", "p.ndjson"])
+def test_a_file_of_prompts_may_begin_with_the_mark_of_windows(name, tmp_path):
+    line = "a" if name == "p.txt" else '{"prompt": "a", "id": 7}'
+    (tmp_path / name).write_bytes(f"\ufeff{line}\r\n".encode())
+    assert prompts_of(str(tmp_path / name)) == ["a"]
+
+
+@pytest.mark.parametrize("line", ['"\\ud800"', '{"messages": [{"content": "\\udfff"}]}'])
+def test_half_a_character_is_named_with_its_line(line, tmp_path):
+    (tmp_path / "p.jsonl").write_text(f'"fine \\ud83d\\ude00"\n{line}\n')
+    with pytest.raises(ConfigError, match="p.jsonl:2 has half a surrogate pair"):
+        prompts_of(str(tmp_path / "p.jsonl"))
 
 
 def test_a_line_that_is_no_prompt_is_named(here, capsys):
