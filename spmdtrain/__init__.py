@@ -17,7 +17,7 @@ the same losses. In Python, `import spmdtrain as st`:
     st.evaluate("runs/mine")               # loss, perplexity, bits per byte
     st.estimate(config, 8, "h200")         # time and memory of a step, without the devices
 
-`run` takes what a caller exchanges as keywords: `make` (the model), `optimizer`, `schedule`,
+`run` takes what a caller exchanges as keywords: `make` (the model), `optimizer`, `learning_rate`,
 `loss`, `data`, `sinks` and `hooks`.
 
 The rooms, lowest first: `config`, `processes`, `parallel` and `compiled`, `pipeline`, `models` and

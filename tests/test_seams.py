@@ -36,7 +36,7 @@ ONE = {"devices": DEVICES[:1]}
 def _elsewhere(tmp_path, monkeypatch):
     """Examples run in a folder of their own, on one device: eight would take turns on the cores."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax, "devices", lambda: DEVICES[:1])
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:1])
 
 
 def names_of(example: str) -> dict:
@@ -205,8 +205,8 @@ def test_an_estimate_counts_the_state_of_an_optimizer_of_ones_own():
     assert found < st.estimate(config, 2, "h200").memory.optimizer / 2
 
 
-def test_a_schedule_of_ones_own_is_what_the_run_reports():
-    run_as_typed("schedule")
+def test_a_learning_rate_of_ones_own_is_what_the_run_reports():
+    run_as_typed("learning_rate")
     rates = [line["learning_rate"] for line in lines("runs/wsd/metrics.jsonl")]
     want = [3e-3 * min(1, (step + 1) / 5, (20 - step) / 10) for step in range(20)]
     assert rates == pytest.approx(want, rel=1e-6)
@@ -227,7 +227,7 @@ def trained_in(directory: str, steps: int, *settings: str, **seam):
 @pytest.mark.parametrize(
     "seam",
     [
-        {"optimizer": "groups", "schedule": "warm_stay_fall"},
+        {"optimizer": "groups", "learning_rate": "warm_stay_fall"},
         {"optimizer": optax.identity()},  # it keeps no state at all
     ],
     ids=["groups", "no state"],
@@ -250,7 +250,7 @@ def test_an_own_rate_of_one_and_the_shipped_rules_are_the_shipped_optimizer_bit_
     config = tiny("train.steps=3")
     same = {
         "optimizer": st.make_optimizer(config.optimizer),
-        "schedule": partial(learning_rate, config.optimizer, 3),
+        "learning_rate": partial(learning_rate, config.optimizer, 3),
     }
     st.run(config, "shipped", **ONE)
     st.run(config, "own", **same, **ONE)
@@ -267,9 +267,12 @@ def test_an_own_rate_of_one_and_the_shipped_rules_are_the_shipped_optimizer_bit_
         ({"optimizer": optax.lion(1e-3)}, "points against the gradient.*optax.scale_by_lion"),
         ({"optimizer": lambda *_: 0.1}, "optimizer= gives 0.1 for "),
         ({"optimizer": lambda *_: None}, "optimizer= freezes all 16 parameters"),
-        ({"schedule": 0.1}, "schedule=0.1 is not a schedule; try a function of the step"),
-        ({"schedule": lambda step: 1.0 if step < 3 else 0.0}, "jnp.where instead of if"),
-        ({"schedule": lambda step: step * jnp.ones(2)}, r"an array of shape \(2,\), not one rate"),
+        ({"learning_rate": 0.1}, "learning_rate=0.1 is not a function of the step; try a function"),
+        ({"learning_rate": lambda step: 1.0 if step < 3 else 0.0}, "jnp.where instead of if"),
+        (
+            {"learning_rate": lambda step: step * jnp.ones(2)},
+            r"shape \(2,\), not one rate",
+        ),
     ],
     ids=["a name", "with its rate", "a number", "all frozen", "rate", "if", "vector"],
 )

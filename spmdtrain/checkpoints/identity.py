@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from spmdtrain.checkpoints.model_code import Record, check_model_code, model_code, qualified_name
+from spmdtrain.checkpoints.model_code import ModelCode, check_model_code, model_code, qualified_name
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import resolved
 from spmdtrain.config.schema import RunConfig
@@ -55,7 +55,7 @@ def config_document(setup: Setup, data: DescribedData) -> dict[str, Any]:
     }
 
 
-def code_of(setup: Setup) -> Record:
+def code_of(setup: Setup) -> ModelCode:
     """Returns the record of the model's code; see model_code.py."""
     return model_code(setup.make, setup.model.bind({}), setup.config.model.make)
 

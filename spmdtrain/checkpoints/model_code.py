@@ -21,14 +21,16 @@ from flax import nnx
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.models.model import LanguageModel
 
-Record = dict[str, Any]  # "class": a name; "sources": name -> hash; "make": as in model.make
+ModelCode = dict[str, Any]  # "class": a name; "sources": name -> hash; "make": as in model.make
 OURS = "spmdtrain"
 SHIPPED = f"{OURS}.Transformer"
 # Changes of their versions are not ours to judge; their sources are not part of the user's model.
 LIBRARIES = {OURS, "pallas_kernels", "flax", "jax", "optax", "builtins", "functools"}
 
 
-def model_code(make: Callable[..., Any], model: LanguageModel, spec: str | None = None) -> Record:
+def model_code(
+    make: Callable[..., Any], model: LanguageModel, spec: str | None = None
+) -> ModelCode:
     """Returns the record of the code from which `make` built `model`; `spec` is `model.make`.
 
     "sources" has a hash of `make`, and of each class and function of the model and its parts that
@@ -46,7 +48,7 @@ def model_code(make: Callable[..., Any], model: LanguageModel, spec: str | None 
     return {"class": name, "sources": sources, "make": spec}
 
 
-def check_model_code(then: Record, now: Record, where: str) -> list[str]:
+def check_model_code(then: ModelCode, now: ModelCode, where: str) -> list[str]:
     """Returns lines that report code that changed since `then`.
 
     `where` names the checkpoint. Raises CheckpointError if its model is of another class; a class
@@ -148,7 +150,7 @@ def _our_version() -> str | None:
         return None
 
 
-def _differ(name: str, then: Record, now: Record) -> bool:
+def _differ(name: str, then: ModelCode, now: ModelCode) -> bool:
     if name not in then["sources"] or name not in now["sources"]:
         return True
     before = then["sources"][name]
@@ -156,12 +158,12 @@ def _differ(name: str, then: Record, now: Record) -> bool:
     return None not in (before, after) and before != after
 
 
-def _has_moved(then: Record, now: Record) -> bool:
+def _has_moved(then: ModelCode, now: ModelCode) -> bool:
     before = then["sources"].get(then["class"])
     return before is not None and before == now["sources"].get(now["class"])
 
 
-def _way_back(then: Record) -> str:
+def _way_back(then: ModelCode) -> str:
     if then["make"]:
         return f"--set model.make={then['make']}"
     if then["class"] == SHIPPED:

@@ -20,7 +20,7 @@ from spmdtrain.config.given import as_flag, check_kind, shown
 from spmdtrain.config.schema import SEEDS, RunConfig
 from spmdtrain.inference.prompts import ended, ids_of, read_prompts, stops_of, texts_to_stop
 from spmdtrain.inference.trained_run import OpenedRun, open_run
-from spmdtrain.models.abstract import cast, make_gather, matmuls
+from spmdtrain.models.abstract import cast, make_gather_layer, matmuls
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Cache
@@ -332,7 +332,7 @@ def _logits(
 def _bound(setup: Setup, params: dict[str, jax.Array], rules: Rules) -> Any:
     """Returns the module of `params` in compute precision, however they are sharded."""
     used = {path: setup.padding.rest_to_use(path, x) for path, x in params.items()}
-    return setup.model.bind(cast(used, setup.config.precision.compute), make_gather(rules))
+    return setup.model.bind(cast(used, setup.config.precision.compute), make_gather_layer(rules))
 
 
 def _whole_batch(rules: Rules) -> Rules:
@@ -350,7 +350,7 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
         row_matmul=make_row_parallel(constrain, no_ring),
         local_map=make_local_map(rules),
         lookup=make_lookup(rules),
-        gather=make_gather(rules),
+        gather=make_gather_layer(rules),
     )
 
 

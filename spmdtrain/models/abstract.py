@@ -29,7 +29,7 @@ from spmdtrain.models.projection import MatmulWeight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
-from spmdtrain.parallel.gather import WeightGather, gathered_axes
+from spmdtrain.parallel.gather import GatherWeight, gathered_axes
 from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.pipeline.layout import StageLayout, lay_out
 
@@ -130,8 +130,9 @@ class AbstractModel:
     ) -> LanguageModel:
         """The module that holds `values`.
 
-        `gather` brings what is not stacked together for use, as `make_gather` does. Parameters
-        without a value stay abstract. A part of the model that does not use them runs all the same.
+        `gather` brings what is not stacked together for use, as `make_gather_layer` does.
+        Parameters without a value stay abstract. A part of the model that does not use them runs
+        all the same.
         """
         held = []
         for path, variable in self.variables:
@@ -300,7 +301,7 @@ def _activation_axes(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State
     return seen
 
 
-def make_gather(rules: Rules) -> Callable[[nnx.State], nnx.State]:
+def make_gather_layer(rules: Rules) -> Callable[[nnx.State], nnx.State]:
     """`gather(state)` for a program that leaves every mesh axis to XLA, as sampling does.
 
     Weights that rest split over axes of the batch (`fsdp`) are used whole. A constraint asks for
@@ -317,7 +318,7 @@ def make_gather(rules: Rules) -> Callable[[nnx.State], nnx.State]:
     return lambda state: _map_weights(whole, state)
 
 
-def make_manual_gather(
+def make_manual_gather_layer(
     rules: Rules, precision: PrecisionConfig
 ) -> Callable[[nnx.State], nnx.State]:
     """`gather(state)` inside the region of the training step.
@@ -334,7 +335,7 @@ def make_manual_gather(
             return weight
         resting = str(weight.dtype)
         compute = precision.compute if jnp.issubdtype(weight.dtype, jnp.floating) else resting
-        gather = WeightGather(spec, over, resting, compute, precision.accumulate)
+        gather = GatherWeight(spec, over, resting, compute, precision.accumulate)
         return gather(weight)
 
     return lambda state: _map_weights(whole, state)

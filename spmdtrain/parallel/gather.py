@@ -26,7 +26,7 @@ LAYER_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
 
 
 @dataclass(frozen=True)
-class WeightGather:
+class GatherWeight:
     """The all-gather of one weight before a layer uses it; its gradient is reduce-scattered.
 
     spec: the weight's spec at rest, one entry per dim.
@@ -86,15 +86,15 @@ def scatter_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(weight: jax.Array, how: WeightGather) -> jax.Array:
+def _gather(weight: jax.Array, how: GatherWeight) -> jax.Array:
     return gather_over(how.axes, how.spec, weight.astype(how.compute))
 
 
-def _gather_forward(weight: jax.Array, how: WeightGather) -> tuple[jax.Array, None]:
+def _gather_forward(weight: jax.Array, how: GatherWeight) -> tuple[jax.Array, None]:
     return _gather(weight, how), None
 
 
-def _gather_backward(how: WeightGather, _, gradient: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(how: GatherWeight, _, gradient: jax.Array) -> tuple[jax.Array]:
     summed = scatter_over(how.axes, how.spec, gradient.astype(how.accumulate))
     return (summed.astype(how.resting),)
 

@@ -64,12 +64,12 @@ class OwnModel:
     def _build(self, stages: int, chunks: int) -> tuple[Any, Any, Any]:
         """Returns the abstract model for `stages`, its update rules, and its state's shapes."""
         from spmdtrain.models.abstract import build_model
-        from spmdtrain.train.setup import with_updates
+        from spmdtrain.train.setup import with_update_rules
         from spmdtrain.train.state import fresh_shapes
 
         model = build_model(self._config, self._make, stages, chunks)
-        model, updates = with_updates(self._config, model, self._optimizer)
-        return model, updates, fresh_shapes(model, updates, self._config)
+        model, update_rules = with_update_rules(self._config, model, self._optimizer)
+        return model, update_rules, fresh_shapes(model, update_rules, self._config)
 
     def _state(self, mesh_shape: MeshShape, chunks: int, zero: int) -> OwnState:
         import jax
@@ -79,8 +79,8 @@ class OwnModel:
         from spmdtrain.train.state import bytes_per_device, resting_bytes
 
         mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_shape.sizes[axis] for axis in AXES), AXES)
-        model, updates, shapes = self._built(mesh_shape.pipeline, chunks)
-        _, _, state = lay_to_rest(self._config, mesh, model, updates, zero, shapes)
+        model, update_rules, shapes = self._built(mesh_shape.pipeline, chunks)
+        _, _, state = lay_to_rest(self._config, mesh, model, update_rules, zero, shapes)
         unsplit = replace(mesh_shape, data=1, fsdp=1)
         if unsplit != mesh_shape:
             resident = self._states(unsplit, chunks, 0).resident

@@ -15,10 +15,10 @@ from spmdtrain.running.report import stages
 from spmdtrain.running.report.summary import Prediction
 from spmdtrain.running.seams import (
     Hook,
+    LearningRate,
     MakeModel,
     MakeSink,
     Optimizer,
-    Schedule,
     Source,
     TokenLoss,
     Tokens,
@@ -43,7 +43,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     devices: Sequence[jax.Device] | None = None,
     prediction: Prediction | None = None,
     optimizer: Optimizer | None = None,
-    schedule: Schedule | None = None,
+    learning_rate: LearningRate | None = None,
     loss: TokenLoss | None = None,
     data: Source | Tokens | None = None,
     sinks: Sequence[MakeSink] = (),
@@ -63,7 +63,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
       devices: where to train; default: all.
       prediction: what the summary compares the measurements with.
       optimizer: an optax transformation, or a function of path and parameter; see `shard`.
-      schedule: `schedule(step)`, the learning rate of the 0-based step; see `shard`.
+      learning_rate: `learning_rate(step)`, the learning rate of the 0-based step; see `shard`.
       loss: `loss(logits, targets)`, the loss of each token; see `shard`.
       data: `tokens(seed, sample index)`, the ids [sequence_length + 1] of a sample, or a `Source`,
         which also has validation data; replaces `[data]`. It must be deterministic.
@@ -78,10 +78,12 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     """
     where = check_arguments(config, directory, fresh, step, make, devices, prediction, sinks, hooks)
     devices = where.devices
-    seams = {"optimizer": optimizer, "schedule": schedule, "loss": loss, "data": data}
+    seams = {"optimizer": optimizer, "learning_rate": learning_rate, "loss": loss, "data": data}
     prepared = prepare(config, where.directory, devices, seams, where.fresh, where.step)
     stages.enter("making the model")
-    setup = shard(prepared.config, make, devices, optimizer=optimizer, schedule=schedule, loss=loss)
+    setup = shard(
+        prepared.config, make, devices, optimizer=optimizer, learning_rate=learning_rate, loss=loss
+    )
     with (
         kernels.decided(setup),
         open_session(prepared, setup, state, sinks, hooks) as session,

@@ -8,7 +8,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.report.reporter import Hook
 from spmdtrain.running.report.sinks import MakeSink
 from spmdtrain.train.token_loss import TokenLoss
-from spmdtrain.train.updates.learning_rates import Schedule
+from spmdtrain.train.updates.learning_rates import LearningRate
 from spmdtrain.train.updates.optimizers import Optimizer
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "MakeModel",
     "MakeSink",
     "Optimizer",
-    "Schedule",
+    "LearningRate",
     "Source",
     "TokenLoss",
     "Tokens",

@@ -34,7 +34,7 @@ def describe(
     """
     setup = setup_of(config, make)
     model = setup.model
-    pipeline = describe_pipeline(setup.schedule, model.layout) if setup.schedule else None
+    pipeline = describe_pipeline(setup.pipeline, model.layout) if setup.pipeline else None
     abstract, specs = setup.state, setup.specs
     rows = [
         {

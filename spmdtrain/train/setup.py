@@ -34,8 +34,8 @@ from spmdtrain.train.item import Specs, Start
 from spmdtrain.train.state import Shapes, TrainState, abstract_state, fresh_state
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
-from spmdtrain.train.updates.learning_rates import Schedule, make_schedule
-from spmdtrain.train.updates.shipped_optimizers import shipped_rules
+from spmdtrain.train.updates.learning_rates import LearningRate, make_learning_rate
+from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,11 @@ class Setup:
     rules: Rules
     model: AbstractModel
     batch_shape: BatchShape
-    optimizer: optimizers.Rules  # of each parameter that is not frozen
-    learning_rate: Schedule  # of a 0-based step, a float32 scalar
+    update_rules: optimizers.UpdateRules  # the rule of each parameter that is not frozen
+    learning_rate: LearningRate  # of a 0-based step, a float32 scalar
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
-    schedule: Table | None  # of the pipeline; None if the mesh has one stage
-    specs: (
-        Specs  # where parameters rest, and with them their reduced gradients, moments and updates
-    )
+    pipeline: Table | None  # its schedule; None if the mesh has one stage
+    specs: Specs  # where parameters rest, with their reduced gradients, moments and updates
     padding: Padding  # of the parameters, if the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
     copies: Mapping[str, Copies]  # of the weights, if several devices share one sequence
@@ -70,13 +68,7 @@ class Setup:
 
         They do without a pipeline. With one, a weight is gathered once for all ticks.
         """
-        return any(self.gathered.values()) and self.schedule is None
-
-    @property
-    def table(self) -> Table:
-        """The pipeline's schedule. Only for a mesh with stages."""
-        assert self.schedule is not None
-        return self.schedule
+        return any(self.gathered.values()) and self.pipeline is None
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -91,7 +83,7 @@ def shard(
     devices: Sequence[jax.Device] | None = None,
     *,
     optimizer: optimizers.Optimizer | None = None,
-    schedule: Schedule | None = None,
+    learning_rate: LearningRate | None = None,
     loss: TokenLoss | None = None,
 ) -> Setup:
     """Returns the setup of `config` on these devices (default: all). Allocates nothing.
@@ -105,7 +97,7 @@ def shard(
       optimizer: an optax transformation for all parameters, or `optimizer(path, parameter)`, which
         returns one, a `Rule` (with its own rate), or None to freeze the parameter. It must leave
         the learning rate out, as `optax.scale_by_adam()` does. Default: `config.optimizer`.
-      schedule: `schedule(step)`, the learning rate of the 0-based step, in jax.numpy; replaces
+      learning_rate: `learning_rate(step)`, the rate of the 0-based step, in jax.numpy; replaces
         `optimizer.learning_rate`, `schedule`, `warmup` and `final_learning_rate`.
       loss: `loss(logits, targets)`, float32 [b, t, v] and int32 [b, t], returns the losses [b, t]
         of the tokens, or several by name, `loss` among them; training minimises the mean of their
@@ -114,7 +106,7 @@ def shard(
     """
     check_config(config)
     mesh = build_mesh(config.mesh, devices, config.origin)
-    return shard_on(config, mesh, make, optimizer=optimizer, schedule=schedule, loss=loss)
+    return shard_on(config, mesh, make, optimizer=optimizer, learning_rate=learning_rate, loss=loss)
 
 
 def shard_on(
@@ -123,7 +115,7 @@ def shard_on(
     make: MakeModel | str | None = None,
     *,
     optimizer: optimizers.Optimizer | None = None,
-    schedule: Schedule | None = None,
+    learning_rate: LearningRate | None = None,
     loss: TokenLoss | None = None,
 ) -> Setup:
     """Returns the setup, as `shard` does, on a given mesh, which may be abstract."""
@@ -135,7 +127,7 @@ def shard_on(
     stages = mesh.shape["pipeline"]
     table = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
     model = build_model(config, make, stages, config.pipeline.chunks)
-    model, update_rules = with_updates(config, model, optimizer)
+    model, update_rules = with_update_rules(config, model, optimizer)
     _check_frozen(config, model)
     if loss is not None:
         token_loss.check(config.train, loss, config.vocab)
@@ -170,10 +162,10 @@ def shard_on(
         rules=rules,
         model=model,
         batch_shape=batch_shape,
-        optimizer=update_rules,
-        learning_rate=make_schedule(config, schedule),
+        update_rules=update_rules,
+        learning_rate=make_learning_rate(config, learning_rate),
         loss=loss,
-        schedule=table,
+        pipeline=table,
         specs=specs,
         padding=padding,
         reductions={path: reduction_of(path) for path in specs},
@@ -193,26 +185,26 @@ def _check_frozen(config: RunConfig, model: AbstractModel) -> None:
         )
 
 
-def with_updates(
+def with_update_rules(
     config: RunConfig, model: AbstractModel, optimizer: optimizers.Optimizer | None
-) -> tuple[AbstractModel, optimizers.Rules]:
+) -> tuple[AbstractModel, optimizers.UpdateRules]:
     """Returns (model, update rules by path); a parameter without a rule is frozen in the model.
 
     The rules are those of the caller's `optimizer`, or of the settings if it is None.
     """
     trained = {path: each for path, each in model.parameters.items() if each.is_trained}
     if optimizer is None:
-        updates = shipped_rules(config.optimizer, trained)
+        update_rules = shipped_update_rules(config.optimizer, trained)
     else:
-        updates = optimizers.choose_rules(optimizer, trained, model.layout)
-    return model.freezing_all_but(updates), updates
+        update_rules = optimizers.choose_update_rules(optimizer, trained, model.layout)
+    return model.freezing_all_but(update_rules), update_rules
 
 
 def lay_to_rest(
     config: RunConfig,
     mesh: Mesh,
     model: AbstractModel,
-    updates: optimizers.Rules,
+    update_rules: optimizers.UpdateRules,
     zero: int,
     shapes: Shapes | None = None,
 ) -> tuple[Specs, Padding, TrainState]:
@@ -223,7 +215,7 @@ def lay_to_rest(
     """
     rules = make_rules(config.rules, mesh.shape)
     specs, padding = resting_specs(model, rules, zero)
-    state = abstract_state(model, updates, config, mesh, specs, padding, shapes)
+    state = abstract_state(model, update_rules, config, mesh, specs, padding, shapes)
     return specs, padding, state
 
 
@@ -260,7 +252,7 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
     def fresh(key: jax.Array) -> TrainState:
         whole = fresh_state(
             setup.model,
-            setup.optimizer,
+            setup.update_rules,
             setup.config,
             key,
             setup.mesh,
@@ -281,7 +273,7 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
     shardings = jax.tree.map(lambda x: x.sharding, asked)
 
     def begin(params: dict[str, jax.Array]) -> items.Values:
-        start = Start(setup.config, params, setup.optimizer, setup.specs, setup.mesh.shape)
+        start = Start(setup.config, params, setup.update_rules, setup.specs, setup.mesh.shape)
         begun = items.begin(start)
         return {name: begun[name] for name in asked}
 

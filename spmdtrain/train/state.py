@@ -48,14 +48,14 @@ class TrainState:
 Shapes = tuple[dict[str, Any], optimizers.OptimizerState]  # of parameters, of the optimizer state
 
 
-def fresh_shapes(model: AbstractModel, rules: optimizers.Rules, config: RunConfig) -> Shapes:
+def fresh_shapes(model: AbstractModel, rules: optimizers.UpdateRules, config: RunConfig) -> Shapes:
     """Returns the shapes of weights and optimizer state in the model; no mesh changes them."""
     return jax.eval_shape(lambda key: _fresh(model, rules, config, key), jax.random.key(0))
 
 
 def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     model: AbstractModel,
-    rules: optimizers.Rules,
+    rules: optimizers.UpdateRules,
     config: RunConfig,
     mesh: Mesh,
     specs: Specs,
@@ -104,7 +104,7 @@ def spec_beside(leaf: Shape, shape: Shape, stacked: int, spec: P) -> P:
 
 def fresh_state(  # noqa: PLR0913 - all that a state hangs on
     model: AbstractModel,
-    rules: optimizers.Rules,
+    rules: optimizers.UpdateRules,
     config: RunConfig,
     key: jax.Array,
     mesh: Mesh,
@@ -126,7 +126,7 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
 
 
 def _fresh(
-    model: AbstractModel, rules: optimizers.Rules, config: RunConfig, key: jax.Array
+    model: AbstractModel, rules: optimizers.UpdateRules, config: RunConfig, key: jax.Array
 ) -> tuple[dict[str, jax.Array], optimizers.OptimizerState]:
     """Returns weights and optimizer state in the model's shapes, without padding."""
     precision = config.precision

@@ -44,16 +44,16 @@ def make_step(setup: Setup) -> Checked:
     find_gradients = make_gradients(setup)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        points = optimizers.gradient_points(setup.optimizer, state.params, state.opt_state)
+        points = optimizers.gradient_points(setup.update_rules, state.params, state.opt_state)
         with matmuls(config.precision.compute):
             scale = state.items.get(loss_scale.ITEM.name)
             cotangent = loss_scale.cotangent(config, scale)
             gradients, sums = find_gradients(points, state.step, batch, cotangent)
-        gradients = {path: g for path, g in gradients.items() if path in setup.optimizer}
+        gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
         gradients, norm = optimizers.clip(gradients, config.train.clip)
         rate = setup.learning_rate(state.step)
         updates, opt_state = _update(setup, gradients, state, rate)
-        params = _apply(setup.optimizer, state.params, updates, rate)
+        params = _apply(setup.update_rules, state.params, updates, rate)
         found = means(setup, sums)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
         loss = found["loss"]
@@ -113,7 +113,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     The mesh decides between accumulation and pipeline. `cotangent`: the start of the backward pass,
     see loss_scale.py.
     """
-    way = grad_pipeline if setup.schedule else grad_accumulation
+    way = grad_pipeline if setup.pipeline else grad_accumulation
     gradients = way.make_gradients(setup)
     corrupt = make_corrupt(setup)
 
@@ -126,7 +126,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
     """Returns `(params, batch) -> sums` in the same way, without dropout."""
-    way = grad_pipeline if setup.schedule else grad_accumulation
+    way = grad_pipeline if setup.pipeline else grad_accumulation
     losses = way.make_losses(setup)
     corrupt = make_corrupt(setup)
     if corrupt is None:
@@ -143,7 +143,7 @@ def _update(
     """
     padding = setup.padding
     updates, opt_state = optimizers.updates(
-        setup.optimizer,
+        setup.update_rules,
         setup.model.parameters,
         {path: padding.from_rest(path, x) for path, x in gradients.items()},
         {path: padding.tree_from_rest(path, tree) for path, tree in state.opt_state.items()},
@@ -157,7 +157,7 @@ def _update(
 
 
 def _apply(
-    rules: optimizers.Rules, params: dict, updates: dict, rate: jax.Array
+    rules: optimizers.UpdateRules, params: dict, updates: dict, rate: jax.Array
 ) -> dict[str, jax.Array]:
     """Returns the parameters one step further; frozen ones stay.
 

@@ -127,7 +127,7 @@ def test_comments_and_the_width_of_lines_are_not_source(tmp_path, monkeypatch):
 
 
 def test_what_is_trained_otherwise_is_said_in_one_line_and_kept(tmp_path, capsys):
-    st.run(settings("optimizer.warmup=0"), tmp_path, schedule=constant, **ONE)
+    st.run(settings("optimizer.warmup=0"), tmp_path, learning_rate=constant, **ONE)
     other = (
         "train.steps=3",
         "optimizer.warmup=0",
@@ -141,12 +141,12 @@ def test_what_is_trained_otherwise_is_said_in_one_line_and_kept(tmp_path, capsys
     assert line == (
         "changed since step 2: optimizer.learning_rate: 0.01, now 0.02; "
         "optimizer.beta2: 0.95, now 0.99; train.steps: 2, now 3; train.global_batch: 4, now 8; "
-        "schedule=: test_identity.constant, now none"
+        "learning_rate=: test_identity.constant, now none"
     )
     events = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
     resumed = next(event for event in events if event["event"] == "resumed")
     assert resumed["changed"]["train.global_batch"] == [4, 8]
-    assert resumed["changed"]["schedule="] == ["test_identity.constant", None]
+    assert resumed["changed"]["learning_rate="] == ["test_identity.constant", None]
     capsys.readouterr()
     st.run(settings(*other), tmp_path, **ONE)
     assert "changed since" not in capsys.readouterr().out, "as the last checkpoint has it"

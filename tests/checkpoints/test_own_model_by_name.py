@@ -43,7 +43,7 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "hybrid.toml").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(jax, "devices", lambda: DEVICES[:1])
+        patch.setattr(jax, "devices", lambda *_: DEVICES[:1])
         assert train("run", *ONE) == 0
     return folder
 
@@ -51,7 +51,7 @@ def workplace(tmp_path_factory) -> Path:
 @pytest.fixture
 def here(workplace, monkeypatch) -> Path:
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(jax, "devices", lambda: DEVICES[:1])
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:1])
     return workplace
 
 

@@ -419,8 +419,8 @@ BREAKAGES = [
     Breakage(
         "weights are float32 whatever is asked",
         "train/state.py",
-        "params = cast(model.init(key), config.precision.params)",
-        "params = model.init(key)",
+        "x, precision.frozen_weights if model.parameters[path].is_frozen else precision.params",
+        "x, 'float32'",
         OPTIMIZER,
     ),
     Breakage(
@@ -462,8 +462,8 @@ BREAKAGES = [
     Breakage(
         "the state takes the dtype of the gradients",
         "train/updates/optimizers.py",
-        "path: jax.tree.map(lambda new, old: new.astype(old.dtype), after[path], state[path])",
-        "path: after[path]",
+        "lambda new, old: jnp.asarray(new, old.dtype), after[path], state[path])",
+        "lambda new, _: new, after[path], state[path])",
         OPTIMIZER,
     ),
     Breakage(
@@ -518,7 +518,7 @@ BREAKAGES = [
     Breakage(
         "a schedule-free gradient is taken at the average",
         "train/step.py",
-        "points = optimizers.gradient_points(setup.optimizer, state.params, state.opt_state)",
+        "points = optimizers.gradient_points(setup.update_rules, state.params, state.opt_state)",
         "points = state.params",
         f"{SCHEDULE_FREE} -k pipeline",
     ),
@@ -538,9 +538,9 @@ BREAKAGES = [
     ),
     Breakage(
         "a run from the weights of another has a z of its own",
-        "train/setup.py",
-        "if any(rule.gradient_point for rule in setup.optimizer.values()):",
-        "if not setup.optimizer:",
+        "train/given/weights.py",
+        "if any(rule.gradient_point for rule in setup.update_rules.values()):",
+        "if not setup.update_rules:",
         f"{SCHEDULE_FREE} -k another",
     ),
     Breakage(
@@ -594,7 +594,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a run that begins with another's weights averages fresh ones",
-        "train/setup.py",
+        "train/given/weights.py",
         "return with_items_begun(setup, state, setup.state.items)",
         "return state",
         f"{EMA} -k another_run",

@@ -157,7 +157,7 @@ def test_from_the_command_line_it_trains_goes_on_to_the_bit_and_makes_no_text(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax, "devices", lambda: DEVICES[:1])
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:1])
     Path("examples").symlink_to(EXAMPLES)
     assert train("whole", "train.steps=4") == 0
     for steps in (2, 4):

@@ -22,7 +22,7 @@ from spmdtrain.train.updates.shipped_optimizers import (
     BUILDERS,
     is_matrix,
     make_optimizer,
-    shipped_rules,
+    shipped_update_rules,
 )
 
 SHAPES = {
@@ -64,7 +64,7 @@ def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
         "lion": lambda: optax.chain(optax.scale_by_lion(config.beta1, config.beta2), decay),
         "sgd": lambda: optax.chain(decay, optax.trace(config.momentum)),
     }[config.name]()
-    rules = shipped_rules(config, SHAPES)
+    rules = shipped_update_rules(config, SHAPES)
     state, want_state = optimizers.init(rules, SHAPES, params), reference.init(params)
     for step in range(3):
         got, state = optimizers.updates(rules, SHAPES, draw(step + 1), state, params)
@@ -87,7 +87,7 @@ def by_layer(reference, path: str, steps: int = 3) -> list[np.ndarray]:
 
 
 def updates_of(config, steps: int = 3) -> dict[str, jax.Array]:
-    rules = shipped_rules(config, SHAPES)
+    rules = shipped_update_rules(config, SHAPES)
     state = optimizers.init(rules, SHAPES, draw(0))
     for step in range(steps):
         found, state = optimizers.updates(rules, SHAPES, draw(step + 1), state, draw(0))
@@ -104,7 +104,7 @@ def test_adafactor_is_that_of_optax_layer_by_layer():
 
 def test_adafactor_keeps_a_row_and_a_column_of_a_large_matrix():
     shapes = {"w": Parameter((2, 256, 384), ("layer", "embed", "ffn"))}
-    rules = shipped_rules(Adafactor(), shapes)
+    rules = shipped_update_rules(Adafactor(), shapes)
     state = jax.eval_shape(
         lambda w: optimizers.init(rules, shapes, {"w": w}), jnp.zeros((2, 256, 384))
     )
@@ -169,7 +169,7 @@ def test_muon_is_that_of_its_author_but_for_the_weights_of_the_first_steps():
     has it, by (1 - beta^(n + 1)) / (1 - beta^n) at step n, which soon is 1.
     """
     shapes = {"w": Parameter((1, 6, 10), ("layer", "embed", "ffn"))}
-    rules = shipped_rules(Muon(), shapes)
+    rules = shipped_update_rules(Muon(), shapes)
     value = {"w": jnp.zeros((1, 6, 10))}
     state = optimizers.init(rules, shapes, value)
     drawn = np.random.default_rng(0).normal(size=(120, 6, 10))
@@ -192,7 +192,7 @@ def test_muon_takes_a_tensor_of_more_dims_as_the_matrix_from_the_stream_to_the_r
     gradient = jax.random.normal(jax.random.key(0), (2, 6, 4))
 
     def update(shapes):
-        rules = shipped_rules(Muon(), shapes)
+        rules = shipped_update_rules(Muon(), shapes)
         given = {"out": gradient.reshape(shapes["out"].shape)}
         found, _ = optimizers.updates(
             rules, shapes, given, optimizers.init(rules, shapes, given), given
@@ -209,7 +209,7 @@ def test_groups_have_rates_and_decays_of_their_own_and_frozen_ones_have_no_state
         {"match": "blocks.*", "rate": 3.0},
     ]
     config = AdamW(weight_decay=0.3, groups=groups)
-    rules = shipped_rules(config, SHAPES)
+    rules = shipped_update_rules(config, SHAPES)
     assert {path: rule.rate for path, rule in rules.items()} == {
         "blocks.layer.up": 0.1,
         "blocks.layer.up_bias": 3.0,
@@ -234,7 +234,7 @@ def test_groups_have_rates_and_decays_of_their_own_and_frozen_ones_have_no_state
 )
 def test_a_group_that_cannot_be_meant_is_one_line(groups, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        shipped_rules(AdamW(groups=groups), SHAPES)
+        shipped_update_rules(AdamW(groups=groups), SHAPES)
 
 
 def test_a_frozen_group_has_no_rate():
@@ -359,7 +359,7 @@ def test_the_state_has_the_same_leaves_whatever_the_values(kind):
     if "momentum" in kind.model_fields:
         configs.append(kind(momentum=0.0))
     states = [
-        leaves_of(optimizers.init(shipped_rules(config, SHAPES), SHAPES, draw(0)))
+        leaves_of(optimizers.init(shipped_update_rules(config, SHAPES), SHAPES, draw(0)))
         for config in configs
     ]
     assert states[0] and all(state == states[0] for state in states)

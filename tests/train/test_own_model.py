@@ -308,7 +308,7 @@ def test_a_buffer_rests_by_its_rules_and_is_saved_but_not_trained(tmp_path):
     setup = shard(tiny(*settings), make, jax.devices()[:2])
     path = "blocks.layer.mlp.up_ef"
     assert setup.specs[path] == P(None, None, "tensor")
-    assert path not in setup.optimizer and path not in setup.state.opt_state
+    assert path not in setup.update_rules and path not in setup.state.opt_state
     fresh = jax.device_get(init_state(setup).params)
     run(tiny(*settings), tmp_path, make=make, devices=jax.devices()[:2])
     trained = weights(tmp_path)

@@ -25,7 +25,7 @@ from spmdtrain.planner.cost.workload import MeshShape, workload_of
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients
 from spmdtrain.train.updates import optimizers
-from spmdtrain.train.updates.shipped_optimizers import is_matrix, shipped_rules
+from spmdtrain.train.updates.shipped_optimizers import is_matrix, shipped_update_rules
 
 pytestmark = pytest.mark.long
 
@@ -88,7 +88,7 @@ def test_it_is_that_of_optax_with_rates_of_groups_and_frozen_weights():
     rates = jnp.array([0.02, 0.05, 0.01, 0.06, 0.03])
     rate = lambda step: rates[step]  # noqa: E731
 
-    rules = shipped_rules(config, shapes)
+    rules = shipped_update_rules(config, shapes)
     x = dict(begin)
     state = optimizers.init(rules, shapes, x)
     for step in range(len(rates)):

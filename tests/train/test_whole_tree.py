@@ -99,7 +99,7 @@ def parted(tree: dict) -> dict:
 @pytest.mark.parametrize("name", [*OF_ONE_TENSOR, *OF_ALL])
 def test_an_optimizer_of_optax_does_what_optax_does_with_all_tensors(name):
     transformation = (OF_ONE_TENSOR | OF_ALL)[name]
-    rules = optimizers.choose_rules(transformation, SHAPES, LAYERS)
+    rules = optimizers.choose_update_rules(transformation, SHAPES, LAYERS)
     assert all((rule.together is None) == (name in OF_ONE_TENSOR) for rule in rules.values())
     values = tensors(0)
     state, want_state = optimizers.init(rules, SHAPES, values), transformation.init(parted(values))
@@ -161,13 +161,13 @@ REFUSED = {
 def test_what_cannot_be_right_is_refused_in_a_line(name):
     optimizer, said = REFUSED[name]
     with pytest.raises(ConfigError, match=said) as caught:
-        optimizers.choose_rules(optimizer, SHAPES, LAYERS)
+        optimizers.choose_update_rules(optimizer, SHAPES, LAYERS)
     assert "\n" not in str(caught.value)
 
 
 def test_groups_that_share_a_transformation_are_clipped_together():
     clip = optax.clip_by_global_norm(0.1)
-    rules = optimizers.choose_rules(
+    rules = optimizers.choose_update_rules(
         lambda path, _: None if path == "norm.scale" else optimizers.Rule(clip, rate=0.5),
         SHAPES,
         LAYERS,
@@ -213,6 +213,6 @@ def test_a_pipeline_refuses_what_it_could_not_do():
     layer_by_layer = optax.chain(optax.clip_by_global_norm(0.1), optax.scale_by_trust_ratio())
     for optimizer in (optax.add_noise(0.1, 0.5, 0), layer_by_layer):
         with pytest.raises(ConfigError, match=re.escape("mesh.pipeline=1")):
-            optimizers.choose_rules(optimizer, staged, lay_out(2, 2, 1))
+            optimizers.choose_update_rules(optimizer, staged, lay_out(2, 2, 1))
     with pytest.raises(ConfigError, match="train.clip"):
-        optimizers.choose_rules(optax.clip_by_global_norm(0.1), staged, lay_out(1, 2, 1))
+        optimizers.choose_update_rules(optax.clip_by_global_norm(0.1), staged, lay_out(1, 2, 1))

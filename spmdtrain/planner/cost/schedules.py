@@ -39,7 +39,7 @@ def _not_in_lockstep(pipeline: Pipeline) -> Any:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ClosedForm:
     """The closed forms of one schedule.
 
     `first_backward` and `first_weight` are ticks of the lockstep table. A schedule that only other
@@ -161,28 +161,28 @@ def _zb_h2_held(pipeline: Pipeline, stage: int) -> float:  # noqa: ARG001
 
 
 # `held_microbatches`: the most whose activations a stage holds if stages run by order.
-SCHEDULES: Mapping[str, Schedule] = {
-    "gpipe": Schedule(
+SCHEDULES: Mapping[str, ClosedForm] = {
+    "gpipe": ClosedForm(
         first_backward=_gpipe_first_backward,
         ring_slots=_gpipe_rings,
         order_bubble=_order_bubble,
         held_microbatches=_gpipe_held,
     ),
-    "1f1b": Schedule(
+    "1f1b": ClosedForm(
         first_backward=_paired_first_backward,
         ring_slots=_paired_rings,
         order_bubble=_order_bubble,
         held_microbatches=_one_f_one_b_held,
         searched_chunks=(1,),
     ),
-    "interleaved": Schedule(
+    "interleaved": ClosedForm(
         first_backward=_paired_first_backward,
         ring_slots=_paired_rings,
         order_bubble=_order_bubble,
         held_microbatches=_interleaved_held,
         searched_chunks=(2, 3, 4),
     ),
-    "zero_bubble": Schedule(  # by order: ZB-H1
+    "zero_bubble": ClosedForm(  # by order: ZB-H1
         splits_backward=True,
         first_backward=_paired_first_backward,
         first_weight=_zero_bubble_first_weight,
@@ -191,7 +191,7 @@ SCHEDULES: Mapping[str, Schedule] = {
         held_microbatches=_zb_h1_held,
         searched_chunks=(1,),
     ),
-    "zero_bubble_2p": Schedule(  # ZB-H2, of other frameworks only
+    "zero_bubble_2p": ClosedForm(  # ZB-H2, of other frameworks only
         splits_backward=True,
         order_bubble=_zb_h2_order_bubble,
         held_microbatches=_zb_h2_held,

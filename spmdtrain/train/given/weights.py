@@ -22,12 +22,12 @@ def with_weights(setup: Setup, given: dict[str, jax.Array]) -> TrainState:
     state = replace(state, params={path: (begun | given)[path] for path in setup.state.params})
     state = replace(state, params=state.params | _magnitudes(setup, state.params, begun))
     params = state.params
-    if any(rule.gradient_point for rule in setup.optimizer.values()):
+    if any(rule.gradient_point for rule in setup.update_rules.values()):
         padding = setup.padding
 
         def begin(params: dict[str, jax.Array]) -> optimizers.OptimizerState:
             values = {path: padding.from_rest(path, x) for path, x in params.items()}
-            fresh = optimizers.init(setup.optimizer, setup.model.parameters, values)
+            fresh = optimizers.init(setup.update_rules, setup.model.parameters, values)
             return {path: padding.tree_to_rest(path, tree) for path, tree in fresh.items()}
 
         shardings = jax.tree.map(lambda x: x.sharding, setup.state.opt_state)

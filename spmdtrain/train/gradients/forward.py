@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.models.abstract import make_manual_gather
+from spmdtrain.models.abstract import make_manual_gather_layer
 from spmdtrain.models.context import ForwardContext, sample_noise
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import Rules
@@ -39,7 +39,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     constrain = make_constrain(rules, MANUAL_AXES)
     local_map = make_local_map(rules, MANUAL_AXES)
     lookup = make_lookup(rules, MANUAL_AXES)
-    gather = make_layer_gather(setup)
+    gather = gather_layer_of(setup)
     remat = train.remat
     if remat == "none" and setup.gathers_by_layer:
         remat = "weights"
@@ -80,14 +80,14 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     return context
 
 
-def make_layer_gather(setup: Setup) -> Callable[[nnx.State], nnx.State]:
+def gather_layer_of(setup: Setup) -> Callable[[nnx.State], nnx.State]:
     """Returns `gather(state)`: the weights of a layer, whole and in compute precision.
 
     It does not change them if layers need not gather.
     """
     if not setup.gathers_by_layer:
         return lambda state: state
-    return make_manual_gather(setup.rules, setup.config.precision)
+    return make_manual_gather_layer(setup.rules, setup.config.precision)
 
 
 def make_head_losses(

@@ -21,7 +21,7 @@ from spmdtrain.parallel.gather import gather_over
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.forward import make_context, make_head_losses, make_layer_gather
+from spmdtrain.train.gradients.forward import gather_layer_of, make_context, make_head_losses
 from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
 from spmdtrain.train.gradients.sums import (
     count_tokens,
@@ -137,7 +137,7 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
 def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
     """Returns `forward(params, microbatch, ctx) -> losses`, in compute precision."""
     head_losses = make_head_losses(setup, training=training)
-    gather = make_layer_gather(setup)
+    gather = gather_layer_of(setup)
 
     def forward(params, microbatch: Batch, ctx: ForwardContext) -> Losses:
         here = {path: x for path, x in params.items() if not setup.gathered[path]}

@@ -17,6 +17,7 @@ from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import drop_axes, keep_axes
 from spmdtrain.pipeline.executor import gradients, losses
+from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
 from spmdtrain.train.gradients.stage_program import find_table_axes, make_program
@@ -27,6 +28,7 @@ from spmdtrain.train.token_loss import Losses
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
     """Returns what `grad_accumulation.make_gradients` does, with the schedule's microbatches."""
+    table = _table(setup)
     keep = setup.config.train.remat != "full"
     table_axes = find_table_axes(setup)
 
@@ -39,7 +41,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         totals = _split(setup.model, zero_gradients(setup, trained))
         weights = _split(setup.model, trained)
         of_head, of_layers, shared, stack = gradients(
-            program, setup.table, setup.model.layout, *weights, totals, keep, stack_fixed
+            program, table, setup.model.layout, *weights, totals, keep, stack_fixed
         )
         sums = _sums(setup, of_head, of_layers, batch, training=True)
         tokens = total_of(sums["tokens"])
@@ -47,27 +49,35 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
     resting = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     trained, _ = setup.model.split_trained(resting)
-    return _gathered(setup, local, (trained, P()))
+    return _whole_over_batch(setup, local, (trained, P()))
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
     """Returns what `grad_accumulation.make_losses` does."""
+    table = _table(setup)
     table_axes = find_table_axes(setup)
 
     def local(params, step, batch: Batch, cotangent):
         program = make_program(setup, table_axes, batch, step, cotangent, fixed={}, training=False)
         weights = _split(setup.model, add_copies(setup, params))
-        of_head, of_layers = losses(program, setup.table, setup.model.layout, *weights)
+        of_head, of_layers = losses(program, table, setup.model.layout, *weights)
         return _sums(setup, of_head, of_layers, batch, training=False)
 
-    run = _gathered(setup, local, P())
+    run = _whole_over_batch(setup, local, P())
     return lambda params, batch: run(params, None, batch)
 
 
-def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
+def _table(setup: Setup) -> Table:
+    assert setup.pipeline is not None, "the mesh has stages"
+    return setup.pipeline
+
+
+def _whole_over_batch(setup: Setup, local: Callable, out_specs) -> Callable:
     """Returns `local(params, step, batch, cotangent)` in the manual region.
 
-    Weights are in compute precision and whole over the axes of the batch.
+    Weights are in compute precision and whole over the axes of the batch. Constraints gather them
+    once for all ticks, before the region begins: layers that gathered for themselves
+    (`gather_layer_of`) would do so at each tick.
     """
     whole = {}
     for path, spec in setup.specs.items():
@@ -80,7 +90,6 @@ def _gathered(setup: Setup, local: Callable, out_specs) -> Callable:
     def gather(path: str, x: jax.Array) -> jax.Array:
         # Also constrained before the gather: otherwise XLA may gather first and cast afterwards,
         # which sends float32.
-        # float32.
         resting = jax.lax.with_sharding_constraint(x, NamedSharding(setup.mesh, setup.specs[path]))
         gathered = jax.lax.with_sharding_constraint(resting, NamedSharding(setup.mesh, whole[path]))
         return setup.padding.rest_to_use(path, gathered)

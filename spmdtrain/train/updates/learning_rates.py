@@ -13,39 +13,41 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
 from spmdtrain.config.schema import OptimizerConfig, RunConfig
 
-Schedule = Callable[[jax.Array], Any]  # 0-based step -> learning rate
+LearningRate = Callable[[jax.Array], Any]  # 0-based step -> learning rate
 
 
-def make_schedule(config: RunConfig, schedule: Schedule | None) -> Schedule:
+def make_learning_rate(config: RunConfig, own: LearningRate | None) -> LearningRate:
     """Returns the learning rate of a 0-based step, a float32 scalar: custom, or by the settings."""
-    if schedule is None:
+    if own is None:
         return partial(learning_rate, config.optimizer, config.train.steps)
     takes = (
         "a function of the step in jax.numpy, such as optax.warmup_constant_schedule(0, 1e-3, 100)"
     )
-    if not callable(schedule):
-        raise ConfigError(f"schedule={schedule!r:.80} is not a schedule", fix=takes)
+    if not callable(own):
+        raise ConfigError(f"learning_rate={own!r:.80} is not a function of the step", fix=takes)
 
     def rate(step: jax.Array) -> jax.Array:
-        found = schedule(step)
+        found = own(step)
         is_array = isinstance(found, jax.Array | np.ndarray | np.generic | int | float)
         if not is_array or not jnp.issubdtype(jnp.result_type(found), jnp.number):
-            raise ConfigError(f"schedule= gives {shown(found)}, not a rate", fix=takes)
+            raise ConfigError(f"learning_rate= gives {shown(found)}, not a rate", fix=takes)
         if jnp.issubdtype(jnp.result_type(found), jnp.complexfloating):
-            raise ConfigError("schedule= gives a complex number, not a rate", fix=takes)
+            raise ConfigError("learning_rate= gives a complex number, not a rate", fix=takes)
         return jnp.asarray(found, jnp.float32)
 
     try:
         shape = jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32)).shape
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        what = "schedule= asks for the value of the step while the step is compiled"
+        what = "learning_rate= asks for the value of the step while the step is compiled"
         raise ConfigError(what, fix=f"jnp.where instead of if: {takes}") from None
     if shape:
-        raise ConfigError(f"schedule= gives an array of shape {shape}, not one rate", fix=takes)
+        raise ConfigError(
+            f"learning_rate= gives an array of shape {shape}, not one rate", fix=takes
+        )
     for step in (0, config.train.steps - 1):
         found = float(rate(jnp.int32(step)))
         if not 0 <= found < math.inf:
-            what = f"schedule= gives {found} for step {step}, which is not a rate"
+            what = f"learning_rate= gives {found} for step {step}, which is not a rate"
             raise ConfigError(what, fix="a number of at least 0")
     return rate
 

@@ -40,7 +40,7 @@ class Rule:
     rule that has one gets learning rate x `rate` as `learning_rate=`, and its update includes it
     (schedule_free.py).
 
-    `together` is set by `choose_rules` if one transformation must see several parameters.
+    `together` is set by `choose_update_rules` if one transformation must see several parameters.
     """
 
     transformation: optax.GradientTransformation
@@ -58,19 +58,19 @@ class Rule:
             raise ConfigError(f"gradient_point={given} is not a function", fix="None")
 
 
-Rules = Mapping[str, Rule]  # by dotted parameter path
+UpdateRules = Mapping[str, Rule]  # by dotted parameter path
 # What a caller may give: one transformation for all parameters, or a function of a parameter's
 # dotted path and its shape and logical axes. None freezes the parameter.
 ChooseRule = Callable[[str, Parameter], Rule | optax.GradientTransformation | None]
 Optimizer = ChooseRule | optax.GradientTransformation
 
 
-# Rules of all parameters
+# The rules of all parameters
 
 
-def choose_rules(
+def choose_update_rules(
     optimizer: Optimizer, parameters: Mapping[str, Parameter], layout: StageLayout
-) -> Rules:
+) -> UpdateRules:
     """Returns the rule of each parameter that is not frozen.
 
     `layout`: that of the layers, if the parameters are stacked. Raises ConfigError if `optimizer`
@@ -103,8 +103,8 @@ def _rule(path: str, found: Any) -> Rule | None:
 
 
 def _with_whole_trees(
-    rules: Rules, parameters: Mapping[str, Parameter], layout: StageLayout
-) -> Rules:
+    rules: UpdateRules, parameters: Mapping[str, Parameter], layout: StageLayout
+) -> UpdateRules:
     """Returns the rules, joining parameters whose transformation looks at more than one tensor.
 
     Raises ConfigError if it has only one of them, or cannot see them all.
@@ -169,7 +169,7 @@ def _check_sign(path: str, update: Any, gradient: jax.Array) -> None:
 
 
 def init(
-    rules: Rules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]
+    rules: UpdateRules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]
 ) -> OptimizerState:
     """Returns the optimizer state before the first step."""
     found = {}
@@ -183,7 +183,7 @@ def init(
 
 
 def updates(
-    rules: Rules,
+    rules: UpdateRules,
     parameters: Mapping[str, Parameter],
     gradients: Mapping[str, jax.Array],
     state: OptimizerState,
@@ -216,7 +216,7 @@ def updates(
     return {path: found[path] for path in rules}, kept
 
 
-def _whole_trees(rules: Rules) -> list[WholeTree]:
+def _whole_trees(rules: UpdateRules) -> list[WholeTree]:
     """Returns each `WholeTree` once."""
     together = {id(rule.together): rule.together for rule in rules.values()}
     return [whole for whole in together.values() if whole is not None]
@@ -240,7 +240,7 @@ def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
 
 
 def gradient_points(
-    rules: Rules, values: Mapping[str, jax.Array], state: OptimizerState
+    rules: UpdateRules, values: Mapping[str, jax.Array], state: OptimizerState
 ) -> dict[str, jax.Array]:
     """Returns the point at which each gradient is taken, in its parameter's dtype and sharding."""
     points = dict(values)

@@ -31,7 +31,7 @@ from spmdtrain.config.schema import (
     Sgd,
 )
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.train.updates.optimizers import GradientPoint, Rule, Rules
+from spmdtrain.train.updates.optimizers import GradientPoint, Rule, UpdateRules
 from spmdtrain.train.updates.schedule_free import gradient_point, schedule_free
 
 Transformation = optax.GradientTransformation
@@ -68,7 +68,9 @@ def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule |
     return choose
 
 
-def shipped_rules(config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> Rules:
+def shipped_update_rules(
+    config: OptimizerConfig, parameters: Mapping[str, Parameter]
+) -> UpdateRules:
     """Returns the rule of each parameter that is not frozen, by these settings.
 
     Raises ConfigError if a group has no parameter, or all parameters are frozen.

@@ -100,8 +100,8 @@ def cold(step):
         ("mesh.data", {"settings": ["mesh.data=2"]}),
         ("log.every", {"settings": ["log.every=7"]}),
         ("optimizer=", {"seams": {"optimizer": optax.sgd(1.0)}}),
-        ("schedule=", {"seams": {"schedule": cold}}),
-        ("schedule=", {"seams": {"schedule": functools.partial(cold)}}),
+        ("learning_rate=", {"seams": {"learning_rate": cold}}),
+        ("learning_rate=", {"seams": {"learning_rate": functools.partial(cold)}}),
         ("--fresh", {"fresh": True}),
         ("--step", {"step": 4}),
         ("--run", {"run": "elsewhere"}),
@@ -123,7 +123,7 @@ def test_each_thing_that_a_process_is_started_with_is_compared(name, change, tmp
             monkeypatch.setattr(agreement, "_our_sources", lambda: more["sources"])
         if "of_jax" in more:
             monkeypatch.setattr(agreement, "OF_JAX", ())
-        seams = {"schedule": warm} | (seams or {})
+        seams = {"learning_rate": warm} | (seams or {})
         data = open_data(config)[1]
         agreement.check_start(config, data, seams, tmp_path / run, fresh, step)
 

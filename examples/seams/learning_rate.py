@@ -1,6 +1,6 @@
 """A learning-rate schedule of one's own: warm up, stay, and fall at the end (WSD).
 
-python examples/seams/schedule.py
+python examples/seams/learning_rate.py
 """
 
 import jax.numpy as jnp
@@ -25,4 +25,4 @@ def warm_stay_fall(step):
 
 
 if __name__ == "__main__":
-    st.run(CONFIG, "runs/wsd", schedule=warm_stay_fall)
+    st.run(CONFIG, "runs/wsd", learning_rate=warm_stay_fall)
