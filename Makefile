@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-fast test-slow test-gpu mutations fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch cuda-compiler aot fleet plan-table schema constraints
+.PHONY: help train test test-fast test-slow test-gpu mutations fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch gpu-hour cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -73,6 +73,9 @@ bench-torch: $(VENV)/installed  ## our training step against the same model in P
 
 bench-gpu: $(VENV)/installed  ## every kernel timed, on a GPU
 	mkdir -p benchmarks/results && $(BIN)/python -m pallas_kernels.bench --json benchmarks/results/kernels.json
+
+gpu-hour: $(VENV)/installed-dev  ## the first hour on a machine with a GPU: GPU_HOUR=10 make gpu-hour does what fits in ten minutes
+	$(BIN)/python benchmarks/gpu_hour
 
 cuda-compiler: $(VENV)/cuda-compiler  ## XLA's CUDA side for the jax that is installed, without driver and libraries
 

@@ -1,0 +1,69 @@
+"""Trains GPT-2 124M for a few steps and says what a step took against what was predicted.
+
+python benchmarks/gpu_hour/trained.py FILE.json [--config FILE] [--set KEY=VALUE]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from training import metrics, train
+
+SAVED = 20  # steps between saves
+WARM = 5  # steps that do not count
+SETTINGS = [
+    "train.steps=50",
+    "train.global_batch=12",
+    "data.corpus=synthetic",
+    "data.path=none",
+    "data.validation_fraction=0",
+    "eval.every=0",
+    f"checkpoint.every={SAVED}",
+    "optimizer.warmup=0",
+    "optimizer.schedule=constant",
+    "mesh.data=1",
+    "log.every=1",
+]
+
+
+def figures(run: Path) -> dict[str, Any]:
+    """Medians over the steps; the stall is what the step at a save takes longer than others."""
+    rows = [row for row in metrics(run) if row["step"] > WARM and "step_seconds" in row]
+    seconds = statistics.median(row["step_seconds"] for row in rows)
+    # The time of a save is in that of the step after it.
+    saved = [row["step_seconds"] for row in rows if row["step"] % SAVED in (0, 1)]
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows),
+        "mfu": statistics.median(row["mfu"] or 0.0 for row in rows),
+        "stall_seconds": max(saved, default=seconds) - seconds,
+        "summary": json.loads((run / "summary.json").read_text(encoding="utf-8")),
+        "kernels": json.loads((run / "config.json").read_text(encoding="utf-8"))["implementations"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--config", default="configs/gpt2_124m.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        train(chosen.config, Path(folder) / "run", SETTINGS + chosen.set)
+        found = figures(Path(folder) / "run")
+    chosen.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    parts = [f"step {1e3 * found['step_seconds']:.2f} ms"]
+    parts.append(f"{found['tokens_per_second']:,.0f} tokens/s, MFU {found['mfu']:.1%}")
+    parts.append(f"a save stalls {1e3 * found['stall_seconds']:.0f} ms")
+    for name in ("step_seconds", "memory_bytes"):
+        error = found["summary"][name]["error"]
+        if error is not None:
+            parts.append(f"{name} predicted {error:+.1%}")
+    print("; ".join(parts))
+
+
+if __name__ == "__main__":
+    main()
