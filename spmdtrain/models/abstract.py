@@ -1,8 +1,8 @@
 """A model before it has memory: shapes and logical axes of every parameter.
 
 Parameters travel as a flat dict, dotted path -> array. That is light for jit, and readable in
-errors, checkpoints and tables. The NNX module exists inside traced functions only, where `bind`
-makes it of such a dict.
+errors, checkpoints and tables. The NNX module exists only inside traced functions, where `bind`
+makes it from such a dict.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ Corrupt = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 class Parameter:
     """Shape and logical axes of one parameter or buffer; the first `stacked` dims count layers.
 
-    What is not trained is a buffer, or else *frozen*.
+    An array that is not trained is a buffer, or else *frozen*.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Parameter:
 
     @property
     def is_frozen(self) -> bool:
-        """True of a parameter that is not trained; a buffer is none."""
+        """True for a parameter that is not trained; never for a buffer."""
         return not self.is_trained and not self.is_buffer
 
     @property
@@ -73,16 +73,16 @@ class AbstractModel:
     variables: tuple[tuple[tuple, nnx.Variable], ...]
     make: Callable[[jax.Array], LanguageModel]
     layout: StageLayout  # of the parameters in the stack `blocks`
-    rows: int  # of the whole table that `head` gives
+    rows: int  # of the whole table that `head` returns
 
     def in_stack(self, path: str) -> bool:
-        """True if this parameter belongs to the layers that a pipeline spreads over its stages."""
+        """Returns True if this parameter belongs to the layers that a pipeline distributes."""
         axes = self.layout.axes
         return path.startswith("blocks.") and self.parameters[path].axes[: len(axes)] == axes
 
     @property
     def size(self) -> int:
-        """Parameters in all; padding of the layout is none."""
+        """The number of parameters, without the padding of the layout."""
         share = self.layout.layers / self.layout.places
         total = 0
         for path, parameter in self.parameters.items():
@@ -90,7 +90,7 @@ class AbstractModel:
         return total
 
     def freezing_all_but(self, trained: Collection[str]) -> "AbstractModel":
-        """Returns the model, with the parameters at `trained` as those that are trained."""
+        """Returns the model with only the parameters at `trained` trained."""
         return replace(
             self,
             parameters={
@@ -106,11 +106,11 @@ class AbstractModel:
 
     @property
     def corrupt(self) -> Corrupt | None:
-        """How a model that restores tokens corrupts them; None: it predicts the next ones."""
+        """The corruption of a model that restores tokens; None: it predicts the next ones."""
         return getattr(self.bind({}), "corrupt", None)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Fresh parameters.
+        """Returns fresh parameters.
 
         Trace it under jit with output shardings, so that none is ever whole on one device.
         """
@@ -128,11 +128,11 @@ class AbstractModel:
         values: Mapping[str, jax.Array],
         gather: Callable[[nnx.State], nnx.State] | None = None,
     ) -> LanguageModel:
-        """The module that holds `values`.
+        """Returns the module that holds `values`.
 
-        `gather` brings what is not stacked together for use, as `make_gather_layer` does.
-        Parameters without a value stay abstract. A part of the model that does not use them runs
-        all the same.
+        `gather` makes whatever is not stacked whole for use, as `make_gather_layer` does.
+        Parameters without a value stay abstract; parts of the model that do not use them still
+        run.
         """
         held = []
         for path, variable in self.variables:
@@ -142,11 +142,11 @@ class AbstractModel:
         return nnx.merge(self.graphdef, gather(state) if gather else state)
 
     def named_variables(self) -> list[tuple[str, nnx.Variable]]:
-        """The variables by dotted path, abstract, as the module has them: layers in order."""
+        """Returns the abstract variables by dotted path, as in the module: layers in order."""
         return [(_dotted(path), variable) for path, variable in self.variables]
 
     def read_by(self, part: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> set[str]:
-        """The parameters that `part(module, *arguments)` depends on.
+        """Returns the parameters on which `part(module, *arguments)` depends.
 
         Traces it, with all parameters whole.
         """
@@ -167,11 +167,11 @@ def build_model(
 ) -> AbstractModel:
     """Traces `make(config, rngs)` without allocating anything.
 
-    With several `stages`, parameters of the stack `blocks` lie on them in pipeline layout, `chunks`
-    to a stage. A parameter that names no logical axes is whole on every device.
+    With several `stages`, parameters of the stack `blocks` are distributed over them in pipeline
+    layout, `chunks` per stage. A parameter without logical axes is whole on every device.
 
-    Raises ConfigError where the model has no `embed`, `blocks` or `head`, or the config has a rule
-    for weights that the model does not have.
+    Raises ConfigError if the model has no `embed`, `blocks` or `head`, or if the config has a rule
+    for weights that the model lacks.
     """
 
     def build(key: jax.Array) -> LanguageModel:
@@ -199,7 +199,7 @@ def build_model(
 def _parameter(
     path: tuple, variable: nnx.Variable, layout: StageLayout, config: RunConfig
 ) -> Parameter:
-    """Shape and axes of a variable; those of the layers as `layout` has them."""
+    """Returns the shape and axes of a variable; those of the layers in `layout`."""
     is_floating = jnp.issubdtype(variable.dtype, jnp.floating)
     is_buffer = isinstance(variable, Buffer)
     if not is_buffer and not (isinstance(variable, nnx.Param) and is_floating):
@@ -223,7 +223,7 @@ def _parameter(
 
 
 def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
-    """The model, which has all parts. ConfigError where it has not."""
+    """Returns the model. Raises ConfigError if it lacks a part."""
     own = type(model).__name__
     blocks = getattr(model, "blocks", None)
     layers = config.model.layers
@@ -243,10 +243,10 @@ def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
 
 
 def _name_axes(model: nnx.Module) -> None:
-    """Gives a parameter that was made without logical axes those that keep it whole.
+    """Gives a parameter without logical axes those that keep it whole.
 
-    `nnx.Param(x)` is one, and so is what `nnx.Linear` makes. In a stack its first dim counts layers
-    all the same.
+    `nnx.Param(x)` is one, and so are the parameters of `nnx.Linear`. In a stack its first dim still
+    counts layers.
     """
     stacks = [path for path, node in nnx.iter_graph(model) if isinstance(node, Stack)]
     for path, variable in nnx.iter_graph(model):
@@ -258,7 +258,7 @@ def _name_axes(model: nnx.Module) -> None:
 
 
 def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> int:
-    """Rows of the table [vocab, embed] that `head` gives where nothing is split."""
+    """Returns the rows of the table [vocab, embed] that `head` returns if nothing is split."""
 
     def table(state, tokens_bt):
         model = nnx.merge(graphdef, state)
@@ -278,7 +278,7 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
 
 
 def _activation_axes(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> set[str]:
-    """The logical axes that the model names in `ctx.constrain` and `ctx.local_map`."""
+    """Returns the logical axes that the model names in `ctx.constrain` and `ctx.local_map`."""
     seen = set()
 
     def constrain(x, *names):
@@ -302,10 +302,10 @@ def _activation_axes(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State
 
 
 def make_gather_layer(rules: Rules) -> Callable[[nnx.State], nnx.State]:
-    """`gather(state)` for a program that leaves every mesh axis to XLA, as sampling does.
+    """Returns `gather(state)` for a program that leaves every mesh axis to XLA, e.g. sampling.
 
     Weights that rest split over axes of the batch (`fsdp`) are used whole. A constraint asks for
-    the gather just where they are used, so that one layer at a time is whole.
+    the gather only where they are used, so one layer at a time is whole.
     """
     if all(rules.sizes[axis] == 1 for axis in BATCH_AXES):
         return lambda state: state
@@ -321,10 +321,10 @@ def make_gather_layer(rules: Rules) -> Callable[[nnx.State], nnx.State]:
 def make_manual_gather_layer(
     rules: Rules, precision: PrecisionConfig
 ) -> Callable[[nnx.State], nnx.State]:
-    """`gather(state)` inside the region of the training step.
+    """Returns `gather(state)` inside the region of the training step.
 
-    That is manual over the axes of the batch. Weights that rest split over those axes come whole
-    and in compute precision; the others stay as they are.
+    The region is manual over the axes of the batch. Weights that rest split over those axes are
+    made whole, in compute precision; the others do not change.
     """
 
     def whole(variable: nnx.Variable, axes: Axes) -> jax.Array:
@@ -344,11 +344,11 @@ def make_manual_gather_layer(
 def _map_weights(
     function: Callable[[nnx.Variable, Axes], jax.Array], state: nnx.State
 ) -> nnx.State:
-    """`function(variable, its logical axes)` in the place of each weight.
+    """Returns the state with `function(variable, its logical axes)` instead of each weight.
 
-    Stacked weights are left to the scan that slices them. A slice that has come out of a stack
-    names the axes of its layers still, but has no dims for them any more. Copies of a weight
-    (`copies.py`), with a dim more than it has names, need nothing.
+    Stacked weights are left to the scan that slices them. A slice taken out of a stack still names
+    the axes of its layers, but no longer has dims for them. Copies of a weight (`copies.py`), with
+    one dim more than names, need nothing.
     """
 
     def mapped(variable: nnx.Variable) -> nnx.Variable:
@@ -362,20 +362,20 @@ def _map_weights(
 
 
 def cast(values: Mapping[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
-    """Floating parameters in `dtype`."""
+    """Returns floating parameters in `dtype`."""
     return {path: cast_floating(x, dtype) for path, x in values.items()}
 
 
 def cast_floating(x: jax.Array, dtype: str) -> jax.Array:
-    """x in `dtype`, but as it is where it holds integers."""
+    """Returns x in `dtype`, or unchanged if it holds integers."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def matmuls(dtype: str) -> contextlib.AbstractContextManager:
-    """A context to trace in: if `dtype` is float32, matmuls do not round their factors.
+    """Returns a context to trace in: if `dtype` is float32, matmuls do not round their factors.
 
-    jax's default on a GPU is TF32, which keeps 10 of their 23 mantissa bits. Whoever wants less
-    precision sets bfloat16.
+    jax's default on a GPU is TF32, which keeps 10 of their 23 mantissa bits. For lower precision,
+    set bfloat16.
     """
     if dtype != "float32":
         return contextlib.nullcontext()

@@ -12,18 +12,18 @@ from spmdtrain.config.errors import ConfigError
 class Buffer(nnx.Variable):
     """Numbers of a model that are not trained: random features, a fixed table.
 
-    It is made as a parameter is, `Buffer(x, out_sharding=("embed", "ffn"))`, and lies on the mesh,
-    in checkpoints and in memory as one; optimizers pass it over, and it has no moments. Its values
-    are those that the model was made with, floating, for good: a forward pass that changes them is
-    refused.
+    It is made like a parameter, `Buffer(x, out_sharding=("embed", "ffn"))`, and rests on the mesh,
+    in checkpoints and in memory like one; optimizers skip it, and it has no moments. It keeps the
+    floating values with which the model was made: a forward pass that changes them is refused.
     """
 
 
 @contextlib.contextmanager
 def refusing_writes(module: nnx.Module) -> Iterator[None]:
-    """A context to trace a part of the forward pass in. ConfigError where it changes an array.
+    """Makes a context to trace a part of the forward pass in.
 
-    The change would be lost: a step keeps what its optimizer changes, and nothing else.
+    Raises ConfigError if it changes an array. The change would be lost: a step keeps only what its
+    optimizer changes.
     """
     before = _arrays(module)
     yield
@@ -36,6 +36,6 @@ def refusing_writes(module: nnx.Module) -> Iterator[None]:
 
 
 def _arrays(module: nnx.Module) -> dict[str, Any]:
-    """The arrays of a module's parameters and buffers, by dotted path."""
+    """Returns the arrays of a module's parameters and buffers, by dotted path."""
     flat = nnx.to_flat_state(nnx.state(module, (nnx.Param, Buffer)))
     return {".".join(map(str, path)): variable.get_raw_value() for path, variable in flat}

@@ -1,4 +1,4 @@
-"""Chooses the model that a run trains: a shipped one, or the user's own with its own settings.
+"""Chooses the model that a run trains: a shipped one, or a custom one with its settings.
 
 A user's code runs only because the user names it: in a config, on the command line or in Python.
 The model that a run directory names is not imported (checkpoints/restore.py).
@@ -22,25 +22,24 @@ from spmdtrain.config.named_file import read_named
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.transformer import Transformer
 
-# Gives a LanguageModel, of a RunConfig and nnx.Rngs, and of `extra` if it wants that.
+# Makes a LanguageModel from a RunConfig, nnx.Rngs, and `extra` if it takes that.
 MakeModel = Callable[..., Any]
 EXTRA = "extra"  # the argument that takes the settings of [model.extra]
 
-# What has been loaded from files: path -> (its bytes, the module).
+# Modules loaded from files: path -> (its bytes, the module).
 _loaded: dict[Path, tuple[bytes, ModuleType]] = {}
 
 
 def choose_model(
     config: RunConfig, make: MakeModel | str | None = None
 ) -> tuple[RunConfig, MakeModel]:
-    """The config with its [model.extra] complete, and the function that builds the model.
+    """Returns the config with its [model.extra] complete, and the function that builds the model.
 
-    `make` is a class or a function, or a name as `model.make` has it. Unless it is given,
-    `model.make` names the model, or else it is the shipped one. An argument `extra` of it,
-    annotated with a dataclass or a pydantic model, is given the settings of [model.extra] as that
-    class.
+    `make` is a class or a function, or a name like `model.make`. If it is not given, `model.make`
+    names the model, or else it is the shipped one. An argument `extra`, annotated with a dataclass
+    or a pydantic model, gets the settings of [model.extra] as that class.
 
-    Raises ConfigError where the name leads to no model, or the settings are not those of the class.
+    Raises ConfigError if the name leads to no model, or if the settings are not those of the class.
     """
     check_make(make)
     chosen = make or config.model.make or Transformer
@@ -48,7 +47,7 @@ def choose_model(
         config = _with(config, make=chosen)
         chosen = import_model(chosen)
     if isinstance(chosen, partial) and EXTRA in chosen.keywords:
-        return config, chosen  # its settings were chosen by whoever made the partial
+        return config, chosen  # its settings were chosen when the partial was made
     if EXTRA not in inspect.signature(_function(chosen)).parameters:
         if config.model.extra:
             name = getattr(chosen, "__name__", "the model")
@@ -66,17 +65,17 @@ def choose_model(
 
 
 def check_make(make: Any) -> None:
-    """ConfigError where a caller's `make` is neither a model nor the name of one."""
+    """Raises ConfigError if a caller's `make` is neither a model nor the name of one."""
     if make is not None and not callable(make) and not (isinstance(make, str) and make):
         fix = "a class, a function (config, rngs), or its name as in model.make"
         raise ConfigError(f"make={shown(make)} makes no model", fix=fix)
 
 
 def import_model(name: str) -> MakeModel:
-    """The class or function that `FILE.py:NAME` or `package.module:NAME` names.
+    """Returns the class or function that `FILE.py:NAME` or `package.module:NAME` names.
 
     A file is found from the working directory, and may import its neighbours. The code of the
-    module runs. ConfigError where there is no such file, module or name, or its code fails.
+    module runs. Raises ConfigError if there is no such file, module or name, or if its code fails.
     """
     where, colon, attribute = name.partition(":")
     if not colon or not where or not attribute:
@@ -139,16 +138,16 @@ def _from_package(name: str, where: str) -> ModuleType:
 
 
 def _make_importable(folder: Path) -> None:
-    """Last in the path of imports: a neighbour takes the place of no library."""
+    """Appends a folder to the import path: a neighbour never shadows a library."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 def _run(name: str, action: Callable[[], Any]) -> Any:
-    """Runs the code of a module; what it raises becomes one line that says where."""
+    """Runs the code of a module; an error becomes one line that says where it was raised."""
     try:
         return action()
-    except Exception as error:  # whatever a person's code may raise
+    except Exception as error:  # a user's code may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f" ({last.filename}, line {last.lineno})"
         if isinstance(error, SyntaxError):
@@ -157,12 +156,12 @@ def _run(name: str, action: Callable[[], Any]) -> Any:
 
 
 def _annotation(make: MakeModel) -> type | None:
-    """The class that `make` wants its settings in."""
+    """Returns the class in which `make` expects its settings."""
     return get_type_hints(_function(make)).get(EXTRA)
 
 
 def _function(make: MakeModel) -> Callable[..., Any]:
-    """The function whose arguments `make` takes: of a class its `__init__`."""
+    """Returns the function whose arguments `make` takes: for a class its `__init__`."""
     function = make.func if isinstance(make, partial) else make
     return function.__init__ if inspect.isclass(function) else function
 

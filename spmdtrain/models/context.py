@@ -1,8 +1,9 @@
-"""Gives a layer what it needs besides its input: positions, segments, noise, and the sharding of
-activations.
+"""Gives a layer what it needs in addition to its input.
 
-One `ForwardContext` accompanies a microbatch through the model. It is an argument, not ambient
-state: a layer that is given none cannot silently run unsharded. It is a pytree of its arrays.
+That is positions, segments, noise, and the sharding of activations. One `ForwardContext`
+accompanies a microbatch through the model. It is an argument, not ambient state: a layer without
+one cannot silently run unsharded. It is a pytree of its arrays.
+
 b: sequences, t: tokens of a sequence.
 """
 
@@ -35,13 +36,13 @@ from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
 )
 @dataclass(frozen=True)
 class ForwardContext:
-    """Defaults are those of one device: nothing is split, nothing is dropped."""
+    """The context of a layer. Defaults are those of one device: no splits, no dropout."""
 
     # The position of each token inside its document; int32.
     positions_bt: jax.Array
-    # Tokens attend within equal ids only; int32. None: one document.
+    # Tokens attend only within equal ids; int32. None: one document.
     segment_ids_bt: jax.Array | None = None
-    # constrain(x, *logical axes): a sharding constraint, as the activation table says.
+    # constrain(x, *logical axes): a sharding constraint, by the activation table.
     constrain: Callable[..., jax.Array] = lambda x, *_: x
     # A kernel on each device's own part; see parallel.regions.make_local_map.
     local_map: Callable[..., Any] = lambda function, arrays, *_: function(*arrays)
@@ -49,7 +50,7 @@ class ForwardContext:
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, ids: table[ids]
     # A layer's weights, whole over fsdp.
     gather: Callable[[nnx.State], nnx.State] = lambda state: state
-    # The part of the forward that backward computes again; see stack.rematerialised.
+    # The part of the forward that backward recomputes; see stack.rematerialised.
     remat: Literal["none", "weights", "dots", "full"] = "none"
     # (x [b, t, e], array [e, *f], logical axes of f) -> [b, t, *f]: from the residual stream.
     column_matmul: TensorMatmul = lambda x, array, _: jnp.tensordot(x, array, 1)
@@ -73,7 +74,7 @@ class ForwardContext:
         return multiply(weight, Product(self.row_matmul, names, False, self.dropout), h)
 
     def at_layer(self, number: jax.Array | int, count: int = 1) -> "ForwardContext":
-        """Returns the context of layer `number`, with noise of its own.
+        """Returns the context of layer `number`, with its own noise.
 
         Inside a layer that is a round of `count` layers, `number` is the place in the round.
         """
@@ -82,12 +83,12 @@ class ForwardContext:
         return replace(self, layer=layer, noise_b=noise_b)
 
     def dropout(self, x: jax.Array, site: int, rate: float | None = None) -> jax.Array:
-        """Dropout of x [b, ...]; `site` tells places within a layer apart.
+        """Applies dropout to x [b, ...]; `site` distinguishes places within a layer.
 
         `rate`: default `dropout_rate`.
 
-        Noise depends only on (seed, step, global sample index, layer, site): no mesh and no
-        accumulation changes it.
+        Noise depends only on (seed, step, global sample index, layer, site), not on mesh or
+        accumulation.
         """
         rate = self.dropout_rate if rate is None else rate
         if self.noise_b is None or not rate:
@@ -102,25 +103,28 @@ def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (0, None))(keys_b, number)
 
 
-# A purpose is known by its place here: append others, or old runs would draw other numbers.
+# A purpose is identified by its position: append new ones, or old runs would draw other numbers.
 Purpose = Literal["init", "noise", "corruption"]
 
 
 def random_key(seed: int, purpose: Purpose) -> jax.Array:
-    """The key of one purpose: initial values and noise of a run share a seed, but never a key."""
+    """Returns the key of one purpose: initial values and noise share a seed, but never a key."""
     return jax.random.fold_in(jax.random.key(seed), get_args(Purpose).index(purpose))
 
 
 def sample_noise(seed: int, step: jax.Array, sample_b: jax.Array) -> jax.Array:
-    """One random key per sample, from (seed, step, global sample index). sample_b: uint32 [b]."""
+    """Returns a random key per sample, from (seed, step, global sample index).
+
+    sample_b: uint32 [b].
+    """
     key = jax.random.fold_in(random_key(seed, "noise"), step)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, sample_b)
 
 
 def sample_corruption(seed: int, sample_b: jax.Array) -> jax.Array:
-    """One random key per sample, from (seed, global sample index). sample_b: uint32 [b].
+    """Returns a random key per sample, from (seed, global sample index). sample_b: uint32 [b].
 
-    A sample that is evaluated again is corrupted as before.
+    A sample that is evaluated again is corrupted in the same way.
     """
     key = random_key(seed, "corruption")
     return jax.vmap(jax.random.fold_in, (None, 0))(key, sample_b)

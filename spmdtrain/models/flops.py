@@ -1,7 +1,7 @@
-"""FLOPs of a model, counted in its own program: matmuls, convolutions, and attention by our
-kernels.
+"""Counts the FLOPs of a model in its own program.
 
-A multiplication and an addition count as two. Whatever else a model computes is little beside them.
+It counts matmuls, convolutions, and attention by our kernels. A multiplication and an addition
+count as two. Everything else in a model is negligible.
 """
 
 import math
@@ -18,16 +18,16 @@ from spmdtrain.models.context import ForwardContext
 
 
 class UncountableError(Exception):
-    """The program has a loop of unknown length, or a kernel that does not say its FLOPs."""
+    """The program has a loop of unknown length, or a kernel that does not state its FLOPs."""
 
 
 def counted_flops_per_token(config: RunConfig, model: AbstractModel) -> float | None:
-    """Model FLOPs of forward and backward per token of a training sequence; None where unknown.
+    """Returns model FLOPs of forward and backward per token of a training sequence, if known.
 
     The backward of a matmul is two matmuls of its size. Recomputation does not count, and neither
     do copies: the program is that of one device. Attention by `pallas_kernels.attention` counts the
-    pairs that are seen, half of all if it is causal; attention of a model's own counts as it is
-    written. Equal to `size.train_flops_per_token` for the shipped model.
+    pairs that are seen, half of all if it is causal; custom attention counts as written. Equal to
+    `size.train_flops_per_token` for the shipped model.
     """
     length = config.train.sequence_length
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -41,7 +41,7 @@ def counted_flops_per_token(config: RunConfig, model: AbstractModel) -> float | 
         return jnp.einsum("bte,ve->btv", hidden_bte, table_ve)
 
     with counted():
-        # A function of its own: jax would answer from what it has traced before.
+        # A separate function: otherwise jax would reuse an earlier trace.
         program = jax.make_jaxpr(lambda *arguments: forward(*arguments))(values, tokens)
     try:
         return 3 * flops_of(program.jaxpr) / length
@@ -50,7 +50,7 @@ def counted_flops_per_token(config: RunConfig, model: AbstractModel) -> float | 
 
 
 def flops_of(program: Any) -> float:
-    """FLOPs of a jaxpr. Raises UncountableError."""
+    """Returns the FLOPs of a jaxpr. Raises UncountableError."""
     return sum(map(_flops_of_operation, program.eqns), 0.0)
 
 
@@ -87,7 +87,7 @@ def _flops_of_operation(operation: Any) -> float:
 
 
 def _programs_in(options: dict[str, Any]) -> list[Any]:
-    """The jaxprs among the options of an operation."""
+    """Returns the jaxprs among the options of an operation."""
     found = []
     for option in options.values():
         for each in option if isinstance(option, tuple | list) else (option,):

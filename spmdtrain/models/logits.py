@@ -1,4 +1,4 @@
-"""Logits of the head's hidden states, wherever all of a few tokens are wanted.
+"""Logits of the head's hidden states, for uses that need all of a few tokens.
 
 Letters: b batch, t time, e embed, v rows of the table.
 """
@@ -13,7 +13,7 @@ from spmdtrain.config.schema import TransformerConfig
 
 
 class LogitShape(TypedDict):
-    """What makes logits of products, in the words of `pallas_kernels.loss`."""
+    """The options that turn products into logits, in the words of `pallas_kernels.loss`."""
 
     scale: float
     softcap: float | None

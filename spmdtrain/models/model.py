@@ -13,20 +13,20 @@ class LanguageModel(Protocol):
 
     Shapes: tokens [b, t], activations [b, t, e], the head's table [v, e].
 
-    A model that learns to restore tokens, in place of the one behind each, has a fourth part:
-    `corrupt(tokens_bt, key_b) -> (corrupted_bt, chosen_bt)`. It is trained and evaluated on the
-    chosen tokens alone (bool), from all of the corrupted ones (ids). `key_b` has a random key per
-    sequence, of (seed, global sample index) alone. It reads no weights.
+    A model that learns to restore tokens, instead of predicting the next token, has a fourth part:
+    `corrupt(tokens_bt, key_b) -> (corrupted_bt, chosen_bt)`. It is trained and evaluated only on
+    the chosen tokens (bool), from all of the corrupted ones (ids). `key_b` has a random key per
+    sequence, which depends only on (seed, global sample index). It reads no weights.
     """
 
     blocks: Stack
 
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
-        """Activations [b, t, e] of the tokens."""
+        """Returns the activations [b, t, e] of the tokens."""
         ...
 
     def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
-        """Hidden states [b, t, e], and the table [v, e] whose products with them are the logits.
+        """Returns hidden states [b, t, e], and the table [v, e]: their products are the logits.
 
         `model.logit_scale` and `model.logit_cap` shape them afterwards.
         """

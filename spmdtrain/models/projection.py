@@ -1,9 +1,9 @@
-"""The seam between a layer and a matmul: a layer hands over a weight, and its type multiplies.
+"""The seam between a layer and a matmul: a layer passes a weight, and its type multiplies.
 
 `ctx.column_parallel(x, weight, names)` and `ctx.row_parallel` ask the weight: an array and a
-`MatmulWeight` are one matmul, a weight of low rank beside a frozen one is three, an integer weight
-scales what comes out. No layer changes for it, and neither do meshes, gathers or the pipeline,
-which see the arrays that the weight is made of.
+`MatmulWeight` are one matmul, a low-rank weight with a frozen one is three, an integer weight
+scales the result. Layers do not change for it, and neither do meshes, gathers or the pipeline,
+which see the arrays of which the weight consists.
 
 b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn, r: a low rank.
 """
@@ -20,7 +20,7 @@ from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
 
 @dataclass(frozen=True)
 class Product:
-    """The matmul that a layer asks for, as a weight's type gets it.
+    """The matmul that a layer asks for, as passed to a weight's type.
 
     `names` are the logical axes of f. From the stream the matmul contracts e of x [b, t, e] with an
     array [e, *f]; back to it, f of x [b, t, *f] with an array [*f, e].
@@ -44,14 +44,14 @@ class Product:
     def to_rank(self, x: jax.Array, array: jax.Array) -> jax.Array:
         """Returns the product [b, t, r] of x and an array [e, r], or [*f, r] back to the stream.
 
-        No mesh axis splits r. Back to the stream, tokens are split as the stream's are.
+        No mesh axis splits r. Back to the stream, tokens are split like the stream's.
         """
         return self.matmul(x, array, (None,) if self.from_stream else self.names)
 
 
 @runtime_checkable
 class Weight(Protocol):
-    """A weight that multiplies by itself: a layer hands it to a matmul in place of an array."""
+    """A weight that multiplies by itself: a layer passes it to a matmul instead of an array."""
 
     def multiply(self, product: Product, x: jax.Array) -> jax.Array: ...
 
@@ -59,8 +59,8 @@ class Weight(Protocol):
 class MatmulWeight(nnx.Param):
     """A weight that only `ctx.column_parallel` or `ctx.row_parallel` reads.
 
-    In training on a mesh with `context` it comes to them as copies, one for each part of the
-    tokens. The parts of its gradient are then summed once a step (`parallel/copies.py`).
+    In training on a mesh with `context` they get it as copies, one for each part of the tokens. The
+    parts of its gradient are then summed once a step (`parallel/copies.py`).
     """
 
     def multiply(self, product: Product, x: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ class MatmulWeight(nnx.Param):
 
 
 def multiply(weight: Weight | jax.Array, product: Product, x: jax.Array) -> jax.Array:
-    """Returns what the weight's type makes of x; an array is multiplied as it is."""
+    """Returns the product by the weight's type; an array is multiplied directly."""
     if isinstance(weight, Weight):
         return weight.multiply(product, x)
-    return product(x, weight[...])  # also of a plain nnx.Param
+    return product(x, weight[...])  # also for a plain nnx.Param

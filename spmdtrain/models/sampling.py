@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Chooses the next token from logits."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ def choose(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> jax.Array:
-    """Token ids int32 [b].
+    """Returns token ids int32 [b].
 
-    `temperature` 0 takes the likeliest. `top_k` draws among the k likeliest only. `top_p` (nucleus
+    `temperature` 0 takes the likeliest. `top_k` draws only among the k likeliest. `top_p` (nucleus
     sampling, arXiv:1904.09751) draws among the fewest likeliest whose probabilities reach p. Of
-    equally likely tokens the one of the smaller id comes first, so that `top_k` 1 is the likeliest.
+    equally likely tokens the one with the smaller id comes first, so `top_k` 1 is the likeliest.
     """
     if temperature == 0:
         return jnp.argmax(logits_bv, -1).astype(jnp.int32)
@@ -33,6 +33,6 @@ def choose(
 
 
 def _rank(logits_bv: jax.Array) -> jax.Array:
-    """The place of each token among the likeliest [b, v], 0 of the first."""
+    """Returns the rank of each token by likelihood [b, v], 0 for the first."""
     order = jnp.argsort(-logits_bv, -1, stable=True)
     return jnp.argsort(order, -1)

@@ -4,7 +4,7 @@ from spmdtrain.config.schema import TransformerConfig
 
 
 def matmul_parameters(config: TransformerConfig) -> int:
-    """Parameters that multiply every token.
+    """Counts the parameters that multiply every token.
 
     They are the matrices of the blocks and the head; the embedding is a lookup.
     """
@@ -15,11 +15,11 @@ def matmul_parameters(config: TransformerConfig) -> int:
 
 
 def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
-    """FLOPs of forward and backward per token, the numerator of MFU (arXiv:2204.02311, appendix B).
+    """Returns the FLOPs of forward and backward per token (arXiv:2204.02311, appendix B).
 
-    They are 6 per matmul parameter, and for attention 12 x heads x head_dim in each layer for each
-    key that a token sees: half of the length on average, because it is causal, or fewer through a
-    window. Recomputation does not count.
+    They are the numerator of MFU: 6 per matmul parameter, and for attention 12 x heads x head_dim
+    in each layer for each key that a token sees: half of the length on average, because it is
+    causal, or fewer through a window. Recomputation does not count.
     """
     pairs = sum(seen_pairs(sequence_length, kind.window) for kind in config.layer_kinds)
     attention = 12 * config.heads * config.width_per_head * pairs / sequence_length
@@ -27,9 +27,9 @@ def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
 
 
 def seen_pairs(length: int, window: int = 0) -> float:
-    """Pairs of a query and a key that causal attention sees in a sequence, as `counting` has them.
+    """Counts the pairs of query and key that causal attention sees in a sequence, as in `counting`.
 
-    `window`: tokens that a query sees, itself among them; 0: all, which count half of the square.
+    `window`: tokens that a query sees, including itself; 0: all, which count half of the square.
     """
     if not window or window >= length:
         return length * length / 2

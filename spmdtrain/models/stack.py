@@ -1,5 +1,6 @@
-"""Layers of one shape, stacked along a leading dim and run by one scan: compile time does not grow
-with depth.
+"""Layers of one shape, stacked along a leading dim and run by one scan.
+
+So compile time does not grow with depth.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +21,12 @@ from spmdtrain.parallel.gather import LAYER_AXES
 
 
 def _but_gathered_weights(primitive: jax.extend.core.Primitive, *_, **parameters) -> bool:
-    """Keep everything but gathered weights: kept, those of all layers would be whole at once."""
+    """Keeps all but gathered weights: if kept, those of all layers would be whole at once."""
     return not _gathers_weights(primitive, parameters)
 
 
 def _gathers_weights(primitive: jax.extend.core.Primitive, parameters: dict[str, Any]) -> bool:
-    """True of a gather over the layers' axes, and of the call of a function that makes one.
+    """Returns True for a gather over the layers' axes, or a call of a function that makes one.
 
     The gather of a frozen weight stays such a call, because nothing differentiates it.
     """
@@ -58,13 +59,13 @@ MakeBlock = Callable[[nnx.Rngs], nnx.Module]
 class Stack(nnx.Module):
     """`count` blocks made by `make_block(rngs)`, each called as `block(x, ctx)`.
 
-    With several `make_block` the blocks are of several kinds, in that order again and again;
-    `count` is a multiple of their number. What is stacked, and what a stage of a pipeline has a
-    whole number of, is then a round of them.
+    With several `make_block` there are several kinds of block, repeated in that order; `count` is a
+    multiple of their number. A round of them is then what is stacked, and what a stage of a
+    pipeline has a whole number of.
 
-    A block gives x, or (x, its side losses): a dict of scalars by name, or one scalar, whose name
-    is then `side_loss`. A side loss is weighted already, and summed over the tokens of x as their
-    losses are: training minimises the sum of all losses over the number of tokens.
+    A block returns x, or (x, its side losses): a dict of scalars by name, or one scalar, whose name
+    is then `side_loss`. A side loss is already weighted, and summed over the tokens of x like their
+    losses: training minimises the sum of all losses over the number of tokens.
     """
 
     def __init__(self, make_block: MakeBlock | Sequence[MakeBlock], count: int, rngs: nnx.Rngs):
@@ -83,7 +84,7 @@ class Stack(nnx.Module):
         self.layer = stacked(rngs.split(self.rounds))
 
     def __call__(self, x: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, SideLosses]:
-        """x behind the last block, and the side losses summed over the blocks."""
+        """Returns x after the last block, and the side losses summed over the blocks."""
         graphdef, parameters = nnx.split(self.layer)
 
         def body(x, layer):
@@ -129,9 +130,9 @@ def run_block(
 
 
 def with_losses(out: Any, module: nnx.Module) -> tuple[jax.Array, SideLosses]:
-    """Returns (y, side losses in float32) of what a block or a part of one gave: y or a pair.
+    """Returns (y, side losses in float32) from the result of a block or part: y or a pair.
 
-    Raises ConfigError if a side loss is not a scalar; `module` is what gave it.
+    Raises ConfigError if a side loss is not a scalar; `module` made the result.
     """
     y, given = out if isinstance(out, tuple) else (out, {})
     losses = given if isinstance(given, dict) else {"side_loss": given}
@@ -145,7 +146,7 @@ def with_losses(out: Any, module: nnx.Module) -> tuple[jax.Array, SideLosses]:
 
 
 def sum_losses(*each: SideLosses) -> SideLosses:
-    """Returns the side losses of several parts, those of one name added up."""
+    """Returns the side losses of several parts, adding up those with the same name."""
     total = {}
     for losses in each:
         for name, loss in losses.items():
@@ -154,7 +155,7 @@ def sum_losses(*each: SideLosses) -> SideLosses:
 
 
 def rematerialised(layer: Callable, remat: str) -> Callable:
-    """`layer` whose backward computes again what `remat` says.
+    """Returns `layer` with a backward that recomputes what `remat` names.
 
     That is nothing (none), gathered weights (weights), all but matmuls and attention (dots), or all
     (full).

@@ -1,5 +1,6 @@
-"""A decoder-only transformer that spells GPT-2, Llama, Gemma and others by configuration, in the
-parts a framework needs: `embed`, stacked `blocks`, `head`. Letters as in layers/.
+"""A decoder-only transformer: GPT-2, Llama, Gemma and others by configuration.
+
+It has the parts that the framework needs: `embed`, stacked `blocks`, `head`. Letters as in layers/.
 """
 
 from collections.abc import Callable
@@ -23,14 +24,15 @@ MakePart = Callable[[TransformerConfig, nnx.Rngs], nnx.Module]
 
 
 class Block(nnx.Module):
-    """Attention and mlp, each added to the residual stream, with norms where `model.norm_places`
-    has them: `attention_norm` and `mlp_norm` of what goes in, `attention_out_norm` and
-    `mlp_out_norm` of what comes out.
+    """Attention and mlp, each added to the residual stream, with norms.
 
-    Its parts may be exchanged: `norm(config)` makes a module called as `norm(x_bte, ctx)`,
-    `mlp(config, rngs)` one called alike, and `attention(config, rngs)` one called as
-    `attention(x_bte, ctx, cache) -> (y_bte, cache)`. Attention and mlp may give (y_bte, side
-    losses) in place of y_bte, as `Stack` says of a block.
+    `model.norm_places` says where: `attention_norm` and `mlp_norm` on the input of a part,
+    `attention_out_norm` and `mlp_out_norm` on its output.
+
+    Its parts may be replaced: `norm(config)` makes a module called as `norm(x_bte, ctx)`,
+    `mlp(config, rngs)` one called in the same way, and `attention(config, rngs)` one called as
+    `attention(x_bte, ctx, cache) -> (y_bte, cache)`. Attention and mlp may return (y_bte, side
+    losses) instead of y_bte, like a block of `Stack`.
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class Block(nnx.Module):
     def extend(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None
     ) -> tuple[jax.Array, Cache | None, SideLosses]:
-        """Returns (stream, cache, side losses): `__call__` with the keys and values of earlier
-        tokens, to which those of this call are appended.
+        """Returns (stream, cache, side losses): `__call__` with a cache of earlier tokens.
+
+        The keys and values of this call are appended to it.
         """
         y, cache = self.attention(_normed(self.attention_norm, x_bte, ctx), ctx, cache)
         y, of_attention = with_losses(y, self.attention)
@@ -90,8 +93,8 @@ def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
 class Transformer(nnx.Module):
     """`config.model` with its vocab resolved; `config.max_length` positions.
 
-    The parts of its blocks may be exchanged, see `Block`: a run takes
-    `make=partial(Transformer, mlp=MyMlp)`.
+    The parts of its blocks may be replaced, see `Block`: a run takes `make=partial(Transformer,
+    mlp=MyMlp)`.
     """
 
     def __init__(
@@ -124,22 +127,21 @@ class Transformer(nnx.Module):
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self.tokens(tokens_bt, ctx)
         if self.embed_factor != 1:
-            # In its dtype, as Gemma was trained: in bfloat16 the root of 3072 is 55.5.
+            # In its dtype, like Gemma's training: in bfloat16 the root of 3072 is 55.5.
             x_bte = x_bte * jnp.asarray(self.embed_factor, x_bte.dtype)
         if self.positions_te is not None:
-            # On each device's own tokens, from the whole table: XLA aborts where it has to
-            # partition the lookup or its gradient in some ways (jax 0.10 and 0.12).
+            # On each device's own tokens, from the whole table: XLA aborts if it has to partition
+            # the lookup or its gradient in some ways (jax 0.10 and 0.12).
             tokens = ("batch", "stream_time")
             arrays = (self.positions_te[...], ctx.positions_bt)
             x_bte = x_bte + ctx.local_map(_rows, arrays, ((None, None), tokens), (*tokens, None))
-        above = ctx.at_layer(self.blocks.count)  # noise of its own: no block has this number
+        above = ctx.at_layer(self.blocks.count)  # its own noise: no block has this number
         return above.dropout(ctx.constrain(x_bte, *STREAM), EMBED_SITE)
 
     def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
-        """Hidden [b, t, e] and weight [v, e], whose products become logits by the model's scale
-        and cap.
+        """Returns hidden [b, t, e] and weight [v, e]: their products become logits.
 
-        The loss never forms all of them.
+        The model's scale and cap shape them. The loss never forms all of them.
         """
         table = self.tokens.table_ve if self.unembed_ve is None else self.unembed_ve
         return ctx.constrain(self.norm(x_bte, ctx), *STREAM), table[...]
@@ -147,7 +149,7 @@ class Transformer(nnx.Module):
     def extend(
         self, tokens_bt: jax.Array, ctx: ForwardContext, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """Logits [b, v] of the last token in float32, and the cache with these tokens in it.
+        """Returns the logits [b, v] of the last token in float32, and the cache with these tokens.
 
         The cache is stacked over layers.
         """

@@ -1,4 +1,4 @@
-"""Gives a model its adapters while it is made, and says which of its weights are trained."""
+"""Gives a model its adapters while it is made, and decides which of its weights are trained."""
 
 import difflib
 import math
@@ -27,12 +27,12 @@ from spmdtrain.parallel.axes import STACK_AXES
 
 
 def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
-    """Puts adapters into the model, which is being made, in the place of the weights they adapt.
+    """Puts adapters into the model, which is being made, in place of the weights that they adapt.
 
-    As they begin they change nothing: a ~ U(-1, 1) / sqrt(size of i) and b = 0, as in peft. Each
-    draws from `key` and its own path, whatever else is adapted. `with_magnitudes` is to follow.
+    At first they change nothing: a ~ U(-1, 1) / sqrt(size of i) and b = 0, as in peft. Each draws
+    from `key` and its own path, whatever else is adapted. Call `with_magnitudes` afterwards.
 
-    Raises ConfigError where a target names no weight.
+    Raises ConfigError if a target names no weight.
     """
     if not config.has_adapters:
         return
@@ -59,7 +59,7 @@ def _matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
 
 
 def _check_targets(config: FinetuneConfig, weights: Mapping[str, Any]) -> None:
-    """Refuses a pattern without a weight, and targets that give no adapter at all."""
+    """Refuses a pattern that matches no weight, and targets that produce no adapter at all."""
     for target in config.targets:
         if target not in LINEAR and not _matched(weights, target):
             near = difflib.get_close_matches(target, [*LINEAR, *weights], 1, 0.3) or list(LINEAR)
@@ -93,7 +93,7 @@ def _matches(path: str, patterns: Collection[str]) -> bool:
 def _adapter(
     path: str, weight: MatmulWeight, part: Part, config: FinetuneConfig, key: jax.Array
 ) -> Adapter:
-    """Returns the adapter of a part of `weight`, stacked as that is."""
+    """Returns the adapter of a part of `weight`, stacked like the weight."""
     axes = tuple(weight.out_sharding)
     stacked = sum(axis in STACK_AXES for axis in axes)
     cut = stacked + 1
@@ -128,7 +128,7 @@ def _adapter(
 
 
 def is_trained(path: str, variable: nnx.Variable, config: FinetuneConfig) -> bool:
-    """Returns whether a parameter is trained, by [finetune]."""
+    """Returns True if a parameter is trained, by [finetune]."""
     if not config.has_adapters or is_of_adapter(variable):
         return True
     return _matches(path, config.also_train)

@@ -1,7 +1,7 @@
-"""The weight type of an adapted weight, and the parts that such a weight has.
+"""The weight type of an adapted weight, and the parts of such a weight.
 
-One array of ours may hold several linear layers of a published model, as the projection to queries,
-keys and values does. Each of them is a *part*, with an adapter of its own.
+One array of ours may hold several linear layers of a published model, e.g. the projection to
+queries, keys and values. Each of them is a *part*, with its own adapter.
 
 i: the dims that a matmul contracts, o: its other ones, r: the rank.
 """
@@ -18,14 +18,14 @@ from spmdtrain.config.schema import FinetuneConfig
 from spmdtrain.models.projection import Product
 
 WEIGHT = "adapted_weight"  # the attribute of an `AdaptedWeight` that dotted paths leave out
-SIDE = -2  # the dim along which parts lie side by side: of o the last but one
+SIDE = -2  # the dim along which parts are concatenated: the last but one of o
 
 
 @dataclass(frozen=True)
 class Part:
     """A linear layer in a weight: its places [start, stop) along `SIDE`.
 
-    `stop` is None where the weight is one linear layer.
+    `stop` is None if the weight is one linear layer.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Part:
 def parts_of(path: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Returns the linear layers in the weight at a dotted path, of this shape.
 
-    Names are those of the shipped block. A weight of another name is one linear layer, `adapter`.
+    Names are those of the shipped block. A weight with another name is one linear layer, `adapter`.
     """
     name = path.rpartition(".")[2]
     if name == "qkv_eknd":
@@ -53,7 +53,7 @@ def parts_of(path: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
 
 
 class Adapter(nnx.Module):
-    """The adapter of one part: a [*i, r], b [r, *o], and for DoRA the magnitudes of o, in a row."""
+    """The adapter of one part: a [*i, r], b [r, *o], and for DoRA the magnitudes of o in a row."""
 
     def __init__(self, a: nnx.Param, b: nnx.Param, magnitude: nnx.Param | None):
         self.a = a

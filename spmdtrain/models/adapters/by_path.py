@@ -1,4 +1,4 @@
-"""Adapters among a model's values by dotted path: their magnitudes begin, and they are merged."""
+"""Initialises the magnitudes of adapters among a model's values by dotted path, and merges them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,9 @@ from spmdtrain.models.adapters.adapted import Part, parts_of
 
 
 def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the values of a model's parameters, each magnitude the norms of its weight over i.
+    """Returns the values of a model's parameters, each magnitude set to its weight's norms over i.
 
-    Stacked dims come first, as many as there are. Padded layers have norms of zero.
+    Stacked dims come first, however many. Padded layers have norms of zero.
     """
     found = dict(values)
     for path, part, adapter in _adapters(values):
@@ -30,11 +30,11 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def merged(values: Mapping[str, np.ndarray], config: FinetuneConfig) -> dict[str, np.ndarray]:
-    """Returns the weights of the plain model that computes what one with adapters does.
+    """Returns the weights of the plain model that computes the same as one with adapters.
 
-    `values` by dotted path, with the layers in order, as `spmdtrain.weights` gives them. A weight
-    with an adapter becomes W + s a b, or m (W + s a b) / |W + s a b|, computed in float32 and
-    returned in it. Other weights are returned as they are.
+    `values` by dotted path, with the layers in order, as `spmdtrain.weights` returns them. A weight
+    with an adapter becomes W + s a b, or m (W + s a b) / |W + s a b|, computed and returned in
+    float32. Other weights are returned unchanged.
     """
     found = dict(values)
     for path, part, adapter in _adapters(values):

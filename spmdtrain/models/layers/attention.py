@@ -24,11 +24,11 @@ Position = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention within segments: to the tokens before, or without `causal` to all.
+    """Grouped-query attention within segments: to earlier tokens, or without `causal` to all.
 
     One fused projection makes queries, keys and values. `position(x_btkgd, positions_bt)` marks
-    queries and keys with the position of their token; default: as the rotary settings of `model`
-    say. The window and the rotation of a layer follow from its number, `ctx.layer`.
+    queries and keys with the position of their token; default: the rotary settings of `model`. The
+    window and the rotation of a layer follow from its number, `ctx.layer`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Attention(nnx.Module):
     def _with_positions(
         self, qkv_btknd: jax.Array, ctx: ForwardContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Queries [b, t, k, g, d] and keys [b, t, k, d], normed and turned as the model has it."""
+        """Returns queries [b, t, k, g, d] and keys [b, t, k, d], normed and rotated."""
         position = self.position
         if position is None and self.rotation is not None:
             position = partial(self.rotation, number=ctx.layer)
@@ -126,7 +126,7 @@ class Attention(nnx.Module):
             number = ctx.layer if layer is None else layer
             return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))
 
-        # Keys are split over time as queries are, and gathered here. A cache is not split.
+        # Keys are split over time like queries, and gathered here. A cache is not split.
         key_time = Whole("time") if cache is None else None
         of_q = ("batch", "time", "kv_heads", None, None)
         of_k = ("batch", key_time, "kv_heads", None)
@@ -145,10 +145,10 @@ class Attention(nnx.Module):
     def _seen(
         self, q_btkgd, k_bskd, v_bskd, sinks_h, options: dict[str, Any], window: int
     ) -> jax.Array:
-        """What queries see through a window, 0 for all tokens: [b, t, k, g, d].
+        """Returns what queries see through a window, 0 for all tokens: [b, t, k, g, d].
 
-        A sink is one more column of the softmax that has no value: what the others have falls by
-        the share of the sink, sigmoid(lse - sink).
+        A sink is one more column of the softmax, without a value: the others lose the share of the
+        sink, and keep sigmoid(lse - sink).
         """
         q_bthd = q_btkgd.reshape(*q_btkgd.shape[:2], -1, self.dim)
         try:
@@ -175,6 +175,6 @@ class Attention(nnx.Module):
 
 @recomputed
 def _sunk(y_bthd: jax.Array, lse_bth: jax.Array, sinks_h: jax.Array) -> jax.Array:
-    """What attention gives where a sink takes its share of each head's softmax."""
+    """Returns the output of attention if a sink takes its share of each head's softmax."""
     share_bth = jax.nn.sigmoid(lse_bth - sinks_h)
     return (y_bthd * share_bth[..., None]).astype(y_bthd.dtype)

@@ -1,4 +1,4 @@
-"""The keys and values that a model keeps of the tokens before, for sampling."""
+"""The keys and values of earlier tokens, for sampling."""
 
 from dataclasses import dataclass
 

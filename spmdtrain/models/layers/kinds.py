@@ -1,4 +1,4 @@
-"""Computes what a layer does by its number, where layers of one stack do different things.
+"""Lets layers of one stack do different things, by their number.
 
 All layers share one program, which a scan runs. What differs is a table with a row for each kind,
 or a branch: weights have the same shapes in all of them.
@@ -19,9 +19,9 @@ Kind = TypeVar("Kind", bound=Hashable)
 def by_kind(
     of_layers: Sequence[Kind], number: jax.Array | int | None, function: Callable[[Kind], jax.Array]
 ) -> jax.Array:
-    """Returns `function(kind)` of the kind that layer `number` has in `of_layers`.
+    """Returns `function(kind)` for the kind that layer `number` has in `of_layers`.
 
-    Every distinct kind is a branch of the program, unless there is but one. Where FLOPs are
+    Every distinct kind is a branch of the program, unless there is only one. When FLOPs are
     counted, each branch counts by its share of the layers.
     """
     kinds = list(dict.fromkeys(of_layers))

@@ -11,25 +11,25 @@ from spmdtrain.models.layers.weights import INIT_STD, bias, matmul_weight, recom
 
 @recomputed
 def gelu(h_btf: jax.Array) -> jax.Array:
-    """GELU (arXiv:1606.08415) in its tanh form, as GPT-2 has it."""
+    """Computes GELU (arXiv:1606.08415) in its tanh form, as in GPT-2."""
     return jax.nn.gelu(h_btf)
 
 
 @recomputed
 def gelu_exact(h_btf: jax.Array) -> jax.Array:
-    """GELU (arXiv:1606.08415) by the error function."""
+    """Computes GELU (arXiv:1606.08415) by the error function."""
     return jax.nn.gelu(h_btf, approximate=False)
 
 
 @recomputed
 def swiglu(h_bt2f: jax.Array) -> jax.Array:
-    """SwiGLU (arXiv:2002.05202) of gate and value."""
+    """Computes SwiGLU (arXiv:2002.05202) of gate and value."""
     return jax.nn.silu(h_bt2f[:, :, 0]) * h_bt2f[:, :, 1]
 
 
 @recomputed
 def geglu(h_bt2f: jax.Array) -> jax.Array:
-    """GEGLU (arXiv:2002.05202) of gate and value, with the tanh form of GELU, as in Gemma."""
+    """Computes GEGLU (arXiv:2002.05202) of gate and value, with tanh GELU, as in Gemma."""
     return jax.nn.gelu(h_bt2f[:, :, 0]) * h_bt2f[:, :, 1]
 
 

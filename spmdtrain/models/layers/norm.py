@@ -49,7 +49,7 @@ class QueryKeyNorm(nnx.Module):
     """RMSNorm of queries and keys (arXiv:2302.05442): of each head, or of all heads at once.
 
     Their scales are [d] for each head, or [k g d] and [k d] for all heads, which `tensor` may split
-    as it splits the heads: the mean over all of them is then a sum over devices.
+    like the heads: the mean over all of them is then a sum over devices.
     """
 
     def __init__(self, config: TransformerConfig):
@@ -65,7 +65,7 @@ class QueryKeyNorm(nnx.Module):
             self.key_scale = norm_scale(config, width, "head_dim")
 
     def __call__(self, qk_btknd: jax.Array) -> jax.Array:
-        """Queries and keys, normed; the keys of a head are the last of its n slots."""
+        """Returns queries and keys, normed; the keys of a head are the last of its n slots."""
         queries = self._normed(qk_btknd[..., :-1, :], self.query_scale)
         keys = self._normed(qk_btknd[..., -1:, :], self.key_scale)
         return jnp.concatenate((queries, keys), -2)
@@ -80,7 +80,7 @@ class QueryKeyNorm(nnx.Module):
 
 @partial(recomputed, static_argnums=(2, 3))
 def _rms_normed(x: jax.Array, scale: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
-    """x over the root of its mean square along `dims`, times `scale`, in float32."""
+    """Returns x over the root of its mean square along `dims`, times `scale`, in float32."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, dims, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv:2104.09864), of all layers alike or of each by its kind."""
+"""Rotary positions (arXiv:2104.09864), the same in all layers or by their kind."""
 
 import math
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ from spmdtrain.models.layers.kinds import kind_of
 
 
 def rotate(x_btknd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Array:
-    """Turns all channels of x. Dim i is rotated with dim i + d / 2, as in Llama."""
+    """Rotates all channels of x. Dim i is rotated with dim i + d / 2, as in Llama."""
     return turn(x_btknd, positions_bt, frequencies(theta, x_btknd.shape[-1]))
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Turns queries and keys of a layer as its kind has it.
+    """Rotates queries and keys of a layer by its kind.
 
-    Layers that turn otherwise than others read their frequencies off a table: those of a layer
-    without rotary positions are 0, which turns nothing.
+    If layers differ, they read their frequencies from a table: those of a layer without rotary
+    positions are 0, which rotates nothing.
     """
 
     kinds: tuple[tuple[float | None, bool], ...]  # of each layer: theta or None, if it is scaled
-    channels: int  # that turn
+    channels: int  # that are rotated
     scaling: RopeScaling | None
 
     def __call__(
         self, x_btknd: jax.Array, positions_bt: jax.Array, number: jax.Array | int | None
     ) -> jax.Array:
-        """Returns x turned by the positions of its tokens, in layer `number` of the model."""
+        """Returns x rotated by the positions of its tokens, in layer `number` of the model."""
         distinct = list(dict.fromkeys(self.kinds))
         if len(distinct) == 1:
             return turn(x_btknd, positions_bt, *self._of_kind(*distinct[0]))
@@ -51,7 +51,7 @@ class Rotation:
 
 
 def make_rotation(config: TransformerConfig) -> Rotation | None:
-    """Returns what turns queries and keys, or None if no layer has rotary positions."""
+    """Returns the rotation of queries and keys, or None if no layer has rotary positions."""
     kinds = tuple((each.rope_theta, each.is_scaled) for each in config.layer_kinds)
     if all(theta is None for theta, _ in kinds):
         return None
@@ -64,7 +64,7 @@ def turn(
     frequency_h: jax.Array,
     scale: jax.Array | float = 1.0,
 ) -> jax.Array:
-    """Turns the first 2 h channels of x in float32, h pairs; the rest stay as they are."""
+    """Rotates the first 2 h channels of x in float32, h pairs; the rest do not change."""
     turned = 2 * frequency_h.shape[0]
     if turned < x_btknd.shape[-1]:
         first = turn(x_btknd[..., :turned], positions_bt, frequency_h, scale)
@@ -86,9 +86,9 @@ def frequencies(theta: float, channels: int) -> jax.Array:
 
 
 def slowed(frequency_h: jax.Array, scaling: RopeScaling, theta: float) -> jax.Array:
-    """Returns the frequencies that `scaling` makes of those of theta, float32 [h].
+    """Returns the frequencies that `scaling` makes from those of theta, float32 [h].
 
-    Its kinds are in `RopeScaling`. llama3 is as Llama 3.1 has it: with r turns in the original
+    Its kinds are in `RopeScaling`. llama3 is that of Llama 3.1: with r rotations in the original
     length, the share (r - low_factor) / (high_factor - low_factor) of a frequency stays.
     """
     divided = frequency_h / scaling.factor
@@ -109,8 +109,8 @@ def slowed(frequency_h: jax.Array, scaling: RopeScaling, theta: float) -> jax.Ar
 def _yarn_ramp(pairs: int, scaling: RopeScaling, theta: float) -> jax.Array:
     """Returns the share of each frequency that is divided, float32 [pairs] (arXiv:2309.00071).
 
-    It rises from the pair that turns `beta_fast` times in the original length to the one that
-    turns `beta_slow` times.
+    It rises from the pair that rotates `beta_fast` times in the original length to the one that
+    rotates `beta_slow` times.
     """
     assert scaling.original_length is not None, "the settings ask for it"
     channels = 2 * pairs

@@ -1,4 +1,4 @@
-"""Makes the weights of layers, and says what their backward pass computes again."""
+"""Makes the weights of layers, and defines what their backward pass recomputes."""
 
 from functools import partial
 
@@ -12,9 +12,9 @@ from spmdtrain.models.projection import MatmulWeight
 # sqrt(2 layers).
 INIT_STD = 0.02
 
-# Computes a function again in the backward pass, from its input: one more pass over memory, instead
-# of keeping several arrays as wide as f.
-# prevent_cse is off: in a scan over layers, XLA has no forward beside it to merge with.
+# Recomputes a function in the backward pass, from its input: one more pass over memory, instead of
+# keeping several arrays as wide as f. prevent_cse is off: in a scan over layers, XLA has no forward
+# to merge it with.
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -28,7 +28,7 @@ def weight(
 def matmul_weight(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD
 ) -> MatmulWeight:
-    """`weight`, for `ctx.column_parallel` or `ctx.row_parallel` alone."""
+    """Draws weights like `weight`, only for `ctx.column_parallel` or `ctx.row_parallel`."""
     return MatmulWeight(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
 
 

@@ -55,8 +55,7 @@ class WholeTree:
         return updates, self._to_rest(new, values)
 
     def trial_update(self, parameters: Mapping[str, Parameter]) -> tuple[jax.Array, jax.Array]:
-        """Returns (update, gradient) of all small tensors as vectors, after a first step of
-        ones."""
+        """Returns (update, gradient) of all small tensors as vectors, after a step of ones."""
         ones = {path: jnp.ones(_small(each)) for path, each in parameters.items()}
         updates, _ = self.update(ones, self.init(ones), ones)
         joined = [jnp.concatenate([x[path].ravel() for path in ones]) for x in (updates, ones)]
