@@ -382,6 +382,15 @@ def test_llms_txt_lists_every_page_once():
     assert sorted(listed) == sorted(pages)
 
 
+def test_the_glossary_has_each_word_once_and_files_that_exist():
+    text = (DOCS / "glossary.md").read_text()
+    rows = re.findall(r"^\| (?!word |-)(.+?) \| .+ \| (?:`(.+)` )?\|$", text, re.M)
+    assert len(rows) >= 45 and len(rows) == text.count("\n| ") - text.count("\n| word |")
+    words = [word for names, _ in rows for word in names.split(", ")]
+    assert len(set(words)) == len(words)
+    assert [file for _, file in rows if file and not (ROOT / "spmdtrain" / file).is_file()] == []
+
+
 def test_the_guide_for_agents_is_short():
     assert 20 <= len((ROOT / "AGENTS.md").read_text().splitlines()) <= 60
 

@@ -8,8 +8,18 @@ rests with zeros appended to that dim. There are two such dims:
 - with ZeRO-1, the dim that is split over `data` (arXiv:1910.02054): the zeros are cut off again as
   soon as the weight has been gathered.
 
-A weight therefore has three shapes. The first is the model's, which optimizers and checkpoints see
-too. The second is the shape in use, with a padded vocabulary. The third is the shape at rest.
+A weight therefore has three shapes, and six forms on its way through a step. Here are those of a
+table of 50 rows on `tensor` 4, and of 3 stacked layers on 2 stages:
+
+    form          who has it                          table     stack
+    of layers     imports, `weights`                  [50, e]   [3, e, f]
+    of the model  optimizers, checkpoints             [50, e]   [1, 2, 2, e, f]: pipeline/layout.py
+    in use        the forward pass                    [52, e]   [1, 2, 2, e, f]
+    at rest       the state between steps             [52, e]   the same, ZeRO-1 may pad and split
+    copies        matmuls on `context` 2: copies.py   none      [1, 2, 2, 2, e, f]
+    gathered      one layer at a time: gather.py      [52, e]   [e, f], whole over `fsdp`
+
+A gradient takes the same way back: it is scattered, summed over the copies and padded to rest.
 """
 
 import math
