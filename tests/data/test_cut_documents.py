@@ -1,8 +1,10 @@
 """Files of documents that end early, are damaged, or are not what they seem: refused in a line."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import shlex
@@ -264,7 +266,10 @@ HOSTILE = {
     "a.jsonl.bz2": (b"BZh", "is packed as .bz2, which cannot be read; try bunzip2"),
     "a.txt.Z": (b"\x1f\x9d", "is packed as .Z, which cannot be read; try uncompress"),
     "a.feather": (WHOLE["b.arrow"], "is not UTF-8 text; found an Arrow file"),
-    "a.txt": (gzip.compress(b"x"), "is not UTF-8 text; found compressed with gzip"),
+    "a.tbz2": (bz2.compress(b"x"), "is packed as .tbz2, which cannot be read; try tar -xjf"),
+    "a.txt": (gzip.compress(b"x"), "is not UTF-8 text; found compressed with gzip; try mv "),
+    "bzip2.txt": (bz2.compress(b"x"), "found compressed with bzip2; try mv "),
+    "xz.txt": (lzma.compress(b"x"), "found compressed with xz; try mv "),
     "empty.txt.gz": (b"", "the compressed file is empty"),
     "a" * 60 + "/": (b"", "no file matches"),
 }

@@ -7,6 +7,8 @@ from spmdtrain.config.errors import DataError
 
 LOOKED_AT = 4096  # bytes
 NUMPY = "an array of numpy (.npy)"
+BZIP2 = b"BZh"  # also three letters of a text
+BZIP2_BLOCK = b"1AY&SY"  # after a digit
 # (first bytes, what has them)
 MAGICS = (
     (b"\x93NUMPY", NUMPY),
@@ -14,7 +16,7 @@ MAGICS = (
     (b"\x28\xb5\x2f\xfd", "compressed with zstandard"),
     (b"\xfd7zXZ\x00", "compressed with xz"),
     (b"\x04\x22\x4d\x18", "compressed with lz4"),
-    (b"BZh", "compressed with bzip2"),
+    (BZIP2, "compressed with bzip2"),
     (b"PK\x03\x04", "a zip file, as .npz and .pt are"),
     (b"PK\x05\x06", "a zip file, as .npz and .pt are"),
     (b"PAR1", "a Parquet file"),
@@ -30,6 +32,14 @@ MAGICS = (
     (b"%PDF-", "a PDF file"),
     (b"\x89PNG\r\n", "a picture"),
 )
+# The endings of packed files (compressed.py).
+PACKED = {
+    "compressed with gzip": ".gz",
+    "compressed with zstandard": ".zst",
+    "compressed with xz": ".xz",
+    "compressed with lz4": ".lz4",
+    "compressed with bzip2": ".bz2",
+}
 # (first bytes, what has them, as iconv names it)
 MARKS = (
     (b"\xff\xfe\0\0", "UTF-32"),
@@ -48,8 +58,9 @@ def refuse_other_kinds(first: bytes, path: str) -> None:
     UTF-16 without a byte order mark is valid UTF-8 if all letters are Latin: each comes with a NUL.
     """
     for magic, kind in MAGICS:
-        if first.startswith(magic) and not magic.decode("latin-1").isprintable():
-            raise DataError(f"{path} is not UTF-8 text", found=kind)
+        is_bzip2 = magic == BZIP2 and first[4:].startswith(BZIP2_BLOCK)
+        if first.startswith(magic) and (is_bzip2 or not magic.decode("latin-1").isprintable()):
+            raise DataError(f"{path} is not UTF-8 text", found=kind, fix=_ended_in(path, kind))
     name = encoding_of(first[:LOOKED_AT])
     if name is None:
         return
@@ -58,6 +69,12 @@ def refuse_other_kinds(first: bytes, path: str) -> None:
     out = shlex.quote(f"{stem}_utf8{ending}")
     command = f"iconv -f {name} -t UTF-8 {shlex.quote(path)} > {out}"
     raise DataError(f"{path} is not UTF-8 text", found=name, fix="" if is_packed else command)
+
+
+def _ended_in(path: str, kind: str) -> str:
+    """Returns the command that gives a packed file the ending by which it is read or refused."""
+    ending = PACKED.get(kind)
+    return f"mv {shlex.quote(path)} {shlex.quote(path + ending)}" if ending else ""
 
 
 def encoding_of(first: bytes) -> str | None:
