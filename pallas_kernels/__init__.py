@@ -1,4 +1,4 @@
-"""Fused attention, norms and linear + cross-entropy for JAX. Imports jax and nothing else.
+"""Fused attention, norms and linear + cross-entropy for JAX. Imports only jax.
 
     from pallas_kernels.attention import attention
     from pallas_kernels.norm import layernorm, rmsnorm

@@ -1,4 +1,4 @@
-"""Compiles every case for NVIDIA GPUs that are not there, through ptxas; nothing runs.
+"""Compiles every case for absent NVIDIA GPUs, through ptxas; nothing runs.
 
     python -m pallas_kernels.aot [--gpus a100-80 h200 b200] [--ops attention norm]
                                  [--implementations mosaic triton cudnn]
@@ -12,8 +12,8 @@ nvidia-cuda-nvcc, nvidia-nvvm; `pip install --no-deps`), no driver. cuDNN is com
 nvidia-cudnn-cu13 too, and for one GPU: what jax checks of a call hardly depends on the GPU, and
 cuDNN makes its plan where it runs.
 
-A compiler that aborts takes only its own case along: cases run in a child process, which is started
-anew after an abort.
+A compiler that aborts loses only its own case: cases run in a child process, which is restarted
+after an abort.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
 
 def described_devices(gpu: str, count: int = 1):
-    """`count` devices on one host, which can be compiled for."""
+    """Returns `count` devices on one host, which can be compiled for."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(
@@ -64,7 +64,7 @@ def described_devices(gpu: str, count: int = 1):
 
 
 def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
-    """(name of the case, `run(implementation, **arrays)`, shapes of the arrays)
+    """Yields (name of the case, `run(implementation, **arrays)`, shapes of the arrays).
 
     `run` is forward and backward.
     """
@@ -114,9 +114,10 @@ def _norm_program(op):
 
 
 def mosaic_faults(folder: Path) -> str:
-    """ptxas's complaints about the Mosaic kernels reported in `folder`; removes the reports.
+    """Returns ptxas's complaints about the Mosaic kernels in `folder`; removes the reports.
 
-    Spilled registers, and a wgmma that is waited for at once: the kernel is right, but slow.
+    These are spilled registers, and a wgmma that is waited for at once: the kernel is right, but
+    slow.
     """
     found = []
     for path in sorted(folder.glob("*.ptxas")):
@@ -132,9 +133,9 @@ def mosaic_faults(folder: Path) -> str:
 
 
 def compile_cases(work: Work, skip: int) -> None:
-    """The child: compiles all cases but the first `skip`.
+    """Compiles, as the child, all cases but the first `skip`.
 
-    Prints two JSON objects per case, one a line: {"case"} before it starts, then {"case",
+    Prints two JSON objects per case, one per line: {"case"} before it starts, then {"case",
     "seconds"} with "calls" (kernels in the compiled program), "refused" or "error".
     """
     import jax
@@ -145,7 +146,7 @@ def compile_cases(work: Work, skip: int) -> None:
     from pallas_kernels.choose import Refused
 
     mesh = Mesh(np.array(described_devices(work.gpu)), ("all",))
-    if work.implementation == "cudnn":  # without a GPU jax takes it for one before Hopper
+    if work.implementation == "cudnn":  # without a GPU jax takes it for a GPU before Hopper
         from jax._src.cudnn import fused_attention_stablehlo
 
         fused_attention_stablehlo.check_compute_capability = lambda _: True
@@ -178,7 +179,7 @@ def compile_cases(work: Work, skip: int) -> None:
 
 
 def compile_in_child(work: Work) -> Iterator[dict]:
-    """The findings of `compile_cases`, and an "error" for a case that aborts the compiler."""
+    """Yields the findings of `compile_cases`, and an "error" for a case that aborts it."""
     done = 0
     while True:
         command = [sys.executable, "-m", "pallas_kernels.aot", "--child"]
@@ -214,7 +215,7 @@ def compile_in_child(work: Work) -> Iterator[dict]:
 def combinations(
     names: list[str], ops: list[str], asked: list[str] | None, first: int, only: str
 ) -> list[Work]:
-    """Work for every GPU, op and implementation of `asked`; None: all that are kernels."""
+    """Returns work for every GPU, op and implementation of `asked`; None: all that are kernels."""
     from pallas_kernels.attention import api as attention
     from pallas_kernels.norm import api as norm
 
@@ -238,7 +239,7 @@ def combinations(
 def has_cudnn() -> bool:
     try:
         return importlib.util.find_spec("nvidia.cudnn") is not None
-    except ModuleNotFoundError:  # no nvidia at all
+    except ModuleNotFoundError:  # no nvidia package at all
         return False
 
 

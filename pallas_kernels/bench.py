@@ -1,4 +1,4 @@
-"""Times every implementation that does not refuse, on every case, beside measured ceilings.
+"""Times every implementation that does not refuse, on every case, next to measured ceilings.
 
     python -m pallas_kernels.bench --json FILE [--ops attention norm loss] [--first N] [--dry]
 
@@ -121,13 +121,13 @@ def _loss_program(case: loss_cases.Case) -> Program:
 
 
 def run_both(forward: Callable, arrays: dict[str, Any]) -> Callable:
-    """Forward and backward: the output's own values serve as its gradient."""
+    """Runs forward and backward: the output's own values serve as its gradient."""
     out, pull = jax.vjp(lambda given: forward(**given), arrays)
     return pull(out)
 
 
 def median_seconds(calls: dict[str, Callable], repeats: Repeats) -> dict[str, float]:
-    """The median time of each call; they take turns, each round in the opposite order."""
+    """Returns the median time of each call; they take turns, each round in the opposite order."""
     spent = {name: [] for name in calls}
     for call in calls.values():  # compiles
         jax.block_until_ready(call())
@@ -144,7 +144,7 @@ def median_seconds(calls: dict[str, Callable], repeats: Repeats) -> dict[str, fl
 
 
 def measure_ceilings(dry: bool, repeats: Repeats) -> dict[str, float]:
-    """FLOP/s of a large bfloat16 matmul, and bytes/s of a copy larger than any cache."""
+    """Returns FLOP/s of a large bfloat16 matmul, and bytes/s of a copy larger than any cache."""
     side = 128 if dry else 8192
     length = 2**16 if dry else 2**29
     a = jnp.ones((side, side), jnp.bfloat16)
@@ -158,7 +158,7 @@ def measure_ceilings(dry: bool, repeats: Repeats) -> dict[str, float]:
 def measure(
     op: str, dry: bool, repeats: Repeats, ceilings: dict[str, float], first: int
 ) -> Iterator[dict[str, Any]]:
-    """A row of the table for each of the `first` cases and each implementation."""
+    """Yields a row of the table for each of the `first` cases and each implementation."""
     for number, program in enumerate(programs(op, dry)):
         if number >= first:
             return

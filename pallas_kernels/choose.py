@@ -1,8 +1,8 @@
-"""Chooses the implementation that runs a call, or raises `Refused` where none can.
+"""Chooses the implementation that runs a call, or raises `Refused` if none can.
 
-An implementation is a module with `refusal(...) -> str`: why it cannot run a call, "" where it can.
-A named one never falls back. "NAME:interpret" runs a kernel's instructions one by one on any
-machine, for tests.
+An implementation is a module with `refusal(...) -> str`: why it cannot run a call, "" if it can. A
+named one never falls back. "NAME:interpret" runs a kernel's instructions one by one on any machine,
+for tests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +80,7 @@ def _first_willing(op, refusals, order) -> str:
 
 
 def device_kind() -> str:
-    """jax's name for what is compiled for: "NVIDIA H200", "cpu".
+    """Returns jax's name for the device that is compiled for: "NVIDIA H200", "cpu".
 
     That is the device of the mesh in use, or else the default device.
     """
@@ -93,7 +93,7 @@ def device_kind() -> str:
 
 
 def no_gpu(interpreted: bool) -> str:
-    """Says why a kernel for NVIDIA GPUs of sm_80 and later cannot run here; "" where it can."""
+    """Says why a kernel for NVIDIA GPUs of sm_80 and later cannot run here; "" if it can."""
     if interpreted:
         return ""
     kind = device_kind()
@@ -105,7 +105,7 @@ def no_gpu(interpreted: bool) -> str:
 
 
 def no_64_bits() -> str:
-    """Says why a kernel whose counters are int32 cannot run here; "" where it can."""
+    """Says why a kernel whose counters are int32 cannot run here; "" if it can."""
     if jax.config.read("jax_enable_x64"):
         return "no 64 bit numbers (jax_enable_x64): its counters have 32"
     return ""

@@ -1,8 +1,8 @@
-"""FLOPs of our kernels for whoever counts those of a program that calls them.
+"""Counts FLOPs of our kernels for programs that call them.
 
 What a kernel computes cannot be read off its own program: an implementation may skip tiles, or
 compute some twice. Inside `counted()` a kernel is traced as a mark with its FLOPs instead, which
-counts like any other operation of the program, inside scans too. The values are zeros.
+counts like any other operation of the program, even inside scans. The values are zeros.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _share: ContextVar[float] = ContextVar("share", default=1.0)
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Inside, kernels are traced as marks."""
+    """Traces kernels inside it as marks."""
     before = _is_counted.set(True)
     try:
         yield
@@ -31,7 +31,7 @@ def counted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def share_counted(share: float) -> Iterator[None]:
-    """Inside, marks have this share of their FLOPs: of what runs in some of the layers only."""
+    """Gives marks inside it this share of their FLOPs, for code that only some layers run."""
     before = _share.set(_share.get() * share)
     try:
         yield
@@ -40,26 +40,26 @@ def share_counted(share: float) -> Iterator[None]:
 
 
 def is_counted() -> bool:
-    """True inside `counted()`, where kernels are traced as marks."""
+    """Returns True inside `counted()`, where kernels are traced as marks."""
     return _is_counted.get()
 
 
 def marked(shape: tuple[int, ...], dtype: jnp.dtype, flops: float) -> jax.Array:
-    """Zeros in the place of what a kernel of so many FLOPs would give."""
+    """Returns zeros instead of the result of a kernel of `flops`."""
     return checkpoint_name(jnp.zeros(shape, dtype), f"{MARK}{flops * _share.get()!r}")
 
 
 def flops_of_mark(name: str) -> float:
-    """FLOPs of an operation `name` with this name; 0 where it is no mark."""
+    """Returns the FLOPs of an operation `name` with this name; 0 if it is not a mark."""
     return float(name.removeprefix(MARK)) if name.startswith(MARK) else 0.0
 
 
 def seen_pairs(
     queries: int, keys: int, causal: bool, window: tuple[int | None, int | None] | None
 ) -> float:
-    """Pairs of a query and a key that it sees, in one sequence without segments.
+    """Counts the pairs of a query and a key that it sees, in one sequence without segments.
 
-    Causal attention without a window counts half of its square, as papers do.
+    Causal attention without a window counts half of its square, as in papers.
     """
     left, right = window or (None, None)
     if left is None and right is None:

@@ -1,6 +1,6 @@
-"""Checks of what the public functions are given: each mistake is a ValueError of one line.
+"""Checks the arguments of the public functions: each mistake is a ValueError of one line.
 
-Of a traced array shape and dtype are known, and no number.
+For a traced array, shape and dtype are known, but no numbers.
 """
 
 import math
@@ -13,17 +13,17 @@ import numpy as np
 
 
 def check_arrays(op: str, **arrays: Any) -> None:
-    """ValueError where one of them is neither an array nor None."""
+    """Raises ValueError if one of them is neither an array nor None."""
     for name, x in arrays.items():
         if x is not None and not isinstance(x, jax.Array | np.ndarray):
             raise ValueError(f"{op}: {name} is {_shown(x)}, not an array")
 
 
 def check_ids(op: str, name: str, ids: Any) -> None:
-    """ValueError where an array is not of integers that int32 has."""
+    """Raises ValueError if an array does not hold integers that fit int32."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"{op}: {name} is {ids.dtype}, not integers")
-    # One of jax has at most 32 bits already, unless a person has asked for 64.
+    # One of jax has at most 32 bits already, unless the user has asked for 64.
     if isinstance(ids, np.ndarray) and ids.size:
         for number in (ids.min(), ids.max()):
             if not -(2**31) <= number < 2**31:
@@ -31,13 +31,13 @@ def check_ids(op: str, name: str, ids: Any) -> None:
 
 
 def check_floating(op: str, name: str, x: Any) -> None:
-    """ValueError where an array is not floating."""
+    """Raises ValueError if an array is not floating."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{op}: {name} is {x.dtype}, not floating")
 
 
 def as_number(op: str, name: str, value: Any, least: float = -math.inf) -> float:
-    """A finite float32 of at least `least`; ValueError where the value is none."""
+    """Returns a finite float32 of at least `least`. Raises ValueError for anything else."""
     number = math.nan
     if isinstance(value, int | float | np.number | jax.Array | np.ndarray) and not _is_bool(value):
         number = float(value) if np.ndim(value) == 0 and abs(value) < 3e38 else math.nan
@@ -48,7 +48,7 @@ def as_number(op: str, name: str, value: Any, least: float = -math.inf) -> float
 
 
 def as_whole(op: str, name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
-    """A whole number from `least` to `most`; ValueError where the value is none."""
+    """Returns a whole number from `least` to `most`. Raises ValueError for anything else."""
     try:
         number = None if _is_bool(value) else operator.index(value)
     except TypeError:
@@ -61,7 +61,7 @@ def as_whole(op: str, name: str, value: Any, least: int, most: int = 2**31 - 1) 
 
 
 def check_flag(op: str, name: str, value: Any) -> None:
-    """ValueError where the value is neither True nor False: "no" would count as true."""
+    """Raises ValueError if the value is neither True nor False: "no" would count as true."""
     if not _is_bool(value) or np.ndim(value):
         raise ValueError(f"{op}: {name}={_shown(value)} is neither True nor False")
 

@@ -1,7 +1,7 @@
 """One table of GPUs: names, peaks, memory, links, and what XLA must know to compile for one.
 
 Kernels, training and the planner read it: a new chip is one entry in GPUS. What depends on the
-machine around a chip (its network, how many share a host), or on software, is not here.
+machine around a chip (its network, the number of chips in a host), or on software, is not here.
 
 Units: FLOP/s of dense matmuls (no sparsity), bytes, bytes/s, watts. Links are one direction per
 device.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class XlaTarget:
-    """Figures of a chip that XLA's compiler asks for and nothing else here does."""
+    """Figures of a chip that only XLA's compiler needs."""
 
     shared_memory_per_core: int  # bytes
     shared_memory_per_block: int  # bytes
@@ -25,7 +25,7 @@ class XlaTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One chip as it is sold."""
+    """One chip as sold."""
 
     name: str  # on our command lines
     device_kinds: tuple[str, ...]  # jax's `device_kind` of it
@@ -42,7 +42,7 @@ class Gpu:
     sources: Mapping[str, str] = field(
         default_factory=dict, compare=False
     )  # of those that have another
-    xla: XlaTarget | None = None  # None: XLA cannot compile for it unless it is there
+    xla: XlaTarget | None = None  # None: XLA cannot compile for it unless it is present
 
 
 SPECS = "device_memory_size of openxla/xla, xla/backends/gpu/target_config/specs"
@@ -227,7 +227,7 @@ _NVIDIA = ("NVIDIA", "Tesla", "Quadro", "TITAN")  # words of a device_kind
 
 
 def find(device_kind: str) -> Gpu | None:
-    """The entry of a device that jax calls `device_kind`."""
+    """Returns the entry of a device that jax calls `device_kind`."""
     for gpu in GPUS.values():
         if device_kind in gpu.device_kinds:
             return gpu
@@ -235,7 +235,10 @@ def find(device_kind: str) -> Gpu | None:
 
 
 def generation(device_kind: str) -> str:
-    """The generation of a GPU, listed or not: "hopper", say. "" where its name does not tell."""
+    """Returns the generation of a GPU, listed or not, e.g.
+
+    "hopper"; "" if its name does not tell.
+    """
     if listed := find(device_kind):
         return listed.generation
     for name, words in _UNLISTED.items():
@@ -251,7 +254,7 @@ def is_nvidia(device_kind: str) -> bool:
 
 
 def xla_target(gpu: Gpu) -> str:
-    """The text of XLA's GpuTargetConfigProto, by which it compiles for a GPU that is not there."""
+    """Returns the text of XLA's GpuTargetConfigProto, with which it compiles for an absent GPU."""
     assert gpu.xla is not None and gpu.compute_capability is not None, gpu.name
     major, minor = gpu.compute_capability
     capability = f"major: {major}"

@@ -1,6 +1,6 @@
 """Kernels on a mesh: they run where every axis is manual, on local values.
 
-To XLA's partitioner a kernel is one opaque call, and it would gather all inputs of one. A nested
+To XLA's partitioner a kernel is one opaque call, and it would gather all its inputs. A nested
 `shard_map` over the axes that are still automatic avoids that, with or without a region around it
 that is manual over others.
 """
@@ -13,20 +13,20 @@ from jax.sharding import PartitionSpec as P
 
 
 def automatic_axes() -> frozenset[str]:
-    """Mesh axes of more than one device that XLA still partitions here; none without a mesh."""
+    """Returns mesh axes of several devices that XLA still partitions here; none without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
     return frozenset(name for name, kind, size in axes if kind != AxisType.Manual and size > 1)
 
 
 def locally(function: Callable, in_specs, out_specs) -> Callable:
-    """`function` on local values along the automatic axes that the specs name.
+    """Returns `function` on local values along the automatic axes that the specs name.
 
-    Specs are those of `shard_map`. Where they name no automatic axis this is `function` itself.
+    Specs are those of `shard_map`. If they name no automatic axis this is `function` itself.
 
     An axis that no spec names stays automatic: along it all devices do the same with the same
     values. Along an axis that only other specs name an input is whole, and its gradient is summed
-    over that axis, in the gradient's dtype. So give weights in float32: XLA's CPU compiler aborts
+    over that axis, in the gradient's dtype. So pass weights in float32: XLA's CPU compiler aborts
     at a 16-bit sum inside a partly manual region (jax 0.10 and 0.12).
     """
     specs = jax.tree.leaves((in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, P))
@@ -41,7 +41,7 @@ def locally(function: Callable, in_specs, out_specs) -> Callable:
 
 
 def wholly_manual(function: Callable) -> Callable:
-    """`function` with every axis manual, inside a region where some are; elsewhere itself.
+    """Returns `function` with every axis manual, inside a partly manual region; elsewhere itself.
 
     Its arguments and results must be whole along the axes that become manual here.
     """
@@ -57,7 +57,7 @@ def wholly_manual(function: Callable) -> Callable:
 def refuse_checked_vma(op: str, *arrays: jax.Array | None) -> None:
     """Raises a ValueError inside a shard_map that tracks varying manual axes (check_vma).
 
-    Kernels, and derivative rules written by hand, do not say over which axes their results vary.
+    Kernels, and handwritten derivative rules, do not state over which axes their results vary.
     """
     for x in arrays:
         if x is not None and jax.typeof(x).manual_axis_type.varying:
@@ -65,7 +65,7 @@ def refuse_checked_vma(op: str, *arrays: jax.Array | None) -> None:
 
 
 def axes_of(*specs: P) -> set[str]:
-    """The mesh axes that the specs name."""
+    """Returns the mesh axes that the specs name."""
     axes = set()
     for spec in specs:
         for dim in spec:  # None, an axis, or several

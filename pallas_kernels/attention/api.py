@@ -17,12 +17,12 @@ from pallas_kernels.gpus import generation
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "mosaic": hopper, "triton": triton, "cudnn": cudnn}
-# The order where nothing was measured is by reason. cuDNN's forward is published at 395 to 617
-# TFLOP/s on an H100 (arXiv:2407.08608, head dims 64 and 128). What it refuses goes to our kernels,
-# those of the GPU's generation first: XLA writes its scores to memory.
+# The default order is by reason. cuDNN's forward is published at 395 to 617 TFLOP/s on an H100
+# (arXiv:2407.08608, head dims 64 and 128). What it refuses goes to our kernels, those of the GPU's
+# generation first: XLA writes its scores to memory.
 OURS = {"ampere": ("triton",), "hopper": ("mosaic", "triton"), "blackwell": ("triton",)}
 FEWEST_QUERIES = 64  # with fewer, as in generation, our tiles are mostly padding
-SAVED = "attention"  # the checkpoint_name of what `saveable` keeps
+SAVED = "attention"  # the checkpoint_name that `saveable` keeps
 
 
 def attention(  # noqa: PLR0913 - the question has as many parts
@@ -40,7 +40,7 @@ def attention(  # noqa: PLR0913 - the question has as many parts
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """softmax(q k^T) v without T x T memory (arXiv:2205.14135), in the dtype of q.
+    """Computes softmax(q k^T) v without T x T memory (arXiv:2205.14135), in the dtype of q.
 
     Accumulated in float32, or float64 for float64.
 
@@ -53,17 +53,17 @@ def attention(  # noqa: PLR0913 - the question has as many parts
       v: [batch, s, key-value heads, any width].
       causal: no key at a later position than the query's.
       segment_ids: integers [batch, time], or a pair of them for queries and keys. A query sees
-        keys of its own segment only.
-      window: (left, right), how many positions before and after its own a query sees; None is no
+        only keys of its own segment.
+      window: (left, right), how many positions before and after its own a query sees; None: no
         bound.
       softcap: scores x become softcap * tanh(x / softcap).
-      scale: of scores; head_dim ** -0.5 unless given.
+      scale: of scores; default: head_dim ** -0.5.
       bias: broadcasts to [batch, heads, t, s] and is added to the scores, after the softcap; -inf
         hides a key.
-      positions: integers, as segment_ids. Unless given the sequences end together: key j is at
+      positions: integers, like segment_ids. By default the sequences end together: key j is at
         position j, query i at i + s - t.
       return_lse: also return the natural logarithm of the softmax's denominator, float32
-        [batch, t, heads], -inf where no key is seen.
+        [batch, t, heads], -inf if no key is seen.
       implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first that
         does not refuse: cuDNN, our kernels for the GPU's generation, XLA.
 
@@ -98,20 +98,20 @@ def attention(  # noqa: PLR0913 - the question has as many parts
         refusals["cudnn"] = lambda _: "gives no lse"
     call = call_of(problem, inputs, return_lse)
     name = choose("attention", refusals, order(call), implementation, call)
-    if name == "cudnn":  # it has a derivative rule of its own
+    if name == "cudnn":  # it has its own derivative rule
         return cudnn.attend(problem, inputs)
     out, lse = _attend_compiled(problem, name, inputs)
     return (out, lse) if return_lse else out
 
 
 def order(call: AttentionCall) -> tuple[str, ...]:
-    """The implementations of a call, best first, where nothing was measured."""
+    """Returns the implementations of a call, best first, if nothing was measured."""
     ours = OURS.get(generation(device_kind()), ()) if call.queries >= FEWEST_QUERIES else ()
     return ("cudnn", *ours, "xla")
 
 
 def _mark(q, k, v, causal, window, return_lse):
-    """The mark of a call: two matmuls over the pairs of a query and a key that it sees."""
+    """Returns the mark of a call: two matmuls over the pairs of query and key that it sees."""
     batch, queries, heads, dim = q.shape
     pairs = seen_pairs(queries, k.shape[1], causal, window)
     flops = 2.0 * batch * heads * pairs * (dim + v.shape[-1])
@@ -145,21 +145,21 @@ def _backward(problem, name, kept, gradients):
 
 
 def _implementation(name):
-    """(module, its keyword arguments), "NAME:interpret" included."""
+    """Returns (module, its keyword arguments), for "NAME:interpret" too."""
     plain = name.removesuffix(INTERPRET)
     options = {"interpret": True} if name != plain else {}
     return IMPLEMENTATIONS[plain], options
 
 
 _attend.defvjp(_forward, _backward)
-# Outside any jit too it is compiled once.
+# Compiled once, also outside any jit.
 _attend_compiled = jax.jit(_attend, static_argnums=(0, 1), inline=True)
 
 
 def saveable(primitive, *avals, **options) -> bool:
-    """A policy for `jax.checkpoint`: keeps out and lse, so that attention does not run again.
+    """Keeps out and lse, as a policy for `jax.checkpoint`, so that attention does not run again.
 
-    Its backward pass reads them beside q, k and v.
+    Its backward pass reads them along with q, k and v.
     """
     named = jax.checkpoint_policies.save_only_these_names(SAVED)(primitive, *avals, **options)
     return named or primitive.name == cudnn.FORWARD

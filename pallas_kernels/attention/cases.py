@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # "one" segment, "three" of equal length, "short" ones of one token each, or "padded": the last
-# third is padding, with a segment id of its own.
+# third is padding, with its own segment id.
 Segments = Literal["", "one", "three", "short", "padded"]
 
 
@@ -56,7 +56,7 @@ class Case:
         return self.s or self.t
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of q, k, v, bias (if there is one) and dout."""
+        """Returns the shapes of q, k, v, bias (if there is one) and dout."""
         heads, kv_heads = self.heads
         e = self.e or self.d
         shapes: dict[str, tuple[int, ...]] = {
@@ -73,12 +73,12 @@ class Case:
         return shapes
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the arrays of `draw`."""
+        """Returns the shapes and dtypes of the arrays of `draw`."""
         dtype = jnp.dtype(self.dtype)
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in self.shapes().items()}
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `attention` besides q, k, v and bias."""
+        """Returns the arguments of `attention` other than q, k, v and bias."""
         options: dict[str, Any] = {
             "causal": self.causal,
             "window": self.window,
@@ -116,7 +116,7 @@ class Case:
 
 
 class Mask(TypedDict, total=False):
-    """The fields of a case that say who attends to whom."""
+    """The fields of a case that define who attends to whom."""
 
     causal: bool
     window: tuple[int, int]
@@ -150,7 +150,7 @@ CI = (
     Case(t=96, d=64, dtype="float16", causal=True),
     Case(t=40, s=96, d=32, positions=True, causal=True, heads=(4, 2), dtype=F32),
     Case(t=70, d=32, bias=(False, True, True, True), causal=True, dtype=F32),
-    # long: where dbias sums few terms, the sum of reference.py may be exact by luck
+    # long: if dbias sums few terms, the sum of reference.py may be exact by luck
     Case(b=2, t=70, s=300, d=32, bias=(True, False, False, True), heads=(4, 2), dtype=F32),
 )
 

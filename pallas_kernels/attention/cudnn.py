@@ -10,7 +10,7 @@ from pallas_kernels.choose import device_kind, no_gpu, not_interpretable
 from pallas_kernels.gpus import generation
 from pallas_kernels.partition import wholly_manual
 
-# jax's primitive, which gives out and what the backward pass reads of the softmax.
+# jax's primitive, which returns out and the softmax's residuals for the backward pass.
 FORWARD = "dot_product_attention_fwd_wrapper"
 
 
@@ -46,10 +46,10 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:
 
 
 def _not_installed() -> str:
-    """jax's message where cuDNN is missing; from jax it would only come later, as an error."""
+    """Returns jax's message if cuDNN is missing; from jax it would only come later, as an error."""
     try:
         from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
-    except ImportError:  # jax keeps it elsewhere: its own error must do
+    except ImportError:  # jax has moved it: its own error must do
         return ""
     try:
         check_cudnn_version()
@@ -59,7 +59,7 @@ def _not_installed() -> str:
 
 
 def attend(problem: Problem, inputs: Inputs) -> jax.Array:
-    """out [b, t, h, e], with jax's own derivative rule; no lse."""
+    """Returns out [b, t, h, e], with jax's own derivative rule; no lse."""
     run = partial(
         jax.nn.dot_product_attention,
         scale=problem.scale,
@@ -67,6 +67,7 @@ def attend(problem: Problem, inputs: Inputs) -> jax.Array:
         local_window_size=None if problem.left is None else (problem.left, 0),
         implementation="cudnn",
     )
-    # jax's rule for partitioning cuDNN's call fails where some axes of the mesh are manual and
+    # jax's rule for partitioning cuDNN's call fails if some axes of the mesh are manual and some
+    # are not (jax 0.10 to 0.12).
     # some are not (jax 0.10 to 0.12).
     return wholly_manual(run)(inputs.q_bthd, inputs.k_bskd, inputs.v_bske)

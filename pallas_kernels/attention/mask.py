@@ -1,6 +1,6 @@
 """Masks attention: pair by pair, and by whole tiles (the block mask).
 
-A *pair* is a query and a key; it is *visible* where the query may attend to the key. A *tile* is a
+A *pair* is a query and a key; it is *visible* if the query may attend to the key. A *tile* is a
 block of queries by a block of keys. Letters as in problem.py.
 """
 
@@ -14,7 +14,10 @@ from pallas_kernels.attention.problem import Inputs, Problem
 
 
 def positions(inputs: Inputs, xp=jnp):
-    """(of queries [b or 1, t], of keys [b or 1, s]): those given, else counted from the ends."""
+    """Returns positions (of queries [b or 1, t], of keys [b or 1, s]).
+
+    They are those given, or else counted from the ends.
+    """
     if inputs.q_positions is not None and inputs.kv_positions is not None:
         return inputs.q_positions, inputs.kv_positions
     t, s = inputs.lengths
@@ -22,7 +25,7 @@ def positions(inputs: Inputs, xp=jnp):
 
 
 def pair_mask(problem: Problem, q_positions, kv_positions, q_segment_ids=None, kv_segment_ids=None):
-    """bool, the arguments broadcast together: which pairs are visible; None: all."""
+    """Returns bool, the arguments broadcast together: which pairs are visible; None: all."""
     distance = q_positions - kv_positions  # how far back the key is; negative: later
     mask = None
     if problem.right is not None:
@@ -37,7 +40,7 @@ def pair_mask(problem: Problem, q_positions, kv_positions, q_segment_ids=None, k
 
 
 def dense_mask(problem: Problem, inputs: Inputs):
-    """bool [b or 1, t, s]: which pairs are visible, the bias aside; None: all."""
+    """Returns bool [b or 1, t, s]: which pairs are visible, ignoring the bias; None: all."""
     q_positions, kv_positions = positions(inputs)
     q_segment_ids = kv_segment_ids = None
     if inputs.q_segment_ids is not None and inputs.kv_segment_ids is not None:
@@ -53,10 +56,10 @@ def dense_mask(problem: Problem, inputs: Inputs):
 
 
 def visible_keys(problem: Problem, inputs: Inputs):
-    """bool [b or 1, s]: which keys are visible to some query; None: all.
+    """Returns bool [b or 1, s]: which keys are visible to some query; None: all.
 
     Hidden keys may hold NaN. With segments or positions this compares all pairs, t x s, unless XLA
-    finds the first half of the last line true by itself, as where both sides have the same ids.
+    itself finds that the first half of the last line is true, as when both sides have the same ids.
     """
     t, s = inputs.lengths
     if inputs.mask_is_static:
@@ -71,7 +74,7 @@ def visible_keys(problem: Problem, inputs: Inputs):
 
 
 def zero_hidden(x: jax.Array, visible) -> jax.Array:
-    """x [b, time, ...] where `visible` [b or 1, time], else 0; x itself where that is None.
+    """Returns x [b, time, ...] where `visible` [b or 1, time], else 0; x itself if that is None.
 
     Hidden rows may hold NaN, and NaN x 0 = NaN would reach visible ones through a matmul.
     """
@@ -81,11 +84,11 @@ def zero_hidden(x: jax.Array, visible) -> jax.Array:
 
 
 def block_mask(problem: Problem, inputs: Inputs, block_q: int, block_k: int):
-    """(visible, full), bool [b or 1, query tiles, key tiles]: the block mask, the bias aside.
+    """Returns the block mask (visible, full), bool [b or 1, query tiles, key tiles], without bias.
 
     `visible`: the tile may hold a visible pair. It compares ranges of positions and ids, so it can
-    be true of a tile that holds none. `full`: every pair is visible, so the tile needs no mask.
-    numpy arrays where the mask is static, so that a scan's length can depend on them.
+    be true for a tile that holds none. `full`: every pair is visible, so the tile needs no mask.
+    They are numpy arrays if the mask is static, so that a scan's length can depend on them.
     """
     xp: Any = np if inputs.mask_is_static else jnp
     _, s = inputs.lengths
@@ -106,7 +109,7 @@ def block_mask(problem: Problem, inputs: Inputs, block_q: int, block_k: int):
         visible = visible & (k_high >= q_low - problem.left)
         full = full & (k_low >= q_high - problem.left)
     if inputs.has_segments:
-        # Ranges of ids that do not overlap share no segment; the other way round they may.
+        # Ranges of ids that do not overlap share no segment; overlapping ranges may.
         q_low, q_high = _block_ranges(xp, inputs.q_segment_ids, block_q)
         k_low, k_high = _block_ranges(xp, inputs.kv_segment_ids, block_k)
         q_low = q_low[:, :, None]
@@ -119,7 +122,7 @@ def block_mask(problem: Problem, inputs: Inputs, block_q: int, block_k: int):
 
 
 def _block_ranges(xp, values, block: int):
-    """(smallest, largest) value of each block along the last dim of `values` [b or 1, time].
+    """Returns (smallest, largest) value of each block along time, of `values` [b or 1, time].
 
     The last value is repeated up to a whole block, which changes neither.
     """

@@ -1,4 +1,4 @@
-"""Padding of the operands of kernels, on Triton and on Mosaic GPU alike."""
+"""Padding of the operands of kernels, for both Triton and Mosaic GPU."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from pallas_kernels.attention.problem import Inputs
 
 
 class MaskOperands(NamedTuple):
-    """Operands that a tile is masked by: arrays [b, time], or references; None where not given."""
+    """Operands that mask a tile: arrays [b, time], or references; None if not given."""
 
     q_segment_ids: Any
     kv_segment_ids: Any
@@ -19,13 +19,13 @@ class MaskOperands(NamedTuple):
 
 
 def pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """x with zeros behind it in every dim, up to `shape`."""
+    """Returns x with zeros appended in every dim, up to `shape`."""
     extra = [(0, want - have) for have, want in zip(x.shape, shape, strict=True)]
     return jnp.pad(x, extra) if any(after for _, after in extra) else x
 
 
 def pad_mask_operands(inputs: Inputs, q_length: int, kv_length: int) -> MaskOperands:
-    """Segment ids and positions, with zeros up to the padded lengths."""
+    """Returns segment ids and positions, with zeros up to the padded lengths."""
     b = inputs.q_bthd.shape[0]
 
     def padded(x, length):
@@ -42,7 +42,7 @@ def pad_mask_operands(inputs: Inputs, q_length: int, kv_length: int) -> MaskOper
 def split_mask_operands(
     refs: Sequence[Any], has_segments: bool, has_positions: bool
 ) -> tuple[MaskOperands, list[Any]]:
-    """(mask operands, the references behind them), of a kernel that is given those that exist."""
+    """Returns (mask operands, the references after them); a kernel gets those that exist."""
     refs = list(refs)
     ids = [refs.pop(0), refs.pop(0)] if has_segments else [None, None]
     positions = [refs.pop(0), refs.pop(0)] if has_positions else [None, None]
@@ -50,5 +50,5 @@ def split_mask_operands(
 
 
 def round_up(size: int, block: int) -> int:
-    """The smallest multiple of `block` that is not below `size`."""
+    """Returns the smallest multiple of `block` that is not below `size`."""
     return -(-size // block) * block

@@ -41,10 +41,10 @@ class Problem:
     def scores(
         self, products: jax.Array, base: float, tanh: Callable = jnp.tanh
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Scores, multiplied by `base`, from q k^T.
+        """Returns scores, multiplied by `base`, from q k^T, and the softcap's derivative.
 
-        Also the softcap's derivative at each score, which their gradients are multiplied by; None
-        without a softcap. A `base` of log2(e) lets a kernel take exp2 instead of exp.
+        Gradients of scores are multiplied by this derivative; it is None without a softcap. A
+        `base` of log2(e) lets a kernel take exp2 instead of exp.
         """
         if self.softcap is None:
             return products * (self.scale * base), None
@@ -53,7 +53,7 @@ class Problem:
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call. Segment ids are there for both sides or for neither; so are positions.
+    """The arrays of a call. Segment ids exist for both sides or for neither; so do positions.
 
     Without positions key j is at j and query i at i + s - t: both sequences end together.
     """
@@ -69,12 +69,12 @@ class Inputs(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """(t, s)"""
+        """The lengths (t, s)."""
         return self.q_bthd.shape[1], self.k_bskd.shape[1]
 
     @property
     def group(self) -> int:
-        """Query heads that share one key-value head."""
+        """The number of query heads that share one key-value head."""
         return self.q_bthd.shape[2] // self.k_bskd.shape[2]
 
     @property
@@ -87,12 +87,12 @@ class Inputs(NamedTuple):
 
     @property
     def mask_is_static(self) -> bool:
-        """True if tracing knows which query attends to which key (bias aside)."""
+        """True if tracing knows which query attends to which key (ignoring the bias)."""
         return not self.has_segments and not self.has_positions
 
 
 def call_of(problem: Problem, inputs: Inputs, return_lse: bool) -> AttentionCall:
-    """The class of the call, and what draws another of it."""
+    """Returns the class of the call, which is all that is needed to draw another one."""
     batch, queries, heads, head_dim = inputs.q_bthd.shape
     _, keys, kv_heads, value_dim = inputs.v_bske.shape
     return AttentionCall(
@@ -118,7 +118,7 @@ def call_of(problem: Problem, inputs: Inputs, return_lse: bool) -> AttentionCall
 def prepare(  # noqa: PLR0913 - the arguments of `attention`
     q, k, v, *, causal, segment_ids, window, softcap, scale, bias, positions
 ) -> tuple[Problem, Inputs]:
-    """The call, checked: each mistake is a ValueError of one line."""
+    """Returns the checked call: each mistake is a ValueError of one line."""
     _check_qkv(q, k, v)
     check_flag("attention", "causal", causal)
     if scale is not None:
@@ -175,7 +175,7 @@ def _check_qkv(q, k, v) -> None:
 
 
 def _check_window(window, farthest: int) -> tuple[int | None, int | None]:
-    """(left, right); a side of at least `farthest` positions is no bound."""
+    """Returns (left, right); a side of at least `farthest` positions is no bound."""
     if window is None:
         return None, None
     if not isinstance(window, tuple | list) or len(window) != 2:
@@ -206,7 +206,7 @@ def _check_bias(bias, whole: tuple[int, int, int, int]) -> None:
 
 
 def _check_pair(name: str, given, b: int, t: int, s: int):
-    """(for queries, for keys) as int32: one array for both where `given` is no pair."""
+    """Returns (for queries, for keys) as int32: one array for both if `given` is not a pair."""
     if given is None:
         return None, None
     pair = tuple(given) if isinstance(given, tuple | list) else (given, given)

@@ -1,4 +1,4 @@
-"""The definition of attention, with its T x T scores: what every implementation must equal."""
+"""The definition of attention, with its T x T scores, which every implementation must equal."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from pallas_kernels.attention.problem import Inputs, Problem
 
 
 def attend(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """(out [b, t, h, e], natural-log lse [b, t, h]), computed in the dtype of the inputs.
+    """Returns (out [b, t, h, e], natural-log lse [b, t, h]), in the dtype of the inputs.
 
     The order is scale, softcap, bias, mask. A query without a visible key gives 0 and -inf.
     """
@@ -32,7 +32,7 @@ def attend(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     if inputs.bias is not None:
         scores = scores + jnp.where(mask, inputs.bias, 0).astype(q.dtype)
     scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    # The largest score is subtracted for exp's range only: no gradient goes through it.
+    # The largest score is subtracted only for exp's range: no gradient goes through it.
     largest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.where(mask, jnp.exp(scores - largest), 0)
     total = weights.sum(-1, keepdims=True)

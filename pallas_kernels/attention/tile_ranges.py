@@ -28,9 +28,10 @@ OVER_KEYS = 2
 def tile_bounds(
     problem: Problem, inputs: Inputs, block_q: int, block_k: int, over: int
 ) -> jax.Array:
-    """int32 [b or 1, tiles, 4]: the four bounds of each tile's walk over the tiles of dim `over`.
+    """Returns int32 [b or 1, tiles, 4]: four bounds of each tile's walk over the tiles of `over`.
 
-    The middle range is the first run of full tiles; a later run is masked for nothing, but right.
+    The middle range is the first run of full tiles; a later run is masked needlessly, but
+    correctly.
     """
     visible, full = block_mask(problem, inputs, block_q, block_k)  # [., query tiles, key tiles]
     xp: Any = np if isinstance(visible, np.ndarray) else jnp
@@ -51,9 +52,9 @@ def tile_bounds(
 def possible_ranges(
     problem: Problem, inputs: Inputs, *, padded_keys: bool, over: int
 ) -> tuple[int, ...]:
-    """The ranges that can hold a tile of this problem: code is made for these only.
+    """Returns the ranges that can hold a tile of this problem: code is made only for these.
 
-    `padded_keys`: the last tile of keys reaches beyond them.
+    `padded_keys`: the last tile of keys extends beyond them.
     """
     if not inputs.mask_is_static or problem.left is not None:
         return 0, FULL, 2
@@ -63,7 +64,7 @@ def possible_ranges(
 
 
 def walk(ranges: Sequence[int], bounds, body: Callable, carry):
-    """carry = body(masked)(tile, carry) for every tile of `ranges`, in order; a loop each."""
+    """Computes carry = body(masked)(tile, carry) for every tile of `ranges`, in order, as loops."""
     for each in ranges:
         step = body(each != FULL)
         carry = jax.lax.fori_loop(bounds[each], bounds[each + 1], step, carry)

@@ -1,7 +1,7 @@
 """Tile sizes of the kernels.
 
 Chosen to fit in registers and shared memory, which aot.py proves by compiling; for Triton that is
-the shared memory of sm_80, 163 KiB. They are not tuned: no GPU was there.
+the shared memory of sm_80, 163 KiB. They are not tuned, for lack of a GPU.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Tile:
     stages: int  # depth of the software pipeline
 
 
-Table = Mapping[int, Mapping[int, Tile]]  # by bytes per element, then by head dim at most
+Table = Mapping[int, Mapping[int, Tile]]  # by bytes per element, then by the largest head dim
 
 FORWARD: Table = {
     2: {
@@ -66,12 +66,12 @@ DKV_BLACKWELL: Table = {**DKV, 2: DKV[2] | {256: Tile(64, 32, 8, 1)}}
 
 
 def dkv(device_kind: str) -> Table:
-    """The table of the dk and dv kernel on this GPU, as jax names it."""
+    """Returns the table of the dk and dv kernel on this GPU, by jax's name for it."""
     return DKV_BLACKWELL if generation(device_kind) == "blackwell" else DKV
 
 
 def tile(table: Table, head_dim: int, itemsize: int, t: int, s: int) -> Tile:
-    """The tile for a padded head dim of at most 256, no larger than the padded lengths t and s."""
+    """Returns the tile for a padded head dim up to 256, within the padded lengths t and s."""
     by_head_dim = table[itemsize]
     limit = min(limit for limit in by_head_dim if head_dim <= limit)
     best = by_head_dim[limit]

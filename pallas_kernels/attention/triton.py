@@ -1,4 +1,4 @@
-"""Attention as FlashAttention-2 (arXiv:2307.08691) has it, on Triton.
+"""Attention after FlashAttention-2 (arXiv:2307.08691), on Triton.
 
 Three kernels: forward; dq; dk and dv. Read `_forward_kernel` first, then `forward`, which launches
 it; the other two have the same shape. Lengths are padded to whole tiles and head dims to powers of
@@ -73,10 +73,10 @@ class _Plan:
 
     @property
     def base(self) -> float:
-        """The factor that scores are multiplied by before `exponential` is taken of them.
+        """The factor of scores before `exponential` is taken of them.
 
-        exp2 is the GPU's own instruction. float32 takes exp, as multiplying by log2(e) would round
-        once more.
+        exp2 is the GPU's own instruction. float32 takes exp, because multiplying by log2(e) would
+        round once more.
         """
         return 1.0 if self.is_float32 else LOG2E
 
@@ -84,11 +84,11 @@ class _Plan:
         return jnp.exp(x) if self.is_float32 else jnp.exp2(x)
 
     def scores(self, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """(scores times `base`, the softcap's derivative or None), given q k^T."""
+        """Returns (scores times `base`, the softcap's derivative or None), given q k^T."""
         return self.problem.scores(products, self.base)
 
     def queries(self, at, masks: MaskOperands) -> _Side:
-        """The queries of tile `at`."""
+        """Returns the queries of tile `at`."""
         t, s = self.lengths
         number = at * self.tile.q + jnp.arange(self.tile.q)
         positions = number + (s - t)
@@ -100,7 +100,7 @@ class _Plan:
         return _Side(positions, segment_ids, number < t)
 
     def keys(self, at, masks: MaskOperands) -> _Side:
-        """The keys of tile `at`."""
+        """Returns the keys of tile `at`."""
         _, s = self.lengths
         number = at * self.tile.k + jnp.arange(self.tile.k)
         positions = number
@@ -112,7 +112,7 @@ class _Plan:
         return _Side(positions, segment_ids, number < s)
 
     def mask(self, queries: _Side, keys: _Side) -> jax.Array:
-        """bool [tile.q, tile.k]: visible pairs."""
+        """Returns bool [tile.q, tile.k]: visible pairs."""
         q_segment_ids = kv_segment_ids = None
         if queries.segment_ids is not None and keys.segment_ids is not None:
             q_segment_ids = queries.segment_ids[:, None]
@@ -129,13 +129,13 @@ class _Plan:
 
 
 def _zero_hidden(x: jax.Array, mask: jax.Array, axis: int) -> jax.Array:
-    """Rows of x that are visible to something along `axis` of the mask, else 0: they may be NaN."""
+    """Returns x with 0 in rows hidden from all along `axis` of the mask: they may be NaN."""
     visible = jnp.max(mask.astype(jnp.int32), axis) > 0
     return jnp.where(visible[:, None], x, jnp.zeros_like(x))
 
 
 def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *rest):
-    """One tile of queries of one head, over tiles of keys: the online softmax."""
+    """Processes one tile of queries of one head, over tiles of keys: the online softmax."""
     *mask_refs, out_ref, lse_ref = rest
     masks = MaskOperands(*mask_refs)
     at = plan.counts[0] - 1 - pl.program_id(0)  # the last tile first: see _query_tile_spec
@@ -177,7 +177,7 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *rest):
 
 
 def _dq_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
-    """One tile of queries of one head, over tiles of keys."""
+    """Processes one tile of queries of one head, over tiles of keys."""
     *mask_refs, dq_ref = rest
     masks = MaskOperands(*mask_refs)
     at = plan.counts[0] - 1 - pl.program_id(0)
@@ -213,7 +213,7 @@ def _dq_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, 
 
 
 def _dkv_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
-    """One tile of keys of one key-value head, over its query heads and their tiles of queries.
+    """Processes one tile of keys of one key-value head, over its query heads and their tiles.
 
     Scores are transposed, [tile.k, tile.q].
     """
@@ -307,7 +307,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpre
     e = inputs.v_bske.shape[3]
 
     def visible_to_bht(x_bth):
-        """0 for a query without a visible key, whose lse is -inf."""
+        """Returns 0 for a query without a visible key, whose lse is -inf."""
         return jnp.moveaxis(jnp.where(jnp.isneginf(lse), 0, x_bth), 2, 1)
 
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
@@ -319,7 +319,7 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpre
 
 
 def _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret) -> jax.Array:
-    """dq in padded lengths and head dim."""
+    """Returns dq in padded lengths and head dim."""
     plan, q, k, v, masks = _pad_operands(problem, inputs, tiling.DQ, OVER_KEYS)
     b, length, h, d_padded = q.shape
     e_padded = v.shape[3]
@@ -353,7 +353,7 @@ def _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret) -> jax.Array:
 
 
 def _run_dkv(problem, inputs, dout, lse_bht, delta_bht, interpret) -> tuple[jax.Array, jax.Array]:
-    """dk and dv in padded lengths and head dims."""
+    """Returns dk and dv in padded lengths and head dims."""
     table = tiling.dkv(device_kind())
     plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_QUERIES)
     b, length, h, d_padded = q.shape
@@ -362,7 +362,7 @@ def _run_dkv(problem, inputs, dout, lse_bht, delta_bht, interpret) -> tuple[jax.
     dout = pad_to(dout, (b, length, h, e_padded))
     lse_bht = pad_to(lse_bht, (b, h, length))
     delta_bht = pad_to(delta_bht, (b, h, length))
-    lse_bth = jnp.moveaxis(lse_bht, 1, 2)  # a key-value head's query heads lie side by side
+    lse_bth = jnp.moveaxis(lse_bht, 1, 2)  # a key-value head's query heads are adjacent
     delta_bth = jnp.moveaxis(delta_bht, 1, 2)
 
     # Programs (i, n): tile i of keys; n counts batch x key-value heads.
@@ -417,7 +417,10 @@ class _Padded(NamedTuple):
 
 
 def _pad_operands(problem: Problem, inputs: Inputs, table, over: int) -> _Padded:
-    """`table`: of tiling.py; `over`: the side whose tiles a program walks over."""
+    """Pads the operands.
+
+    `table`: of tiling.py; `over`: the side whose tiles a program walks over.
+    """
     b, t, h, d = inputs.q_bthd.shape
     _, s, kv_heads, _ = inputs.k_bskd.shape
     d_padded = next_power_of_two(d)
@@ -451,12 +454,11 @@ def _pad_operands(problem: Problem, inputs: Inputs, table, over: int) -> _Padded
 
 
 # BlockSpecs of programs (i, n) that own a tile of queries. n counts batch x heads. i counts tiles
-# from the last one, which sees most keys where the call is causal: the longest programs start
-# first.
+# from the last one, which sees most keys if the call is causal: the longest programs start first.
 
 
 def _bounds_spec(plan: _Plan, heads: int, inputs: Inputs, over: int):
-    """The four bounds of the program's tile; one batch of them where the mask is static."""
+    """Returns the four bounds of the program's tile; one batch of them if the mask is static."""
     shared = inputs.mask_is_static
     last = plan.counts[0] - 1
     return pl.BlockSpec(
@@ -484,7 +486,7 @@ def _all_keys_spec(plan: _Plan, heads: int, length: int, width: int):
 
 
 def _mask_specs(masks: MaskOperands, heads: int):
-    """A whole sequence of each; None for one that is not there."""
+    """Returns a whole sequence of each; None for one that does not exist."""
     return [
         None if x is None else pl.BlockSpec((None, x.shape[1]), lambda _, n: (n // heads, 0))
         for x in masks

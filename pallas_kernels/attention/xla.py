@@ -1,6 +1,6 @@
 """Attention in plain JAX, without T x T arrays.
 
-It goes tile by tile, as FlashAttention (arXiv:2205.14135) does. The tiles that the window leaves
+It goes tile by tile, like FlashAttention (arXiv:2205.14135). The tiles that the window leaves
 visible are listed while tracing. One scan walks over that list in the forward pass, one in the
 backward pass. Segments and given positions are not known while tracing: they mask pairs inside
 tiles, and skip no tile.
@@ -26,7 +26,7 @@ def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """(out [b, t, h, e] in the dtype of q, lse [b, t, h] in float32)."""
+    """Returns (out [b, t, h, e] in the dtype of q, lse [b, t, h] in float32)."""
     tiled = _TiledInputs(problem, inputs)
     b, padded_t, k, g, _ = tiled.q_btkgd.shape
     e = tiled.v_bske.shape[-1]
@@ -71,7 +71,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 def backward(
     problem: Problem, inputs: Inputs, out, lse, dout, dlse
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """(dq, dk, dv, dbias or None), given the gradients of out and of lse."""
+    """Returns (dq, dk, dv, dbias or None), given the gradients of out and of lse."""
     tiled = _TiledInputs(problem, inputs)
     b, padded_t, k, g, _ = tiled.q_btkgd.shape
 
@@ -192,7 +192,7 @@ class _TiledInputs:
         )
 
     def _block_mask(self) -> tuple[np.ndarray, np.ndarray]:
-        """The part of `block_mask` that is known while tracing: that of the window alone."""
+        """Returns the part of `block_mask` that is known while tracing: only that of the window."""
         static = self.inputs._replace(
             q_segment_ids=None, kv_segment_ids=None, q_positions=None, kv_positions=None
         )
@@ -209,14 +209,14 @@ class _TiledInputs:
         mask = None
         if self.needs_mask:
             mask = self._mask(index, bias)
-            # These rows are hidden in this tile, though perhaps not in others.
+            # These rows are hidden in this tile, but perhaps not in others.
             q = zero_hidden(q, mask.any((1, 2, 4)))
             k = zero_hidden(k, mask.any((1, 2, 3)))
             v = zero_hidden(v, mask.any((1, 2, 3)))
         return _Tile(q, k, v, mask, bias)
 
     def _mask(self, index: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """bool [b or 1, k or 1, g or 1, block_q, block_k]; padding is hidden."""
+        """Returns bool [b or 1, k or 1, g or 1, block_q, block_k]; padding is hidden."""
         q_positions = self.q_block(self.q_positions, index, 1)[:, :, None]
         kv_positions = self.k_block(self.kv_positions, index, 1)[:, None]
         q_segment_ids = kv_segment_ids = None
@@ -232,7 +232,7 @@ class _TiledInputs:
         return mask if bias is None else mask & (bias > -jnp.inf)
 
     def scores(self, tile: _Tile) -> tuple[jax.Array, jax.Array | None]:
-        """(scores [b, k, g, t, s], -inf where hidden; the softcap's derivative, None without)."""
+        """Returns (scores [b, k, g, t, s], -inf where hidden; the softcap's derivative or None)."""
         scores = self.dot("btkgd,bskd->bkgts", tile.q_btkgd, tile.k_bskd) * self.problem.scale
         slope = None
         if self.problem.softcap is not None:
@@ -307,7 +307,7 @@ class _TiledInputs:
         return jax.lax.dynamic_update_slice(dbias, before + part, start)
 
     def unpad_bias(self, dbias: jax.Array) -> jax.Array:
-        """Brings dbias to the shape and dtype of the bias that was given."""
+        """Returns dbias in the shape and dtype of the given bias."""
         bias = self.inputs.bias
         assert bias is not None, "only a bias that was given has a gradient"
         b, _, _, t, s = dbias.shape
@@ -316,10 +316,10 @@ class _TiledInputs:
 
 
 def _tied(table: jax.Array, q: jax.Array) -> jax.Array:
-    """Makes `table` depend on q, in the eyes of jax.
+    """Makes jax believe that `table` depends on q.
 
-    Masks follow from the table alone. In a scan over layers they would be loop invariants: jax
-    would compute the masks of all tiles at once, outside the loop, and keep t x s booleans.
+    Masks follow only from the table. In a scan over layers they would be loop invariants: jax would
+    compute the masks of all tiles at once, outside the loop, and keep t x s booleans.
     """
     one = jax.lax.slice(q, [0] * q.ndim, [1] * q.ndim)
     table, _ = jax.lax.optimization_barrier((table, one))

@@ -1,5 +1,5 @@
 """The compilers of kernels, each behind one thin file: Pallas on Triton, and Pallas on Mosaic GPU.
 
-Kernels reach their compiler through here only, so that a change of jax's API has one place. Start
-with triton.py, the smaller; mosaic.py explains warpgroups, barriers and the interpreter.
+Kernels reach their compiler only through here, so a change of jax's API has one place. Start with
+triton.py, the smaller; mosaic.py explains warpgroups, barriers and the interpreter.
 """

@@ -2,7 +2,7 @@
 
 A program is a few warpgroups of 128 threads. They share memory and wait for each other at barriers.
 One warpgroup copies; the others compute. In a computing warpgroup's registers, arrays are [64, n]
-or [64], laid out as its matmul instruction (`wgmma`) wants them.
+or [64], in the layout that its matmul instruction (`wgmma`) needs.
 
 Every kernel has two forms behind one static flag, `interpret`. jax's interpreter runs barriers,
 copies and matmuls on any machine and finds races. It can neither multiply onto a value nor take the
@@ -39,7 +39,7 @@ MISCOMPILING_CUDA = 12080, 12090  # versions, first and last
 
 
 def _plgpu() -> Any:  # its names and types differ between versions of jax
-    from jax.experimental.pallas import mosaic_gpu  # not at import: jax 0.10 has another one
+    from jax.experimental.pallas import mosaic_gpu  # not at import: jax 0.10 has a different one
 
     return mosaic_gpu
 
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
 
 
 def refusal(interpreted: bool) -> str:
-    """Says why kernels for Hopper cannot run here; "" where they can.
+    """Says why kernels for Hopper cannot run here; "" if they can.
 
     Refused rather than tried: compiling one for another GPU ends the process.
     """
@@ -71,7 +71,10 @@ def refusal(interpreted: bool) -> str:
 
 
 def _cuda_version() -> int:
-    """The version of the toolkit that jax uses, as 12090; 0: there is none, or jax hides it."""
+    """Returns the version of jax's CUDA toolkit, e.g.
+
+    12090; 0 if there is none, or if it is hidden.
+    """
     try:
         from jax._src.lib import cuda_versions
     except ImportError:
@@ -89,14 +92,14 @@ def call(
     interpret: bool,
     name: str,
 ) -> Callable[..., Any]:
-    """A function of arrays that runs `kernel(*inputs, *outputs, *scratch)` on each program.
+    """Returns a function of arrays that runs `kernel(*inputs, *outputs, *scratch)` per program.
 
     All arguments of the kernel are references to whole arrays. `grid` has sizes by name, the
     fastest first; "warpgroup" is the axis of a program's warpgroups. `outputs` are
     ShapeDtypeStructs, `scratch` comes from `shared_memory` and `barriers`.
 
     Interpreted warpgroups block threads of XLA, which has one per core or simulated device: with
-    fewer than 8 they can wait for each other for ever.
+    fewer than 8 they can wait for each other forever.
     """
     plgpu = _plgpu()
     used = shared_memory_bytes(scratch)
@@ -120,7 +123,7 @@ def call(
 
 
 def shared_memory(shape: tuple[int, ...], dtype) -> Any:
-    """An array in shared memory, tiled and swizzled for copies and wgmma where it can be.
+    """Returns an array in shared memory, tiled and swizzled for copies and wgmma if possible.
 
     That needs 16-bit elements and a last dim that is a multiple of SWIZZLE_ELEMENTS.
     """
@@ -136,12 +139,12 @@ def shared_memory(shape: tuple[int, ...], dtype) -> Any:
 
 
 def barriers(count: int, arrivals: int = 1) -> Any:
-    """`count` barriers; each releases its waiters after `arrivals` arrivals, then starts again."""
+    """Returns `count` barriers; each releases its waiters after `arrivals`, then restarts."""
     return _plgpu().Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
 def shared_memory_bytes(scratch: Sequence[Any]) -> int:
-    """The bytes that the arrays of `scratch` fill, alignment included."""
+    """Returns the bytes that the arrays of `scratch` fill, including alignment."""
     total = 0
     for each in scratch:
         if hasattr(each, "transforms"):  # an array, not barriers
@@ -150,13 +153,17 @@ def shared_memory_bytes(scratch: Sequence[Any]) -> int:
     return total
 
 
-# Matmuls. `issue(accumulator, ...)` issues calls of `wgmma`, which run while the warpgroup goes on.
+# Matmuls. `issue(accumulator, ...)` issues calls of `wgmma`, which run while the warpgroup
+# continues.
 
 
 def accumulate_from_zero(
     issue: Callable, shape: tuple[int, int], meanwhile: Callable[[], None] = lambda: None
 ) -> jax.Array:
-    """float32 `shape`: the sum of the matmuls that `issue` issues; `meanwhile` runs beside them."""
+    """Returns, in float32 `shape`, the sum of the matmuls that `issue` issues.
+
+    `meanwhile` runs at the same time.
+    """
 
     def run(accumulator):
         issue(accumulator)
@@ -169,7 +176,7 @@ def accumulate_from_zero(
 def accumulate_onto(
     starts: tuple[jax.Array, ...], issue: Callable, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """`starts`, each plus the sum of the matmuls onto its accumulator."""
+    """Returns `starts`, each plus the sum of the matmuls onto its accumulator."""
     acc = _plgpu().ACC
     if not interpret:
         return pl.run_state(lambda into: issue(*into))(tuple(acc.init(start) for start in starts))
@@ -183,9 +190,9 @@ def accumulate_onto(
 
 
 def left_operand(x: jax.Array, staging, interpret: bool):
-    """x, in registers, as the left operand of a `wgmma`.
+    """Returns x, in registers, as the left operand of a `wgmma`.
 
-    `staging` is this warpgroup's own shared memory of x's shape, used where interpreted alone.
+    `staging` is this warpgroup's own shared memory of x's shape, used only when interpreted.
     """
     if not interpret:
         return x
@@ -199,29 +206,29 @@ def left_operand(x: jax.Array, staging, interpret: bool):
 
 
 def full(shape: tuple[int, ...], value: float) -> jax.Array:
-    """float32 [64, n], or [64] for dim 0."""
+    """Returns float32 [64, n], or [64] for dim 0."""
     layout = _plgpu().Layout.WGMMA if len(shape) > 1 else _plgpu().Layout.WGMMA.reduce(1)
     return _plgpu().layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def broadcast(x: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
-    """The vector x [shape[dim]], which belongs to `dim`, repeated along the other one."""
+    """Returns the vector x [shape[dim]], which belongs to `dim`, repeated along the other one."""
     return jax.lax.broadcast_in_dim(x, shape, [dim])
 
 
 def iota(length: int, dim: int) -> jax.Array:
-    """int32 0, 1, ..., length - 1, belonging to `dim`."""
+    """Returns int32 0, 1, ..., length - 1, belonging to `dim`."""
     layout = _plgpu().Layout.WGMMA.reduce(1 - dim)
     return _plgpu().broadcasted_iota(jnp.int32, (length,), 0, layout=layout)
 
 
 def load_global_vector(ref, dim: int) -> jax.Array:
-    """A vector in global memory, to belong to `dim`."""
+    """Loads a vector from global memory, to belong to `dim`."""
     return _plgpu().load(ref, layout=_plgpu().Layout.WGMMA.reduce(1 - dim), optimized=False)
 
 
 def load_shared_vector(ref, dim: int) -> jax.Array:
-    """A vector in shared memory, to belong to `dim`."""
+    """Loads a vector from shared memory, to belong to `dim`."""
     return _plgpu().load(ref, layout=_plgpu().Layout.WGMMA.reduce(1 - dim))
 
 

@@ -1,4 +1,4 @@
-"""Pallas on Triton, all that our kernels use of it.
+"""Pallas on Triton: all of it that our kernels use.
 
 jax 0.11 deprecates it "for removal in a future version": when that happens this file and those that
 import it go, and nothing else changes. jax's module is imported where it is used, not at import,
@@ -27,7 +27,7 @@ def call(
     interpret: bool,
     name: str,
 ) -> Callable[..., Any]:
-    """A function of arrays that runs `kernel(*inputs, *outputs)`, references, on each program.
+    """Returns a function of arrays that runs `kernel(*inputs, *outputs)`, references, per program.
 
     `inputs` are BlockSpecs (None for an absent input), `outputs` a list of (ShapeDtypeStruct,
     BlockSpec). Inside a kernel every dim of every value is a power of two, and at least LEAST_DOT
@@ -48,19 +48,19 @@ def call(
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a [m, k] times b [k, n] in float32; float32 operands are not rounded to TF32."""
+    """Returns a [m, k] times b [k, n] in float32; float32 operands are not rounded to TF32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
 def load_block(ref, number, size: int, *rest):
-    """Block `number`, of `size` elements, of the first dim of `ref`; `rest` indexes the others."""
+    """Returns block `number`, of `size`, of the first dim of `ref`; `rest` indexes others."""
     start = pl.multiple_of(number * size, size)  # tells the compiler that loads are aligned
     return ref[(pl.ds(start, size), *rest)]
 
 
 def load_masked(ref, mask: jax.Array) -> jax.Array:
-    """The values of `ref` (or ref.at[...]) where `mask`, 0 elsewhere."""
+    """Returns the values of `ref` (or ref.at[...]) where `mask`, 0 elsewhere."""
     from jax.experimental.pallas import triton
 
     return triton.load(ref, mask=mask, other=0)
@@ -74,5 +74,5 @@ def store_masked(ref, value: jax.Array, mask: jax.Array) -> None:
 
 
 def next_power_of_two(size: int, least: int = LEAST_DOT) -> int:
-    """The smallest power of two that is neither below `size` nor below `least`."""
+    """Returns the smallest power of two that is neither below `size` nor below `least`."""
     return max(1 << (size - 1).bit_length(), least)

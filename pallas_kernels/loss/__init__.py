@@ -1,4 +1,4 @@
-"""The unembedding matmul and its cross-entropy in one, without all logits. Start with api.py."""
+"""The unembedding matmul and its cross-entropy in one, never with all logits: see api.py."""
 
 from pallas_kernels.loss.api import linear_cross_entropy as linear_cross_entropy
 from pallas_kernels.loss.api import shape_logits as shape_logits

@@ -106,7 +106,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     targets_bt = targets.reshape(-1, time)
     mask_bt = mask.reshape(-1, time)
     chunks = chunk_count(x_bte.shape[0], time, weight.shape[0], chunk_logits)
-    # The mask of what is padded is 0.
+    # The mask of padding is 0.
     x_bte, targets_bt, mask_bt = pad_time(chunks, x_bte, targets_bt, mask_bt)
     options = _Options(chunks, label_smoothing, z_loss, axis_name, vocab, scale, softcap)
     part_bn = None if parts is None else parts.astype(jnp.float32).reshape(-1, parts.shape[-1])
@@ -167,9 +167,7 @@ class _Options(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
-    """The loss, the part of it that is z-loss, and those of `part_bn`, None where there are
-    none.
-    """
+    """Returns the loss, the part of it that is z-loss, and those of `part_bn` or None."""
 
     def step(sums, chunk):
         loss = _chunk_loss(options, weight_ve, part_bn, *chunk)
@@ -186,13 +184,13 @@ def _no_sums(part_bn):
 
 
 def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
-    """`_loss`, and its gradients up to the factor that the cotangent will be."""
+    """Returns `_loss`, and its gradients except for the factor of the cotangent."""
 
     def step(carry, chunk):
         sums, dweight_ve = carry
         x_bte, _, mask_bt = chunk
         loss = _chunk_loss(options, weight_ve, part_bn, *chunk)
-        counts = mask_bt[..., None] != 0  # what does not count may be NaN
+        counts = mask_bt[..., None] != 0  # values that do not count may be NaN
         dlogits = loss.logits_gradient() * mask_bt[..., None]
         dlogits = jnp.where(counts, dlogits, 0).astype(x_bte.dtype)
         x_bte = jnp.where(counts, x_bte, 0)
@@ -226,7 +224,7 @@ def _backward(options: _Options, kept, cotangents):
 
 
 _loss.defvjp(_forward, _backward)
-# Outside any jit too it is compiled once.
+# Compiled once, also outside any jit.
 _loss_compiled = jax.jit(_loss, static_argnums=(0,), inline=True)
 
 
@@ -296,20 +294,23 @@ def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_b
 def shape_logits(
     logits: jax.Array, scale: float | None = None, softcap: float | None = None
 ) -> jax.Array:
-    """Logits x as softcap * tanh(scale * x / softcap); scale * x without a softcap."""
+    """Returns logits x as softcap * tanh(scale * x / softcap); scale * x without a softcap."""
     if scale not in (None, 1):
         logits = logits * scale
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def sums_of_parts(loss_bt: jax.Array, mask_bt: jax.Array, part_bn: jax.Array) -> jax.Array:
-    """[n]: sums of mask x loss over the sequences of each part. A NaN stays in its own part."""
+    """Returns [n]: sums of mask x loss over the sequences of each part.
+
+    A NaN stays in its own part.
+    """
     of_sequence_b = jnp.sum(jnp.where(mask_bt != 0, loss_bt * mask_bt, 0), -1)
     return jnp.sum(jnp.where(part_bn > 0, of_sequence_b[:, None], 0), 0)
 
 
 def einsum_in_float32(letters: str, *arrays: jax.Array) -> jax.Array:
-    """einsum with a float32 result; float32 operands are not rounded to TF32."""
+    """Computes einsum with a float32 result; float32 operands are not rounded to TF32."""
     exact = arrays[0].dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if exact else None
     return jnp.einsum(letters, *arrays, preferred_element_type=jnp.float32, precision=precision)

@@ -41,7 +41,7 @@ class Case:
         return "-".join(parts)
 
     def draw(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Draws x, weight, targets and mask: 1, but for a third of 0s if `masked`."""
+        """Draws x, weight, targets and mask: 1, except for a third of 0s if `masked`."""
         random = np.random.default_rng(seed)
         x = random.standard_normal((self.b, self.t, self.width))
         weight = 0.3 * random.standard_normal((self.vocab, self.width))

@@ -1,4 +1,4 @@
-"""Tokens in chunks, so that the logits of a chunk at most exist at once.
+"""Tokens in chunks, so that at most one chunk's logits exist at a time.
 
 Of n chunks, chunk i takes the times i, i + n, i + 2n, ...: a time dim that is split over devices
 stays split.
@@ -11,10 +11,10 @@ CHUNK_LOGITS = 2**26  # of a chunk at most: 256 MiB in float32
 
 
 def chunk_count(batch: int, time: int, vocab: int, limit: int) -> int:
-    """The fewest chunks of `time`, equal ones if possible, of at most `limit` logits each.
+    """Returns the fewest chunks of `time`, equal if possible, of at most `limit` logits each.
 
-    A chunk has at least one time step. Where no number from the fewest to twice that divides
-    `time`, it is the fewest, and `time` is to be padded.
+    A chunk has at least one time step. If no number from the fewest to twice that divides `time`,
+    it is the fewest, and `time` must be padded.
     """
     least = min(-(-batch * time * vocab // limit), time)
     for count in range(least, 2 * least + 1):
@@ -24,7 +24,7 @@ def chunk_count(batch: int, time: int, vocab: int, limit: int) -> int:
 
 
 def pad_time(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[b, t, ...] with zeros behind, so that `chunks` divide the times."""
+    """Returns [b, t, ...] with zeros appended, so that `chunks` divide the times."""
     padding = -arrays[0].shape[1] % chunks
     if not padding:
         return arrays
@@ -32,7 +32,7 @@ def pad_time(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def cut(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[b, t, ...] -> [chunks, b, t / chunks, ...]"""
+    """Reshapes [b, t, ...] to [chunks, b, t / chunks, ...]."""
 
     def cut_one(x):
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunks, *x.shape[2:]), 2, 0)
@@ -41,5 +41,5 @@ def cut(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def join(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """[chunks, b, t / chunks, ...] -> [b, t, ...], the opposite of `cut`; `shape` is (b, t)."""
+    """Reverses `cut`: [chunks, b, t / chunks, ...] -> [b, t, ...]; `shape` is (b, t)."""
     return jnp.moveaxis(x, 0, 2).reshape(*shape, *x.shape[3:])

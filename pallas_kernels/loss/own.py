@@ -1,7 +1,7 @@
 """`linear_token_loss`: the unembedding matmul and any loss of its logits, chunk by chunk.
 
-Slower and larger than `linear_cross_entropy`, whose gradient is known beforehand: here each device
-has the logits of all rows, and the backward pass computes them again.
+It is slower and larger than `linear_cross_entropy`, whose gradient is known beforehand: here each
+device has the logits of all rows, and the backward pass recomputes them.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def linear_token_loss(  # noqa: PLR0913 - the question has as many parts
     @jax.checkpoint
     def chunk_losses(weight_ve, x_bte, targets_bt, mask_bt):
         counts = mask_bt != 0
-        x_bte = jnp.where(counts[..., None], x_bte, 0)  # what does not count may be NaN
+        x_bte = jnp.where(counts[..., None], x_bte, 0)  # values that do not count may be NaN
         logits_btv = einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
         if axis_name:
             logits_btv = jax.lax.all_gather(logits_btv, axis_name, axis=2, tiled=True)

@@ -14,7 +14,7 @@ from pallas_kernels.norm import triton, xla
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "triton": triton}
-# The order where nothing was measured is by reason: one kernel reads and writes each array once.
+# The default order is by reason: one kernel reads and writes each array once.
 OURS = {"ampere": ("triton",), "hopper": ("triton",), "blackwell": ("triton",)}
 
 
@@ -61,13 +61,13 @@ def rmsnorm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """RMSNorm (arXiv:1910.07467) over the last dim: x / sqrt(mean(x^2) + eps) * scale + bias.
 
-    In everything else as `layernorm`.
+    Everything else is as in `layernorm`.
     """
     return _norm("rmsnorm", x, scale, bias, residual, eps, implementation)
 
 
 def order(_: NormCall) -> tuple[str, ...]:
-    """The implementations of a call, best first, where nothing was measured."""
+    """Returns the implementations of a call, best first, if nothing was measured."""
     return (*OURS.get(generation(device_kind()), ()), "xla")
 
 
@@ -124,7 +124,7 @@ def _normalise(eps, centred, name, x, scale, bias, residual):
 def _forward(eps, centred, name, x, scale, bias, residual):
     module = _implementation(name)
     y, total, mean, rstd = module.forward(x, scale, bias, residual, eps, centred, name)
-    # The backward pass needs their dtypes, and whether they are there: an empty array says both.
+    # The backward pass needs their dtypes, and whether they exist: an empty array tells both.
     like = [None if each is None else jnp.zeros((0,), each.dtype) for each in (x, bias, residual)]
     kept = (total, scale, mean, rstd, like)
     return (y, total if residual is not None else None), kept
@@ -149,5 +149,5 @@ def _implementation(name):
 
 
 _normalise.defvjp(_forward, _backward)
-# Outside any jit too it is compiled once.
+# Compiled once, also outside any jit.
 _normalise_compiled = jax.jit(_normalise, static_argnums=(0, 1, 2), inline=True)

@@ -30,7 +30,7 @@ class Case:
         return "-".join(parts)
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct | None]:
-        """Shapes and dtypes of the arrays of `draw`."""
+        """Returns the shapes and dtypes of the arrays of `draw`."""
         shape = (self.rows, self.width)
         x = jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
         vector = jax.ShapeDtypeStruct((self.width,), jnp.dtype(self.weights))
@@ -47,7 +47,7 @@ class Case:
         }
 
     def draw(self, seed: int = 0) -> dict[str, jax.Array | None]:
-        """Draws x, scale, bias, residual, dy and dtotal; None where the case has no such array."""
+        """Draws x, scale, bias, residual, dy and dtotal; None if the case has no such array."""
         random = np.random.default_rng(seed)
         shape = (self.rows, self.width)
 

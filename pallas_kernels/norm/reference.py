@@ -9,7 +9,7 @@ from pallas_kernels.wide import wide_dtype
 def normalise(
     x, scale, bias, residual, *, epsilon: float, centred: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(y in the dtype of x, the sum that was normalised).
+    """Returns (y in the dtype of x, the sum that was normalised).
 
     The sum is x + residual in the dtype of the residual, or x without one. Computed in the wider of
     x's dtype and float32. `centred`: LayerNorm, else RMSNorm.

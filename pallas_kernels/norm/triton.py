@@ -4,8 +4,8 @@ Forward: a program normalises a block of whole rows. Backward: a fixed number of
 the blocks; each keeps its part of dscale and dbias in registers and writes it once, and XLA adds
 the parts. So there are no atomics, and every sum has one order.
 
-Letters as in xla.py. A block is (rows, padded width): Triton wants powers of two, and masks cut off
-what is too much.
+Letters as in xla.py. A block is (rows, padded width): Triton needs powers of two, and masks cut off
+the excess.
 """
 
 from functools import partial
@@ -87,7 +87,7 @@ def _forward_kernel(shape, epsilon, centred, *refs):
     if centred:
         mean = normal.sum(1) / d
         normal = jnp.where(mask, normal - mean[:, None], 0.0)
-        # The mean of a row far from 0 is rounded coarsely: what is left of it comes off too.
+        # The mean of a row far from 0 is rounded coarsely: the remainder is subtracted too.
         remainder = normal.sum(1) / d
         normal = jnp.where(mask, normal - remainder[:, None], 0.0)
         store_masked(mean_ref, mean + remainder, rows)
@@ -148,13 +148,13 @@ class _BackwardRefs(NamedTuple):
 
 
 def _backward_kernel(shape, block, turns, *refs):
-    """`turns` blocks of rows, one after the other."""
+    """Processes `turns` blocks of rows, one after another."""
     refs = _BackwardRefs(*refs)
     n, d = shape
     block_rows, block_width = block
     columns = jnp.arange(block_width) < d
     scale = load_masked(refs.scale, columns).astype(jnp.float32)[None]
-    first = pl.program_id(0) * turns  # outside the loop: the interpreter wants it there
+    first = pl.program_id(0) * turns  # outside the loop: the interpreter needs it there
 
     def turn(i, carry):
         dscale, dbias = carry
@@ -186,7 +186,7 @@ def _backward_kernel(shape, block, turns, *refs):
 
 
 def _block(n: int, d: int) -> tuple[int, int]:
-    """(rows, padded width) that a program holds at a time."""
+    """Returns the (rows, padded width) that a program holds at a time."""
     width = next_power_of_two(d)
     rows = max(ELEMENTS // width, 1)
     return min(rows, next_power_of_two(n, 1)), width

@@ -16,7 +16,7 @@ def refusal(rows: tuple[int, int], interpreted: bool) -> str:  # noqa: ARG001
 
 
 def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):  # noqa: ARG001
-    """(y [n, d], total [n, d], mean [n] or None, reciprocal standard deviation [n]).
+    """Returns (y [n, d], total [n, d], mean [n] or None, reciprocal standard deviation [n]).
 
     x is [n, d]. `total` is x + residual, which is normalised; `centred`: LayerNorm.
     """
@@ -45,10 +45,10 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
 
 
 def backward(total, scale, mean, rstd, dy, dtotal, name: str):  # noqa: ARG001
-    """(dsum [n, d] in float32, dscale [d], dbias [d]).
+    """Returns (dsum [n, d] in float32, dscale [d], dbias [d]).
 
-    `dtotal` is the gradient of the sum that `forward` returns, or None. dsum is the gradient of x
-    and of the residual alike.
+    `dtotal` is the gradient of the sum that `forward` returns, or None. dsum is the gradient of
+    both x and the residual.
     """
     dy = widen(dy)
     normal = widen(total)

@@ -1,4 +1,4 @@
-"""Operands, plan and scratch of the backward kernels: what both have alike."""
+"""Operands, plan and scratch that both backward kernels share."""
 
 from typing import Any, NamedTuple
 
@@ -22,19 +22,19 @@ LENGTH_MULTIPLE = COMPUTING * ROWS  # of padded lengths: whole tiles of both ker
 
 
 class Operands(NamedTuple):
-    """Padded to multiples of LENGTH_MULTIPLE in time and of SWIZZLE_ELEMENTS in head dims."""
+    """Operands padded to multiples of LENGTH_MULTIPLE in time and SWIZZLE_ELEMENTS in head dims."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     dout: jax.Array
-    lse: jax.Array  # [b, h, t], in units of log 2, as the kernels take exp2
+    lse: jax.Array  # [b, h, t], in units of log 2, because the kernels take exp2
     delta: jax.Array  # [b, h, t], the sum of out x dout, less dlse
     masks: list[jax.Array]  # those that exist, in the order of MaskOperands
 
 
 def pad_operands(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> Operands:
-    """Rows that see nothing, or that nothing sees, are set to 0: they may hold NaN."""
+    """Sets rows that see nothing, or that nothing sees, to 0: they may hold NaN."""
     b, t, h, d = inputs.q_bthd.shape
     _, s, kv_heads, e = inputs.v_bske.shape
     sees_nothing = jnp.isneginf(lse)
@@ -100,7 +100,7 @@ class Memory(NamedTuple):
 
 
 def split_masks(plan: ScoresPlan, refs) -> tuple[list[Any], list[Any], list[Any]]:
-    """(q_masks, kv_masks, the references behind them)"""
+    """Returns (q_masks, kv_masks, the references after them)."""
     masks, rest = split_mask_operands(refs, plan.has_segments, plan.has_positions)
     q_masks = [x for x in (masks.q_segment_ids, masks.q_positions) if x is not None]
     kv_masks = [x for x in (masks.kv_segment_ids, masks.kv_positions) if x is not None]
@@ -108,7 +108,7 @@ def split_masks(plan: ScoresPlan, refs) -> tuple[list[Any], list[Any], list[Any]
 
 
 def mask_scratch(plan: ScoresPlan, own: int) -> list:
-    """Mask vectors of the program's own tiles, and of those in the first ring."""
+    """Returns the mask vectors of the program's own tiles, and of those in the first ring."""
     if not plan.mask_vectors:
         return []
     slots = plan.tile.stages[0]
@@ -119,7 +119,7 @@ def mask_scratch(plan: ScoresPlan, own: int) -> list:
 
 
 def ring_barriers(plan: ScoresPlan, own: int, arrays: int) -> list:
-    """own_ready, then `ready` of both rings, then `free` of both.
+    """Returns own_ready, then `ready` of both rings, then `free` of both.
 
     Every copy arrives once at its barrier: a slot takes `arrays` copies, and in the first ring one
     more for each mask vector; an own tile takes two arrays and the mask vectors.
@@ -135,7 +135,7 @@ def ring_barriers(plan: ScoresPlan, own: int, arrays: int) -> list:
 
 
 def staging_scratch(plan: ScoresPlan, dtype) -> list:
-    """Shared memory for left operands, which only the interpreter cannot take from registers."""
+    """Returns shared memory for left operands, which only the interpreter needs."""
     if not plan.interpret:
         return []
     return [gpu.shared_memory((COMPUTING, *plan.shape), dtype)] * 2

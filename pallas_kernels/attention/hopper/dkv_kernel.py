@@ -3,11 +3,11 @@
 A program owns a tile of keys of one key-value head, and walks over the query heads that share them
 and over their tiles of queries; scores are transposed, [keys, queries].
 
-With head dims up to 128 each computing warpgroup has 64 keys of its own. Above that, dk and dv of
-64 keys fill a warpgroup's registers each: one warpgroup computes dk and the other dv of the same 64
-keys, and both compute their scores.
+With head dims up to 128 each computing warpgroup has 64 keys. Above that, dk and dv of 64 keys each
+fill a warpgroup's registers: one warpgroup computes dk and the other dv of the same 64 keys, and
+both compute their scores.
 
-Two barriers more than in backward_pass.py:
+There are two more barriers than in backward_pass.py:
 
     own_free[0]      computing: both have read the keys and values that they share
     done[0]          copying: both have written their results to shared memory
@@ -131,7 +131,7 @@ def _dkv_kernel(
 
 
 def _own_keys(plan: ScoresPlan, program: Program, tile):
-    """The slice of the key dim that the program's `tile`-th 64 keys are."""
+    """Returns the slice of the key dim for the program's `tile`-th 64 keys."""
     return pl.ds((program.tile * (plan.tile.k // ROWS) + tile) * ROWS, ROWS)
 
 
@@ -144,7 +144,7 @@ def _copy(
     dk_ref,
     dv_ref,
 ):
-    """The copying warpgroup's part: k and v once, then q and dout in rings, then the results."""
+    """Runs the copying warpgroup: k and v once, then q and dout in rings, then the results."""
     batch, kv_head, _ = program
     own_tiles = plan.tile.k // ROWS
     copying, _ = plan.tile.registers
@@ -160,8 +160,8 @@ def _copy(
             gpu.copy_gmem_to_smem(ref.at[batch, keys], own, ready)
 
     def copy(ref, into, vector_ref, vector_into, masks, step, slot, ready):
-        """A tile, its vector (lse or delta), and masks."""
-        count = jax.lax.max(walk.count, 1)  # a divisor, though of no step where it was 0
+        """Copies a tile, its vector (lse or delta), and masks."""
+        count = jax.lax.max(walk.count, 1)  # a divisor, but of no step if it was 0
         head = kv_head * plan.group + jax.lax.div(step, count)
         i = walk.first + jax.lax.rem(step, count)
         queries = pl.ds(i * plan.tile.q, plan.tile.q)
@@ -194,7 +194,7 @@ def _compute(  # noqa: PLR0913
     with_dk: bool,
     with_dv: bool,
 ):
-    """A computing warpgroup's part: dk, dv or both of the program's `tile`-th 64 keys."""
+    """Runs a computing warpgroup: dk, dv or both of the program's `tile`-th 64 keys."""
     q_ring = scratch.q_ring
     dout_ring = scratch.dout_ring
     own_tiles = plan.tile.k // ROWS
@@ -216,7 +216,7 @@ def _compute(  # noqa: PLR0913
             return gpu.broadcast(gpu.load_shared_vector(ref, 1), plan.shape, 1)
 
         def weigh(products):
-            """(weights for dv, weights times the softcap's derivative for dk), given k q^T."""
+            """Returns (weights for dv, those times the softcap's slope for dk), given k q^T."""
             weights, slope = plan.weights(products, of_columns(scratch.lse.at[q_slot]))
             if slope is not None and not with_dv:  # the plain weights need no registers
                 weights = weights * slope
@@ -259,7 +259,7 @@ def _compute(  # noqa: PLR0913
         next_tile = jnp.where(i + 1 == memory.bounds[3], memory.bounds[0], i + 1)
         return next_tile, *sums
 
-    # Each result goes where its own operand was, times a factor.
+    # Each result goes where its operand was, times a factor.
     results = [(v, 1.0)] * with_dv + [(k, plan.problem.scale)] * with_dk
     start = tuple(gpu.full((ROWS, own.shape[1]), 0.0) for own, _ in results)
     _, *sums = jax.lax.fori_loop(0, walk.steps, visit, (walk.first, *start))
@@ -276,7 +276,7 @@ def _compute(  # noqa: PLR0913
 def run_dkv(
     problem: Problem, inputs: Inputs, operands: Operands, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv in the shapes of the padded k and v."""
+    """Returns dk and dv in the shapes of the padded k and v."""
     plan = make_plan(problem, inputs, operands, tiling.HOPPER_DKV, OVER_QUERIES, interpret)
     b, _, kv_heads, e = operands.v.shape
     _, q_length, _, d = operands.q.shape

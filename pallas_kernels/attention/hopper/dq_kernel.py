@@ -59,7 +59,7 @@ def _dq_kernel(
     q_s, dout_s, k_s, v_s, own_ready, k_ready, v_ready, k_free, v_free, *staging = refs
 
     program = this_program(q_ref.shape[2])
-    # The last tile first: where the call is causal it takes longest.
+    # The last tile first: if the call is causal it takes longest.
     program = program._replace(tile=jax.lax.axis_size("tile") - 1 - program.tile)
     memory = Memory(
         bounds=bounds_of(bounds_ref, program),
@@ -92,12 +92,12 @@ def _dq_kernel(
 
 
 def _own_queries(program: Program, warpgroup):
-    """The slice of the query dim that a computing warpgroup of the dq kernel owns."""
+    """Returns the slice of the query dim that a computing warpgroup of the dq kernel owns."""
     return pl.ds((program.tile * COMPUTING + warpgroup) * ROWS, ROWS)
 
 
 def _copy(plan: ScoresPlan, memory: Memory, scratch: _Scratch, program: Program):
-    """The copying warpgroup's part: q and dout once, then k and v in rings."""
+    """Runs the copying warpgroup: q and dout once, then k and v in rings."""
     batch, head, _ = program
     copying, _ = plan.tile.registers
     gpu.set_max_registers(copying, action="decrease")
@@ -131,7 +131,7 @@ def _copy(plan: ScoresPlan, memory: Memory, scratch: _Scratch, program: Program)
 def _compute(
     plan: ScoresPlan, memory: Memory, scratch: _Scratch, program: Program, warpgroup, dq_ref
 ):
-    """A computing warpgroup's part: dq of its 64 queries, over tiles of keys."""
+    """Runs a computing warpgroup: dq of its 64 queries, over tiles of keys."""
     batch, head, at = program
     k_ring = scratch.k_ring
     v_ring = scratch.v_ring
@@ -189,7 +189,7 @@ def _compute(
 
 
 def run_dq(problem: Problem, inputs: Inputs, operands: Operands, interpret: bool) -> jax.Array:
-    """dq in the shape of the padded q."""
+    """Returns dq in the shape of the padded q."""
     plan = make_plan(problem, inputs, operands, tiling.HOPPER_DQ, OVER_KEYS, interpret)
     b, _, h, d = operands.q.shape
     _, kv_length, _, e = operands.v.shape

@@ -1,4 +1,4 @@
-"""The forward pass on Hopper: one kernel, as FlashAttention-3 (arXiv:2407.08608) has it.
+"""The forward pass on Hopper: one kernel, after FlashAttention-3 (arXiv:2407.08608).
 
 A program owns COMPUTING tiles of 64 queries of one head. Warpgroups 0 and 1 compute, one tile each;
 warpgroup 2 copies. It brings the queries once, then tiles of keys and of values into two rings of
@@ -74,7 +74,7 @@ class _Plan:
         return self.tile.q, self.tile.k
 
     def mask(self, batch, first_query, first_key, masks: MaskOperands) -> jax.Array | None:
-        """bool `shape` of the tile that starts at these two: visible pairs; None: all are."""
+        """Returns bool `shape`: visible pairs of the tile that starts here; None: all are."""
         t, s = self.lengths
         rows, columns = self.shape
 
@@ -125,7 +125,7 @@ class _Scratch(NamedTuple):
     k_free: Any
     v_free: Any
     turn: Any
-    out: Any  # that of q where it has the same shape: queries are read before
+    out: Any  # that of q if it has the same shape: queries are read before
     staging: Any  # None unless interpreted
 
 
@@ -137,7 +137,7 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *refs):
     staging = refs.pop(0) if plan.interpret else None
 
     program = this_program(q_ref.shape[2])
-    # The last tile first: where the call is causal it takes longest.
+    # The last tile first: if the call is causal it takes longest.
     program = program._replace(tile=plan.counts[0] - 1 - program.tile)
     memory = _Memory(
         bounds=bounds_of(bounds_ref, program),
@@ -168,12 +168,12 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *refs):
 
 
 def _own_queries(plan: _Plan, program: Program, warpgroup):
-    """The slice of the query dim that a computing warpgroup owns."""
+    """Returns the slice of the query dim that a computing warpgroup owns."""
     return pl.ds((program.tile * COMPUTING + warpgroup) * plan.tile.q, plan.tile.q)
 
 
 def _copy(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program):
-    """The copying warpgroup's part."""
+    """Runs the copying warpgroup."""
     batch, head, _ = program
     gpu.set_max_registers(REGISTERS_COPYING, action="decrease")
     for warpgroup in range(COMPUTING):
@@ -214,14 +214,14 @@ def _copy(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program):
 
 
 def _compute(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program, warpgroup):
-    """A computing warpgroup's part: the online softmax over tiles of keys."""
+    """Runs a computing warpgroup: the online softmax over tiles of keys."""
     batch, head, at = program
     gpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
     gpu.barrier_wait(scratch.q_ready.at[warpgroup])
     first_query = (at * COMPUTING + warpgroup) * plan.tile.q
     turn = scratch.turn
     v_ready = scratch.v_ready
-    pl.when(warpgroup == 1)(lambda: _take_turns(turn))  # it is one turn behind from here on
+    pl.when(warpgroup == 1)(lambda: _take_turns(turn))  # it stays one turn late from here on
 
     def body(masked):
         def step(j, carry):
@@ -345,7 +345,7 @@ def forward(
 
 
 def _scratch(plan: _Plan, d: int, e: int, dtype) -> list:
-    """The scratch memory in the order in which `_forward_kernel` takes it; head dims padded."""
+    """Returns scratch memory in the order `_forward_kernel` takes it; head dims padded."""
     tile = plan.tile
     scratch = [
         gpu.shared_memory((COMPUTING, tile.q, d), dtype),  # q

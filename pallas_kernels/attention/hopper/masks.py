@@ -17,11 +17,11 @@ def pair_mask(
     positions: tuple[jax.Array, jax.Array] | None,
     segment_ids: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array | None:
-    """bool `shape`, as `mask.pair_mask`: which pairs are visible; None: all.
+    """Returns bool `shape`, like `mask.pair_mask`: which pairs are visible; None: all.
 
     `axes`: the dim of `shape` that counts queries, then the one that counts keys. `positions` and
     `segment_ids` are vectors of the queries and of the keys, each belonging to its dim; positions
-    are needed where the problem has a window.
+    are needed if the problem has a window.
 
     Rows are compared with columns. A difference of positions would take a register per score.
     """

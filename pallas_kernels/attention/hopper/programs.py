@@ -1,4 +1,4 @@
-"""The grid: which part of the work a program of a Hopper kernel takes."""
+"""The grid: the part of the work that a program of a Hopper kernel takes."""
 
 from typing import Any, NamedTuple
 
@@ -7,16 +7,16 @@ import jax
 COMPUTING = 2  # computing warpgroups of a program; one more copies
 ROWS = 64  # of a wgmma: the queries, or keys, of one computing warpgroup
 
-# Bytes that programs which run at the same time shall read: about half of Hopper's L2 of 50 MB.
+# Bytes that concurrent programs should read: about half of Hopper's L2 of 50 MB.
 CACHE = 24 * 2**20
 
 
 def program_grid(heads: int, tiles: int, size: int) -> dict[str, int]:
-    """Sizes of the grid, fastest first, for `tiles` tiles of each of `heads` batch x heads.
+    """Returns the sizes of the grid, fastest first, for `tiles` tiles of `heads` batch x heads.
 
     Every program of a head reads the same `size` bytes. Sections of as many heads as CACHE holds
-    run one after the other, and in each section the tiles from first to last: what the programs
-    of a head read together then stays in the L2.
+    run one after another, and in each section the tiles from first to last: what the programs of a
+    head read together then stays in the L2.
     """
     together = 1
     for count in range(1, heads + 1):
@@ -41,7 +41,7 @@ def this_program(heads: int) -> Program:
 
 
 def bounds_of(bounds_ref, program: Program):
-    """The reference to the four `tile_bounds` of a program's tile.
+    """Returns the reference to the four `tile_bounds` of a program's tile.
 
     It is read where a bound is used: four values held in registers would spill.
     """

@@ -1,4 +1,4 @@
-"""Tiles on their way through shared memory, in the backward kernels."""
+"""Rings through which tiles pass in shared memory, in the backward kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pallas_kernels.backends import mosaic as gpu
 
 @dataclass(frozen=True)
 class Ring:
-    """`slots` places in shared memory that tiles pass through in turn: step i uses slot i % slots.
+    """`slots` places in shared memory that tiles use in turn: step i uses slot i % slots.
 
     The copying warpgroup fills a slot and arrives at its `ready` barrier; the computing ones read
     it and arrive at its `free` barrier, which the copying one waits for before it fills it again.
@@ -26,9 +26,9 @@ class Ring:
         return jax.lax.rem(step, self.slots)
 
     def ready_at(self, step):
-        """The `ready` barrier of a step.
+        """Returns the `ready` barrier of a step.
 
-        A single slot has two, so that the barrier is computed: a fixed address would be kept in a
+        A single slot has two, so that the barrier is computed: a fixed address would occupy a
         register.
         """
         return self.ready.at[jax.lax.rem(step, max(self.slots, 2))]

@@ -28,10 +28,10 @@ class ScoresPlan:
 
     problem: Problem
     tile: GradientTile
-    rows_are_queries: bool  # and columns keys; else scores are transposed
+    rows_are_queries: bool  # and columns keys; otherwise scores are transposed
     lengths: tuple[int, int]  # (t, s) before padding
     group: int  # query heads per key-value head
-    needs_mask: bool  # in some tile
+    needs_mask: bool  # in at least one tile
     has_segments: bool
     has_positions: bool
     interpret: bool
@@ -47,7 +47,7 @@ class ScoresPlan:
 
     @property
     def mask_vectors(self) -> int:
-        """Counts the vectors that mask each side: its segment ids, its positions."""
+        """The number of vectors that mask each side: its segment ids, its positions."""
         return self.has_segments + self.has_positions
 
     @property
@@ -56,12 +56,12 @@ class ScoresPlan:
         return (0, 1) if self.rows_are_queries else (1, 0)
 
     def weights(self, products, lse) -> tuple[jax.Array, jax.Array | None]:
-        """(softmax, the softcap's derivative or None), given q k^T and lse in units of log 2."""
+        """Returns (softmax, the softcap's derivative or None); lse is in units of log 2."""
         scores, slope = self.problem.scores(products, gpu.LOG2E, gpu.tanh)
         return jnp.exp2(scores - lse), slope
 
     def zero_hidden(self, weights, full, first_row, column_tile, masks):
-        """`weights` of a tile, 0 where hidden.
+        """Returns `weights` of a tile, 0 where hidden.
 
         The tile starts at row `first_row`; its columns are tile `column_tile`, which needs no mask
         from `full[0]` to before `full[1]`. `masks`: shared memory [mask_vectors, ROWS] of its rows
@@ -78,7 +78,7 @@ class ScoresPlan:
         return jax.lax.cond(is_partial, hide, lambda weights: weights, weights)
 
     def _mask(self, first, masks) -> jax.Array | None:
-        """bool `shape`, visible pairs, of the tile at (row, column) `first`; None: all are."""
+        """Returns bool `shape`: visible pairs of the tile at `first`, (row, column); None: all."""
         t, s = self.lengths
         q_axis, k_axis = self.axes
 
@@ -94,14 +94,14 @@ class ScoresPlan:
             segment_ids = load(0)
         positions = None
         if self.problem.has_window and self.has_positions:
-            positions = load(self.mask_vectors - 1)  # behind segment ids
+            positions = load(self.mask_vectors - 1)  # after segment ids
         elif self.problem.has_window:
             q_positions = numbers(q_axis) + (s - t)
             positions = q_positions, numbers(k_axis)
         mask = pair_mask(self.problem, self.shape, self.axes, positions, segment_ids)
 
-        # Padding of keys. In rows it needs no mask: their sums are cut off at the end. Nor does it
-        # where the call is causal, as padding comes after every query.
+        # Padding of keys. In rows it needs no mask: their sums are cut off at the end. If the call
+        # is causal it needs none either, as padding comes after every query.
         has_padding = self.rows_are_queries and s % self.tile.k
         is_hidden_already = self.problem.right == 0 and not self.has_positions
         if not has_padding or is_hidden_already:
@@ -113,11 +113,11 @@ class ScoresPlan:
 def score_matmuls(
     plan: ScoresPlan, first: Callable, wait: Callable, second: Callable | None, use: Callable
 ):
-    """(use(the first matmul's result), the second matmul's result or None), each `plan.shape`.
+    """Returns (use(the first matmul's result), the second's result or None), each `plan.shape`.
 
-    `first` and `second` issue matmuls onto the accumulator they are given; `wait` waits for the
-    operands of the second. The second matmul runs while `use` works on the first one's result;
-    where registers do not last for that, after it.
+    `first` and `second` issue matmuls onto the accumulator they get; `wait` waits for the operands
+    of the second. The second matmul runs while `use` works on the first one's result; if there are
+    too few registers for that, after it.
     """
     accumulator = gpu.ACC(plan.shape, jnp.float32)
     use_takes_more = plan.problem.softcap is not None or plan.mask_vectors
