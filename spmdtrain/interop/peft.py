@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.schema import FinetuneConfig, RunConfig
 from spmdtrain.interop.files import open_file
-from spmdtrain.interop.names import TABLES, Entry
+from spmdtrain.interop.names import TABLES
 from spmdtrain.interop.weights import sizes_of
 from spmdtrain.interop.writer import new_folder
 from spmdtrain.models.adapters.adapted import Part, parts_of
@@ -159,14 +159,19 @@ def _trained_whole(
     values: Values, config: RunConfig, family: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, tensor) of the weights of `finetune.also_train`."""
-    for path, x in values.items():
-        entry: Entry | None = TABLES[family].get(path)
-        if entry is None or not any(fnmatchcase(path, p) for p in config.finetune.also_train):
-            continue
+    for path, x in _also_trained(values, config):
+        entry = TABLES[family][path]
         stacked = path.startswith("blocks.")
         for layer, one in enumerate(x) if stacked else [(None, x)]:
             mapped = entry.rule(sizes_of(config.model), one.shape)
             yield from zip(entry.of_layer(layer), mapped.write(np.asarray(one)), strict=True)
+
+
+def _also_trained(values: Values, config: RunConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (path, value) of the weights of `finetune.also_train`."""
+    for path, x in values.items():
+        if any(fnmatchcase(path, pattern) for pattern in config.finetune.also_train):
+            yield path, x
 
 
 def _config(
@@ -205,7 +210,7 @@ def _config(
 
 
 def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) -> dict[str, Any]:
-    """Returns the adapters of a directory of peft, by our dotted path, float32.
+    """Returns what a directory of peft trains, by our dotted path, float32.
 
     `values`: a model with adapters as [finetune] of `config` asks for, whose shapes they must have;
     those that the directory holds are returned, stacked over the layers. CheckpointError where
@@ -245,6 +250,15 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
                         fix=f"--set finetune.rank={said.get('r')}",
                     )
                 found[_at(module, part, name)] = x.reshape(like.shape)
+    for path, x in _also_trained(values, config):
+        stacked = path.startswith("blocks.")
+        entry = TABLES[family][path]
+        whole = []
+        for layer in range(len(x)) if stacked else [None]:
+            mapped = entry.rule(sizes_of(config.model), x.shape[1:] if stacked else x.shape)
+            parts = [read(PREFIX + name) for name in entry.of_layer(layer)]
+            whole.append(mapped.read(parts, tuple(slice(0, size) for size in mapped.shape)))
+        found[path] = np.stack(whole) if stacked else whole[0]
     if left := sorted(set(tensors) - used):
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
         raise CheckpointError(
@@ -296,7 +310,6 @@ def _check_config(folder: Path, said: Mapping[str, Any], finetune: FinetuneConfi
         "bias": ("none", "none"),
         "rank_pattern": ({}, {}),
         "alpha_pattern": ({}, {}),
-        "modules_to_save": (None, None),
     }
     settings = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rank_stabilised"}
     for key, (wanted, default) in asked.items():

@@ -93,11 +93,12 @@ def test_the_files_say_what_merging_does(family, settings, tmp_path):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_what_is_written_is_read_back_to_the_bit(kind, tmp_path):
-    config, values = drawn(*FAMILIES["llama"], f"finetune.kind={kind}")
+    also = "finetune.also_train=norm.*,blocks.layer.mlp_norm.*"
+    config, values = drawn(*FAMILIES["llama"], f"finetune.kind={kind}", also)
     tensors = write_adapters(tmp_path / "out", values, config, "llama")
-    assert tensors == 2 * 7 * (3 if kind == "dora" else 2)
+    assert tensors == 2 * 7 * (3 if kind == "dora" else 2) + 1 + 2
     found = read_adapters(tmp_path / "out", values, config, "llama")
-    assert len(found) == 7 * (3 if kind == "dora" else 2)
+    assert len(found) == 7 * (3 if kind == "dora" else 2) + 2
     for path, x in found.items():
         assert np.array_equal(x, values[path]), path
 

@@ -9,10 +9,12 @@ import pytest
 from helpers import batches_of, mesh_of, tiny
 
 import spmdtrain as st
+from spmdtrain.interop.peft import read_adapters
 from spmdtrain.models.adapters.by_path import merged
 from spmdtrain.planner.cost.memory import SAFE_SHARE
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.running.compile_step import lower_step
+from spmdtrain.running.published.export_adapters import export_adapters
 from spmdtrain.train.step import make_gradients
 
 pytestmark = pytest.mark.long
@@ -153,6 +155,11 @@ def test_a_run_begins_with_a_base_and_trains_adapters_alone(tmp_path):
     averages = st.weights(tmp_path / "run", ema=True)
     assert averages.keys() == after.keys()
     assert len(st.generate(tmp_path / "run", [1, 2, 3], 2)) == 5
+    export_adapters(tmp_path / "run", tmp_path / "out", base="base")
+    config = tiny(*asked)
+    read = read_adapters(tmp_path / "out", after, config, "llama")
+    assert read.keys() == added | {"norm.scale_e"}
+    assert all(np.array_equal(x, after[path]) for path, x in read.items())
     with pytest.raises(st.UserError, match="finetune.rank"):
         st.run(tiny(*asked, "finetune.rank=2"), tmp_path / "run", devices=one)
     with pytest.raises(st.UserError, match="finetune.alpha"):

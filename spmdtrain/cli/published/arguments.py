@@ -59,7 +59,12 @@ def add_export(parser_of_all) -> None:
         "export", help="a trained run as a directory that transformers, vLLM and llama.cpp load"
     )
     parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument("--to", choices=("hf",), required=True, help="hf: Hugging Face")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "peft"),
+        required=True,
+        help="hf: Hugging Face, with adapters merged; peft: the adapters alone",
+    )
     parser.add_argument("out", metavar="DIR", help="folder that is made")
     parser.add_argument(
         "--step",
@@ -71,12 +76,16 @@ def add_export(parser_of_all) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the files (default: as imported, or bfloat16)",
+        help="of the files (default: as imported, or bfloat16; peft: float32)",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="NAME",
+        help="peft: the model that the adapters are of (default: train.init_from of the run)",
     )
     parser.add_argument(
         "--part",
         type=_bytes,
-        default=5 * 10**9,
         metavar="SIZE",
         help="of a file at most, 5GB or 500MB say (default: 5GB)",
     )

@@ -48,8 +48,14 @@ def _overrides(parsed: argparse.Namespace) -> Sequence[str]:
 
 
 def export(parsed: argparse.Namespace) -> int:
-    """Writes a run as a directory of Hugging Face."""
+    """Writes a run as a directory of Hugging Face, or its adapters as one of peft."""
     without_devices()
+    if parsed.to == "peft":
+        print(*_export_adapters(parsed), sep="\n")
+        return DONE
+    if parsed.base is not None:
+        raise ConfigError(f"--base {parsed.base} is of --to peft, not of --to {parsed.to}")
+    from spmdtrain.interop.writer import PART
     from spmdtrain.running.published.export_run import export_run
 
     lines = export_run(
@@ -58,7 +64,19 @@ def export(parsed: argparse.Namespace) -> int:
         step=parsed.step,
         ema=parsed.ema,
         dtype=parsed.dtype,
-        part=parsed.part,
+        part=parsed.part or PART,
     )
     print(*lines, sep="\n")
     return DONE
+
+
+def _export_adapters(parsed: argparse.Namespace) -> list[str]:
+    for option in ("dtype", "part"):
+        if getattr(parsed, option) is not None:
+            what = f"--{option} {getattr(parsed, option)} is of --to hf: adapters are float32"
+            raise ConfigError(what, fix=f"no --{option}")
+    from spmdtrain.running.published.export_adapters import export_adapters
+
+    return export_adapters(
+        parsed.run, parsed.out, step=parsed.step, ema=parsed.ema, base=parsed.base
+    )

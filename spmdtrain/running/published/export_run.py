@@ -53,7 +53,7 @@ def export_run(
     step, ema = as_step(step), as_flag(ema, "ema")
     part = as_whole(part, "part", 1)
     refuse_full(out)
-    target, saved = _target(run, dtype)
+    target, saved = target_of(run, dtype)
     reading = contextlib.closing(Checkpoints(run, None, keep=None))
     with reading as checkpoints:
         at, lines = read_step(
@@ -66,7 +66,8 @@ def export_run(
     return [f"step {at} of {run}{averaged}, written as {target.dtype}", *lines]
 
 
-def _target(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
+def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
+    """Returns what a run is written as, and its config.json, or ConfigError."""
     saved, named = read_document(run)
     refuse_own_code(run, saved, named)
     config = from_resolved(saved)
