@@ -159,7 +159,7 @@ def _trained_whole(
     values: Values, config: RunConfig, family: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, tensor) of the weights of `finetune.also_train`."""
-    for path, x in _also_trained(values, config):
+    for path, x in _also_trained(values, config, family):
         entry = TABLES[family][path]
         stacked = path.startswith("blocks.")
         for layer, one in enumerate(x) if stacked else [(None, x)]:
@@ -167,10 +167,14 @@ def _trained_whole(
             yield from zip(entry.of_layer(layer), mapped.write(np.asarray(one)), strict=True)
 
 
-def _also_trained(values: Values, config: RunConfig) -> Iterator[tuple[str, np.ndarray]]:
+def _also_trained(
+    values: Values, config: RunConfig, family: str
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (path, value) of the weights of `finetune.also_train`."""
     for path, x in values.items():
         if any(fnmatchcase(path, pattern) for pattern in config.finetune.also_train):
+            if path not in TABLES[family]:
+                raise ConfigError(f"{path}, which is trained, is of no tensor of {family}")
             yield path, x
 
 
@@ -250,7 +254,7 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
                         fix=f"--set finetune.rank={said.get('r')}",
                     )
                 found[_at(module, part, name)] = x.reshape(like.shape)
-    for path, x in _also_trained(values, config):
+    for path, x in _also_trained(values, config, family):
         stacked = path.startswith("blocks.")
         entry = TABLES[family][path]
         whole = []
