@@ -2,12 +2,15 @@
 well.
 """
 
+import copy
 import json
 
+import jax
 import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.cli.doctor import problems
+from spmdtrain.cli.machine import measured
 
 WELL = {
     "versions": {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"},
@@ -86,3 +89,87 @@ def test_the_command_shows_this_machine(capsys, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     assert main(["doctor", "--json"]) == 4
     assert "JAX_ENABLE_X64" in " ".join(json.loads(capsys.readouterr().out)["problems"])
+
+
+# --measure
+
+
+def device(number):
+    return {
+        "device": number,
+        "kind": "NVIDIA H100 80GB HBM3",
+        "matmul": 700e12,
+        "copy": 3e12,
+        "to_device": 50e9,
+        "from_device": 50e9,
+    }
+
+
+FAST = {
+    "devices": [device(number) for number in range(4)],
+    "pairs": [{"from": a, "to": b, "rate": 200e9} for a in range(4) for b in range(a + 1, 4)],
+    "ring": {"rate": 150e9, "seconds": 4e-6},
+    "disk": {"write": 2e9, "read": 3e9},
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        (("devices", 2, "matmul"), 610e12, "device 2: bfloat16 matmul 610 TFLOP/s, 87% of the med"),
+        (("devices", 1, "copy"), 2.6e12, "device 1: copy in memory 2600 GB/s, 87% of the median"),
+        (("devices", 0, "from_device"), 20e9, "device 0: copy to the host 20 GB/s, 40%"),
+        (("pairs", 5, "rate"), 50e9, "devices 2 and 3: 50 GB/s, 25% of the median of all pairs"),
+        (("disk", "write"), 50e6, "the disk here: write 0.05 GB/s"),
+    ],
+)
+def test_what_is_slower_than_its_like_is_named(where, value, said):
+    assert [*measured.slow(FAST)] == []
+    found = copy.deepcopy(FAST)
+    *path, last = where
+    inner = found
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    ((what, fix),) = measured.slow(found)
+    assert what.startswith(said) and fix
+
+
+def test_devices_that_are_all_below_their_data_sheet_are_named():
+    found = copy.deepcopy(FAST)
+    for each in found["devices"]:
+        each["matmul"] = 500e12
+    assert len([*measured.slow(found)]) == 4
+    what, _ = next(measured.slow(found))
+    assert "51% of the data sheet of NVIDIA H100" in what
+
+
+def test_the_measured_figures_are_shown_and_judged(capsys, monkeypatch):
+    monkeypatch.delenv("JAX_ENABLE_X64", raising=False)
+    found = copy.deepcopy(FAST)
+    found["disk"]["read"] = 1e6
+    monkeypatch.setattr(measured, "measure", lambda: found)
+    assert main(["doctor", "--measure"]) == 4
+    printed = capsys.readouterr().out
+    assert "device 3     bfloat16 matmul 700 TFLOP/s (71% of the data sheet)" in printed
+    assert "pairs        6, from 200 GB/s to 200 GB/s" in printed
+    assert "wrong: the disk here: read 0.001 GB/s; try --run on another disk" in printed
+    assert main(["doctor", "--measure", "--json"]) == 4
+    assert json.loads(capsys.readouterr().out)["measured"] == found
+
+
+def test_this_machine_is_measured(tmp_path, monkeypatch):
+    """With the long parts replaced: calibrate has tests of its own."""
+    monkeypatch.setattr("spmdtrain.planner.calibrate.matmul_rate", lambda _: 1e12)
+    monkeypatch.setattr("spmdtrain.planner.calibrate.copy_rate", lambda: 1e9)
+    monkeypatch.setattr("spmdtrain.planner.calibrate.ring", lambda: (2e9, 1e-6))
+    monkeypatch.setattr(measured, "DISK_BYTES", 2**23)
+    found = measured.measure(str(tmp_path))
+    assert [each["device"] for each in found["devices"]] == [each.id for each in jax.devices()]
+    assert all(each["to_device"] > 0 and each["from_device"] > 0 for each in found["devices"])
+    assert found["disk"]["write"] > 0 and found["disk"]["read"] > 0
+    assert found["ring"] == {"rate": 2e9, "seconds": 1e-6} and [*tmp_path.iterdir()] == []
+    assert len(measured.describe(found)) == len(jax.devices()) + 2
+    found["devices"][0]["to_device"] = 1.0
+    found["disk"] = FAST["disk"]
+    assert [*measured.slow(found)] == [], "simulated devices share the cores of the host"

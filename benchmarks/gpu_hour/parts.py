@@ -15,9 +15,9 @@ PARTS = (
     Part(
         "machine",
         "what is here, and is something wrong with it?",
-        (*SPMDTRAIN, "doctor"),
-        least=0.2,
-        most=2,
+        (*SPMDTRAIN, "doctor", "--measure"),
+        least=0.5,
+        most=3,
     ),
     Part(
         "same_bits",

@@ -302,6 +302,11 @@ def _add_doctor(commands) -> None:
         "doctor",
         help="examine devices, versions, libraries and flags; say how to fix what is wrong",
     )
+    examine.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure matmuls, memory, links and the disk, and name what is slow",
+    )
     examine.add_argument("--json", action="store_true", help="print JSON")
     add_devices(examine)
     examine.set_defaults(command=doctor.doctor)

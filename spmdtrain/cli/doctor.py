@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.cli.devices import has_nvidia_driver, start_jax
+from spmdtrain.cli.machine import measured
 from spmdtrain.config import DONE, ConfigError
 
 OURS = ("spmdtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "pydantic", "numpy")
@@ -31,9 +32,6 @@ VARIABLES = (
     "LD_LIBRARY_PATH",
     "JAX_ENABLE_X64",
     "JAX_COMPILATION_CACHE_DIR",
-    "NCCL_DEBUG",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_DISABLE",
     "SLURM_JOB_ID",
     "SLURM_NTASKS",
 )
@@ -49,10 +47,15 @@ def doctor(parsed: argparse.Namespace) -> int:
     """Prints what a run would find here. Returns a config error's code if something is wrong."""
     facts = gather(parsed)
     found = problems(facts)
+    if parsed.measure and facts["devices"]:
+        facts["measured"] = measured.measure()
+        found += measured.slow(facts["measured"])
     if parsed.json:
         print(json.dumps(facts | {"problems": [f"{what}; try {fix}" for what, fix in found]}))
     else:
         print(describe(facts))
+        if "measured" in facts:
+            print("\n".join(measured.describe(facts["measured"])))
         for what, fix in found:
             print(f"wrong: {what}; try {fix}")
         if not found:
@@ -92,7 +95,11 @@ def gather(parsed: argparse.Namespace) -> Facts:
         "device_memory": min((each for each in memory if each), default=None),
         "failure": failure,
         "said_by_jax": said,
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in VARIABLES or name.startswith("NCCL_")
+        },
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "disk_free": shutil.disk_usage(".").free,
         "cores": os.cpu_count(),

@@ -1,1 +1,1 @@
-"""Commands that measure the machine: `tune`."""
+"""Commands that measure the machine: `tune`, and `doctor --measure`."""
