@@ -1,5 +1,6 @@
-"""What a call of a kernel is, apart from its numbers: the class for which implementations are
-measured and remembered. Nothing here imports jax.
+"""The class of a call of a kernel, for which implementations are measured and remembered.
+
+It is everything about a call except its numbers. Nothing here imports jax.
 """
 
 from dataclasses import asdict, dataclass
@@ -78,12 +79,12 @@ Call = AttentionCall | NormCall
 
 
 def to_json(call: Call) -> dict[str, Any]:
-    """The call as a JSON object."""
+    """Returns the call as a JSON object."""
     return asdict(call)
 
 
 def from_json(values: dict[str, Any]) -> Call:
-    """The call that `to_json` gave; TypeError where it is none."""
+    """Returns the call that `to_json` wrote. Raises TypeError if it is not one."""
     return NormCall(**values) if "op" in values else AttentionCall(**values)
 
 

@@ -31,8 +31,7 @@ def choose(
     asked: str | None,
     call: Call,
 ) -> str:
-    """The implementation to run: `asked` itself, or the chosen one, or the first of `order` that
-    can.
+    """Returns the implementation to run: `asked`, the chosen one, or the first of `order` that can.
 
     `refusals` maps a name to `refusal(interpreted)`. `call` is the one that chosen.py decides
     about. Raises `Refused` where none can, ValueError for an unknown name.

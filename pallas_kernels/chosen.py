@@ -1,5 +1,4 @@
-"""Decisions about implementations that were made before a program is traced, and a record of those
-that its trace makes.
+"""Decisions about implementations from before a trace, and a record of those that it makes.
 
     with using({"attention bfloat16 2x4096x32:8x128 causal": "mosaic"}) as decisions:
         lowered = jax.jit(step).lower(state)
@@ -46,5 +45,5 @@ def using(chosen: Mapping[str, str]) -> Iterator[Decisions]:
 
 
 def in_force() -> Decisions | None:
-    """The innermost decisions."""
+    """Returns the innermost decisions."""
     return _in_force[-1] if _in_force else None

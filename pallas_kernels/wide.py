@@ -5,10 +5,10 @@ import jax.numpy as jnp
 
 
 def wide_dtype(x: jax.Array) -> type:
-    """float64 where x has it, else float32."""
+    """Returns float64 if x has it, else float32."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """x in `wide_dtype`."""
+    """Returns x in `wide_dtype`."""
     return x.astype(wide_dtype(x))

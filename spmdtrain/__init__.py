@@ -1,5 +1,6 @@
-"""Train language models with JAX on any mesh: data, FSDP, tensor, context, expert and pipeline
-parallelism.
+"""Trains language models with JAX on any mesh, in any combination of parallelisms.
+
+These are data, FSDP, tensor, context, expert and pipeline parallelism.
 
 One TOML file describes a run; `spmdtrain train` obeys it on one device or on thousands and gives
 the same losses. In Python, `import spmdtrain as st`:

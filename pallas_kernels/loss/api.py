@@ -41,12 +41,11 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     with_z_loss: bool = False,
     parts: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Sum over tokens of mask x (-log softmax(logits)[target] + z_loss x lse^2), where the logits
-    are x weight^T, scaled and capped.
+    """Sums mask x (-log softmax(logits)[target] + z_loss x lse^2) over tokens.
 
-    lse is the logarithm of the softmax's denominator; the result is a float32 scalar. Under
-    differentiation the gradients are computed along with the loss, from the same logits, and kept
-    in place of them; the weight's is accumulated in float32.
+    The logits are x weight^T, scaled and capped. lse is the logarithm of the softmax's denominator;
+    the result is a float32 scalar. Under differentiation the gradients are computed along with the
+    loss, from the same logits, and kept in place of them; the weight's is accumulated in float32.
 
     Args:
       x: [..., time, embed].
@@ -54,7 +53,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
       targets: integers [..., time]. One outside the vocabulary counts as if its logit were 0.
       mask: [..., time], the weight of each token; 1 unless given.
       ignore_index: tokens with this target have weight 0.
-      label_smoothing: this share of the target probability lies evenly on the whole vocabulary
+      label_smoothing: this share of the target probability is spread over the whole vocabulary
         (arXiv:1512.00567).
       z_loss: keeps lse near 0 (arXiv:2204.02311).
       scale: of the logits, above 0.
@@ -63,12 +62,12 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
         over them. Targets count over all rows. The loss is whole on every device, and cotangents
         are summed over these axes; the gradient of x is partial: psum it, as that of any input
         that is whole along them.
-      vocab: rows of the weight that count, from the first on, over all devices. The rest is
-        padding: it has no part in the softmax and no gradient. All count unless given.
-      chunk_logits: at most so many logits exist at once, though never less than those of one time
+      vocab: rows of the weight that count, from the first, over all devices. The rest is
+        padding: it has no part in the softmax and no gradient. Default: all count.
+      chunk_logits: at most this many logits exist at once, but at least those of one time
         step. Of n chunks, chunk i takes the times i, i + n, i + 2n, ..., so that a time dim that
         is split over devices stays split.
-      with_z_loss: also give the part of the sum that is z-loss, to be reported. It is a constant
+      with_z_loss: also return the part of the sum that is z-loss, to be reported. It is a constant
         to differentiation: its gradient is in that of the sum.
       parts: [..., n], how much of each sequence belongs to each of n parts, as 0 or 1: also give
         what of the sum, without z-loss, is of each part, last, float32 [n]. It is a constant to

@@ -27,7 +27,7 @@ def layernorm(
     eps: float = 1e-5,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """LayerNorm (arXiv:1607.06450) over the last dim, in the dtype of x.
+    """Computes LayerNorm (arXiv:1607.06450) over the last dim, in the dtype of x.
 
     (x - mean) / sqrt(variance + eps) * scale + bias. Statistics are float32, and so are the
     gradients of scale and bias until they are rounded to their dtypes.
@@ -59,9 +59,9 @@ def rmsnorm(
     eps: float = 1e-6,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """RMSNorm (arXiv:1910.07467) over the last dim: x / sqrt(mean(x^2) + eps) * scale + bias.
+    """Computes RMSNorm (arXiv:1910.07467) over the last dim.
 
-    Everything else is as in `layernorm`.
+    x / sqrt(mean(x^2) + eps) * scale + bias. Everything else is as in `layernorm`.
     """
     return _norm("rmsnorm", x, scale, bias, residual, eps, implementation)
 

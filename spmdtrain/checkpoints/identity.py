@@ -43,8 +43,10 @@ class DescribedData(Protocol):
 
 
 def config_document(setup: Setup, data: DescribedData) -> dict[str, Any]:
-    """Returns the contents of RUN/config.json: every setting with its origin, the data's
-    fingerprint, the tokenizer, the id that ends its documents, and the code of the model.
+    """Returns the contents of RUN/config.json.
+
+    These are every setting with its origin, the data's fingerprint, the tokenizer, the id that ends
+    its documents, and the code of the model.
     """
     return resolved(setup.config) | {
         "corpus": data.fingerprint,
@@ -128,8 +130,9 @@ def check_identity(
 
 
 def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Returns (setting, its value in the checkpoint, its value now) for each setting that changes
-    what the weights compute.
+    """Returns the settings that changed what the weights compute.
+
+    Each is (setting, its value in the checkpoint, its value now).
     """
     then = meta["model"]
     now = model_function(config)

@@ -36,8 +36,7 @@ def seconds_between_failures(devices: int, device_years: float = DEVICE_YEARS) -
 
 
 def best_interval(save: float, between_failures: float) -> float:
-    """Returns the best number of seconds between saves, if each save stalls training `save`
-    seconds.
+    """Returns the best seconds between saves, if each save stalls training `save` seconds.
 
     Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (FGCS 2006),
     equation 37. Its first term is Young's sqrt(2 save x between_failures). If a save takes more

@@ -74,9 +74,7 @@ def of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list
 
 
 def different_leaves(asked: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Returns the names at which the two differ: first those in `asked`, then those only in
-    `found`.
-    """
+    """Returns the names at which the two differ, those in `asked` first."""
     names = [*sorted(asked), *sorted(found.keys() - asked.keys())]
     return [name for name in names if asked.get(name) != found.get(name)]
 

@@ -122,9 +122,7 @@ def _parts_of_make(make: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _parts(model: LanguageModel) -> Iterator[Any]:
-    """Yields the classes of the model and its modules, with their bases and the functions they
-    hold.
-    """
+    """Yields the classes of the model and its modules, with their bases and held functions."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Module):
             yield from inspect.getmro(type(node))

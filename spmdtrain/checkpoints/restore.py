@@ -67,13 +67,13 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
 def weights(
     run: str | Path, step: int | None = None, *, ema: bool = False
 ) -> dict[str, np.ndarray]:
-    """Returns the parameters of `run` after `step` steps as plain arrays; see `restore` for the
-    step.
+    """Returns the parameters of `run` after `step` steps as plain arrays.
 
-    By dotted path, whole, in the dtype in which they were saved. Those of the layers are stacked in
-    order, [layers, ...], whatever pipeline wrote them. With `ema` each trained parameter is its
-    float32 average, which a run with `optimizer.ema` has. Needs no mesh, no model and no devices.
-    Raises CheckpointError if there is no such checkpoint, or no average in it.
+    See `restore` for the step. They are by dotted path, whole, in the dtype in which they were
+    saved. Those of the layers are stacked in order, [layers, ...], whatever pipeline wrote them.
+    With `ema` each trained parameter is its float32 average, which a run with `optimizer.ema` has.
+    Needs no mesh, no model and no devices. Raises CheckpointError if there is no such checkpoint,
+    or no average in it.
     """
     run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
     with _opened(run, None) as checkpoints:
@@ -84,8 +84,7 @@ def weights(
 
 
 def read_document(run: Path) -> tuple[dict[str, Any], str | None]:
-    """Returns RUN/config.json, as `config_document` wrote it but without its `model.make`; and
-    that.
+    """Returns RUN/config.json as written, but without its `model.make`, and that.
 
     Raises CheckpointError if it is not such a document.
     """

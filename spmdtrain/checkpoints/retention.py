@@ -53,8 +53,9 @@ class Retention:
             self._losses.pop(step, None)
 
     def wants(self, step: int, saved: Iterable[int]) -> bool:
-        """Returns True if `step` would be among the best of `saved`, and so must be saved even if
-        not due.
+        """Returns True if `step` would be among the best of `saved`.
+
+        Then it must be saved even if it is not due.
         """
         return step in self._best_of([*saved, step])
 
@@ -72,8 +73,9 @@ class Retention:
         return {*saved[-self._newest :], *self._best_of(saved), *first.values()}
 
     def meta(self, saved: Iterable[int]) -> Meta:
-        """Returns the part of a checkpoint's meta that `recall` reads; `saved` are the existing
-        steps.
+        """Returns the part of a checkpoint's meta that `recall` reads.
+
+        `saved` are the existing steps.
         """
         there = {str(step): self._losses[step] for step in saved if step in self._losses}
         return {EVAL_LOSSES: there}

@@ -325,8 +325,9 @@ class Checkpoints:
         return set(of_items(meta["leaves"], ["params"]))
 
     def averaged(self, step: int) -> set[str]:
-        """Returns the paths of the parameters with a saved average; CheckpointError if there are
-        none.
+        """Returns the paths of the parameters with a saved average.
+
+        Raises CheckpointError if there are none.
         """
         meta, _ = self._meta(step)
         if not is_in(meta, ema.ITEM):
@@ -357,8 +358,9 @@ class Checkpoints:
                 self.retention.recall(self._meta(step)[0])
 
     def best(self) -> tuple[int, float] | None:
-        """Returns the step with the lowest evaluation loss, and the loss; None unless the best are
-        kept.
+        """Returns the step with the lowest evaluation loss, and the loss.
+
+        None unless the best checkpoints are kept.
         """
         return self.retention.best(self.steps()) if self.retention else None
 
@@ -379,8 +381,9 @@ class Checkpoints:
     def _restored(
         self, step: int, asked: Mapping[str, Mapping[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], Meta]:
-        """Returns each item's leaves by parameter, in the shapes and shardings of `asked`; and the
-        meta.
+        """Returns each item's leaves by parameter, and the meta.
+
+        The leaves have the shapes and shardings of `asked`.
         """
         meta, saved = self._checked_meta(step, asked)
         folder = self._folder(step)

@@ -46,8 +46,7 @@ def evaluate(
     make: MakeModel | str | None = None,
     ema: bool = False,
 ) -> dict[str, Any]:
-    """Returns the loss of `run` after `step` steps (default: the newest), on validation data or
-    files.
+    """Returns the loss of `run` after `step` steps (default: the newest) on data or files.
 
     `paths` are either texts as `data prepare` reads them (`field` names the texts of a table or of
     JSON lines), which the run's own tokenizer encodes, or token files made with that tokenizer; all

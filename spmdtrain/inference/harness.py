@@ -25,8 +25,7 @@ Ids = np.ndarray
 
 
 def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-    """Returns (log-likelihood in nats, is it the likeliest?) of each (context, continuation) in
-    ids.
+    """Returns (log-likelihood in nats, is it the likeliest?) of each (context, continuation).
 
     A continuation is scored given its context. The model sees the last `max_length` tokens of the
     two together, the length it was trained for. Both must have at least one token.
@@ -130,8 +129,7 @@ def harness_model(opened: OpenedRun) -> Any:
     encode = opened.tokenizer.encode
 
     def pair(context: str, continuation: str) -> tuple[Ids, Ids]:
-        """Encodes both as the harness does: the ids of the whole, split after as many as the
-        context has.
+        """Encodes both as the harness does: the ids of the whole, split after the context's.
 
         Trailing spaces of the context belong to the continuation; an empty context is the end of a
         text.
@@ -172,8 +170,7 @@ def _before_a_text(opened: OpenedRun) -> Ids:
 
 
 def _text_until(opened: OpenedRun, context: str, options: dict[str, Any]) -> str:
-    """Returns the likeliest text after `context`, up to the first of `options["until"]` or its own
-    end.
+    """Returns the likeliest text after `context`, up to `options["until"]` or its own end.
 
     Of a long context the model sees the last tokens, as many as leave room for the text.
     """

@@ -85,13 +85,13 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     ema: bool = False,
     parse_special: bool = False,
 ) -> str | list[str] | np.ndarray:
-    """Returns `prompt` and at most `length` tokens after it, by the weights of `run` after `step`
-    steps.
+    """Returns `prompt` and at most `length` tokens after it, by the weights of `run`.
 
-    `step` defaults to the newest intact one. A text gives a text, and a list of texts a list, made
-    as one batch; token ids [time] or [batch, time] give ids. A list of messages, {"role": ...,
-    "content": ...}, is written as in training; it gives only the answer, up to where the template
-    closes it. Special tokens spelled in a text are read as text, unless `parse_special`.
+    These are its weights after `step` steps, by default of the newest intact checkpoint. A text
+    gives a text, and a list of texts a list, made as one batch; token ids [time] or [batch, time]
+    give ids. A list of messages, {"role": ..., "content": ...}, is written as in training; it gives
+    only the answer, up to where the template closes it. Special tokens spelled in a text are read
+    as text, unless `parse_special`.
 
     `length` defaults to the number of tokens that the model was made for, at most LONGEST. Beyond
     that number the model sees only the last tokens (with rotary positions: all). Text ends before
@@ -131,7 +131,7 @@ def generate_ids(
     choice: Choice = Choice(),  # noqa: B008 - it is frozen
     seed: int = 0,
 ) -> np.ndarray:
-    """`generate` for token ids, with the parameters of a training state.
+    """Generates token ids, like `generate`, with the parameters of a training state.
 
     Raises ConfigError if an argument cannot be used.
     """
@@ -147,8 +147,7 @@ def generate_ids(
 
 
 def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array]:
-    """Returns `logits(params, tokens [batch, time]) -> float32 [batch, time, vocab]`, jitted, no
-    dropout.
+    """Returns `logits(params, tokens [batch, time]) -> float32 [batch, time, vocab]`.
 
     Each token sees the earlier ones, as in training, or all if the model restores tokens; documents
     are not separated. Raises ConfigError if the mesh has a pipeline; `logits` raises it if the
@@ -284,8 +283,7 @@ def _cached(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, 
 
 
 def _windowed(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
-    """Predicts by a fresh pass over the last tokens, at most as many as the model has positions
-    for.
+    """Predicts by a fresh pass over the last tokens, within the model's positions.
 
     Works for any model in which no token sees a later one.
     """

@@ -196,8 +196,9 @@ def partition_spec(
     at: str,
     drop: Sequence[str] = (),
 ) -> P:
-    """Looks up the spec of a tensor: `("batch", "time", "embed")` becomes `P(("data", "fsdp"),
-    "context", None)`.
+    """Looks up the spec of a tensor.
+
+    `("batch", "time", "embed")` becomes `P(("data", "fsdp"), "context", None)`.
 
     A name of None keeps its dim whole. Mesh axes of size 1, and those in `drop`, are left out. A
     mesh axis that one dim owns splits that dim only, so `embed = fsdp,expert` splits a matrix of

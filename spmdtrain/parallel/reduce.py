@@ -1,8 +1,8 @@
-"""The reduction of gradients over mesh axes, once a step: by one all-reduce or, if a gradient rests
-split (ZeRO-1, fsdp), by one reduce-scatter.
+"""The reduction of gradients over mesh axes, once a step.
 
-It is called after all microbatches, in the region that is manual over these axes, on the gradients
-that each shard of the batch has accumulated on its own.
+It is one all-reduce or, if a gradient rests split (ZeRO-1, fsdp), one reduce-scatter. It is called
+after all microbatches, in the region that is manual over these axes, on the gradients that each
+shard of the batch has accumulated on its own.
 """
 
 import math

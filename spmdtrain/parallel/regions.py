@@ -1,5 +1,4 @@
-"""Regions of a program in which some mesh axes are manual, and the layout of activations inside and
-outside them.
+"""Regions with some manual mesh axes, and the layout of activations inside and outside them.
 
 In a manual region (`jax.shard_map`) code sees each device's own part of what those axes split, and
 writes every collective itself. Axes that are not manual stay automatic: XLA partitions over them.

@@ -120,11 +120,10 @@ def bubble_fraction(table: Table, times: Times | None = None, overlap: float = 1
 
 
 def bubble_over_ideal(table: Table, times: Times | None = None, overlap: float = 1.0) -> float:
-    """Returns idle / work, the bubble as stated by Narayanan et al. (arXiv 2104.04473, section
-    2.2).
+    """Returns idle / work, the bubble as stated by Narayanan et al., arXiv 2104.04473.
 
-    For interleaved 1F1B they find (p - 1) / (v m). Here it is read off the table, like everything
-    else, so the formula is tested and not assumed.
+    In section 2.2 they find, for interleaved 1F1B, (p - 1) / (v m). Here it is read off the table,
+    like everything else, so the formula is tested and not assumed.
     """
     times = times or Times()
     ideal = table.microbatches * times.microbatch

@@ -63,8 +63,9 @@ def tell(what: str, step: int = 0) -> None:
 
 
 def parse(line: str) -> tuple[str, int] | None:
-    """Parses a line into (what, step); None if malformed, e.g. cut short when its writer was
-    killed.
+    """Parses a line into (what, step).
+
+    None if it is malformed, e.g. cut short when its writer was killed.
     """
     what, _, step = line.partition(" ")
     if what not in (*PHASES, SAVED, DONE, UNDONE) or not step.isdecimal():

@@ -25,7 +25,7 @@ class SaveInterval:
         self.every = FIRST_AUTO if every == "auto" else every
 
     def is_due(self, step: int) -> bool:
-        """True if the run is to save after `step`."""
+        """Returns True if the run must save after `step`."""
         if self._auto:
             return step - self._saved >= self.every
         return bool(self.every) and step % self.every == 0

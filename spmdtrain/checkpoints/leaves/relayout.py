@@ -51,8 +51,9 @@ def as_saved(
 
 
 def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: StageLayout) -> Any:
-    """Converts a parameter's leaves, read as `as_saved` says, to the shapes and shardings of
-    `asked`.
+    """Converts a parameter's leaves to the shapes and shardings of `asked`.
+
+    The leaves were read as `as_saved` says.
     """
     in_stack = setup.model.in_stack(path)
 
@@ -78,9 +79,7 @@ def cut_to(x, shape: Sequence[int]):
 
 
 def _over_stages(shape: Shape, stages: int) -> list[str | None]:
-    """Returns the spec of a stack, with its first leading dim that `stages` divides split over
-    them.
-    """
+    """Returns the spec of a stack whose first divisible leading dim is split over the stages."""
     parts: list[str | None] = [None] * len(shape)
     divided = [dim for dim, size in enumerate(shape) if size % stages == 0]
     if stages > 1 and divided:

@@ -99,8 +99,9 @@ class ModelShape:
         return self.heads if self.sinks else 0
 
     def seen_share(self, sequence_length: int) -> float:
-        """Returns the pairs of a query and a key that a layer sees, averaged over the layers,
-        relative to causal attention without a window.
+        """Returns the pairs of query and key that a layer sees, averaged over the layers.
+
+        They are relative to causal attention without a window.
         """
         if not self.windows:
             return 1.0

@@ -195,8 +195,10 @@ class TransformerConfig(Settings):
 
     @property
     def hidden(self) -> int:
-        """Hidden width of the mlp: `ffn`, or else 4 embed, and with a gate 8/3 embed, rounded up
-        to a multiple of 64."""
+        """The hidden width of the mlp: `ffn`, or else 4 embed.
+
+        With a gate it is 8/3 embed instead, rounded up to a multiple of 64.
+        """
         if self.ffn:
             return self.ffn
         if not self.is_gated:
