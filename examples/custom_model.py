@@ -1,11 +1,11 @@
-"""A model of one's own on any mesh: causal gated convolutions in place of attention.
+"""A custom model on any mesh: causal gated convolutions in place of attention.
 
     python examples/custom_model.py [--steps 200] [--mesh split|stages|one]
 
 No download, any CPU: the process pretends to have 8 devices. The model names the dims of its
-weights and activations ("channel", "inner", ...); RULES says which mesh axes split them, nothing
-else does; `stages` pipelines the same model. One sees where each weight rests, then the loss
-falling from about ln 256 = 5.5, the same on every mesh.
+weights and activations ("channel", "inner", ...); only RULES says which mesh axes split them;
+`stages` pipelines the same model. The output shows where each weight is kept, then the loss falling
+from about ln 256 = 5.5, the same on every mesh.
 """
 
 import argparse
@@ -32,7 +32,10 @@ MESHES = {
 
 
 class Block(nnx.Module):
-    """x + down(silu(gate) * convolution(value)). b batch, t time, c channel, i inner, k tap."""
+    """Computes x + down(silu(gate) * convolution(value)).
+
+    Letters: b batch, t time, c channel, i inner, k tap.
+    """
 
     def __init__(self, config: GPT | Llama, rngs: nnx.Rngs):
         channel, inner = config.embed, config.hidden
@@ -51,7 +54,7 @@ class Block(nnx.Module):
 
 
 class Convolutions(nnx.Module):
-    """What a training step asks of a model: `embed`, `blocks`, `head`."""
+    """Has what a training step asks of a model: `embed`, `blocks`, `head`."""
 
     def __init__(self, config: st.RunConfig, rngs: nnx.Rngs):
         model = config.model
@@ -63,7 +66,7 @@ class Convolutions(nnx.Module):
         return ctx.constrain(ctx.lookup(self.table_vc[...], tokens_bt), "batch", "time", "channel")
 
     def head(self, x_btc: jax.Array, ctx: st.ForwardContext) -> tuple[jax.Array, jax.Array]:
-        """Hidden [b, t, c] and table [v, c], whose product are the logits."""
+        """Returns hidden [b, t, c] and table [v, c], whose product is the logits."""
         return ctx.constrain(self.norm(x_btc, ctx), "batch", "time", "channel"), self.table_vc[...]
 
 
@@ -75,7 +78,7 @@ if __name__ == "__main__":
     if chosen.steps < 1:
         refused = f"--steps {chosen.steps} is not a whole number of at least 1"
         parser.exit(4, f"{parser.prog}: {refused}\n")
-    st.simulate_devices(1 if chosen.mesh == "one" else 8)  # leave this out where there are GPUs
+    st.simulate_devices(1 if chosen.mesh == "one" else 8)  # omit this line on GPUs
     model = GPT(layers=4, embed=64)
     train = TrainConfig(steps=chosen.steps, sequence_length=64, microbatch=2)
     parts = {"model": model, "train": train, "optimizer": AdamW(learning_rate=3e-3)}

@@ -1,5 +1,6 @@
-"""An encoder: every token sees all others, and the model restores the tokens that were masked, as
-BERT does (Devlin et al. 2018, arXiv:1810.04805).
+"""An encoder, trained as BERT is (Devlin et al. 2018, arXiv:1810.04805).
+
+Every token sees all others, and the model restores the tokens that were masked.
 
     spmdtrain train examples/encoder.toml --simulate-devices 8
     spmdtrain eval runs/encoder --make examples/encoder.py:Encoder
@@ -22,16 +23,17 @@ from spmdtrain.models.transformer import Transformer
 
 @dataclass(frozen=True)
 class Settings:
-    """What stands in [model.extra]; the defaults are BERT's."""
+    """Holds the settings of [model.extra]; the defaults are BERT's."""
 
-    chosen: float = 0.15  # of all tokens: those to restore, on which the loss is
-    masked: float = 0.8  # of the chosen: these become the mask token
-    random: float = 0.1  # of the chosen: these become any token; the others stay as they are
+    chosen: float = 0.15  # share of all tokens: those to restore; the loss is over them
+    masked: float = 0.8  # share of the chosen that become the mask token
+    random: float = 0.1  # share of the chosen that become a random token; the rest are unchanged
 
 
 class Encoder(Transformer):
-    """The shipped transformer without the causal mask. The last id of its vocabulary is the mask
-    token: `model.vocab` is one more than the corpus has.
+    """Is the shipped transformer without the causal mask.
+
+    The last id of its vocabulary is the mask token: `model.vocab` is one more than the corpus has.
     """
 
     def __init__(self, config: RunConfig, rngs: nnx.Rngs, extra: Settings):
@@ -40,7 +42,7 @@ class Encoder(Transformer):
         self.extra = extra
 
     def corrupt(self, tokens_bt: jax.Array, key_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(tokens as the model sees them, which of them it restores), of a key per sequence."""
+        """Returns (tokens as the model sees them, which to restore), from one key per sequence."""
 
         def of_sequence(tokens_t, key):
             keys = jax.random.split(key, 3)

@@ -24,16 +24,17 @@ from spmdtrain.parallel.axes import STREAM
 
 @dataclass(frozen=True)
 class Settings:
-    """What stands in [model.extra]."""
+    """Holds the settings of [model.extra]."""
 
-    every: int = 3  # of so many blocks one has attention
+    every: int = 3  # one block in this many has attention
     state: int = 128  # channels of the recurrence
     remember: float = 2.0  # the first bias of its gate: how long it remembers, untrained
 
 
 class Recurrence(nnx.Module):
-    """h = keep * h before + (1 - keep) * value, channel by channel; it stands where attention
-    would.
+    """Computes h = keep * previous h + (1 - keep) * value, channel by channel.
+
+    It takes the place of attention.
     """
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, settings: Settings):
@@ -51,7 +52,7 @@ class Recurrence(nnx.Module):
         keep = jax.nn.sigmoid(keep + self.remember_s[...])
         keep = jnp.where(ctx.positions_bt[..., None] == 0, 0, keep)  # a document starts anew
 
-        def after(first, second):  # two stretches of time, one after the other
+        def after(first, second):  # joins two stretches of time
             (keep_1, state_1), (keep_2, state_2) = first, second
             return keep_1 * keep_2, state_1 * keep_2 + state_2
 
@@ -62,7 +63,7 @@ class Recurrence(nnx.Module):
 
 
 class Hybrid(Transformer):
-    """The shipped embedding and head around blocks of two kinds."""
+    """Puts the shipped embedding and head around blocks of two kinds."""
 
     def __init__(self, config: RunConfig, rngs: nnx.Rngs, extra: Settings):
         super().__init__(config, rngs)

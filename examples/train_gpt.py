@@ -1,11 +1,11 @@
-"""Training by hand: the verbs behind `spmdtrain train`, in the order in which a run needs them.
+"""Training by hand: the functions that `spmdtrain train` calls, in the order of a run.
 
     python examples/train_gpt.py [--steps 60]        (after `pip install -e .`)
 
 No download, any CPU: the process pretends to have 8 devices. A small GPT reads the source of
 Python's own library, first on one device, then on 2 x 2 x 2 (batch split, weights split, layers
-split). One sees the loss fall from about ln 256 = 5.5, and the same losses on both meshes but for
-the last float32 digits: a mesh says where, not what.
+split). The loss falls from about ln 256 = 5.5, and is the same on both meshes up to the last
+float32 digits: a mesh decides where to compute, not what.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from spmdtrain.train.batch import to_devices
 
 
 def losses(config: st.RunConfig, devices: list[jax.Device]) -> Iterator[float]:
-    """Trains as `config` says and gives the loss of every step."""
+    """Trains as `config` says and returns the loss of every step."""
     corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
     train = config.train
-    config = config.with_vocab(corpus.vocab)  # a row of the embedding for each byte
+    config = config.with_vocab(corpus.vocab)  # one embedding row per byte
     # Mesh, rules, model and state: shapes and shardings, no memory yet.
     setup = st.shard(config, devices=devices)
-    state = st.init_state(setup)  # every leaf is born in its shards
+    state = st.init_state(setup)  # every leaf is created in its shards
     step = st.make_step(setup)
     tokens, _ = split(corpus, config.data.validation_fraction, train.sequence_length)
     stream = TrainStream(corpus, tokens, train.sequence_length, seed=train.seed, shuffle=True)
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     if chosen.steps < 1:
         refused = f"--steps {chosen.steps} is not a whole number of at least 1"
         parser.exit(4, f"{parser.prog}: {refused}\n")
-    st.simulate_devices(8)  # leave this out where there are 8 GPUs
+    st.simulate_devices(8)  # omit this line on 8 GPUs
     one_device = st.RunConfig(
         model=GPT(layers=2, embed=64, heads=4),
         train=TrainConfig(steps=chosen.steps, sequence_length=64),

@@ -1,4 +1,4 @@
-"""Samples of one's own: sums in digits, made from (seed, sample index) when they are asked for.
+"""Custom samples: sums in digits, made on request from (seed, sample index).
 
 python examples/seams/data.py
 """
@@ -17,7 +17,7 @@ CONFIG = st.RunConfig(
 
 
 def sums(seed, index):
-    """Ids [sequence_length + 1] of one sample: the same for the same arguments, on any process."""
+    """Returns one sample's ids [sequence_length + 1], which depend only on the arguments."""
     random = np.random.default_rng((seed, index))
     text = ""
     while len(text) <= CONFIG.train.sequence_length:

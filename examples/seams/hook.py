@@ -1,4 +1,4 @@
-"""A hook of one's own: it stops the run when the loss is low enough, and says what was saved.
+"""A custom hook: it stops the run when the loss is low enough, and prints what was saved.
 
 python examples/seams/hook.py
 """
@@ -15,7 +15,7 @@ ENOUGH = 3.5
 
 
 def stop_when_good(event, step, figures):
-    """Called in every process after each step, evaluation and save. True stops the run."""
+    """Runs in every process after each step, evaluation and save. True stops the run."""
     if event == "saved":
         print(f"step {step} is safe on disk")
     return event == "step" and figures["loss"] < ENOUGH

@@ -1,4 +1,4 @@
-"""A learning-rate schedule of one's own: warm up, stay, and fall at the end (WSD).
+"""A custom learning-rate schedule: warmup, a constant rate, and decay at the end (WSD).
 
 python examples/seams/learning_rate.py
 """
@@ -18,7 +18,7 @@ PEAK, WARMUP, FALL = 3e-3, 5, 10
 
 
 def warm_stay_fall(step):
-    """Learning rate of the 0-based step, a traced int32: jax.numpy decides, not `if`."""
+    """Returns the rate of the 0-based step, a traced int32: use jax.numpy, not `if`."""
     rising = (step + 1) / WARMUP
     falling = (CONFIG.train.steps - step) / FALL
     return PEAK * jnp.minimum(1, jnp.minimum(rising, falling))

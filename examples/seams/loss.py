@@ -1,5 +1,6 @@
-"""A loss of one's own: focal loss, which looks away from what is easy (arXiv:1708.02002), and the
-accuracy as a figure beside it.
+"""A custom loss: focal loss, with the accuracy as a second figure.
+
+Focal loss gives less weight to tokens that are easy to predict (arXiv:1708.02002).
 
     python examples/seams/loss.py
 """
@@ -19,8 +20,9 @@ GAMMA = 2.0
 
 
 def focal(logits, targets):
-    """Logits [b, t, vocab] in float32, targets [b, t]; the losses of the tokens, [b, t], by
-    name.
+    """Returns the losses of the tokens, [b, t], by name.
+
+    Takes float32 logits [b, t, vocab] and targets [b, t].
     """
     log_probability = jax.nn.log_softmax(logits)
     of_target = jnp.take_along_axis(log_probability, targets[..., None], -1)[..., 0]

@@ -1,5 +1,7 @@
-"""An optimizer of one's own, by groups: Lion for matrices, the shipped AdamW at a tenth of the rate
-for norms and biases, and a frozen token table that keeps no moments.
+"""A custom optimizer with groups of parameters.
+
+Matrices use Lion; norms and biases use the shipped AdamW at a tenth of the rate; the token table is
+frozen and keeps no moments.
 
     python examples/seams/optimizer.py
 """
@@ -22,13 +24,13 @@ shipped = st.make_optimizer(CONFIG.optimizer)
 
 
 def groups(path, parameter):
-    """The rule of one parameter. It sees one layer at a time, whatever the mesh."""
+    """Returns the rule of one parameter. It sees one layer at a time, whatever the mesh."""
     if path == "tokens.table_ve":
         return None  # frozen
     if "norm" in path or "bias" in path:
         rule = shipped(path, parameter)
         return rule and replace(rule, rate=0.1)
-    # The learning rate is left out: it is the schedule's.
+    # No learning rate here: the schedule sets it.
     return optax.chain(optax.scale_by_lion(), optax.add_decayed_weights(0.1))
 
 

@@ -1,4 +1,4 @@
-"""Parts of one's own in the shipped transformer: a squared-ReLU mlp, and no positions at all.
+"""Custom parts in the shipped transformer: a squared-ReLU mlp, and no positions at all.
 
 python examples/seams/parts.py
 """
@@ -21,7 +21,7 @@ CONFIG = st.RunConfig(
 
 
 class SquaredRelu(nnx.Module):
-    """down(relu(up(x))^2), arXiv:2109.08668. The names of the dims say how it may be split."""
+    """Computes down(relu(up(x))^2), arXiv:2109.08668. The dims' names say how it may be split."""
 
     def __init__(self, config, rngs):
         self.up_ef = weight(rngs, (config.embed, config.hidden), ("embed", "ffn"))

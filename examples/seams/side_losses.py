@@ -1,4 +1,4 @@
-"""Side losses of one's own, by name: blocks that keep their output small and change little.
+"""Custom side losses, by name: blocks that keep their output small and change little.
 
 python examples/seams/side_losses.py
 """
@@ -18,13 +18,13 @@ CONFIG = st.RunConfig(
 
 
 class Calm(Block):
-    """Training adds both to the loss, and each has its own figure in metrics.jsonl."""
+    """Gives two side losses; training adds both, and metrics.jsonl has a figure of each."""
 
     def __call__(self, x_bte, ctx):
         y_bte = super().__call__(x_bte, ctx)
         size = jnp.square(y_bte.astype(jnp.float32)).mean(-1).sum()
         change = jnp.square((y_bte - x_bte).astype(jnp.float32)).mean(-1).sum()
-        return y_bte, {"size": 30 * size, "change": 3 * change}  # weighted, of all tokens
+        return y_bte, {"size": 30 * size, "change": 3 * change}  # weighted, over all tokens
 
 
 class CalmTransformer(st.Transformer):

@@ -1,4 +1,4 @@
-"""A sink of one's own: the losses of a run as a CSV file, beside its metrics.jsonl.
+"""A custom sink: writes the losses of a run to a CSV file next to its metrics.jsonl.
 
     python examples/seams/sink.py
 
@@ -18,7 +18,7 @@ CONFIG = st.RunConfig(
 
 
 class CsvSink:
-    """RUN/losses.csv: step, loss. Opened by process 0 for a run that goes on after `step` steps."""
+    """Writes RUN/losses.csv: step, loss. Process 0 opens it after `step` steps of a run."""
 
     def __init__(self, directory, config, step):
         self._file = (directory / "losses.csv").open("a" if step else "w", newline="")

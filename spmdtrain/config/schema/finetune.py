@@ -14,7 +14,7 @@ class FinetuneConfig(Settings):
 
     kind: Literal["full", "lora", "dora"] = Field(
         default="full",
-        description="all weights | a product of low rank beside each frozen matrix "
+        description="all weights | a low-rank product added to each frozen matrix "
         "(arXiv:2106.09685) | that, with the length of each row learned apart (arXiv:2402.09353)",
     )
     rank: Count = Field(default=16, description="width of an adapter")

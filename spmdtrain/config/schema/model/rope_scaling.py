@@ -56,7 +56,7 @@ class RopeScaling(Settings):
     short: Factors = Field(
         default=(), description="longrope: a divisor for each frequency, up to original_length"
     )
-    long: Factors = Field(default=(), description="longrope: likewise, for longer sequences")
+    long: Factors = Field(default=(), description="longrope: the same, for longer sequences")
     use: Literal["short", "long"] = Field(
         default="short", description="longrope: which divisors all sequences of the run have"
     )

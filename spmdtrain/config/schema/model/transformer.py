@@ -122,7 +122,7 @@ class TransformerConfig(Settings):
     )
     make: str | None = Field(
         default=None,
-        description="a model of one's own in the place of the shipped one: "
+        description="a custom model in place of the shipped one: "
         "FILE.py:CLASS or package.module:CLASS",
     )
     extra: dict[str, Any] = Field(
