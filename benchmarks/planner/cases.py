@@ -10,16 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from frameworks import SoftwareTable
+
 from spmdtrain.planner.cost.hardware import DEVICES, Hardware
 from spmdtrain.planner.cost.layer_time import layer_time
-from spmdtrain.planner.cost.software import Software, fitted_on
+from spmdtrain.planner.cost.software import fitted_on
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
 
 HERE = Path(__file__).parent
 
 Row = Mapping[str, Any]  # of a published table: column -> value
-SoftwareTable = Mapping[str, Mapping[str, Software]]  # what software.software_table gives
 
 A100 = DEVICES["a100-80"]
 H100 = DEVICES["h100"]

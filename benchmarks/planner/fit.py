@@ -12,9 +12,10 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
-from cases import ASSUMED, MAKERS, Case, SoftwareTable, cases
+from cases import ASSUMED, MAKERS, Case, cases
+from frameworks import SoftwareTable, software_table
 
-from spmdtrain.planner.cost.software import FITTED, software_table
+from spmdtrain.planner.cost.software import FITTED
 
 SPLIT = tomllib.loads((Path(__file__).parent / "split.toml").read_text())
 

@@ -8,10 +8,11 @@ import argparse
 import time
 
 from cases import A100, Row, gpt, rows, tables
+from frameworks import framework
+from megatron_plan import search
 
-from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.workload import Workload
-from spmdtrain.planner.plan import Plan, search
+from spmdtrain.planner.plan import Plan
 
 HEAD = "| | step | pipeline | data | tensor | microbatch | chunks | remat | memory | why not |"
 
@@ -54,7 +55,7 @@ def main() -> None:
         microbatch=1,
     )
     start = time.perf_counter()
-    plans = search(workload, published["gpus"], A100, software("megatron-2021", A100.name))
+    plans = search(workload, published["gpus"], A100, framework("megatron-2021", A100.name))
     seconds = time.perf_counter() - start
     fit = sum(plan.fits for plan in plans)
     print(

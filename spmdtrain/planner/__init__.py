@@ -22,7 +22,6 @@ Parts of the formulas:
     cost/overlap.py          the hidden share of them, read off compiled steps
     cost/schedules.py        closed forms of the pipeline schedules, looked up by name
     cost/flops.py            FLOPs as papers count them
-    cost/megatron_memory.py  bytes that published runs of other frameworks held
 
 One file per other question:
 

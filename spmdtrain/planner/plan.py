@@ -14,7 +14,6 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_whole
 from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host
-from spmdtrain.planner.cost.megatron_memory import megatron_memory
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory, step_memory
 from spmdtrain.planner.cost.schedules import SCHEDULES
 from spmdtrain.planner.cost.software import Software
@@ -114,8 +113,8 @@ def search(
     """
     fitting: list[tuple[Workload, Memory]] = []
     leanest: dict[MeshShape, tuple[Workload, Memory]] = {}
-    for candidate in candidates(workload, devices, hardware, software, own):
-        memory = memory_of(candidate, software, own)
+    for candidate in candidates(workload, devices, hardware, own):
+        memory = memory_of(candidate, own)
         mesh = candidate.mesh
         if memory.fits(hardware):
             fitting.append((candidate, memory))
@@ -132,7 +131,7 @@ def search(
         raise own.refusal
     if not plans or not plans[0].fits:
         smallest = min(plans, key=lambda plan: plan.memory.total, default=None)
-        raise _nothing_fits(workload, devices, hardware, software, smallest, own)
+        raise _nothing_fits(workload, devices, hardware, smallest, own)
     return [replace(plan, why=why_not(plan, plans[0])) for plan in plans]
 
 
@@ -162,11 +161,11 @@ def why_not(plan: Plan, best: Plan) -> str:
     return f"{term.replace('_', ' ')} +{more[term]:.3g} s ({time.bound_by(term)})"
 
 
-def memory_of(workload: Workload, software: Software, own: OwnModel | None = None) -> Memory:
+def memory_of(workload: Workload, own: OwnModel | None = None) -> Memory:
     if own:
         state = own.state(workload)
         return step_memory(workload, (state.parameters, state.optimizer), state.resident)
-    return step_memory(workload) if software.lockstep else megatron_memory(workload)
+    return step_memory(workload)
 
 
 # Candidates
@@ -176,7 +175,6 @@ def candidates(
     workload: Workload,
     devices: int,
     hardware: Hardware,
-    software: Software,
     own: OwnModel | None = None,
 ) -> Iterator[Workload]:
     """Yields every layout that divides the devices, the batch and the model.
@@ -192,28 +190,24 @@ def candidates(
     for mesh in mesh_shapes(divided, workload.sequence_length, devices, hardware):
         if workload.global_batch % mesh.batch_shards:
             continue
-        # Other software is searched as Megatron-LM: pipeline, data and tensor.
-        if not software.lockstep and mesh.fsdp * mesh.context > 1:
-            continue
         # Microbatches of one sequence and full recomputation need the least memory.
         lean = replace(
             workload,
             mesh=mesh,
             microbatch=1,
             remat="full",
-            sequence_parallel=_sequence_parallel(workload, mesh, software),
+            sequence_parallel=_sequence_parallel(workload, mesh),
         )
-        # ZeRO-1 splits over `data`; other software is searched as published, without it.
-        zeros = (0, 1) if mesh.data > 1 and software.lockstep else (0,)
+        zeros = (0, 1) if mesh.data > 1 else (0,)  # ZeRO-1 splits over `data`
         leanest = min(
             filter(allowed, _lean_layouts(lean, zeros[-1])),
-            key=lambda each: memory_of(each, software, own).total,
+            key=lambda each: memory_of(each, own).total,
             default=None,
         )
         if leanest is None:
             continue
-        if memory_of(leanest, software, own).fits(hardware):
-            yield from filter(allowed, _layouts_on_mesh(lean, zeros, software))
+        if memory_of(leanest, own).fits(hardware):
+            yield from filter(allowed, _layouts_on_mesh(lean, zeros))
         else:
             yield leanest
 
@@ -230,42 +224,33 @@ def _best_matmuls(
     With whole matmuls it holds `memory`.
     """
     whole = Estimate(step_time(workload, hardware, software, closed_form=True), memory)
-    if not (software.lockstep and workload.sequence_parallel):
+    if not workload.sequence_parallel:
         return whole
     cut = replace(workload, collective_matmul=True)
     time = step_time(cut, hardware, software, closed_form=True)
-    pieces = Estimate(time, memory_of(cut, software, own))
+    pieces = Estimate(time, memory_of(cut, own))
     return min(whole, pieces, key=lambda each: (not each.fits, each.time.seconds))
 
 
-def _sequence_parallel(workload: Workload, mesh: MeshShape, software: Software) -> bool:
-    """Returns True if the residual stream is split over `tensor`; ours is if the tokens divide.
+def _sequence_parallel(workload: Workload, mesh: MeshShape) -> bool:
+    """Returns True if the residual stream is split over `tensor`: wherever the tokens divide.
 
     It saves memory and moves the same number of bytes: a reduce-scatter and an all-gather replace
     the all-reduce.
     """
-    if not software.lockstep:
-        return workload.sequence_parallel
     return mesh.tensor > 1 and workload.sequence_length % (mesh.context * mesh.tensor) == 0
 
 
-def _layouts_on_mesh(
-    workload: Workload, zeros: Sequence[int], software: Software
-) -> Iterator[Workload]:
+def _layouts_on_mesh(workload: Workload, zeros: Sequence[int]) -> Iterator[Workload]:
     per_shard = workload.global_batch // workload.mesh.batch_shards
-    remats = REMATS if software.lockstep else ("none", "full")
     for microbatch in MICROBATCHES:
         if per_shard % microbatch:
             continue
         cut = replace(workload, microbatch=microbatch)
-        for schedule, chunks in _schedules(cut):
-            # Megatron-LM of 2021 has no split backward, and a split backward recomputes nothing.
-            split_backward = SCHEDULES[schedule].splits_backward
-            if split_backward and not software.lockstep:
-                continue
+        for schedule, chunks in schedules_of(cut):
+            # A split backward recomputes nothing.
+            remats = ("none",) if SCHEDULES[schedule].splits_backward else REMATS
             for remat in remats:
-                if split_backward and remat != "none":
-                    continue
                 for zero in zeros:
                     yield replace(cut, schedule=schedule, chunks=chunks, remat=remat, zero=zero)
 
@@ -274,7 +259,7 @@ def _lean_layouts(workload: Workload, zero: int) -> list[Workload]:
     """Lists the layouts with the least memory: no split backward, which cannot recompute."""
     return [
         replace(workload, schedule=schedule, chunks=chunks, zero=zero)
-        for schedule, chunks in _schedules(workload)
+        for schedule, chunks in schedules_of(workload)
         if not SCHEDULES[schedule].splits_backward
     ]
 
@@ -311,7 +296,7 @@ def mesh_shapes(
                     )
 
 
-def _schedules(workload: Workload) -> Iterator[tuple[str, int]]:
+def schedules_of(workload: Workload) -> Iterator[tuple[str, int]]:
     """Yields the (schedule, chunks per stage) that the layers and the microbatches allow."""
     stages = workload.mesh.pipeline
     if stages == 1:
@@ -336,7 +321,6 @@ def _nothing_fits(
     workload: Workload,
     devices: int,
     hardware: Hardware,
-    software: Software,
     smallest: Plan | None,
     own: OwnModel | None,
 ) -> ConfigError:
@@ -347,9 +331,9 @@ def _nothing_fits(
     needed = smallest.memory.total
     safe = SAFE_SHARE * hardware.memory
     more = devices
-    while more < MOST_DEVICES and not _fits_on(smallest.workload, more, hardware, software, own):
+    while more < MOST_DEVICES and not _fits_on(smallest.workload, more, hardware, own):
         more *= 2
-    if _fits_on(smallest.workload, more, hardware, software, own):
+    if _fits_on(smallest.workload, more, hardware, own):
         fix = f"--devices {more}"
     else:
         fix = f"devices with {needed / SAFE_SHARE / 1e9:.0f} GB"
@@ -382,12 +366,11 @@ def _fits_on(
     workload: Workload,
     devices: int,
     hardware: Hardware,
-    software: Software,
     own: OwnModel | None,
 ) -> bool:
     """Returns True if a layout fits on `devices`, with at least one sequence for each device."""
     grown = replace(workload, global_batch=max(workload.global_batch, devices))
     return any(
-        memory_of(candidate, software, own).fits(hardware)
-        for candidate in candidates(grown, devices, hardware, software, own)
+        memory_of(candidate, own).fits(hardware)
+        for candidate in candidates(grown, devices, hardware, own)
     )

@@ -7,8 +7,6 @@ step goes through several moments, and `Memory.total` is the largest of them.
 `SAFE_SHARE` leaves room for what the driver, NCCL and the allocator hold in addition to the
 tensors. Fujii et al. (arXiv 2411.06465) found that runs whose estimate is at most 80 % of the
 memory never ran out of it: that is `Memory.fits`.
-
-megatron_memory.py counts what published runs of other frameworks held.
 """
 
 import math

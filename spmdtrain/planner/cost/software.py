@@ -10,7 +10,7 @@ benchmarks/planner/split.toml names as training tables. Nothing else is fitted.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from spmdtrain.planner.cost.overlap import Overlap, fleet_overlap, saving
+from spmdtrain.planner.cost.overlap import Overlap, fleet_overlap
 
 # Shares of data-sheet bandwidth.
 LINK_SHARE = 0.8  # of ring collectives (NCCL, on NVLink and on InfiniBand)
@@ -66,9 +66,9 @@ FITTED: dict[str, tuple[float, float]] = {
 
 
 def software(name: str, hardware_name: str) -> Software:
-    """Returns the fitted constants of a framework on a device."""
+    """Returns the fitted constants of "spmdtrain" or "spmdtrain-xla" on a device."""
     fitted = [value for value, _ in FITTED.values()]
-    return software_table(*fitted)[name][fitted_on(hardware_name)]
+    return our_software(*fitted)[name][fitted_on(hardware_name)]
 
 
 def fitted_on(hardware_name: str) -> str:
@@ -76,90 +76,40 @@ def fitted_on(hardware_name: str) -> str:
     return "a100" if hardware_name.startswith("a100") else "h100"
 
 
-def software_table(
+def our_software(
     a100_matmul: float,
     h100_matmul: float,
     scores: float,
     elementwise: float,
     stragglers: float,
-    host_wait: float,
+    host_wait: float,  # noqa: ARG001 - of stages that run their own order
 ) -> Mapping[str, Mapping[str, Software]]:
-    """Returns framework -> device it was fitted on -> constants, for these values of `FITTED`."""
-    megatron_2021 = Software(
-        name="megatron-2021",
-        matmul_share=a100_matmul,
-        elementwise_factor=elementwise,
-        score_factor=scores,
-        straggler_share=stragglers,
-        host_wait=host_wait,
-        gradient_bytes=2,
-    )
-    megatron_core = Software(
-        name="megatron-core",
+    """Returns the constants of this framework for these values of `FITTED`.
+
+    They are by name, "spmdtrain" or without fused attention "spmdtrain-xla", and by the device that
+    they were fitted on.
+    """
+    on_h100 = Software(
+        name="spmdtrain",
         matmul_share=h100_matmul,
-        elementwise_factor=elementwise,
+        elementwise_factor=0.8 * elementwise,
         score_factor=scores,
         straggler_share=stragglers,
         attention_share=0.5,
-        overlap=Overlap(
-            tensor=saving(0.7), context=saving(0.7), data=saving(0.7), hops=saving(0.7)
-        ),
+        score_bytes=4,
+        overlap=fleet_overlap("h100"),
+        sends_split=False,
+        lockstep=True,
         gradient_bytes=4,
-        gathered_parameter_bytes=2,
-    )
-    compiled = replace(
-        megatron_core,
-        name="compiled",
-        elementwise_factor=0.8 * elementwise,
-        overlap=Overlap(tensor=saving(0.3), context=saving(0.3)),
-        gathered_parameter_bytes=0,
+        scattered_gradient_bytes=4,
         host_seconds=0.002,
     )
-    ours = replace(
-        compiled,
-        name="spmdtrain",
-        score_bytes=4,
-        lockstep=True,
-        sends_split=False,
-        scattered_gradient_bytes=4,
-        overlap=fleet_overlap("h100"),
+    on_a100 = replace(
+        on_h100, matmul_share=a100_matmul, attention_share=0.6, overlap=fleet_overlap("a100")
     )
-    on_a100 = fleet_overlap("a100")
-    torchtitan = replace(
-        compiled, name="torchtitan", attention_share=0.34, scattered_gradient_bytes=4
-    )
-    frameworks = [
-        (ours, {"attention_share": 0.6, "overlap": on_a100}),
-        (
-            replace(ours, name="spmdtrain-xla", attention_share=0.0),
-            {"overlap": on_a100},
-        ),
-        (megatron_2021, {}),
-        (replace(megatron_2021, name="megatron-2022", overlap=Overlap(tensor=saving(0.3))), {}),
-        # DeepSpeed's ZeRO-3 gathers each module's weights separately: QKV, projection, two of the
-        # MLP and two norms.
-        (
-            replace(
-                megatron_2021,
-                name="zero3-2021",
-                all_network_cards=False,
-                gathers_per_layer=6,
-            ),
-            {},
-        ),
-        (megatron_core, {"attention_share": 0.6}),
-        (replace(compiled, name="pax-unfused", attention_share=0.0), {}),
-        (replace(compiled, name="pax"), {"attention_share": 0.6}),
-        (torchtitan, {"attention_share": 0.6}),
-        (
-            replace(torchtitan, name="torchtitan-eager", elementwise_factor=1.8 * elementwise),
-            {"attention_share": 0.6},
-        ),
-    ]
-    return {
-        framework.name: {
-            "a100": replace(framework, matmul_share=a100_matmul, **there),
-            "h100": replace(framework, matmul_share=h100_matmul),
-        }
-        for framework, there in frameworks
+    fused = {"a100": on_a100, "h100": on_h100}
+    unfused = {
+        device: replace(each, name="spmdtrain-xla", attention_share=0.0)
+        for device, each in fused.items()
     }
+    return {"spmdtrain": fused, "spmdtrain-xla": unfused}
