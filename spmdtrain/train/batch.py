@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import DataConfig, TrainConfig
+from spmdtrain.config.schema import RunConfig, TrainConfig
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, batch_shards, partition_spec
 
 Batch = dict[str, jax.Array]
@@ -76,17 +76,17 @@ def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
 
 
 def abstract_batch(
-    shape: BatchShape, length: int, data: DataConfig, mesh: Mesh, rules: Rules
+    shape: BatchShape, config: RunConfig, mesh: Mesh, rules: Rules
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns what `to_devices` makes of a training batch, as shapes with their shardings.
-
-    `length`: tokens of a sequence.
-    """
+    """Returns what `to_devices` makes of a training batch, as shapes with their shardings."""
+    data, length = config.data, config.train.sequence_length
     dtypes = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
     if data.mix:
         dtypes |= {"source": "int32"}
     if data.packing != "stream":
         dtypes |= {"segment_ids": "int32", "positions": "int32"}
+    if config.train.preference != "none":
+        dtypes |= {"reference": "float32"}
 
     def one(name: str, dtype: str) -> jax.ShapeDtypeStruct:
         whole = tuple(shape) if name in OF_SEQUENCES else (*shape, length)

@@ -73,8 +73,7 @@ class Setup:
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """An abstract training batch."""
-        length = self.config.train.sequence_length
-        return abstract_batch(self.batch_shape, length, self.config.data, self.mesh, self.rules)
+        return abstract_batch(self.batch_shape, self.config, self.mesh, self.rules)
 
 
 def shard(

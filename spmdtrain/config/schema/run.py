@@ -135,6 +135,8 @@ class RunConfig(Settings):
                 "the best checkpoints are those with the lowest eval_loss, and eval.every=0 "
                 "never evaluates; set eval.every=100"
             )
+        if self.train.preference != "none":
+            self._check_pairs()
         if self.train.epochs is None:
             self._check_steps()
         if self.optimizer.final_learning_rate > self.optimizer.learning_rate:
@@ -146,6 +148,17 @@ class RunConfig(Settings):
                 "to nothing there; set precision.params='float32' for schedule_free_adamw"
             )
         return self
+
+    def _check_pairs(self) -> None:
+        """Refuses settings that pairs of answers do not have."""
+        asked = f"train.preference={self.train.preference!r}"
+        if self.data.corpus != "tokens" or self.data.mix or self.data.packing != "best_fit":
+            raise ValueError(
+                f"{asked} learns from token files of pairs, each in one sequence; set "
+                "data.corpus='tokens' and data.packing='best_fit', without data.mix"
+            )
+        if self.train.label_smoothing or self.train.z_loss:
+            raise ValueError(f"{asked} has no train.label_smoothing and no train.z_loss")
 
     def _check_steps(self) -> None:
         """Refuses settings that do not fit into `train.steps`."""

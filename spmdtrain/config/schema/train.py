@@ -46,6 +46,14 @@ class TrainConfig(Settings):
         default=0.0,
         description="weight of the squared log of the softmax's denominator in the loss (PaLM)",
     )
+    preference: Literal["none", "dpo"] = Field(
+        default="none",
+        description="dpo: learns from pairs of answers, one preferred to the other, by direct "
+        "preference optimization; the data are pairs (docs/preferences.md)",
+    )
+    preference_beta: Positive = Field(
+        default=0.1, description="weight of the distance to the reference model in DPO's reward"
+    )
     clip: Positive | None = Field(
         default=1.0, description="largest global gradient norm; none: no clipping"
     )

@@ -14,7 +14,7 @@ from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import step
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params
-from spmdtrain.train.gradients.sums import total_of
+from spmdtrain.train.gradients.sums import objective, total_of
 from spmdtrain.train.setup import Setup, check_setup
 
 Params = dict[str, jax.Array]
@@ -34,8 +34,8 @@ def make_loss(setup: Setup) -> Checked:
     def both(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         with matmuls(compute):
             gradients, sums = find(params, None, batch, None)
-        losses = [total_of(x) for name, x in sums.items() if name != "tokens"]
-        mean = sum(losses, jnp.float32(0)) / jnp.maximum(total_of(sums["tokens"]), 1)
+        losses = {name: x for name, x in sums.items() if name != "tokens"}
+        mean = objective(losses) / jnp.maximum(total_of(sums["tokens"]), 1)
         return mean, {path: x.astype(params[path].dtype) for path, x in gradients.items()}
 
     @jax.custom_vjp

@@ -12,6 +12,7 @@ from flax import nnx
 
 from spmdtrain.models.abstract import make_manual_gather_layer
 from spmdtrain.models.context import ForwardContext, sample_noise
+from spmdtrain.models.logits import logit_shape
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.regions import MANUAL_AXES, Name, Whole, make_constrain, make_local_map
@@ -26,8 +27,11 @@ from spmdtrain.parallel.tensor_matmul import (
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.sums import by_source
+from spmdtrain.train.pair_loss import dpo, log_probabilities, segment_count, sum_segments
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, make_sum_losses
+
+TOKEN = ("batch", "time")  # the logical axes of tokens
 
 
 def make_context(setup: Setup) -> Callable[..., ForwardContext]:
@@ -98,19 +102,15 @@ def make_head_losses(
     They are float32 scalars; in the training of a mixture also vectors, as `means` takes them.
     `table_axes`: the manual mesh axes over which the rows of the head's table are split.
     """
+    if setup.config.train.preference != "none":
+        return _make_pair_losses(setup, table_axes)
     rules = setup.rules
     # A table with more rows is padded.
     sum_losses = make_sum_losses(
         setup.config, setup.loss, vocab=setup.model.rows, training=training
     )
-    token = ("batch", "time")
-
-    def automatic_axes(*names: str) -> tuple[str, ...]:
-        axes = [axis for name in names for axis in rules.activations[name]]
-        return tuple(axis for axis in axes if rules.sizes[axis] > 1 and axis not in MANUAL_AXES)
-
-    axis_name = (*table_axes, *automatic_axes("vocab"))
-    token_axes = automatic_axes(*token)
+    axis_name = (*table_axes, *_automatic_axes(rules, "vocab"))
+    token_axes = _automatic_axes(rules, *TOKEN)
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt, part_bn=None):
         losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name, part_bn)
@@ -119,20 +119,79 @@ def make_head_losses(
     def head_losses(
         module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> Losses:
-        hidden_bte, table_ve = module.head(x_bte, ctx)
-        # All logits never exist; their spec refuses a mesh axis that would split tokens and
-        # vocabulary.
-        logits_shape = (*microbatch["targets"].shape, table_ve.shape[0])
-        rules.activation_spec((*token, "vocab"), logits_shape, drop=MANUAL_AXES)
-        mask_bt = microbatch["mask"].astype(jnp.float32)
-        arrays = (hidden_bte, table_ve, microbatch["targets"], mask_bt)
-        names = (("batch", hidden_time(rules), None), ("vocab", None), token, token)
+        arrays, names = _head_arrays(rules, module, x_bte, ctx, microbatch)
         if training and "source" in microbatch:
             arrays = (*arrays, by_source(setup, microbatch))
             names = (*names, ("batch", None))
         return ctx.local_map(local, arrays, names, ())
 
     return head_losses
+
+
+def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callable[..., jax.Array]:
+    """`segment_sums(module, x_bte, ctx, microbatch)`: log-probabilities of segments, [B, S].
+
+    They are sums over the unmasked tokens, float32; S is `pair_loss.segment_count`.
+    """
+    rules = setup.rules
+    options = {"vocab": setup.model.rows, **logit_shape(setup.config.model)}
+    axis_name = (*table_axes, *_automatic_axes(rules, "vocab"))
+    token_axes = _automatic_axes(rules, *TOKEN)
+    segments = segment_count(setup.config.train.sequence_length)
+
+    def local(hidden_bte, table_ve, targets_bt, mask_bt, segment_ids_bt):
+        arrays = (hidden_bte, table_ve, targets_bt, mask_bt)
+        found_bt = log_probabilities(options, *arrays, axis_name)
+        sums_bs = sum_segments(found_bt, segment_ids_bt, segments)
+        return jax.lax.psum(sums_bs, token_axes) if token_axes else sums_bs
+
+    def segment_sums(
+        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+    ) -> jax.Array:
+        arrays, names = _head_arrays(rules, module, x_bte, ctx, microbatch)
+        arrays = (*arrays, microbatch["segment_ids"])
+        return ctx.local_map(local, arrays, (*names, TOKEN), ("batch", None))
+
+    return segment_sums
+
+
+def _make_pair_losses(setup: Setup, table_axes: tuple[str, ...]) -> Callable[..., Losses]:
+    """Makes the `head_losses` of pairs of answers: sums over pairs."""
+    segment_sums = make_segment_sums(setup, table_axes)
+    segments = segment_count(setup.config.train.sequence_length)
+    beta = setup.config.train.preference_beta
+
+    def head_losses(
+        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+    ) -> Losses:
+        answers_bs = segment_sums(module, x_bte, ctx, microbatch)
+        references_bs, learned_bs = (
+            sum_segments(microbatch[name], microbatch["segment_ids"], segments)
+            for name in ("reference", "mask")
+        )
+        return dpo(beta, answers_bs, references_bs, learned_bs)
+
+    return head_losses
+
+
+def _head_arrays(
+    rules: Rules, module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+) -> tuple[tuple, tuple]:
+    """Returns what every loss of the head is computed from, and the logical axes of each."""
+    hidden_bte, table_ve = module.head(x_bte, ctx)
+    # All logits never exist; their spec refuses a mesh axis that would split tokens and vocabulary.
+    logits_shape = (*microbatch["targets"].shape, table_ve.shape[0])
+    rules.activation_spec((*TOKEN, "vocab"), logits_shape, drop=MANUAL_AXES)
+    mask_bt = microbatch["mask"].astype(jnp.float32)
+    arrays = (hidden_bte, table_ve, microbatch["targets"], mask_bt)
+    names = (("batch", hidden_time(rules), None), ("vocab", None), TOKEN, TOKEN)
+    return arrays, names
+
+
+def _automatic_axes(rules: Rules, *names: str) -> tuple[str, ...]:
+    """Returns the automatic mesh axes that split logical axes of activations."""
+    axes = [axis for name in names for axis in rules.activations[name]]
+    return tuple(axis for axis in axes if rules.sizes[axis] > 1 and axis not in MANUAL_AXES)
 
 
 def hidden_time(rules: Rules) -> Name:

@@ -13,6 +13,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.pair_loss import FIGURES, count_pairs
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, of_the_step
 
@@ -31,15 +32,20 @@ def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
 
 def objective(losses: Losses) -> Any:
     """Returns the scalar that training minimises: the sum of all losses."""
-    return sum(total_of(loss) for loss in losses.values())
+    return sum(total_of(loss) for name, loss in losses.items() if name not in FIGURES)
 
 
 def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax.Array]:
     """Returns {"tokens": the number of unmasked ones in a batch}, float32.
 
-    In the training of a mixture it is a vector, like the losses.
+    In the training of a mixture it is a vector, like the losses. Where pairs of answers are
+    learned, it is their number.
     """
     mask = batch["mask"].astype(jnp.float32)
+    if setup.config.train.preference != "none":
+        length = mask.shape[-1]
+        segments = batch["segment_ids"].reshape(-1, length)
+        return {"tokens": count_pairs(mask.reshape(-1, length), segments)}
     if not training or "source" not in batch:
         return {"tokens": mask.sum()}
     of_sequence = mask.sum(-1)[..., None]  # first: time may be split, and must be summed once
