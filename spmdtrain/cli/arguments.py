@@ -16,6 +16,7 @@ from spmdtrain.cli.shared_arguments import (
     add_ema,
     add_make,
     add_set,
+    add_step,
     positive_int,
     positive_seconds,
     seed_number,
@@ -179,21 +180,12 @@ def _add_show(commands) -> None:
     show.set_defaults(command=running.show)
 
 
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--step",
-        type=positive_int,
-        metavar="N",
-        help="step of the checkpoint (default: the newest that is not damaged)",
-    )
-
-
 def _add_sample(commands) -> None:
     sample = commands.add_parser("sample", help="generate text with a trained run")
     sample.add_argument("run", metavar="RUN", help="run directory")
     add_make(sample)
     add_ema(sample)
-    _add_step(sample)
+    add_step(sample)
     sample.add_argument(
         "--prompt",
         type=typed,
@@ -274,7 +266,7 @@ def _add_eval(commands) -> None:
         metavar="FILE",
         help="texts or token files (default: the validation data of the run)",
     )
-    _add_step(evaluate)
+    add_step(evaluate)
     evaluate.add_argument(
         "--field",
         default="text",

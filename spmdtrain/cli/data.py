@@ -2,8 +2,14 @@
 
 import argparse
 
+from spmdtrain.cli.devices import start_jax
 from spmdtrain.cli.shared_arguments import (
+    add_devices,
     add_documents,
+    add_ema,
+    add_make,
+    add_set,
+    add_step,
     positive_int,
     unescaped,
 )
@@ -62,6 +68,11 @@ def add_data(commands) -> None:
         help="learn only the last answer of each conversation and drop what follows it",
     )
     prepare.add_argument(
+        "--pairs",
+        action="store_true",
+        help="with --chat: rows have chosen and rejected answers, for train.preference=dpo",
+    )
+    prepare.add_argument(
         "--parse-special",
         action="store_true",
         help="read a special token spelled in a text, such as <|endoftext|>, as that token "
@@ -82,6 +93,24 @@ def add_data(commands) -> None:
         "after a kill, continue after the last complete one",
     )
     prepare.set_defaults(command=_prepare)
+    _add_reference(commands)
+
+
+def _add_reference(commands) -> None:
+    reference = commands.add_parser(
+        "reference", help="the log-probabilities of pairs by a reference model, for DPO"
+    )
+    reference.add_argument("path", metavar="FILE", help="a token file of pairs")
+    reference.add_argument("run", metavar="RUN", help="run directory of the reference model")
+    add_make(reference)
+    add_ema(reference)
+    add_step(reference)
+    add_set(
+        reference,
+        "train.sequence_length=4096, say, or mesh.tensor=2 (the default is one device)",
+    )
+    add_devices(reference)
+    reference.set_defaults(command=_reference)
 
 
 def add_tokenizer(commands) -> None:
@@ -113,11 +142,13 @@ def _prepare(parsed: argparse.Namespace) -> int:
     from spmdtrain.data.prepare.prepare import Job
     from spmdtrain.data.prepare.prepare import prepare as write
 
-    of_chats = ("template", "chat_template", "chat_set", "last_answer_only")
+    of_chats = ("template", "chat_template", "chat_set", "last_answer_only", "pairs")
     given = [name for name in of_chats if getattr(parsed, name)]
     if given and not parsed.chat:
         option = f"--{given[0].replace('_', '-')}"
         raise ConfigError(f"{option} is for conversations", fix=f"--chat {option}")
+    if parsed.pairs and parsed.field:
+        raise ConfigError("--pairs reads chosen and rejected, not --field", fix="one of them")
     job = Job(
         paths=parsed.paths,
         out=parsed.out,
@@ -130,12 +161,35 @@ def _prepare(parsed: argparse.Namespace) -> int:
         chat_template=parsed.chat_template,
         variables=parsed.chat_set,
         last_answer_only=parsed.last_answer_only,
+        pairs=parsed.pairs,
         parse_special=parsed.parse_special,
         workers=parsed.workers,
         shard_tokens=parsed.shard_tokens,
     )
     with signals.cleaning_up():
         write(job)
+    return DONE
+
+
+def _reference(parsed: argparse.Namespace) -> int:
+    """Writes the log-probabilities that a run gives to pairs of answers."""
+    start_jax(parsed)
+    from spmdtrain.inference.reference import write_reference
+
+    numbers = write_reference(
+        parsed.path,
+        parsed.run,
+        step=parsed.step,
+        overrides=parsed.set,
+        make=parsed.make,
+        ema=parsed.ema,
+    )
+    chosen, rejected = numbers.mean(0)
+    share = 100 * (numbers[:, 0] > numbers[:, 1]).mean()
+    print(
+        f"{parsed.path}: {len(numbers):,} pairs; log-probabilities {chosen:.1f} (chosen) and "
+        f"{rejected:.1f} (rejected) on average, the chosen one higher in {share:.0f} %"
+    )
     return DONE
 
 

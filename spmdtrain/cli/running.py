@@ -198,10 +198,13 @@ def evaluate(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps(found))
         return DONE
-    parts = [f"loss {found['loss']:.4f}", f"perplexity {found['perplexity']:.4g}"]
+    parts = [f"loss {found['loss']:.4f}"]
+    if found["perplexity"] is not None:
+        parts.append(f"perplexity {found['perplexity']:.4g}")
     if found["bits_per_byte"] is not None:
         parts.append(f"{found['bits_per_byte']:.4f} bits per byte")
-    tokens = f"{found['tokens']:,} of {found['split_tokens']:,} tokens"
+    unit = "pairs" if found["perplexity"] is None else "tokens"
+    tokens = f"{found['tokens']:,} of {found['split_tokens']:,} {unit}"
     print(f"{'  '.join(parts)}  ({tokens}, step {found['step']})")
     for name, count in found.items():
         word, slash, source = name.partition("/")

@@ -61,6 +61,16 @@ def add_ema(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Adds `--step`."""
+    parser.add_argument(
+        "--step",
+        type=positive_int,
+        metavar="N",
+        help="step of the checkpoint (default: the newest that is not damaged)",
+    )
+
+
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Adds `--hardware`."""
     names = f"{', '.join(GPUS)} or a .toml file"

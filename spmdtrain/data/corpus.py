@@ -24,9 +24,12 @@ from spmdtrain.data.texts.documents import command_to_prepare, format_of
 from spmdtrain.data.texts.files import find_files, read_text
 from spmdtrain.data.token_files.blocks import contents
 from spmdtrain.data.token_files.foreign_tokens import ForeignTokens, is_foreign, open_foreign
+from spmdtrain.data.token_files.references import read_references
 from spmdtrain.data.token_files.rows import Concatenated, StoredRow, reading
 from spmdtrain.data.token_files.tokens import (
+    COUNTS,
     DTYPES,
+    SECOND,
     TokenSource,
     beyond_vocabulary,
     loss_path,
@@ -81,9 +84,12 @@ class Corpus:
     file_offsets: tuple[int, ...] = ()  # where each of `files` begins within its file; (): all at 0
     # (first offset, rows that begin there) for each file, in order
     rows: tuple[tuple[int, tuple[StoredRow, ...]], ...] = ()
-    # [tokens] uint8, 1: counts; None: all count
+    # [tokens] uint8, COUNTS: counts, SECOND: of the second of a pair; None: all count
     loss: np.ndarray | StoredRow | Concatenated | None = None
     end_of_text: int | None = None  # the id that ends each document, if any
+    has_pairs: bool = False  # each document is a pair of conversations
+    # [documents, 2] float32, log-probabilities of a pair's answers; None: not known
+    references: np.ndarray | None = None
     template: str | dict | None = None  # the spec of the template, if there are conversations
     has_documents: bool = True  # whether `document_starts` are known
     validation_start: int | None = None  # first validation token, if files validate
@@ -122,13 +128,26 @@ class Corpus:
         """
         if self.loss is None:
             return np.ones(stop - start, np.float32)
+        return (self._marks(start, stop) & COUNTS).astype(np.float32)
+
+    def halves(self, start: int, stop: int) -> np.ndarray:
+        """Returns which conversation of its pair each token is of, int32 0 or 1.
+
+        Raises DataError if a stored mark is none.
+        """
+        return (self._marks(start, stop) // SECOND).astype(np.int32)
+
+    def _marks(self, start: int, stop: int) -> np.ndarray:
+        assert self.loss is not None, "it has marks"
         marks = self.loss[start:stop]
-        if marks.max(initial=0) > 1:
-            path, offset = self._place(start + int((marks > 1).argmax()))
+        most = COUNTS + SECOND * self.has_pairs
+        if marks.max(initial=0) > most:
+            path, offset = self._place(start + int((marks > most).argmax()))
             raise DataError(
-                f"{loss_path(path)} is damaged: its mark at token offset {offset} is not 0 or 1"
+                f"{loss_path(path)} is damaged: its mark at token offset {offset} is not "
+                f"{'from 0 to 3' if self.has_pairs else '0 or 1'}"
             )
-        return marks.astype(np.float32)
+        return marks
 
     def has_tokenizer_of(self, other: "Corpus") -> bool:
         """Returns whether ids mean the same in both corpora."""
@@ -369,6 +388,12 @@ def _joined(
         offset + source.document_starts for offset, source in zip(offsets, sources, strict=True)
     ]
     ends = {source.end_of_text for source in sources}
+    has_pairs = sources[0].has_pairs
+    for source in sources:
+        if source.has_pairs != has_pairs:
+            both = f"{sources[0].path} and {source.path}"
+            raise DataError(f"{both} cannot be one corpus: only one of them holds pairs")
+    references = _references(sources) if has_pairs else None
 
     def united(fingerprints: Iterable[str]) -> str:
         text = " ".join(fingerprints)
@@ -381,15 +406,31 @@ def _joined(
         document_starts=np.concatenate(starts),
         vocab=vocab,
         tokenizer=from_spec(spec) if spec else None,
-        fingerprint=united(source.fingerprint for source in sources),
+        fingerprint=_with_references(united(each.fingerprint for each in sources), references),
         files=tuple((at, source.path) for at, source in zip(offsets, sources, strict=True)),
         rows=tuple(zip(offsets, rows, strict=True)),
         loss=loss,
         end_of_text=ends.pop() if len(ends) == 1 else None,
+        has_pairs=has_pairs,
+        references=references,
         template=common_template(source.template for source in sources),
         has_documents=all(source.has_documents for source in sources),
         validation_start=None if num_training is None else tokens.bounds[num_training],
     )
+
+
+def _references(sources: Sequence[TokenSource | ForeignTokens]) -> np.ndarray | None:
+    """Returns the log-probabilities of pairs, float32 [documents, 2]; None if some have none."""
+    found = [read_references(source) for source in sources if isinstance(source, TokenSource)]
+    known = [numbers for numbers in found if numbers is not None]
+    return np.concatenate(known) if len(known) == len(found) else None
+
+
+def _with_references(fingerprint: str, references: np.ndarray | None) -> str:
+    """Returns the fingerprint of tokens together with what a reference model says of them."""
+    if references is None:
+        return fingerprint
+    return hashlib.sha256(fingerprint.encode() + references.tobytes()).hexdigest()
 
 
 def common_template(templates: Iterable[str | dict | None]) -> str | dict | None:

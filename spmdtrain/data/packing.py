@@ -20,6 +20,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import ORDER, Batch, Range
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.indices import check_range, sample_indices
+from spmdtrain.data.pairs import fill_pair, whole_pairs
 from spmdtrain.data.shuffle import permute, random_bits
 
 
@@ -131,8 +132,11 @@ class PackedWindows:
         check_range(*span, len(corpus.tokens), length)
         self._corpus = corpus
         self._length = length
+        if corpus.has_pairs:
+            span = whole_pairs(corpus, span, length)
         self._plan = make_plan(corpus.document_starts, span, length)
         self.windows = self._plan.windows
+        self.pairs = len(self._plan.starts) if corpus.has_pairs else 0
 
     def samples(self, indices: np.ndarray) -> Batch:
         """Returns the batch of these windows; windows past the last are all padding."""
@@ -146,7 +150,9 @@ class PackedWindows:
             "segment_ids": np.zeros(shape, np.int32),
             "positions": np.zeros(shape, np.int32),
         }
-        windows = [self._pieces(window) for window in indices.tolist()]
+        if self._corpus.has_pairs:
+            batch["reference"] = np.zeros(shape, np.float32)
+        windows = [self.pieces(window) for window in indices.tolist()]
         for pieces in windows:
             for start, size in pieces:
                 self._corpus.will_need(start, start + size + 1)
@@ -154,7 +160,7 @@ class PackedWindows:
             self._fill(batch, row, pieces)
         return batch
 
-    def _pieces(self, window: int) -> list[tuple[int, int]]:
+    def pieces(self, window: int) -> list[tuple[int, int]]:
         """Returns (offset of the first token, positions) of each piece in a window."""
         if window >= self._plan.windows:
             return []
@@ -173,8 +179,10 @@ class PackedWindows:
             batch["mask"][row, place] = self._corpus.counts(start + 1, start + size + 1)
             batch["segment_ids"][row, place] = segment
             batch["positions"][row, place] = np.arange(size)
+            if self._corpus.has_pairs:
+                fill_pair(batch, row, at, segment, self._corpus, start, size)
             at += size
-        batch["segment_ids"][row, at:] = len(pieces)
+        batch["segment_ids"][row, at:] = len(pieces) * (1 + self._corpus.has_pairs)
         batch["positions"][row, at:] = np.arange(self._length - at)
 
 

@@ -23,6 +23,7 @@ from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.targets import check_targets
 from spmdtrain.data.token_files.cut_files import cut_shared_files
+from spmdtrain.data.token_files.references import no_references
 
 # tokens(seed, index): the ids of sample `index`, integers [sequence_length + 1]. Always the same
 # for the same arguments: that is why a resumed run continues bit-exactly.
@@ -69,7 +70,7 @@ class EvalSet(NamedTuple):
     name: str  # the source in a mixture, else ""
     weight: float  # all weights add up to 1
     windows: Windows
-    tokens: int  # of the split that follow another token, masked or not
+    tokens: int  # of the split that follow another token, masked or not; or its pairs of answers
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,13 @@ class CorpusData:
     def eval_sets(self, config: RunConfig) -> list[EvalSet]:
         length = config.train.sequence_length
         packing = config.data.packing
+        count = self.validation.size - 1
         if packing == "best_fit":
             windows = PackedWindows(self.corpus, self.validation, length)
+            count = windows.pairs or count
         else:
             windows = EvalWindows(self.corpus, self.validation, length, packing=packing)
-        return [EvalSet("", 1.0, windows, self.validation.size - 1)]
+        return [EvalSet("", 1.0, windows, count)]
 
     def describe(self, config: RunConfig) -> str:
         """Returns the line in which a run describes its data."""
@@ -301,6 +304,7 @@ def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
         packing = f"data.packing={config.data.packing!r}"
         what = f"{packing}: the token file does not say where documents start"
         raise ConfigError(what, fix="--set data.packing=stream")
+    _check_pairs(corpus, config)
     fraction = config.data.validation_fraction
     train, validation = split(corpus, fraction, config.train.sequence_length, source)
     packing = config.data.packing
@@ -308,6 +312,26 @@ def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
     if config.eval.every and validation.size:
         check_targets(corpus, validation, packing, name="validation", source=source)
     return CorpusData(corpus, train, validation)
+
+
+def _check_pairs(corpus: Corpus, config: RunConfig) -> None:
+    """Raises UserError if a run would learn pairs of answers as texts, or texts as pairs."""
+    learns_pairs = config.train.preference != "none"
+    if corpus.has_pairs and not learns_pairs:
+        path = corpus.files[0][1]
+        raise ConfigError(
+            f"{path} holds pairs of answers, of which one is to be avoided",
+            asked="train.preference='none'",
+            fix="--set train.preference=dpo --set data.packing=best_fit",
+        )
+    if learns_pairs and not corpus.has_pairs:
+        raise ConfigError(
+            f"{corpus.files[0][1]} holds no pairs of answers",
+            asked=f"train.preference={config.train.preference!r}",
+            fix="spmdtrain data prepare FILE --chat --pairs",
+        )
+    if learns_pairs and corpus.references is None:
+        raise no_references(corpus.files[0][1])
 
 
 def _open_mixture(config: RunConfig) -> MixtureData:

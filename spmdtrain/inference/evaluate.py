@@ -20,7 +20,7 @@ from spmdtrain.data.texts.documents import find_inputs, texts_in
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, tokenizer_fingerprint
 from spmdtrain.inference.trained_run import OF_DEVICES, OpenedRun, open_run
 from spmdtrain.models.choose import MakeModel
-from spmdtrain.train.evaluation import NOTHING, Predicted, mean_loss, window_losses
+from spmdtrain.train.evaluation import NOTHING, Predicted, mean_loss, unit_of, window_losses
 from spmdtrain.train.step import make_eval_step
 
 SETTABLE = (
@@ -61,11 +61,20 @@ def evaluate(
 
     For a mixture, loss and bits per byte are means over the sources, weighted by their shares.
     "loss/NAME", "bits_per_byte/NAME" and "tokens/NAME" are those of one source; the first two are
-    present only if one of its tokens has a loss. Raises UserError.
+    present only if one of its tokens has a loss. Of a run that learned from pairs of answers, loss
+    and numbers are those of pairs, without a perplexity. Raises UserError.
     """
     paths = as_texts(paths, "paths", "book.txt")
     check_kind(field, str, "field", "the name of a column")
-    opened = open_run(run, step=step, make=make, overrides=overrides, settable=SETTABLE, ema=ema)
+    opened = open_run(
+        run,
+        step=step,
+        make=make,
+        overrides=overrides,
+        settable=SETTABLE,
+        ema=ema,
+        with_pairs=not paths,
+    )
     sets = _eval_sets(opened, paths, field)
     takes_all = paths and opened.config.origin.get("eval.batches") != COMMAND_LINE
     limit = None if takes_all else opened.eval_windows
@@ -76,7 +85,7 @@ def evaluate(
     return {
         "step": opened.step,
         "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
+        "perplexity": math.exp(min(loss, 700.0)) if unit_of(opened.config) == "tokens" else None,
         "bits_per_byte": _bits_per_byte(found),
         "tokens": sum(predicted.tokens for predicted, _ in found),
         "split_tokens": sum(predicted.of_tokens for predicted, _ in found),
@@ -163,7 +172,8 @@ def _predict(
     """
     setup = opened.setup
     # Which tokens such a model restores is not known here, so neither are their bytes.
-    has_bytes = opened.tokenizer_spec and setup.model.corrupt is None
+    is_of_tokens = unit_of(setup.config) == "tokens"
+    has_bytes = opened.tokenizer_spec and setup.model.corrupt is None and is_of_tokens
     tokenizer = opened.tokenizer if has_bytes else None
     step = make_eval_step(setup).jitted  # the batches are made here
 

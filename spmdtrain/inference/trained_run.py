@@ -61,13 +61,15 @@ def open_run(
     overrides: Sequence[str] = (),
     settable: Sequence[str] = OF_DEVICES,
     ema: bool = False,
+    with_pairs: bool = False,
 ) -> OpenedRun:
     """Returns the weights of `run` after `step` steps, ready to compute with.
 
     Without `step` it is the newest intact one: see `read_step` in restore.py. `make` is what the
     run was trained with: a class or its name, as in `model.make`. The mesh is one device unless
     `overrides` set `mesh.*`; they may set what is in `settable` and nothing else. With `ema` the
-    weights are the average that was kept with `optimizer.ema`. Raises UserError.
+    weights are the average that was kept with `optimizer.ema`. A run that learned from pairs of
+    answers is read as one that learned from texts, unless `with_pairs`. Raises UserError.
     """
     run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
     overrides = as_overrides(overrides)
@@ -82,6 +84,9 @@ def open_run(
     saved["config"]["model"]["attention"] = "auto"
     saved["config"]["train"] |= {"zero": 0, "microbatch": None}
     dropped = ("mesh.", "model.attention", "train.zero", "train.microbatch")
+    if not with_pairs:
+        saved["config"]["train"] |= {"preference": "none"}
+        dropped = (*dropped, "train.preference")
     saved["origin"] = {
         key: str(where) for key, where in saved["origin"].items() if not key.startswith(dropped)
     }

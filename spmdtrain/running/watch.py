@@ -97,7 +97,7 @@ class Watch:
             figures = self._evaluate(state)
             self._saves.evaluated(number, figures)
             self._reporter.evaluated(number, **figures)
-            self._say(number, evaluation.describe(figures))
+            self._say(number, evaluation.describe(figures, evaluation.unit_of(self._config)))
             if not number and (line := self._of_no_use(figures)):
                 self._say(number, line)
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.source import Data, EvalSet, Windows, check_data
 from spmdtrain.train.batch import to_devices
@@ -128,14 +129,19 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
     return evaluate
 
 
-def describe(figures: dict[str, float]) -> str:
+def unit_of(config: RunConfig) -> str:
+    """Returns what a loss is the mean of."""
+    return "tokens" if config.train.preference == "none" else "pairs"
+
+
+def describe(figures: dict[str, float], unit: str = "tokens") -> str:
     """Describes an evaluation in words: its losses, and the number of their tokens."""
     parts = [
         f"{name.replace('_', ' ')} {value:.4f}"
         for name, value in figures.items()
         if name.startswith("eval_loss")
     ]
-    tokens = f"({figures['eval_tokens']:,} of {figures['eval_split_tokens']:,} tokens)"
+    tokens = f"({figures['eval_tokens']:,} of {figures['eval_split_tokens']:,} {unit})"
     nothing = [
         f"{name.partition('/')[2]}: {NOTHING}"
         for name, value in figures.items()

@@ -54,6 +54,9 @@ def make_sum_losses(
 
 def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
     """Raises ConfigError if `own` is not a loss of tokens, or if the settings shape another one."""
+    if config.preference != "none":
+        what = f"train.preference={config.preference!r} is a loss of pairs, not loss="
+        raise ConfigError(what, fix="one of both")
     for name in ("label_smoothing", "z_loss"):
         if getattr(config, name):
             raise ConfigError(

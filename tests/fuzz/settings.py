@@ -114,6 +114,8 @@ NOT_DRAWN = {
     "optimizer.groups": "names paths of parameters; tests/train/test_optimizer.py has it",
     "precision.loss_scale": "needs float16; tests/train/test_loss_scale.py has it",
     "precision.loss_scale_steps": "likewise",
+    "train.preference": "needs pairs of answers: tests/train/test_pair_loss.py draws meshes",
+    "train.preference_beta": "is read by train.preference alone",
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
     "finetune.kind": "has few weights to go wrong; tests/train/test_adapters.py has all meshes",
     **dict.fromkeys(

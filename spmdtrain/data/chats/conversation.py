@@ -18,7 +18,9 @@ from spmdtrain.config.errors import DataError
 ANSWERS = "assistant"  # the role whose messages are learned
 ASKS = "user"  # the role of a prompt
 # Where a conversation may be in a row, in this order.
-FORMS = (("messages",), ("conversations",), ("prompt", "completion"))
+PROMPT = "prompt"
+FORMS = (("messages",), ("conversations",), (PROMPT, "completion"))
+PAIR = ("chosen", "rejected")
 OTHERS = ("system", "tools", "documents", "chat_template_kwargs")
 DEEPEST = 100  # levels of lists and objects in a conversation
 ROLES_OF_SHAREGPT = {
@@ -42,10 +44,13 @@ class ChatFields:
     """The fields of a row that belong to its conversation; `named` is the one that holds it."""
 
     named: str | None = None  # None: the first of FORMS that the row has
+    pairs: bool = False  # a row holds two answers, one preferred to the other
 
     @property
     def forms(self) -> tuple[tuple[str, ...], ...]:
-        """Sets of fields, each of which holds a conversation."""
+        """Sets of fields, each of which holds a conversation, or a pair."""
+        if self.pairs:
+            return (PAIR,)
         return ((self.named,),) if self.named else FORMS
 
     def form_in(self, names: Iterable[str]) -> tuple[str, ...] | None:
@@ -57,7 +62,10 @@ class ChatFields:
         """Returns all fields of a conversation among these names; None if there is none."""
         names = list(names)
         form = self.form_in(names)
-        return None if form is None else [*form, *(name for name in OTHERS if name in names)]
+        if form is None:
+            return None
+        others = (PROMPT, *OTHERS) if self.pairs else OTHERS
+        return [*form, *(name for name in others if name in names)]
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,42 @@ def read_conversation(
         pairs = zip(found.learned, is_fixed, strict=True)
         found = replace(found, learned=tuple(learns and not fixed for learns, fixed in pairs))
     return _with_others(found, row, where)
+
+
+def read_pair(row: dict[str, Any] | None, where: str) -> tuple[Conversation, Conversation] | None:
+    """Returns the conversations with the chosen and with the rejected answer of a row.
+
+    Each is a text or messages. Without a `prompt` in the row, or where an answer repeats it, what
+    both begin with is the prompt, which is not learned. None if the row is empty. Raises DataError,
+    with the name `where`, if it holds no pair.
+    """
+    if row is None or not set(row).issuperset(PAIR) or all(row[name] is None for name in PAIR):
+        if row and not set(row).isdisjoint(PAIR):
+            raise DataError(f"{where} has a chosen or a rejected answer, not both")
+        return None
+    prompt = []
+    if row.get(PROMPT) is not None:
+        prompt = _as_messages(row[PROMPT], ASKS, f"{where}: {PROMPT!r}")
+    both = []
+    for name in PAIR:
+        answer = _as_messages(row[name], ANSWERS, f"{where}: {name!r}")
+        repeats = answer[: len(prompt)] == prompt
+        whole = of_messages(answer if repeats else prompt + answer, f"{where}: {name!r}")
+        both.append(_with_others(whole, row, where))
+    chosen, rejected = both
+    pairs = zip(chosen.messages, rejected.messages, strict=False)
+    shared = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+    if shared is None:
+        shared = min(len(chosen.messages), len(rejected.messages)) - 1
+    if shared < 1:
+        raise DataError(f"{where} has no prompt: its answers share no message", fix="a prompt")
+    return _learned_from(chosen, shared), _learned_from(rejected, shared)
+
+
+def _learned_from(conversation: Conversation, first: int) -> Conversation:
+    """Returns a conversation of which nothing is learned up to the message `first`."""
+    learned = tuple(is_in and at >= first for at, is_in in enumerate(conversation.learned))
+    return replace(conversation, learned=learned)
 
 
 def of_messages(messages: Any, where: str) -> Conversation:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.data.chats.conversation import ChatFields, read_conversation
+from spmdtrain.data.chats.conversation import ChatFields, read_conversation, read_pair
 from spmdtrain.data.chats.jinja_template import JinjaText
 from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.chats.template_folder import file_template, folder_template
@@ -61,6 +61,10 @@ def texts_of_chats(files: Iterable[str], fields: ChatFields) -> Iterator[str]:
     for file in files:
         for chunk in read_chunks(file, fields):
             for number, value in enumerate(values_of(chunk, fields), chunk.first):
-                conversation = read_conversation(value, fields, row_name(chunk, number))
-                if conversation is not None:
-                    yield from conversation.texts
+                where = row_name(chunk, number)
+                if fields.pairs:
+                    found = read_pair(value, where) or ()
+                else:
+                    found = [read_conversation(value, fields, where)]
+                for conversation in found:
+                    yield from conversation.texts if conversation else ()

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.chats.conversation import ChatFields, Conversation, read_conversation
+from spmdtrain.data.chats.conversation import ChatFields, Conversation, read_conversation, read_pair
 from spmdtrain.data.chats.encode import EncodedConversation, Template, encode_conversation
 from spmdtrain.data.chats.faults import markers_of_text
 from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.texts.documents import Chunk, format_of, values_of
-from spmdtrain.data.token_files.tokens import DTYPES, storage_dtype
+from spmdtrain.data.token_files.tokens import DTYPES, SECOND, storage_dtype
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 
 # Notes on a document.
@@ -54,7 +54,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray  # [tokens] uint16 or uint32
     lengths: np.ndarray  # [documents] int64, tokens of each; 0: it was empty
     text_bytes: np.ndarray  # [documents] int64, of UTF-8
-    loss: np.ndarray | None  # [tokens] uint8, 1: counts in the loss; None: all do
+    loss: np.ndarray | None  # [tokens] uint8, as in a .loss; None: all count
     notes: np.ndarray | None = None  # [documents] uint8, of SPELLS etc.
 
     def cut(self, documents: int) -> tuple["Encoded", "Encoded"]:
@@ -122,27 +122,51 @@ def _encode_conversations(
     encoded = []
     notes = []
     spelled_as_text = markers_of_text(template, tokenizer)
+
+    def encode(conversation: Conversation, where: str) -> EncodedConversation:
+        if recipe.last_answer_only:
+            conversation = conversation.with_last_answer_only()
+        special = recipe.parse_special
+        found = encode_conversation(conversation, template, tokenizer, where, parse_special=special)
+        if not found.loss.any():
+            raise _unlearned(conversation, where)
+        return found
+
     nothing = EncodedConversation(np.zeros(0, np.int32), np.zeros(0, np.uint8), 0)
     for number, value in enumerate(values_of(chunk, recipe.field), chunk.first):
         where = row_name(chunk, number)
-        conversation = read_conversation(value, recipe.field, where)
-        if conversation is None:
-            encoded.append(nothing)
-            notes.append(0)
-            continue
-        if recipe.last_answer_only:
-            conversation = conversation.with_last_answer_only()
-        found = encode_conversation(
-            conversation, template, tokenizer, where, parse_special=recipe.parse_special
-        )
-        if not found.loss.any():
-            raise _unlearned(conversation, where)
-        encoded.append(found)
-        spells = _spells(conversation, spelled_as_text, tokenizer)
-        notes.append(SPELLS * spells + HAS_GAPS * found.has_gaps)
+        if recipe.field.pairs:
+            conversations = read_pair(value, where) or ()
+        else:
+            only = read_conversation(value, recipe.field, where)
+            conversations = () if only is None else (only,)
+        found = [encode(conversation, where) for conversation in conversations]
+        encoded.append(_as_document(found, recipe) if found else nothing)
+        spells = any(_spells(each, spelled_as_text, tokenizer) for each in conversations)
+        notes.append(SPELLS * spells + HAS_GAPS * encoded[-1].has_gaps)
     ids = [each.ids for each in encoded]
     losses = [each.loss for each in encoded]
     return _joined(ids, [each.text_bytes for each in encoded], losses, notes, recipe, tokenizer)
+
+
+def _as_document(found: list[EncodedConversation], recipe: Recipe) -> EncodedConversation:
+    """Returns a conversation, or both of a pair, as one document.
+
+    The marks of the second have SECOND added, and the first ends with the end of text, as `_joined`
+    ends every document.
+    """
+    if len(found) == 1:
+        return found[0]
+    first, second = found
+    if recipe.end_of_text is not None:
+        ids, loss = np.append(first.ids, recipe.end_of_text), np.append(first.loss, first.loss[-1])
+        first = first._replace(ids=ids.astype(np.int32), loss=loss)
+    return EncodedConversation(
+        np.concatenate([first.ids, second.ids]),
+        np.concatenate([first.loss, second.loss + np.uint8(SECOND)]),
+        first.text_bytes + second.text_bytes,
+        first.has_gaps or second.has_gaps,
+    )
 
 
 def row_name(chunk: Chunk, number: int) -> str:

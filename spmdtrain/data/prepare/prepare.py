@@ -52,13 +52,14 @@ class Job:
     chat_template: str | None = None  # a file of Jinja, in its place
     variables: Sequence[str] = ()  # of a template of Jinja: NAME=VALUE
     last_answer_only: bool = False  # of each conversation
+    pairs: bool = False  # conversations come in twos: with the chosen answer, with the rejected
     parse_special: bool = False  # special tokens spelled in a text are tokens
     workers: int = 1
     shard_tokens: int | None = None  # a shard ends with the document that reaches this
 
     @property
     def fields(self) -> str | ChatFields:
-        return ChatFields(self.field) if self.chat else self.field or "text"
+        return ChatFields(self.field, self.pairs) if self.chat else self.field or "text"
 
 
 def prepare(job: Job) -> None:
@@ -83,7 +84,9 @@ def prepare(job: Job) -> None:
 
     def make_writer(path: str) -> TokenWriter:  # called once the path is known to be free
         end = recipe.end_of_text
-        return TokenWriter(path, tokenizer, end, job.chat, shared_spec(), recipe.template)
+        return TokenWriter(
+            path, tokenizer, end, job.chat, shared_spec(), recipe.template, job.pairs
+        )
 
     identity = _identity(job, recipe, files)
     with Output(job.out, job.shard_tokens, identity, make_writer) as output:

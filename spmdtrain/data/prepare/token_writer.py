@@ -15,7 +15,14 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.config.named_file import read_named
 from spmdtrain.config.writing import writing
 from spmdtrain.data.prepare.encode import HAS_GAPS, HOLDS_END, SPELLS, Encoded
-from spmdtrain.data.token_files.tokens import DTYPES, VERSION, loss_path, storage_dtype, token_paths
+from spmdtrain.data.token_files.tokens import (
+    COUNTS,
+    DTYPES,
+    VERSION,
+    loss_path,
+    storage_dtype,
+    token_paths,
+)
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
 LARGEST_TOKENIZER = 2**30  # bytes of its file
@@ -52,17 +59,19 @@ class TokenWriter:
         with_loss: bool,
         spec: dict | None = None,
         template: str | dict | None = None,
+        has_pairs: bool = False,
     ):
         """`spec` replaces the tokenizer's own if several files share its content.
 
-        `template` is how a message of a conversation is written. Raises StorageError if the file
-        cannot be written.
+        `template` is how a message of a conversation is written; `has_pairs` says that documents
+        are pairs of conversations. Raises StorageError if the file cannot be written.
         """
         self._tokenizer = tokenizer
         self._spec = tokenizer.spec() if spec is None else spec
         self._end_of_text = end_of_text
         self._finals = [*token_paths(path)]
         self._template = template
+        self._has_pairs = has_pairs
         self._with_loss = with_loss
         if with_loss:
             self._finals.insert(0, loss_path(path))  # the sidecar stays last
@@ -104,7 +113,7 @@ class TokenWriter:
             if ".loss" in self._files:
                 assert encoded.loss is not None, "conversations say which tokens count"
                 self._append(".loss", encoded.loss.tobytes())
-                self._learned += int(encoded.loss.sum())
+                self._learned += int(np.count_nonzero(encoded.loss & COUNTS))
         if encoded.notes is not None:
             self._spelling += int(np.count_nonzero(encoded.notes & SPELLS))
             self._holding_end += int(np.count_nonzero(encoded.notes & HOLDS_END))
@@ -139,6 +148,7 @@ class TokenWriter:
         if ".loss" in self._hashes:
             sidecar["loss_sha256"] = self._hashes[".loss"].hexdigest()
             sidecar["template"] = self._template
+            sidecar["pairs"] = self._has_pairs
         with writing(self.path):
             for file in self._files.values():
                 file.flush()

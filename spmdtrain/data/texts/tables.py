@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.chats.conversation import FORMS, ChatFields
+from spmdtrain.data.chats.conversation import ChatFields
 from spmdtrain.data.texts.files import import_for
 
 MOST_ROWS = 1000  # taken at a time
@@ -186,7 +186,7 @@ def no_field(
     where: str, field: str | ChatFields, columns: Iterable[str], meant: Sequence[str]
 ) -> DataError:
     """Returns the error; `meant` are the columns likely meant, the likeliest first."""
-    name = field if isinstance(field, str) else field.named or FORMS[0][0]
+    name = field if isinstance(field, str) else field.forms[0][0]
     return DataError(
         f"{where} has no field {name!r}",
         found=", ".join(columns) or "none",

@@ -60,6 +60,7 @@ class ForeignTokens:
     tokenizer_spec = None
     end_of_text = None
     template = None
+    has_pairs = False
     has_loss = False
     loss_row = None
 

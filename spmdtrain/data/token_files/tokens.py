@@ -6,7 +6,9 @@
                increasing
     NAME.json  version, dtype, counts, vocabulary, tokenizer spec, the id that ends a document or
                null, bytes of UTF-8 that the tokens stand for, sha256 of the other files
-    NAME.loss  for conversations only: a byte per token, 1 if it counts in the loss, else 0
+    NAME.loss  for conversations only: a byte per token, 1 if it counts in the loss, else 0; of a
+               pair of conversations, which is one document, SECOND is added in the second
+    NAME.ref   for pairs only, and only after `data reference`: see references.py
 
 The files of one prepare share the content of a `tokenizer.json`, which may be ten megabytes: it is
 in a file next to them, which the spec names as "file".
@@ -33,6 +35,7 @@ from spmdtrain.data.token_files.rows import StoredRow, reading, require_file
 from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 
 VERSION = 1
+COUNTS, SECOND = 1, 2  # bits of a mark in a .loss
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SIDECAR_TYPES = {
     "dtype": str,
@@ -138,6 +141,11 @@ class TokenSource:
     def has_loss(self) -> bool:
         """True if a .loss file says which tokens count in the loss."""
         return "loss_sha256" in self.sidecar
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if each document is a pair of conversations, one preferred to the other."""
+        return self.sidecar.get("pairs") is True
 
     @property
     def document_starts(self) -> np.ndarray:

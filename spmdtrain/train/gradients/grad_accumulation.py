@@ -22,6 +22,7 @@ from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import gather_layer_of, make_context, make_head_losses
+from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
 from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
 from spmdtrain.train.gradients.sums import (
     count_tokens,
@@ -107,6 +108,28 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     return manual_region(local, setup.mesh, MANUAL_AXES, (_resting(setup), BATCH), P())
 
 
+def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
+    """Makes `(params, batch) -> float32 [accumulation, sequences, segments]`, without dropout.
+
+    They are the log-probabilities of segments: see `forward.make_segment_sums`.
+    """
+    context = make_context(setup)
+    stream = _make_stream(setup)
+    of_head = segment_sums_of_head(setup)
+
+    def local(params, batch: Batch):
+        weights = add_copies(setup, _over_data(setup, params))
+
+        def one(_, microbatch):
+            ctx = context(microbatch)
+            module, x_bte, _ = stream(weights, microbatch, ctx)
+            return None, of_head(module, x_bte, ctx, microbatch)
+
+        return jax.lax.scan(one, None, batch)[1]
+
+    return manual_region(local, setup.mesh, MANUAL_AXES, (_resting(setup), BATCH), BATCH)
+
+
 def _resting(setup: Setup) -> dict[str, P]:
     """Returns the specs at rest of weights, and of their gradients, at the region's border."""
     return {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
@@ -137,14 +160,25 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
 def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
     """Returns `forward(params, microbatch, ctx) -> losses`, in compute precision."""
     head_losses = make_head_losses(setup, training=training)
-    gather = gather_layer_of(setup)
+    stream = _make_stream(setup)
 
     def forward(params, microbatch: Batch, ctx: ForwardContext) -> Losses:
+        module, x_bte, side_losses = stream(params, microbatch, ctx)
+        return join_losses(head_losses(module, x_bte, ctx, microbatch), side_losses)
+
+    return forward
+
+
+def _make_stream(setup: Setup) -> Callable[..., tuple[Any, jax.Array, Losses]]:
+    """Makes `stream(params, microbatch, ctx) -> (module, x_bte, side losses)`, up to the head."""
+    gather = gather_layer_of(setup)
+
+    def stream(params, microbatch: Batch, ctx: ForwardContext):
         here = {path: x for path, x in params.items() if not setup.gathered[path]}
         # A layer that gathers a weight also casts it.
         values = params | cast(here, setup.config.precision.compute)
         module = setup.model.bind(values, gather)
         x_bte, side_losses = module.blocks(module.embed(microbatch["tokens"], ctx), ctx)
-        return join_losses(head_losses(module, x_bte, ctx, microbatch), side_losses)
+        return module, x_bte, side_losses
 
-    return forward
+    return stream

@@ -1,0 +1,203 @@
+"""Pairs of answers: rows become documents of two conversations, each pair lies whole in a window,
+and a reference model's log-probabilities are kept with the tokens."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny
+
+import spmdtrain as st
+from spmdtrain.cli import main
+from spmdtrain.config.errors import ConfigError, DataError
+from spmdtrain.data.batches import Range
+from spmdtrain.data.chats.conversation import read_pair
+from spmdtrain.data.corpus import token_corpus
+from spmdtrain.data.packing import PackedWindows
+from spmdtrain.data.token_files.references import reference_paths
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in (("user", "q"), ("assistant", "good"), ("assistant", "bad"))
+)
+LENGTH = 64
+SETTINGS = (
+    "model.layers=1",
+    "model.embed=16",
+    "model.heads=2",
+    "model.vocab=none",
+    f"train.sequence_length={LENGTH}",
+    "train.global_batch=4",
+    "train.steps=2",
+    "data.corpus=tokens",
+    "data.packing=best_fit",
+    "data.validation_fraction=0.3",
+)
+DPO = (*SETTINGS, "data.path=pairs.bin", "train.preference=dpo", "eval.every=2")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """Pairs, conversations, and a run that was trained on the latter."""
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = [
+        {"prompt": f"q{at}", "chosen": "good" * (at % 3 + 1), "rejected": [BAD]} for at in range(12)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = [{"messages": [USER, GOOD]}] * 20
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    template = ["--template", "<{role}>{content}\n"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, more in (("pairs", ["--pairs"]), ("chats", [])):
+            command = ["data", "prepare", f"{name}.jsonl", "--chat", "--out", name, *template]
+            assert main([*command, *more]) == 0
+        st.run(tiny(*SETTINGS, "data.path=chats.bin"), "base", devices=jax.devices()[:1])
+        yield folder
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "good", "rejected": "bad"},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": "bad"},
+        {"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_every_form_of_a_pair_is_the_same(row):
+    chosen, rejected = read_pair(row, "here")
+    assert (chosen.messages, rejected.messages) == ([USER, GOOD], [USER, BAD])
+    assert chosen.learned == rejected.learned == (False, True)
+
+
+def test_what_both_answers_begin_with_is_not_learned():
+    first = [USER, GOOD, USER]
+    chosen, rejected = read_pair({"chosen": [*first, GOOD], "rejected": [*first, BAD]}, "here")
+    assert chosen.learned == rejected.learned == (False, False, False, True)
+    same, _ = read_pair({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "here")
+    assert same.learned == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"chosen": "good", "rejected": "bad"}, "has no prompt"),
+        ({"chosen": "good"}, "has a chosen or a rejected answer, not both"),
+        (
+            {"prompt": "q", "chosen": 3, "rejected": "bad"},
+            "'chosen' is neither a text nor messages",
+        ),
+    ],
+)
+def test_a_row_that_is_no_pair_is_named(row, said):
+    with pytest.raises(DataError, match=f"^here.*{said}"):
+        read_pair(row, "here")
+
+
+def test_pairs_lie_whole_in_windows_with_their_answers_apart(here):
+    del here
+    corpus = token_corpus(["pairs.bin"])
+    windows = PackedWindows(corpus, Range(1, len(corpus.tokens) - 1), LENGTH)
+    batch = windows.samples(np.arange(windows.windows))
+    seen = []
+    for row in range(windows.windows):
+        segments = batch["segment_ids"][row]
+        for segment in range(0, 2 * len(windows.pieces(row)), 2):
+            pair = []
+            for half in (segment, segment + 1):
+                inside = segments == half
+                assert batch["positions"][row][inside].tolist() == [*range(inside.sum())]
+                learned = inside & (batch["mask"][row] == 1)
+                assert bytes(batch["tokens"][row][inside].tolist()).startswith(b"<user>q")
+                pair.append(bytes(batch["targets"][row][learned].tolist()))
+            seen.append(pair)
+        assert not batch["mask"][row][segments == 2 * len(windows.pieces(row))].any()
+    # The first and the last are cut by the range, and so left out.
+    expected = [[b"good" * (at % 3 + 1) + b"\n\xff", b"bad\n\xff"] for at in range(1, 11)]
+    assert sorted(seen) == sorted(expected)
+    with pytest.raises(
+        DataError, match=r"tokens, more than fit .* try --set train.sequence_length="
+    ):
+        PackedWindows(corpus, Range(0, len(corpus.tokens)), 20)
+    with pytest.raises(DataError, match="no pair is whole among 5 tokens"):
+        PackedWindows(corpus, Range(1, 6), 20)
+
+
+def test_a_run_learns_pairs_from_its_reference(here, capsys):
+    for path in reference_paths("pairs.bin"):
+        path.unlink(missing_ok=True)
+    with pytest.raises(
+        DataError, match=r"pairs.bin holds no log-prob.* try spmdtrain data reference"
+    ):
+        st.open_data(tiny(*DPO))
+    assert main(["data", "reference", "pairs.bin", "base"]) == 0
+    assert "pairs.bin: 12 pairs; log-probabilities -" in capsys.readouterr().out
+    # They are those of the model, of each answer apart.
+    opened = st.open_run("base")
+    corpus = token_corpus(["pairs.bin"])
+    assert corpus.references is not None
+    ids = opened.tokenizer.encode("<user>q1\n<assistant>goodgood\n").tolist() + [255]
+    logits = np.asarray(st.make_logits(opened.setup)(opened.params, np.array([ids])))[0]
+    log_softmax = np.asarray(jax.nn.log_softmax(logits))
+    want = sum(log_softmax[at - 1, ids[at]] for at in range(len(ids) - 10, len(ids)))
+    assert corpus.references[1, 0] == pytest.approx(want, rel=1e-4)
+    # A run that begins where its reference is has no margin yet, and a loss of log 2.
+    config = tiny(
+        *DPO, "train.init_from=base", "optimizer.warmup=0", "optimizer.learning_rate=1e-3"
+    )
+    st.run(config, "dpo", devices=jax.devices()[:1])
+    steps = [json.loads(line) for line in (here / "dpo/metrics.jsonl").read_text().splitlines()]
+    first, *_, last = [step for step in steps if "reward_margin" in step]
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-4) and first["reward_margin"] < 1e-3
+    assert last["loss"] < first["loss"] and last["reward_margin"] > 1e-3
+    evaluated = [step["eval_loss"] for step in steps if "eval_loss" in step][-1]
+    capsys.readouterr()
+    assert main(["eval", "dpo"]) == 0
+    assert capsys.readouterr().out == f"loss {evaluated:.4f}  (3 of 3 pairs, step 2)\n"
+    assert st.evaluate("dpo", ["chats.bin"])["tokens"] > 100
+    assert isinstance(st.generate("dpo", "<user>q", 2), str)
+
+
+def test_references_of_other_tokens_are_refused(here):
+    corpus = token_corpus(["pairs.bin"])
+    if corpus.references is None:
+        assert main(["data", "reference", "pairs.bin", "base"]) == 0
+    numbers, described = reference_paths("pairs.bin")
+    before, said = numbers.read_bytes(), described.read_text()
+    numbers.write_bytes(before[:-4] + b"\0\0\0\0")
+    with pytest.raises(DataError, match="pairs.ref is damaged; try spmdtrain data reference"):
+        token_corpus(["pairs.bin"])
+    numbers.write_bytes(before)
+    described.write_text(json.dumps(json.loads(said) | {"tokens": ["a", "b"]}))
+    with pytest.raises(DataError, match="is of other tokens than pairs.bin"):
+        token_corpus(["pairs.bin"])
+    described.write_text(said)
+    assert token_corpus(["pairs.bin"]).references is not None
+    del here
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            (*SETTINGS, "data.path=pairs.bin"),
+            "holds pairs of answers, of which one is to be avoided",
+        ),
+        ((*DPO, "data.path=chats.bin"), "chats.bin holds no pairs of answers"),
+        ((*DPO, "data.packing=stream"), "each in one sequence; set data.corpus='tokens'"),
+        ((*DPO, "train.z_loss=0.1"), "has no train.label_smoothing and no train.z_loss"),
+    ],
+)
+def test_what_cannot_be_learned_from_pairs_is_one_line(settings, said, here):
+    del here
+    with pytest.raises(ConfigError, match=said):
+        st.open_data(tiny(*settings))
+
+
+def test_pairs_and_texts_are_not_one_corpus(here):
+    del here
+    with pytest.raises(DataError, match="only one of them holds pairs"):
+        token_corpus(["pairs.bin", "chats.bin"])
+    assert main(["data", "reference", "chats.bin", "base"]) == DataError.exit_code
