@@ -10,7 +10,7 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logits_of as logits_of_head
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.gradients.differentiable import make_gradients, make_loss
-from spmdtrain.train.pair_loss import FIGURES
+from spmdtrain.train.gradients.pair_loss import FIGURES
 from spmdtrain.train.step import make_losses
 
 BETA = 0.5

@@ -26,8 +26,8 @@ from spmdtrain.parallel.tensor_matmul import (
 )
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.gradients.pair_loss import dpo, log_probabilities, segment_count, sum_segments
 from spmdtrain.train.gradients.sums import by_source
-from spmdtrain.train.pair_loss import dpo, log_probabilities, segment_count, sum_segments
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, make_sum_losses
 

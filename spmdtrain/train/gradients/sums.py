@@ -13,7 +13,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.pair_loss import FIGURES, count_pairs
+from spmdtrain.train.gradients.pair_loss import FIGURES, count_pairs
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, of_the_step
 
