@@ -81,5 +81,5 @@ def test_a_pipe_that_nobody_writes_to_or_reads(command, capsys):
 
 def test_weights_of_hugging_face_without_their_config_are_refused():
     Path("folder/model.safetensors").touch()
-    with pytest.raises(ConfigError, match="is no Hugging Face directory: config.json"):
+    with pytest.raises(ConfigError, match="is not a Hugging Face directory: config.json"):
         check_source("folder", Path("run"), False)

@@ -1,4 +1,4 @@
-"""Measures, on the GPU that is there, which implementation of a call is right and the fastest.
+"""Measures, on this GPU, which implementation of a call is correct and fastest.
 
 from pallas_kernels.chosen import using
 from pallas_kernels.tuning import Table, tune

@@ -36,7 +36,7 @@ COMMAND_LINE = "--set"
 DEFAULT = "default"
 # TOML has no null. If a field may be None, this string means None, in files and in `--set`.
 NONE = "none"
-# A key of [model] that is no setting: it stands for those of a model that is there.
+# A key of [model] that is not a setting: it stands for those of an existing model.
 FROM = "from"
 MOST_NAMED = 24  # settings of a section listed in a refusal
 # What users of other trainers look for first. Dotted key -> the missing feature.

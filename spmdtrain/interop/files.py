@@ -107,10 +107,12 @@ def _read_index(path: Path) -> Mapping[str, str]:
             raise ValueError("it is larger than 256 MiB")
         said = json.loads(path.read_bytes())["weight_map"]
         if not isinstance(said, dict) or not said:
-            raise ValueError("its weight_map is no table")
+            raise ValueError("its weight_map is not a table")
         for name, file in said.items():
             if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
-                raise ValueError(f"it puts {name!r:.80} into {file!r:.80}, which is no file name")
+                raise ValueError(
+                    f"it puts {name!r:.80} into {file!r:.80}, which is not a file name"
+                )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"{path} is damaged: {_said(error)}"
         raise CheckpointError(what, fix=AGAIN) from None
@@ -122,12 +124,12 @@ def open_file(path: Path) -> dict[str, Tensor]:
     try:
         size = path.stat().st_size
         if not path.is_file():
-            raise CheckpointError(f"{path} is no regular file")
+            raise CheckpointError(f"{path} is not a regular file")
         with path.open("rb") as file:
             start = file.read(len(POINTER))
         if start == POINTER:
             raise CheckpointError(
-                f"{path} is a pointer of git-lfs, {size} bytes",
+                f"{path} is only a git-lfs pointer, {size} bytes",
                 fix=f"git lfs pull in {path.parent}",
             )
         with safe_open(path, framework="np"):  # refuses what the format does not allow
@@ -157,8 +159,8 @@ def _tensor(path: Path, name: str, said: Mapping[str, Any], first: int) -> Tenso
     dtype = DTYPES.get(said["dtype"])
     if dtype is None:
         raise CheckpointError(
-            f"{name} of {path} is of {said['dtype']}",
-            found="weights that are quantised, or are none",
+            f"{name} of {path} has dtype {said['dtype']}",
+            found="quantised weights, or no weights",
             fix=f"the model it was made from, in {', '.join(DTYPES)}",
         )
     return Tensor(name, path, first + said["data_offsets"][0], tuple(said["shape"]), dtype)
@@ -182,7 +184,7 @@ def _without_files(folder: Path) -> CheckpointError:
     pickles = [*folder.glob("pytorch_model*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]
     if pickles:
         return CheckpointError(
-            f"{folder} holds {sorted(pickles)[0].name}, which runs code when read",
+            f"{folder} holds {sorted(pickles)[0].name}, whose reading would run code",
             found="no *.safetensors",
             fix="saving it again with save_pretrained",
         )

@@ -174,7 +174,7 @@ def _also_trained(
     for path, x in values.items():
         if any(fnmatchcase(path, pattern) for pattern in config.finetune.also_train):
             if path not in TABLES[family]:
-                raise ConfigError(f"{path}, which is trained, is of no tensor of {family}")
+                raise ConfigError(f"{path} is trained, but no tensor of {family} holds it")
             yield path, x
 
 
@@ -238,7 +238,7 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
             continue
         if not all(has_adapter):
             names = ", ".join(part.name for part in module.parts)
-            what = f"{module.name} is one layer of {family}, and has one adapter in {folder}"
+            what = f"{module.name} is a single layer in {family}, with one adapter in {folder}"
             raise CheckpointError(what, fix=f"finetune.targets with all of {names}")
         row = 0
         for part in module.parts:
@@ -248,7 +248,7 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
                 like = values[_at(module, part, name)]
                 if x.size != like.size:
                     raise CheckpointError(
-                        f"{PREFIX}{module.name} of {folder} is of another shape",
+                        f"{PREFIX}{module.name} of {folder} has another shape",
                         asked=f"{_at(module, part, name)} {list(like.shape)}",
                         found=f"{x.size} numbers",
                         fix=f"--set finetune.rank={said.get('r')}",
@@ -293,9 +293,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         said = json.loads((folder / CONFIG).read_bytes())
         if not isinstance(said, dict):
-            raise ValueError("it is no table")
+            raise ValueError("it is not a table")
     except OSError as error:
-        what = f"{folder} is no adapter of peft: {CONFIG}: {error.strerror}"
+        what = f"{folder} is not a peft adapter: {CONFIG}: {error.strerror}"
         raise CheckpointError(what, fix="the folder that holds it") from None
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG} is damaged: {error}") from None

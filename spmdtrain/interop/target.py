@@ -27,7 +27,7 @@ class Target:
         entry = TABLES[self.family].get(path)
         if entry is None:
             raise ConfigError(
-                f"{path} is of no tensor of {self.family}", fix="spmdtrain.weights(RUN) in Python"
+                f"no tensor of {self.family} holds {path}", fix="spmdtrain.weights(RUN) in Python"
             )
         of_layer = shape[1:] if stacked else shape
         layers = range(shape[0]) if stacked else (None,)

@@ -124,7 +124,7 @@ class Weights:
             tied = self._published.settings["tied"]
             said = "tie_word_embeddings" if tied else "model.tied"
             raise CheckpointError(
-                f"{self.folder}: {said} is true, and {head} is another matrix than the embedding",
+                f"{self.folder}: {said} is true, but {head} differs from the embedding",
                 fix="--untie" if tied else "--set model.tied=false",
             )
         self._used.add(head)
@@ -140,7 +140,7 @@ class Weights:
             if not self._published.settings["tied"]:
                 (name,) = self._names(entry, None)
                 raise CheckpointError(
-                    f"{self.folder}: tie_word_embeddings is false, and there is no {name}",
+                    f"{self.folder}: tie_word_embeddings is false, but {name} is missing",
                     fix="--set model.tied=true if it shares the embedding",
                 )
             return table[EMBED]  # untied here: the head begins as the embedding

@@ -2,7 +2,7 @@
 
 Sizes are known from shapes alone, so the header of every file is written first, and each tensor at
 its place behind it: memory is one tensor. A directory is written under another name and renamed, so
-one that is there is complete.
+one that exists is complete.
 """
 
 import contextlib
@@ -122,13 +122,13 @@ def _file_names(count: int) -> list[str]:
 
 
 def refuse_full(folder: Path) -> None:
-    """StorageError where something is there already, which an export would overwrite."""
+    """Raises StorageError if an export would overwrite something."""
     if folder.is_dir():
         there = sorted(path.name for path in folder.iterdir())
         if there:
             raise StorageError(f"{folder} is not empty", found=there[0], fix="another folder")
     elif folder.exists() or folder.is_symlink():
-        raise StorageError(f"{folder} is there, and no folder", fix="another folder")
+        raise StorageError(f"{folder} exists and is not a folder", fix="another folder")
 
 
 @contextlib.contextmanager

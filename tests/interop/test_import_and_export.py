@@ -224,5 +224,5 @@ def test_an_export_never_writes_into_what_is_there(published, tmp_path):
 
 def test_a_model_of_no_family_is_not_exported_as_another():
     model = as_model({"name": "gpt", "vocab": 64, "max_length": 32, "norm": "rmsnorm"})
-    with pytest.raises(ConfigError, match="norm='rmsnorm' is of no family"):
+    with pytest.raises(ConfigError, match="norm='rmsnorm' belongs to no family"):
         write_config(model, None, dtype="float32", tokens={}, run="runs/x")

@@ -36,7 +36,7 @@ def add_import(parser_of_all) -> None:
     parser.add_argument(
         "--untie",
         action="store_true",
-        help="a head of its own for a model that shares the embedding",
+        help="gives a separate head to a model that shares the embedding",
     )
     parser.add_argument(
         "--max-length", type=positive_int, metavar="N", help="longest sequence of the run"
@@ -96,5 +96,5 @@ def _bytes(text: str) -> int:
     """Reads a number of bytes with a unit of thousands."""
     found = re.fullmatch(r"([0-9]{1,6})([KMGT]B)?", text.upper())
     if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text:.40} is no size: 5GB or 500MB say")
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a size such as 5GB or 500MB")
     return int(found[1]) * UNITS[found[2] or ""]

@@ -54,7 +54,7 @@ def export(parsed: argparse.Namespace) -> int:
         print(*_export_adapters(parsed), sep="\n")
         return DONE
     if parsed.base is not None:
-        raise ConfigError(f"--base {parsed.base} is of --to peft, not of --to {parsed.to}")
+        raise ConfigError(f"--base {parsed.base} is for --to peft, not for --to {parsed.to}")
     from spmdtrain.interop.writer import PART
     from spmdtrain.running.published.export_run import export_run
 
@@ -73,7 +73,7 @@ def export(parsed: argparse.Namespace) -> int:
 def _export_adapters(parsed: argparse.Namespace) -> list[str]:
     for option in ("dtype", "part"):
         if getattr(parsed, option) is not None:
-            what = f"--{option} {getattr(parsed, option)} is of --to hf: adapters are float32"
+            what = f"--{option} {getattr(parsed, option)} is for --to hf: adapters are float32"
             raise ConfigError(what, fix=f"no --{option}")
     from spmdtrain.running.published.export_adapters import export_adapters
 

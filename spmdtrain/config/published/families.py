@@ -38,7 +38,7 @@ class Family:
     read: Callable[[Keys], ModelSettings] = _none
     write: Callable[[TransformerConfig], dict[str, Any]] = _no_keys
     activation: str = "hidden_act"  # the key of the mlp's
-    rope_by_kind: bool = False  # layers with a window have a theta of their own
+    rope_by_kind: bool = False  # layers with a window have another theta
     is_gpt2: bool = False
 
 

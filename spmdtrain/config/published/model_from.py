@@ -1,4 +1,4 @@
-"""The settings of a model that is there already: of a run, or of a directory of Hugging Face."""
+"""Settings of an existing model: of a run, or of a Hugging Face directory."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from spmdtrain.config.run_files import RunFiles
 def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
     """Returns which file says it, and the settings of [model], `name` among them.
 
-    Raises ConfigError where it is neither, or a run of a model of its own.
+    Raises ConfigError if it is neither, or a run of a custom model.
     """
     folder = folder.expanduser()
     if not _is_run(folder):
@@ -21,7 +21,7 @@ def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
     settings = dict(saved["config"]["model"])
     if own := settings.pop("make", None):
         raise ConfigError(
-            f"model.from={str(folder)!r} is of {own}, code that runs only if you say so",
+            f"model.from={str(folder)!r} uses {own}, whose code runs only if you name it",
             fix=f"--set model.make={own}, with its settings, and no model.from",
         )
     return str(folder / NAME), settings

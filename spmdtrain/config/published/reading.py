@@ -72,13 +72,13 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     if name == OF_VISION and isinstance(values.get("text_config"), dict):
         values = _text_part(values)
         name = values["model_type"]
-        remarks.append(f"{folder}: its text part is read, and its vision tower left out")
+        remarks.append(f"{folder}: only its text part is read, without its vision tower")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     _refuse_quantised(folder, values)
     if family is None or not isinstance(name, str):
         raise _unknown_family(folder, values)
     if "auto_map" in values:
-        remarks.append(f"{folder} brings code, which is not run: it is read as {name}")
+        remarks.append(f"{folder} contains code, which is not run: it is read as {name}")
     keys = Keys(values, family.defaults, where)
     settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(family, keys)
     keys.check_all_taken()
@@ -96,14 +96,16 @@ def _read(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(
-            f"{folder} is no Hugging Face directory: {NAME}: {error.strerror}",
+            f"{folder} is not a Hugging Face directory: {NAME}: {error.strerror}",
             fix=f"the folder that holds {NAME} and *.safetensors",
         ) from None
     except (ValueError, RecursionError) as error:
         said = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{path} is not JSON: {said}", fix="downloading it again") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} is no table", found=f"{found!r:.40}", fix="downloading it again")
+        raise ConfigError(
+            f"{path} is not a table", found=f"{found!r:.40}", fix="downloading it again"
+        )
     return found
 
 
@@ -126,7 +128,7 @@ def _refuse_quantised(folder: Path, values: Mapping[str, Any]) -> None:
     bits = known.get("bits")
     how = f"{method}, {bits} bits" if bits else f"{method}"
     raise CheckpointError(
-        f"{folder} is quantised ({how}): its weights are no matrices to train",
+        f"{folder} is quantised ({how}): its weights cannot be trained",
         fix="the model it was made from",
     )
 
@@ -196,8 +198,8 @@ def _activation(keys: Keys, name: str, known: Mapping[str, str]) -> str:
 
 
 def refuse_untied(folder: Path) -> None:
-    """Raises ConfigError if a model has a head of its own, so that none can be made for it."""
+    """Raises ConfigError if a model already has a separate head."""
     if not read_published(folder).settings["tied"]:
         raise ConfigError(
-            f"--untie: {folder} has a head of its own already", fix="the command without --untie"
+            f"--untie: {folder} already has a separate head", fix="the command without --untie"
         )

@@ -21,7 +21,7 @@ ANOTHER = "a model with linear, llama3, yarn or longrope"
 def read_rope(keys: Keys, *, by_kind: bool = False) -> dict[str, Any]:
     """Returns the settings of [model] about rotary positions.
 
-    `by_kind`: layers with a window have a theta of their own, and are not scaled.
+    `by_kind`: layers with a window have another theta, and are not scaled.
     """
     theta = keys.number("rope_theta", 10_000.0)
     window_theta = keys.number("rope_local_base_freq", theta)

@@ -48,7 +48,7 @@ def write_config(
         if _reads_as(keys) == wanted:
             return name, keys
     raise ConfigError(
-        f"{run} cannot be written for transformers: {_unusual(model)} is of no family",
+        f"{run} cannot be written for transformers: {_unusual(model)} belongs to no family",
         fix="the weights by our names: spmdtrain.weights(RUN) in Python",
     )
 

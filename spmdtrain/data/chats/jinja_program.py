@@ -1,4 +1,4 @@
-"""Renders the templates of Jinja that come with published models, in a process of its own.
+"""Renders the Jinja templates of published models, in a separate process.
 
 A template is other people's code. It runs in Jinja's sandbox, which keeps it from attributes and
 from changing what it is given, and the process has little memory and little time for each

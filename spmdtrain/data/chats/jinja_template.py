@@ -1,4 +1,4 @@
-"""A template of Jinja, as published with a model. Its code runs in a process of its own.
+"""A Jinja template, as published with a model. Its code runs in a separate process.
 
 The special tokens that other people's texts spell must not become tokens, though templates may cut
 and trim these texts. So each goes through the template as a stand-in of a few characters that are

@@ -72,7 +72,7 @@ def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     refuse_own_code(run, saved, named)
     config = from_resolved(saved)
     if config.model.make or saved.get("model_code", {}).get("make"):
-        raise ConfigError(f"{run} is of a model of its own, which is of no family")
+        raise ConfigError(f"{run} has a custom model, which belongs to no family")
     model = config.model.model_copy(update={"max_length": config.max_length})
     kept = kept_in(run)
     base = read_published(kept) if kept else None
@@ -80,7 +80,7 @@ def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     if chosen not in NAMES:
         raise ConfigError(f"--dtype {chosen!r:.40} is none of {', '.join(NAMES)}")
     end = saved.get("end_of_text")
-    # Null, for those that there are not: transformers would take ids of its own for them.
+    # Null for those that do not exist: transformers would fill in its own ids.
     tokens = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     family, keys = write_config(model, base, dtype=chosen, tokens=tokens, run=run)
     return Target(model, family, keys, chosen, config.finetune), saved

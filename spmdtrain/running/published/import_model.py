@@ -1,7 +1,7 @@
 """Imports a published model as a run: its settings, its tokenizer, and step 0 of its weights.
 
 `train.init_from`, `sample`, `eval` and `export` read the run like any other. Its checkpoint has no
-state of an optimizer, so a training begins in a directory of its own.
+state of an optimizer, so training begins in another directory.
 """
 
 import math
@@ -42,9 +42,9 @@ def import_model(
 ) -> Imported:
     """Imports the model in the directory `folder` as step 0 of the run directory `run`.
 
-    `overrides` are settings on top of its own: `model.vocab` adds rows to the vocabulary, say.
-    `ignored` are patterns of tensors that are left out. All processes call it. Raises UserError:
-    see docs/hugging_face.md.
+    `overrides` are settings that replace those of the model: `model.vocab` adds rows to the
+    vocabulary, say. `ignored` are patterns of tensors that are left out. All processes call it.
+    Raises UserError: see docs/hugging_face.md.
     """
     run = as_path(run, "run")
     started = time.monotonic()
@@ -56,7 +56,7 @@ def import_model(
     seconds = time.monotonic() - started
     save_step_0(run, setup, published, params, data)
     size = sum(tensor.size for tensor in weights.tensors.values())
-    head = "tied head" if config.model.tied else "a head of its own"
+    head = "tied head" if config.model.tied else "a separate head"
     lines = [
         *published.remarks,
         f"{published.folder}: {published.family}, {setup.model.size:,} parameters, "

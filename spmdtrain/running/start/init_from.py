@@ -19,7 +19,7 @@ from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.start.other_run import naming_settings
 from spmdtrain.train.setup import Setup
 
-# What the shapes of tensors show anyway, or what may differ: `max_length`, a head of its own.
+# What the shapes of tensors show anyway, or what may differ: `max_length`, a separate head.
 OF_SHAPE = ("layers", "embed", "vocab", "max_length", "tied", "ffn")
 
 
