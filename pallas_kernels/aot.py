@@ -220,6 +220,7 @@ def combinations(
     from pallas_kernels.norm import api as norm
 
     implementations = {"attention": attention.IMPLEMENTATIONS, "norm": norm.IMPLEMENTATIONS}
+    candidates = {"attention": attention.candidates(), "norm": norm.candidates()}
     if asked is None:
         every = dict.fromkeys(name for names in implementations.values() for name in names)
         asked = [name for name in every if name != "xla"]
@@ -228,7 +229,7 @@ def combinations(
         for gpu in names
         for op in ops
         for name in asked
-        if name in implementations[op]
+        if name in candidates[op]
     ]
     if any(work.implementation == "cudnn" for work in found) and not has_cudnn():
         print("cudnn is left out: there is no nvidia-cudnn-cu13")

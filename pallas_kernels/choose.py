@@ -14,6 +14,7 @@ from pallas_kernels.chosen import in_force
 from pallas_kernels.gpus import BEFORE_AMPERE, generation, is_nvidia
 
 INTERPRET = ":interpret"
+VARIANT = "/"  # before the name of a tiling: "triton/narrow"
 
 
 class Refused(NotImplementedError):

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.attention import cudnn, hopper, triton, xla
+from pallas_kernels.attention import cudnn, hopper, tiling, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, call_of, prepare
 from pallas_kernels.calls import AttentionCall
-from pallas_kernels.choose import INTERPRET, choose, device_kind
+from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind
 from pallas_kernels.counting import is_counted, marked, seen_pairs
 from pallas_kernels.given import check_arrays, check_flag
 from pallas_kernels.gpus import generation
@@ -92,7 +93,8 @@ def attention(  # noqa: PLR0913 - the question has as many parts
         positions=positions,
     )
     refusals: dict[str, Callable[[bool], str]] = {
-        name: partial(module.refusal, problem, inputs) for name, module in IMPLEMENTATIONS.items()
+        name: partial(IMPLEMENTATIONS[name.partition(VARIANT)[0]].refusal, problem, inputs)
+        for name in candidates()
     }
     if return_lse:
         refusals["cudnn"] = lambda _: "gives no lse"
@@ -102,6 +104,11 @@ def attention(  # noqa: PLR0913 - the question has as many parts
         return cudnn.attend(problem, inputs)
     out, lse = _attend_compiled(problem, name, inputs)
     return (out, lse) if return_lse else out
+
+
+def candidates() -> tuple[str, ...]:
+    """All implementations, and their other tilings."""
+    return (*IMPLEMENTATIONS, *(f"triton{VARIANT}{name}" for name in tiling.VARIANTS))
 
 
 def order(call: AttentionCall) -> tuple[str, ...]:
@@ -145,9 +152,11 @@ def _backward(problem, name, kept, gradients):
 
 
 def _implementation(name):
-    """Returns (module, its keyword arguments), for "NAME:interpret" too."""
-    plain = name.removesuffix(INTERPRET)
-    options = {"interpret": True} if name != plain else {}
+    """Returns (module, its keyword arguments), for "NAME/TILING:interpret" too."""
+    plain, _, variant = name.removesuffix(INTERPRET).partition(VARIANT)
+    options: dict[str, Any] = {"interpret": True} if name.endswith(INTERPRET) else {}
+    if variant:
+        options["variant"] = variant
     return IMPLEMENTATIONS[plain], options
 
 

@@ -4,8 +4,8 @@ Chosen to fit in registers and shared memory, which aot.py proves by compiling; 
 the shared memory of sm_80, 163 KiB. They are not tuned, for lack of a GPU.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from pallas_kernels.gpus import generation
 
@@ -68,6 +68,25 @@ DKV_BLACKWELL: Table = {**DKV, 2: DKV[2] | {256: Tile(64, 32, 8, 1)}}
 def dkv(device_kind: str) -> Table:
     """Returns the table of the dk and dv kernel on this GPU, by jax's name for it."""
     return DKV_BLACKWELL if generation(device_kind) == "blackwell" else DKV
+
+
+# Other tilings than the tables', which are tried where kernels are measured: "triton/narrow".
+VARIANTS: Mapping[str, Callable[[Tile], Tile]] = {
+    "narrow": lambda tile: replace(tile, q=max(tile.q // 2, 16)),
+    "deep": lambda tile: replace(tile, stages=tile.stages + 1),
+    "light": lambda tile: replace(tile, warps=max(tile.warps // 2, 1)),
+}
+
+
+def varied(table: Table, variant: str) -> Table:
+    """The table with each tile as this variant has it; "" is the table itself."""
+    if not variant:
+        return table
+    change = VARIANTS[variant]
+    return {
+        itemsize: {limit: change(each) for limit, each in tiles.items()}
+        for itemsize, tiles in table.items()
+    }
 
 
 def tile(table: Table, head_dim: int, itemsize: int, t: int, s: int) -> Tile:

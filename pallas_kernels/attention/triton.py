@@ -261,12 +261,13 @@ def _dkv_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref,
 
 
 def forward(
-    problem: Problem, inputs: Inputs, *, interpret: bool = False
+    problem: Problem, inputs: Inputs, *, interpret: bool = False, variant: str = ""
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `xla.forward` does."""
+    """Does what `xla.forward` does; `variant` is one of tiling.VARIANTS."""
     b, t, h, _ = inputs.q_bthd.shape
     e = inputs.v_bske.shape[3]
-    plan, q, k, v, masks = _pad_operands(problem, inputs, tiling.FORWARD, OVER_KEYS)
+    table = tiling.varied(tiling.FORWARD, variant)
+    plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_KEYS)
     length = q.shape[1]
     d_padded = q.shape[3]
     e_padded = v.shape[3]
@@ -300,7 +301,17 @@ def forward(
     return out[:, :t, :, :e], jnp.moveaxis(lse, 1, 2)[:, :t]
 
 
-def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpret: bool = False):
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    out,
+    lse,
+    dout,
+    dlse,
+    *,
+    interpret: bool = False,
+    variant: str = "",
+):
     """Does what `xla.backward` does; there is no bias, so no gradient of one."""
     t, s = inputs.lengths
     d = inputs.k_bskd.shape[3]
@@ -313,14 +324,16 @@ def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpre
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
     lse_bht = visible_to_bht(lse)
     delta_bht = visible_to_bht(delta)
-    dq = _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret)
-    dk, dv = _run_dkv(problem, inputs, dout, lse_bht, delta_bht, interpret)
+    how = (interpret, variant)
+    dq = _run_dq(problem, inputs, dout, lse_bht, delta_bht, *how)
+    dk, dv = _run_dkv(problem, inputs, dout, lse_bht, delta_bht, *how)
     return dq[:, :t, :, :d], dk[:, :s, :, :d], dv[:, :s, :, :e], None
 
 
-def _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret) -> jax.Array:
+def _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret, variant) -> jax.Array:
     """Returns dq in padded lengths and head dim."""
-    plan, q, k, v, masks = _pad_operands(problem, inputs, tiling.DQ, OVER_KEYS)
+    table = tiling.varied(tiling.DQ, variant)
+    plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_KEYS)
     b, length, h, d_padded = q.shape
     e_padded = v.shape[3]
     dout = pad_to(dout, (b, length, h, e_padded))
@@ -352,9 +365,11 @@ def _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret) -> jax.Array:
     return dq
 
 
-def _run_dkv(problem, inputs, dout, lse_bht, delta_bht, interpret) -> tuple[jax.Array, jax.Array]:
+def _run_dkv(
+    problem, inputs, dout, lse_bht, delta_bht, interpret, variant
+) -> tuple[jax.Array, jax.Array]:
     """Returns dk and dv in padded lengths and head dims."""
-    table = tiling.dkv(device_kind())
+    table = tiling.varied(tiling.dkv(device_kind()), variant)
     plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_QUERIES)
     b, length, h, d_padded = q.shape
     kv_heads = k.shape[2]

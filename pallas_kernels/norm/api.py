@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.calls import NormCall
-from pallas_kernels.choose import INTERPRET, choose, device_kind
+from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind
 from pallas_kernels.given import as_number, check_arrays, check_floating
 from pallas_kernels.gpus import generation
 from pallas_kernels.norm import triton, xla
@@ -66,6 +66,11 @@ def rmsnorm(
     return _norm("rmsnorm", x, scale, bias, residual, eps, implementation)
 
 
+def candidates() -> tuple[str, ...]:
+    """All implementations, and their other tilings."""
+    return (*IMPLEMENTATIONS, *(f"triton{VARIANT}{name}" for name in triton.VARIANTS))
+
+
 def order(_: NormCall) -> tuple[str, ...]:
     """Returns the implementations of a call, best first, if nothing was measured."""
     return (*OURS.get(generation(device_kind()), ()), "xla")
@@ -81,7 +86,7 @@ def _norm(op, x, scale, bias, residual, eps, implementation):
     rows = (math.prod(x.shape[:-1]), x.shape[-1])
     if 0 in rows:
         raise ValueError(f"{op}: x {x.shape} has no elements")
-    refusals = {name: partial(module.refusal, rows) for name, module in IMPLEMENTATIONS.items()}
+    refusals = {name: partial(_implementation(name).refusal, rows) for name in candidates()}
     call = NormCall(
         op=op,
         rows=rows[0],
@@ -145,7 +150,7 @@ def _backward(_eps, _centred, name, kept, gradients):
 
 
 def _implementation(name):
-    return IMPLEMENTATIONS[name.removesuffix(INTERPRET)]
+    return IMPLEMENTATIONS[name.removesuffix(INTERPRET).partition(VARIANT)[0]]
 
 
 _normalise.defvjp(_forward, _backward)

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.triton import call, load_masked, next_power_of_two, store_masked
-from pallas_kernels.choose import INTERPRET, no_64_bits, no_gpu
+from pallas_kernels.choose import INTERPRET, VARIANT, no_64_bits, no_gpu
 
 WIDEST = 16384  # a row is held in registers
 ELEMENTS = 4096  # of a block, unless one row is more
+# Other blocks, which are tried where kernels are measured: "triton/narrow".
+VARIANTS = {"narrow": ELEMENTS // 2, "wide": 2 * ELEMENTS}
 PROGRAMS = 264  # of the backward pass: two for each core of an H100
 
 
@@ -35,7 +37,7 @@ def refusal(rows: tuple[int, int], interpreted: bool) -> str:
 def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
     """Does what `xla.forward` does."""
     n, d = x.shape
-    block = _block(n, d)
+    block = _block(n, d, name)
     block_rows, block_width = block
     tile = pl.BlockSpec(block, lambda i: (i, 0))
     whole_vector = pl.BlockSpec((block_width,), lambda _: (0,))
@@ -102,7 +104,7 @@ def _forward_kernel(shape, epsilon, centred, *refs):
 def backward(total, scale, mean, rstd, dy, dtotal, name: str):
     """Does what `xla.backward` does; dsum is in the wider dtype of the sum and of dy."""
     n, d = total.shape
-    block = _block(n, d)
+    block = _block(n, d, name)
     block_rows, block_width = block
     blocks = pl.cdiv(n, block_rows)
     programs = min(PROGRAMS, blocks)
@@ -185,10 +187,11 @@ def _backward_kernel(shape, block, turns, *refs):
     store_masked(refs.dbias, dbias, columns)
 
 
-def _block(n: int, d: int) -> tuple[int, int]:
+def _block(n: int, d: int, name: str) -> tuple[int, int]:
     """Returns the (rows, padded width) that a program holds at a time."""
     width = next_power_of_two(d)
-    rows = max(ELEMENTS // width, 1)
+    variant = name.removesuffix(INTERPRET).partition(VARIANT)[2]
+    rows = max(VARIANTS.get(variant, ELEMENTS) // width, 1)
     return min(rows, next_power_of_two(n, 1)), width
 
 

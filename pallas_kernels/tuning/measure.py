@@ -105,6 +105,7 @@ def measure(
                 worker = None
             if not finding.order:
                 continue
+            finding.order = [each for each in finding.order if each not in finding.refused]
             finding.chosen, finding.remark = decide(finding.order, finding.faults, finding.times)
             if finding.remark:
                 say(f"kernels: {call.name}: {finding.remark}")
@@ -121,7 +122,7 @@ def _ask(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
     try:
         worker.send(
             call=to_json(finding.call),
-            without=[*finding.faults],
+            without=[*finding.faults, *finding.refused],
             right=finding.right,
             rounds=ROUNDS,
         )
@@ -132,13 +133,15 @@ def _ask(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
                 return True
             if "candidates" in said:
                 finding.order = said["candidates"]
-                finding.refused = said["refused"]
+                finding.refused |= said["refused"]
             elif "at" in said:
                 at = said
             elif "right" in said:
                 finding.right = list(dict.fromkeys([*finding.right, said["right"]]))
             elif "seconds" in said:
                 finding.times.setdefault(said["of"], []).append(said["seconds"])
+            elif "too_large" in said:
+                finding.refused[said["of"]] = said["too_large"]
             elif "fault" in said:
                 _fault(finding, said["of"], said["fault"], say)
     except WorkerLost as lost:

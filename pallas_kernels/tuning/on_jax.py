@@ -13,7 +13,7 @@ from pallas_kernels import norm
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention import attention
 from pallas_kernels.calls import AttentionCall, Call, NormCall
-from pallas_kernels.choose import INTERPRET, Refused
+from pallas_kernels.choose import INTERPRET, VARIANT, Refused
 from pallas_kernels.norm import api as norm_api
 
 DOCUMENTS = 4  # of a sequence with segments, of unequal lengths
@@ -40,9 +40,9 @@ class OnJax:
         """(names, those of the static order first; name -> why it refuses)"""
         api = attention_api if isinstance(call, AttentionCall) else norm_api
         shapes = jax.eval_shape(partial(_draw, call))
-        order = [*api.order(call), *api.IMPLEMENTATIONS]
+        order = [*api.order(call), *api.candidates()]
         if self.interpreted:
-            order.append("triton" + INTERPRET)
+            order += ["triton" + INTERPRET, f"triton{VARIANT}narrow{INTERPRET}"]
         names = []
         refused = {}
         for name in dict.fromkeys(order):

@@ -7,6 +7,7 @@ ended this one.
     {"call": {...}, "without": [...], "right": [...], "rounds": 12}
         -> {"candidates": [...], "refused": {...}}
         -> {"at": "compiling", "of": NAME}, then {"right": NAME} or {"fault": WHY, "of": NAME}
+           or {"too_large": WHY, "of": NAME}, of a tiling
         -> {"at": "timing", "of": NAME}, {"seconds": S, "of": NAME}, again and again
         -> {"end": true}
 
@@ -23,6 +24,8 @@ import numpy as np
 from pallas_kernels.calls import Call, from_json
 from pallas_kernels.tuning.right import complaint
 
+VARIANT = "/"  # in the name of a tiling, as choose.py has it, which imports jax
+TOO_LARGE = "Shared memory size limit"  # what XLA says of a tiling that this GPU has no room for
 WARM_UP = 2  # turns of each candidate before those that count
 
 
@@ -86,7 +89,9 @@ def _prepared(backend, call, names, right) -> dict[str, Callable[[], Any]]:
                 fault = complaint(backend.values(call, run), wanted, call.dtype)
         except Exception as error:
             fault = _reason(error)
-        if fault:
+        if VARIANT in name and TOO_LARGE in fault:
+            _say(too_large=fault, of=name)
+        elif fault:
             _say(fault=fault, of=name)
         else:
             ready[name] = run

@@ -1,7 +1,7 @@
 """A GPU with faults, in the place of a real one: `python fake_gpu.py FOLDER`.
 
 The batch of a call is its number in FAULTS. Candidates are "first" (the default), "second" (half
-the time of the others, so that only its fault keeps it from being taken) and "third".
+the time of the others, so that only its fault keeps it from being taken) and THIRD, a tiling.
 """
 
 import os
@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels.tuning.worker import serve
 
 ROWS, WIDTH = 256, 16
+THIRD = "third/deep"  # a tiling
 # What is wrong with "second", by the batch of the call.
 FAULTS = (
     "nothing",
@@ -28,6 +29,7 @@ FAULTS = (
     "is late",
     "is as fast",
     "is unsteady",
+    "is too large",
     "kills the default",
     "disappears",
 )
@@ -47,12 +49,14 @@ class FakeGpu:
         return {"gpu": "Fake GPU", "jax": "none"}
 
     def candidates(self, _):
-        return ["first", "second", "third"], {"fourth": "it never runs"}
+        return ["first", "second", THIRD], {"fourth": "it never runs"}
 
     def prepare(self, call, name):
         fault = self._fault(call, name)
         if fault == "crashes at compile":
             os.kill(os.getpid(), signal.SIGABRT)
+        if FAULTS[call.batch] == "is too large" and name == THIRD:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded")
         if fault == "runs out of memory":
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory while\n allocating 1 byte")
         return lambda: (call, name)
@@ -95,8 +99,8 @@ class FakeGpu:
 
     def _fault(self, call, name):
         fault = FAULTS[call.batch]
-        if fault == "kills the default":  # each but "third" is wrong
-            return "is wrong" if name != "third" else ""
+        if fault == "kills the default":  # each but THIRD is wrong
+            return "is wrong" if name != THIRD else ""
         return fault if name == "second" else ""
 
 
