@@ -13,5 +13,8 @@ cases.py (calls that tests, aot.py and bench.py share). Beside them:
     gpus.py        the table of GPUs
     backends/      the compilers of kernels
     aot.py         compiles every case for GPUs that are not there
+    calls.py       what a call is, apart from its numbers
+    chosen.py      decisions made before a program is traced
+    tuning/        measures which implementation is right and the fastest, where the GPU is
     bench.py       times every case on the GPU that is
 """
