@@ -16,6 +16,7 @@ EVENTS = "events.jsonl"
 COMPILED = "compiled.json"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"  # a folder
+KEPT = "hf"  # a folder: files of the published model that a run was imported from
 
 
 class RunFiles:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmdtrain.config.errors import StorageError
+from spmdtrain.config.run_files import KEPT as KEPT
 
-KEPT = "hf"  # the folder of a run that holds them
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 COPIED = (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.config.run_files import KEPT
 
 NAME = "tokenizer.json"
 OF_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -17,11 +18,12 @@ OF_IDS = ("generation_config.json", "config.json")
 def tokenizer_file(name: str) -> Path:
     """Returns the `tokenizer.json` that `name` is the path or the folder of.
 
-    Raises DataError if there is none.
+    A run that was imported is such a folder too. Raises DataError if there is none.
     """
     path = Path(os.path.expanduser(name))
-    if os.path.isfile(path / NAME):  # unlike Path.is_file, accepts a name that is too long
-        return path / NAME
+    for inside in (path / NAME, path / KEPT / NAME):
+        if os.path.isfile(inside):  # unlike Path.is_file, accepts a name that is too long
+            return inside
     if os.path.isfile(path):
         return path
     if name and os.path.isdir(path):

@@ -11,6 +11,7 @@ from spmdtrain.config.given import as_path
 from spmdtrain.config.load import COMMAND_LINE, from_resolved
 from spmdtrain.config.published.reading import Published, read_published
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.chats.template_folder import folder_template, with_tokens
 from spmdtrain.data.tokenizers.tokenizer import end_of_text, open_tokenizer
 from spmdtrain.interop.directory import KEPT, TOKENIZER
 
@@ -24,7 +25,7 @@ class Described:
     tokenizer: dict[str, Any] | None
     end_of_text: int | None
     fingerprint: str = ""
-    template: str | None = None
+    template: dict[str, Any] | None = None  # the spec of its template of conversations
 
 
 def model_config(
@@ -71,4 +72,7 @@ def described(published: Published, config: RunConfig) -> Described:
     end = None
     with contextlib.suppress(DataError):  # a tokenizer need not name one
         tokenizer, end = end_of_text(tokenizer, "auto", name)
-    return Described(tokenizer.spec(), end)
+    template = folder_template(published.folder, {})
+    if template:
+        template = with_tokens(template, published.folder, tokenizer)
+    return Described(tokenizer.spec(), end, template=template and template.spec)

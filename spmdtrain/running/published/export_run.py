@@ -16,6 +16,7 @@ from spmdtrain.config.given import as_flag, as_path, as_step, as_whole
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.published.reading import read_published
 from spmdtrain.config.published.writing import write_config
+from spmdtrain.data.chats.template_folder import TEMPLATE, folder_template, jinja_text
 from spmdtrain.data.tokenizers.tokenizer import from_spec
 from spmdtrain.interop.directory import CONFIG, TOKENIZER, copy_files, files_to_keep, kept_in
 from spmdtrain.interop.target import Target
@@ -128,10 +129,24 @@ def _write(  # noqa: PLR0913 - all that a directory is made of
 
 
 def _write_around(folder: Path, target: Target, saved: Mapping[str, Any], run: Path) -> str:
-    """Writes config.json and the tokenizer; returns what is to be said of that."""
+    """Writes config.json, the tokenizer and the template of conversations.
+
+    Returns what is to be said of that.
+    """
     with writing(folder):
         text = json.dumps(target.keys, indent=2, ensure_ascii=False)
         (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    said = _write_tokenizer(folder, saved, run)
+    template = saved.get("template")
+    published = folder_template(folder, {})
+    if isinstance(template, dict) and not (published and published.text == template["jinja"]):
+        with writing(folder):
+            (folder / TEMPLATE).write_text(jinja_text(template).text, encoding="utf-8")
+    return said
+
+
+def _write_tokenizer(folder: Path, saved: Mapping[str, Any], run: Path) -> str:
+    """Writes the files of the tokenizer; returns what is to be said of that."""
     spec = saved.get("tokenizer")
     kept = kept_in(run)
     if kept and (spec is None or _is_same(kept / TOKENIZER, spec)):
