@@ -51,13 +51,7 @@ def test_a_family_has_the_logits_of_its_definition(name):
 
 PLACEMENTS = [
     ("capped", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")),
-    (
-        "sunk",
-        (
-            *("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4"),
-            "train.remat=dots",
-        ),
-    ),
+    ("sunk", ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4")),
 ]
 
 
@@ -75,6 +69,7 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
     return float(sums["loss"] / sums["tokens"]), in_order
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "placement"), PLACEMENTS, ids=["capped", "sunk"])
 def test_every_setting_has_the_gradients_of_one_device(name, placement):
     got_loss, got = rich_gradients(name, *placement)
