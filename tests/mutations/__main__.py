@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.mutations.breakages import BREAKAGES, Breakage
+from tests.mutations.place import broken
 
 ROOT = Path(__file__).parent.parent.parent
 ROOMS = ("spmdtrain", "pallas_kernels", "tests", "configs", "examples", "benchmarks")
@@ -42,9 +43,7 @@ def try_one(breakage: Breakage) -> str:
     with tempfile.TemporaryDirectory(prefix="breakage-") as directory:
         tree = copied(Path(directory))
         file = tree / "spmdtrain" / breakage.file
-        text = file.read_text()
-        assert text.count(breakage.before) == 1, f"{breakage.what}: {breakage.file} has changed"
-        file.write_text(text.replace(breakage.before, breakage.after))
+        file.write_text(broken(file.read_text(), breakage.before, breakage.after))
         code = run_tests(tree, breakage.caught_by)
         log = (tree / "log").read_text()
         failed = next(

@@ -2,8 +2,8 @@
 all caught.
 
 Each is of a kind that a tired person writes: an order of axes, a missing cast, a sum over one axis
-too few, a mask left out. `before` stands once in the file; `caught_by` fails where `after` stands
-there.
+too few, a mask left out. One place of the file reads as `before`, token by token (place.py), and
+`caught_by` fails if `after` stands there.
 """
 
 from dataclasses import dataclass
