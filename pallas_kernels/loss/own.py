@@ -85,8 +85,9 @@ def linear_token_losses(  # noqa: PLR0913 - the question has as many parts
     vocab: int | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> Losses:
-    """Returns mask x loss of each token, float32 [b, t] by name; the arguments are those of
-    `linear_token_loss`.
+    """Returns mask x loss of each token, float32 [b, t] by name.
+
+    The arguments are those of `linear_token_loss`.
     """
     losses_of_chunk = _make_losses_of_chunk(loss, scale, softcap, axis_name, vocab)
     chunks = _chunks(x_bte, weight_ve, axis_name, chunk_logits)

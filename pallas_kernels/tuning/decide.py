@@ -15,14 +15,14 @@ FEWEST_ROUNDS = 5
 def decide(
     order: Sequence[str], faults: Mapping[str, str], times: Mapping[str, Sequence[float]]
 ) -> tuple[str | None, str]:
-    """(the implementation to take, a remark or "")
+    """Returns (the implementation to take, a remark or "").
 
     Args:
       order: all candidates, the default first.
       faults: name -> what is wrong with it.
-      times: name -> seconds of each round, of candidates that are right.
+      times: name -> seconds of each round, of correct candidates.
 
-    None where every candidate has a fault.
+    The first is None if every candidate has a fault.
     """
     sound = [name for name in order if name not in faults]
     if not sound:

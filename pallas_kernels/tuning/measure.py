@@ -1,5 +1,6 @@
-"""Measures calls in a process of its own, which may crash, hang or lose its GPU: a line each, and
-nothing else.
+"""Measures calls in a separate process.
+
+That process may crash, hang or lose its GPU: each costs one line, and nothing else.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ class Finding:
     remark: str = ""
 
     def document(self) -> dict[str, Any]:
-        """The entry of the table: times in milliseconds, the median of the rounds."""
+        """Returns the entry of the table: times in milliseconds, the median of the rounds."""
         return {
             "implementation": self.chosen,
             "milliseconds": {
@@ -78,10 +79,10 @@ def measure(
     process: Process | None = None,
     is_known: Callable[[str, Call], bool] = lambda *_: False,
 ) -> Iterator[tuple[dict[str, Any], Finding]]:
-    """(the worker's machine, what was found) for each call, as soon as it is known.
+    """Yields (the worker's machine, what was found) for each call, as soon as it is known.
 
     `say` takes a line for each fault. A call that `is_known` on the worker's GPU is left out. Ends
-    early, with a line, where the worker cannot be started.
+    early, with a line, if the worker cannot be started.
     """
     process = process or Process()
     worker = None
@@ -207,7 +208,7 @@ class _Worker:
             raise WorkerLost(self._end_text()) from None
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """The next line; libraries may print others between."""
+        """Returns the worker's next line; libraries may print others in between."""
         deadline = time.monotonic() + seconds
         while True:
             try:

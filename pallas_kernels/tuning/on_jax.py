@@ -32,12 +32,12 @@ class OnJax:
         self.interpreted = interpreted
 
     def describe(self) -> dict[str, Any]:
-        """What times are remembered for: the GPU and its software."""
+        """Returns the GPU and its software, for which times are remembered."""
         device = jax.devices()[0]
         return {"gpu": device.device_kind, "jax": jax.__version__}
 
     def candidates(self, call: Call) -> tuple[list[str], dict[str, str]]:
-        """(names, those of the static order first; name -> why it refuses)"""
+        """Returns (names, those of the fixed order first; name -> why it refuses)."""
         api = attention_api if isinstance(call, AttentionCall) else norm_api
         shapes = jax.eval_shape(partial(_draw, call))
         order = [*api.order(call), *api.candidates()]
@@ -55,17 +55,17 @@ class OnJax:
         return names, refused
 
     def prepare(self, call: Call, name: str) -> Callable[[], Any]:
-        """The compiled forward and backward pass; calling it gives all arrays, on the device."""
+        """Returns the compiled forward and backward pass, which gives all arrays, on the device."""
         arrays = jax.jit(partial(_draw, call))()
         step = jax.jit(partial(_run, call, name)).lower(arrays).compile()
         return partial(step, arrays)
 
     def values(self, call: Call, run: Callable[[], Any]) -> dict[str, np.ndarray]:
-        """What is compared, in float32: some heads, or some rows."""
+        """Returns what is compared, in float32: some heads, or some rows."""
         return _compared(call, run())
 
     def wanted(self, call: Call) -> dict[str, np.ndarray]:
-        """The same of the reference in float32: XLA's implementation, whose matmuls are exact."""
+        """Returns the same from the float32 reference: XLA's implementation with exact matmuls."""
         arrays = jax.jit(partial(_draw, call))()
         if isinstance(call, AttentionCall):
             arrays = _slice_heads(call, arrays)
@@ -78,7 +78,7 @@ class OnJax:
         return _compared(call, found, sliced=True)
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """The time of a forward and a backward pass: the mean of a few, waited for once."""
+        """Returns the time of a forward and backward pass: the mean of a few, with one wait."""
         start = time.perf_counter()
         out = None
         for _ in range(CALLS_OF_A_TURN):
@@ -88,7 +88,7 @@ class OnJax:
 
 
 def _draw(call: Call) -> dict[str, jax.Array]:
-    """The arrays of a call, and the gradients of its results."""
+    """Returns the arrays of a call, and the gradients of its results."""
     return _draw_attention(call) if isinstance(call, AttentionCall) else _draw_norm(call)
 
 
@@ -183,7 +183,7 @@ def _normalise(call, name, given):
 
 
 def _slice_heads(call: AttentionCall, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The compared part of a call's arrays: [2 or 1, time, some heads, ...]."""
+    """Returns the compared part of a call's arrays: [2 or 1, time, some heads, ...]."""
     batch = sorted({0, call.batch - 1})
     group = call.heads // call.kv_heads
     count = min(HEADS_COMPARED, call.kv_heads)

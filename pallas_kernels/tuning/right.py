@@ -23,7 +23,7 @@ GRADIENT = "d"  # begins the names of gradients
 
 
 def complaint(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], dtype: str) -> str:
-    """What is wrong with `found`; "" if nothing is.
+    """Returns what is wrong with `found`; "" if nothing is.
 
     Arrays go by name, with rows of a tile along the last dim but one: [..., rows, width]. Names of
     gradients begin with "d".
@@ -47,7 +47,7 @@ def complaint(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray],
 
 
 def _worst_tile(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest error of a tile over its size, both root mean squares."""
+    """Returns the largest error of a tile over its size, both root mean squares."""
     rows = want.shape[-2]
     starts = np.arange(0, rows, TILE)
     counts = np.diff([*starts, rows]) * want.shape[-1]

@@ -29,7 +29,7 @@ DRIVER = Path("/proc/driver/nvidia")
 
 
 def machine() -> dict[str, str]:
-    """What a time depends on besides the GPU: its driver, jax, and our sources."""
+    """Returns what a time depends on apart from the GPU: its driver, jax, and our sources."""
     return {
         "driver": _driver(),
         "jax": importlib.metadata.version("jax"),
@@ -39,7 +39,7 @@ def machine() -> dict[str, str]:
 
 @cache
 def sources() -> str:
-    """A hash of our sources: a checkout changes without its version."""
+    """Returns a hash of our sources: a checkout can change while its version does not."""
     digest = hashlib.sha256()
     for path in sorted(ROOM.rglob("*.py")):
         digest.update(path.relative_to(ROOM).as_posix().encode())
@@ -48,7 +48,7 @@ def sources() -> str:
 
 
 def gpu_models() -> list[str]:
-    """The names of this machine's GPUs, by the driver, which needs no GPU to be opened."""
+    """Returns the names of this machine's GPUs. The driver gives them without opening a GPU."""
     found = []
     for path in sorted(DRIVER.glob("gpus/*/information")):
         with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def _driver() -> str:
 
 
 def folder() -> Path | None:
-    """Where the tables lie; None for a user without a home."""
+    """Returns the folder of the tables; None for a user without a home."""
     if os.environ.get(FOLDER):
         return Path(os.environ[FOLDER])
     cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -87,7 +87,7 @@ class Table:
         self._found = self._read(self.path)
 
     def entry(self, gpu: str, call: str) -> dict[str, Any] | None:
-        """What is known of a class of calls on this GPU."""
+        """Returns what is known of a class of calls on this GPU."""
         for known in (self._found, *_shipped()):
             entry = known["gpus"].get(gpu, {}).get(call)
             if entry is not None:
@@ -95,7 +95,7 @@ class Table:
         return None
 
     def chosen(self, gpu: str) -> dict[str, str]:
-        """Class of a call -> the implementation that was measured to be the best on this GPU."""
+        """Returns class of a call -> the implementation that was measured as best on this GPU."""
         names = {}
         for known in reversed((self._found, *_shipped())):
             for call, entry in known["gpus"].get(gpu, {}).items():
@@ -103,7 +103,7 @@ class Table:
         return names
 
     def program(self, digest: str) -> dict[str, Any] | None:
-        """The GPU and the calls of a program, where all of them are known."""
+        """Returns the GPU and the calls of a program if all of the calls are known."""
         program = self._found["programs"].get(digest)
         if program is None:
             return None
@@ -147,7 +147,7 @@ class Table:
         self._found = self._read(self.path)
 
     def document(self) -> dict[str, Any]:
-        """All that is known here, as the file has it."""
+        """Returns all that is known here, in the form of the file."""
         return {"machine": self.machine} | self._found
 
     def _read(self, path: Path | None) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Table:
 
 
 def _checked(found: Any) -> dict[str, Any]:
-    """The parts of a file; an error where it has another form."""
+    """Returns the parts of a file. Raises an error if it has another form."""
     for entries in found["gpus"].values():
         for entry in entries.values():
             if not isinstance(entry["implementation"], str):

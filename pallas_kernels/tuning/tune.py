@@ -17,12 +17,11 @@ def tune(
     program: str | None = None,
     process: Process | None = None,
 ) -> list[Finding]:
-    """What was measured now, of calls that the table does not know; the table learns it.
+    """Measures the calls that the table does not know, adds them to it, and returns the findings.
 
     Args:
-      gpu: jax's name of the GPU, where it is known: of calls that the table knows on it nothing is
-        measured.
-      again: measure also what is known.
+      gpu: jax's name of the GPU, if known: calls that the table knows on it are not measured.
+      again: also measure calls that are known.
       program: a digest under which the table remembers that a program has these calls.
     """
     calls = {call.name: call for call in calls}

@@ -9,11 +9,10 @@ DOCUMENTS = (1, 3, 5, 7)  # lengths of those that on_jax.py draws, in sixteenths
 
 
 def share_of_sheet(gpu: str, call: Call, seconds: float) -> float | None:
-    """The rate of a call over the data sheet's; None where the GPU is not listed.
+    """Returns the rate of a call over the data sheet's; None if the GPU is not listed.
 
-    Of attention these are FLOPs of the pairs of a query and a key that it sees, as papers count
-    them: two matmuls forward, five backward. Of a norm they are the bytes that it must read and
-    write.
+    For attention it counts the FLOPs of the visible pairs of query and key, as papers do: two
+    matmuls forward, five backward. For a norm it counts the bytes that must be read and written.
     """
     listed = find(gpu)
     if listed is None or not seconds:
@@ -26,7 +25,7 @@ def share_of_sheet(gpu: str, call: Call, seconds: float) -> float | None:
 
 
 def forward_flops(call: AttentionCall) -> float:
-    """FLOPs of the two matmuls of a forward pass."""
+    """Returns the FLOPs of the two matmuls of a forward pass."""
     pairs = seen_pairs(call.queries, call.keys, call.right == 0, (call.left, call.right))
     if call.right == 0 and call.left is None:
         pairs = seen_pairs(call.queries, call.keys, True, None)

@@ -74,7 +74,7 @@ def _try_call(backend, call, without, right, rounds) -> None:
 
 
 def _prepared(backend, call, names, right) -> dict[str, Callable[[], Any]]:
-    """The candidates that give right values, compiled."""
+    """Returns the candidates with correct values, compiled."""
     ready = {}
     wanted = None
     for name in names:
@@ -100,7 +100,7 @@ def _prepared(backend, call, names, right) -> dict[str, Callable[[], Any]]:
 
 
 def _reason(error: Exception) -> str:
-    """One line of what a compiler or a driver says."""
+    """Returns one line of the message of a compiler or a driver."""
     said = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in said or isinstance(error, MemoryError):
         return f"out of memory: {said[:160]}"

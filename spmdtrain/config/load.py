@@ -231,9 +231,9 @@ def _add_source(table: TomlTable, source: TomlTable, origin: Origin, where: str)
 
 
 def _put_model_below(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> TomlTable:
-    """Put the settings of the model that `model.from` names in the place of [model] so far.
+    """Replaces [model] so far by the settings of the model that `model.from` names.
 
-    Return the source without it: what else the source sets comes on top.
+    Returns the source without it; whatever else the source sets comes on top.
     """
     model = source.get("model")
     if not isinstance(model, dict) or FROM not in model:

@@ -1,4 +1,4 @@
-"""How the tensors of a file lie in one of our parameters: said once, read in both directions.
+"""How the tensors of a file map to one of our parameters: stated once, used in both directions.
 
 A parameter of one layer is made of boxes. Each box is a part of one tensor of the file, reshaped
 and transposed: no number changes. So reading and writing are inverse to the bit, and a slice of a
@@ -123,30 +123,30 @@ Rule = Callable[[Sizes, Shape], Mapped]  # of the sizes, and the shape of the pa
 
 
 def copy(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
-    """As it is."""
+    """Takes the tensor unchanged."""
     whole = Piece(0, 0, slice(0, shape[0]), shape, tuple(range(len(shape))), 0, slice(0, shape[0]))
     return Mapped(shape, shape, (shape,), (whole,))
 
 
 def transpose(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
-    """[out, in] of the file is our [in, out]."""
+    """Takes [out, in] of the file as our [in, out]."""
     return _one(shape[::-1], shape, shape[::-1], (1, 0))
 
 
 def heads_out(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
-    """The output projection [E, H d] as [K, G, d, E]."""
+    """Takes the output projection [E, H d] as [K, G, d, E]."""
     *heads, embed = shape
     return _one((embed, math.prod(heads)), shape, (embed, *heads), (1, 2, 3, 0))
 
 
 def heads_out_rows(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
-    """GPT-2's output projection [H d, E] as [K, G, d, E]."""
+    """Takes GPT-2's output projection [H d, E] as [K, G, d, E]."""
     *heads, embed = shape
     return _one((math.prod(heads), embed), shape, shape, (0, 1, 2, 3))
 
 
 def gate_up(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
-    """Gate [F, E] and up [F, E] as [E, 2, F]."""
+    """Takes gate [F, E] and up [F, E] as [E, 2, F]."""
     embed, _, ffn = shape
     pieces = tuple(
         Piece(number, 0, slice(0, ffn), (ffn, 1, embed), (2, 1, 0), 1, slice(number, number + 1))
@@ -156,13 +156,13 @@ def gate_up(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the othe
 
 
 def gate_up_fused(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
-    """One tensor [2 F, E], gate first, as [E, 2, F]."""
+    """Takes one tensor [2 F, E], gate first, as [E, 2, F]."""
     embed, _, ffn = shape
     return _one((2 * ffn, embed), shape, (2, ffn, embed), (2, 0, 1))
 
 
 def gate_up_bias(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
-    """Biases of gate [F] and up [F] as [2, F]."""
+    """Takes the biases of gate [F] and up [F] as [2, F]."""
     _, ffn = shape
     pieces = tuple(
         Piece(number, 0, slice(0, ffn), (1, ffn), (0, 1), 0, slice(number, number + 1))
@@ -172,38 +172,38 @@ def gate_up_bias(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the
 
 
 def qkv(sizes: Sizes, shape: Shape) -> Mapped:
-    """Three tensors [H d, E], [K d, E], [K d, E] as [E, K, G + 2, d]."""
+    """Takes three tensors [H d, E], [K d, E], [K d, E] as [E, K, G + 2, d]."""
     return _qkv(sizes, shape, fused=False, transposed=True)
 
 
 def qkv_fused(sizes: Sizes, shape: Shape) -> Mapped:
-    """One tensor [(H + 2 K) d, E]: rows of queries, of keys, of values."""
+    """Takes one tensor [(H + 2 K) d, E]: rows of queries, of keys, of values."""
     return _qkv(sizes, shape, fused=True, transposed=True)
 
 
 def qkv_fused_columns(sizes: Sizes, shape: Shape) -> Mapped:
-    """GPT-2's one tensor [E, (H + 2 K) d]."""
+    """Takes GPT-2's one tensor [E, (H + 2 K) d]."""
     return _qkv(sizes, shape, fused=True, transposed=False)
 
 
 def qkv_bias(sizes: Sizes, shape: Shape) -> Mapped:
-    """Three biases as [K (G + 2) d]."""
+    """Takes three biases as [K (G + 2) d]."""
     return _qkv_bias(sizes, shape, fused=False)
 
 
 def qkv_bias_fused(sizes: Sizes, shape: Shape) -> Mapped:
-    """One bias [(H + 2 K) d] as [K (G + 2) d]."""
+    """Takes one bias [(H + 2 K) d] as [K (G + 2) d]."""
     return _qkv_bias(sizes, shape, fused=True)
 
 
 def _one(file: Shape, shape: Shape, split: Shape, order: tuple[int, ...]) -> Mapped:
-    """Returns what a parameter is made of one tensor by: split into dims, and transposed."""
+    """Returns how one tensor becomes a parameter: split into dims, and transposed."""
     piece = Piece(0, 0, slice(0, file[0]), split, order, 0, slice(0, shape[0]))
     return Mapped(shape, shape, (file,), (piece,))
 
 
 def _slots(sizes: Sizes) -> list[tuple[int, slice, slice]]:
-    """Slots of queries, keys and values: how many, which places, which rows of a fused tensor."""
+    """Returns slots of queries, keys and values: (count, places, rows in a fused tensor)."""
     wide = sizes.kv_heads * sizes.head_dim
     group = sizes.group
     first = group * wide

@@ -1,5 +1,4 @@
-"""[precision] and [kernels]: the dtypes of a step, the scale of the loss in float16,
-and who chooses the kernels."""
+"""[precision] and [kernels]: the dtypes of a step, float16 loss scale, and choice of kernels."""
 
 from typing import Annotated, Literal
 

@@ -129,9 +129,9 @@ def make_head_losses(
 
 
 def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callable[..., jax.Array]:
-    """`segment_sums(module, x_bte, ctx, microbatch)`: log-probabilities of segments, [B, S].
+    """Returns `segment_sums(module, x_bte, ctx, microbatch)`: log-probabilities, [B, S].
 
-    They are sums over the unmasked tokens, float32; S is `pair_loss.segment_count`.
+    They are sums over the unmasked tokens of a segment, float32; S is `pair_loss.segment_count`.
     """
     rules = setup.rules
     options = {"vocab": setup.model.rows, **logit_shape(setup.config.model)}

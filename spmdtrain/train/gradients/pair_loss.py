@@ -23,7 +23,7 @@ FEWEST_POSITIONS = 3  # of a pair: two tokens and two, of which the last is no i
 
 
 def segment_count(time: int) -> int:
-    """The number of segments that sequences of `time` tokens can hold; even."""
+    """Returns the number of segments that sequences of `time` tokens can hold; even."""
     return 2 * (time // FEWEST_POSITIONS + 1)
 
 
@@ -44,7 +44,7 @@ def log_probabilities(
     mask_bt: jax.Array,
     axis_name: tuple[str, ...],
 ) -> jax.Array:
-    """The log-probability of each target that is learned, float32 [b, t]; 0 for others.
+    """Returns the log-probability of each learned target, float32 [b, t]; 0 for others.
 
     `options`: the keywords of `linear_token_losses` that shape its logits.
     """
@@ -90,7 +90,7 @@ def dpo(
 
 
 def count_pairs(mask_bt: jax.Array, segment_ids_bt: jax.Array) -> jax.Array:
-    """The number of pairs whose answers are both learned, float32."""
+    """Returns the number of pairs whose answers are both learned, float32."""
     segments = segment_count(mask_bt.shape[-1])
     learned_bs = sum_segments(mask_bt, segment_ids_bt, segments)
     return jnp.sum(_are_pairs(learned_bs).astype(jnp.float32))
