@@ -32,18 +32,18 @@ class Keys:
     """The keys of the config.json at `where`, with the defaults that its family gives them."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str):
-        self._values = values
+        self.values = values
         self._defaults = defaults
         self._taken: set[str] = set()
         self.where = where
 
     def __contains__(self, name: str) -> bool:
-        return name in self._values
+        return name in self.values
 
     def take(self, name: str, default: Any = None) -> Any:
         """Returns the value of a key: of the file, else the family's default, else `default`."""
         self._taken.add(name)
-        return self._values.get(name, self._defaults.get(name, default))
+        return self.values.get(name, self._defaults.get(name, default))
 
     def number(self, name: str, default: Any = None) -> float | None:
         """Returns a number, or None where it is null."""
@@ -94,7 +94,7 @@ class Keys:
 
     def check_all_taken(self) -> None:
         """Raises ConfigError for a key that says something and that nobody has read."""
-        for name, value in self._values.items():
+        for name, value in self.values.items():
             says_nothing = value is None or value is False or value == [] or value == {}
             if name in self._taken or says_nothing or HARMLESS.fullmatch(name):
                 continue

@@ -16,6 +16,7 @@ from spmdtrain.config.published.families import (
     read_positions,
 )
 from spmdtrain.config.published.keys import Keys
+from spmdtrain.config.published.rope import FULL
 
 NAME = "config.json"
 LARGEST = 16 * 2**20  # bytes
@@ -187,6 +188,8 @@ def _read_llama(family: Family, keys: Keys) -> ModelSettings:
     settings |= read_positions(family, keys) | dict(family.settings) | family.read(keys)
     if "windows" not in settings:
         settings.pop("rope_theta_window", None)
+        if set(keys.values.get("layer_types") or ()) <= {FULL}:
+            keys.take("layer_types")  # as every family may have it
     return settings
 
 

@@ -116,9 +116,7 @@ class RunConfig(Settings):
     def _check(self):
         length = self.train.sequence_length
         if length > self.max_length:
-            raise ValueError(
-                f"train.sequence_length={length} is longer than model.max_length={self.max_length}"
-            )
+            raise ValueError(self._too_long(length))
         splits_backward = self.mesh.pipeline != 1 and self.pipeline.schedule == "zero_bubble"
         if splits_backward and self.train.remat != "none":
             raise ValueError(
@@ -159,6 +157,19 @@ class RunConfig(Settings):
             )
         if self.train.label_smoothing or self.train.z_loss:
             raise ValueError(f"{asked} has no train.label_smoothing and no train.z_loss")
+
+    def _too_long(self, length: int) -> str:
+        """Says that sequences are longer than the model, and how rotary positions are stretched."""
+        most = self.max_length
+        said = f"train.sequence_length={length} is longer than model.max_length={most}"
+        if self.model.positions != "rope" or self.model.rope_scaling:
+            return said
+        factor = -(-length // most)
+        return (
+            f"{said}; try --set model.max_length={factor * most} --set "
+            f"model.rope_scaling.kind=yarn --set model.rope_scaling.factor={factor} --set "
+            f"model.rope_scaling.original_length={most}"
+        )
 
     def _check_steps(self) -> None:
         """Refuses settings that do not fit into `train.steps`."""
