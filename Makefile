@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-fast test-slow test-gpu mutations fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch gpu-hour cuda-compiler aot fleet plan-table schema constraints
+.PHONY: help train test test-fast test-slow test-hf test-gpu mutations fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch gpu-hour cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,10 @@ test-fast: $(VENV)/installed-dev  ## the tests that compile little: most of what
 
 test-slow: $(VENV)/installed-dev  ## the tests that take long: whole grids of pipelines and kernels, hours
 	$(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+
+test-hf: $(VENV)/installed-dev  ## published models against torch and transformers, where those are installed: two minutes
+	$(BIN)/python -c "import torch, transformers"
+	$(BIN)/python -m pytest -m hf -s $(PYTEST_ARGS) tests/interop
 
 test-gpu: $(VENV)/installed-dev  ## kernels on the GPU that is there, with jax's CUDA libraries installed beside
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 4 -m gpu $(PYTEST_ARGS)

@@ -58,12 +58,13 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselects what is slow unless `-m slow` asks for it, what needs a GPU where there is none,
-    and what is of the other share.
+    """Deselects what is slow, or compares with transformers, unless `-m slow` or `-m hf` asks for
+    it; what needs a GPU where there is none; and what is of the other share.
     """
     left_out = set()
-    if "slow" not in config.option.markexpr:
-        left_out |= {item for item in items if item.get_closest_marker("slow")}
+    for asked in ("slow", "hf"):
+        if asked not in config.option.markexpr:
+            left_out |= {item for item in items if item.get_closest_marker(asked)}
     gpu = {item for item in items if item.get_closest_marker("gpu")}
     if gpu and not gpu_is_there():
         left_out |= gpu

@@ -123,6 +123,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# The same families with settings that only some of their models have.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama, tied, by rope_parameters": LIKE_LLAMA
+    | {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "qwen2 with windows": LIKE_LLAMA
+    | {
+        "model_type": "qwen2",
+        "hidden_size": 96,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    "qwen3 with yarn": LIKE_LLAMA
+    | {
+        "model_type": "qwen3",
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "phi3, short": CONFIGS["phi3"]
+    | {"max_position_embeddings": 16, "original_max_position_embeddings": 16},
+    "phi3 without longrope, with a window": CONFIGS["phi3"]
+    | {"rope_scaling": None, "partial_rotary_factor": 1.0, "sliding_window": 7},
+    "llama with linear scaling": LIKE_LLAMA
+    | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
+}
+
 
 def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors in the files of a family."""
@@ -194,15 +229,20 @@ def _of_gpt2(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {f"transformer.{name}": shape for name, shape in found.items()}
 
 
-def drawn(shapes: dict[str, tuple[int, ...]], dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Numbers for tensors: every one is random, norms and biases too, in sorted order."""
+def drawn(
+    shapes: dict[str, tuple[int, ...]], dtype: Any = np.float32, scale: float = 1.0
+) -> dict[str, np.ndarray]:
+    """Numbers for tensors: every one is random, norms and biases too, in sorted order.
+
+    Norms are drawn around `scale`.
+    """
     random = np.random.default_rng(7)
     found = {}
     for name in sorted(shapes):
         shape = shapes[name]
         values = random.standard_normal(shape)
         if len(shape) == 1:
-            values = 0.2 * values + (1.0 if "norm" in name or "ln_" in name else 0.0)
+            values = 0.2 * values + (scale if "norm" in name or "ln_" in name else 0.0)
         else:
             width = 4.0 if "embed" in name or "wte" in name or "wpe" in name else shape[-1]
             values = values * 0.8 / width**0.5
@@ -222,7 +262,9 @@ def write(
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     narrow = config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     if tensors is None:
-        tensors = drawn(tensors_of(config), ml_dtypes.bfloat16 if narrow else np.float32)
+        scale = 0.0 if "gemma" in config["model_type"] else 1.0  # its files hold scale - 1
+        dtype = ml_dtypes.bfloat16 if narrow else np.float32
+        tensors = drawn(tensors_of(config), dtype, scale)
     names = sorted(tensors)
     if parts == 1:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -1,0 +1,137 @@
+"""Published models compute here what transformers computes, and exports are what it loads.
+
+`make test-hf` runs this, where torch and transformers are installed: version 4 or 5.
+"""
+
+import copy
+import os
+from pathlib import Path
+
+import directories
+import jax
+import numpy as np
+import pytest
+
+from spmdtrain.cli.published.check import check_logits
+from spmdtrain.config import load
+from spmdtrain.data.source import open_data
+from spmdtrain.running.device_batches import batches
+from spmdtrain.running.published.export_run import export_run
+from spmdtrain.running.published.import_model import import_model
+from spmdtrain.train.gradients.differentiable import make_gradients
+
+pytestmark = pytest.mark.hf
+CASES = directories.CONFIGS | directories.VARIANTS
+GRADIENTS = 5e-6  # rms of the difference of any tensor's gradient, relative
+
+
+def theirs(folder):
+    """The model in transformers, and what it says of loading it."""
+    import transformers
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, local_files_only=True, attn_implementation="eager"
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers_and_the_export_loads(name, tmp_path, record_property):
+    import torch
+
+    directories.write(tmp_path / "model", CASES[name])
+    imported = import_model(tmp_path / "model", tmp_path / "run")
+    said = check_logits(tmp_path / "model", imported.setup, imported.params)
+    record_property("logits", said)
+    print(f"\n{name}: {said}")
+    export_run(tmp_path / "run", tmp_path / "out")
+    before, _ = theirs(tmp_path / "model")
+    after, loading = theirs(tmp_path / "out")
+    assert not any(loading.values()), loading
+    tokens = 3 * torch.arange(40)[None] % directories.VOCAB
+    with torch.no_grad():
+        assert torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+def as_theirs(folder: Path, values, setup) -> dict[str, np.ndarray]:
+    """Arrays by our paths as tensors by their names."""
+    from spmdtrain.config.published.reading import read_published
+    from spmdtrain.interop.target import Target
+
+    published = read_published(folder)
+    target = Target(setup.config.model, published.family, {}, "float32", setup.config.finetune)
+    found = {}
+    for path, value in values.items():
+        entry, mapped, layers = target.mapped(path, value.shape)
+        for layer in layers:
+            one = np.asarray(value if layer is None else value[layer])
+            found |= dict(zip(entry.of_layer(layer), mapped.write(one), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", directories.CONFIGS)
+def test_gradients_are_those_of_transformers(name, tmp_path):
+    """Of the mean loss over all tokens but the first, for every tensor of the files."""
+    import torch
+
+    directories.write(tmp_path / "model", CASES[name])
+    short = ("train.sequence_length=39", "train.global_batch=2")
+    imported = import_model(tmp_path / "model", tmp_path / "run", overrides=short)
+    setup = imported.setup
+    tokens = np.random.default_rng(1).integers(0, directories.VOCAB, (2, 40))
+    _, data = open_data(setup.config, lambda seed, index: tokens[index % 2])  # noqa: ARG005
+    with batches(setup, data, 0, 0) as ahead:
+        gradients = make_gradients(setup)(imported.params, next(ahead))
+    ours = as_theirs(tmp_path / "model", gradients, setup)
+    model, _ = theirs(tmp_path / "model")
+    model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
+    worst = 0.0
+    for tensor, parameter in model.named_parameters():
+        want = parameter.grad.double().numpy()
+        difference = np.sqrt(np.mean((ours[tensor] - want) ** 2) / np.mean(want**2))
+        worst = max(worst, float(difference))
+        assert difference < GRADIENTS, (tensor, difference)
+    print(f"\n{name}: worst gradient {worst:.1e}")
+
+
+def test_three_steps_are_those_of_torch(tmp_path):
+    """import -> 3 steps of AdamW -> export is what torch's AdamW makes of the same batches."""
+    import torch
+
+    from spmdtrain.interop.files import open_tensors
+    from spmdtrain.running.loop import run
+
+    directories.write(tmp_path / "model", CASES["qwen3"])
+    rows = np.random.default_rng(2).integers(0, directories.VOCAB, (12, 33)).astype(np.int32)
+    file = tmp_path / "c.toml"
+    file.write_text(
+        f'[model]\nfrom = "{tmp_path / "model"}"\n[train]\ninit_from = "{tmp_path / "model"}"\n'
+        "steps = 3\nglobal_batch = 4\nsequence_length = 32\nclip = 'none'\n[optimizer]\n"
+        "warmup = 0\nlearning_rate = 1e-3\nschedule = 'constant'\nweight_decay = 0.0\n"
+        "beta1 = 0.9\nbeta2 = 0.95\nepsilon = 1e-8\n[eval]\nevery = 0\n"
+    )
+    run(
+        load(file),
+        tmp_path / "run",
+        devices=jax.devices()[:1],
+        data=lambda seed, index: rows[index],  # noqa: ARG005 - the same for every seed
+    )
+    export_run(tmp_path / "run", tmp_path / "out")
+    model, _ = theirs(tmp_path / "model")
+    start = copy.deepcopy(model.state_dict())
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(3):
+        tokens = torch.tensor(rows[4 * step : 4 * step + 4].astype(np.int64))
+        logits = model(tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    found = open_tensors(tmp_path / "out")
+    for name, parameter in model.named_parameters():
+        want = parameter.detach().numpy()
+        moved = np.abs(want - start[name].numpy()).max()
+        # An element whose gradient is near 0 may move the other way: Adam divides by its size.
+        difference = np.sqrt(np.mean((found[name].map() - want) ** 2))
+        assert moved > 1e-3
+        assert difference < 1e-5, (name, difference)
