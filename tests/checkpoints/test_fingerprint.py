@@ -69,6 +69,25 @@ def test_large_arrays_are_read_in_pieces(monkeypatch):
     assert fingerprint(x) == whole
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_devices_mix_large_arrays_block_by_block(dtype, monkeypatch):
+    """XLA for CPU would hold twice the words of all weights at once."""
+    monkeypatch.setattr(module, "BLOCK", 8)
+    module._program.cache_clear()
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    plain = {
+        str(shape): array(dtype, shape) for shape in [(4, 6, 10), (2, 2, 2), (64,), (14, 4), ()]
+    }
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, P(*["x", None, "y"][: x.ndim])))
+        for name, x in plain.items()
+    }
+    try:
+        assert fingerprints(placed) == {name: fingerprint(x) for name, x in plain.items()}
+    finally:
+        module._program.cache_clear()
+
+
 def test_many_random_changes_are_missed_as_rarely_as_by_random_numbers():
     """Of a sum, cut to 10 bits: about 1 in 1024 is missed."""
     draw = np.random.default_rng(1)

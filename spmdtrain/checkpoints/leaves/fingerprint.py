@@ -38,6 +38,7 @@ FACTORS = (
     (0x7FEB352D, 0x2C1B3C6D, 0x297A2D39),
 )
 CHUNK = 1 << 22  # elements that numpy mixes per pass
+BLOCK = 1 << 24  # elements that a device mixes at once
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
@@ -109,23 +110,66 @@ def local_sums(x: jax.Array, mesh: Mesh | None = None, spec: P | None = None) ->
     the device's part of an array sharded as `spec`. Elements are mixed with their index in the
     whole array.
     """
-    words = _words(x)
-    index = jnp.uint32(0)
-    stride = 1
     split = spec or P()
-    parts = [*split, *[None] * (words.ndim - len(split))]
-    for dim in reversed(range(words.ndim)):
+    parts = [*split, *[None] * (x.ndim - len(split))]
+    first = jnp.uint32(0)
+    stride = _words_of(x)
+    strides = []
+    for dim in reversed(range(x.ndim)):
+        axes = axes_of_dim(parts[dim]) if mesh is not None else ()
+        pieces = math.prod(mesh.shape[axis] for axis in axes) if mesh is not None else 1
+        if pieces > 1:
+            start = lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(x.shape[dim])
+            first += start * jnp.uint32(stride % 2**32)
+        strides.insert(0, stride)
+        stride *= x.shape[dim] * pieces
+    return _sums(x, first, strides)
+
+
+def _sums(x: jax.Array, first: jax.Array, strides: Sequence[int]) -> jax.Array:
+    """Returns the two sums of an array whose first element has the index `first`, uint32 [2].
+
+    `strides` are the steps of the index along each dim. A large array is summed block by block: XLA
+    for CPU would hold the mixed words of all of it.
+    """
+    if x.size > BLOCK and x.shape[0] == 1:
+        return _sums(x[0], first, strides[1:])
+    rows = _rows_of_block(x.shape)
+    if rows == x.shape[:1]:
+        return _sums_at_once(x, first, strides)
+    count = rows[0]
+
+    def block(number: jax.Array | int) -> jax.Array:
+        start = number * count
+        part = lax.dynamic_slice_in_dim(x, start, count)
+        step = jnp.uint32(strides[0] % 2**32)
+        return _sums(part, first + jnp.asarray(start).astype(jnp.uint32) * step, strides)
+
+    return lax.fori_loop(1, x.shape[0] // count, lambda i, sums: sums + block(i), block(0))
+
+
+def _rows_of_block(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns how many rows make a block: a divisor of all. Of an array without dims ()."""
+    if not shape or math.prod(shape) <= BLOCK:
+        return shape[:1]
+    rest = math.prod(shape[1:])
+    divisors = (rows for rows in range(1, shape[0]) if shape[0] % rows == 0)
+    return (max(rows for rows in divisors if rows == 1 or rows * rest <= BLOCK),)
+
+
+def _sums_at_once(x: jax.Array, first: jax.Array, strides: Sequence[int]) -> jax.Array:
+    words = _words(x)
+    index = first
+    for dim, stride in enumerate((*strides, 1)[: words.ndim]):
         along = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-        pieces = 1
-        if mesh is not None:
-            axes = axes_of_dim(parts[dim])
-            pieces = math.prod(mesh.shape[axis] for axis in axes)
-            if pieces > 1:
-                along += lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(words.shape[dim])
-        index += along * jnp.uint32(stride % 2**32)
-        stride *= words.shape[dim] * pieces
+        index = index + along * jnp.uint32(stride % 2**32)
     mixed = [_mixed(words, index, *map(jnp.uint32, factors)) for factors in FACTORS]
     return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in mixed])
+
+
+def _words_of(x: jax.Array) -> int:
+    """Returns how many words of 32 bits an element has: `_words` gives them as one more dim."""
+    return 2 if x.dtype.itemsize == 8 else 1
 
 
 def _words(x: jax.Array) -> jax.Array:
