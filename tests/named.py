@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spmdtrain.cli.arguments import make_parser
 from spmdtrain.config import ConfigError, RunConfig
-from spmdtrain.config.load import _alternatives
+from spmdtrain.config.load import FROM, _alternatives
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,7 +60,7 @@ def fields_of(section: str) -> dict[str, object]:
 def is_setting(key: str) -> bool:
     """True if `a.b` names a setting, `a` a section, and what is below it is free or a setting."""
     section, _, below = key.partition(".")
-    if key == "section.setting":  # a placeholder
+    if key in ("section.setting", f"model.{FROM}"):  # a placeholder, and what is no setting
         return True
     if section not in RunConfig.model_fields:
         return False
