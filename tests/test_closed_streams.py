@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdtrain.cli import command, planning
+from spmdtrain.cli import command
+from spmdtrain.cli.planning import schedule
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -51,6 +52,6 @@ def test_another_full_disk_is_not_blamed_on_the_output(monkeypatch, capsys):
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(planning, "schedule", full)
+    monkeypatch.setattr(schedule, "run_schedule", full)
     assert command.run(["schedule", "--stages", "2", "--microbatches", "2"]) == 10
     assert capsys.readouterr().err == "spmdtrain: cannot write: No space left on device\n"

@@ -7,7 +7,10 @@ from typing import Any
 from spmdtrain.cli import doctor, launching, running
 from spmdtrain.cli.data import add_data, add_tokenizer
 from spmdtrain.cli.machine.arguments import add_tune
-from spmdtrain.cli.planning_arguments import add_calibrate, add_estimate, add_plan, add_schedule
+from spmdtrain.cli.planning.calibrate import add_calibrate
+from spmdtrain.cli.planning.estimate import add_estimate
+from spmdtrain.cli.planning.plan import add_plan
+from spmdtrain.cli.planning.schedule import add_schedule
 from spmdtrain.cli.prompts import TALK
 from spmdtrain.cli.published.arguments import add_export, add_import
 from spmdtrain.cli.shared_arguments import (

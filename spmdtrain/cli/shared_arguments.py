@@ -5,6 +5,7 @@ import os
 import re
 
 from pallas_kernels.gpus import GPUS
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import SEEDS
 
 WHOLE = re.compile("[0-9]{1,18}")
@@ -176,3 +177,14 @@ def prompt_and_new(text: str) -> tuple[int, int]:
     if not plus:
         raise argparse.ArgumentTypeError(f"{text} is not PROMPT+NEW, e.g. 512+128")
     return positive_int(prompt), positive_int(new)
+
+
+def refuse_together(parsed: argparse.Namespace, first: str, *others: str) -> None:
+    """Refuses an option together with others that it would silently ignore."""
+    if getattr(parsed, first) in (None, False):
+        return
+    for other in others:
+        if getattr(parsed, other) not in (None, False):
+            raise ConfigError(
+                f"--{first} and --{other} cannot go together", fix="one of them at a time"
+            )
