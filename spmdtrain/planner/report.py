@@ -215,7 +215,7 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[s
             "overlap matmuls or loops"
         )
     if "unread" in compiled:
-        lines.append(f"  what crosses the network in a step is unknown:  {compiled['unread']}")
+        lines.append(f"  what crosses the network in a step is unknown: {compiled['unread']}")
     for axis, sent, hidden in sent_by_axis(compiled["traffic"] or []):
         theory = f"{needed[axis] / 1e9:.2f}" if axis in needed else "nothing"
         lines.append(
