@@ -70,7 +70,11 @@ class Finding:
 
 
 class WorkerLost(Exception):
-    """The worker ended, or gave no answer in time."""
+    """The worker ended, or, where it `is_silent`, gave no answer in time."""
+
+    def __init__(self, what: str, is_silent: bool = False):
+        super().__init__(what)
+        self.is_silent = is_silent
 
 
 def measure(
@@ -92,7 +96,7 @@ def measure(
             deadline = time.monotonic() + process.limits.call
             while True:
                 try:
-                    if worker is None:
+                    if worker is None or worker.has_ended:
                         worker = _Worker(process)
                         deadline += worker.start_seconds
                 except WorkerLost as lost:
@@ -103,7 +107,6 @@ def measure(
                 if _ask(worker, finding, deadline, say):
                     break
                 worker.end()
-                worker = None
             if not finding.order:
                 continue
             finding.order = [each for each in finding.order if each not in finding.refused]
@@ -150,15 +153,15 @@ def _ask(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
         if name is None:
             _fault(finding, "every implementation", str(lost), say)
             finding.faults |= dict.fromkeys(finding.order, str(lost))
-            return True
-        out_of_time = time.monotonic() >= deadline
-        what = f"{lost} while {at['at']}"
-        if out_of_time and at["at"] == "timing" and "no answer" in what:
-            say(f"kernels: {finding.call.name}: no time left to measure {name} to the end")
             worker.end()
             return True
-        _fault(finding, name, what, say)
-        return out_of_time
+        if time.monotonic() >= deadline and lost.is_silent:  # slow, perhaps, and not hung
+            say(f"kernels: {finding.call.name}: no time left for {name} ({at['at']})")
+            finding.times.pop(name, None)
+            worker.end()
+            return True
+        _fault(finding, name, f"{lost} while {at['at']}", say)
+        return False
 
 
 def _fault(finding: Finding, name: str, reason: str, say) -> None:
@@ -172,6 +175,7 @@ class _Worker:
 
     def __init__(self, process: Process):
         self.limits = process.limits
+        self.has_ended = False
         given = os.environ if process.environment is None else process.environment
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(given)
         begin = time.monotonic()
@@ -214,7 +218,7 @@ class _Worker:
             try:
                 line = self._lines.get(timeout=max(deadline - time.monotonic(), 0))
             except queue.Empty:
-                raise WorkerLost(f"no answer for {seconds:.0f} s") from None
+                raise WorkerLost(f"no answer for {seconds:.0f} s", is_silent=True) from None
             if line is None:
                 raise WorkerLost(self._end_text())
             with contextlib.suppress(ValueError):
@@ -233,6 +237,7 @@ class _Worker:
 
     def end(self) -> None:
         """Ends the process and all that it has started."""
+        self.has_ended = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -109,6 +109,17 @@ def test_a_gpu_that_disappears_ends_the_measuring_with_a_line(survived):
     assert said[1:] == ["kernels: the GPU cannot be measured: ended with code 1"]
 
 
+def test_a_slow_one_is_left_out_when_the_time_is_over_and_is_no_fault(tmp_path):
+    said = []
+    limits = Limits(step=100.0, call=1.5)
+    slow = faulty(FAULTS.index("hangs"))
+    process = replace(fake(tmp_path), limits=limits)
+    (_, finding), (_, after) = measure([slow, faulty(0)], said.append, process)
+    assert finding.chosen == "first" and finding.faults == {}
+    assert after.chosen == "second" and after.faults == {}, "by another worker"
+    assert said == [f"kernels: {slow.name}: no time left for second (running)"]
+
+
 STEADY = [1.0, 1.02, 0.99, 1.01, 1.0, 0.98]
 
 
