@@ -186,6 +186,13 @@ def test_a_template_that_cannot_be_trusted_is_one_line(code, said):
     assert "\n" not in str(error.value)
 
 
+def test_without_the_package_there_is_one_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    template = JinjaTemplate(JinjaText(CHATML), DAY)
+    with pytest.raises(DataError, match="`jinja2`, which is not installed; try pip install"):
+        template.write(of_messages(ASKED, "here"), BYTES, "here")
+
+
 def test_a_template_goes_on_after_it_has_failed():
     """Both after an error of its own and after the end of its process."""
     text = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"

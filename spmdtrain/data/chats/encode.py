@@ -24,7 +24,7 @@ class Template(Protocol):
 
     @property
     def letters(self) -> str:
-        """The characters that it may write besides those of a conversation."""
+        """The characters that it may write, apart from those of a conversation."""
         ...
 
     @property
@@ -34,7 +34,7 @@ class Template(Protocol):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids that end an answer, besides the closing text."""
+        """The ids that end an answer, in addition to the closing text."""
         ...
 
     @property

@@ -5,6 +5,7 @@ and trim these texts. So each goes through the template as a stand-in of a few c
 nowhere else, and is put back into the text that comes out.
 """
 
+import importlib.util
 import json
 import re
 import signal
@@ -41,7 +42,7 @@ class JinjaText(NamedTuple):
 
     @property
     def letters(self) -> str:
-        """The characters that it may write, but for those of a conversation."""
+        """The characters that it may write, apart from those of a conversation."""
         return "".join([self.text, self.for_tools or "", *self.tokens.values()])
 
     @property
@@ -73,7 +74,7 @@ class JinjaTemplate:
 
     @property
     def letters(self) -> str:
-        """The characters that it may write, but for those of a conversation."""
+        """The characters that it may write, apart from those of a conversation."""
         return self._source.letters
 
     @property
@@ -189,6 +190,11 @@ class JinjaTemplate:
         return self._start()
 
     def _start(self) -> dict[str, Any]:
+        if importlib.util.find_spec("jinja2") is None:
+            raise DataError(
+                "templates of conversations need the package `jinja2`, which is not installed",
+                fix="pip install jinja2",
+            )
         # Ctrl-C ends this process, which ends the other.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -217,7 +223,7 @@ class JinjaTemplate:
     def _exchange(self, request: dict[str, Any], where: str) -> dict[str, Any]:
         """Returns the process's answer. Raises DataError if the template has failed.
 
-        `where` names the conversation; empty: it is none of the data's.
+        `where` names the conversation; it is empty for one that only tries out the template.
         """
         at = f"{where}: " if where else ""
         process = self._process

@@ -56,7 +56,7 @@ class SimpleTemplate:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids that end an answer, besides the closing text: none that it knows of."""
+        """The ids that end an answer, in addition to the closing text: it knows of none."""
         return ()
 
     def opening_of(self, role: str) -> str:

@@ -109,8 +109,7 @@ def make_head_losses(
     sum_losses = make_sum_losses(
         setup.config, setup.loss, vocab=setup.model.rows, training=training
     )
-    axis_name = (*table_axes, *_automatic_axes(rules, "vocab"))
-    token_axes = _automatic_axes(rules, *TOKEN)
+    axis_name, token_axes = _split_axes(rules, table_axes)
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt, part_bn=None):
         losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name, part_bn)
@@ -135,8 +134,7 @@ def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callabl
     """
     rules = setup.rules
     options = {"vocab": setup.model.rows, **logit_shape(setup.config.model)}
-    axis_name = (*table_axes, *_automatic_axes(rules, "vocab"))
-    token_axes = _automatic_axes(rules, *TOKEN)
+    axis_name, token_axes = _split_axes(rules, table_axes)
     segments = segment_count(setup.config.train.sequence_length)
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt, segment_ids_bt):
@@ -188,10 +186,16 @@ def _head_arrays(
     return arrays, names
 
 
-def _automatic_axes(rules: Rules, *names: str) -> tuple[str, ...]:
-    """Returns the automatic mesh axes that split logical axes of activations."""
-    axes = [axis for name in names for axis in rules.activations[name]]
-    return tuple(axis for axis in axes if rules.sizes[axis] > 1 and axis not in MANUAL_AXES)
+def _split_axes(
+    rules: Rules, table_axes: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the mesh axes that split the head's vocabulary, and the automatic ones of tokens."""
+
+    def automatic_axes(*names: str) -> tuple[str, ...]:
+        axes = [axis for name in names for axis in rules.activations[name]]
+        return tuple(axis for axis in axes if rules.sizes[axis] > 1 and axis not in MANUAL_AXES)
+
+    return (*table_axes, *automatic_axes("vocab")), automatic_axes(*TOKEN)
 
 
 def hidden_time(rules: Rules) -> Name:
