@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.errors import CheckpointError, UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -135,6 +135,8 @@ def open_file(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="np"):  # refuses what the format does not allow
             pass
         header, first = _header(path)
+    except UserError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {_said(error)}") from None
     except (SafetensorError, ValueError) as error:

@@ -12,6 +12,7 @@ from spmdtrain.checkpoints.restore import weights
 from spmdtrain.config import load
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.published.reading import as_published, read_published
+from spmdtrain.config.published.toml import model_toml
 from spmdtrain.config.published.writing import as_model, function_of, write_config
 from spmdtrain.interop.files import open_tensors
 from spmdtrain.interop.weights import Weights
@@ -149,7 +150,7 @@ def test_a_config_takes_its_model_from_a_directory_or_a_run(published, tmp_path)
             f'[model]\nfrom = "{source}"\ndropout = 0.5\n[train]\nsequence_length = 16\n'
         )
         config = load(file)
-        assert {name: getattr(config.model, name) for name in said} == said
+        assert function_of(config.model) == function_of(as_model(said))
         assert config.model.dropout == 0.5
         assert "model.from" in config.origin["model.layers"]
     file.write_text(SHORT)
@@ -198,12 +199,10 @@ def test_training_begins_with_the_weights_of_a_directory_and_takes_its_files_alo
 def test_settings_that_compute_something_else_are_refused(published, tmp_path):
     from spmdtrain.running.loop import run
 
-    said = read_published(published / "llama").settings
-    model = "\n".join(f"{key} = {json.dumps(value)}" for key, value in said.items())
-    config = load_tiny(tmp_path, published / "llama")
     file = tmp_path / "by_hand.toml"
-    file.write_text(f"[model]\n{model}\n".replace("rope_theta = 500.0\n", ""))
-    by_hand = load(file, ["train.sequence_length=16"]).model
+    text = model_toml(published / "llama").replace("rope_theta = 500.0\n", "")
+    file.write_text(f"{text}\n{SHORT}")
+    by_hand = load(file).model
     config = load_tiny(tmp_path, published / "llama").model_copy(update={"model": by_hand})
     config._origin = {"model.name": str(file)}
     with pytest.raises(ConfigError, match="computes something else.*rope_theta"):
