@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 HOUR = ROOT / "benchmarks" / "gpu_hour"
 sys.path.append(str(HOUR))
 from hour import Part, run_parts  # noqa: E402 - a folder of scripts
-from parts import PARTS  # noqa: E402
+from parts_of_hour import PARTS  # noqa: E402
 
 
 def part(name, code, least=0.0, most=1.0):

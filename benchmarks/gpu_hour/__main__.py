@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hour import Part, run_parts
-from parts import PARTS
+from parts_of_hour import PARTS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch")
