@@ -2,6 +2,7 @@
 and a reference model's log-probabilities are kept with the tokens."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -194,6 +195,11 @@ def test_what_cannot_be_learned_from_pairs_is_one_line(settings, said, here):
     del here
     with pytest.raises(ConfigError, match=said):
         st.open_data(tiny(*settings))
+
+
+def test_the_example_learns_from_pairs():
+    config = st.load(str(Path(__file__).parents[2] / "examples/dpo.toml"))
+    assert (config.train.preference, config.data.packing) == ("dpo", "best_fit")
 
 
 def test_pairs_and_texts_are_not_one_corpus(here):
