@@ -57,7 +57,7 @@ def _version(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=float(os.environ.get("GPU_HOUR") or 60))
+    parser.add_argument("--minutes", type=float, default=os.environ.get("GPU_HOUR") or "60")
     parser.add_argument("--folder", type=Path, help="of the results")
     parser.add_argument("--parts", type=Path, help="other parts, a JSON file: for tests")
     chosen = parser.parse_args()

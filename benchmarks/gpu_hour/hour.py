@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 TAIL = 15  # lines of each part on the page
 HEADLINE = 160  # characters
 
@@ -76,6 +77,7 @@ def _run(part: Part, folder: Path, seconds: float) -> dict[str, Any]:
         try:
             child = subprocess.Popen(
                 command,
+                cwd=ROOT,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

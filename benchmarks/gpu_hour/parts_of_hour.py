@@ -9,7 +9,10 @@ SPMDTRAIN = (PYTHON, "-m", "spmdtrain.cli")
 HERE = "benchmarks/gpu_hour"
 # GPT-2 124M without a file of tokens.
 GPT2 = ("configs/gpt2_124m.toml", "--set", "data.corpus=synthetic", "--set", "data.path=none")
-PYTEST = (PYTHON, "-m", "pytest", "-q", "--tb=line", "-m", "gpu", "tests/kernels/test_on_gpu.py")
+# As `make test-gpu` has it: the tests see no GPU otherwise.
+ON_GPU = ("env", "JAX_PLATFORMS=cuda", "XLA_PYTHON_CLIENT_PREALLOCATE=false")
+PYTEST = (*ON_GPU, PYTHON, "-m", "pytest", "-q", "--tb=line", "-m", "gpu")
+KERNELS = "tests/kernels/test_on_gpu.py"
 
 PARTS = (
     Part(
@@ -22,7 +25,7 @@ PARTS = (
     Part(
         "same_bits",
         "do 20 runs of each kernel give the same bits?",
-        (*PYTEST, "-k", "twenty_runs"),
+        (*PYTEST, KERNELS, "-k", "twenty_runs"),
         least=0.5,
         most=3,
     ),
@@ -86,7 +89,7 @@ PARTS = (
     Part(
         "kernels",
         "every kernel on every case, against float64",
-        PYTEST,
+        (*PYTEST, "-n", "4", KERNELS),
         least=5,
         most=25,
     ),
