@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from families import FAMILIES, RICH, VOCAB, T, draw_params, family_config, rich
 from family_oracle import logits as logits_by_definition
+from flax import nnx
 from helpers import batches_of, placed, prepared
 
+from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import Cache
+from spmdtrain.models.layers import Attention, Cache
 from spmdtrain.models.logits import logit_shape, logits_of
 from spmdtrain.train.step import make_gradients
 
@@ -103,6 +105,19 @@ def test_decoding_from_a_cache_has_the_logits_of_the_whole(name):
         logits, cache = extend(tokens_bt[:, start:stop], cache)
         assert apart(np.asarray(logits, np.float64), want[:, stop - 1]) <= TOLERANCE, stop
         start = stop
+
+
+@pytest.mark.parametrize("change", [{"windows": (7, 0)}, {"rope_layers": (True, False)}])
+def test_a_layer_of_several_kinds_outside_of_a_stack_is_refused(change):
+    model = family_config("mistral", **{"windows": (), **change}).model
+
+    def attend(x_bte):
+        with nnx.use_eager_sharding(False):
+            layer = Attention(model, nnx.Rngs(0))
+        return layer(x_bte, ForwardContext(jnp.zeros((1, 8), jnp.int32)))[0]
+
+    with pytest.raises(ConfigError, match=r"called without one; try a Stack"):
+        jax.eval_shape(attend, jax.ShapeDtypeStruct((1, 8, model.embed), jnp.float32))
 
 
 def scaling(family: str, **changes) -> dict:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.counting import is_counted, share_counted
+from spmdtrain.config.errors import ConfigError
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -33,14 +34,21 @@ def by_kind(
             with share_counted(of_layers.count(kind) / len(of_layers)):
                 results.append(function(kind))
         return sum(results[1:], results[0])
-    assert number is not None, "a layer of several kinds is called by a Stack, which numbers it"
     if isinstance(number, int):
         return function(of_layers[number])
     return jax.lax.switch(kind_of(of_layers, number), [partial(function, kind) for kind in kinds])
 
 
-def kind_of(of_layers: Sequence[Hashable], number: jax.Array | int) -> jax.Array:
-    """Returns the index of a layer's kind among the distinct ones, in order of appearance."""
+def kind_of(of_layers: Sequence[Hashable], number: jax.Array | int | None) -> jax.Array:
+    """Returns the index of a layer's kind among the distinct ones, in order of appearance.
+
+    Raises ConfigError if the layer has no number: it was called outside of a Stack.
+    """
+    if number is None:
+        raise ConfigError(
+            "a layer that differs from others by its number is called without one",
+            fix="a Stack, which numbers its layers, or ctx.at_layer(number)",
+        )
     kinds = list(dict.fromkeys(of_layers))
     table = jnp.array([kinds.index(kind) for kind in of_layers], jnp.int32)
     return table[number]

@@ -34,7 +34,6 @@ class Rotation:
         distinct = list(dict.fromkeys(self.kinds))
         if len(distinct) == 1:
             return turn(x_btknd, positions_bt, *self._of_kind(*distinct[0]))
-        assert number is not None, "layers that turn differently are called by a Stack"
         frequency_nh, scale_n = zip(*(self._of_kind(*each) for each in distinct), strict=True)
         kind = kind_of(self.kinds, number)
         frequency_h = jnp.stack(frequency_nh)[kind]
