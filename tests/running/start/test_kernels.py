@@ -7,6 +7,7 @@ import jax
 import pytest
 from helpers import tiny
 
+from pallas_kernels.chosen import in_force
 from pallas_kernels.norm import triton
 from pallas_kernels.tuning import Table
 from spmdtrain.config import CheckpointError, ConfigError
@@ -95,6 +96,13 @@ def test_kernels_are_not_kept_on_another_kind_of_device():
         meta = {"kernels": {"device": "cpu", "calls": {"one": "mosaic"}}}
         assert kernels.keep(meta, setup) == {"one": "mosaic"}
         assert kernels.keep({}, setup) == {}
+
+
+def test_all_processes_take_the_table_of_process_0(monkeypatch):
+    setup = shard(tiny(*SETTINGS), devices=jax.devices()[:1])
+    monkeypatch.setattr(kernels, "said_by_all", lambda mine: ['{"one": "mosaic"}', mine])
+    with kernels.decided(setup):
+        assert in_force().chosen == {"one": "mosaic"}
 
 
 def test_devices_of_several_generations_are_refused():
