@@ -40,6 +40,6 @@ def cut(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(cut_one(x) for x in arrays)
 
 
-def join(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def join(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Reverses `cut`: [chunks, b, t / chunks, ...] -> [b, t, ...]; `shape` is (b, t)."""
     return jnp.moveaxis(x, 0, 2).reshape(*shape, *x.shape[3:])

@@ -38,7 +38,7 @@ class OnJax:
 
     def candidates(self, call: Call) -> tuple[list[str], dict[str, str]]:
         """Returns (names, those of the fixed order first; name -> why it refuses)."""
-        api = attention_api if isinstance(call, AttentionCall) else norm_api
+        api: Any = attention_api if isinstance(call, AttentionCall) else norm_api
         shapes = jax.eval_shape(partial(_draw, call))
         order = [*api.order(call), *api.candidates()]
         if self.interpreted:
@@ -149,7 +149,7 @@ def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.A
     whole = {each: x for each, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     given = {each: x for each, x in arrays.items() if each not in cotangents | whole}
     if isinstance(call, AttentionCall):
-        forward = partial(_attend, call, name, whole)
+        forward: Callable[..., Any] = partial(_attend, call, name, whole)
     else:
         forward = partial(_normalise, call, name)
     out, pull = jax.vjp(forward, given)

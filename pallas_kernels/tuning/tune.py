@@ -24,7 +24,7 @@ def tune(
       again: also measure calls that are known.
       program: a digest under which the table remembers that a program has these calls.
     """
-    calls = {call.name: call for call in calls}
+    by_name = {call.name: call for call in calls}
 
     def is_known(gpu: str, call: Call) -> bool:
         return not again and table.entry(gpu, call.name) is not None
@@ -34,7 +34,7 @@ def tune(
         gpu = real  # whatever name the driver has for it
         return is_known(real, call)
 
-    asked = [call for call in calls.values() if gpu is None or not is_known(gpu, call)]
+    asked = [call for call in by_name.values() if gpu is None or not is_known(gpu, call)]
     findings = []
     for machine, finding in measure(asked, say, process, is_known_there):
         findings.append(finding)
@@ -42,7 +42,7 @@ def tune(
         if gpu is not None and finding.chosen is not None:
             _remember(table, gpu, {finding.call.name: finding.document()}, {}, say)
     if gpu is not None and program is not None:
-        _remember(table, gpu, {}, {program: list(calls)}, say)
+        _remember(table, gpu, {}, {program: list(by_name)}, say)
     return findings
 
 

@@ -78,6 +78,7 @@ def _prepared(backend, call, names, right) -> dict[str, Callable[[], Any]]:
     ready = {}
     wanted = None
     for name in names:
+        run = None
         try:
             _say(at="compiling", of=name)
             run = backend.prepare(call, name)
@@ -93,7 +94,7 @@ def _prepared(backend, call, names, right) -> dict[str, Callable[[], Any]]:
             _say(too_large=fault, of=name)
         elif fault:
             _say(fault=fault, of=name)
-        else:
+        elif run is not None:
             ready[name] = run
             _say(right=name)
     return ready

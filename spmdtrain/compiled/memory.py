@@ -25,6 +25,7 @@ class StepMemory:
 def memory_of(compiled: jax.stages.Compiled) -> StepMemory:
     """Returns the memory of a compiled step."""
     analysis = compiled.memory_analysis()
+    assert analysis is not None, "the backends of a run give one"
     return StepMemory(
         argument_bytes=analysis.argument_size_in_bytes,
         output_bytes=analysis.output_size_in_bytes,

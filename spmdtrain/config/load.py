@@ -310,7 +310,7 @@ def _add_overrides(table: TomlTable, overrides: Sequence[str], origin: Origin) -
     for path, text in sorted(
         pairs, key=lambda pair: (not _is_from(pair[0]), not _is_name(pair[0]))
     ):
-        value = text if _is_from(path) else _parse_override(path, text, table, origin)
+        value: Any = text if _is_from(path) else _parse_override(path, text, table, origin)
         for name in reversed(path):
             value = {name: value}
         _add_source(table, value, origin, COMMAND_LINE)

@@ -121,6 +121,7 @@ def _read_index(path: Path) -> Mapping[str, str]:
 
 def open_file(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of one file by name. Raises CheckpointError as `open_tensors`."""
+    size = 0
     try:
         size = path.stat().st_size
         if not path.is_file():

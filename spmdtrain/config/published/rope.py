@@ -30,7 +30,7 @@ def read_rope(keys: Keys, *, by_kind: bool = False) -> dict[str, Any]:
     length = keys.whole("max_position_embeddings")
     original = keys.whole("original_max_position_embeddings")
     full = {"rope_theta": theta, "partial_rotary_factor": share} | dict(old or {})
-    window = {"rope_theta": window_theta}
+    window: dict[str, Any] = {"rope_theta": window_theta}
     if new := keys.table("rope_parameters"):
         if FULL in new:
             window = window | dict(new.get(WINDOW) or {})
@@ -60,7 +60,8 @@ def _kind(table: Table) -> str:
 
 def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] | None:
     """Returns [model.rope_scaling]; None where positions are as they are."""
-    keys.take("rope_type"), keys.take("type")
+    keys.take("rope_type")
+    keys.take("type")
     original = keys.whole("original_max_position_embeddings")
     if kind == "default":
         return None
@@ -89,7 +90,7 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
         if scale is None and both[0] and both[1]:
             scale = _yarn_scale(factor, both[0]) / _yarn_scale(factor, both[1])
     if kind == "longrope":
-        scaling |= _read_longrope(keys, length or 0, scaling["original_length"])
+        scaling |= _read_longrope(keys, length or 0, original or length or 0)
     if scale is not None:
         scaling["scale"] = float(scale)
     return scaling
@@ -97,7 +98,8 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
 
 def _read_longrope(keys: Keys, length: int, original: int) -> dict[str, Any]:
     """Returns the divisors of each frequency, and which of the two the run has."""
-    keys.take("short_mscale"), keys.take("long_mscale")
+    keys.take("short_mscale")
+    keys.take("long_mscale")
     found = {}
     for ours, theirs in (("short", "short_factor"), ("long", "long_factor")):
         values = keys.take(theirs)

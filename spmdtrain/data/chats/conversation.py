@@ -110,15 +110,17 @@ def read_conversation(
         if not set(row).isdisjoint(FORMS[-1]):
             raise DataError(f"{where} has a prompt or a completion, not both")
         return None  # a row of a table that is null
+    named = where
+    is_fixed = None
     if len(form) == 1:
         messages = row[form[0]]
-        is_fixed = None
+        named = f"{where}: {form[0]!r}"
     else:
         prompt = _as_messages(row["prompt"], ASKS, f"{where}: 'prompt'")
         completion = _as_messages(row["completion"], ANSWERS, f"{where}: 'completion'")
         messages = prompt + completion
         is_fixed = [True] * len(prompt) + [False] * len(completion)
-    found = of_messages(messages, where if len(form) > 1 else f"{where}: {form[0]!r}")
+    found = of_messages(messages, named)
     if is_fixed is not None:
         pairs = zip(found.learned, is_fixed, strict=True)
         found = replace(found, learned=tuple(learns and not fixed for learns, fixed in pairs))

@@ -21,8 +21,9 @@ from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from spmdtrain.data.chats.answers import Asked, Unsuitable, answer, probe
 
@@ -55,7 +56,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self, date: datetime):
         self.marks_answers = False  # a template has {% generation %}
-        self.marks = ("", "")  # what stands around a generation
+        self.marks: tuple[str, str] = ("", "")  # what stands around a generation
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,

@@ -97,15 +97,16 @@ def prepare(job: Job) -> None:
 
 def _recipe(job: Job, files: list[str]) -> tuple[Recipe, str]:
     """Returns what turns documents into tokens, and where the template comes from."""
-    if not job.chat:
-        tokenizer = open_tokenizer(job.tokenizer, texts_in(files, job.fields, job.split_on))
+    fields = job.fields
+    if not isinstance(fields, ChatFields):
+        tokenizer = open_tokenizer(job.tokenizer, texts_in(files, fields, job.split_on))
         tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
-        return Recipe(tokenizer.spec(), end, job.fields, None, job.parse_special), ""
+        return Recipe(tokenizer.spec(), end, fields, None, job.parse_special), ""
     if any(format_of(file) == "text" for file in files):
         raise DataError("--chat reads JSON lines and tables; a text file holds no messages")
     named = (job.template, job.chat_template, job.tokenizer, job.variables)
     template, origin, folder = choose_template(*named)
-    texts = chain(texts_of_chats(files, job.fields), [template.letters])
+    texts = chain(texts_of_chats(files, fields), [template.letters])
     tokenizer = open_tokenizer(job.tokenizer, texts)
     end = None
     # A published template writes every special token itself.
@@ -115,7 +116,7 @@ def _recipe(job: Job, files: list[str]) -> tuple[Recipe, str]:
         tokenizer = with_markers(tokenizer, template)
     elif folder:
         template = with_tokens(template, folder, tokenizer)
-    recipe = Recipe(tokenizer.spec(), end, job.fields, template.spec, job.parse_special)
+    recipe = Recipe(tokenizer.spec(), end, fields, template.spec, job.parse_special)
     today = date.today().isoformat()
     return replace(recipe, last_answer_only=job.last_answer_only, today=today), origin
 

@@ -112,6 +112,7 @@ class AdaptedWeight(nnx.Module):
             found = jax.vmap(norm, copies)(w, a).max(0)  # all the same
         else:
             found = norm(w, a)
+        assert adapter.magnitude is not None, "the caller has looked"
         # A place for a layer that pads a pipeline has weights of zero.
         norms = jnp.maximum(jax.lax.stop_gradient(found), jnp.finfo(jnp.float32).tiny)
         return adapter.magnitude[...].astype(jnp.float32).reshape(norms.shape) / norms

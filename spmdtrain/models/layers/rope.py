@@ -111,11 +111,12 @@ def _yarn_ramp(pairs: int, scaling: RopeScaling, theta: float) -> jax.Array:
     It rises from the pair that rotates `beta_fast` times in the original length to the one that
     rotates `beta_slow` times.
     """
-    assert scaling.original_length is not None, "the settings ask for it"
+    length = scaling.original_length
+    assert length is not None, "the settings ask for it"
     channels = 2 * pairs
 
     def pair_of(turns: float) -> float:
-        log_wave = math.log(scaling.original_length / (2 * math.pi * turns))
+        log_wave = math.log(length / (2 * math.pi * turns))
         return channels * log_wave / (2 * math.log(theta))
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)

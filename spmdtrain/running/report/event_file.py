@@ -23,13 +23,14 @@ class EventFile:
     def __init__(self, folder: Path, first: int):
         try:
             from tensorboardX import event_file_writer, summary
-            from tensorboardX.proto import event_pb2
+            from tensorboardX.proto import event_pb2 as protocol
         except ImportError:
             raise ConfigError(
                 "log.sinks names 'tensorboard', but tensorboardX is not installed",
                 fix="pip install 'spmdtrain[tensorboard]'",
             ) from None
         self._folder = folder
+        event_pb2: Any = protocol  # its classes are made when it is imported
         self._event = event_pb2.Event
         self._scalar = summary.scalar
         self._flushed = time.monotonic()

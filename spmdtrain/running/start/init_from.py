@@ -72,7 +72,7 @@ def _of_run(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]
     """Returns those of another run. It may lack those of adapters, and no others."""
     reading = contextlib.closing(Checkpoints(run, setup, keep=None))
 
-    def asked_of(step: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def asked_of(step: int) -> dict[str, jax.Array]:
         there = checkpoints.parameters(step)
         of_model = setup.model.parameters
         return {

@@ -75,15 +75,16 @@ def _parameter(
         return only if same else jax.jit(lambda x: x.astype(leaf.dtype))(only)
     whole = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
     for place in places:
-        at = np.array((*place, *[0] * len(unpadded)), np.int32)
+        at = jnp.array((*place, *[0] * len(unpadded)), jnp.int32)
         whole = jax.block_until_ready(_put(whole, slab(place), at, leaf.sharding))
     return whole
 
 
-def _parts(leaf: jax.ShapeDtypeStruct) -> dict[Bounds, list[jax.Device]]:
+def _parts(leaf: jax.Array) -> dict[Bounds, list[jax.Device]]:
     """Returns the distinct parts of a parameter that this process holds, with their devices."""
     found: dict[Bounds, list[jax.Device]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        assert index is not None, "the device is one of this process"
         bounds = tuple(each.indices(size)[:2] for each, size in zip(index, leaf.shape, strict=True))
         found.setdefault(bounds, []).append(device)
     return found
@@ -114,7 +115,7 @@ def _with(bounds: Bounds, sizes: Sequence[int]) -> list[tuple[tuple[int, int], i
 
 @partial(jax.jit, donate_argnums=0, static_argnums=3)
 def _put(
-    whole: jax.Array, slab: jax.Array, at: np.ndarray, sharding: jax.sharding.NamedSharding
+    whole: jax.Array, slab: jax.Array, at: jax.Array, sharding: jax.sharding.NamedSharding
 ) -> jax.Array:
     """Returns `whole` with a layer put into each part of a stack, on the device that holds it."""
 
