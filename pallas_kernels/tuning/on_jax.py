@@ -149,15 +149,16 @@ def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.A
     whole = {each: x for each, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     given = {each: x for each, x in arrays.items() if each not in cotangents | whole}
     if isinstance(call, AttentionCall):
-        forward: Callable[..., Any] = partial(_attend, call, name, whole)
+        forward = partial(_attend, call, name, whole)
     else:
         forward = partial(_normalise, call, name)
+    out: dict[str, Any]
     out, pull = jax.vjp(forward, given)
     (gradients,) = pull({each[1:]: x.astype(out[each[1:]].dtype) for each, x in cotangents.items()})
     return out | {f"d{each}": x for each, x in gradients.items()}
 
 
-def _attend(call, name, whole, given):
+def _attend(call, name, whole, given) -> dict[str, Any]:
     pairs = {}
     for keyword in ("segments", "positions"):
         if f"q_{keyword}" in whole:
@@ -177,7 +178,7 @@ def _attend(call, name, whole, given):
     return dict(zip(("out", "lse"), found, strict=True)) if call.lse else {"out": found}
 
 
-def _normalise(call, name, given):
+def _normalise(call, name, given) -> dict[str, Any]:
     found = getattr(norm, call.op)(**given, implementation=name)
     return dict(zip(("out", "total"), found, strict=True)) if call.residual else {"out": found}
 
