@@ -77,9 +77,12 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _takes_output() -> bool:
-    """Returns False if standard output keeps something that it cannot write."""
+    """Returns False if standard output does not even take the end of a line.
+
+    What it has failed to write may be gone from its buffer: a flush alone finds nothing.
+    """
     try:
-        sys.stdout.flush()
+        print(flush=True)
     except OSError:
         return False
     return True

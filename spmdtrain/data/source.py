@@ -328,7 +328,7 @@ def _check_pairs(corpus: Corpus, config: RunConfig) -> None:
         raise ConfigError(
             f"{corpus.files[0][1]} holds no pairs of answers",
             asked=f"train.preference={config.train.preference!r}",
-            fix="spmdtrain data prepare FILE --chat --pairs",
+            fix="spmdtrain data prepare FILE --chat --pairs --out NAME",
         )
     if learns_pairs and corpus.references is None:
         raise no_references(corpus.files[0][1])

@@ -51,7 +51,7 @@ def write_reference(
     if not source.has_pairs:
         raise DataError(
             f"{source.path} holds no pairs of answers",
-            fix="spmdtrain data prepare FILE --chat --pairs",
+            fix="spmdtrain data prepare FILE --chat --pairs --out NAME",
         )
     opened = open_run(run, step=step, make=make, overrides=overrides, settable=SETTABLE, ema=ema)
     if opened.setup.mesh.shape["pipeline"] > 1:

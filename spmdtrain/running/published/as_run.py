@@ -64,10 +64,11 @@ def described(published: Published, config: RunConfig) -> Described:
     tokenizer = open_tokenizer(name)
     vocab = config.model.vocab or 0
     if tokenizer.size > vocab:
+        rows = -(-tokenizer.size // 64) * 64
         raise DataError(
             f"the tokenizer of {name} has {tokenizer.size:,} tokens, and the model {vocab:,} rows",
-            fix=f"spmdtrain import --set model.vocab={-(-tokenizer.size // 64) * 64}, which adds "
-            "rows (the mean of the others)",
+            fix=f"spmdtrain import DIR --set model.vocab={rows}, which adds rows (the mean of the "
+            "others)",
         )
     end = None
     with contextlib.suppress(DataError):  # a tokenizer need not name one
