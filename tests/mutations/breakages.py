@@ -696,8 +696,8 @@ BREAKAGES = [
     Breakage(
         "an element is mixed with the sum of its indices",
         "checkpoints/leaves/fingerprint.py",
-        "index += along * jnp.uint32(stride % 2**32)",
-        "index += along",
+        "index = index + along * jnp.uint32(stride % 2**32)",
+        "index = index + along",
         "tests/checkpoints/test_fingerprint.py",
     ),
     # Which tokens are trained on
