@@ -124,6 +124,7 @@ NOT_DRAWN = {
             "finetune.alpha",
             "finetune.rank_stabilised",
             "finetune.targets",
+            "finetune.base",
             "finetune.dropout",
             "finetune.also_train",
             "precision.frozen",

@@ -116,7 +116,7 @@ def test_the_closed_form_knows_what_zero_leaves_whole(layers, data, fsdp, tensor
         ("mesh.pipeline=2", "mesh.tensor=2"),
     ],
 )
-@pytest.mark.parametrize("also", [(), ("finetune.also_train=tokens.*",)])
+@pytest.mark.parametrize("also", [(), ("finetune.also_train=tokens.*",), ("finetune.base=nf4",)])
 def test_the_closed_form_knows_what_is_frozen(mesh, also):
     """Narrow and without moments, next to adapters that have both."""
     settings = ("finetune.kind=dora", "precision.frozen=bfloat16", "model.embed=256", *also)

@@ -11,10 +11,12 @@ from helpers import batches_of, mesh_of, tiny
 import spmdtrain as st
 from spmdtrain.interop.peft import read_adapters
 from spmdtrain.models.adapters.by_path import merged
+from spmdtrain.models.adapters.quantised import dequantised
 from spmdtrain.planner.cost.memory import SAFE_SHARE
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.published.export_adapters import export_adapters
+from spmdtrain.train.given.weights import with_weights, with_wide_base
 from spmdtrain.train.step import make_gradients
 
 pytestmark = pytest.mark.long
@@ -38,6 +40,8 @@ SMALLEST = (
     "finetune.also_train=norm.*",
     "precision.frozen=bfloat16",
 )
+# What the test of meshes adds: all at once, because it compiles much.
+OF_FEW_BITS = ("finetune.base=nf4",)
 LAYOUTS = {
     "data, fsdp, tensor, zero": (
         "mesh.data=2",
@@ -104,8 +108,8 @@ def first_batch(*settings: str) -> tuple[float, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_have_the_loss_and_gradients_of_one_device(layout):
-    got, found = first_batch(*LAYOUTS[layout])
-    want, wanted = first_batch()
+    got, found = first_batch(*OF_FEW_BITS, *LAYOUTS[layout])
+    want, wanted = first_batch(*OF_FEW_BITS)
     assert got == pytest.approx(want, rel=1e-6)
     assert found.keys() == wanted.keys()
     off = {path: np.linalg.norm(found[path] - wanted[path]) for path in wanted}
@@ -164,6 +168,31 @@ def test_a_run_begins_with_a_base_and_trains_adapters_alone(tmp_path):
         st.run(tiny(*asked, "finetune.rank=2"), tmp_path / "run", devices=one)
     with pytest.raises(st.UserError, match="finetune.alpha"):
         st.run(tiny(*asked, "finetune.alpha=2.0"), tmp_path / "run", devices=one)
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_base_that_rests_in_few_bits_is_made_of_the_weights_that_are_given(base):
+    """On a mesh where layers are staged and split; magnitudes are those of what is left."""
+    mesh = ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")
+    setup = setup_of(f"finetune.base={base}", *mesh)
+    wide = with_wide_base(setup)
+    given = {
+        path: x
+        for path, x in st.init_state(wide).params.items()
+        if not wide.model.parameters[path].is_of_adapter
+    }
+    before = jax.device_get(given)
+    params = jax.device_get(with_weights(setup, given).params)
+    names = {"int8": ("integers", "scales"), "nf4": ("codes", "scales", "group_scales")}[base]
+    for part, ins in (("attention.qkv_eknd", 1), ("attention.out_kgde", 3), ("mlp.down_fe", 1)):
+        path = f"blocks.layer.{part}"
+        arrays = {name: params[f"{path}.{name}"] for name in names}
+        found = np.asarray(dequantised(arrays, base, ins, 3))
+        want = before[path].astype(np.float32)
+        off = np.linalg.norm(found - want) / np.linalg.norm(want)
+        assert off < {"int8": 0.01, "nf4": 0.15}[base], path
+    norms = np.linalg.norm(found, axis=-2)
+    assert np.allclose(params[f"{path}.down.magnitude"], norms, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

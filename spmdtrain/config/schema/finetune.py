@@ -29,6 +29,11 @@ class FinetuneConfig(Settings):
         description="linear layers of a block that get an adapter, or patterns of paths of a "
         "model's own ones, as `show` prints them",
     )
+    base: Literal["float", "int8", "nf4"] = Field(
+        default="float",
+        description="adapted weights rest as precision.frozen says | in 8 bits, with a scale for "
+        "each output | in NF4, blocks of 64, 4.1 bits (arXiv:2305.14314)",
+    )
     dropout: Fraction = Field(default=0.0, description="of an adapter's input")
     also_train: Strings = Field(
         default=(), description="patterns of paths of other weights that are trained, whole"

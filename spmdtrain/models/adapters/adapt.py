@@ -22,6 +22,7 @@ from spmdtrain.models.adapters.adapted import (
     is_of_adapter,
     parts_of,
 )
+from spmdtrain.models.adapters.quantised import as_buffers
 from spmdtrain.models.projection import MatmulWeight
 from spmdtrain.parallel.axes import STACK_AXES
 
@@ -42,12 +43,20 @@ def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
         weight = getattr(module, name)
         parts = parts_of(path, weight.shape)
         site = zlib.crc32(path.encode()) >> 1
-        adapted = AdaptedWeight(weight, parts, config, site)
-        for part in parts:
-            if part.name in config.targets or _matches(path, config.targets):
-                own_key = jax.random.fold_in(key, zlib.crc32(f"{path}.{part.name}".encode()))
-                setattr(adapted, part.name, _adapter(path, weight, part, config, own_key))
-                setattr(module, name, adapted)
+        chosen = [
+            part for part in parts if part.name in config.targets or _matches(path, config.targets)
+        ]
+        if not chosen:
+            continue
+        stacked, cut = _cut(path, weight)
+        base: Any = weight
+        if config.base != "float":
+            base = as_buffers(weight, config.base, stacked, cut - stacked, path)
+        adapted = AdaptedWeight(base, parts, config, site)
+        for part in chosen:
+            own_key = jax.random.fold_in(key, zlib.crc32(f"{path}.{part.name}".encode()))
+            setattr(adapted, part.name, _adapter(path, weight, part, config, own_key))
+        setattr(module, name, adapted)
 
 
 def _matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
@@ -90,21 +99,27 @@ def _matches(path: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
+def _cut(path: str, weight: MatmulWeight) -> tuple[int, int]:
+    """Returns how many dims count layers, and the dim at which o begins."""
+    axes = tuple(weight.out_sharding)
+    stacked = sum(axis in STACK_AXES for axis in axes)
+    if axes[stacked] == "embed":
+        return stacked, stacked + 1
+    if axes[-1] == "embed":
+        return stacked, weight.ndim - 1
+    raise ConfigError(
+        f"{path} has the logical axes {axes}: which of its dims a matmul contracts is seen by "
+        "'embed', its first dim or its last one",
+        fix="finetune.targets without it",
+    )
+
+
 def _adapter(
     path: str, weight: MatmulWeight, part: Part, config: FinetuneConfig, key: jax.Array
 ) -> Adapter:
     """Returns the adapter of a part of `weight`, stacked like the weight."""
     axes = tuple(weight.out_sharding)
-    stacked = sum(axis in STACK_AXES for axis in axes)
-    cut = stacked + 1
-    if axes[stacked] != "embed":
-        if axes[-1] != "embed":
-            raise ConfigError(
-                f"{path} has the logical axes {axes}: which of its dims a matmul contracts is seen "
-                "by 'embed', its first dim or its last one",
-                fix="finetune.targets without it",
-            )
-        cut = weight.ndim - 1
+    stacked, cut = _cut(path, weight)
     stack, ins, outs = weight.shape[:stacked], weight.shape[stacked:cut], weight.shape[cut:]
     if part.stop is not None:
         outs = (*outs[:SIDE], part.stop - part.start, *outs[SIDE + 1 :])

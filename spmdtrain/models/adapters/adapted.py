@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.config.schema import FinetuneConfig
+from spmdtrain.models.adapters.quantised import QuantisedWeight, dequantised
 from spmdtrain.models.projection import Product
 
 WEIGHT = "adapted_weight"  # the attribute of an `AdaptedWeight` that dotted paths leave out
@@ -98,10 +99,16 @@ class AdaptedWeight(nnx.Module):
         has_magnitudes = len(factors) == len(added)
         return y * _side_by_side(factors).astype(y.dtype) if has_magnitudes else y
 
+    def _wide(self, ins: int) -> jax.Array:
+        weight = self.adapted_weight
+        if isinstance(weight, QuantisedWeight):
+            return dequantised(weight.arrays(), weight.kind, ins)
+        return weight[...]
+
     def _factor(self, product: Product, part: Part, adapter: Adapter) -> jax.Array:
         """Returns m / |W + s a b| of a part, float32 [*o]."""
         norm = partial(_norm, part=part, b=adapter.b[...], scale=self.scale)
-        w = self.adapted_weight[...]
+        w = self._wide(product.contracted)
         a = adapter.a[...]
         # On a mesh with `context` either may come as copies, with a dim more.
         copies = [

@@ -1,15 +1,17 @@
 """Initialises the magnitudes of adapters among a model's values by dotted path, and merges them."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import FinetuneConfig
 from spmdtrain.models.adapters.adapted import Part, parts_of
+from spmdtrain.models.adapters.quantised import NAMES, Kind, dequantised, quantised
 
 
 def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -18,9 +20,12 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     Stacked dims come first, however many. Padded layers have norms of zero.
     """
     found = dict(values)
-    for path, part, adapter in _adapters(values):
+    if not any(path.endswith(".magnitude") for path in values):
+        return found
+    wide = _wide(values)
+    for path, part, adapter in _adapters(wide):
         if "magnitude" in adapter:
-            w = part.of(values[path])
+            w = part.of(wide[path])
             stacked, ins = _dims(w, adapter)
             over = tuple(range(stacked, stacked + ins))
             norms = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), over))
@@ -29,13 +34,50 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return found
 
 
+def _wide(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the values with each quantised weight made wide, at the path of the weight."""
+    found = dict(values)
+    for kind, names in NAMES.items():
+        for path in [path for path in values if path.endswith(f".{names[0]}")]:
+            base = path.removesuffix(f".{names[0]}")
+            arrays = {name: found.pop(f"{base}.{name}") for name in names}
+            stacked, ins = dims_in(values, base, arrays[names[0]])
+            found[base] = dequantised(arrays, kind, ins, stacked)
+    return found
+
+
+def with_few_bits(
+    values: Mapping[str, jax.Array], paths: Collection[str], kind: Kind, shapes: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Returns the arrays that the weights at `paths` are quantised to, by dotted path.
+
+    `shapes` has those of their adapters.
+    """
+    found = {}
+    for path in paths:
+        stacked, ins = dims_in(shapes, path, values[path])
+        arrays = quantised(values[path], kind, stacked, ins, path)
+        found |= {f"{path}.{name}": x for name, x in arrays.items()}
+    return found
+
+
+def dims_in(values: Mapping[str, Any], path: str, w: Any) -> tuple[int, int]:
+    """Returns how many dims of the weight at `path` count layers, and how many are of i."""
+    a = next(each for each in values if each.startswith(f"{path}.") and each.endswith(".a"))
+    stacked = len(values[a].shape) + len(values[f"{a[:-1]}b"].shape) - 2 - w.ndim
+    return stacked, len(values[a].shape) - 1 - stacked
+
+
 def merged(values: Mapping[str, np.ndarray], config: FinetuneConfig) -> dict[str, np.ndarray]:
     """Returns the weights of the plain model that computes the same as one with adapters.
 
     `values` by dotted path, with the layers in order, as `spmdtrain.weights` returns them. A weight
     with an adapter becomes W + s a b, or m (W + s a b) / |W + s a b|, computed and returned in
     float32. Other weights are returned unchanged.
+
+    Raises ConfigError where weights are quantised: what is merged are those they were made of.
     """
+    check_merges(config)
     found = dict(values)
     for path, part, adapter in _adapters(values):
         whole = np.array(found[path], np.float32)  # a copy, which is changed
@@ -45,6 +87,16 @@ def merged(values: Mapping[str, np.ndarray], config: FinetuneConfig) -> dict[str
         for name in adapter:
             del found[f"{path}.{part.name}.{name}"]
     return found
+
+
+def check_merges(config: FinetuneConfig) -> None:
+    """Refuses to merge adapters where the weights that were quantised are not held."""
+    if config.has_adapters and config.base != "float":
+        raise ConfigError(
+            f"finetune.base={config.base!r}: adapters are merged with the weights that were "
+            "quantised, and the run does not hold them",
+            fix="--to peft, and peft's merge with the base",
+        )
 
 
 def _merged_part(w: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
@@ -62,8 +114,11 @@ def _merged_part(w: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float)
 
 def magnitude_paths(values: Mapping[str, Any]) -> set[str]:
     """Returns the paths of the magnitudes among the values of a model's parameters."""
-    found = _adapters(values)
-    return {f"{path}.{part.name}.magnitude" for path, part, each in found if "magnitude" in each}
+    return {
+        path
+        for path in values
+        if path.endswith(".magnitude") and f"{path.removesuffix('magnitude')}a" in values
+    }
 
 
 def _adapters(values: Mapping[str, Any]) -> Iterator[tuple[str, Part, dict[str, Any]]]:

@@ -100,6 +100,10 @@ def closed_form_state(workload: Workload) -> tuple[int, int]:
         whole = _whole_under_zero(workload) * workload.trained.share
         elements = whole + (elements - whole) / workload.mesh.data
     parameters = workload.stored_bytes * elements + workload.frozen_bytes * frozen
+    if workload.trained.base_bytes is not None:
+        adapted = workload.trained.adapted_elements(workload.model, workload.mesh.tensor)
+        fewer = workload.frozen_bytes - workload.trained.base_bytes
+        parameters -= fewer * workload.layers_per_stage * adapted / workload.mesh.fsdp
     return int(parameters), int(workload.optimizer_bytes * elements)
 
 
@@ -262,7 +266,8 @@ def _accumulated_memory(
     if workload.trained.share == 1 and not workload.zero:
         elements = parameters / workload.stored_bytes  # exact, where the state was read
     narrower = size < workload.stored_bytes
-    copied = narrower or workload.zero or not workload.gradients_at_weights
+    gathers = workload.zero and workload.mesh.data > 1
+    copied = narrower or gathers or not workload.gradients_at_weights
     compute_copy = size * elements if copied else 0.0
     if size < workload.frozen_bytes:
         compute_copy += size * frozen
@@ -293,6 +298,7 @@ def _accumulated_memory(
         + activations
         + _recomputed_bytes(workload)
         + _workspace_bytes(workload)
+        + _widened_bytes(workload)
         + _gathered_token_bytes(workload)
     )
     at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0)
@@ -367,7 +373,7 @@ def _pipelined_memory(
         working = 2 * layers_per_chunk * recomputed
     else:
         working = 2 * kept + recomputed
-    working += _gathered_token_bytes(workload)
+    working += _gathered_token_bytes(workload) + _widened_bytes(workload)
     if layers_per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
         working += _workspace_bytes(workload)
     if workload.chunks > 1:  # its weights are cut out of the stage's, on top of a tick's work
@@ -441,6 +447,15 @@ def _gathered_token_bytes(workload: Workload) -> float:
     each with the tokens of all devices.
     """
     return 4.0 * workload.activation_bytes if workload.collective_matmul else 0.0
+
+
+def _widened_bytes(workload: Workload) -> float:
+    """Returns the bytes of the widest matrix of a layer, where it rests in few bits."""
+    if workload.trained.base_bytes is None:
+        return 0.0
+    model = workload.model
+    widest = model.embed * max(model.qkv_width, model.up_width) / workload.mesh.tensor
+    return (FLOAT32 + workload.compute_bytes) * widest
 
 
 def _workspace_bytes(workload: Workload) -> float:

@@ -141,6 +141,18 @@ class Trained:
     rank: int = 0
     targets: tuple[str, ...] = ()
     magnitudes: bool = False
+    base_bytes: float | None = None  # of an element of a weight with adapters; None: as other ones
+
+    def adapted_elements(self, model: ModelShape, tensor: int) -> float:
+        """Counts the elements of one layer's weights that have adapters, before `fsdp`."""
+        widths = {
+            ("q", "k", "v"): model.qkv_width,
+            ("out",): model.attention_width,
+            ("gate", "up"): model.up_width,
+            ("down",): model.ffn,
+        }
+        have = [width for parts, width in widths.items() if set(parts) & set(self.targets)]
+        return model.embed * sum(have) / tensor
 
     def adapter_elements(self, model: ModelShape, tensor: int) -> float:
         """Counts the elements of one layer's adapters on a device.
@@ -328,7 +340,9 @@ def trained_part(config: RunConfig) -> Trained:
         share = _built_share(config, with_adapters=own)
     if own or not finetune.has_adapters:
         return Trained(share)
-    return Trained(share, finetune.rank, finetune.targets, finetune.kind == "dora")
+    # NF4 has a scale of 8 bits for 64 weights, and one of 32 for 256 of those.
+    held = {"float": None, "int8": 1.0, "nf4": (4 + 8 / 64 + 32 / (64 * 256)) / 8}[finetune.base]
+    return Trained(share, finetune.rank, finetune.targets, finetune.kind == "dora", held)
 
 
 def _built_share(config: RunConfig, *, with_adapters: bool) -> float:

@@ -8,9 +8,11 @@ import numpy as np
 from spmdtrain.checkpoints.restore import read_step, run_config
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.given import as_flag, as_path, as_step
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.peft import Values, write_adapters
 from spmdtrain.interop.weights import in_words
 from spmdtrain.interop.writer import refuse_full
+from spmdtrain.models.abstract import build_model
 from spmdtrain.running.published.export_run import target_of
 
 
@@ -39,7 +41,7 @@ def export_adapters(
     with reading as checkpoints:
 
         def read(at: int) -> Values:
-            return _values(checkpoints, at, ema=ema, whole=config.finetune.kind == "dora")
+            return _values(checkpoints, at, config, ema=ema)
 
         at, values = read_step(checkpoints, run, step, read)
     count = write_adapters(out, values, config, target.family, base)
@@ -50,15 +52,18 @@ def export_adapters(
     ]
 
 
-def _values(checkpoints: Checkpoints, step: int, *, ema: bool, whole: bool) -> Values:
-    """Returns the weights; those that have adapters only by their shapes, unless `whole`."""
+def _values(checkpoints: Checkpoints, step: int, config: RunConfig, *, ema: bool) -> Values:
+    """Returns the weights; of those that have adapters no more than is written of them."""
     if ema:
         checkpoints.averaged(step)  # raises if there is none
-    shapes = checkpoints.weight_shapes(step)
-    adapted = {path for path in shapes if any(each.startswith(f"{path}.") for each in shapes)}
-    return {
-        path: np.broadcast_to(np.float32(0), shape)
-        if path in adapted and not whole
-        else checkpoints.read_weight(step, path, ema=ema)
-        for path, shape in shapes.items()
-    }
+    there = checkpoints.weight_shapes(step)
+    wide = config.finetune.model_copy(update={"base": "float"})
+    model = build_model(config.model_copy(update={"finetune": wide}))
+    found = {}
+    for path, parameter in model.parameters.items():
+        is_adapted = any(each.startswith(f"{path}.") for each in model.parameters)
+        if is_adapted and (path not in there or config.finetune.kind != "dora"):
+            found[path] = np.broadcast_to(np.float32(0), parameter.shape)
+        else:
+            found[path] = checkpoints.read_weight(step, path, ema=ema)
+    return found

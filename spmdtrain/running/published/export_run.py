@@ -30,7 +30,7 @@ from spmdtrain.interop.writer import (
     refuse_full,
     writing,
 )
-from spmdtrain.models.adapters.by_path import merged
+from spmdtrain.models.adapters.by_path import check_merges, merged
 
 
 def export_run(
@@ -55,6 +55,7 @@ def export_run(
     part = as_whole(part, "part", 1)
     refuse_full(out)
     target, saved = target_of(run, dtype)
+    check_merges(target.finetune)
     reading = contextlib.closing(Checkpoints(run, None, keep=None))
     with reading as checkpoints:
         at, lines = read_step(

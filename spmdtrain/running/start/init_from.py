@@ -17,6 +17,7 @@ from spmdtrain.interop.directory import keep_files, kept_in
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.start.other_run import naming_settings
+from spmdtrain.train.given.weights import with_wide_base
 from spmdtrain.train.setup import Setup
 
 # What the shapes of tensors show anyway, or what may differ: `max_length`, a separate head.
@@ -27,8 +28,10 @@ def weights_of(source: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.
     """Returns the parameters that `train.init_from` names, and keeps the files around them.
 
     They are those of the newest intact checkpoint of another run, or of a directory of Hugging
-    Face. The files are what an export of this run takes along: tokenizer and config.json.
+    Face. The files are what an export of this run takes along: tokenizer and config.json. Weights
+    that rest quantised come as they were before.
     """
+    setup = with_wide_base(setup)
     if newest_step(source) is None:
         params = _published(source, setup, reporter)
         around = source

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import jax
 
-from spmdtrain.models.adapters.by_path import magnitude_paths, with_magnitudes
-from spmdtrain.train.setup import Setup, fresh_but_for, with_items_begun
+from spmdtrain.models.adapters.by_path import magnitude_paths, with_few_bits, with_magnitudes
+from spmdtrain.train.setup import Setup, fresh_but_for, shard_on, with_items_begun
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
 
@@ -17,6 +17,7 @@ def with_weights(setup: Setup, given: dict[str, jax.Array]) -> TrainState:
     Parameters that are not given start as in `init_state`; magnitudes of adapters (DoRA) start with
     the norms of the given weights.
     """
+    given = _as_it_rests(setup, given)
     state = fresh_but_for(setup, given)
     begun = state.params
     state = replace(state, params={path: (begun | given)[path] for path in setup.state.params})
@@ -33,6 +34,34 @@ def with_weights(setup: Setup, given: dict[str, jax.Array]) -> TrainState:
         shardings = jax.tree.map(lambda x: x.sharding, setup.state.opt_state)
         state = replace(state, opt_state=jax.jit(begin, out_shardings=shardings)(params))
     return with_items_begun(setup, state, setup.state.items)
+
+
+def with_wide_base(setup: Setup) -> Setup:
+    """Returns the setup in which a quantised base is the weights that it is made of."""
+    config = setup.config
+    if config.finetune.base == "float":
+        return setup
+    finetune = config.finetune.model_copy(update={"base": "float"})
+    return shard_on(config.model_copy(update={"finetune": finetune}), setup.mesh, setup.make)
+
+
+def _as_it_rests(setup: Setup, given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the weights that are given, with those quantised that rest so."""
+    wide = {path: x for path, x in given.items() if path not in setup.state.params}
+    kind = setup.config.finetune.base
+    if not wide or kind == "float":
+        return given
+    kept = {path: x for path, x in given.items() if path not in wide}
+    for path in list(wide):  # one at a time: the wide one goes when it has been quantised
+
+        def made(x: jax.Array, path: str = path) -> dict[str, jax.Array]:
+            return with_few_bits({path: x}, [path], kind, setup.model.parameters)
+
+        asked = jax.eval_shape(made, wide[path])
+        shardings = {name: setup.state.params[name].sharding for name in asked}
+        kept |= jax.jit(made, out_shardings=shardings)(wide[path])
+        del wide[path], given[path]
+    return kept
 
 
 def _magnitudes(
