@@ -38,7 +38,10 @@ def theirs(folder):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers_and_the_export_loads(name, tmp_path, record_property):
     import torch
+    import transformers
 
+    if name.endswith("by rope_parameters") and transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 ignores rope_parameters without a word")
     directories.write(tmp_path / "model", CASES[name])
     imported = import_model(tmp_path / "model", tmp_path / "run")
     said = check_logits(tmp_path / "model", imported.setup, imported.params)
