@@ -113,12 +113,69 @@ def test_config_json_says_the_same_when_it_is_written_anew(family):
     assert keys["dtype"] == keys["torch_dtype"] == "bfloat16"
 
 
-def test_rope_is_written_for_transformers_4_and_5(published, tmp_path):
+NEW_SHAPE = directories.VARIANTS["llama, tied, by rope_parameters"]
+
+
+@pytest.mark.parametrize("config", [directories.CONFIGS["qwen2"], NEW_SHAPE], ids=["old", "new"])
+@pytest.mark.parametrize("imported", [True, False])
+def test_rope_is_written_for_transformers_4_and_5(config, imported):
     """transformers 4 ignores `rope_parameters` without a word, and takes theta 10,000."""
-    import_model(published / "llama", tmp_path / "run")
-    export_run(tmp_path / "run", tmp_path / "out")
-    keys = json.loads((tmp_path / "out" / "config.json").read_text())
+    said = as_published(Path(), config)
+    model = as_model(said.settings)
+    base = said if imported else None
+    _, keys = write_config(model, base, dtype="float32", tokens={}, run=Path())
     assert keys["rope_theta"] == keys["rope_parameters"]["rope_theta"] == 500.0
+
+
+# Every setting of a model that changes what it computes, and another value of it.
+OTHER = {
+    "layers": 3,
+    "embed": 64,
+    "heads": 8,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn": 100,
+    "vocab": 65,
+    "max_length": 33,
+    "positions": "learned",
+    "norm": "layernorm",
+    "mlp": "geglu",
+    "bias": True,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "tied": True,
+    "rope_theta": 5.0,
+    "rope_layers": (True, False),
+    "rope_share": 0.5,
+    "rope_scaling": {"kind": "linear", "factor": 2.0},
+    "windows": (8, 0),
+    "score_scale": 0.5,
+    "score_cap": 5.0,
+    "sinks": True,
+    "query_norm": "head",
+    "norm_epsilon": 1e-3,
+    "norm_places": "after",
+    "norm_offset": 1.0,
+    "embed_scale": "sqrt",
+    "residual_scale": 0.5,
+    "logit_scale": 0.5,
+    "logit_cap": 5.0,
+}
+CHANGE_NO_FUNCTION = {"name", "dropout", "attention", "make", "extra"}
+
+
+def test_no_setting_of_a_model_is_lost_on_the_way_out():
+    """An export is compared with its run by `function_of`: it must see every setting."""
+    plain = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64, "max_length": 32}
+    fields = set(type(as_model(plain)).model_fields)
+    assert fields == OTHER.keys() | CHANGE_NO_FUNCTION | {"rope_theta_window"}
+    of_plain = function_of(as_model(plain))
+    for name, value in OTHER.items():
+        assert function_of(as_model(plain | {name: value})) != of_plain, name
+    windowed = plain | {"windows": (8, 0)}
+    other = function_of(as_model(windowed | {"rope_theta_window": 5.0}))
+    assert other != function_of(as_model(windowed))
 
 
 def test_what_was_changed_on_top_is_in_the_exported_config(published, tmp_path):
