@@ -133,7 +133,7 @@ OTHER = {
     "embed": 64,
     "heads": 8,
     "kv_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "ffn": 100,
     "vocab": 65,
     "max_length": 33,
@@ -210,6 +210,10 @@ def test_a_config_takes_its_model_from_a_directory_or_a_run(published, tmp_path)
         assert function_of(config.model) == function_of(as_model(said))
         assert config.model.dropout == 0.5
         assert "model.from" in config.origin["model.layers"]
+    below = tmp_path / "below.toml"
+    below.write_text(f"[model]\nsinks = true\n{SHORT}")
+    file.write_text(f'extends = "below.toml"\n[model]\nfrom = "{source}"\n')
+    assert load(file).model.sinks is False  # of another model
     file.write_text(SHORT)
     assert load(file, [f"model.from={source}", "model.layers=2"]).model.layers == 2
 

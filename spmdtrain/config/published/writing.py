@@ -37,9 +37,9 @@ def write_config(
         kept = {name: value for name, value in base.keys.items() if name not in DROPPED}
         family = FAMILIES[base.family]
         made = _written(family, base.family, model)
-        rope = {name: made[name] for name in OF_ROPE if name in made}
+        rope = {name: made[name] for name in OF_ROPE if kept.get(name) is None and name in made}
         # As it was, with the other shape of the rotary keys; else with all keys written anew.
-        for keys in (rope | kept, kept | made):
+        for keys in (kept | rope, kept | made):
             keys = keys | dtypes | {"architectures": [family.architecture]}
             if _reads_as(keys) == wanted:
                 return base.family, keys
