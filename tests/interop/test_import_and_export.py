@@ -211,7 +211,7 @@ def test_a_config_takes_its_model_from_a_directory_or_a_run(published, tmp_path)
         assert config.model.dropout == 0.5
         assert "model.from" in config.origin["model.layers"]
     below = tmp_path / "below.toml"
-    below.write_text(f"[model]\nsinks = true\n{SHORT}")
+    below.write_text(f"[model]\nname = 'llama'\nsinks = true\n{SHORT}")
     file.write_text(f'extends = "below.toml"\n[model]\nfrom = "{source}"\n')
     assert load(file).model.sinks is False  # of another model
     file.write_text(SHORT)
