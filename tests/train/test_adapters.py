@@ -106,7 +106,14 @@ def first_batch(*settings: str) -> tuple[float, dict[str, np.ndarray]]:
     return float(sums["loss"] / sums["tokens"]), in_order
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# These compile longest, and run with -m slow.
+SLOW = ("collective matmuls", "zero bubble")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in LAYOUTS],
+)
 def test_adapters_have_the_loss_and_gradients_of_one_device(layout):
     got, found = first_batch(*OF_FEW_BITS, *LAYOUTS[layout])
     want, wanted = first_batch(*OF_FEW_BITS)
