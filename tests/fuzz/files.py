@@ -30,7 +30,11 @@ def _metrics(run: Run, config: RunConfig, changed_at: int, before: RunConfig) ->
         yield f"metrics.jsonl has the steps {steps}"
     if run.end == "finished" and len(steps) != config.train.steps:
         yield f"metrics.jsonl ends at step {len(steps)} of {config.train.steps}"
-    due = [step for step in steps if _is_due(step, before if step <= changed_at else config)]
+    due = [
+        step
+        for step in (0, *steps)
+        if _is_due(step, before if step <= changed_at and changed_at else config)
+    ]
     if run.end == "finished" and evaluated != due:
         yield f"evaluated at steps {evaluated}, asked {due}"
     finite = all(
@@ -43,8 +47,10 @@ def _metrics(run: Run, config: RunConfig, changed_at: int, before: RunConfig) ->
 
 
 def _is_due(step: int, config: RunConfig) -> bool:
-    """Whether the validation split is evaluated after this step."""
+    """Whether the validation split is evaluated after this step; step 0: before the first one."""
     every = config.eval.every
+    if step == 0:
+        return every > 0 and (config.eval.at_start or config.train.init_from is not None)
     return every > 0 and (step % every == 0 or step == config.train.steps)
 
 
@@ -77,12 +83,26 @@ def _checkpoints(run: Run, config: RunConfig) -> Iterator[str]:
         for path, value in run.seen.saved[step].items():
             if np.issubdtype(value.dtype, np.integer):
                 continue
-            if not np.isfinite(value.astype(np.float32)).all():
+            if not (is_window(value, step) if path.endswith("['recent']") else _is_finite(value)):
                 yield f"a checkpoint with values that are not finite: {path.split('.')[-1]}"
                 break
     named = re.search(r"step (\d+) is the newest checkpoint", run.said)
     if run.end == "diverged" and named and int(named[1]) not in there:
         yield f"the message names step {named[1]} as saved, checkpoints/ has {there}"
+
+
+def _is_finite(value: np.ndarray) -> bool:
+    return bool(np.isfinite(value.astype(np.float32)).all())
+
+
+def is_window(rows: np.ndarray, step: int) -> bool:
+    """Whether these are figures of good steps, at most one for each, the newest last; the rows
+    that no step has filled yet are infinities.
+    """
+    taken = np.isfinite(rows).all(1)
+    empty = np.isposinf(rows).all(1)
+    count = taken.sum()
+    return bool((taken | empty).all() and taken[len(rows) - count :].all() and count <= step)
 
 
 def listed(directory: Path) -> list[int]:

@@ -5,10 +5,12 @@ it.
 """
 
 import json
+import math
 import random
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fuzz import campaign, files, programs, schedule_files
@@ -174,6 +176,46 @@ def test_a_kill_before_the_event_of_a_save_is_no_fault(there, faults, tmp_path):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
     killed = Run("killed", "", "", tmp_path, {}, {}, Seen())
     assert len(list(files.faults(killed, load(BASE_FILE)))) == faults
+
+
+@pytest.mark.parametrize(
+    ("setting", "evaluated", "faults"),
+    [
+        ("train.init_from=other", (0, 2), 0),
+        ("train.init_from=other", (2,), 1),
+        ("eval.at_start=true", (0, 2), 0),
+        ("log.every=1", (0, 2), 1),
+    ],
+)
+def test_an_evaluation_of_step_0_is_asked_for_or_a_fault(setting, evaluated, faults, tmp_path):
+    steps = [f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2)]
+    evals = [f'{{"step": {step}, "eval_loss": 1.0}}\n' for step in evaluated]
+    (tmp_path / "metrics.jsonl").write_text("".join(steps + evals))
+    (tmp_path / "events.jsonl").write_text('{"event": "finished", "step": 2}\n')
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    finished = Run("finished", "", "", tmp_path, {}, {}, Seen())
+    config = load(BASE_FILE, ["train.steps=2", "eval.every=2", setting])
+    assert len(list(files.faults(finished, config))) == faults
+
+
+@pytest.mark.parametrize(
+    ("rows", "right"),
+    [
+        ([[math.inf, math.inf], [math.inf, math.inf]], True),
+        ([[math.inf, math.inf], [3.0, 0.5]], True),
+        ([[3.0, 0.5], [math.inf, math.inf]], False),
+        ([[math.inf, math.inf], [3.0, math.inf]], False),
+        ([[math.inf, math.inf], [math.nan, 0.5]], False),
+        ([[-math.inf, -math.inf], [3.0, 0.5]], False),
+        ([[2.0, 0.5], [3.0, 0.5]], False),
+    ],
+)
+def test_a_window_of_good_steps_fills_from_its_end(rows, right, tmp_path):
+    """After step 1 it holds one row at most."""
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    saved = {1: {"[2]['recent']": np.array(rows, np.float32)}}
+    killed = Run("killed", "", "", tmp_path, {}, {}, Seen(saved=saved))
+    assert len(list(files.faults(killed, load(BASE_FILE)))) == (not right)
 
 
 def lower_precision(gradients, *rest):
