@@ -212,7 +212,7 @@ def test_a_config_takes_its_model_from_a_directory_or_a_run(published, tmp_path)
         assert "model.from" in config.origin["model.layers"]
     below = tmp_path / "below.toml"
     below.write_text(f"[model]\nname = 'llama'\nsinks = true\n{SHORT}")
-    file.write_text(f'extends = "below.toml"\n[model]\nfrom = "{source}"\n')
+    file.write_text(f'extends = "below.toml"\n[model]\nfrom = "{published / "llama"}"\n')
     assert load(file).model.sinks is False  # of another model
     file.write_text(SHORT)
     assert load(file, [f"model.from={source}", "model.layers=2"]).model.layers == 2
