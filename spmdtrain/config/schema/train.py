@@ -58,7 +58,8 @@ class TrainConfig(Settings):
         default=1.0, description="largest global gradient norm; none: no clipping"
     )
     init_from: str | None = Field(
-        default=None, description="run directory whose newest weights this run starts from"
+        default=None,
+        description="run whose newest weights this run starts from, or a folder of Hugging Face",
     )
 
     @model_validator(mode="after")
