@@ -182,6 +182,8 @@ def _of_a_kind(random: random.Random, drawn: Values) -> Values:
         drawn["model.vocab"] = None  # as the tokenizer has
     if drawn.get("data.validation_fraction") == 0.0 and random.random() > UNCHECKED:
         drawn["eval.every"] = 0
+    if not drawn["eval.every"] and random.random() > UNCHECKED:
+        drawn.pop("eval.at_start", None)
     return drawn
 
 

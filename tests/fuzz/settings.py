@@ -103,7 +103,6 @@ NOT_DRAWN = {
     "data.validation_path": "of token files that others made; tests/data has it",
     "checkpoint.keep_best": "needs eval.every; tests/checkpoints/test_keeping.py has it",
     "checkpoint.keep_every": "decides which files stay; tests/checkpoints/test_keeping.py has it",
-    "eval.at_start": "needs eval.every; tests/running/guards/test_early_stop.py has it",
     "eval.patience": "rounding alone may decide it; tests/running/guards/test_early_stop.py has it",
     "eval.min_delta": "is of eval.patience",
     "train.epochs": "is another word for train.steps; tests/data/test_epochs.py has it",
