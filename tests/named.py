@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from spmdtrain.cli.arguments import make_parser
+from spmdtrain.cli.parser import make_parser
 from spmdtrain.config import ConfigError, RunConfig
 from spmdtrain.config.load import FROM, _alternatives
 

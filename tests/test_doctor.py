@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.cli.doctor import problems
 from spmdtrain.cli.machine import measured
+from spmdtrain.cli.machine.problems import problems
 
 WELL = {
     "versions": {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"},

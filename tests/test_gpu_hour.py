@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spmdtrain.cli.arguments import make_parser
+from spmdtrain.cli.parser import make_parser
 
 ROOT = Path(__file__).parent.parent
 HOUR = ROOT / "benchmarks" / "gpu_hour"

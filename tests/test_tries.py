@@ -9,7 +9,7 @@ import named
 import pytest
 
 from spmdtrain.cli import main
-from spmdtrain.cli.arguments import make_parser
+from spmdtrain.cli.parser import make_parser
 
 ROOT = Path(__file__).parent.parent
 

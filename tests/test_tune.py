@@ -12,7 +12,8 @@ from pallas_kernels.calls import AttentionCall, NormCall
 from pallas_kernels.tuning import Table
 from pallas_kernels.tuning.work import share_of_sheet
 from spmdtrain.cli import main
-from spmdtrain.cli.machine import tuning
+from spmdtrain.cli.machine import kernels, tune
+from spmdtrain.config import load
 
 CONFIG = """
 [model]
@@ -64,10 +65,10 @@ def test_the_table_is_shown_exported_and_known_from_then_on(tmp_path, capsys, mo
     assert "needs an NVIDIA GPU, this is cpu" in printed
     written = json.loads(exported.read_text(encoding="utf-8"))["gpus"]["cpu"]
     assert {entry["implementation"] for entry in written.values()} == {"xla"}
-    config = tiny().model_validate(tuning.load(str(path)).model_dump())
-    assert Table().program(tuning.program(config, 1))["calls"] == sorted(written)
+    config = tiny().model_validate(load(str(path)).model_dump())
+    assert Table().program(kernels.program(config, 1))["calls"] == sorted(written)
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 9})})
-    assert tuning.program(longer, 1) == tuning.program(config, 1) != tuning.program(config, 2)
+    assert kernels.program(longer, 1) == kernels.program(config, 1) != kernels.program(config, 2)
 
 
 @pytest.mark.parametrize(
@@ -86,22 +87,22 @@ def test_a_run_measures_what_its_machine_does_not_know(
 ):
     config = tiny(*settings)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(tuning, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(kernels, "has_nvidia_driver", lambda: driver)
     commands = []
-    monkeypatch.setattr(tuning, "_run", commands.append)
+    monkeypatch.setattr(kernels, "_run", commands.append)
     if known:
         entry = {"implementation": "xla"}
-        Table().add("G", {"one": entry}, {tuning.program(config, 1): ["one"]})
+        Table().add("G", {"one": entry}, {kernels.program(config, 1): ["one"]})
     parsed = argparse.Namespace(config="c.toml", set=[], simulate_devices=simulated)
-    tuning.before_training(parsed, config)
+    kernels.before_training(parsed, config)
     assert [command[5:] for command in commands] == ([] if asked is None else [asked])
 
 
 def test_a_failure_to_measure_costs_a_line(capfd, monkeypatch):
-    tuning._run([sys.executable, "-c", "raise SystemExit(3)"])
+    kernels._run([sys.executable, "-c", "raise SystemExit(3)"])
     assert "kernels: not measured: it ended with code 3" in capfd.readouterr().err
-    monkeypatch.setattr(tuning, "MOST_SECONDS", 0.2)
-    tuning._run([sys.executable, "-c", "import time; time.sleep(100)"])
+    monkeypatch.setattr(kernels, "MOST_SECONDS", 0.2)
+    kernels._run([sys.executable, "-c", "import time; time.sleep(100)"])
     assert "kernels: not measured: it took more than 0 s" in capfd.readouterr().err
 
 
@@ -133,7 +134,7 @@ def test_the_table_for_a_person(cache):
         "refused": {"cudnn": "no softcap"},
         "remark": "",
     }
-    shown = tuning.describe("NVIDIA H200", Table(cache), [(CALL, entry)]).splitlines()
+    shown = tune.describe("NVIDIA H200", Table(cache), [(CALL, entry)]).splitlines()
     assert shown[3] == "attention bfloat16 2x4096x32:8x128 causal"
     assert shown[4].split()[:3] == ["*", "mosaic", "1.000"] and "% of the data sheet" in shown[4]
     assert shown[5].split()[0] == "xla"

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from spmdtrain.cli.arguments import make_parser
+from spmdtrain.cli.parser import make_parser
 from spmdtrain.config import StorageError, UserError
 from spmdtrain.processes import peers, signals
 

@@ -2,7 +2,7 @@
 
 Start reading at `estimate.estimate`. The path of `spmdtrain estimate` to its number:
 
-    cli/planning/            reads the options and calls
+    cli/planning/estimate.py reads the options and calls
     estimate.py              estimate: settings become a Workload, a Hardware and a Software
     cost/step_time.py        step_time: seconds, term by term, which add up
     cost/layer_time.py       the terms of one layer

@@ -12,7 +12,8 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
-from spmdtrain.cli import main, prompts
+from spmdtrain.cli import main
+from spmdtrain.cli.run import prompts
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.encode import encode_conversation

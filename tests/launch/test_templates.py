@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from spmdtrain.cli.arguments import make_parser
+from spmdtrain.cli.parser import make_parser
 from spmdtrain.launch.place import HOST, find_place
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"

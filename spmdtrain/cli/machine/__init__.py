@@ -1,1 +1,1 @@
-"""Commands that measure the machine: `tune`, and `doctor --measure`."""
+"""The commands on this machine, a file for each: its arguments, then what it runs."""

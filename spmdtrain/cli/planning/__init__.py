@@ -1,1 +1,1 @@
-"""The planner's commands, a file for each: its arguments, then what it runs."""
+"""The commands of the planner, a file for each: its arguments, then what it runs."""

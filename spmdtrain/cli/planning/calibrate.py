@@ -2,17 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spmdtrain.cli.devices import start_jax
 from spmdtrain.cli.outputs import refuse_unwritable
-from spmdtrain.cli.shared_arguments import (
-    add_devices,
-)
+from spmdtrain.cli.shared_arguments import add_devices
 from spmdtrain.config import DONE, ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_calibrate(commands) -> None:

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmdtrain.cli.outputs import write_picture
-from spmdtrain.cli.shared_arguments import (
-    duration,
-    positive_int,
-)
+from spmdtrain.cli.shared_arguments import duration, positive_int
 from spmdtrain.config import DONE, ConfigError
 from spmdtrain.config.near import did_you_mean
 

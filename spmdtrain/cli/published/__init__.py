@@ -1,1 +1,1 @@
-"""The commands `import` and `export`."""
+"""The commands on published models, a file for each: its arguments, then what it runs."""

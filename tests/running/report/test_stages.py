@@ -10,7 +10,7 @@ import pytest
 from helpers import tiny
 
 from spmdtrain.cli import main
-from spmdtrain.cli import running as commands
+from spmdtrain.cli.run import train
 from spmdtrain.config import ConfigError
 from spmdtrain.processes.scheduler import is_first
 from spmdtrain.running import loop
@@ -40,7 +40,7 @@ def test_the_first_line_is_out_before_jax_is_imported(tmp_path, monkeypatch, cap
     def start_jax(_):
         raise ConfigError(f"so far: {capfd.readouterr().out!r}")
 
-    monkeypatch.setattr(commands, "start_jax", start_jax)
+    monkeypatch.setattr(train, "start_jax", start_jax)
     (tmp_path / "run.toml").write_text("")
     more = ["--coordinator", "localhost:1", "--processes", "2", *process] if process else []
     assert main(["train", str(tmp_path / "run.toml"), *more]) == ConfigError.exit_code

@@ -1,15 +1,51 @@
-"""Runs `launch`: the processes of a run, watched and restarted."""
+"""`spmdtrain launch`: trains in processes that are watched and restarted."""
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from spmdtrain.cli.outputs import refuse_unwritable
+from spmdtrain.cli.shared_arguments import positive_int, positive_seconds
 from spmdtrain.config import ConfigError
+from spmdtrain.launch.patience import STEP_SECONDS
 from spmdtrain.running.report.json_lines import write_document
 
 
-def launch(parsed: argparse.Namespace) -> int:
+def add_launch(commands, make_parser: Callable[[], argparse.ArgumentParser]) -> None:
+    """Adds the command `launch` and its arguments.
+
+    `make_parser` makes the parser of all commands, which reads those of the launched one.
+    """
+    launch = commands.add_parser(
+        "launch", help="train in processes that are watched, and restarted when they fail"
+    )
+    launch.add_argument(
+        "--local-processes",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="processes on this host (default: %(default)s)",
+    )
+    launch.add_argument(
+        "--step-seconds",
+        type=positive_seconds,
+        default=STEP_SECONDS,
+        metavar="S",
+        help="seconds, or 5 times the longest step so far, after which a step counts as a hang "
+        "(default: %(default)s)",
+    )
+    launch.add_argument("--report", metavar="FILE", help="write an account of the time, as JSON")
+    launch.add_argument(
+        "command_line",
+        nargs=argparse.REMAINDER,
+        metavar="train ...",
+        help="the run, with the arguments it has without launch",
+    )
+    launch.set_defaults(command=run_launch, make_parser=make_parser)
+
+
+def run_launch(parsed: argparse.Namespace) -> int:
     """Launches a command. Returns the exit code of its last attempt."""
     from spmdtrain.launch.launch import Launcher, say
     from spmdtrain.launch.place import find_place

@@ -1,35 +1,53 @@
-"""Measures the kernels of a config: for `spmdtrain tune`, and for `train` before it opens a GPU."""
+"""`spmdtrain tune`: measures the kernels of a config on this GPU."""
 
 import argparse
 import contextlib
-import hashlib
 import json
-import math
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmdtrain.cli.devices import has_nvidia_driver, without_devices
+from spmdtrain.cli.devices import without_devices
+from spmdtrain.cli.machine.kernels import device_count, program
 from spmdtrain.cli.outputs import refuse_unwritable
+from spmdtrain.cli.shared_arguments import add_config, positive_int
 from spmdtrain.config import DONE, ConfigError, load
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.processes.processes import simulate_devices
-from spmdtrain.running.report import stages
 
 if TYPE_CHECKING:
     from pallas_kernels.calls import Call
     from pallas_kernels.tuning import Table
 
-MOST_SECONDS = 900.0  # of all measuring before a run
-# Decide nothing about the calls of a step.
-OTHER_SECTIONS = ("optimizer", "eval", "checkpoint", "guard", "log", "kernels")
+
+def add_tune(commands) -> None:
+    """Adds the command `tune` and its arguments."""
+    tune = commands.add_parser(
+        "tune", help="measure the kernels of a config on this GPU; train does so by itself"
+    )
+    add_config(tune)
+    tune.add_argument(
+        "--devices",
+        type=positive_int,
+        metavar="N",
+        help="devices of the run (default: the GPUs of this machine)",
+    )
+    tune.add_argument("--again", action="store_true", help="measure also what is known")
+    tune.add_argument(
+        "--interpreted",
+        action="store_true",
+        help="interpret kernels on the CPU, for tests of tiny configs; nothing is remembered",
+    )
+    tune.add_argument(
+        "--export", metavar="FILE", help="write what is known of this GPU, for other machines"
+    )
+    tune.add_argument("--json", action="store_true", help="print JSON")
+    tune.set_defaults(command=run_tune)
 
 
-def tune(parsed: argparse.Namespace) -> int:
+def run_tune(parsed: argparse.Namespace) -> int:
     """Measures what is not known yet of the calls of a config's step, and prints it all."""
     environment = dict(os.environ)  # of the process that measures: this one opens no GPU
     config = load(parsed.config, parsed.set)
@@ -137,75 +155,3 @@ def _export(table: "Table", gpu: str, path: Path) -> None:
     document["gpus"] = {gpu: document["gpus"].get(gpu, {})}
     document["programs"] = {}
     path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def device_count(config: RunConfig, given: int | None) -> int:
-    """Returns the number of devices of a run: as given, as its mesh says, or as are here."""
-    from pallas_kernels.tuning.table import gpu_models
-
-    sizes = config.mesh.sizes.values()
-    fixed = math.prod(size for size in sizes if size != -1)
-    if given is not None or -1 not in sizes:
-        return given or fixed
-    here = len(gpu_models()) or 1
-    return fixed * max(here // fixed, 1)
-
-
-def program(config: RunConfig, count: int) -> str:
-    """Returns a digest of all that decides which calls a step has, and on which GPUs."""
-    from pallas_kernels.tuning.table import gpu_models
-
-    settings = config.model_dump(mode="json")
-    deciding = {name: each for name, each in settings.items() if name not in OTHER_SECTIONS}
-    deciding["train"] |= {"steps": None, "epochs": None, "seed": None}
-    text = json.dumps([deciding, count, gpu_models()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-# --- before a run
-
-
-def before_training(parsed: argparse.Namespace, config: RunConfig) -> None:
-    """Measures the kernels of a run that this machine does not know, before it opens a GPU.
-
-    The first process of a machine measures, and the others wait for it. Whatever goes wrong costs a
-    line: the run goes on, with the fixed order.
-    """
-    hidden = os.environ.get("JAX_PLATFORMS") == "cpu" or parsed.simulate_devices is not None
-    if config.kernels.tune == "off" or hidden or not has_nvidia_driver():
-        return
-    from pallas_kernels.tuning import Table
-
-    count = device_count(config, None)
-    digest = program(config, count)
-    table = Table()
-    again = config.kernels.tune == "again"
-    if table.program(digest) is not None and not again:
-        return
-    stages.enter("measuring kernels")
-    command = [sys.executable, "-m", "spmdtrain.cli", "tune", parsed.config]
-    command += ["--devices", str(count), "--json"]
-    for setting in parsed.set:
-        command += ["--set", setting]
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):  # no folder: each process measures for itself
-            held.enter_context(table.locked("tuning"))
-        table.read_again()
-        if again or table.program(digest) is None:
-            _run(command + ["--again"] * again)
-
-
-def _run(command: list[str]) -> None:
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        code = child.wait(MOST_SECONDS)
-        why = f"it ended with code {code}" if code else ""
-    except subprocess.TimeoutExpired:
-        why = f"it took more than {MOST_SECONDS:.0f} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    if why:
-        with stages.aside():
-            print(f"kernels: not measured: {why}; a fixed order is taken", file=sys.stderr)

@@ -1,26 +1,14 @@
-"""Runs the commands on data: `data prepare` and `tokenizer train`."""
+"""`spmdtrain data prepare`: converts documents to token files."""
 
 import argparse
 
-from spmdtrain.cli.devices import start_jax
-from spmdtrain.cli.shared_arguments import (
-    add_devices,
-    add_documents,
-    add_ema,
-    add_make,
-    add_set,
-    add_step,
-    positive_int,
-    unescaped,
-)
+from spmdtrain.cli.shared_arguments import add_documents, positive_int, unescaped
 from spmdtrain.config import DONE, ConfigError
 from spmdtrain.processes import signals
 
 
-def add_data(commands) -> None:
-    """Adds the command `data` and its arguments."""
-    group = commands.add_parser("data", help="make token files")
-    commands = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+def add_prepare(commands) -> None:
+    """Adds the command `data prepare` and its arguments."""
     prepare = commands.add_parser("prepare", help="convert documents to token files")
     add_documents(prepare)
     prepare.add_argument(
@@ -92,52 +80,10 @@ def add_data(commands) -> None:
         help="write NAME-00000.bin and so on, of N tokens each; "
         "after a kill, continue after the last complete one",
     )
-    prepare.set_defaults(command=_prepare)
-    _add_reference(commands)
+    prepare.set_defaults(command=run_prepare)
 
 
-def _add_reference(commands) -> None:
-    reference = commands.add_parser(
-        "reference", help="the log-probabilities of pairs by a reference model, for DPO"
-    )
-    reference.add_argument("path", metavar="FILE", help="a token file of pairs")
-    reference.add_argument("run", metavar="RUN", help="run directory of the reference model")
-    add_make(reference)
-    add_ema(reference)
-    add_step(reference)
-    add_set(
-        reference,
-        "train.sequence_length=4096, say, or mesh.tensor=2 (the default is one device)",
-    )
-    add_devices(reference)
-    reference.set_defaults(command=_reference)
-
-
-def add_tokenizer(commands) -> None:
-    """Adds the command `tokenizer` and its arguments."""
-    group = commands.add_parser("tokenizer", help="train a tokenizer")
-    commands = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train a byte-level BPE on documents")
-    add_documents(train)
-    train.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write")
-    train.add_argument(
-        "--vocab",
-        type=positive_int,
-        required=True,
-        metavar="N",
-        help="tokens, e.g. 32000",
-    )
-    train.add_argument(
-        "--special",
-        action="append",
-        default=[],
-        metavar="TOKEN",
-        help="another token that is never split, besides <|endoftext|>; may be repeated",
-    )
-    train.set_defaults(command=_train_tokenizer)
-
-
-def _prepare(parsed: argparse.Namespace) -> int:
+def run_prepare(parsed: argparse.Namespace) -> int:
     """Writes documents as token files."""
     from spmdtrain.data.prepare.prepare import Job
     from spmdtrain.data.prepare.prepare import prepare as write
@@ -168,41 +114,4 @@ def _prepare(parsed: argparse.Namespace) -> int:
     )
     with signals.cleaning_up():
         write(job)
-    return DONE
-
-
-def _reference(parsed: argparse.Namespace) -> int:
-    """Writes the log-probabilities that a run gives to pairs of answers."""
-    start_jax(parsed)
-    from spmdtrain.inference.reference import write_reference
-
-    numbers = write_reference(
-        parsed.path,
-        parsed.run,
-        step=parsed.step,
-        overrides=parsed.set,
-        make=parsed.make,
-        ema=parsed.ema,
-    )
-    chosen, rejected = numbers.mean(0)
-    share = 100 * (numbers[:, 0] > numbers[:, 1]).mean()
-    print(
-        f"{parsed.path}: {len(numbers):,} pairs; log-probabilities {chosen:.1f} (chosen) and "
-        f"{rejected:.1f} (rejected) on average, the chosen one higher in {share:.0f} %"
-    )
-    return DONE
-
-
-def _train_tokenizer(parsed: argparse.Namespace) -> int:
-    """Trains a tokenizer on documents."""
-    from spmdtrain.data.tokenizers.train_tokenizer import train_tokenizer as train
-
-    train(
-        parsed.paths,
-        parsed.out,
-        parsed.vocab,
-        field=parsed.field or "text",
-        split_on=parsed.split_on,
-        special=parsed.special,
-    )
     return DONE

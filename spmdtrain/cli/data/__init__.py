@@ -1,0 +1,1 @@
+"""The commands on data, a file for each: its arguments, then what it runs."""

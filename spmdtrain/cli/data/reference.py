@@ -1,0 +1,47 @@
+"""`spmdtrain data reference`: the log-probabilities of pairs by a reference model."""
+
+import argparse
+
+from spmdtrain.cli.devices import start_jax
+from spmdtrain.cli.shared_arguments import add_devices, add_ema, add_make, add_set, add_step
+from spmdtrain.config import DONE
+
+
+def add_reference(commands) -> None:
+    """Adds the command `data reference` and its arguments."""
+    reference = commands.add_parser(
+        "reference", help="the log-probabilities of pairs by a reference model, for DPO"
+    )
+    reference.add_argument("path", metavar="FILE", help="a token file of pairs")
+    reference.add_argument("run", metavar="RUN", help="run directory of the reference model")
+    add_make(reference)
+    add_ema(reference)
+    add_step(reference)
+    add_set(
+        reference,
+        "train.sequence_length=4096, say, or mesh.tensor=2 (the default is one device)",
+    )
+    add_devices(reference)
+    reference.set_defaults(command=run_reference)
+
+
+def run_reference(parsed: argparse.Namespace) -> int:
+    """Writes the log-probabilities that a run gives to pairs of answers."""
+    start_jax(parsed)
+    from spmdtrain.inference.reference import write_reference
+
+    numbers = write_reference(
+        parsed.path,
+        parsed.run,
+        step=parsed.step,
+        overrides=parsed.set,
+        make=parsed.make,
+        ema=parsed.ema,
+    )
+    chosen, rejected = numbers.mean(0)
+    share = 100 * (numbers[:, 0] > numbers[:, 1]).mean()
+    print(
+        f"{parsed.path}: {len(numbers):,} pairs; log-probabilities {chosen:.1f} (chosen) and "
+        f"{rejected:.1f} (rejected) on average, the chosen one higher in {share:.0f} %"
+    )
+    return DONE

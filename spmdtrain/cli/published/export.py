@@ -1,0 +1,92 @@
+"""`spmdtrain export`: writes a trained run as others load it."""
+
+import argparse
+import re
+
+from spmdtrain.cli.devices import without_devices
+from spmdtrain.cli.shared_arguments import add_ema, whole
+from spmdtrain.config import DONE, ConfigError
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def add_export(commands) -> None:
+    """Adds the command `export` and its arguments."""
+    parser = commands.add_parser(
+        "export", help="a trained run as a directory that transformers, vLLM and llama.cpp load"
+    )
+    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "peft"),
+        required=True,
+        help="hf: Hugging Face, with adapters merged; peft: the adapters alone",
+    )
+    parser.add_argument("out", metavar="DIR", help="folder that is made")
+    parser.add_argument(
+        "--step",
+        type=whole,
+        metavar="N",
+        help="of the checkpoint (default: the newest that is not damaged)",
+    )
+    add_ema(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the files (default: as imported, or bfloat16; peft: float32)",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="NAME",
+        help="peft: the model that the adapters are of (default: train.init_from of the run)",
+    )
+    parser.add_argument(
+        "--part",
+        type=_bytes,
+        metavar="SIZE",
+        help="of a file at most, 5GB or 500MB say (default: 5GB)",
+    )
+    parser.set_defaults(command=run_export)
+
+
+def _bytes(text: str) -> int:
+    """Reads a number of bytes with a unit of thousands."""
+    found = re.fullmatch(r"([0-9]{1,6})([KMGT]B)?", text.upper())
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a size such as 5GB or 500MB")
+    return int(found[1]) * UNITS[found[2] or ""]
+
+
+def run_export(parsed: argparse.Namespace) -> int:
+    """Writes a run as a directory of Hugging Face, or its adapters as one of peft."""
+    without_devices()
+    if parsed.to == "peft":
+        print(*_export_adapters(parsed), sep="\n")
+        return DONE
+    if parsed.base is not None:
+        raise ConfigError(f"--base {parsed.base} is for --to peft, not for --to {parsed.to}")
+    from spmdtrain.interop.writer import PART
+    from spmdtrain.running.published.export_run import export_run
+
+    lines = export_run(
+        parsed.run,
+        parsed.out,
+        step=parsed.step,
+        ema=parsed.ema,
+        dtype=parsed.dtype,
+        part=parsed.part or PART,
+    )
+    print(*lines, sep="\n")
+    return DONE
+
+
+def _export_adapters(parsed: argparse.Namespace) -> list[str]:
+    for option in ("dtype", "part"):
+        if getattr(parsed, option) is not None:
+            what = f"--{option} {getattr(parsed, option)} is for --to hf: adapters are float32"
+            raise ConfigError(what, fix=f"no --{option}")
+    from spmdtrain.running.published.export_adapters import export_adapters
+
+    return export_adapters(
+        parsed.run, parsed.out, step=parsed.step, ema=parsed.ema, base=parsed.base
+    )

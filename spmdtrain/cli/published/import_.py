@@ -1,0 +1,92 @@
+"""`spmdtrain import`: makes a run of a published model."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from spmdtrain.cli.devices import start_jax
+from spmdtrain.cli.shared_arguments import add_devices, add_set, positive_int
+from spmdtrain.config import DONE, ConfigError
+from spmdtrain.processes.scheduler import is_first
+
+
+def add_import(commands) -> None:
+    """Adds the command `import` and its arguments."""
+    parser = commands.add_parser(
+        "import", help="a published model of Hugging Face as a run: settings, tokenizer, weights"
+    )
+    parser.add_argument(
+        "folder", metavar="DIR", help="the folder with config.json and *.safetensors"
+    )
+    parser.add_argument("--out", metavar="RUN", help="run directory that is made")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the settings of the model as TOML, and end",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compares the logits with those of transformers, where that is installed",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the weights in the run (default: as in the files)",
+    )
+    parser.add_argument(
+        "--untie",
+        action="store_true",
+        help="gives a separate head to a model that shares the embedding",
+    )
+    parser.add_argument(
+        "--max-length", type=positive_int, metavar="N", help="longest sequence of the run"
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="tensors that are left out, * for any part of a name; may be repeated",
+    )
+    add_set(parser, "a setting on top of the model's, or mesh.*; may be repeated")
+    add_devices(parser)
+    parser.set_defaults(command=run_import)
+
+
+def run_import(parsed: argparse.Namespace) -> int:
+    """Imports a published model, or prints its settings."""
+    overrides = _overrides(parsed)
+    if parsed.print_config:
+        from spmdtrain.config.published.toml import model_toml
+
+        print(model_toml(parsed.folder, overrides))
+        return DONE
+    if parsed.out is None:
+        raise ConfigError("import makes a run directory: --out says which", fix="--out RUN")
+    start_jax(parsed)
+    from spmdtrain.running.published.import_model import import_model
+
+    imported = import_model(parsed.folder, parsed.out, overrides=overrides, ignored=parsed.ignore)
+    if is_first(parsed.process):
+        print(*imported.lines, sep="\n")
+    if parsed.check:
+        from spmdtrain.cli.published.check import check_logits
+
+        print(check_logits(parsed.folder, imported.setup, imported.params))
+    return DONE
+
+
+def _overrides(parsed: argparse.Namespace) -> Sequence[str]:
+    """Returns the settings that options stand for, and those of --set, which win."""
+    found = []
+    if parsed.untie:
+        from spmdtrain.config.published.reading import refuse_untied
+
+        refuse_untied(Path(parsed.folder))
+        found.append("model.tied=false")
+    if parsed.max_length is not None:
+        found.append(f"model.max_length={parsed.max_length}")
+    if parsed.dtype is not None:
+        found += [f"precision.params={parsed.dtype}", f"precision.compute={parsed.dtype}"]
+    return [*found, *parsed.set]

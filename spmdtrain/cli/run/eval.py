@@ -1,0 +1,119 @@
+"""`spmdtrain eval`: the loss of a trained run on any text, or its scores at tasks."""
+
+import argparse
+import json
+
+from spmdtrain.cli.devices import start_jax
+from spmdtrain.cli.run.waiting import waiting
+from spmdtrain.cli.shared_arguments import (
+    add_devices,
+    add_ema,
+    add_make,
+    add_set,
+    add_step,
+    positive_int,
+)
+from spmdtrain.config import DONE, ConfigError
+
+
+def add_eval(commands) -> None:
+    """Adds the command `eval` and its arguments."""
+    evaluate = commands.add_parser(
+        "eval", help="measure loss, perplexity and bits per byte of a trained run on any text"
+    )
+    evaluate.add_argument("run", metavar="RUN", help="run directory")
+    evaluate.add_argument(
+        "paths",
+        nargs="*",
+        metavar="FILE",
+        help="texts or token files (default: the validation data of the run)",
+    )
+    add_step(evaluate)
+    evaluate.add_argument(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="of the text in JSON lines and tables (default: text)",
+    )
+    evaluate.add_argument(
+        "--tasks",
+        metavar="A,B",
+        help="run tasks of lm-evaluation-harness instead of a loss; needs the package lm-eval",
+    )
+    evaluate.add_argument(
+        "--limit", type=positive_int, metavar="N", help="examples per task (default: all)"
+    )
+    add_make(evaluate)
+    add_ema(evaluate)
+    add_set(evaluate, "e.g. mesh.data=8 (default: one device) or eval.batches=4")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+    add_devices(evaluate)
+    evaluate.set_defaults(command=run_eval)
+
+
+def run_eval(parsed: argparse.Namespace) -> int:
+    """Prints a trained run's loss on its validation data or on files, or its scores at tasks."""
+    if parsed.tasks and parsed.paths:
+        raise ConfigError("--tasks and files cannot go together", fix="one of them at a time")
+    if parsed.tasks:
+        start_jax(parsed)
+        return _evaluate_tasks(parsed)
+    with waiting(parsed, f"evaluating {parsed.run}"):
+        from spmdtrain.inference.evaluate import evaluate
+
+        found = evaluate(
+            parsed.run,
+            parsed.paths,
+            step=parsed.step,
+            field=parsed.field,
+            overrides=parsed.set,
+            make=parsed.make,
+            ema=parsed.ema,
+        )
+    if parsed.json:
+        print(json.dumps(found))
+        return DONE
+    parts = [f"loss {found['loss']:.4f}"]
+    if found["perplexity"] is not None:
+        parts.append(f"perplexity {found['perplexity']:.4g}")
+    if found["bits_per_byte"] is not None:
+        parts.append(f"{found['bits_per_byte']:.4f} bits per byte")
+    unit = "pairs" if found["perplexity"] is None else "tokens"
+    tokens = f"{found['tokens']:,} of {found['split_tokens']:,} {unit}"
+    print(f"{'  '.join(parts)}  ({tokens}, step {found['step']})")
+    for name, count in found.items():
+        word, slash, source = name.partition("/")
+        if word == "tokens" and slash:
+            print(f"  {source}  {_source_loss(found, source)}  ({count:,} tokens)")
+    return DONE
+
+
+def _source_loss(found: dict, source: str) -> str:
+    """Describes the loss of one source of a mixture."""
+    if f"loss/{source}" not in found:
+        return "no token with a loss"
+    text = f"loss {found[f'loss/{source}']:.4f}"
+    bits = found.get(f"bits_per_byte/{source}")
+    return text if bits is None else f"{text}  {bits:.4f} bits per byte"
+
+
+def _evaluate_tasks(parsed: argparse.Namespace) -> int:
+    from spmdtrain.inference.harness import evaluate_tasks
+
+    found = evaluate_tasks(
+        parsed.run,
+        parsed.tasks.split(","),
+        limit=parsed.limit,
+        step=parsed.step,
+        overrides=parsed.set,
+        make=parsed.make,
+        ema=parsed.ema,
+    )
+    if parsed.json:
+        print(json.dumps(found, default=str))
+        return DONE
+    for task, figures in found.items():
+        for name, value in figures.items():
+            if isinstance(value, float):
+                print(f"{task}  {name}  {value:.4f}")
+    return DONE
