@@ -2,9 +2,13 @@
 jax starts.
 """
 
+import argparse
 import json
+import re
 import shutil
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -12,6 +16,7 @@ import pytest
 from helpers import prepared, trained
 
 from spmdtrain.cli import main
+from spmdtrain.cli.parser import make_parser
 from spmdtrain.train.state import bytes_per_device
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 60
@@ -207,3 +212,26 @@ def test_compiled_programs_are_kept_between_runs(here, monkeypatch):
         )
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def commands(
+    parser: argparse.ArgumentParser, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(words of a command, the module of what it runs), of every command."""
+    groups = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    for group in groups:
+        for name, each in group.choices.items():
+            yield from commands(each, (*words, name))
+    if not groups:
+        yield words, parser.get_default("command").__module__
+
+
+def test_each_command_is_a_file_of_its_name_with_its_arguments():
+    homes = dict(commands(make_parser()))
+    assert ("train",) in homes and ("data", "prepare") in homes
+    assert len({*homes.values()}) == len(homes)
+    for words, module in homes.items():
+        assert {*words} <= {*re.split("[._]", module)}, f"{words} is in {module}"
+        here = vars(sys.modules[module]).items()
+        adds = [name for name, each in here if name[:4] == "add_" and each.__module__ == module]
+        assert len(adds) == 1, f"{module} has the arguments of {adds}"
