@@ -6,7 +6,6 @@ import re
 
 from pallas_kernels.gpus import GPUS
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import SEEDS
 
 WHOLE = re.compile("[0-9]{1,18}")
 
@@ -115,21 +114,6 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def seed_number(text: str) -> int:
-    """Reads a seed: a whole number below `SEEDS`."""
-    if not WHOLE.fullmatch(text) or int(text) >= SEEDS:
-        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number from 0 to {SEEDS - 1}")
-    return int(text)
-
-
-def positive_seconds(text: str) -> float:
-    """Reads a number of seconds above 0."""
-    seconds = duration(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError("0 seconds is not a limit")
-    return seconds
-
-
 def duration(text: str) -> float:
     """Reads a time in any unit: a number from 0 to 1e12."""
     try:
@@ -169,14 +153,6 @@ def unescaped(given: str) -> str:
 def typed(given: str) -> str:
     r"""Reads a text, with \n, \t and \\ in it as a line break, a tab and a backslash."""
     return re.sub(r"\\([nt\\])", lambda found: ESCAPES[found[1]], text(given))
-
-
-def prompt_and_new(text: str) -> tuple[int, int]:
-    """Reads PROMPT+NEW, two numbers of tokens."""
-    prompt, plus, new = text.partition("+")
-    if not plus:
-        raise argparse.ArgumentTypeError(f"{text} is not PROMPT+NEW, e.g. 512+128")
-    return positive_int(prompt), positive_int(new)
 
 
 def refuse_together(parsed: argparse.Namespace, first: str, *others: str) -> None:

@@ -10,7 +10,6 @@ from spmdtrain.cli.shared_arguments import (
     add_config,
     add_hardware,
     positive_int,
-    prompt_and_new,
     refuse_together,
 )
 from spmdtrain.config import DONE, ConfigError, load
@@ -51,7 +50,7 @@ def add_estimate(commands) -> None:
     )
     estimate.add_argument(
         "--generate",
-        type=prompt_and_new,
+        type=_prompt_and_new,
         metavar="PROMPT+NEW",
         help="predict generation instead, e.g. 512+128 tokens",
     )
@@ -62,6 +61,14 @@ def add_estimate(commands) -> None:
         help="sequences to generate at once (default: 1)",
     )
     estimate.set_defaults(command=run_estimate)
+
+
+def _prompt_and_new(text: str) -> tuple[int, int]:
+    """Reads PROMPT+NEW, two numbers of tokens."""
+    prompt, plus, new = text.partition("+")
+    if not plus:
+        raise argparse.ArgumentTypeError(f"{text} is not PROMPT+NEW, e.g. 512+128")
+    return positive_int(prompt), positive_int(new)
 
 
 def run_estimate(parsed: argparse.Namespace) -> int:

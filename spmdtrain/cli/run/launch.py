@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spmdtrain.cli.outputs import refuse_unwritable
-from spmdtrain.cli.shared_arguments import positive_int, positive_seconds
+from spmdtrain.cli.shared_arguments import duration, positive_int
 from spmdtrain.config import ConfigError
 from spmdtrain.launch.patience import STEP_SECONDS
 from spmdtrain.running.report.json_lines import write_document
@@ -29,7 +29,7 @@ def add_launch(commands, make_parser: Callable[[], argparse.ArgumentParser]) -> 
     )
     launch.add_argument(
         "--step-seconds",
-        type=positive_seconds,
+        type=_positive_seconds,
         default=STEP_SECONDS,
         metavar="S",
         help="seconds, or 5 times the longest step so far, after which a step counts as a hang "
@@ -43,6 +43,14 @@ def add_launch(commands, make_parser: Callable[[], argparse.ArgumentParser]) -> 
         help="the run, with the arguments it has without launch",
     )
     launch.set_defaults(command=run_launch, make_parser=make_parser)
+
+
+def _positive_seconds(text: str) -> float:
+    """Reads a number of seconds above 0."""
+    seconds = duration(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError("0 seconds is not a limit")
+    return seconds
 
 
 def run_launch(parsed: argparse.Namespace) -> int:

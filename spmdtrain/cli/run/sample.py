@@ -5,17 +5,18 @@ import argparse
 from spmdtrain.cli.run.prompts import TALK, as_json, check_alone, questions, read_prompts
 from spmdtrain.cli.run.waiting import waiting
 from spmdtrain.cli.shared_arguments import (
+    WHOLE,
     add_devices,
     add_ema,
     add_make,
     add_set,
     add_step,
     positive_int,
-    seed_number,
     typed,
     whole,
 )
 from spmdtrain.config import DONE, ConfigError
+from spmdtrain.config.schema import SEEDS
 
 
 def add_sample(commands) -> None:
@@ -82,7 +83,7 @@ def add_sample(commands) -> None:
     )
     sample.add_argument(
         "--seed",
-        type=seed_number,
+        type=_seed_number,
         default=0,
         help="another seed, another text",
     )
@@ -92,6 +93,13 @@ def add_sample(commands) -> None:
     )
     add_devices(sample)
     sample.set_defaults(command=run_sample)
+
+
+def _seed_number(text: str) -> int:
+    """Reads a seed: a whole number below `SEEDS`."""
+    if not WHOLE.fullmatch(text) or int(text) >= SEEDS:
+        raise argparse.ArgumentTypeError(f"{text:.40} is not a whole number from 0 to {SEEDS - 1}")
+    return int(text)
 
 
 def run_sample(parsed: argparse.Namespace) -> int:
