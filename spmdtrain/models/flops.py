@@ -1,10 +1,13 @@
-"""Counts the FLOPs of a model in its own program.
+"""Counts the FLOPs of a model in its own program, and those of the gradients that are asked for.
 
 It counts matmuls, convolutions, and attention by our kernels. A multiplication and an addition
-count as two. Everything else in a model is negligible.
+count as two. Everything else in a model is negligible, and so is a matmul of weights alone, which
+a microbatch does once and not each token (the norms of DoRA).
 """
 
 import math
+from collections.abc import Sequence
+from enum import Flag, auto
 from typing import Any
 
 import jax
@@ -21,14 +24,36 @@ class UncountableError(Exception):
     """The program has a loop of unknown length, or a kernel that does not state its FLOPs."""
 
 
+class Origin(Flag):
+    """What a value of a program is computed from."""
+
+    NEITHER = 0
+    TOKENS = auto()
+    TRAINED = auto()  # parameters that are trained: the value has a gradient
+
+
+Counted = tuple[float, list[Origin]]  # (FLOPs, the origins of the outputs)
+
+
 def counted_flops_per_token(config: RunConfig, model: AbstractModel) -> float | None:
     """Returns model FLOPs of forward and backward per token of a training sequence, if known.
 
-    The backward of a matmul is two matmuls of its size. Recomputation does not count, and neither
-    do copies: the program is that of one device. Attention by `pallas_kernels.attention` counts the
-    pairs that are seen, half of all if it is causal; custom attention counts as written. Equal to
-    `size.train_flops_per_token` for the shipped model.
+    The backward of a matmul is one matmul of its size for each factor that has a gradient: two, or
+    only that of the activations where the weight is frozen. Recomputation does not count, and
+    neither do copies: the program is that of one device. Attention by `pallas_kernels.attention`
+    counts the pairs that are seen, half of all if it is causal; custom attention counts as written.
+    Equal to `size.train_flops_per_token` for the shipped model if all of it is trained.
     """
+    trained = {path for path, each in model.parameters.items() if each.is_trained}
+    return _flops_per_token(config, model, trained)
+
+
+def forward_flops_per_token(config: RunConfig, model: AbstractModel) -> float | None:
+    """Returns those of `counted_flops_per_token` that are of the forward, if known."""
+    return _flops_per_token(config, model, set())
+
+
+def _flops_per_token(config: RunConfig, model: AbstractModel, trained: set[str]) -> float | None:
     length = config.train.sequence_length
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     values = {path: jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in model.named_variables()}
@@ -43,18 +68,91 @@ def counted_flops_per_token(config: RunConfig, model: AbstractModel) -> float | 
     with counted():
         # A separate function: otherwise jax would reuse an earlier trace.
         program = jax.make_jaxpr(lambda *arguments: forward(*arguments))(values, tokens)
+    of_values = {path: Origin.TRAINED if path in trained else Origin.NEITHER for path in values}
+    given = jax.tree.leaves((of_values, Origin.TOKENS))
     try:
-        return 3 * flops_of(program.jaxpr) / length
+        return _count(program.jaxpr, given, bool(trained))[0] / length
     except UncountableError:
         return None
 
 
 def flops_of(program: Any) -> float:
     """Returns the FLOPs of a jaxpr. Raises UncountableError."""
-    return sum(map(_flops_of_operation, program.eqns), 0.0)
+    return _count(program, [Origin.TOKENS] * len(program.invars), False)[0]
 
 
-def _flops_of_operation(operation: Any) -> float:
+def _count(program: Any, given: Sequence[Origin], trains: bool) -> Counted:
+    """Returns the FLOPs of a jaxpr with inputs of these origins.
+
+    `trains`: a mark, which hides what it is computed from, has a gradient.
+    """
+    known: dict[Any, Origin] = dict(zip(program.invars, given, strict=True))
+    total = 0.0
+
+    def origin(value: Any) -> Origin:
+        literal = isinstance(value, jax.extend.core.Literal)
+        return Origin.NEITHER if literal else known.get(value, Origin.NEITHER)
+
+    for operation in program.eqns:
+        flops, outs = _count_operation(operation, [origin(x) for x in operation.invars], trains)
+        total += flops
+        for value, found in zip(operation.outvars, outs, strict=True):
+            floating = jnp.issubdtype(getattr(value.aval, "dtype", jnp.int32), jnp.floating)
+            known[value] = found if floating else found & Origin.TOKENS
+    return total, [origin(value) for value in program.outvars]
+
+
+def _count_operation(operation: Any, given: list[Origin], trains: bool) -> Counted:
+    union = _union(given)
+    outs = [union] * len(operation.outvars)
+    own = _own_flops(operation)
+    if own is not None:
+        if operation.primitive.name == "name" and own:
+            everything = Origin.TOKENS | (Origin.TRAINED if trains else Origin.NEITHER)
+            return own * (3 if trains else 1), [everything]
+        if operation.primitive.name == "pallas_call":
+            return own * (3 if Origin.TRAINED in union else 1), outs
+        gradients = sum(Origin.TRAINED in each for each in given[:2])
+        return own * (1 + gradients) * (Origin.TOKENS in union), outs
+    name = operation.primitive.name
+    options = operation.params
+    if name == "scan":
+        return _count_scan(options, given, trains)
+    if name == "cond":
+        found = [_count(each, given[1:], trains) for each in _programs_in(options)]
+        outs = [_union(each) | given[0] for each in zip(*(outs for _, outs in found), strict=True)]
+        return max(flops for flops, _ in found), outs
+    inside = _programs_in(options)
+    if name != "while" and len(inside) == 1 and len(inside[0].invars) == len(given):
+        return _count(inside[0], given, trains)
+    flops = [_count(each, [union] * len(each.invars), trains)[0] for each in inside]
+    if name == "while" and any(flops):
+        raise UncountableError
+    return sum(flops, 0.0), outs
+
+
+def _count_scan(options: dict[str, Any], given: list[Origin], trains: bool) -> Counted:
+    """Counts a loop of known length: what is carried has the origins that it ends with."""
+    (body,) = _programs_in(options)
+    carry = slice(options["num_consts"], options["num_consts"] + options["num_carry"])
+    given = list(given)
+    while True:
+        flops, outs = _count(body, given, trains)
+        grown = [old | new for old, new in zip(given[carry], outs, strict=False)]
+        if grown == given[carry]:
+            return options["length"] * flops, outs
+        given[carry] = grown
+
+
+def _union(origins: Sequence[Origin]) -> Origin:
+    found = Origin.NEITHER
+    for each in origins:
+        found |= each
+    return found
+
+
+def _own_flops(operation: Any) -> float | None:
+    """Returns the FLOPs of an operation that computes by itself; None for any other one."""
     name = operation.primitive.name
     options = operation.params
     shapes: list[tuple[int, ...]] = [getattr(each.aval, "shape", ()) for each in operation.invars]
@@ -70,20 +168,13 @@ def _flops_of_operation(operation: Any) -> float:
     if name.startswith("ragged_dot"):
         return 2.0 * math.prod(shapes[0]) * operation.outvars[0].aval.shape[-1]
     if name == "name":
-        return flops_of_mark(options["name"])
+        return flops_of_mark(options["name"]) or None
     if name == "pallas_call":
         cost = options.get("cost_estimate")
         if cost is None:
             raise UncountableError
         return float(cost.flops)
-    inside = [flops_of(each) for each in _programs_in(options)]
-    if name == "scan":
-        return options["length"] * sum(inside)
-    if name == "cond":
-        return max(inside)
-    if name == "while" and any(inside):
-        raise UncountableError
-    return sum(inside, 0.0)
+    return None
 
 
 def _programs_in(options: dict[str, Any]) -> list[Any]:

@@ -97,14 +97,14 @@ def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:
     """
     from spmdtrain.models.abstract import build_model
     from spmdtrain.models.choose import choose_model
-    from spmdtrain.models.flops import counted_flops_per_token
+    from spmdtrain.models.flops import forward_flops_per_token
 
     config, make = choose_model(config)
     length = config.train.sequence_length
-    counted = counted_flops_per_token(config, build_model(config, make))
-    if counted is None:
+    forward = forward_flops_per_token(config, build_model(config, make))
+    if forward is None:
         return shape
-    missing = (counted - model_flops_per_token(shape, length)) / 6 / shape.layers
+    missing = (3 * forward - model_flops_per_token(shape, length)) / 6 / shape.layers
     matrices = 3 if shape.gated else 2  # of the mlp, embed x ffn each
     ffn = shape.ffn + missing / (matrices * shape.embed)
     return replace(shape, ffn=max(1, round(ffn)))

@@ -2,21 +2,30 @@
 and kernels.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import tiny
+from helpers import prepared, tiny
 
 from pallas_kernels.attention import attention
 from pallas_kernels.counting import counted, seen_pairs
 from spmdtrain.models.abstract import build_model
-from spmdtrain.models.flops import UncountableError, counted_flops_per_token, flops_of
+from spmdtrain.models.flops import (
+    UncountableError,
+    counted_flops_per_token,
+    flops_of,
+)
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
+from spmdtrain.planner.cost.flops import model_flops_per_token
+from spmdtrain.planner.cost.workload import model_shape, trained_part
 from spmdtrain.running.report import metrics
 from spmdtrain.train.setup import shard
+from spmdtrain.train.step import make_gradients
 
 
 @pytest.mark.parametrize(
@@ -32,6 +41,60 @@ def test_the_shipped_models_have_the_flops_of_the_formula(settings):
     config = tiny("model.vocab=64", *settings, "train.sequence_length=64")
     want = train_flops_per_token(config.model, 64)
     assert counted_flops_per_token(config, build_model(config)) == pytest.approx(want, rel=1e-6)
+
+
+LORA = ("finetune.kind=lora", "finetune.rank=4", "finetune.targets=q,out,up,down")
+
+
+ONE_LAYER = ("model.layers=1", "train.sequence_length=64", "train.remat=none")
+
+
+def of_gradients(*settings: str) -> tuple[Any, tuple, float, float]:
+    """(what makes a step's gradients, its abstract arguments, FLOPs counted, tokens)."""
+    setup = prepared(*ONE_LAYER, *settings)
+    counted = counted_flops_per_token(setup.config, setup.model)
+    assert counted is not None
+    arguments = (setup.state.params, 0, setup.batch)
+    tokens = setup.batch["tokens"].size
+    return jax.jit(make_gradients(setup)), arguments, counted * tokens, tokens
+
+
+def test_a_frozen_weight_has_no_gradient_in_the_compiled_step():
+    """XLA counts the body of a loop once: there is one layer. It counts more than matmuls: 3 %."""
+    (full, of_full, all_counted, tokens), (lora, of_lora, counted, _) = (
+        of_gradients(*settings) for settings in ((), LORA)
+    )
+    assert counted / tokens == pytest.approx(planned(*ONE_LAYER, *LORA), rel=1e-6)
+    all_done, done = (
+        step.lower(*arguments).compile().cost_analysis()["flops"]
+        for step, arguments in ((full, of_full), (lora, of_lora))
+    )
+    # Attention is the same in both, and counts half of what the program computes.
+    assert all_counted - counted == pytest.approx(all_done - done, rel=0.05)
+
+
+def test_an_adapter_has_its_own_matmuls_and_what_else_is_trained_its_gradient():
+    """In the program of a step, to the last one."""
+    also = (*LORA[:2], "finetune.targets=up,down", "finetune.also_train=tokens.*,*.qkv_eknd")
+    (full, of_full, all_counted, tokens), (lora, of_lora, counted, _) = (
+        of_gradients(*settings) for settings in ((), also)
+    )
+    assert counted / tokens == pytest.approx(planned(*ONE_LAYER, *also), rel=1e-6)
+    all_done, done = (
+        flops_of(step.trace(*arguments).jaxpr.jaxpr)
+        for step, arguments in ((full, of_full), (lora, of_lora))
+    )
+    assert all_counted - counted == pytest.approx(all_done - done, rel=1e-6)
+
+
+def planned(*settings: str) -> float:
+    config = tiny("train.sequence_length=64", *settings)
+    return model_flops_per_token(model_shape(config), 64, trained_part(config))
+
+
+def test_few_bits_and_magnitudes_are_no_matmuls_of_a_token():
+    few = tiny("train.sequence_length=64", *LORA, "finetune.kind=dora", "finetune.base=nf4")
+    assert counted_flops_per_token(few, build_model(few)) == pytest.approx(planned(*LORA), rel=1e-6)
 
 
 class OwnAttention(nnx.Module):
@@ -61,6 +124,9 @@ def test_a_model_of_ones_own_counts_what_it_multiplies(monkeypatch):
     processed = config.train.global_batch * 16  # whatever has a loss
     want_mfu = want * processed / 0.5 / 1e12
     assert metrics.make_figures(setup)(taken, 0.5)["mfu"] == pytest.approx(want_mfu)
+    few = prepared("train.sequence_length=64", *LORA)
+    want_mfu = planned(*LORA) * few.batch["tokens"].size / 0.5 / 1e12
+    assert metrics.make_figures(few)(taken, 0.5)["mfu"] == pytest.approx(want_mfu)
 
 
 def test_a_convolution_a_branch_and_a_loop_of_unknown_length():

@@ -4,15 +4,22 @@ A multiplication and an addition count as two. The FLOPs that a kernel really co
 where its time is estimated (layer_time.py).
 """
 
-from spmdtrain.planner.cost.workload import ModelShape
+from spmdtrain.planner.cost.workload import ModelShape, Trained
 
 
-def model_flops_per_token(model: ModelShape, sequence_length: int) -> float:
+def model_flops_per_token(
+    model: ModelShape, sequence_length: int, trained: Trained | None = None
+) -> float:
     """Returns the FLOPs of forward and backward per token: causal attention, no recomputation.
 
-    Equal to `models.size.train_flops_per_token`, which the metrics of a run use.
+    Two for a multiplication by a weight, two for the gradient of what it multiplies, and two for
+    its own where it is trained: those of adapters are. Equal to what the metrics of a run use,
+    `models.size.train_flops_per_token` and, where weights are frozen,
+    `models.flops.counted_flops_per_token`.
     """
+    trained = trained or Trained()
     matrices = model.layers * model.layer_matrices + model.embed * model.vocab
     attention = 6 * model.layers * model.attention_width * sequence_length
     attention = attention * model.seen_share(sequence_length)
-    return 6 * matrices + attention
+    adapters = 6 * model.layers * trained.adapter_matrices(model)
+    return (4 + 2 * trained.of_matrices) * matrices + adapters + attention

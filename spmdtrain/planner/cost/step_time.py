@@ -79,7 +79,9 @@ class StepTime:
     @property
     def model_flops_per_device(self) -> float:
         """The FLOP/s that count: forward and backward once, causal attention."""
-        per_token = model_flops_per_token(self.workload.model, self.workload.sequence_length)
+        per_token = model_flops_per_token(
+            self.workload.model, self.workload.sequence_length, self.workload.trained
+        )
         return per_token * self.tokens_per_second_per_device
 
     @property
@@ -106,7 +108,7 @@ def step_time(
     With `closed_form`, the bubble comes from the schedule's closed form instead of its table; a
     search uses this.
     """
-    share = workload.trained.share  # of the weights that have gradients
+    share = workload.trained.of_matrices
     layer = {
         term: work._replace(weight=share * work.weight)
         for term, work in layer_time(workload, hardware, software).items()

@@ -6,7 +6,7 @@ runs down as workloads directly.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -133,11 +133,13 @@ class ModelShape:
 class Trained:
     """The trained part of a model.
 
-    share: of the model's own weights, by elements. `targets`: the linear layers of each block that
-    have an adapter of `rank`, and `magnitudes` if DoRA's; () for none.
+    share: of the model's own weights, by elements, and `of_matrices` of those that multiply every
+    token. `targets`: the linear layers of each block that have an adapter of `rank`, and
+    `magnitudes` if DoRA's; () for none.
     """
 
     share: float = 1.0
+    of_matrices: float = 1.0
     rank: int = 0
     targets: tuple[str, ...] = ()
     magnitudes: bool = False
@@ -153,6 +155,10 @@ class Trained:
         }
         have = [width for parts, width in widths.items() if set(parts) & set(self.targets)]
         return model.embed * sum(have) / tensor
+
+    def adapter_matrices(self, model: ModelShape) -> float:
+        """Counts the elements of one layer's adapters that multiply every token."""
+        return replace(self, magnitudes=False).adapter_elements(model, 1)
 
     def adapter_elements(self, model: ModelShape, tensor: int) -> float:
         """Counts the elements of one layer's adapters on a device.
@@ -335,31 +341,36 @@ def trained_part(config: RunConfig) -> Trained:
     if not finetune.has_adapters and not patterns:
         return Trained()
     own = config.model.make is not None
-    share = 0.0
+    share = of_matrices = 0.0
     if own or patterns or finetune.also_train:
-        share = _built_share(config, with_adapters=own)
+        share, of_matrices = _built_shares(config, with_adapters=own)
     if own or not finetune.has_adapters:
-        return Trained(share)
+        return Trained(share, of_matrices)
     # NF4 has a scale of 8 bits for 64 weights, and one of 32 for 256 of those.
     held = {"float": None, "int8": 1.0, "nf4": (4 + 8 / 64 + 32 / (64 * 256)) / 8}[finetune.base]
-    return Trained(share, finetune.rank, finetune.targets, finetune.kind == "dora", held)
+    dora = finetune.kind == "dora"
+    return Trained(share, of_matrices, finetune.rank, finetune.targets, dora, held)
 
 
-def _built_share(config: RunConfig, *, with_adapters: bool) -> float:
-    """Returns the share of the built model's elements that is trained."""
+def _built_shares(config: RunConfig, *, with_adapters: bool) -> tuple[float, float]:
+    """Returns the share of the built model's elements that is trained, and that of its matrices."""
     from spmdtrain.models.abstract import build_model
     from spmdtrain.models.choose import choose_model
 
     parameters = build_model(*choose_model(config)).parameters
     groups = config.optimizer.groups
-    total = trained = 0
+    head = "tokens.table_ve" if config.model.tied else "unembed_ve"
+    total = {False: 0, True: 0}  # by whether a matmul reads it
+    trained = {False: 0, True: 0}
     for path, each in parameters.items():
         if each.is_of_adapter and not with_adapters:
             continue
         group = next((group for group in groups if fnmatchcase(path, group.match)), None)
-        total += each.size
-        trained += each.size * (each.is_trained and not (group and group.frozen))
-    return trained / total
+        of_matmuls = each.is_of_matmuls or path == head
+        total[of_matmuls] += each.size
+        trained[of_matmuls] += each.size * (each.is_trained and not (group and group.frozen))
+    of_matrices = trained[True] / total[True] if total[True] else 1.0
+    return sum(trained.values()) / sum(total.values()), of_matrices
 
 
 def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:

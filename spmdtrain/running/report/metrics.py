@@ -2,9 +2,10 @@
 
 Speed counts all tokens that a step processes, with or without a loss. MFU (model FLOPs utilisation)
 is model FLOPs per token x tokens per second / (devices x peak). The model FLOPs are those of
-`models.size.train_flops_per_token`; for a custom model, those that `models.flops` counts. Causal
-attention counts half, and recomputation does not count. The peak is that of dense bfloat16 in
-pallas_kernels/gpus.py; on hardware not listed there MFU is null, never guessed.
+`models.size.train_flops_per_token`; for a custom model, and where weights are frozen, those that
+`models.flops` counts. Causal attention counts half, and recomputation does not count. The peak is
+that of dense bfloat16 in pallas_kernels/gpus.py; on hardware not listed there MFU is null, never
+guessed.
 """
 
 import contextlib
@@ -97,7 +98,8 @@ def make_figures(setup: Setup) -> Callable[[dict[str, Any], float], dict[str, An
     config = setup.config
     peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
     flops = None
-    if setup.make is Transformer:
+    parameters = setup.model.parameters.values()
+    if setup.make is Transformer and all(each.is_trained for each in parameters):
         flops = train_flops_per_token(config.model, config.train.sequence_length)
     elif peak:
         flops = counted_flops_per_token(config, setup.model)
