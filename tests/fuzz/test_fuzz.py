@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fuzz import campaign, files, programs, schedule_files
+from fuzz.agreement import BFLOAT16, Oracle
 from fuzz.check import Oracles, examine
 from fuzz.draw import (
     AXES,
@@ -216,6 +217,21 @@ def test_a_window_of_good_steps_fills_from_its_end(rows, right, tmp_path):
     saved = {1: {"[2]['recent']": np.array(rows, np.float32)}}
     killed = Run("killed", "", "", tmp_path, {}, {}, Seen(saved=saved))
     assert len(list(files.faults(killed, load(BASE_FILE)))) == (not right)
+
+
+@pytest.mark.parametrize(("flipped", "wrong"), [(1, 0), (5, 1)])
+def test_a_sign_that_few_roundings_change_is_excused_and_five_are_not(flipped, wrong, tmp_path):
+    """Of the nudged runs only the tenth changes the sign of one update among 32."""
+
+    def moved(flips: int) -> Run:
+        update = np.full(32, 1e-5, np.float32)
+        update[:flips] *= -1
+        seen = Seen(born={"bias": np.zeros(32, np.float32)}, params={2: {"bias": update}})
+        return Run("finished", "", "", tmp_path, {}, {}, seen)
+
+    oracle = Oracle(moved(0), BFLOAT16, lambda nudge: moved(int(nudge.keywords["seed"] == 9)))
+    found, excused = oracle.judged(moved(flipped))
+    assert (len(found), excused) == (wrong, 1 - wrong)
 
 
 def lower_precision(gradients, *rest):
