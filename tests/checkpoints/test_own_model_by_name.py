@@ -170,7 +170,7 @@ def test_a_setting_of_its_own_is_typed_by_its_class(here, settings, said):
 def test_the_shipped_model_has_no_settings_of_ones_own():
     with pytest.raises(
         ConfigError,
-        match="Transformer reads no settings from [model.extra]; found model.extra.state",
+        match=r"Transformer reads no settings from \[model.extra\]; found model.extra.state",
     ):
         choose_model(tiny("model.extra.state=8"))
 

@@ -91,13 +91,33 @@ def moved(setup, params):
 
 
 @cache
+def on_one_device(*settings: str) -> dict[str, np.ndarray]:
+    """The parameters with which one device begins."""
+    return jax.device_get(st.init_state(setup_of(*settings)).params)
+
+
+def begun(setup, *of_model: str) -> dict[str, jax.Array]:
+    """The parameters with which a mesh begins; a pipeline is given those of one device.
+
+    The test of few bits makes them on a pipeline.
+    """
+    layout = setup.model.layout
+    if layout.stages == 1:
+        return st.init_state(setup).params
+    found = {}
+    for path, x in on_one_device(*of_model).items():
+        staged = x.reshape(*layout.shape, *x.shape[1:]) if setup.model.in_stack(path) else x
+        found[path] = jax.device_put(staged, setup.state.params[path].sharding)
+    return found
+
+
+@cache
 def first_batch(*settings: str) -> tuple[float, dict[str, np.ndarray]]:
     """(mean loss, gradients) of the first batch."""
     setup = setup_of(*settings)
-    state = st.init_state(setup)
-    params = moved(setup, state.params)
+    params = moved(setup, begun(setup, *OF_FEW_BITS))
     with batches_of(setup) as ahead:
-        gradients = jax.jit(make_gradients(setup))(params, state.step, next(ahead))
+        gradients = jax.jit(make_gradients(setup))(params, np.int32(0), next(ahead))
         found, sums = jax.device_get(gradients)
     in_stack, unstaged = setup.model.in_stack, setup.model.layout.unstaged
     in_order = {path: unstaged(g) if in_stack(path) else g for path, g in found.items()}
@@ -128,6 +148,7 @@ def test_adapters_have_the_loss_and_gradients_of_one_device(layout):
 def test_a_model_with_adapters_computes_what_the_merged_one_does():
     """On one device, where the gradients are those of the test above."""
     setup = setup_of("precision.frozen=float32", "finetune.dropout=0.0")
+    assert len([each for each in setup.model.parameters.values() if each.is_of_adapter]) == 7 * 3
     params = moved(setup, st.init_state(setup).params)
     plain = st.shard(tiny(*MODEL), devices=jax.devices()[:1])
     weights = merged(jax.device_get(params), setup.config.finetune)
@@ -144,23 +165,25 @@ def test_a_model_with_adapters_computes_what_the_merged_one_does():
 def test_a_run_begins_with_a_base_and_trains_adapters_alone(tmp_path):
     """It is then resumed on another mesh, and sampled; the base stays as it was, narrow.
 
-    A pipeline reads it as well, whose steps are those of the test of meshes.
+    A pipeline reads it as well, whose steps are those of the test of meshes. Two layers have
+    adapters: a part of a weight, and a whole one.
     """
     few = ("train.steps=2", "optimizer.warmup=0", "optimizer.schedule=constant")
+    targets = "finetune.targets=q,down"
     one = jax.devices()[:1]
     st.run(tiny(*MODEL, *few), tmp_path / "base", devices=one)
     base = st.weights(tmp_path / "base")
-    asked = (*SMALLEST, *few, f"train.init_from={tmp_path / 'base'}", "optimizer.ema=0.5")
+    asked = (*SMALLEST, targets, *few, f"train.init_from={tmp_path / 'base'}", "optimizer.ema=0.5")
     st.run(tiny(*asked), tmp_path / "run", devices=one)
     longer = tiny(*asked, "train.steps=3", "mesh.fsdp=2")
     assert st.run(longer, tmp_path / "run", devices=jax.devices()[:2]).step == 3
     after = st.weights(tmp_path / "run")
-    staged = setup_of("optimizer.ema=0.5", *LAYOUTS["pipeline"])
+    staged = setup_of(targets, "optimizer.ema=0.5", *LAYOUTS["pipeline"])
     for path, x in st.restore(tmp_path / "run", staged).params.items():
         in_order = staged.model.layout.unstaged if staged.model.in_stack(path) else np.asarray
         assert np.array_equal(in_order(np.asarray(x)), after[path]), path
     added = after.keys() - base.keys()
-    assert len(added) == 7 * 3  # seven layers with a, b and magnitude
+    assert len(added) == 2 * 3  # a, b and magnitude of each
     for path, x in base.items():
         moves = path.startswith("norm.")
         assert after[path].dtype == (np.float32 if moves else ml_dtypes.bfloat16), path
@@ -187,9 +210,12 @@ STAGED = ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1
 
 @cache
 def wide_weights() -> dict[str, jax.Array]:
-    """The weights of a model on a mesh, before it has adapters."""
+    """The weights of a model on a mesh, before it has adapters, which are those of one device."""
     wide = setup_of(*STAGED)
     params = st.init_state(wide).params
+    for path, x in on_one_device(*OF_FEW_BITS).items():
+        if path.endswith((".a", ".b")):
+            assert np.array_equal(wide.model.layout.unstaged(np.asarray(params[path])), x), path
     return {path: x for path, x in params.items() if not wide.model.parameters[path].is_of_adapter}
 
 
@@ -210,6 +236,40 @@ def test_a_base_that_rests_in_few_bits_is_made_of_the_weights_that_are_given(bas
         assert off < {"int8": 0.01, "nf4": 0.15}[base], path
     norms = np.linalg.norm(found, axis=-2)
     assert np.allclose(params[f"{path}.down.magnitude"], norms, rtol=1e-5)
+
+
+def test_a_run_begins_with_one_that_is_quantised_alike(tmp_path):
+    """With its adapters too, which another seed would draw differently; the rate changes nothing.
+
+    What rests in other bits is refused: the weights that they were made of are gone.
+    """
+    asked = (
+        *MODEL,
+        "finetune.kind=lora",
+        "finetune.targets=down",
+        "finetune.base=int8",
+        "train.steps=1",
+        "optimizer.learning_rate=1e-30",
+    )
+    first = str(tmp_path / "first")
+    st.run(tiny(*asked), first, devices=jax.devices()[:1])
+
+    def begun_with_it(name: str, *settings: str) -> dict[str, np.ndarray]:
+        config = tiny(*asked, f"train.init_from={first}", "train.seed=1", *settings)
+        st.run(config, tmp_path / name, devices=jax.devices()[:1])
+        return st.weights(tmp_path / name)
+
+    want = st.weights(first)
+    found = begun_with_it("alike")
+    assert found.keys() == want.keys()
+    for path, x in want.items():
+        assert np.allclose(found[path], x, rtol=0, atol=1e-20), path
+    line = f"{first}' holds weights of few bits.*found finetune.base='int8'; try --set finetune.ba"
+    for other in ("finetune.base=nf4", "finetune.base=float"):
+        with pytest.raises(st.UserError, match=line):
+            begun_with_it("other", other)
+    with pytest.raises(st.UserError, match="finetune.rank"):
+        begun_with_it("rank", "finetune.rank=2")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.directory import keep_files, kept_in
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.report.reporter import Reporter
-from spmdtrain.running.start.other_run import naming_settings
+from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.train.given.weights import with_wide_base
 from spmdtrain.train.setup import Setup
 
@@ -29,18 +29,37 @@ def weights_of(source: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.
 
     They are those of the newest intact checkpoint of another run, or of a directory of Hugging
     Face. The files are what an export of this run takes along: tokenizer and config.json. Weights
-    that rest quantised come as they were before.
+    that rest quantised come as they were before, or as a run holds them that quantised them alike.
     """
-    setup = with_wide_base(setup)
     if newest_step(source) is None:
-        params = _published(source, setup, reporter)
+        params = _published(source, with_wide_base(setup), reporter)
         around = source
     else:
+        if not _is_quantised_alike(source, setup):
+            setup = with_wide_base(setup)
         params = _of_run(source, setup, reporter)
         around = kept_in(source)
     if around is not None and jax.process_index() == 0:
         keep_files(around, reporter.directory)
     return params
+
+
+def _is_quantised_alike(run: Path, setup: Setup) -> bool:
+    """Returns True if the weights of `run` rest in the few bits that this run asks for.
+
+    Raises ConfigError if they rest in other ones: the weights that they were made of are not there.
+    """
+    theirs = recorded(run).get("finetune.base", "float")
+    ours = setup.config.finetune.base
+    if theirs not in ("float", ours):
+        raise ConfigError(
+            f"train.init_from='{run}' holds weights of few bits, and not those that they were "
+            "made of",
+            asked=f"finetune.base={ours!r}",
+            found=f"finetune.base={theirs!r}",
+            fix=f"--set finetune.base={theirs}, or the run that {run} began with",
+        )
+    return theirs == ours
 
 
 def _published(folder: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
