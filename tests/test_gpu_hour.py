@@ -65,7 +65,14 @@ def test_what_was_measured_before_the_hour_is_cut_off_is_there(number, tmp_path)
     parts.write_text(json.dumps(listed), encoding="utf-8")
     folder = tmp_path / "results"
     command = [sys.executable, str(HOUR), "--folder", str(folder), "--parts", str(parts)]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # These tests may be a background job of a shell: it ignores SIGINT, and so would its child.
+    heard = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    heard += "os.execv(sys.executable, sys.argv[1:])"
+    child = subprocess.Popen(
+        [sys.executable, "-c", heard, *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     log = folder / "sleeps.log"
     deadline = time.monotonic() + 60
     while not (log.exists() and log.read_text(encoding="utf-8")):

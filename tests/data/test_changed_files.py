@@ -77,7 +77,9 @@ def test_a_file_rewritten_in_place_at_its_size_is_another(original, suffix, data
 def test_an_index_that_is_not_the_sidecars_is_refused(start, tmp_path):
     write(tmp_path / "a")
     np.array([0, start], "<i8").tofile(tmp_path / "a.idx")
-    with pytest.raises(DataError, match=r"a\.idx is damaged: it does not have the sha256"):
+    with pytest.raises(
+        DataError, match=r"a\.idx is damaged: its sha256 is not the one in its sidecar"
+    ):
         token_corpus([str(tmp_path / "a.bin")])
 
 

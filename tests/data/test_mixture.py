@@ -263,7 +263,7 @@ def test_a_mix_is_written_out_and_read_back():
         (
             "validation_fraction",
             'path = "a.bin"\nvalidation_fraction',
-            "is not read beside data.mix",
+            "is not read if data.mix is set",
         ),
         (
             "validation_fraction",

@@ -45,7 +45,6 @@ def test_every_matmul_of_a_step_says_what_compute_means(mesh, compute, wanted):
 def test_every_matmul_of_sampling_too(compute, wanted, monkeypatch):
     setup, texts, jit = prepared(f"precision.compute={compute}"), [], jax.jit
     params = init_state(setup).params
-    generate = sample.make_generate(setup, 2, sample.Choice(1.0, None, None))
 
     def lowered(function, **options):
         def run(params, prompts_bt, *rest):
@@ -55,5 +54,6 @@ def test_every_matmul_of_sampling_too(compute, wanted, monkeypatch):
         return run
 
     monkeypatch.setattr(sample.jax, "jit", lowered)
+    generate = sample.make_generate(setup, 2, sample.Choice(1.0, None, None))
     generate(params, [np.zeros(4, np.int32)], jax.random.key(0))
     assert precisions(texts[-1]) == {wanted}

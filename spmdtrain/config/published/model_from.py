@@ -1,6 +1,7 @@
 """Settings of an existing model: of a run, or of a Hugging Face directory."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
 
     Raises ConfigError if it is neither, or a run of a custom model.
     """
-    folder = folder.expanduser()
+    folder = Path(os.path.expanduser(folder))
     if not _is_run(folder):
         return str(folder / NAME), read_published(folder).settings
     saved = RunFiles(folder).config

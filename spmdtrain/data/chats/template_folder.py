@@ -5,6 +5,7 @@ of `tokenizer_config.json`, which is a text or a list of named ones. Of these `d
 `tool_use` for conversations with tools.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def folder_template(folder: Path, variables: dict[str, Any]) -> JinjaText | None
 
 def file_template(path: str, variables: dict[str, Any]) -> JinjaText:
     """Returns the template in a file. Raises DataError if it cannot be read."""
-    return JinjaText(_read(Path(path).expanduser()), variables=variables)
+    return JinjaText(_read(Path(os.path.expanduser(path))), variables=variables)
 
 
 def template_from_spec(spec: str | dict[str, Any], today: str | None = None) -> Template:

@@ -42,7 +42,7 @@ def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, m
     assert main(["train", "tiny.toml"]) == ConfigError.exit_code
     said = capsys.readouterr().err
     pattern = (
-        r"out of memory: the step needs \d\.\d MB of a device; found 1.5 MB there, "
+        r"out of memory: the step needs \d\.\d MB of a device; found 1.5 MB available, "
         r"parameters 0.\d MB, optimizer 0.\d MB, "
         r"activations and the rest of the step \d\.\d MB; try (--set train\.\S+.*)$"
     )

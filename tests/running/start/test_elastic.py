@@ -110,7 +110,7 @@ def test_a_run_shrinks_and_grows_and_trains_the_same(tmp_path, capsys):
     assert run(moved, 2, stop=6).step == 6
     said = capsys.readouterr().out
     line = (
-        "the mesh data 2 x fsdp 2 does not fit the 2 devices that are there: "
+        "the mesh data 2 x fsdp 2 does not fit the 2 devices that are available: "
         "continuing with fsdp 2 and 2 microbatches"
     )
     assert line in said
