@@ -116,7 +116,7 @@ NOT_DRAWN = {
     "train.preference": "needs pairs of answers: tests/train/test_pair_loss.py draws meshes",
     "train.preference_beta": "is read by train.preference alone",
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
-    "finetune.kind": "has few weights to go wrong; tests/train/test_adapters.py has all meshes",
+    "finetune.kind": "freezes what a draw compares; tests/train/test_adapters.py has meshes",
     **dict.fromkeys(
         (
             "finetune.rank",

@@ -15,7 +15,14 @@ from spmdtrain.planner.cost.layer_time import layer_time
 from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, Overlap
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.step_time import step_time
-from spmdtrain.planner.cost.workload import Group, MeshShape, ModelShape, Workload, model_shape
+from spmdtrain.planner.cost.workload import (
+    Group,
+    MeshShape,
+    ModelShape,
+    Trained,
+    Workload,
+    model_shape,
+)
 
 H100 = DEVICES["h100"]
 OURS = software("spmdtrain", "h100")
@@ -70,6 +77,21 @@ def test_a_window_takes_time_off_attention_and_a_norm_more_passes(system):
         passes = terms(**more)["elementwise"]
         assert plain | {"elementwise": passes} == terms(**more)
         assert passes > plain["elementwise"]
+
+
+def test_frozen_weights_save_their_gradients_and_adapters_cost_their_matmuls():
+    def terms(*targets: str, **changes) -> dict[str, float]:
+        trained = Trained(0.0, 0.0, rank=16, targets=targets)
+        changed = replace(WORKLOAD, trained=trained, **changes)
+        return dict(step_time(changed, H100, PLAIN).terms)
+
+    whole = step_time(WORKLOAD, H100, PLAIN).terms
+    frozen, adapted = terms(), terms("q", "down")
+    assert frozen["matmul"] == pytest.approx(2 / 3 * whole["matmul"], rel=0.05)
+    assert 0.7 * whole["head"] < frozen["head"] < 0.9 * whole["head"]  # it has passes, too
+    assert frozen["matmul"] < adapted["matmul"] < terms("q", "k", "down")["matmul"]
+    again = terms("q", "down", remat="full")["recompute"] - terms(remat="full")["recompute"]
+    assert again == pytest.approx((adapted["matmul"] - frozen["matmul"]) / 3, rel=0.3)
 
 
 def test_terms_follow_what_limits_them():

@@ -21,7 +21,7 @@ from spmdtrain.planner.cost.collective_time import (
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
-from spmdtrain.planner.cost.layer_time import Work, layer_time
+from spmdtrain.planner.cost.layer_time import NO_WORK, Work, add_work, layer_time
 from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, exposed, left_over
 from spmdtrain.planner.cost.schedules import SCHEDULES, Pipeline, lockstep_seconds
 from spmdtrain.planner.cost.software import Software
@@ -113,6 +113,11 @@ def step_time(
         term: work._replace(weight=share * work.weight)
         for term, work in layer_time(workload, hardware, software).items()
     }
+    adapters = _adapter_work(workload, hardware, software)
+    layer["matmul"] = add_work(layer["matmul"], adapters)
+    if workload.remat == "full":
+        again = NO_WORK._replace(backward=adapters.forward)
+        layer["recompute"] = add_work(layer["recompute"], again)
     stage = {term: workload.layers_per_stage * sum(work) for term, work in layer.items()}
     terms = dict.fromkeys(BOUND_BY, 0.0)
     terms |= _work_terms(workload, hardware, software, stage)
@@ -153,6 +158,24 @@ def trained_parameters(workload: Workload, software: Software) -> float:
 
 
 # Work of a stage
+
+
+def _adapter_work(workload: Workload, hardware: Hardware, software: Software) -> Work:
+    """Returns the work of one layer's adapters, two matmuls each: to the rank, and from it."""
+    trained = workload.trained
+    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=workload.dtype)
+    work = NO_WORK
+    tokens, rank, embed = workload.tokens, trained.rank, workload.model.embed
+    for width in trained.adapter_widths(workload.model, workload.mesh.tensor).values():
+        wide = math.ceil(width)
+        for side in (embed, wide):
+            # The three products of a matrix [side, rank], whichever of them is the forward.
+            to_rank, from_rank = seconds(tokens, rank, side), seconds(tokens, side, rank)
+            of_weight = seconds(side, rank, tokens)
+            work = add_work(
+                work, Work((to_rank + from_rank) / 2, (to_rank + from_rank) / 2, of_weight)
+            )
+    return work
 
 
 def _work_terms(
@@ -206,7 +229,7 @@ def _head_seconds(workload: Workload, hardware: Hardware, software: Software) ->
     matmuls = (
         seconds(tokens, vocab, embed),
         seconds(tokens, embed, vocab),
-        seconds(vocab, embed, tokens),
+        workload.trained.of_matrices * seconds(vocab, embed, tokens),
     )
     logits = memory_seconds(sum(LOGIT_BYTES) * tokens * vocab, hardware)
     tensor_group = workload.mesh.group("tensor")

@@ -163,8 +163,19 @@ class Trained:
     def adapter_elements(self, model: ModelShape, tensor: int) -> float:
         """Counts the elements of one layer's adapters on a device.
 
-        An adapter's side in the stream is whole, and the other one split as its weight is. `fsdp`
-        splits neither.
+        `fsdp` splits none.
+        """
+        total = 0.0
+        for target, wide in self.adapter_widths(model, tensor).items():
+            total += self.rank * (model.embed + wide)
+            if self.magnitudes:
+                total += model.embed if target in ("out", "down") else wide
+        return total
+
+    def adapter_widths(self, model: ModelShape, tensor: int) -> dict[str, float]:
+        """Returns target -> the width, on a device, of an adapter's side that is not the stream.
+
+        That one is split as its weight is, and the side in the stream is whole.
         """
         heads = model.attention_width / tensor
         kv_heads = model.kv_heads * model.head_dim / tensor
@@ -172,12 +183,7 @@ class Trained:
         wide = {"q": heads, "k": kv_heads, "v": kv_heads, "out": heads, "up": ffn, "down": ffn}
         if model.gated:
             wide["gate"] = ffn
-        total = 0.0
-        for target in wide.keys() & set(self.targets):
-            total += self.rank * (model.embed + wide[target])
-            if self.magnitudes:
-                total += model.embed if target in ("out", "down") else wide[target]
-        return total
+        return {target: width for target, width in wide.items() if target in self.targets}
 
 
 class Group(NamedTuple):
