@@ -1,6 +1,6 @@
 """Compiles every case for absent NVIDIA GPUs, through ptxas; nothing runs.
 
-    python -m pallas_kernels.aot [--gpus a100-80 h200 b200] [--ops attention norm]
+    python -m pallas_kernels.aot [--gpus a100-80 h200 b200] [--ops attention norm grouped]
                                  [--implementations mosaic triton cudnn]
                                  [--only TEXT] [--first N] [--jobs N]
 
@@ -78,6 +78,11 @@ def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
 
         for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
             yield case.name, _norm_program(case.op), case.abstract()
+    if op == "grouped":
+        from pallas_kernels.grouped import cases
+
+        for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
+            yield case.name, _grouped_program, case.abstract()
 
 
 def _attention_program(options):
@@ -111,6 +116,18 @@ def _norm_program(op):
         return out, pull(dy if residual is None else (dy, dtotal))
 
     return run
+
+
+def _grouped_program(implementation, x, w, dy, expert_of_tile):
+    import jax
+
+    from pallas_kernels.grouped import grouped_matmul
+
+    def forward(x, w):
+        return grouped_matmul(x, w, expert_of_tile, implementation=implementation)
+
+    y, pull = jax.vjp(forward, x, w)
+    return y, pull(dy)
 
 
 def mosaic_faults(folder: Path) -> str:
@@ -217,19 +234,19 @@ def combinations(
 ) -> list[Work]:
     """Returns work for every GPU, op and implementation of `asked`; None: all that are kernels."""
     from pallas_kernels.attention import api as attention
+    from pallas_kernels.grouped import api as grouped
     from pallas_kernels.norm import api as norm
 
-    implementations = {"attention": attention.IMPLEMENTATIONS, "norm": norm.IMPLEMENTATIONS}
-    candidates = {"attention": attention.candidates(), "norm": norm.candidates()}
+    apis = {"attention": attention, "norm": norm, "grouped": grouped}
     if asked is None:
-        every = dict.fromkeys(name for names in implementations.values() for name in names)
+        every = dict.fromkeys(name for api in apis.values() for name in api.IMPLEMENTATIONS)
         asked = [name for name in every if name != "xla"]
     found = [
         Work(gpu, op, name, first, only)
         for gpu in names
         for op in ops
         for name in asked
-        if name in candidates[op]
+        if name in apis[op].candidates()
     ]
     if any(work.implementation == "cudnn" for work in found) and not has_cudnn():
         print("cudnn is left out: there is no nvidia-cudnn-cu13")
@@ -268,7 +285,7 @@ def report(work: Work) -> Counter:
 
 def main() -> None:
     described = [name for name, gpu in gpus.GPUS.items() if gpu.xla is not None]
-    ops = ("attention", "norm")
+    ops = ("attention", "norm", "grouped")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", nargs="+", default=COMPILED_FOR, choices=described)
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)

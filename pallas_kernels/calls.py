@@ -75,7 +75,25 @@ class NormCall:
         return " ".join(parts)
 
 
-Call = AttentionCall | NormCall
+@dataclass(frozen=True, kw_only=True)
+class GroupedCall:
+    """A call of `grouped_matmul` on one device; which tile is whose does not belong to it."""
+
+    rows: int
+    tile: int
+    width: int  # contracted
+    experts: int
+    out_width: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """The class."""
+        sizes = f"{self.rows}x{self.width}x{self.out_width}"
+        return f"grouped_matmul {self.dtype} {sizes} experts {self.experts} tile {self.tile}"
+
+
+Call = AttentionCall | NormCall | GroupedCall
 
 
 def to_json(call: Call) -> dict[str, Any]:
@@ -85,6 +103,8 @@ def to_json(call: Call) -> dict[str, Any]:
 
 def from_json(values: dict[str, Any]) -> Call:
     """Returns the call that `to_json` wrote. Raises TypeError if it is not one."""
+    if "experts" in values:
+        return GroupedCall(**values)
     return NormCall(**values) if "op" in values else AttentionCall(**values)
 
 

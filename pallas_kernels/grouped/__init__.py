@@ -1,0 +1,6 @@
+"""Matmuls of many groups of rows, each with a weight of its own. Start with api.py."""
+
+from pallas_kernels.grouped.api import grouped_matmul as grouped_matmul
+from pallas_kernels.grouped.tiles import Tiles as Tiles
+from pallas_kernels.grouped.tiles import tile_groups as tile_groups
+from pallas_kernels.grouped.tiles import tiles_for as tiles_for

@@ -1,0 +1,46 @@
+"""The padded rows that `grouped_matmul` takes: each tile of them belongs to one expert."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Tiles(NamedTuple):
+    """Where rows go that are sorted by expert, and whose each tile is."""
+
+    place_r: jax.Array  # int32 [rows]: the padded row of each sorted row
+    expert_of_tile_t: jax.Array  # int32 [tiles]: -1 for a tile that nobody uses
+
+
+def tiles_for(rows: int, experts: int, tile: int) -> int:
+    """Returns how many tiles of `tile` rows always suffice: an expert wastes less than one."""
+    return rows // tile + min(rows, experts)
+
+
+def tile_groups(sizes_x: jax.Array, rows: int, tile: int) -> Tiles:
+    """Pads each group of sorted rows to whole tiles; shapes depend on no size.
+
+    `padded = jnp.zeros((tiles * tile, k)).at[place_r].set(x_rk, mode="drop")` moves the rows, and
+    `y_padded[place_r]` gets their results back. Padding rows stay zeros.
+
+    Args:
+      sizes_x: integers [experts]: how many of the rows are each expert's, expert 0 first.
+      rows: how many there are. Those beyond the sum of the sizes are nobody's: their place lies
+        past the end.
+      tile: rows of a tile.
+    """
+    experts = sizes_x.shape[0]
+    tiles = tiles_for(rows, experts, tile)
+    sizes_x = sizes_x.astype(jnp.int32)
+    ends_x = jnp.cumsum(sizes_x)
+    tiles_x = (sizes_x + tile - 1) // tile
+    tile_ends_x = jnp.cumsum(tiles_x)
+    # How far the rows of an expert move: from where they begin to where its first tile does.
+    shift_x = (tile_ends_x - tiles_x) * tile - (ends_x - sizes_x)
+    row_r = jnp.arange(rows, dtype=jnp.int32)
+    expert_r = jnp.searchsorted(ends_x, row_r, side="right")
+    place_r = jnp.where(expert_r < experts, row_r + shift_x[expert_r], tiles * tile)
+    expert_t = jnp.searchsorted(tile_ends_x, jnp.arange(tiles), side="right")
+    expert_of_tile_t = jnp.where(expert_t < experts, expert_t, -1)
+    return Tiles(place_r.astype(jnp.int32), expert_of_tile_t.astype(jnp.int32))

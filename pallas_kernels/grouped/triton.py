@@ -1,0 +1,162 @@
+"""The grouped matmul on Triton.
+
+A tile of rows has one expert, so the kernels need no masks and look for no borders. Forward, and
+for the gradient of x: a program makes one block of the result, and reads which expert's weight it
+needs. For the gradient of the weights: a program owns a block of one expert's, and walks over the
+tiles of that expert. So there are no atomics, and every sum has one order.
+
+Letters as in xla.py. A tile is cut into blocks of rows, a power of two.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.backends.triton import LEAST_DOT, call, dot, load_block
+from pallas_kernels.calls import GroupedCall
+from pallas_kernels.choose import INTERPRET, VARIANT, no_64_bits, no_gpu
+
+
+class Blocks(NamedTuple):
+    """At most so many rows, contracted columns and result columns at a time."""
+
+    rows: int
+    contracted: int
+    columns: int
+
+
+# By the bytes of an element. float32 runs without tensor cores.
+MULTIPLY = {2: Blocks(128, 64, 128), 4: Blocks(64, 32, 64)}
+# What is contracted here are rows; "rows" of the result are x's columns.
+WEIGHTS = {2: Blocks(128, 64, 128), 4: Blocks(64, 32, 64)}
+# Result columns of other tilings, which are tried where kernels are measured: "triton/narrow".
+VARIANTS = {"narrow": 64}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def refusal(call: GroupedCall, interpreted: bool) -> str:
+    rows, k, n = call.rows, call.width, call.out_width
+    if call.dtype not in DTYPES:
+        return f"16-bit floats or float32, not {call.dtype}"
+    if call.tile % LEAST_DOT:
+        return f"tiles of a multiple of {LEAST_DOT} rows, not {call.tile}"
+    if k % LEAST_DOT or n % LEAST_DOT:
+        return f"widths that are multiples of {LEAST_DOT}, not {k} and {n}"
+    if max(rows * k, rows * n, call.experts * k * n) >= 2**31:
+        return "arrays of fewer than 2^31 elements: offsets are 32 bits"
+    return no_64_bits() or no_gpu(interpreted)
+
+
+def multiply(x_rk, w_xkn, expert_t, transposed: bool, name: str):
+    """Does what `xla.multiply` does."""
+    rows, k = x_rk.shape
+    n = w_xkn.shape[1 if transposed else 2]
+    most = _most(MULTIPLY, x_rk.dtype, name)
+    tile = rows // expert_t.shape[0]
+    block = Blocks(_cut(tile, most.rows), _cut(k, most.contracted), _cut(n, most.columns))
+    # The expert of each block of rows.
+    expert_b = jnp.repeat(expert_t, tile // block.rows, total_repeat_length=rows // block.rows)
+    run = call(
+        partial(_multiply_kernel, transposed, block),
+        grid=(rows // block.rows, n // block.columns),
+        inputs=[_whole(expert_b), _whole(x_rk), _whole(w_xkn)],
+        outputs=[
+            (
+                jax.ShapeDtypeStruct((rows, n), x_rk.dtype),
+                pl.BlockSpec((block.rows, block.columns), lambda i, j: (i, j)),
+            )
+        ],
+        warps=8 if block.rows * block.columns > 64 * 64 else 4,
+        stages=3 if x_rk.dtype.itemsize == 2 else 2,
+        interpret=name.endswith(INTERPRET),
+        name="grouped_matmul",
+    )
+    return run(expert_b, x_rk, w_xkn)[0]
+
+
+def _multiply_kernel(transposed, block, expert_ref, x_ref, w_ref, y_ref):
+    """Makes a block of y; where its rows have no expert it reads nothing else."""
+    number = pl.program_id(0)
+    rows = pl.ds(pl.multiple_of(number * block.rows, block.rows), block.rows)
+    columns = pl.ds(pl.multiple_of(pl.program_id(1) * block.columns, block.columns), block.columns)
+    expert = expert_ref[number]
+    turns = jnp.where(expert < 0, 0, x_ref.shape[1] // block.contracted)
+
+    def turn(i, y):
+        contracted = pl.ds(pl.multiple_of(i * block.contracted, block.contracted), block.contracted)
+        if transposed:
+            w = w_ref[expert, columns, contracted].T
+        else:
+            w = w_ref[expert, contracted, columns]
+        return y + dot(x_ref[rows, contracted], w)
+
+    zero = jnp.zeros((block.rows, block.columns), jnp.float32)
+    y_ref[...] = jax.lax.fori_loop(0, turns, turn, zero).astype(y_ref.dtype)
+
+
+def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):
+    """Does what `xla.weights_gradient` does."""
+    rows, k = x_rk.shape
+    n = dy_rn.shape[1]
+    tile = rows // expert_t.shape[0]
+    most = _most(WEIGHTS, x_rk.dtype, name)
+    block = Blocks(_cut(k, most.rows), _cut(tile, most.contracted), _cut(n, most.columns))
+    # Tiles in the order of their experts, unused ones last, and where each expert's begin.
+    last_t = jnp.where(expert_t < 0, experts, expert_t)
+    tile_t = jnp.argsort(last_t, stable=True).astype(jnp.int32)
+    count_x = (expert_t == jnp.arange(experts)[:, None]).sum(1).astype(jnp.int32)
+    first_x = (jnp.cumsum(count_x) - count_x).astype(jnp.int32)
+    run = call(
+        partial(_weights_kernel, tile // block.contracted, block),
+        grid=(k // block.rows, n // block.columns, experts),
+        inputs=[_whole(tile_t), _whole(first_x), _whole(count_x), _whole(x_rk), _whole(dy_rn)],
+        outputs=[
+            (
+                jax.ShapeDtypeStruct((experts, k, n), x_rk.dtype),
+                pl.BlockSpec((None, block.rows, block.columns), lambda i, j, expert: (expert, i, j)),
+            )
+        ],
+        warps=8 if block.rows * block.columns > 64 * 64 else 4,
+        stages=2,
+        interpret=name.endswith(INTERPRET),
+        name="grouped_matmul_weights",
+    )
+    return run(tile_t, first_x, count_x, x_rk, dy_rn)[0]
+
+
+def _weights_kernel(cuts, block, tile_ref, first_ref, count_ref, x_ref, dy_ref, dw_ref):
+    """Makes a block of one expert's dw, over the `cuts` blocks of rows of each of its tiles."""
+    x_columns = pl.ds(pl.multiple_of(pl.program_id(0) * block.rows, block.rows), block.rows)
+    dy_columns = pl.ds(
+        pl.multiple_of(pl.program_id(1) * block.columns, block.columns), block.columns
+    )
+    expert = pl.program_id(2)
+    first = first_ref[expert]
+
+    def turn(i, dw):
+        cut = tile_ref[first + i // cuts] * cuts + i % cuts
+        x = load_block(x_ref, cut, block.contracted, x_columns)
+        dy = load_block(dy_ref, cut, block.contracted, dy_columns)
+        return dw + dot(x.T, dy)
+
+    zero = jnp.zeros((block.rows, block.columns), jnp.float32)
+    dw = jax.lax.fori_loop(0, count_ref[expert] * cuts, turn, zero)
+    dw_ref[...] = dw.astype(dw_ref.dtype)
+
+
+def _most(table: dict[int, Blocks], dtype, name: str) -> Blocks:
+    most = table[dtype.itemsize]
+    variant = name.removesuffix(INTERPRET).partition(VARIANT)[2]
+    return most._replace(columns=min(VARIANTS.get(variant, most.columns), most.columns))
+
+
+def _cut(size: int, most: int) -> int:
+    """Returns the largest power of two that divides `size`, at most `most`, itself one."""
+    return min(size & -size, most)
+
+
+def _whole(x) -> pl.BlockSpec:
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
