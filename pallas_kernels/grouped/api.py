@@ -38,8 +38,8 @@ def grouped_matmul(
     Args:
       x: [rows, k], floating.
       w: [experts, k, n], in the dtype of x.
-      expert_of_tile: integers [tiles], in any order. A number that is no expert's, like -1, marks an
-        unused tile: its rows are not read, and get zeros as result and as gradient. An expert
+      expert_of_tile: integers [tiles], in any order. A number that is no expert's, like -1, marks
+        an unused tile: its rows get zeros as result and as gradient, whatever they hold. An expert
         without tiles gets zeros as gradient.
       implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first that
         does not refuse: our kernels for the GPU's generation, XLA.

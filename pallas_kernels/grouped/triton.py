@@ -83,7 +83,11 @@ def _multiply_kernel(transposed, block, expert_ref, x_ref, w_ref, y_ref):
     rows = pl.ds(pl.multiple_of(number * block.rows, block.rows), block.rows)
     columns = pl.ds(pl.multiple_of(pl.program_id(1) * block.columns, block.columns), block.columns)
     expert = expert_ref[number]
-    turns = jnp.where(expert < 0, 0, x_ref.shape[1] // block.contracted)
+    zero = jnp.zeros((block.rows, block.columns), jnp.float32)
+
+    @pl.when(expert < 0)
+    def _():
+        y_ref[...] = zero.astype(y_ref.dtype)
 
     def turn(i, y):
         contracted = pl.ds(pl.multiple_of(i * block.contracted, block.contracted), block.contracted)
@@ -93,8 +97,10 @@ def _multiply_kernel(transposed, block, expert_ref, x_ref, w_ref, y_ref):
             w = w_ref[expert, contracted, columns]
         return y + dot(x_ref[rows, contracted], w)
 
-    zero = jnp.zeros((block.rows, block.columns), jnp.float32)
-    y_ref[...] = jax.lax.fori_loop(0, turns, turn, zero).astype(y_ref.dtype)
+    @pl.when(expert >= 0)
+    def _():
+        turns = x_ref.shape[1] // block.contracted
+        y_ref[...] = jax.lax.fori_loop(0, turns, turn, zero).astype(y_ref.dtype)
 
 
 def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):
@@ -116,7 +122,7 @@ def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):
         outputs=[
             (
                 jax.ShapeDtypeStruct((experts, k, n), x_rk.dtype),
-                pl.BlockSpec((None, block.rows, block.columns), lambda i, j, expert: (expert, i, j)),
+                pl.BlockSpec((None, block.rows, block.columns), lambda i, j, e: (e, i, j)),
             )
         ],
         warps=8 if block.rows * block.columns > 64 * 64 else 4,
@@ -137,7 +143,9 @@ def _weights_kernel(cuts, block, tile_ref, first_ref, count_ref, x_ref, dy_ref, 
     first = first_ref[expert]
 
     def turn(i, dw):
-        cut = tile_ref[first + i // cuts] * cuts + i % cuts
+        # lax's: Triton's dialect has no // of signed numbers.
+        tile = tile_ref[first + jax.lax.div(i, cuts)]
+        cut = tile * cuts + jax.lax.rem(i, cuts)
         x = load_block(x_ref, cut, block.contracted, x_columns)
         dy = load_block(dy_ref, cut, block.contracted, dy_columns)
         return dw + dot(x.T, dy)
