@@ -1,7 +1,8 @@
-"""Fused attention, norms and linear + cross-entropy for JAX. Imports only jax.
+"""Fused attention, norms, grouped matmuls and linear + cross-entropy for JAX. Imports only jax.
 
     from pallas_kernels.attention import attention
     from pallas_kernels.norm import layernorm, rmsnorm
+    from pallas_kernels.grouped import grouped_matmul
     from pallas_kernels.loss import linear_cross_entropy
 
 Each of these rooms has the same files: api.py (what users call; start there), reference.py (the

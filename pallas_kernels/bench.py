@@ -1,6 +1,7 @@
 """Times every implementation that does not refuse, on every case, next to measured ceilings.
 
-    python -m pallas_kernels.bench --json FILE [--ops attention norm loss] [--first N] [--dry]
+    python -m pallas_kernels.bench --json FILE [--ops attention norm grouped loss] [--first N]
+                                   [--dry]
 
 Prints a table, and writes it as JSON. Times are those of the forward pass, and of forward with
 backward less forward. Within a case implementations take turns, round after round; each round runs
@@ -30,6 +31,9 @@ from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention import attention
 from pallas_kernels.attention import cases as attention_cases
 from pallas_kernels.choose import INTERPRET, Refused
+from pallas_kernels.grouped import api as grouped_api
+from pallas_kernels.grouped import cases as grouped_cases
+from pallas_kernels.grouped import grouped_matmul
 from pallas_kernels.loss import cases as loss_cases
 from pallas_kernels.loss import linear_cross_entropy, reference
 from pallas_kernels.norm import api as norm_api
@@ -38,6 +42,7 @@ from pallas_kernels.norm import cases as norm_cases
 IMPLEMENTATIONS = {
     "attention": tuple(attention_api.IMPLEMENTATIONS),
     "norm": tuple(norm_api.IMPLEMENTATIONS),
+    "grouped": tuple(grouped_api.IMPLEMENTATIONS),
     "loss": ("chunked", "whole"),
 }
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
@@ -64,6 +69,7 @@ def programs(op: str, dry: bool) -> Iterator[Program]:
     make, ci, timed = {
         "attention": (_attention_program, attention_cases.CI[:3], attention_cases.timed),
         "norm": (_norm_program, norm_cases.CI[:3], norm_cases.timed),
+        "grouped": (_grouped_program, grouped_cases.CI[:1], grouped_cases.timed),
         "loss": (_loss_program, loss_cases.CI[:1], loss_cases.timed),
     }[op]
     for case in ci if dry else timed():
@@ -103,6 +109,18 @@ def _norm_program(case: norm_cases.Case) -> Program:
     if case.residual:
         extra = case.rows * case.width * jnp.dtype(case.residual).itemsize
     return Program(case.name, forward, arrays, 2 * size + 2 * extra, 3 * size + extra, "GB/s")
+
+
+def _grouped_program(case: grouped_cases.Case) -> Program:
+    arrays = case.draw()
+    expert_of_tile = arrays.pop("expert_of_tile")
+    arrays.pop("dy")
+
+    def forward(implementation, x, w):
+        return grouped_matmul(x, w, expert_of_tile, implementation=implementation)
+
+    flops = 2.0 * len(arrays["x"]) * case.width * case.out_width
+    return Program(case.name, forward, arrays, flops, 2 * flops, "TFLOP/s")
 
 
 def _loss_program(case: loss_cases.Case) -> Program:

@@ -12,14 +12,17 @@ import numpy as np
 from pallas_kernels import norm
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention import attention
-from pallas_kernels.calls import AttentionCall, Call, NormCall
+from pallas_kernels.calls import AttentionCall, Call, GroupedCall, NormCall
 from pallas_kernels.choose import INTERPRET, VARIANT, Refused
+from pallas_kernels.grouped import api as grouped_api
+from pallas_kernels.grouped import grouped_matmul
 from pallas_kernels.norm import api as norm_api
 
 DOCUMENTS = 4  # of a sequence with segments, of unequal lengths
 HEADS_COMPARED = 2  # key-value heads, of the first and of the last sequence
-ROWS_COMPARED = 512  # of a norm, at the start and at the end
+ROWS_COMPARED = 512  # of a norm or a grouped matmul, at the start and at the end
 CALLS_OF_A_TURN = 5
+APIS = {AttentionCall: attention_api, NormCall: norm_api, GroupedCall: grouped_api}
 
 
 class OnJax:
@@ -38,7 +41,7 @@ class OnJax:
 
     def candidates(self, call: Call) -> tuple[list[str], dict[str, str]]:
         """Returns (names, those of the fixed order first; name -> why it refuses)."""
-        api: Any = attention_api if isinstance(call, AttentionCall) else norm_api
+        api: Any = APIS[type(call)]
         shapes = jax.eval_shape(partial(_draw, call))
         order = [*api.order(call), *api.candidates()]
         if self.interpreted:
@@ -89,7 +92,9 @@ class OnJax:
 
 def _draw(call: Call) -> dict[str, jax.Array]:
     """Returns the arrays of a call, and the gradients of its results."""
-    return _draw_attention(call) if isinstance(call, AttentionCall) else _draw_norm(call)
+    if isinstance(call, AttentionCall):
+        return _draw_attention(call)
+    return _draw_grouped(call) if isinstance(call, GroupedCall) else _draw_norm(call)
 
 
 def _draw_attention(call: AttentionCall) -> dict[str, jax.Array]:
@@ -143,6 +148,22 @@ def _draw_norm(call: NormCall) -> dict[str, jax.Array]:
     }
 
 
+def _draw_grouped(call: GroupedCall) -> dict[str, jax.Array]:
+    """Every expert has as many tiles as the others, and none is unused."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {
+        "x": (call.rows, call.width),
+        "w": (call.experts, call.width, call.out_width),
+        "dout": (call.rows, call.out_width),
+    }
+    drawn = {
+        name: jax.random.normal(key, shape, jnp.float32).astype(call.dtype)
+        for (name, shape), key in zip(shapes.items(), keys, strict=True)
+    }
+    tiles = call.rows // call.tile
+    return drawn | {"expert_of_tile": jnp.arange(tiles, dtype=jnp.int32) * call.experts // tiles}
+
+
 def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Results, and gradients under the names of what they are of, with a "d"."""
     cotangents = {each: x for each, x in arrays.items() if each in ("dout", "dlse", "dtotal")}
@@ -150,6 +171,8 @@ def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.A
     given = {each: x for each, x in arrays.items() if each not in cotangents | whole}
     if isinstance(call, AttentionCall):
         forward = partial(_attend, call, name, whole)
+    elif isinstance(call, GroupedCall):
+        forward = partial(_multiply, name, whole)
     else:
         forward = partial(_normalise, call, name)
     out: dict[str, Any]
@@ -183,6 +206,10 @@ def _normalise(call, name, given) -> dict[str, Any]:
     return dict(zip(("out", "total"), found, strict=True)) if call.residual else {"out": found}
 
 
+def _multiply(name, whole, given) -> dict[str, Any]:
+    return {"out": grouped_matmul(**given, **whole, implementation=name)}
+
+
 def _slice_heads(call: AttentionCall, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the compared part of a call's arrays: [2 or 1, time, some heads, ...]."""
     batch = sorted({0, call.batch - 1})
@@ -209,7 +236,7 @@ def _compared(
             # [b, t, h, d] -> [b, h, t, d], and [b, t, h] -> [b, h, t, 1]
             rows_last[name] = jnp.moveaxis(x if x.ndim > 3 else x[..., None], 1, 2)
     else:
-        rows_last = {name: _some_rows(jnp.atleast_2d(x)) for name, x in found.items()}
+        rows_last = {name: _some_rows(x.reshape(-1, x.shape[-1])) for name, x in found.items()}
     return {name: np.asarray(x.astype(jnp.float32)) for name, x in rows_last.items()}
 
 

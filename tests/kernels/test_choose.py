@@ -131,7 +131,7 @@ def test_kernels_go_through_ptxas():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for gpu in ("a100-80", "h200", "b200"):
-        for op in ("attention", "norm"):
+        for op in ("attention", "norm", "grouped"):
             assert f"{gpu} {op} triton {{'compiled': 2, 'refused': 0, 'failed': 0}}" in done.stdout
     assert "h200 attention mosaic {'compiled': 1, 'refused': 1, 'failed': 0}" in done.stdout
     assert "b200 attention mosaic refused 1: needs an NVIDIA GPU of sm_90 (Hopper)" in done.stdout

@@ -4,15 +4,18 @@ import jax
 import numpy as np
 import pytest
 import test_attention as of_attention
+import test_grouped as of_grouped
 import test_norms as of_norms
 
 from pallas_kernels.attention import cases as attention_cases
 from pallas_kernels.attention.api import IMPLEMENTATIONS, attention
 from pallas_kernels.choose import Refused
+from pallas_kernels.grouped import cases as grouped_cases
 from pallas_kernels.norm import cases as norm_cases
 
 pytestmark = pytest.mark.gpu
 ATTENTION = tuple(dict.fromkeys([*attention_cases.CI, *attention_cases.SLOW]))
+GROUPED = tuple(dict.fromkeys([*grouped_cases.CI, *grouped_cases.SLOW]))
 NORMS = tuple(dict.fromkeys([*norm_cases.CI, *norm_cases.SLOW]))
 
 
@@ -46,6 +49,12 @@ def with_lse_of_xla(options, implementation):
 @pytest.mark.parametrize("case", NORMS, ids=lambda case: case.name)
 def test_norms(implementation, case):
     unless_refused(of_norms.compare, case, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.name)
+def test_grouped(implementation, case):
+    unless_refused(of_grouped.compare, case, implementation)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton", "cudnn"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import attention, cudnn, saveable
+from pallas_kernels.grouped import grouped_matmul
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.norm import layernorm, rmsnorm
 
@@ -33,6 +34,15 @@ def normed(implementation, mapped, shared):
     )
 
 
+def routed(implementation, mapped, shared):
+    """Rows of a time, padded to whole tiles: none of expert 1, and the last tile unused."""
+    x, w = *mapped, *shared
+    rows = jnp.pad(x, ((0, -len(x) % 16 + 16), (0, 0)))
+    used = jnp.arange(len(rows) // 16 - 1) % 2 * 2
+    y = grouped_matmul(rows, w, jnp.append(used, -1), implementation=implementation)
+    return jnp.square(y).sum()
+
+
 def headed(_, mapped, shared):
     targets = jnp.arange(mapped[0].shape[1])[None] % 5
     return linear_cross_entropy(
@@ -43,6 +53,7 @@ def headed(_, mapped, shared):
 OPS = {  # the loss, shapes of what is mapped and of what is not, given a time
     "attention": (attended, lambda t: [(1, t, 4, 16)], lambda t: [(1, t, 2, 16)] * 2, BOTH),
     "norms": (normed, lambda t: [(t, 24)] * 2, lambda _: [(24,)] * 2, BOTH),
+    "grouped_matmul": (routed, lambda t: [(t, 16)], lambda _: [(3, 16, 16)], BOTH),
     "linear_cross_entropy": (headed, lambda t: [(1, t, 6)], lambda _: [(5, 6)], ("xla",)),
 }
 CASES = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernels.fake_gpu import FAULTS, THIRD
 
-from pallas_kernels.calls import AttentionCall, NormCall, from_json, to_json
+from pallas_kernels.calls import AttentionCall, GroupedCall, NormCall, from_json, to_json
 from pallas_kernels.tuning import Table, tune
 from pallas_kernels.tuning.decide import decide
 from pallas_kernels.tuning.measure import WORKER, Limits, Process, measure
@@ -37,6 +37,7 @@ CALL = AttentionCall(
 NORM = NormCall(
     op="rmsnorm", rows=5, width=24, dtype="float32", scale="float32", bias=None, residual="float32"
 )
+GROUPED = GroupedCall(rows=64, tile=16, width=16, experts=3, out_width=32, dtype="float32")
 
 
 def faulty(number):
@@ -230,9 +231,9 @@ def test_shipped_entries_count_where_nothing_was_measured(tmp_path, monkeypatch)
 def test_real_calls_are_tried_with_xla_and_interpreted_kernels():
     said = []
     process = Process((*WORKER, "--interpreted"), limits=Limits(step=200.0, call=400.0))
-    found = [finding for _, finding in measure([CALL, NORM], said.append, process)]
+    found = [finding for _, finding in measure([CALL, NORM, GROUPED], said.append, process)]
     assert said == []
-    for call, finding in zip((CALL, NORM), found, strict=True):
+    for call, finding in zip((CALL, NORM, GROUPED), found, strict=True):
         assert finding.right == ["xla", "triton:interpret", "triton/narrow:interpret"], call
         assert finding.chosen in finding.right
         assert [len(times) for times in finding.times.values()] == [12, 12, 12]
