@@ -10,7 +10,7 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -179,12 +179,14 @@ def find_vocab(config: DataConfig, seed: int) -> int:
     return open_corpus(config, None, seed).vocab
 
 
-def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
+def open_corpus(
+    config: DataConfig, vocab: int | None, seed: int, *, references: bool = False
+) -> Corpus:
     """Opens the corpus that `config` names, which is not a mixture.
 
     `vocab` is the model's, or None if the model will adopt that of the corpus. `seed` is for
-    synthetic noise. Raises DataError if something is missing or damaged, or if the corpus has ids
-    that the model has no row for.
+    synthetic noise, `references` as in `token_corpus`. Raises DataError if something is missing or
+    damaged, or if the corpus has ids that the model has no row for.
     """
     patterns = _patterns(config.path)
     if config.corpus == "stdlib":
@@ -195,7 +197,9 @@ def open_corpus(config: DataConfig, vocab: int | None, seed: int) -> Corpus:
         corpus = text_corpus(patterns, config.tokenizer)
     else:
         validation = _patterns(config.validation_path)
-        corpus = token_corpus(patterns, config.tokenizer, vocab, validation, config.dtype)
+        corpus = token_corpus(
+            patterns, config.tokenizer, vocab, validation, config.dtype, references=references
+        )
     if vocab is not None and corpus.vocab > vocab:
         raise DataError(
             "the corpus has token ids that the model has no row for",
@@ -318,13 +322,16 @@ def token_corpus(
     vocab: int | None = None,
     validation: Iterable[str] = (),
     dtype: str | None = None,
+    *,
+    references: bool = False,
 ) -> Corpus:
     """Opens token files as one corpus, one after another.
 
     Our token files carry their tokenizer; `tokenizer` only checks it. The default "bytes" checks
     nothing, since nobody may have asked for it. Files of other programs carry none: theirs is
     `tokenizer`, or unknown with `vocab` ids. `dtype` is the type of the ids in files that do not
-    declare it. The files named by `validation` come last and validate.
+    declare it. The files named by `validation` come last and validate. With `references`, what a
+    reference model gives to pairs of answers is read too, if all files have it.
     """
     training = [_with_ending(pattern) for pattern in patterns]
     validating = [_with_ending(pattern) for pattern in validation]
@@ -348,7 +355,8 @@ def token_corpus(
             raise DataError(f"{both} were made with different tokenizers")
     if tokenizer != "bytes" and spec:
         _check_tokenizer(tokenizer, spec, sources[0].path)
-    return _joined(sources, first_vocab, spec, num_training if validating else None)
+    corpus = _joined(sources, first_vocab, spec, num_training if validating else None)
+    return _with_references(corpus, sources) if references and corpus.has_pairs else corpus
 
 
 def _refuse_copies(training: Sequence[str], validating: Sequence[str]) -> None:
@@ -393,7 +401,6 @@ def _joined(
         if source.has_pairs != has_pairs:
             both = f"{sources[0].path} and {source.path}"
             raise DataError(f"{both} cannot be one corpus: only one of them holds pairs")
-    references = _references(sources) if has_pairs else None
 
     def united(fingerprints: Iterable[str]) -> str:
         text = " ".join(fingerprints)
@@ -406,31 +413,30 @@ def _joined(
         document_starts=np.concatenate(starts),
         vocab=vocab,
         tokenizer=from_spec(spec) if spec else None,
-        fingerprint=_with_references(united(each.fingerprint for each in sources), references),
+        fingerprint=united(each.fingerprint for each in sources),
         files=tuple((at, source.path) for at, source in zip(offsets, sources, strict=True)),
         rows=tuple(zip(offsets, rows, strict=True)),
         loss=loss,
         end_of_text=ends.pop() if len(ends) == 1 else None,
         has_pairs=has_pairs,
-        references=references,
         template=common_template(source.template for source in sources),
         has_documents=all(source.has_documents for source in sources),
         validation_start=None if num_training is None else tokens.bounds[num_training],
     )
 
 
-def _references(sources: Sequence[TokenSource | ForeignTokens]) -> np.ndarray | None:
-    """Returns the log-probabilities of pairs, float32 [documents, 2]; None if some have none."""
+def _with_references(corpus: Corpus, sources: Sequence[TokenSource | ForeignTokens]) -> Corpus:
+    """Returns a corpus of pairs with its log-probabilities, if all of its files have them.
+
+    They are float32 [documents, 2], and part of its fingerprint.
+    """
     found = [read_references(source) for source in sources if isinstance(source, TokenSource)]
-    known = [numbers for numbers in found if numbers is not None]
-    return np.concatenate(known) if len(known) == len(found) else None
-
-
-def _with_references(fingerprint: str, references: np.ndarray | None) -> str:
-    """Returns the fingerprint of tokens together with what a reference model says of them."""
-    if references is None:
-        return fingerprint
-    return hashlib.sha256(fingerprint.encode() + references.tobytes()).hexdigest()
+    parts = [part for part in found if part is not None]
+    if len(parts) < len(sources):
+        return corpus
+    references = np.concatenate(parts)
+    digest = hashlib.sha256(corpus.fingerprint.encode() + references.tobytes())
+    return replace(corpus, references=references, fingerprint=digest.hexdigest())
 
 
 def common_template(templates: Iterable[str | dict | None]) -> str | dict | None:

@@ -150,7 +150,7 @@ class PackedWindows:
             "segment_ids": np.zeros(shape, np.int32),
             "positions": np.zeros(shape, np.int32),
         }
-        if self._corpus.has_pairs:
+        if self._corpus.references is not None:
             batch["reference"] = np.zeros(shape, np.float32)
         windows = [self.pieces(window) for window in indices.tolist()]
         for pieces in windows:

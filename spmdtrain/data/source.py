@@ -288,7 +288,12 @@ def _open(config: RunConfig, source: Source | Tokens | None) -> tuple[RunConfig,
         vocab = data.sources[0].corpus.vocab
         sources = data.sources
     else:
-        corpus = open_corpus(config.data, config.model.vocab, config.train.seed)
+        corpus = open_corpus(
+            config.data,
+            config.model.vocab,
+            config.train.seed,
+            references=config.train.needs_reference,
+        )
         data = _cut(corpus, config)
         vocab = corpus.vocab
         sources = (data,)
@@ -316,7 +321,7 @@ def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
 
 def _check_pairs(corpus: Corpus, config: RunConfig) -> None:
     """Raises UserError if a run would learn pairs of answers as texts, or texts as pairs."""
-    learns_pairs = config.train.preference != "none"
+    learns_pairs = config.train.learns_pairs
     if corpus.has_pairs and not learns_pairs:
         path = corpus.files[0][1]
         raise ConfigError(
@@ -330,7 +335,7 @@ def _check_pairs(corpus: Corpus, config: RunConfig) -> None:
             asked=f"train.preference={config.train.preference!r}",
             fix="spmdtrain data prepare FILE --chat --pairs --out NAME",
         )
-    if learns_pairs and corpus.references is None:
+    if config.train.needs_reference and corpus.references is None:
         raise no_references(corpus.files[0][1])
 
 

@@ -85,7 +85,8 @@ def open_run(
     saved["config"]["train"] |= {"zero": 0, "microbatch": None}
     dropped = ("mesh.", "model.attention", "train.zero", "train.microbatch")
     if not with_pairs:
-        saved["config"]["train"] |= {"preference": "none"}
+        of_pairs = [name for name in saved["config"]["train"] if name.startswith("preference_")]
+        saved["config"]["train"] |= {"preference": "none"} | dict.fromkeys(of_pairs)
         dropped = (*dropped, "train.preference")
     saved["origin"] = {
         key: str(where) for key, where in saved["origin"].items() if not key.startswith(dropped)

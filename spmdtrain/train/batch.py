@@ -85,7 +85,7 @@ def abstract_batch(
         dtypes |= {"source": "int32"}
     if data.packing != "stream":
         dtypes |= {"segment_ids": "int32", "positions": "int32"}
-    if config.train.preference != "none":
+    if config.train.needs_reference:
         dtypes |= {"reference": "float32"}
 
     def one(name: str, dtype: str) -> jax.ShapeDtypeStruct:

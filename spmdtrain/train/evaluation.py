@@ -131,7 +131,7 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
 
 def unit_of(config: RunConfig) -> str:
     """Returns what a loss is the mean of."""
-    return "tokens" if config.train.preference == "none" else "pairs"
+    return "pairs" if config.train.learns_pairs else "tokens"
 
 
 def describe(figures: dict[str, float], unit: str = "tokens") -> str:

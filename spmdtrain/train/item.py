@@ -44,9 +44,10 @@ class Taken:
     """A step, as items see it when they are updated; for tracing.
 
     `params`: the weights that it made, at rest. `gradients`: those of the mean loss over the batch,
-    clipped. `loss`, `grad_norm` (before clipping) and `tokens` (with a loss): float32 scalars.
-    `limits`: the largest loss and gradient norm of a good step, float32 [2]. `good`: a bool; if it
-    is false, the step did not change the weights. Both are None if nothing judges steps.
+    clipped. `loss`, `grad_norm` (before clipping) and `number` (of what the loss is a mean over):
+    float32 scalars. `limits`: the largest loss and gradient norm of a good step, float32 [2].
+    `good`: a bool; if it is false, the step did not change the weights. Both are None if nothing
+    judges steps.
     """
 
     config: RunConfig
@@ -55,7 +56,7 @@ class Taken:
     batch: Batch
     loss: jax.Array
     grad_norm: jax.Array
-    tokens: jax.Array
+    number: jax.Array
     limits: jax.Array | None = None
     good: jax.Array | None = None
 

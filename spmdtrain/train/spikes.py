@@ -65,7 +65,7 @@ def _update(recent: jax.Array, taken: Taken) -> jax.Array:
     """Records a good step; one without any loss says nothing about the size of good ones."""
     assert taken.good is not None, "where steps are judged by those before them, they are judged"
     figures = jnp.stack([taken.loss, taken.grad_norm])
-    return remember(recent, figures, taken.good & (taken.tokens > 0))
+    return remember(recent, figures, taken.good & (taken.number > 0))
 
 
 def _limit(index: int, recent: jax.Array, taken: Taken) -> jax.Array:  # noqa: ARG001

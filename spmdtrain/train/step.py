@@ -19,7 +19,7 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
-from spmdtrain.train.gradients.sums import means
+from spmdtrain.train.gradients.sums import means, number_of
 from spmdtrain.train.item import Metrics, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
@@ -31,11 +31,12 @@ def make_step(setup: Setup) -> Checked:
     """Returns `step(state, batch) -> (state, metrics)`, jitted, state donated.
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
-    (before clipping), learning_rate, tokens (unmasked); for a mixture loss/SOURCE and
-    tokens/SOURCE; a loss over no tokens is 0, and `tokens` shows it; side_loss if blocks have one;
-    skipped (0 or 1) if a bad step does not change the state, and loss_limit and grad_norm_limit if
-    it is judged by earlier steps (spikes.py). With float16 loss_scale, and overflow (0 or 1) if the
-    scale was too large, in which case the state does not change either.
+    (before clipping), learning_rate, tokens (unmasked); for pairs of answers also pairs, which the
+    loss is then a mean over, and pair_loss.FIGURES; for a mixture loss/SOURCE and tokens/SOURCE; a
+    loss over no tokens is 0, and `tokens` shows it; side_loss if blocks have one; skipped (0 or 1)
+    if a bad step does not change the state, and loss_limit and grad_norm_limit if it is judged by
+    earlier steps (spikes.py). With float16 loss_scale, and overflow (0 or 1) if the scale was too
+    large, in which case the state does not change either.
 
     Raises ConfigError if state or batch does not fit this setup; the state then still exists.
     """
@@ -58,7 +59,7 @@ def make_step(setup: Setup) -> Checked:
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
         loss = found["loss"]
         limits, good = _judge(config, state, loss, norm) if config.judges_steps else (None, None)
-        taken = Taken(config, params, gradients, batch, loss, norm, found["tokens"], limits, good)
+        taken = Taken(config, params, gradients, batch, loss, norm, number_of(found), limits, good)
         if good is not None:
             metrics["skipped"] = 1.0 - good.astype(jnp.float32)
             params, opt_state = items.unless_skipped(
@@ -88,9 +89,9 @@ def _judge(
 
 
 def make_eval_step(setup: Setup) -> Checked:
-    """Returns `evaluate(params, batch) -> (sum of token losses, unmasked tokens)`, without dropout.
+    """Returns `evaluate(params, batch) -> (sum of losses, number of tokens or pairs)`.
 
-    It raises ConfigError if either does not fit this setup.
+    Nothing is dropped out. It raises ConfigError if either does not fit this setup.
     """
     check_setup(setup)
     losses = make_losses(setup)
@@ -98,7 +99,7 @@ def make_eval_step(setup: Setup) -> Checked:
     def evaluate(params, batch: Batch):
         with matmuls(setup.config.precision.compute):
             sums = losses(params, batch)
-        return sums["loss"], sums["tokens"]
+        return sums["loss"], number_of(sums)
 
     def check(params: Any, batch: Any) -> None:
         check_params(setup, params)

@@ -25,14 +25,14 @@ TokenLoss = Callable[[jax.Array, jax.Array], jax.Array | Mapping[str, jax.Array]
 # With part_bn, sequences by source, a sum may be a vector [1 + n]: of all, then of each source.
 SumLosses = Callable[..., Losses]
 
-OF_THE_STEP = {"tokens", "grad_norm", "learning_rate", "skipped"}
+OF_THE_STEP = {"tokens", "pairs", "grad_norm", "learning_rate", "skipped"}
 TAKES = (
     "a function (logits [b, t, v], targets [b, t]) -> losses [b, t], or a dict of them with 'loss'"
 )
 
 
 def of_the_step() -> set[str]:
-    """Returns the names of a step's other figures: all remaining ones are means over tokens."""
+    """Returns the names of a step's other figures: all remaining ones are means."""
     return OF_THE_STEP | items.figure_names()
 
 
@@ -54,7 +54,7 @@ def make_sum_losses(
 
 def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
     """Raises ConfigError if `own` is not a loss of tokens, or if the settings shape another one."""
-    if config.preference != "none":
+    if config.learns_pairs:
         what = f"train.preference={config.preference!r} is a loss of pairs, not loss="
         raise ConfigError(what, fix="one of both")
     for name in ("label_smoothing", "z_loss"):

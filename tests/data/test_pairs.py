@@ -35,7 +35,8 @@ SETTINGS = (
     "data.packing=best_fit",
     "data.validation_fraction=0.3",
 )
-DPO = (*SETTINGS, "data.path=pairs.bin", "train.preference=dpo", "eval.every=2")
+PAIRS = (*SETTINGS, "data.path=pairs.bin", "eval.every=2")
+DPO, SIMPO, ORPO = ((*PAIRS, f"train.preference={kind}") for kind in ("dpo", "simpo", "orpo"))
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +78,6 @@ def test_what_both_answers_begin_with_is_not_learned():
     first = [USER, GOOD, USER]
     chosen, rejected = read_pair({"chosen": [*first, GOOD], "rejected": [*first, BAD]}, "here")
     assert chosen.learned == rejected.learned == (False, False, False, True)
-    same, _ = read_pair({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "here")
-    assert same.learned == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_a_run_learns_pairs_from_its_reference(here, capsys):
     assert "pairs.bin: 12 pairs; log-probabilities -" in capsys.readouterr().out
     # They are those of the model, of each answer apart.
     opened = st.open_run("base")
-    corpus = token_corpus(["pairs.bin"])
+    corpus = token_corpus(["pairs.bin"], references=True)
     assert corpus.references is not None
     ids = opened.tokenizer.encode("<user>q1\n<assistant>goodgood\n").tolist() + [255]
     logits = np.asarray(st.make_logits(opened.setup)(opened.params, np.array([ids])))[0]
@@ -146,12 +145,18 @@ def test_a_run_learns_pairs_from_its_reference(here, capsys):
     assert corpus.references[1, 0] == pytest.approx(want, rel=1e-4)
     # A run that begins where its reference is has no margin yet, and a loss of log 2.
     config = tiny(
-        *DPO, "train.init_from=base", "optimizer.warmup=0", "optimizer.learning_rate=1e-3"
+        *DPO,
+        "train.preference_beta=0.1",
+        "train.init_from=base",
+        "optimizer.warmup=0",
+        "optimizer.learning_rate=1e-3",
     )
     st.run(config, "dpo", devices=jax.devices()[:1])
     steps = [json.loads(line) for line in (here / "dpo/metrics.jsonl").read_text().splitlines()]
     first, *_, last = [step for step in steps if "reward_margin" in step]
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-4) and first["reward_margin"] < 1e-3
+    # A pair of this file has 3 + 2 bytes of marks, and 4 to 12 and 3 of answers.
+    assert first["pairs"] >= 4 and first["tokens"] >= 11 * first["pairs"]
     assert last["loss"] < first["loss"] and last["reward_margin"] > 1e-3
     evaluated = [step["eval_loss"] for step in steps if "eval_loss" in step][-1]
     capsys.readouterr()
@@ -161,21 +166,47 @@ def test_a_run_learns_pairs_from_its_reference(here, capsys):
     assert isinstance(st.generate("dpo", "<user>q", 2), str)
 
 
+@pytest.mark.parametrize("settings", [SIMPO, ORPO])
+def test_a_loss_without_a_reference_reads_none(settings, here):
+    """Training begins without one, and goes on as before where one is made or damaged later."""
+    numbers, _ = reference_paths("pairs.bin")
+    kept = numbers.read_bytes() if numbers.exists() else None
+    config, data = st.open_data(tiny(*settings))
+    try:
+        numbers.write_bytes(b"damaged")
+        assert st.open_data(tiny(*settings))[1].fingerprint == data.fingerprint
+    finally:
+        numbers.unlink() if kept is None else numbers.write_bytes(kept)
+    assert "reference" not in data.train_samples(config)(np.arange(1))
+    assert "reference" not in st.shard(config, devices=jax.devices()[:1]).batch
+    del here
+
+
+def test_two_equal_answers_are_refused(here, capsys):
+    rows = [("q", "good", "bad"), ("q", "same", "same")]
+    keys = ("prompt", "chosen", "rejected")
+    lines = [json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows]
+    (here / "equal.jsonl").write_text("".join(lines))
+    command = ["data", "prepare", "equal.jsonl", "--chat", "--pairs", "--out", "equal"]
+    assert main(command) == DataError.exit_code
+    assert "equal.jsonl, line 2: the chosen answer is the rejected one" in capsys.readouterr().err
+    assert not (here / "equal.bin").exists()
+
+
 def test_references_of_other_tokens_are_refused(here):
-    corpus = token_corpus(["pairs.bin"])
-    if corpus.references is None:
+    if token_corpus(["pairs.bin"], references=True).references is None:
         assert main(["data", "reference", "pairs.bin", "base"]) == 0
     numbers, described = reference_paths("pairs.bin")
     before, said = numbers.read_bytes(), described.read_text()
     numbers.write_bytes(before[:-4] + b"\0\0\0\0")
     with pytest.raises(DataError, match="pairs.ref is damaged; try spmdtrain data reference"):
-        token_corpus(["pairs.bin"])
+        token_corpus(["pairs.bin"], references=True)
     numbers.write_bytes(before)
     described.write_text(json.dumps(json.loads(said) | {"tokens": ["a", "b"]}))
     with pytest.raises(DataError, match="is of other tokens than pairs.bin"):
-        token_corpus(["pairs.bin"])
+        token_corpus(["pairs.bin"], references=True)
     described.write_text(said)
-    assert token_corpus(["pairs.bin"]).references is not None
+    assert token_corpus(["pairs.bin"], references=True).references is not None
     del here
 
 
@@ -189,6 +220,12 @@ def test_references_of_other_tokens_are_refused(here):
         ((*DPO, "data.path=chats.bin"), "chats.bin holds no pairs of answers"),
         ((*DPO, "data.packing=stream"), "each in one sequence; set data.corpus='tokens'"),
         ((*DPO, "train.z_loss=0.1"), "has no train.label_smoothing and no train.z_loss"),
+        ((*DPO, "train.preference_gamma=0"), "gamma=0 is of simpo, not of train.preference='dpo'"),
+        (
+            (*ORPO, "train.preference_beta=1"),
+            "beta=1 is of dpo and simpo, not of train.preference=",
+        ),
+        ((*SETTINGS, "train.preference_lambda=1"), "lambda=1 is of orpo, not of train.preference="),
     ],
 )
 def test_what_cannot_be_learned_from_pairs_is_one_line(settings, said, here):

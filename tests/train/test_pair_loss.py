@@ -1,9 +1,10 @@
-"""Preferences: the loss of pairs and its gradients are those of a float64 oracle that sees each
+"""Preferences: the losses of pairs and their gradients are those of a float64 oracle that sees each
 answer apart, and the same on any mesh."""
 
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import MESHES, SPLIT, initial_weights, placed, prepared
@@ -12,13 +13,16 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logits_of as logits_of_head
 from spmdtrain.train.batch import to_devices
 from spmdtrain.train.gradients.differentiable import make_loss
-from spmdtrain.train.gradients.pair_loss import FIGURES
-from spmdtrain.train.step import make_losses
+from spmdtrain.train.gradients.pair_loss import FIGURES, PAIR_LOSSES, Answers, sum_pairs
+from spmdtrain.train.step import make_gradients
 
-BETA = 0.5
-DPO = (
-    "train.preference=dpo",
-    f"train.preference_beta={BETA}",
+# Each loss, with its settings by the names of its formula.
+KINDS = {
+    "dpo": {"beta": 0.5},
+    "simpo": {"beta": 2.5, "gamma": 0.3},
+    "orpo": {"lambda": 0.4},
+}
+SETTINGS = (
     "data.corpus=tokens",
     "data.path=pairs.bin",
     "data.packing=best_fit",
@@ -28,6 +32,11 @@ DPO = (
 LENGTH = 16
 # Tokens of the two answers with their prompts, for each pair of a sequence.
 PAIRS = [[(5, 4)], [(4, 3), (3, 6)], [(8, 9)], [], [(2, 2), (2, 2), (2, 2)], *([[(6, 5)]] * 3)]
+
+
+def prepared_for(kind: str, *overrides: str):
+    given = [f"train.preference_{name}={value}" for name, value in KINDS[kind].items()]
+    return prepared(*SETTINGS, f"train.preference={kind}", *given, *overrides)
 
 
 def answers() -> list[list[list[tuple[np.ndarray, np.ndarray, float]]]]:
@@ -73,10 +82,42 @@ def batch_of(setup) -> dict[str, jax.Array]:
     return to_devices(samples, np.arange(8), setup.batch_shape, setup.mesh, setup.rules)
 
 
-def oracle(setup, params) -> tuple[float, dict[str, float], dict[str, np.ndarray]]:
-    """(mean loss of a pair, means of the figures, gradients), each answer in a row of its own."""
-    pairs = [pair for pairs in answers() for pair in pairs]
-    halves = [half for pair in pairs for half in pair]
+def oracle_of_sums(kind: str, sums, counts, references):
+    """(losses of pairs, rewards of answers, gradients of the losses to `sums`), float64.
+
+    `sums`, `counts` and `references` [answers]: log-probabilities, learned tokens, those by the
+    reference model; of each pair first the chosen answer.
+    """
+    sums, counts, references = (np.asarray(x, np.float64) for x in (sums, counts, references))
+    settings = KINDS[kind]
+    sign = np.tile([1.0, -1.0], len(sums) // 2)
+    means = sums / counts
+    if kind == "dpo":
+        score, slope = settings["beta"] * (sums - references), settings["beta"]
+        rewards, ahead, weight, of_chosen = score, 0.0, 1.0, 0.0
+    elif kind == "simpo":
+        score, slope = settings["beta"] * means, settings["beta"] / counts
+        rewards, ahead, weight, of_chosen = score, settings["gamma"], 1.0, 0.0
+    else:
+        probability = np.exp(means)
+        score = np.log(probability / (1 - probability))
+        slope = 1 / (1 - probability) / counts
+        rewards, ahead, weight, of_chosen = settings["lambda"] * means, 0.0, settings["lambda"], 1.0
+    margins = score[0::2] - score[1::2] - ahead
+    losses = weight * np.log1p(np.exp(-margins)) - of_chosen * means[0::2]
+    pulls = np.repeat(-weight / (1 + np.exp(margins)), 2) * sign * slope
+    return losses, rewards, pulls - of_chosen * (sign > 0) / counts
+
+
+@cache
+def apart():
+    """(weights, answers, their log-probabilities, gradients by the cotangent of logits).
+
+    Each answer is in a row of its own.
+    """
+    setup = prepared_for("dpo")
+    params = placed(setup, initial_weights(*SETTINGS))
+    halves = [half for pairs in answers() for pair in pairs for half in pair]
     tokens = np.zeros((len(halves), LENGTH), np.int32)
     for row, (ids, _, _) in zip(tokens, halves, strict=True):
         row[: len(ids)] = ids
@@ -91,57 +132,93 @@ def oracle(setup, params) -> tuple[float, dict[str, float], dict[str, np.ndarray
     logits = np.asarray(logits, np.float64)
     highest = logits.max(-1, keepdims=True)
     log_softmax = logits - highest - np.log(np.exp(logits - highest).sum(-1, keepdims=True))
-    sums = np.array(
-        [
-            sum(log_softmax[row, at - 1, ids[at]] for at in np.flatnonzero(learned))
-            for row, (ids, learned, _) in enumerate(halves)
-        ]
-    )
-    rewards = BETA * (sums - np.array([reference for _, _, reference in halves]))
-    margins = rewards[0::2] - rewards[1::2]
-    # d loss / d reward of the chosen; that of the rejected is its opposite.
-    pull = -1 / (1 + np.exp(margins)) / len(pairs)
-    cotangent = np.zeros_like(logits)
+    return params, halves, log_softmax, back
+
+
+def oracle(kind: str) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """(means of the loss and of the figures over pairs, gradients of the mean loss)."""
+    _, halves, log_softmax, back = apart()
+    sums = [
+        sum(log_softmax[row, at - 1, ids[at]] for at in np.flatnonzero(learned))
+        for row, (ids, learned, _) in enumerate(halves)
+    ]
+    counts = [learned.sum() for _, learned, _ in halves]
+    references = [reference for _, _, reference in halves]
+    losses, rewards, pulls = oracle_of_sums(kind, sums, counts, references)
+    cotangent = np.zeros_like(log_softmax)
     for row, (ids, learned, _) in enumerate(halves):
-        weight = BETA * pull[row // 2] * (1, -1)[row % 2]
+        weight = pulls[row] / len(losses)
         for at in np.flatnonzero(learned):
             cotangent[row, at - 1] -= weight * np.exp(log_softmax[row, at - 1])
             cotangent[row, at - 1, ids[at]] += weight
     (gradients,) = back(cotangent.astype(np.float32))
-    means = [(margins > 0).mean(), margins.mean(), rewards[0::2].mean(), rewards[1::2].mean()]
-    return np.log1p(np.exp(-margins)).mean(), dict(zip(FIGURES, means, strict=True)), gradients
+    margins = rewards[0::2] - rewards[1::2]
+    shown = [margins > 0, margins, rewards[0::2], rewards[1::2], losses]
+    means = {name: x.mean() for name, x in zip([*FIGURES, "loss"], shown, strict=True)}
+    return means, gradients
 
 
 @cache
-def learned_on(mesh: str) -> tuple[float, dict[str, np.ndarray]]:
-    """The mean loss of a pair, and the gradients, from the weights of one device."""
-    setup = prepared(*DPO, *MESHES[mesh])
-    find = jax.jit(jax.value_and_grad(make_loss(setup).jitted))
-    loss, found = jax.device_get(find(placed(setup, initial_weights(*DPO)), batch_of(setup)))
-    return float(loss), found
-
-
-def test_the_loss_and_its_gradients_are_those_of_the_answers_apart():
-    setup = prepared(*DPO)
-    params = placed(setup, initial_weights(*DPO))
-    loss, figures, want = oracle(setup, params)
+def learned(kind: str) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """(gradients, sums) on one device."""
+    setup = prepared_for(kind)
     batch = batch_of(setup)
-    sums = jax.device_get(jax.jit(make_losses(setup))(params, batch))
-    assert sums["tokens"] == sum(map(len, PAIRS)) == 10
-    assert {name: sums[name] / 10 for name in FIGURES} == pytest.approx(figures, rel=1e-5)
-    found_loss, found = learned_on("one device")
-    assert found_loss == pytest.approx(loss, rel=1e-6)
+    if kind != "dpo":
+        del batch["reference"]
+    params, *_ = apart()
+    return jax.device_get(jax.jit(make_gradients(setup))(params, None, batch, None))
+
+
+def assert_gradients(found, want, tolerance: float) -> None:
     largest = max(np.abs(x).max() for x in want.values())
     for path, gradient in want.items():
-        np.testing.assert_allclose(found[path], gradient, rtol=1e-4, atol=1e-6 * largest)
+        np.testing.assert_allclose(found[path], gradient, rtol=1e-4, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_and_its_gradients_are_those_of_the_answers_apart(kind):
+    means, want = oracle(kind)
+    found, sums = learned(kind)
+    assert sums["pairs"] == sum(map(len, PAIRS)) == 10
+    assert sums["tokens"] == sum(marks.sum() for _, marks, _ in apart()[1])
+    assert sums["loss"] / 10 == pytest.approx(means.pop("loss"), rel=1e-6)
+    assert {name: sums[name] / 10 for name in FIGURES} == pytest.approx(means, rel=1e-5)
+    assert_gradients(found, want, 1e-6)
 
 
 @pytest.mark.parametrize("mesh", SPLIT)
-def test_pairs_are_learned_alike_on_any_mesh(mesh):
-    many = prepared(*DPO, *MESHES[mesh])
-    (loss, want), (found_loss, got) = learned_on("one device"), learned_on(mesh)
-    assert found_loss == pytest.approx(loss, rel=1e-6)
-    largest = max(np.abs(x).max() for x in want.values())
-    for path, gradient in want.items():
-        in_order = many.model.layout.unstaged(got[path]) if many.model.in_stack(path) else got[path]
-        np.testing.assert_allclose(in_order, gradient, rtol=1e-4, atol=2e-6 * largest)
+def test_pairs_are_learned_alike_on_any_mesh(mesh, monkeypatch):
+    """All losses at once, since each mesh is one more program to compile."""
+    alone = dict(PAIR_LOSSES)
+
+    def together(answers, **_):
+        found = {kind: alone[kind](answers, **settings) for kind, settings in KINDS.items()}
+        rewards_bs, _ = found["dpo"]
+        return rewards_bs, {kind: losses["loss"] for kind, (_, losses) in found.items()}
+
+    monkeypatch.setitem(PAIR_LOSSES, "dpo", together)
+    many = prepared_for("dpo", *MESHES[mesh])
+    find = jax.jit(jax.value_and_grad(make_loss(many).jitted))
+    loss, got = jax.device_get(find(placed(many, initial_weights(*SETTINGS)), batch_of(many)))
+    monkeypatch.undo()
+    one_device = [learned(kind) for kind in KINDS]
+    assert loss == pytest.approx(sum(sums["loss"] for _, sums in one_device) / 10, rel=1e-6)
+    in_order = {
+        path: many.model.layout.unstaged(x) if many.model.in_stack(path) else x
+        for path, x in got.items()
+    }
+    summed = {path: sum(gradients[path] for gradients, _ in one_device) for path in in_order}
+    assert_gradients(in_order, summed, 2e-6)
+
+
+def test_an_answer_that_is_certain_has_finite_odds():
+    sums_bs = jnp.array([[0.0, -3.0, -1.0, 0.0, 0.0, 0.0]])
+    learned_bs = jnp.array([[2.0, 3.0, 1.0, 2.0, 0.0, 0.0]])
+
+    def loss(sums_bs):
+        answers = Answers(sums_bs, learned_bs, None)
+        return sum_pairs("orpo", KINDS["orpo"], answers)["loss"]
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(sums_bs)
+    assert np.isfinite(value) and np.isfinite(gradient).all()
+    assert gradient[0, 0] == -0.5 and (gradient[0, 4:] == 0).all()

@@ -133,7 +133,7 @@ class RunConfig(Settings):
                 "the best checkpoints are those with the lowest eval_loss, and eval.every=0 "
                 "never evaluates; set eval.every=100"
             )
-        if self.train.preference != "none":
+        if self.train.learns_pairs:
             self._check_pairs()
         if self.train.epochs is None:
             self._check_steps()

@@ -6,6 +6,13 @@ from pydantic import Field, model_serializer, model_validator
 
 from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings
 
+# The settings that each loss of pairs has, with their defaults: those of the papers.
+PREFERENCE_SETTINGS = {
+    "none": {},
+    "dpo": {"preference_beta": 0.1},
+    "simpo": {"preference_beta": 2.0, "preference_gamma": 1.0},
+    "orpo": {"preference_lambda": 0.1},
+}
 SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would collide with a smaller one
 
 
@@ -46,13 +53,24 @@ class TrainConfig(Settings):
         default=0.0,
         description="weight of the squared log of the softmax's denominator in the loss (PaLM)",
     )
-    preference: Literal["none", "dpo"] = Field(
+    preference: Literal["none", "dpo", "simpo", "orpo"] = Field(
         default="none",
-        description="dpo: learns from pairs of answers, one preferred to the other, by direct "
-        "preference optimization; the data are pairs (docs/preferences.md)",
+        description="learns from pairs of answers, one preferred to the other "
+        "(docs/preferences.md): by distance to a reference model (arXiv:2305.18290) | by mean "
+        "log-probability (arXiv:2405.14734) | by odds, along with the preferred answer "
+        "(arXiv:2403.07691)",
     )
-    preference_beta: Positive = Field(
-        default=0.1, description="weight of the distance to the reference model in DPO's reward"
+    preference_beta: Positive | None = Field(
+        default=None,
+        description="factor of the rewards of dpo and simpo; default: 0.1 for dpo, 2 for simpo",
+    )
+    preference_gamma: NonNegative | None = Field(
+        default=None,
+        description="by how much the reward of the preferred answer of simpo is to be higher; "
+        "default: 1",
+    )
+    preference_lambda: Positive | None = Field(
+        default=None, description="weight of the odds in the loss of orpo; default: 0.1"
     )
     clip: Positive | None = Field(
         default=1.0, description="largest global gradient norm; none: no clipping"
@@ -69,7 +87,34 @@ class TrainConfig(Settings):
                 f"train.epochs={self.epochs:g} and train.steps={self.steps} give the "
                 "length twice; leave one of them out"
             )
+        for name in (name for name in type(self).model_fields if name.startswith("preference_")):
+            theirs = [kind for kind, has in PREFERENCE_SETTINGS.items() if name in has]
+            if getattr(self, name) is not None and self.preference not in theirs:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name):g} is of {' and '.join(theirs)}, not of "
+                    f"train.preference={self.preference!r}; leave it out"
+                )
         return self
+
+    @property
+    def learns_pairs(self) -> bool:
+        """True if the data are pairs of answers, and losses are means over pairs."""
+        return self.preference != "none"
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if pairs must have the log-probabilities of a reference model."""
+        return self.preference == "dpo"
+
+    @property
+    def of_preference(self) -> dict[str, float]:
+        """The settings of the loss of pairs, e.g. {"beta": 0.1} for dpo."""
+        defaults = PREFERENCE_SETTINGS[self.preference]
+        given = {name: getattr(self, name) for name in defaults}
+        return {
+            name.removeprefix("preference_"): default if given[name] is None else given[name]
+            for name, default in defaults.items()
+        }
 
     @model_serializer(mode="wrap")
     def _without_steps_that_are_not_counted(self, write):

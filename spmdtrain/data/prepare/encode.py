@@ -141,6 +141,11 @@ def _encode_conversations(
             only = read_conversation(value, recipe.field, where)
             conversations = () if only is None else (only,)
         found = [encode(conversation, where) for conversation in conversations]
+        if len(found) == 2 and np.array_equal(found[0].ids, found[1].ids):
+            raise DataError(
+                f"{where}: the chosen answer is the rejected one, so neither is preferred",
+                fix="data without this row",
+            )
         encoded.append(_as_document(found, recipe) if found else nothing)
         spells = any(_spells(each, spelled_as_text, tokenizer) for each in conversations)
         notes.append(SPELLS * spells + HAS_GAPS * encoded[-1].has_gaps)

@@ -20,6 +20,7 @@ from spmdtrain.models.flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running.report import summary
+from spmdtrain.train.gradients.sums import COUNTS, number_of
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import of_the_step
 
@@ -133,7 +134,7 @@ def step_figures(
     mfu = None
     if peak and flops_per_token:
         mfu = flops_per_token * rate / (devices * peak)
-    counts = {name: int(n) for name, n in figures.items() if name.partition("/")[0] == "tokens"}
+    counts = {name: int(n) for name, n in figures.items() if name.partition("/")[0] in COUNTS}
     return figures | {
         **counts,
         "tokens_per_second": rate,
@@ -147,4 +148,4 @@ def _is_there(name: str, metrics: dict[str, Any]) -> bool:
     _, slash, source = name.partition("/")
     if slash:
         return bool(metrics.get(f"tokens/{source}", 1))
-    return name in of_the_step() or bool(metrics["tokens"])
+    return name in of_the_step() or bool(number_of(metrics))

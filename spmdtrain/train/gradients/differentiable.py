@@ -14,7 +14,7 @@ from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import step
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params
-from spmdtrain.train.gradients.sums import objective, total_of
+from spmdtrain.train.gradients.sums import COUNTS, number_of, objective, total_of
 from spmdtrain.train.setup import Setup, check_setup
 
 Params = dict[str, jax.Array]
@@ -23,9 +23,9 @@ Params = dict[str, jax.Array]
 def make_loss(setup: Setup) -> Checked:
     """Returns `loss(params, batch)`: what a step on this batch minimises, a float32 scalar.
 
-    It is the mean over the unmasked tokens of all losses together, including those of blocks,
-    without dropout. `params` are those of a `TrainState`, `batch` is one of `batches`. Jitted;
-    differentiable in `params`. Raises ConfigError if either does not fit this setup.
+    It is the mean over the unmasked tokens, or over pairs, of all losses together, including those
+    of blocks, without dropout. `params` are those of a `TrainState`, `batch` is one of `batches`.
+    Jitted; differentiable in `params`. Raises ConfigError if either does not fit this setup.
     """
     check_setup(setup)
     find = step.make_gradients(setup)
@@ -34,8 +34,8 @@ def make_loss(setup: Setup) -> Checked:
     def both(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         with matmuls(compute):
             gradients, sums = find(params, None, batch, None)
-        losses = {name: x for name, x in sums.items() if name != "tokens"}
-        mean = objective(losses) / jnp.maximum(total_of(sums["tokens"]), 1)
+        losses = {name: x for name, x in sums.items() if name not in COUNTS}
+        mean = objective(losses) / jnp.maximum(total_of(number_of(sums)), 1)
         return mean, {path: x.astype(params[path].dtype) for path, x in gradients.items()}
 
     @jax.custom_vjp

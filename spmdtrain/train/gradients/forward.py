@@ -26,7 +26,13 @@ from spmdtrain.parallel.tensor_matmul import (
 )
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.pair_loss import dpo, log_probabilities, segment_count, sum_segments
+from spmdtrain.train.gradients.pair_loss import (
+    Answers,
+    log_probabilities,
+    segment_count,
+    sum_pairs,
+    sum_segments,
+)
 from spmdtrain.train.gradients.sums import by_source
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, make_sum_losses
@@ -102,7 +108,7 @@ def make_head_losses(
     They are float32 scalars; in the training of a mixture also vectors, as `means` takes them.
     `table_axes`: the manual mesh axes over which the rows of the head's table are split.
     """
-    if setup.config.train.preference != "none":
+    if setup.config.train.learns_pairs:
         return _make_pair_losses(setup, table_axes)
     rules = setup.rules
     # A table with more rows is padded.
@@ -157,17 +163,20 @@ def _make_pair_losses(setup: Setup, table_axes: tuple[str, ...]) -> Callable[...
     """Makes the `head_losses` of pairs of answers: sums over pairs."""
     segment_sums = make_segment_sums(setup, table_axes)
     segments = segment_count(setup.config.train.sequence_length)
-    beta = setup.config.train.preference_beta
+    train = setup.config.train
 
     def head_losses(
         module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> Losses:
-        answers_bs = segment_sums(module, x_bte, ctx, microbatch)
-        references_bs, learned_bs = (
-            sum_segments(microbatch[name], microbatch["segment_ids"], segments)
-            for name in ("reference", "mask")
+        def total(name: str) -> jax.Array:
+            return sum_segments(microbatch[name], microbatch["segment_ids"], segments)
+
+        answers = Answers(
+            sums_bs=segment_sums(module, x_bte, ctx, microbatch),
+            learned_bs=total("mask"),
+            references_bs=total("reference") if train.needs_reference else None,
         )
-        return dpo(beta, answers_bs, references_bs, learned_bs)
+        return sum_pairs(train.preference, train.of_preference, answers)
 
     return head_losses
 

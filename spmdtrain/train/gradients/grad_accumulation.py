@@ -27,6 +27,7 @@ from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero
 from spmdtrain.train.gradients.sums import (
     count_tokens,
     join_losses,
+    number_of,
     objective,
     sum_over_shards,
     total_of,
@@ -81,7 +82,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         split = setup.model.split_trained(weights)
         gradients, sums = accumulated(split, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
-        return mean_gradients(setup, gradients, total_of(sums["tokens"]), cotangent), sums
+        return mean_gradients(setup, gradients, total_of(number_of(sums)), cotangent), sums
 
     resting = _resting(setup)
     trained, _ = setup.model.split_trained(resting)

@@ -21,7 +21,13 @@ from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
 from spmdtrain.train.gradients.stage_program import find_table_axes, make_program
-from spmdtrain.train.gradients.sums import count_tokens, join_losses, sum_over_shards, total_of
+from spmdtrain.train.gradients.sums import (
+    count_tokens,
+    join_losses,
+    number_of,
+    sum_over_shards,
+    total_of,
+)
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
@@ -44,8 +50,8 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
             program, table, setup.model.layout, *weights, totals, keep, stack_fixed
         )
         sums = _sums(setup, of_head, of_layers, batch, training=True)
-        tokens = total_of(sums["tokens"])
-        return mean_gradients(setup, {**shared, **stack}, tokens, cotangent), sums
+        number = total_of(number_of(sums))
+        return mean_gradients(setup, {**shared, **stack}, number, cotangent), sums
 
     resting = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     trained, _ = setup.model.split_trained(resting)

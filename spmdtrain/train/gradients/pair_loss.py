@@ -1,15 +1,21 @@
-"""Direct preference optimization: the loss of pairs of answers (arXiv:2305.18290).
+"""The losses of pairs of answers, one preferred to the other: DPO, SimPO and ORPO.
 
-    loss = -log sigmoid(beta ((c - c_ref) - (r - r_ref)))
+c and r are the log-probabilities of the chosen and of the rejected answer, sums over their tokens;
+n_c and n_r are the numbers of these tokens, c_ref and r_ref the log-probabilities by a reference
+model, which the data hold.
 
-c and r are the log-probabilities of the chosen and of the rejected answer, sums over their tokens,
-and c_ref and r_ref those of a reference model, which the data hold.
+    dpo    -log sigmoid(beta ((c - c_ref) - (r - r_ref)))               arXiv:2305.18290
+    simpo  -log sigmoid(beta (c / n_c - r / n_r) - gamma)               arXiv:2405.14734
+    orpo   -c / n_c - lambda log sigmoid(odds(c / n_c) - odds(r / n_r)) arXiv:2403.07691
+
+odds(x) = x - log(1 - exp(x)) is the logarithm of the odds of an event with log-probability x.
 
 A sequence holds several pairs. Segments 2 i and 2 i + 1 are the two answers of pair i, each after
 its prompt. Letters: b sequences, t tokens, s segments, p pairs.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,28 +71,74 @@ def log_probabilities(
     return found["loss"]
 
 
-def dpo(
-    beta: float, answers_bs: jax.Array, references_bs: jax.Array, learned_bs: jax.Array
-) -> Losses:
-    """Sums over pairs of the loss and of FIGURES, float32 scalars.
+class Answers(NamedTuple):
+    """What the losses of pairs are computed from, float32 [b, s]."""
 
-    `answers_bs` and `references_bs` are log-probabilities of segments, `learned_bs` the numbers of
-    their learned tokens. A pair counts where both of its answers have some.
+    sums_bs: jax.Array  # log-probabilities, summed over learned tokens
+    learned_bs: jax.Array  # the numbers of these tokens
+    references_bs: jax.Array | None  # log-probabilities by the reference model, where one is needed
+
+    @property
+    def means_bs(self) -> jax.Array:
+        """The mean log-probability of a learned token; 0 for an answer without one."""
+        return self.sums_bs / jnp.maximum(self.learned_bs, 1)
+
+
+def sum_pairs(kind: str, settings: Mapping[str, float], answers: Answers) -> Losses:
+    """Sums over pairs of the loss `kind` and of its FIGURES, float32 scalars.
+
+    `settings`: those that the loss has, by the names in its formula. A pair counts where both of
+    its answers have learned tokens.
     """
-    is_pair_bp = _are_pairs(learned_bs)
-    rewards_bs = beta * (answers_bs - references_bs)
-    chosen_bp, rejected_bp = rewards_bs[:, 0::2], rewards_bs[:, 1::2]
+    is_pair_bp = _are_pairs(answers.learned_bs)
+    rewards_bs, losses_bp = PAIR_LOSSES[kind](answers, **settings)
+    chosen_bp, rejected_bp = _halves(rewards_bs)
     margin_bp = chosen_bp - rejected_bp
+    figures = dict(zip(FIGURES, (margin_bp > 0, margin_bp, chosen_bp, rejected_bp), strict=True))
 
     def total(x_bp: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(is_pair_bp, x_bp, 0.0))
+        return jnp.sum(jnp.where(is_pair_bp, x_bp.astype(jnp.float32), 0.0))
 
-    figures = (margin_bp > 0, margin_bp, chosen_bp, rejected_bp)
-    shown = {
-        name: jax.lax.stop_gradient(total(x_bp.astype(jnp.float32)))
-        for name, x_bp in zip(FIGURES, figures, strict=True)
-    }
-    return {"loss": total(-jax.nn.log_sigmoid(margin_bp))} | shown
+    shown = {name: jax.lax.stop_gradient(total(x_bp)) for name, x_bp in figures.items()}
+    return {name: total(x_bp) for name, x_bp in losses_bp.items()} | shown
+
+
+# The rewards of answers [b, s], which are shown, and the losses of pairs [b, p] by name, of which
+# the sum is minimised.
+RewardsAndLosses = tuple[jax.Array, Losses]
+
+
+def _dpo(answers: Answers, *, beta: float) -> RewardsAndLosses:
+    assert answers.references_bs is not None, "the data have a reference"
+    rewards_bs = beta * (answers.sums_bs - answers.references_bs)
+    return rewards_bs, {"loss": _preferred(rewards_bs)}
+
+
+def _simpo(answers: Answers, *, beta: float, gamma: float) -> RewardsAndLosses:
+    rewards_bs = beta * answers.means_bs
+    return rewards_bs, {"loss": _preferred(rewards_bs, gamma)}
+
+
+def _orpo(answers: Answers, **settings: float) -> RewardsAndLosses:
+    weight = settings["lambda"]
+    # Of a certain answer the odds, and their gradient, are infinite: one rounding less is certain.
+    log_bs = jnp.minimum(answers.means_bs, -jnp.finfo(jnp.float32).eps)
+    odds_bs = log_bs - jnp.log(-jnp.expm1(log_bs))
+    chosen_bp, _ = _halves(answers.means_bs)
+    return weight * answers.means_bs, {"loss": weight * _preferred(odds_bs) - chosen_bp}
+
+
+PAIR_LOSSES: dict[str, Callable[..., RewardsAndLosses]] = {
+    "dpo": _dpo,
+    "simpo": _simpo,
+    "orpo": _orpo,
+}
+
+
+def _preferred(scores_bs: jax.Array, margin: float = 0.0) -> jax.Array:
+    """Returns -log sigmoid(chosen - rejected - margin), [b, p]."""
+    chosen_bp, rejected_bp = _halves(scores_bs)
+    return -jax.nn.log_sigmoid(chosen_bp - rejected_bp - margin)
 
 
 def count_pairs(mask_bt: jax.Array, segment_ids_bt: jax.Array) -> jax.Array:
@@ -97,4 +149,10 @@ def count_pairs(mask_bt: jax.Array, segment_ids_bt: jax.Array) -> jax.Array:
 
 
 def _are_pairs(learned_bs: jax.Array) -> jax.Array:
-    return (learned_bs[:, 0::2] > 0) & (learned_bs[:, 1::2] > 0)
+    chosen_bp, rejected_bp = _halves(learned_bs)
+    return (chosen_bp > 0) & (rejected_bp > 0)
+
+
+def _halves(x_bs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns what belongs to the chosen and to the rejected answers, each [b, p]."""
+    return x_bs[:, 0::2], x_bs[:, 1::2]

@@ -1,9 +1,10 @@
-"""Sums of losses and counts of tokens, and the means made from them.
+"""Sums of losses, counts of tokens and pairs, and the means made from them.
 
 A sum is a float32 scalar; in the training of a mixture it is a vector [1 + sources], first all
 tokens and then those of each source.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.pair_loss import FIGURES, count_pairs
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, of_the_step
+
+COUNTS = ("tokens", "pairs")
 
 
 def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
@@ -39,13 +42,13 @@ def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax
     """Returns {"tokens": the number of unmasked ones in a batch}, float32.
 
     In the training of a mixture it is a vector, like the losses. Where pairs of answers are
-    learned, it is their number.
+    learned, "pairs" is their number.
     """
     mask = batch["mask"].astype(jnp.float32)
-    if setup.config.train.preference != "none":
+    if setup.config.train.learns_pairs:
         length = mask.shape[-1]
         segments = batch["segment_ids"].reshape(-1, length)
-        return {"tokens": count_pairs(mask.reshape(-1, length), segments)}
+        return {"tokens": mask.sum(), "pairs": count_pairs(mask.reshape(-1, length), segments)}
     if not training or "source" not in batch:
         return {"tokens": mask.sum()}
     of_sequence = mask.sum(-1)[..., None]  # first: time may be split, and must be summed once
@@ -53,18 +56,23 @@ def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax
     return {"tokens": jnp.concatenate([of_sequence.sum()[None], each])}
 
 
+def number_of(sums: Mapping[str, Any]) -> Any:
+    """Returns the number that a mean is over: of pairs where they are learned, else of tokens."""
+    return sums.get("pairs", sums["tokens"])
+
+
 def means(setup: Setup, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns each loss over the number of tokens, and the numbers of tokens, scalars by name.
+    """Returns each loss over the number of tokens or pairs, and these numbers, scalars by name.
 
     `sums`: scalars, or for a mixture vectors [1 + sources] that become NAME and NAME/SOURCE. A
     source without tokens has a loss of 0: its number of tokens shows that it has none.
     """
     sources = ["", *(f"/{source.name}" for source in setup.config.data.mix)]
-    tokens = sums["tokens"]
+    number = number_of(sums)
     found = {}
     for name, total in sums.items():
-        over = tokens if total.ndim else total_of(tokens)
-        mean = total if name == "tokens" else total / jnp.maximum(over, 1)
+        over = number if total.ndim else total_of(number)
+        mean = total if name in COUNTS else total / jnp.maximum(over, 1)
         if mean.ndim:
             found |= {name + source: mean[at] for at, source in enumerate(sources)}
         else:
