@@ -61,8 +61,9 @@ def evaluate(
 
     For a mixture, loss and bits per byte are means over the sources, weighted by their shares.
     "loss/NAME", "bits_per_byte/NAME" and "tokens/NAME" are those of one source; the first two are
-    present only if one of its tokens has a loss. Of a run that learned from pairs of answers, loss
-    and numbers are those of pairs, without a perplexity. Raises UserError.
+    present only if one of its tokens has a loss. Of a run that learned from pairs of answers, the
+    loss is that of pairs, without a perplexity, and the numbers are "pairs" and "split_pairs".
+    Raises UserError.
     """
     paths = as_texts(paths, "paths", "book.txt")
     check_kind(field, str, "field", "the name of a column")
@@ -82,13 +83,14 @@ def evaluate(
     loss = mean_loss([predicted for predicted, _ in found])
     if loss is None:
         raise DataError(f"there is nothing to evaluate: {NOTHING}")
+    unit = unit_of(opened.config)
     return {
         "step": opened.step,
         "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)) if unit_of(opened.config) == "tokens" else None,
+        "perplexity": math.exp(min(loss, 700.0)) if unit == "tokens" else None,
         "bits_per_byte": _bits_per_byte(found),
-        "tokens": sum(predicted.tokens for predicted, _ in found),
-        "split_tokens": sum(predicted.of_tokens for predicted, _ in found),
+        unit: sum(predicted.tokens for predicted, _ in found),
+        f"split_{unit}": sum(predicted.of_tokens for predicted, _ in found),
         "bytes": sum(size for _, size in found),
     } | _by_source(found)
 

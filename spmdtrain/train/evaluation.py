@@ -75,13 +75,14 @@ def mean_loss(found: Sequence[Predicted]) -> float | None:
 def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
     """Returns `figures(state)`, the report of an evaluation during training.
 
-    It has "eval_loss" and "eval_tokens", and for a mixture "eval_loss/NAME" and "eval_tokens/NAME"
-    of each source; "eval_loss" is then the mean by their shares. A loss over no tokens is left out.
-    If the state has an average of the weights, "eval_loss_ema" and "eval_loss_ema/NAME" are its
-    losses.
+    It has "eval_loss" and "eval_tokens" (for pairs of answers "eval_pairs"), and for a mixture
+    "eval_loss/NAME" and "eval_tokens/NAME" of each source; "eval_loss" is then the mean by their
+    shares. A loss over no tokens is left out. If the state has an average of the weights,
+    "eval_loss_ema" and "eval_loss_ema/NAME" are its losses.
     """
     step = make_eval_step(setup).jitted  # its batches are ours
     limit = setup.config.eval_windows
+    unit = unit_of(setup.config)
     # Made once, on first use: packing the documents of a large corpus takes seconds.
     eval_sets = functools.cache(lambda: data.eval_sets(setup.config))
 
@@ -96,9 +97,9 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
         mean = mean_loss(found)
         losses = {} if mean is None else {word: mean}
         losses |= {f"{word}/{each.name}": each.loss for each in found if each.name and each.tokens}
-        counts = {"eval_tokens": sum(each.tokens for each in found)}
-        counts |= {f"eval_tokens/{each.name}": each.tokens for each in found if each.name}
-        return losses, counts | {"eval_split_tokens": sum(each.of_tokens for each in found)}
+        counts = {f"eval_{unit}": sum(each.tokens for each in found)}
+        counts |= {f"eval_{unit}/{each.name}": each.tokens for each in found if each.name}
+        return losses, counts | {f"eval_split_{unit}": sum(each.of_tokens for each in found)}
 
     def figures(state: TrainState) -> dict[str, float]:
         losses, counts = losses_of(state.params, "eval_loss")
@@ -135,18 +136,19 @@ def unit_of(config: RunConfig) -> str:
 
 
 def describe(figures: dict[str, float], unit: str = "tokens") -> str:
-    """Describes an evaluation in words: its losses, and the number of their tokens."""
+    """Describes an evaluation in words: its losses, and the number of their tokens or pairs."""
     parts = [
         f"{name.replace('_', ' ')} {value:.4f}"
         for name, value in figures.items()
         if name.startswith("eval_loss")
     ]
-    tokens = f"({figures['eval_tokens']:,} of {figures['eval_split_tokens']:,} {unit})"
+    count = figures[f"eval_{unit}"]
+    counted = f"({count:,} of {figures[f'eval_split_{unit}']:,} {unit})"
     nothing = [
         f"{name.partition('/')[2]}: {NOTHING}"
         for name, value in figures.items()
-        if name.startswith("eval_tokens/") and not value
+        if name.startswith(f"eval_{unit}/") and not value
     ]
-    if not figures["eval_tokens"]:
+    if not count:
         nothing = [f"no eval loss: {NOTHING}"]
-    return "  ".join([*parts, tokens, *nothing])
+    return "  ".join([*parts, counted, *nothing])

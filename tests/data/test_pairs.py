@@ -155,13 +155,14 @@ def test_a_run_learns_pairs_from_its_reference(here, capsys):
     steps = [json.loads(line) for line in (here / "dpo/metrics.jsonl").read_text().splitlines()]
     first, *_, last = [step for step in steps if "reward_margin" in step]
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-4) and first["reward_margin"] < 1e-3
-    # A pair of this file has 3 + 2 bytes of marks, and 4 to 12 and 3 of answers.
+    # The answers have 4 or more bytes and 3, each with two marks of its end.
     assert first["pairs"] >= 4 and first["tokens"] >= 11 * first["pairs"]
     assert last["loss"] < first["loss"] and last["reward_margin"] > 1e-3
-    evaluated = [step["eval_loss"] for step in steps if "eval_loss" in step][-1]
+    evaluated = [step for step in steps if "eval_loss" in step][-1]
+    assert evaluated["eval_pairs"] == evaluated["eval_split_pairs"] == 3
     capsys.readouterr()
     assert main(["eval", "dpo"]) == 0
-    assert capsys.readouterr().out == f"loss {evaluated:.4f}  (3 of 3 pairs, step 2)\n"
+    assert capsys.readouterr().out == f"loss {evaluated['eval_loss']:.4f}  (3 of 3 pairs, step 2)\n"
     assert st.evaluate("dpo", ["chats.bin"])["tokens"] > 100
     assert isinstance(st.generate("dpo", "<user>q", 2), str)
 

@@ -114,7 +114,10 @@ NOT_DRAWN = {
     "precision.loss_scale": "needs float16; tests/train/test_loss_scale.py has it",
     "precision.loss_scale_steps": "likewise",
     "train.preference": "needs pairs of answers: tests/train/test_pair_loss.py draws meshes",
-    "train.preference_beta": "is read by train.preference alone",
+    **dict.fromkeys(
+        ("train.preference_beta", "train.preference_gamma", "train.preference_lambda"),
+        "is of train.preference",
+    ),
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
     "finetune.kind": "freezes what a draw compares; tests/train/test_adapters.py has meshes",
     **dict.fromkeys(

@@ -58,7 +58,7 @@ def add_prepare(commands) -> None:
     prepare.add_argument(
         "--pairs",
         action="store_true",
-        help="with --chat: rows have chosen and rejected answers, for train.preference=dpo",
+        help="with --chat: rows have chosen and rejected answers, for train.preference",
     )
     prepare.add_argument(
         "--parse-special",

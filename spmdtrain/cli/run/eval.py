@@ -78,9 +78,9 @@ def run_eval(parsed: argparse.Namespace) -> int:
         parts.append(f"perplexity {found['perplexity']:.4g}")
     if found["bits_per_byte"] is not None:
         parts.append(f"{found['bits_per_byte']:.4f} bits per byte")
-    unit = "pairs" if found["perplexity"] is None else "tokens"
-    tokens = f"{found['tokens']:,} of {found['split_tokens']:,} {unit}"
-    print(f"{'  '.join(parts)}  ({tokens}, step {found['step']})")
+    unit = "pairs" if "pairs" in found else "tokens"
+    counted = f"{found[unit]:,} of {found[f'split_{unit}']:,} {unit}"
+    print(f"{'  '.join(parts)}  ({counted}, step {found['step']})")
     for name, count in found.items():
         word, slash, source = name.partition("/")
         if word == "tokens" and slash:

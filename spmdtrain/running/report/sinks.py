@@ -30,10 +30,11 @@ class Sink(Protocol):
     def metrics(self, step: int, figures: Figures) -> None:
         """Takes the figures of step `step` (1 is the first), or of an evaluation after it.
 
-        A step has loss (the mean over its `tokens`, absent if there are none), grad_norm,
-        learning_rate, tokens (with a loss), tokens_per_second (of all tokens), step_seconds and mfu
-        (None if the peak of the device is unknown). An evaluation has eval_loss, and eval_loss_ema
-        if an average of the weights is kept.
+        A step has loss (the mean over its `tokens`, absent if there are none, or over its `pairs`
+        where answers are compared), grad_norm, learning_rate, tokens (with a loss),
+        tokens_per_second (of all tokens), step_seconds and mfu (None if the peak of the device is
+        unknown). An evaluation has eval_loss, and eval_loss_ema if an average of the weights is
+        kept.
         """
 
     def event(self, event: str, step: int, values: Figures) -> None:
