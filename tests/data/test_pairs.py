@@ -16,7 +16,8 @@ from spmdtrain.data.batches import Range
 from spmdtrain.data.chats.conversation import read_pair
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.packing import PackedWindows
-from spmdtrain.data.token_files.references import reference_paths
+from spmdtrain.data.token_files.references import reference_paths, write_references
+from spmdtrain.data.token_files.tokens import open_tokens
 
 USER, GOOD, BAD = (
     {"role": role, "content": text}
@@ -169,18 +170,23 @@ def test_a_run_learns_pairs_from_its_reference(here, capsys):
 
 @pytest.mark.parametrize("settings", [SIMPO, ORPO])
 def test_a_loss_without_a_reference_reads_none(settings, here):
-    """Training begins without one, and goes on as before where one is made or damaged later."""
-    numbers, _ = reference_paths("pairs.bin")
-    kept = numbers.read_bytes() if numbers.exists() else None
-    config, data = st.open_data(tiny(*settings))
-    try:
-        numbers.write_bytes(b"damaged")
-        assert st.open_data(tiny(*settings))[1].fingerprint == data.fingerprint
-    finally:
-        numbers.unlink() if kept is None else numbers.write_bytes(kept)
-    assert "reference" not in data.train_samples(config)(np.arange(1))
-    assert "reference" not in st.shard(config, devices=jax.devices()[:1]).batch
+    """A run goes on with the same data where a reference is made later."""
     del here
+    paths = reference_paths("pairs.bin")
+    kept = {path: path.read_bytes() for path in paths if path.exists()}
+    for path in paths:
+        path.unlink(missing_ok=True)
+    config, data = st.open_data(tiny(*settings))
+    numbers = np.zeros((12, 2), np.float32)
+    write_references(open_tokens("pairs.bin"), numbers, "base", 1)
+    later = st.open_data(tiny(*settings))[1]
+    for path in paths:
+        path.unlink()
+    for path, content in kept.items():
+        path.write_bytes(content)
+    assert later.fingerprint == data.fingerprint
+    assert "reference" not in later.train_samples(config)(np.arange(1))
+    assert "reference" not in st.shard(config, devices=jax.devices()[:1]).batch
 
 
 def test_two_equal_answers_are_refused(here, capsys):
