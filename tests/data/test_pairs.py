@@ -133,6 +133,8 @@ def test_a_run_learns_pairs_from_its_reference(here, capsys):
         DataError, match=r"pairs.bin holds no log-prob.* try spmdtrain data reference"
     ):
         st.open_data(tiny(*DPO))
+    for path in reference_paths("pairs.bin"):
+        path.write_text("{}")  # damaged: it is made anew
     assert main(["data", "reference", "pairs.bin", "base"]) == 0
     assert "pairs.bin: 12 pairs; log-probabilities -" in capsys.readouterr().out
     # They are those of the model, of each answer apart.
