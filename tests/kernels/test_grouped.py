@@ -113,8 +113,8 @@ def test_tiles_always_suffice_and_are_of_one_expert():
 
 
 def test_many_experts_cost_the_memory_of_one_tile():
-    """`jax.lax.ragged_dot` copies the rows for every expert: 64 times as much here."""
-    case = cases.Case(tile=16, width=64, out_width=64, experts=64, tiles=64)
+    """Besides the arrays: rows once. Per-expert rows would be 64 times, a weight a tile 4 times."""
+    case = cases.Case(tile=16, width=64, out_width=64, experts=64, tiles=256)
 
     def run(x, w, expert_of_tile):
         return grouped_matmul(x, w, expert_of_tile, implementation="xla")
@@ -122,8 +122,7 @@ def test_many_experts_cost_the_memory_of_one_tile():
     compiled = jax.jit(with_gradients(run)).lower(**case.abstract()).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
-    rows = 64 * 16 * 64 * 4
-    assert memory.temp_size_in_bytes < 3 * 64 * 64 * 64 * 4 + 4 * rows < 64 * rows
+    assert memory.temp_size_in_bytes < 1.1 * (256 * 16 * 64 * 4)
 
 
 @pytest.mark.parametrize(
