@@ -44,3 +44,9 @@ def tile_groups(sizes_x: jax.Array, rows: int, tile: int) -> Tiles:
     expert_t = jnp.searchsorted(tile_ends_x, jnp.arange(tiles), side="right")
     expert_of_tile_t = jnp.where(expert_t < experts, expert_t, -1)
     return Tiles(place_r.astype(jnp.int32), expert_of_tile_t.astype(jnp.int32))
+
+
+def order_by_expert(expert_of_tile_t: jax.Array, experts: int) -> jax.Array:
+    """Returns the numbers of the tiles, int32 [tiles], expert 0's first and unused ones last."""
+    unused_last_t = jnp.where(expert_of_tile_t < 0, experts, expert_of_tile_t)
+    return jnp.argsort(unused_last_t, stable=True).astype(jnp.int32)

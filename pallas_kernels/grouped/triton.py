@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backends.triton import LEAST_DOT, call, dot, load_block
 from pallas_kernels.calls import GroupedCall
 from pallas_kernels.choose import INTERPRET, VARIANT, no_64_bits, no_gpu
+from pallas_kernels.grouped.tiles import order_by_expert
 
 
 class Blocks(NamedTuple):
@@ -110,9 +111,7 @@ def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):
     tile = rows // expert_t.shape[0]
     most = _most(WEIGHTS, x_rk.dtype, name)
     block = Blocks(_cut(k, most.rows), _cut(tile, most.contracted), _cut(n, most.columns))
-    # Tiles in the order of their experts, unused ones last, and where each expert's begin.
-    last_t = jnp.where(expert_t < 0, experts, expert_t)
-    tile_t = jnp.argsort(last_t, stable=True).astype(jnp.int32)
+    tile_t = order_by_expert(expert_t, experts)
     count_x = (expert_t == jnp.arange(experts)[:, None]).sum(1).astype(jnp.int32)
     first_x = (jnp.cumsum(count_x) - count_x).astype(jnp.int32)
     run = call(

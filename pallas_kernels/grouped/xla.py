@@ -1,7 +1,8 @@
 """The grouped matmul in plain JAX: a scan over tiles, forward and for either gradient.
 
-Its memory is one tile's: neither rows nor weights are copied for each expert, as XLA's own
-expansion of `jax.lax.ragged_dot` does on CUDA. A tile without an expert is multiplied as zeros.
+Its memory is that of one tile and one expert: neither rows nor weights are copied for each, as
+XLA's own expansion of `jax.lax.ragged_dot` does on CUDA. A tile without an expert is multiplied as
+zeros.
 
 Letters: r rows, t tiles, i rows of a tile, k contracted, n result, x experts.
 """
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.calls import GroupedCall
 from pallas_kernels.choose import not_interpretable
+from pallas_kernels.grouped.tiles import order_by_expert
 from pallas_kernels.wide import wide_dtype
 
 
@@ -41,22 +43,31 @@ def multiply(x_rk, w_xkn, expert_t, transposed: bool, name: str):  # noqa: ARG00
 
 
 def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):  # noqa: ARG001
-    """Returns the sum over each expert's tiles of x^T dy [x, k, n], in the dtype of x."""
-    wide = wide_dtype(x_rk)
+    """Returns the sum over each expert's tiles of x^T dy [x, k, n], in the dtype of x.
 
-    def step(dw_xkn, tile):
-        x_ik, dy_in, expert = tile
-        dw_kn = jax.lax.dot_general(
-            _used(x_ik, expert),
-            _used(dy_in, expert),
+    Tiles go in the order of their experts. So one expert's sum is wide at a time, and is rounded to
+    its place after each tile: the last one counts.
+    """
+    x_tik = _tiles(x_rk, expert_t)
+    dy_tin = _tiles(dy_rn, expert_t)
+    wide = wide_dtype(x_rk)
+    last = jnp.maximum(expert_t.max(), 0)  # of those with tiles: unused ones add zeros to it
+
+    def step(carry, tile):
+        sum_kn, before, dw_xkn = carry
+        product_kn = jax.lax.dot_general(
+            _used(x_tik[tile], expert_t[tile]),
+            _used(dy_tin[tile], expert_t[tile]),
             (((0,), (0,)), ((), ())),
             preferred_element_type=wide,
         )
-        return dw_xkn.at[jnp.maximum(expert, 0)].add(dw_kn), None
+        expert = jnp.where(expert_t[tile] >= 0, expert_t[tile], last)
+        sum_kn = jnp.where(expert == before, sum_kn, 0) + product_kn
+        return (sum_kn, expert, dw_xkn.at[expert].set(sum_kn.astype(dw_xkn.dtype))), None
 
-    start = jnp.zeros((experts, x_rk.shape[1], dy_rn.shape[1]), wide)
-    tiles = (_tiles(x_rk, expert_t), _tiles(dy_rn, expert_t), expert_t)
-    return jax.lax.scan(step, start, tiles)[0].astype(x_rk.dtype)
+    shape = (x_rk.shape[1], dy_rn.shape[1])
+    start = (jnp.zeros(shape, wide), jnp.int32(-1), jnp.zeros((experts, *shape), x_rk.dtype))
+    return jax.lax.scan(step, start, order_by_expert(expert_t, experts))[0][2]
 
 
 def _tiles(x_rk, expert_t):
