@@ -244,8 +244,11 @@ def test_what_cannot_be_learned_from_pairs_is_one_line(settings, said, here):
 
 
 def test_the_example_learns_from_pairs():
-    config = st.load(str(Path(__file__).parents[2] / "examples/dpo.toml"))
-    assert (config.train.preference, config.data.packing) == ("dpo", "best_fit")
+    example = str(Path(__file__).parents[2] / "examples/dpo.toml")
+    config = st.load(example)
+    assert (config.train.of_preference, config.data.packing) == ({"beta": 0.1}, "best_fit")
+    other = [st.load(example, [f"train.preference={kind}"]).train for kind in ("simpo", "orpo")]
+    assert [each.of_preference for each in other] == [{"beta": 2, "gamma": 1}, {"lambda": 0.1}]
 
 
 def test_pairs_and_texts_are_not_one_corpus(here):

@@ -7,7 +7,7 @@ from pydantic import Field, model_serializer, model_validator
 from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings
 
 # The settings that each loss of pairs has, with their defaults: those of the papers.
-PREFERENCE_SETTINGS = {
+PREFERENCE_SETTINGS: dict[str, dict[str, float]] = {
     "none": {},
     "dpo": {"preference_beta": 0.1},
     "simpo": {"preference_beta": 2.0, "preference_gamma": 1.0},
