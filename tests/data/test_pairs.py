@@ -191,6 +191,13 @@ def test_a_loss_without_a_reference_reads_none(settings, here):
     assert "reference" not in st.shard(config, devices=jax.devices()[:1]).batch
 
 
+def test_the_end_of_the_first_answer_is_no_surprise(here, capsys):
+    (here / "one.jsonl").write_text('{"prompt": "q", "chosen": "good", "rejected": "bad"}')
+    assert main(["data", "prepare", "one.jsonl", "--chat", "--pairs", "--out", "one"]) == 0
+    said = capsys.readouterr().out
+    assert "token 255 ends each document" in said and "before the end" not in said
+
+
 def test_two_equal_answers_are_refused(here, capsys):
     rows = [("q", "good", "bad"), ("q", "same", "same")]
     keys = ("prompt", "chosen", "rejected")

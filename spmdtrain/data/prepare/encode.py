@@ -210,7 +210,10 @@ def _joined(
     lengths = np.array([len(ids) for ids in encoded], np.int64)
     notes = np.array(noted, np.uint8)
     if recipe.end_of_text is not None:
-        notes += HOLDS_END * np.array([(recipe.end_of_text in ids) for ids in encoded], np.uint8)
+        is_pair = isinstance(recipe.field, ChatFields) and recipe.field.pairs
+        held = [np.count_nonzero(ids == recipe.end_of_text) for ids in encoded]
+        # The first answer of a pair is ended by us, too.
+        notes += HOLDS_END * (np.array(held) > is_pair).astype(np.uint8)
     ids = np.concatenate([*encoded, np.zeros(0, np.int32)])
     in_range = not len(ids) or (ids.min() >= 0 and ids.max() < tokenizer.size)
     assert in_range, "a tokenizer gave an id beyond its size"
