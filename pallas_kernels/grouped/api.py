@@ -13,13 +13,13 @@ from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind
 from pallas_kernels.counting import is_counted, marked
 from pallas_kernels.given import check_arrays, check_floating, check_ids
 from pallas_kernels.gpus import generation
-from pallas_kernels.grouped import triton, xla
+from pallas_kernels.grouped import mosaic, triton, xla
 from pallas_kernels.partition import refuse_checked_vma
 
 OP = "grouped_matmul"
-IMPLEMENTATIONS = {"xla": xla, "triton": triton}
+IMPLEMENTATIONS = {"xla": xla, "triton": triton, "mosaic": mosaic}
 # The default order is by reason: XLA runs one small matmul after another, the kernel all at once.
-OURS = {"ampere": ("triton",), "hopper": ("triton",), "blackwell": ("triton",)}
+OURS = {"ampere": ("triton",), "hopper": ("mosaic", "triton"), "blackwell": ("triton",)}
 
 
 def grouped_matmul(

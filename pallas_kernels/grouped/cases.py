@@ -64,8 +64,15 @@ class Case:
         return drawn | {"expert_of_tile": jnp.asarray(tiles)}
 
 
+# What the kernels for Hopper take: an expert without tiles, an unused tile, more steps than slots.
+HOPPER = (
+    Case(dtype="bfloat16", tile=128, width=128, out_width=256, tiles=(2, UNUSED, 0)),
+    Case(dtype="float16", tile=256, width=384, out_width=128, experts=1, tiles=(0, 0)),
+)
+
 CI = (
     Case(),
+    *HOPPER,
     Case(dtype="bfloat16", tiles=(2, 0, UNUSED, 2, 0)),  # no order, and expert 1 has none
     Case(experts=4, tiles=(3, 3, 3), tile=48, width=80, out_width=16),  # all of one expert
     Case(dtype="bfloat16", tile=32, width=128, out_width=192, experts=2, tiles=(0, 1, 7)),

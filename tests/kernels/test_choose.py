@@ -134,4 +134,5 @@ def test_kernels_go_through_ptxas():
         for op in ("attention", "norm", "grouped"):
             assert f"{gpu} {op} triton {{'compiled': 2, 'refused': 0, 'failed': 0}}" in done.stdout
     assert "h200 attention mosaic {'compiled': 1, 'refused': 1, 'failed': 0}" in done.stdout
+    assert "h200 grouped mosaic {'compiled': 1, 'refused': 1, 'failed': 0}" in done.stdout
     assert "b200 attention mosaic refused 1: needs an NVIDIA GPU of sm_90 (Hopper)" in done.stdout

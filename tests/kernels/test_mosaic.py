@@ -1,4 +1,4 @@
-"""Attention's kernels on Mosaic GPU, interpreted on CPU by jax >= 0.11, which looks for races.
+"""The kernels on Mosaic GPU, interpreted on CPU by jax >= 0.11, which looks for races.
 
 The interpreter hangs where a kernel's warpgroups wait for each other for ever, and a kernel that
 fails spoils it for the next one: cases run in a process of their own, with a time limit.
@@ -17,6 +17,7 @@ from pallas_kernels.attention import attention, cases
 from pallas_kernels.attention.cases import Case
 from pallas_kernels.backends import mosaic
 from pallas_kernels.choose import Refused
+from pallas_kernels.grouped import cases as grouped_cases
 
 ROOT = Path(__file__).parents[2]
 OLD = jax.__version_info__ < (0, 11)
@@ -93,6 +94,21 @@ def test_interpreted():
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
 def test_interpreted_on_more(case):
     interpret((case,), seconds=600)
+
+
+GROUPED = """
+from test_grouped import cases, compare
+for case in cases.HOPPER:
+    compare(case, "mosaic:interpret")
+    print(case.name, flush=True)
+"""
+
+
+@pytest.mark.skipif(OLD, reason="needs jax 0.11 or later")
+def test_interpreted_grouped_matmuls():
+    done = run(GROUPED, seconds=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.split() == [case.name for case in grouped_cases.HOPPER]
 
 
 HIDDEN = """

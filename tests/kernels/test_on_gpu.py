@@ -51,7 +51,7 @@ def test_norms(implementation, case):
     unless_refused(of_norms.compare, case, implementation)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("implementation", ["xla", "triton", "mosaic"])
 @pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.name)
 def test_grouped(implementation, case):
     unless_refused(of_grouped.compare, case, implementation)

@@ -6,7 +6,6 @@ Start with forward_kernel.py, whose first lines say how three warpgroups divide 
     dq_kernel.py           the first
     dkv_kernel.py          the second
     scores.py              scores, softmax and masks in the registers of the backward kernels
-    rings.py               tiles on their way through shared memory, in the backward kernels
     backward_operands.py   their operands and scratch
     masks.py               the mask of a tile of scores
     programs.py            the grid: which part of the work a program takes

@@ -1,7 +1,7 @@
 """The backward pass on Hopper: a kernel for dq, then one for dk and dv; every sum has one order.
 
-In both kernels one warpgroup copies, through two rings of shared memory (rings.py), and two
-compute. A computing warpgroup owns 64 rows of scores, which become the left operand of the next
+In both kernels one warpgroup copies, through two rings of shared memory (backends/rings.py), and
+two compute. A computing warpgroup owns 64 rows of scores, which become the left operand of the next
 matmul without leaving its registers (scores.py).
 
 Barriers, by who waits for what:

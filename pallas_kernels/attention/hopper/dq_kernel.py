@@ -28,11 +28,11 @@ from pallas_kernels.attention.hopper.programs import (
     program_grid,
     this_program,
 )
-from pallas_kernels.attention.hopper.rings import Ring, fill_rings
 from pallas_kernels.attention.hopper.scores import ScoresPlan, score_matmuls
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.attention.tile_ranges import OVER_KEYS, tile_bounds
 from pallas_kernels.backends import mosaic as gpu
+from pallas_kernels.backends.rings import Ring, fill_rings
 
 
 class _Scratch(NamedTuple):

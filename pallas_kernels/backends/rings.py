@@ -1,4 +1,4 @@
-"""Rings through which tiles pass in shared memory, in the backward kernels."""
+"""Rings through which tiles pass in shared memory, in kernels on Mosaic GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
