@@ -13,7 +13,8 @@ import pytest
 
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention.problem import Inputs, Problem, call_of
-from pallas_kernels.calls import AttentionCall, NormCall
+from pallas_kernels.calls import AttentionCall, GroupedCall, NormCall
+from pallas_kernels.grouped import api as grouped_api
 from pallas_kernels.norm import api as norm_api
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,7 @@ def call(queries: int) -> AttentionCall:
 NORM = NormCall(
     op="rmsnorm", rows=8, width=8, dtype="float32", scale="float32", bias=None, residual=None
 )
+GROUPED = GroupedCall(rows=128, tile=128, width=128, experts=1, out_width=128, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -44,8 +46,10 @@ NORM = NormCall(
 def test_cudnn_then_the_kernels_of_the_generation_then_xla(kind, order, monkeypatch):
     monkeypatch.setattr(attention_api, "device_kind", lambda: kind)
     monkeypatch.setattr(norm_api, "device_kind", lambda: kind)
+    monkeypatch.setattr(grouped_api, "device_kind", lambda: kind)
     assert attention_api.order(call(128)) == order
     assert attention_api.order(call(1)) == ("cudnn", "xla"), "generation: a query at a time"
+    assert grouped_api.order(GROUPED) == order[1:], "the same, but no cuDNN"
     assert norm_api.order(NORM) == (("triton", "xla") if "triton" in order else ("xla",))
 
 
