@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from kernels.fake_gpu import FAULTS, THIRD
 
+from pallas_kernels import gpus
 from pallas_kernels.calls import AttentionCall, GroupedCall, NormCall, from_json, to_json
 from pallas_kernels.tuning import Table, tune
 from pallas_kernels.tuning.decide import decide
 from pallas_kernels.tuning.measure import WORKER, Limits, Process, measure
+from pallas_kernels.tuning.on_jax import OnJax
 from pallas_kernels.tuning.right import complaint
+from pallas_kernels.tuning.work import share_of_sheet
 
 ROOT = Path(__file__).parents[2]
 CALL = AttentionCall(
@@ -231,11 +234,29 @@ def test_shipped_entries_count_where_nothing_was_measured(tmp_path, monkeypatch)
 def test_real_calls_are_tried_with_xla_and_interpreted_kernels():
     said = []
     process = Process((*WORKER, "--interpreted"), limits=Limits(step=200.0, call=400.0))
-    found = [finding for _, finding in measure([CALL, NORM, GROUPED], said.append, process)]
+    found = [finding for _, finding in measure([CALL, NORM], said.append, process)]
     assert said == []
-    for call, finding in zip((CALL, NORM, GROUPED), found, strict=True):
+    for call, finding in zip((CALL, NORM), found, strict=True):
         assert finding.right == ["xla", "triton:interpret", "triton/narrow:interpret"], call
         assert finding.chosen in finding.right
         assert [len(times) for times in finding.times.values()] == [12, 12, 12]
         assert "needs an NVIDIA GPU" in finding.refused["triton"]
         assert from_json(json.loads(json.dumps(to_json(call)))) == call
+
+
+def test_a_grouped_matmul_is_drawn_run_and_compared():
+    """Without times: a call this small takes none that can be believed."""
+    machine = OnJax(interpreted=True)
+    names, refused = machine.candidates(GROUPED)
+    assert names == ["xla", "triton:interpret", "triton/narrow:interpret"]
+    assert "needs an NVIDIA GPU" in refused["triton"]
+    wanted = machine.wanted(GROUPED)
+    assert set(wanted) == {"out", "dx", "dw"}
+    for name in names:
+        values = machine.values(GROUPED, machine.prepare(GROUPED, name))
+        assert complaint(values, wanted, GROUPED.dtype) == ""
+        wrong = values | {"dw": values["dw"] * 1.001}
+        assert complaint(wrong, wanted, GROUPED.dtype).startswith("dw is wrong by")
+    assert from_json(json.loads(json.dumps(to_json(GROUPED)))) == GROUPED
+    listed = share_of_sheet("NVIDIA H100 80GB HBM3", replace(GROUPED, dtype="bfloat16"), 1e-6)
+    assert listed == pytest.approx(6 * 64 * 16 * 32 / 1e-6 / gpus.GPUS["h100"].bfloat16)
