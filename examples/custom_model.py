@@ -32,10 +32,7 @@ MESHES = {
 
 
 class Block(nnx.Module):
-    """Computes x + down(silu(gate) * convolution(value)).
-
-    Letters: b batch, t time, c channel, i inner, k tap.
-    """
+    """x + down(silu(gate) * convolution(value)). b batch, t time, c channel, i inner, k tap."""
 
     def __init__(self, config: GPT | Llama, rngs: nnx.Rngs):
         channel, inner = config.embed, config.hidden

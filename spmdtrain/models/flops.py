@@ -117,7 +117,7 @@ def _count_operation(operation: Any, given: list[Origin], trains: bool) -> Count
     name = operation.primitive.name
     options = operation.params
     if name == "scan":
-        return _count_scan(options, given, trains)
+        return _count_scan(operation, given, trains)
     if name == "cond":
         found = [_count(each, given[1:], trains) for each in _programs_in(options)]
         outs = [_union(each) | given[0] for each in zip(*(outs for _, outs in found), strict=True)]
@@ -131,10 +131,18 @@ def _count_operation(operation: Any, given: list[Origin], trains: bool) -> Count
     return sum(flops, 0.0), outs
 
 
-def _count_scan(options: dict[str, Any], given: list[Origin], trains: bool) -> Counted:
-    """Counts a loop of known length: what is carried has the origins that it ends with."""
+def _count_scan(operation: Any, given: list[Origin], trains: bool) -> Counted:
+    """Counts a loop of known length: what is carried has the origins that it ends with.
+
+    Inputs are constants, what is carried, then what is cut; outputs what is carried, then what is
+    stacked. Cut and stacked arrays have a dim more outside the body: each version of jax names
+    their numbers in its own way.
+    """
+    options = operation.params
     (body,) = _programs_in(options)
-    carry = slice(options["num_consts"], options["num_consts"] + options["num_carry"])
+    carried = _count_as_in(operation.outvars, body.outvars)
+    constant = _count_as_in(operation.invars, body.invars) - carried
+    carry = slice(constant, constant + carried)
     given = list(given)
     while True:
         flops, outs = _count(body, given, trains)
@@ -142,6 +150,12 @@ def _count_scan(options: dict[str, Any], given: list[Origin], trains: bool) -> C
         if grown == given[carry]:
             return options["length"] * flops, outs
         given[carry] = grown
+
+
+def _count_as_in(outside: Sequence[Any], body: Sequence[Any]) -> int:
+    """Returns how many values have the same number of dims in a loop's body as outside."""
+    pairs = zip(outside, body, strict=True)
+    return sum(value.aval.ndim == inner.aval.ndim for value, inner in pairs)
 
 
 def _union(origins: Sequence[Origin]) -> Origin:

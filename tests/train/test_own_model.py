@@ -140,7 +140,7 @@ def test_weights_may_rest_split_over_the_axes_of_the_tokens(settings):
         ),
         (
             (*STAGES, "mesh.context=2", "rules.activations.vocab=context"),
-            "'time' and 'vocab' both want mesh axis",
+            "'time' and 'vocab' both use mesh axis",
         ),
     ],
     ids=["fsdp", "context on stages"],
