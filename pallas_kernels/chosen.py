@@ -16,7 +16,7 @@ from pallas_kernels.calls import Call
 
 @dataclass
 class Decisions:
-    """What was decided, and what became of it. Calls go by the name of their class."""
+    """The decisions, and the kernels that were used. Calls go by the name of their class."""
 
     chosen: Mapping[str, str]
     taken: dict[str, str] = field(default_factory=dict)  # by calls that name no implementation

@@ -54,6 +54,30 @@ MESHES = {
 }
 SPLIT = [mesh for mesh in MESHES if mesh != "one device"]
 
+# Every kind of mesh on which a type of weight must compute what it does on one device.
+MESHES_OF_WEIGHTS = {
+    "data, fsdp, tensor, zero": (
+        "mesh.data=2",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "train.microbatch=1",
+        "train.zero=1",
+    ),
+    "collective matmuls": (
+        "mesh.context=2",
+        "mesh.tensor=2",
+        "mesh.collective_matmul=true",
+        "rules.activations.stream_time=context,tensor",
+    ),
+    "pipeline": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1"),
+    "zero bubble": (
+        "mesh.pipeline=2",
+        "mesh.context=2",
+        "pipeline.schedule=zero_bubble",
+        "train.microbatch=2",
+    ),
+}
+
 
 MESH_SIZES = tuple(f"mesh.{axis}=" for axis in AXES)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Tiles(NamedTuple):
-    """Where rows go that are sorted by expert, and whose each tile is."""
+    """The places of rows sorted by expert, and the expert of each tile."""
 
     place_r: jax.Array  # int32 [rows]: the padded row of each sorted row
     expert_of_tile_t: jax.Array  # int32 [tiles]: -1 for a tile that nobody uses

@@ -44,7 +44,7 @@ class Process:
 
 @dataclass
 class Finding:
-    """What was found of one call."""
+    """The result of measuring one call."""
 
     call: Call
     chosen: str | None = None

@@ -1,4 +1,4 @@
-"""What was measured, kept for later runs: one JSON file for each driver, jax and version of ours.
+"""Keeps measurements for later runs: one JSON file for each driver, jax and version of ours.
 
     {"machine": {"driver", "jax", "kernels"},
      "gpus": {KIND: {CLASS OF A CALL: {"implementation", "milliseconds", "faults", ...}}},

@@ -30,7 +30,7 @@ WARM_UP = 2  # turns of each candidate before those that count
 
 
 class Backend(Protocol):
-    """What runs candidates: on_jax.py, or in tests a GPU that has faults."""
+    """Runs candidates: on_jax.py, or in tests a fake GPU with faults."""
 
     def describe(self) -> dict[str, Any]: ...
     def candidates(self, call: Call) -> tuple[list[str], dict[str, str]]: ...
@@ -65,7 +65,7 @@ def _try_call(backend, call, without, right, rounds) -> None:
             _say(at="timing", of=name)
             try:
                 seconds = backend.seconds(ready[name])
-            except Exception as error:
+            except Exception as error:  # a kernel may fail with whatever jax or the driver raises
                 _say(fault=_reason(error), of=name)
                 del ready[name]
                 continue
@@ -88,7 +88,7 @@ def _prepared(backend, call, names, right) -> dict[str, Callable[[], Any]]:
                 if wanted is None:
                     wanted = backend.wanted(call)
                 fault = complaint(backend.values(call, run), wanted, call.dtype)
-        except Exception as error:
+        except Exception as error:  # a compiler or a driver may raise anything
             fault = _reason(error)
         if VARIANT in name and TOO_LARGE in fault:
             _say(too_large=fault, of=name)

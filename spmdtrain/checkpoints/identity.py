@@ -30,7 +30,7 @@ OF_NO_FUNCTION = {"name", "dropout", "attention", "make", "extra"}
 
 
 class DescribedData(Protocol):
-    """What config.json says of the data of a run."""
+    """Describes the data of a run as config.json records it."""
 
     @property
     def fingerprint(self) -> str: ...

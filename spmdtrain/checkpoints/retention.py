@@ -27,7 +27,7 @@ class Retention:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether any checkpoint is kept for its loss."""
+        """True if any checkpoint is kept for its loss."""
         return self._best > 0
 
     def recall(self, meta: Meta) -> None:

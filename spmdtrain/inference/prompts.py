@@ -27,14 +27,14 @@ class Prompts(NamedTuple):
 
 
 class AnswerEnd(NamedTuple):
-    """What ends an answer to a conversation."""
+    """The tokens that end an answer to a conversation."""
 
     ids: tuple[int, ...]
     closing: str  # the template's
 
 
 class Stops(NamedTuple):
-    """What ends a text."""
+    """The tokens and the strings that end a text."""
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What is to be written of a run: which tensors its parameters become."""
+"""Decides which published tensors the parameters of a run become."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from spmdtrain.interop.weights import sizes_of
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be written of a run: its config.json, and which tensors its parameters become."""
+    """The contents of an export: its config.json, and the tensors that parameters become."""
 
     model: TransformerConfig
     family: str

@@ -33,7 +33,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class InFile:
-    """Where a tensor lies: `offset` bytes from the start of a file."""
+    """The place of a tensor: `offset` bytes from the start of a file."""
 
     file: str
     offset: int

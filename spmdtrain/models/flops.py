@@ -25,7 +25,7 @@ class UncountableError(Exception):
 
 
 class Origin(Flag):
-    """What a value of a program is computed from."""
+    """The inputs from which a value of a program is computed."""
 
     NEITHER = 0
     TOKENS = auto()

@@ -7,7 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import batches_of, mesh_of, tiny
+from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny
 
 import spmdtrain as st
 from spmdtrain.interop.peft import read_adapters
@@ -43,28 +43,6 @@ SMALLEST = (
 )
 # What the test of meshes adds: all at once, because it compiles much.
 OF_FEW_BITS = ("finetune.base=nf4",)
-LAYOUTS = {
-    "data, fsdp, tensor, zero": (
-        "mesh.data=2",
-        "mesh.fsdp=2",
-        "mesh.tensor=2",
-        "train.microbatch=1",
-        "train.zero=1",
-    ),
-    "collective matmuls": (
-        "mesh.context=2",
-        "mesh.tensor=2",
-        "mesh.collective_matmul=true",
-        "rules.activations.stream_time=context,tensor",
-    ),
-    "pipeline": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1"),
-    "zero bubble": (
-        "mesh.pipeline=2",
-        "mesh.context=2",
-        "pipeline.schedule=zero_bubble",
-        "train.microbatch=2",
-    ),
-}
 
 
 def setup_of(*settings: str) -> st.Setup:
@@ -130,10 +108,13 @@ SLOW = ("collective matmuls", "zero bubble")
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in LAYOUTS],
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in SLOW else ())
+        for each in MESHES_OF_WEIGHTS
+    ],
 )
 def test_adapters_have_the_loss_and_gradients_of_one_device(layout):
-    got, found = first_batch(*OF_FEW_BITS, *LAYOUTS[layout])
+    got, found = first_batch(*OF_FEW_BITS, *MESHES_OF_WEIGHTS[layout])
     want, wanted = first_batch(*OF_FEW_BITS)
     assert got == pytest.approx(want, rel=1e-6)
     assert found.keys() == wanted.keys()
@@ -178,7 +159,7 @@ def test_a_run_begins_with_a_base_and_trains_adapters_alone(tmp_path):
     longer = tiny(*asked, "train.steps=3", "mesh.fsdp=2")
     assert st.run(longer, tmp_path / "run", devices=jax.devices()[:2]).step == 3
     after = st.weights(tmp_path / "run")
-    staged = setup_of(targets, "optimizer.ema=0.5", *LAYOUTS["pipeline"])
+    staged = setup_of(targets, "optimizer.ema=0.5", *MESHES_OF_WEIGHTS["pipeline"])
     for path, x in st.restore(tmp_path / "run", staged).params.items():
         in_order = staged.model.layout.unstaged if staged.model.in_stack(path) else np.asarray
         assert np.array_equal(in_order(np.asarray(x)), after[path]), path

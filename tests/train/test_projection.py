@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import batches_of, mesh_of, tiny
+from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny
 
 import spmdtrain as st
 from spmdtrain.models.buffer import Buffer
@@ -99,33 +99,9 @@ def first_batch(*settings: str) -> tuple[float, float, dict[str, np.ndarray]]:
     return *(float(sums["loss"] / sums["tokens"]) for sums in (train, evaluation)), in_order
 
 
-LAYOUTS = {
-    "fsdp, tensor, zero": (
-        "mesh.data=2",
-        "mesh.fsdp=2",
-        "mesh.tensor=2",
-        "train.microbatch=1",
-        "train.zero=1",
-    ),
-    "collective matmuls": (
-        "mesh.context=2",
-        "mesh.tensor=2",
-        "mesh.collective_matmul=true",
-        "rules.activations.stream_time=context,tensor",
-    ),
-    "pipeline": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1"),
-    "zero bubble": (
-        "mesh.pipeline=2",
-        "mesh.context=2",
-        "pipeline.schedule=zero_bubble",
-        "train.microbatch=2",
-    ),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", MESHES_OF_WEIGHTS)
 def test_a_weight_type_has_the_loss_and_gradients_of_one_device(layout):
-    *got, found = first_batch(*LAYOUTS[layout])
+    *got, found = first_batch(*MESHES_OF_WEIGHTS[layout])
     *want, wanted = first_batch()
     assert got == pytest.approx(want, rel=1e-5)
     assert found.keys() == wanted.keys()
@@ -150,7 +126,7 @@ def test_integers_rest_as_integers_travel_as_integers_and_are_not_trained(tmp_pa
     gathers = [line for line in text.splitlines() if "all_gather" in line and "xi8>" in line]
     assert gathers, "the base crosses the network as it rests"
     st.run(config, tmp_path / "run", make=AdaptedTransformer, devices=jax.devices()[:2])
-    longer = tiny(*SMALLEST, *few, "train.steps=3", *LAYOUTS["pipeline"])
+    longer = tiny(*SMALLEST, *few, "train.steps=3", *MESHES_OF_WEIGHTS["pipeline"])
     assert st.run(longer, tmp_path / "run", make=AdaptedTransformer).step == 3
     after = st.weights(tmp_path / "run")
     assert np.array_equal(after[values], before[values])

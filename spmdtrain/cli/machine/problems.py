@@ -1,4 +1,4 @@
-"""What is wrong with a machine, by the facts that `doctor` gathers, and how to fix it."""
+"""Finds what is wrong with a machine from the facts that `doctor` gathers, and how to fix it."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a person sees of a command until it has something to show."""
+"""Shows that a command is working until it has a result."""
 
 import argparse
 import contextlib

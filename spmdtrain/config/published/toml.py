@@ -15,13 +15,18 @@ def model_toml(folder: str | Path, overrides: Sequence[str] = ()) -> str:
     sections = {"model": published.settings, "train": {"sequence_length": 1}}
     config = from_resolved({"config": sections, "origin": {}}, overrides)
     values = config.model.model_dump(mode="json", exclude_unset=True)
-    values = {"name": values.pop("name")} | values
-    inner = {name: value for name, value in values.items() if isinstance(value, dict)}
-    head = f"[model]  # {published.folder / NAME}: {published.family}"
-    plain = {name: value for name, value in values.items() if name not in inner}
-    lines = [*published.remarks_as_comments(), head, *_lines(plain)]
-    for name, table in inner.items():
-        lines += ["", f"[model.{name}]", *_lines(table)]
+    values = {"name": values.pop("name")} | values  # the name comes first
+    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
+    plain = {name: value for name, value in values.items() if name not in tables}
+    lines = [
+        *published.remarks_as_comments(),
+        f"[model]  # {published.folder / NAME}: {published.family}",
+        *_lines(plain),
+    ]
+    for name, table in tables.items():
+        lines.append("")
+        lines.append(f"[model.{name}]")
+        lines.extend(_lines(table))
     return "\n".join(lines)
 
 

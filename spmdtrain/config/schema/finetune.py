@@ -62,5 +62,5 @@ class FinetuneConfig(Settings):
 
     @property
     def scale(self) -> float:
-        """What an adapter's product is multiplied by."""
+        """The factor by which an adapter's product is multiplied."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)

@@ -42,7 +42,7 @@ class Asked:
 
 
 class Renders(Protocol):
-    """What `jinja_program.Program` is to this file."""
+    """Renders conversations, as `jinja_program.Program` does."""
 
     @property
     def marks_answers(self) -> bool: ...
@@ -179,5 +179,5 @@ def _part(program: Renders, asked: Asked, count: int, *, prompting: bool) -> str
         return program.render(asked, asked.messages[:count], ("", ""), prompting=prompting)
     except (MemoryError, RecursionError):
         raise
-    except Exception:
+    except Exception:  # a template may raise anything to refuse a part of a conversation
         return None

@@ -170,8 +170,7 @@ def main() -> None:
                 _limit_time(seconds)
                 found = answer(program, Asked(**request))
             written = json.dumps(found)
-        except Exception as error:
-            # The template may raise anything at all, and a later conversation may be a better one.
+        except Exception as error:  # a template may raise anything; the next conversation may do
             fix = error.fix if isinstance(error, Unsuitable) else ""
             written = json.dumps({"error": _said(error), "fix": fix})
         print(written, flush=True)

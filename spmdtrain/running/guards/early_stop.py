@@ -45,7 +45,7 @@ class EarlyStop:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run must end: `eval.patience` evaluations in a row brought no improvement."""
+        """True if the run must end: `eval.patience` evaluations in a row brought no improvement."""
         patience = self._config.patience
         return patience is not None and self._since >= patience
 

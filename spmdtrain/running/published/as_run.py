@@ -1,4 +1,4 @@
-"""What a published model is as a run: its configuration and its tokenizer."""
+"""Gives a published model the configuration and the tokenizer of a run."""
 
 import contextlib
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluat
 
 @dataclass(frozen=True)
 class Described:
-    """What config.json of a run says of its data: of an import, its tokenizer."""
+    """The data of an import as config.json records them: its tokenizer."""
 
     tokenizer: dict[str, Any] | None
     end_of_text: int | None

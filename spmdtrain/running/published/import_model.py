@@ -25,7 +25,7 @@ from spmdtrain.train.setup import Setup, shard
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import has read; `lines` say it in words."""
+    """The result of reading a published model; `lines` describe it in words."""
 
     setup: Setup
     params: dict[str, jax.Array]

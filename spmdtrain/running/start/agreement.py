@@ -46,7 +46,7 @@ MOST_VALUES = 3  # in one error
 
 
 class Said(NamedTuple):
-    """What one process reports about itself."""
+    """The report of one process about itself."""
 
     host: str
     facts: Facts

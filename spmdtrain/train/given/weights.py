@@ -22,18 +22,22 @@ def with_weights(setup: Setup, given: dict[str, jax.Array]) -> TrainState:
     begun = state.params
     state = replace(state, params={path: (begun | given)[path] for path in setup.state.params})
     state = replace(state, params=state.params | _magnitudes(setup, state.params, begun))
-    params = state.params
     if any(rule.gradient_point for rule in setup.update_rules.values()):
-        padding = setup.padding
-
-        def begin(params: dict[str, jax.Array]) -> optimizers.OptimizerState:
-            values = {path: padding.from_rest(path, x) for path, x in params.items()}
-            fresh = optimizers.init(setup.update_rules, setup.model.parameters, values)
-            return {path: padding.tree_to_rest(path, tree) for path, tree in fresh.items()}
-
-        shardings = jax.tree.map(lambda x: x.sharding, setup.state.opt_state)
-        state = replace(state, opt_state=jax.jit(begin, out_shardings=shardings)(params))
+        state = replace(state, opt_state=_optimizer_state(setup, state.params))
     return with_items_begun(setup, state, setup.state.items)
+
+
+def _optimizer_state(setup: Setup, params: dict[str, jax.Array]) -> optimizers.OptimizerState:
+    """Returns the state of an optimizer that starts at these parameters, as it rests."""
+    padding = setup.padding
+
+    def begin(params: dict[str, jax.Array]) -> optimizers.OptimizerState:
+        values = {path: padding.from_rest(path, x) for path, x in params.items()}
+        fresh = optimizers.init(setup.update_rules, setup.model.parameters, values)
+        return {path: padding.tree_to_rest(path, tree) for path, tree in fresh.items()}
+
+    shardings = jax.tree.map(lambda x: x.sharding, setup.state.opt_state)
+    return jax.jit(begin, out_shardings=shardings)(params)
 
 
 def with_wide_base(setup: Setup) -> Setup:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class LayerKind(NamedTuple):
-    """What one layer does differently from others. The shapes of its weights are the same."""
+    """The settings in which one layer differs from others. Its weights have the same shapes."""
 
     window: int  # tokens that attention sees, itself among them; 0: all
     rope_theta: float | None  # None: queries and keys do not turn

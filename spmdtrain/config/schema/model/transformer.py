@@ -237,7 +237,7 @@ class TransformerConfig(Settings):
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer does differently from others, in order."""
+        """The kind of each layer, in order."""
         turns = self.positions == "rope"
         windows = repeated(self.windows or (0,), self.layers)
         has_rope = repeated(self.rope_layers or (True,), self.layers)
