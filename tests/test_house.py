@@ -30,6 +30,7 @@ FLOORS = [
         "spmdtrain.planner",
         "spmdtrain.launch",
     ],
+    ["spmdtrain.replay"],
     ["spmdtrain.cli", "spmdtrain.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

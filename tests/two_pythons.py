@@ -20,6 +20,7 @@ MEET_JAX = {
     "models",
     "parallel",
     "pipeline",
+    "replay",
     "running",
     "train",
 }

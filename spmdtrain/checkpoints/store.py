@@ -347,6 +347,10 @@ class Checkpoints:
         any_process(False)  # the others look at the directory only after the move
         self._manager.reload()
 
+    def meta(self, step: int) -> Meta:
+        """Returns the meta of a step, see meta.py. Raises DamagedError if it cannot be read."""
+        return self._meta(step)[0]
+
     def steps(self) -> list[int]:
         """Returns all complete steps, oldest first."""
         return sorted(self._manager.all_steps())

@@ -17,6 +17,7 @@ from spmdtrain.cli.published.export import add_export
 from spmdtrain.cli.published.import_ import add_import
 from spmdtrain.cli.run.eval import add_eval
 from spmdtrain.cli.run.launch import add_launch
+from spmdtrain.cli.run.replay import add_replay
 from spmdtrain.cli.run.sample import add_sample
 from spmdtrain.cli.run.show import add_show
 from spmdtrain.cli.run.train import add_train
@@ -91,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_show(commands)
     add_sample(commands)
     add_eval(commands)
+    add_replay(commands)
     add_export(commands)
     data = _add_group(commands, "data", "make token files")
     add_prepare(data)

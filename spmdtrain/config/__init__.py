@@ -7,6 +7,7 @@ errors.py has the errors that a person sees.
 from spmdtrain.config.errors import (
     DONE,
     PREEMPTED,
+    UNEQUAL,
     CheckpointError,
     ConfigError,
     CorruptedError,
@@ -91,6 +92,7 @@ __all__ = [
     "StorageError",
     "TrainConfig",
     "TransformerConfig",
+    "UNEQUAL",
     "UnfitError",
     "UserError",
     "from_resolved",

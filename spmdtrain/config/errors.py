@@ -102,3 +102,5 @@ class CorruptedError(UserError):
 DONE = 0
 # Not an error: the run was asked to stop, saved, and can be resumed.
 PREEMPTED = 3
+# Not an error either: a replay came out otherwise than the run that it repeats.
+UNEQUAL = 12

@@ -1,0 +1,78 @@
+"""`spmdtrain replay`: steps of a run again, equal to the bit or what differs first."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from spmdtrain.cli.run.waiting import waiting
+from spmdtrain.cli.shared_arguments import add_devices, add_make, add_set, positive_int
+from spmdtrain.config import DONE, UNEQUAL
+
+if TYPE_CHECKING:
+    from spmdtrain.replay.replay import Replayed
+
+
+def add_replay(commands) -> None:
+    """Adds the command `replay` and its arguments."""
+    replay = commands.add_parser(
+        "replay", help="take steps of a run again: equal to the bit, or what differs first"
+    )
+    replay.add_argument("run", metavar="RUN", help="run directory")
+    replay.add_argument(
+        "--step",
+        type=positive_int,
+        required=True,
+        metavar="N",
+        help="the step in question: the replay begins at the checkpoint before it",
+    )
+    replay.add_argument(
+        "--to", type=positive_int, metavar="M", help="go on up to step M (default: N)"
+    )
+    add_make(replay)
+    add_set(replay, "e.g. mesh.tensor=2, another mesh: then equal but for rounding")
+    replay.add_argument("--json", action="store_true", help="print JSON")
+    add_devices(replay)
+    replay.set_defaults(command=run_replay)
+
+
+def run_replay(parsed: argparse.Namespace) -> int:
+    """Prints whether the steps come out as the run wrote them. Returns UNEQUAL if not."""
+    with waiting(parsed, f"replaying {parsed.run}"):
+        from spmdtrain.replay.replay import replay
+
+        found = replay(
+            parsed.run, parsed.step, to=parsed.to, overrides=parsed.set, make=parsed.make
+        )
+    print(json.dumps(found.document()) if parsed.json else describe(found))
+    return DONE if found.equal else UNEQUAL
+
+
+def describe(found: "Replayed") -> str:
+    """Returns the verdict of a replay in words, a line or two."""
+    count = found.last - found.start
+    first, last = found.samples
+    steps = "1 step" if count == 1 else f"{count} steps"
+    where = f"checkpoint {found.start}" if found.start else "the start"
+    lines = [f"from {where}, {steps} again, samples {first} to {last}"]
+    if found.elsewhere:
+        apart = f"{found.apart:.1e} apart at most; rounding moves them by {found.limit:.1e}"
+        verdict = "within rounding" if found.equal else "beyond rounding"
+        lines.append(f"on another mesh: {verdict}: figures {apart}")
+    elif found.equal:
+        lines.append("every figure equal to the bit")
+    for step, (equal, of) in found.leaves.items():
+        lines.append(f"checkpoint {step}: {equal} of {of} leaves equal")
+    if found.first is not None:
+        lines.append(found.first.describe())
+    if found.twice is not None:
+        lines.append(_meaning(found.twice))
+    return "\n".join(lines)
+
+
+def _meaning(twice: bool) -> str:
+    if twice:
+        return (
+            "the replay is the same each time: the run computed or stored something else, or runs "
+            "other code than this"
+        )
+    return "two replays differ from each other: this machine does not compute the same twice"

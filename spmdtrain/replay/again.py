@@ -1,0 +1,54 @@
+"""Takes the steps of a run again, from a state and through the same samples."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from spmdtrain.replay.opened import Opened
+from spmdtrain.running.device_batches import batches
+from spmdtrain.running.report.json_lines import numbers
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Again:
+    """A step that was taken again: its figures on the host, and the state after it.
+
+    `figures` are as metrics.jsonl has them: float32 as a Python float, None if it is not finite.
+    The next step donates `state`.
+    """
+
+    step: int
+    figures: dict[str, Any]
+    state: TrainState
+    batch: Batch
+
+
+def steps_again(
+    opened: Opened,
+    last: int,
+    *,
+    state: TrainState | None = None,
+    change: Callable[[int, Batch], Batch] | None = None,
+) -> Iterator[Again]:
+    """Yields the steps after `opened.start`, up to `last`.
+
+    `state`: another one to start from, which is donated. `change(step, batch)` returns what a step
+    gets instead of the batch of the run.
+    """
+    state = opened.begin() if state is None else state
+    with batches(opened.setup, opened.data, opened.start, opened.sample) as ahead:
+        for step in range(opened.start + 1, last + 1):
+            batch = next(ahead)
+            if change is not None:
+                batch = change(step, batch)
+            state, metrics = opened.step(state, batch)
+            yield Again(step, figures_of(metrics), state, batch)
+
+
+def figures_of(metrics: dict[str, jax.Array]) -> dict[str, Any]:
+    """Returns the scalars of a step as metrics.jsonl has them. Waits for the devices."""
+    return numbers({name: float(value) for name, value in jax.device_get(metrics).items()})

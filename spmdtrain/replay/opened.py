@@ -1,0 +1,199 @@
+"""Opens a run where a replay of its steps begins: at the checkpoint before, or at its start."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdtrain.checkpoints.identity import check_identity
+from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint
+from spmdtrain.checkpoints.meta import Meta
+from spmdtrain.checkpoints.restore import read_document, refuse_own_code
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.given import as_run
+from spmdtrain.config.load import as_overrides, from_resolved
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.source import Data, open_data
+from spmdtrain.models.choose import MakeModel, check_make
+from spmdtrain.replay.written import WrittenRun, read_written
+from spmdtrain.running.compile_step import lower_step
+from spmdtrain.running.start import kernels
+from spmdtrain.running.start.other_run import naming_settings, recorded
+from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.state import TrainState
+
+# What may be set for a replay: where it computes, and never what.
+OF_PLACEMENT = (
+    *("mesh.", "rules.", "pipeline.", "kernels."),
+    *("train.microbatch", "train.zero", "train.remat", "model.attention", "data.read_ahead"),
+)
+# Where the data lies now; the same data is checked by its fingerprint.
+OF_PLACES = ("data.path", "data.tokenizer")
+SEAMS = ("optimizer", "learning_rate", "loss", "data")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run, ready to be taken again from after `start` steps, at the global sample index `sample`.
+
+    `begin()` returns that state anew at each call: a step donates its state. `step` is the compiled
+    step. `prints`: the fingerprints of leaves that checkpoints later than `start` keep, by step.
+    `elsewhere` says that the replay computes on another mesh than the run did.
+    """
+
+    run: Path
+    setup: Setup
+    data: Data
+    written: WrittenRun
+    start: int
+    sample: int
+    begin: Callable[[], TrainState]
+    step: Callable[..., Any]
+    prints: Mapping[int, Mapping[str, Fingerprint]]
+    elsewhere: bool
+
+
+@contextlib.contextmanager
+def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
+    run: str | Path,
+    step: int,
+    *,
+    to: int | None = None,
+    overrides: Sequence[str] = (),
+    make: MakeModel | str | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    seams: Mapping[str, Any] | None = None,
+    settable: Sequence[str] = (*OF_PLACEMENT, *OF_PLACES),
+) -> Iterator[Opened]:
+    """Opens `run` at the newest checkpoint before `step`, to be replayed up to `to`.
+
+    Without such a checkpoint it begins as the run began. `seams` are what `run` got as optimizer=,
+    learning_rate=, loss= and data=. Raises UserError if the run has not taken these steps, or is
+    not what its checkpoints say.
+    """
+    run = as_run(run, "run")
+    overrides = as_overrides(overrides)
+    check_settable(overrides, settable)
+    check_make(make)
+    saved, named = read_document(run)
+    if not make:
+        refuse_own_code(run, saved, named)
+    given = dict.fromkeys(SEAMS) | dict(seams or {})
+    written = read_written(run)
+    written.check_steps(step, step if to is None else to)
+    config, data = open_data(from_resolved(saved, overrides), given["data"])
+    parts = {name: given[name] for name in SEAMS if name != "data"}
+    setup = shard(config, make, devices or devices_of(config), **parts)
+    elsewhere = any(not each.startswith(OF_PLACES) for each in overrides)
+    with (
+        kernels.decided(setup),
+        contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints,
+        naming_settings(run, setup, data, given),
+    ):
+        yield _opened(_Source(run, setup, data, written, checkpoints), step, elsewhere)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a replay reads from."""
+
+    run: Path
+    setup: Setup
+    data: Data
+    written: WrittenRun
+    checkpoints: Checkpoints
+
+
+def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
+    checkpoints = source.checkpoints
+    setup = source.setup
+    there = checkpoints.steps()
+    start = max((at for at in there if at < step), default=0)
+    prints = {at: _prints_in(checkpoints.meta(at)) for at in there if at > start}
+    sample = 0
+    kept: kernels.Names = {}
+    if start in there:
+        meta = checkpoints.meta(start)
+        where = f"step {start} of {source.run}"
+        check_identity(meta, setup, source.data, where, recorded(source.run))
+        checkpoints.check_items(start, setup.state)
+        sample = meta["sample"]
+        kept = kernels.keep(meta, setup)
+    lowered = lower_step(setup)
+    kernels.check_kept(kept, f"step {start} of {source.run}")
+    return Opened(
+        run=source.run,
+        setup=setup,
+        data=source.data,
+        written=source.written,
+        start=start,
+        sample=source.written.sample_after(start, sample),
+        begin=_beginning(source, start if start in there else None),
+        step=lowered.compile(),
+        prints=prints,
+        elsewhere=elsewhere,
+    )
+
+
+def _prints_in(meta: Meta) -> dict[str, Fingerprint]:
+    return {name: (first, second) for name, (first, second) in meta["fingerprints"].items()}
+
+
+def _beginning(source: _Source, start: int | None) -> Callable[[], TrainState]:
+    """Returns what makes the state after `start` steps; None: as a new run makes its first."""
+    if start is not None:
+        return lambda: source.checkpoints.restore(start, source.setup.state)[0]
+    if source.setup.config.train.init_from:
+        raise CheckpointError(
+            f"{source.run} began with the weights of train.init_from, and holds no checkpoint "
+            "before this step",
+            fix="a step after its first checkpoint",
+        )
+    begun = [event for event in source.written.events if event.get("event") == "started"]
+    if begun and begun[-1].get("init_from"):
+        raise CheckpointError(
+            f"{source.run} began with a state= from Python, and holds no checkpoint before this "
+            "step",
+            fix="a step after its first checkpoint",
+        )
+    return lambda: init_state(source.setup)
+
+
+def devices_of(config: RunConfig) -> Sequence[jax.Device] | None:
+    """Returns as many of the devices as the mesh needs; None if it takes all."""
+    sizes = config.mesh.sizes.values()
+    if -1 in sizes:
+        return None
+    needed = math.prod(sizes)
+    found = jax.devices()
+    if needed > len(found):
+        raise ConfigError(
+            f"the mesh of the run needs {needed} devices",
+            found=f"{len(found)} x {found[0].device_kind}",
+            fix=f"--simulate-devices {needed}, or another mesh by --set mesh.AXIS=N",
+        )
+    return found[:needed]
+
+
+def check_settable(overrides: Sequence[str], settable: Sequence[str]) -> None:
+    """Raises ConfigError if an override would change what the steps compute."""
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if not key.startswith(tuple(settable)):
+            names = ", ".join(f"{each}*" if each.endswith(".") else each for each in settable)
+            raise ConfigError(
+                "a replay takes the settings of the run",
+                asked=f"--set {override}",
+                fix=f"--set of {names}",
+            )
+
+
+def at_another_rate(opened: Opened, learning_rate: Any) -> Opened:
+    """Returns the same replay at `learning_rate(step)`."""
+    setup = replace(opened.setup, learning_rate=learning_rate)
+    return replace(opened, setup=setup, step=lower_step(setup).compile())

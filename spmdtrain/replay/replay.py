@@ -1,0 +1,181 @@
+"""`replay`: the steps of a run again, and the verdict.
+
+On the mesh of the run every figure must be equal to the bit, and so must every leaf of a checkpoint
+on the way. On another mesh the figures must lie within the rounding of siblings (rounding.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdtrain.checkpoints.leaves.fingerprint import fingerprints
+from spmdtrain.checkpoints.leaves.items import arrays_of
+from spmdtrain.checkpoints.meta import named_leaves
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import as_whole
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.replay.again import Again, steps_again
+from spmdtrain.replay.compare import Mismatch, different_figures, different_leaves
+from spmdtrain.replay.opened import Opened, open_replay
+from spmdtrain.replay.rounding import FIGURES, figures_again, limits
+
+LAST_STEP = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replay of the steps after `start`, up to `last`.
+
+    `leaves`: by step of a checkpoint on the way, how many leaves are equal, and of how many.
+    `first`: the first difference. `twice`: after one, whether a second replay is equal to the
+    first. `apart` and `limit`, on another mesh: the largest distance of a figure from the run,
+    relative to the figure, and how far rounding may move it there.
+    """
+
+    run: str
+    start: int
+    last: int
+    samples: tuple[int, int]
+    elsewhere: bool
+    leaves: dict[int, tuple[int, int]] = field(default_factory=dict)
+    first: Mismatch | None = None
+    twice: bool | None = None
+    apart: float | None = None
+    limit: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        """True if the steps are those that the run took."""
+        return self.first is None
+
+    def document(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {"equal": self.equal} | asdict(self)
+
+
+def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
+    run: str | Path,
+    step: int,
+    *,
+    to: int | None = None,
+    overrides: Sequence[str] = (),
+    make: MakeModel | str | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    optimizer: Any = None,
+    learning_rate: Any = None,
+    loss: Any = None,
+    data: Any = None,
+) -> Replayed:
+    """Takes the steps of `run` from the checkpoint before `step` again, up to `to`.
+
+    Without `to` the last one is `step`. `overrides` are `a.b=c` strings for another mesh; the other
+    keywords are what the run got, see `run`. Raises UserError if the run has not taken these steps
+    or cannot be opened.
+    """
+    step = as_whole(step, "step", 1, LAST_STEP)
+    last = step if to is None else as_whole(to, "to", 1, LAST_STEP)
+    if last < step:
+        raise ConfigError(f"to={last} is before step={step}", fix=f"to={step} or later")
+    seams = {"optimizer": optimizer, "learning_rate": learning_rate, "loss": loss, "data": data}
+    with open_replay(
+        run, step, to=last, overrides=overrides, make=make, devices=devices, seams=seams
+    ) as opened:
+        return _elsewhere(opened, last) if opened.elsewhere else _here(opened, last)
+
+
+def prints_of(again: Again) -> dict[str, tuple[int, int]]:
+    """Returns the fingerprints of the state after a step, by the names that checkpoints give."""
+    return fingerprints(named_leaves(arrays_of(again.state)))
+
+
+def _here(opened: Opened, last: int) -> Replayed:
+    paths = list(opened.setup.model.parameters)
+    leaves: dict[int, tuple[int, int]] = {}
+    first: Mismatch | None = None
+    for again in steps_again(opened, last):
+        found = _unlike(opened, again, leaves, paths)
+        first = first or found
+    twice = None if first is None else _is_repeated(opened, first.step)
+    return Replayed(
+        str(opened.run),
+        opened.start,
+        last,
+        _samples(opened, last),
+        elsewhere=False,
+        leaves=leaves,
+        first=first,
+        twice=twice,
+    )
+
+
+def _unlike(
+    opened: Opened, again: Again, leaves: dict[int, tuple[int, int]], paths: Sequence[str]
+) -> Mismatch | None:
+    """Returns the first difference of a step; notes in `leaves` what of a checkpoint is equal."""
+    there = opened.written.figures[again.step]
+    names = different_figures(again.figures, there)
+    found = None
+    if names:
+        name = names[0]
+        found = Mismatch(
+            again.step, "figure", name, again.figures[name], there[name], len(names) - 1
+        )
+    if again.step in opened.prints:
+        saved = opened.prints[again.step]
+        different = different_leaves(prints_of(again), saved, paths)
+        leaves[again.step] = (len(saved) - len(different), len(saved))
+        if different and found is None:
+            found = Mismatch(again.step, "leaf", different[0], others=len(different) - 1)
+    return found
+
+
+def _is_repeated(opened: Opened, last: int) -> bool:
+    """Returns whether two replays up to `last` are equal to the bit, figures and leaves."""
+    ways = []
+    for _ in range(2):
+        figures = []
+        prints = {}
+        for again in steps_again(opened, last):
+            figures.append(again.figures)
+            if again.step == last:
+                prints = prints_of(again)
+        ways.append((figures, prints))
+    return ways[0] == ways[1]
+
+
+def _elsewhere(opened: Opened, last: int) -> Replayed:
+    found = figures_again(opened, last)
+    most = limits(opened, last, found)
+    first = None
+    apart = limit = 0.0
+    for step, (here, allowed) in enumerate(zip(found, most, strict=True), opened.start + 1):
+        there = opened.written.figures[step]
+        for name in FIGURES:
+            mine, theirs = here.get(name), there.get(name)
+            if mine is None or theirs is None:
+                is_far = mine != theirs and name in there
+            else:
+                is_far = abs(mine - theirs) > allowed[name]
+                scale = max(abs(theirs), 1e-30)
+                apart = max(apart, abs(mine - theirs) / scale)
+                limit = max(limit, allowed[name] / scale)
+            if is_far and first is None:
+                first = Mismatch(step, "figure", name, mine, theirs)
+    return Replayed(
+        str(opened.run),
+        opened.start,
+        last,
+        _samples(opened, last),
+        elsewhere=True,
+        first=first,
+        apart=apart,
+        limit=limit,
+    )
+
+
+def _samples(opened: Opened, last: int) -> tuple[int, int]:
+    count = (last - opened.start) * opened.setup.config.train.global_batch
+    return opened.sample, opened.sample + count - 1

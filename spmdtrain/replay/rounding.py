@@ -1,0 +1,74 @@
+"""How far rounding alone moves the figures of a replay: that of siblings.
+
+A sibling begins with every weight moved by two units in the last place, up or down at random. It
+is the same run but for rounding, as is a run on another mesh, so the distance between siblings is
+the scale on which another mesh is judged. A constant could not be: how far rounding grows depends
+on the model and on the number of steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.replay.again import steps_again
+from spmdtrain.replay.opened import Opened
+from spmdtrain.train.state import TrainState
+
+SIBLINGS = 3
+ULPS = 2  # by which a sibling moves each weight
+MARGIN = 8.0  # times the distance of the siblings: healthy layouts stay below 2
+EPSILONS = 4.0  # in float32, of a figure: below this nothing is told apart
+FIGURES = ("loss", "grad_norm")
+
+
+def figures_again(
+    opened: Opened, last: int, state: TrainState | None = None
+) -> list[dict[str, Any]]:
+    """Returns the figures of the steps after `opened.start`, up to `last`."""
+    return [again.figures for again in steps_again(opened, last, state=state)]
+
+
+def limits(opened: Opened, last: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Returns, for each step, how far rounding alone may move each of `FIGURES`.
+
+    `found` are the figures of the replay. A limit never falls from one step to the next.
+    """
+    siblings = [figures_again(opened, last, moved(opened.begin(), n)) for n in range(SIBLINGS)]
+    reached = dict.fromkeys(FIGURES, 0.0)
+    rows = []
+    for at, figures in enumerate(found):
+        for name in FIGURES:
+            value = figures.get(name)
+            if value is None:
+                continue
+            others = [each[at].get(name) for each in siblings]
+            apart = max((abs(each - value) for each in others if each is not None), default=0.0)
+            least = EPSILONS * float(np.finfo(np.float32).eps) * abs(value)
+            reached[name] = max(reached[name], apart, least)
+        rows.append({name: MARGIN * each for name, each in reached.items()})
+    return rows
+
+
+def moved(state: TrainState, seed: int) -> TrainState:
+    """Returns the state with every weight moved by `ULPS` units in the last place, up or down."""
+    keys = jax.random.split(jax.random.key(seed), max(len(state.params), 1))
+    params = {
+        path: _moved(x, key) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for (path, x), key in zip(sorted(state.params.items()), keys, strict=True)
+    }
+    return replace(state, params={path: params[path] for path in state.params})
+
+
+def _moved(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns `x` with each element some units in the last place away; 0 stays 0."""
+    eps = float(jnp.finfo(x.dtype).eps)
+
+    def move(x: jax.Array, key: jax.Array) -> jax.Array:
+        sign = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 1.0, -1.0)
+        return (x.astype(jnp.float32) * (1 + ULPS * eps * sign)).astype(x.dtype)
+
+    return jax.jit(move, out_shardings=x.sharding)(x, key)

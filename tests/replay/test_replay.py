@@ -1,0 +1,117 @@
+"""A step of a run, taken again: equal to the bit where the run was, and told where it was not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+from helpers import mesh_of, tiny
+
+from spmdtrain import cli
+from spmdtrain.config import CheckpointError, ConfigError
+from spmdtrain.config.errors import UNEQUAL
+from spmdtrain.replay.replay import replay
+from spmdtrain.running import loop
+
+STEPS = 9
+SETTINGS = (
+    f"train.steps={STEPS}",
+    "model.layers=1",
+    "model.embed=16",
+    "model.dropout=0.1",
+    "optimizer.ema=0.9",
+    "train.global_batch=8",
+    "checkpoint.every=3",
+    "checkpoint.keep=9",
+)
+MESH = ("mesh.data=2", "mesh.tensor=2", "train.zero=1")
+
+
+def run(directory: Path, *overrides: str) -> Path:
+    loop.run(tiny(*overrides), directory, devices=jax.devices()[: mesh_of(overrides)])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    return run(tmp_path_factory.mktemp("ran") / "run", *SETTINGS, *MESH)
+
+
+@pytest.fixture
+def changed(ran, tmp_path):
+    """A copy of the run; `change(step, name, factor)` falsifies a figure that it wrote."""
+    copy = tmp_path / "run"
+    shutil.copytree(ran, copy)
+
+    def change(step: int, name: str, factor: float) -> Path:
+        lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line["step"] == step:
+                line[name] *= factor
+        (copy / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return copy
+
+    return change
+
+
+@pytest.mark.parametrize(("step", "to", "start", "saved"), [(8, None, 6, []), (2, 6, 0, [3, 6])])
+def test_a_step_comes_out_as_it_was_to_the_bit(ran, step, to, start, saved):
+    found = replay(ran, step, to=to)
+    assert (found.equal, found.start, found.last) == (True, start, to or step)
+    assert list(found.leaves) == saved
+    assert all(equal == of > 20 for equal, of in found.leaves.values())
+
+
+def test_another_mesh_is_equal_but_for_rounding(ran, changed):
+    elsewhere = ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=1", "train.zero=0")
+    found = replay(ran, 8, overrides=elsewhere)
+    assert found.equal
+    assert 0 < found.apart < found.limit < 1e-4
+    found = replay(changed(8, "loss", 1.0002), 8, overrides=elsewhere)
+    assert (found.first.step, found.first.name) == (8, "loss")
+
+
+def test_the_first_figure_that_differs_is_named(changed, capsys):
+    falsified = changed(5, "grad_norm", 1 + 2**-22)
+    found = replay(falsified, 6)
+    assert (found.first.step, found.first.kind, found.first.name) == (5, "figure", "grad_norm")
+    assert found.twice
+    assert cli.main(["replay", str(falsified), "--step", "6"]) == UNEQUAL
+    assert "step 5 differs: grad_norm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "wrong", "said"),
+    [
+        ({"step": 10}, CheckpointError, "no figures of step 10; found steps up to 9"),
+        ({"step": 0}, ConfigError, "step=0"),
+        ({"step": 5, "to": 4}, ConfigError, "to=4 is before step=5"),
+        (
+            {"step": 5, "overrides": ("optimizer.beta1=0.5",)},
+            ConfigError,
+            "the settings of the run",
+        ),
+        ({"step": 5, "overrides": ("mesh.data=8",)}, ConfigError, "needs 16 devices"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(ran, asked, wrong, said):
+    with pytest.raises(wrong, match=said):
+        replay(ran, **asked)
+
+
+def test_a_run_that_went_back_is_replayed_without_what_it_left_out(ran):
+    events = ran / "events.jsonl"
+    from spmdtrain.replay.written import read_written
+
+    before = events.read_text()
+    gone = {"event": "rolled_back", "step": 5, "to_step": 3, "samples": [24, 39]}
+    again = {"event": "resumed", "step": 3, "from_step": 3}
+    try:
+        events.write_text(before + json.dumps(gone) + "\n")
+        assert read_written(ran).sample_after(3, 24) == 40
+        assert read_written(ran).sample_after(6, 48) == 48
+        events.write_text(before + json.dumps(gone) + "\n" + json.dumps(again) + "\n")
+        assert read_written(ran).sample_after(3, 24) == 24
+    finally:
+        events.write_text(before)
