@@ -17,6 +17,7 @@ from spmdtrain.data.source import open_data
 from spmdtrain.parallel.axes import AXES
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.device_batches import batches
+from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_gradients
@@ -177,18 +178,6 @@ def initial_weights(*numbers: str) -> dict[str, np.ndarray]:
     return jax.device_get(init_state(prepared(*numbers)).params)
 
 
-def placed(setup: Setup, weights: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Weights of one device where this setup has them: to initialise on its mesh is one more
-    program to compile.
-    """
-
-    def leaf(path: str, weight: np.ndarray) -> jax.Array:
-        staged = setup.model.layout.staged(weight) if setup.model.in_stack(path) else weight
-        return jax.device_put(staged, setup.state.params[path].sharding)
-
-    return {path: leaf(path, weight) for path, weight in weights.items()}
-
-
 @cache
 def gradients(
     numbers: tuple[str, ...], placement: tuple[str, ...] = ()
@@ -202,11 +191,9 @@ def gradients(
     find = jax.jit(make_gradients(setup))
     step = jax.device_put(np.int32(0), setup.state.step.sharding)
     with batches_of(setup) as ahead:
-        params = placed(setup, initial_weights(*numbers))
+        params = placed_arrays(setup, initial_weights(*numbers))
         found, sums = jax.device_get(find(params, step, next(ahead)))
-    unstaged = setup.model.layout.unstaged
-    in_order = {path: unstaged(g) if setup.model.in_stack(path) else g for path, g in found.items()}
-    return float(sums["loss"] / sums["tokens"]), in_order
+    return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
 def assert_gradients_of_one_device(

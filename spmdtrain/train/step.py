@@ -26,6 +26,9 @@ from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.optimizers import OptimizerState
 
+# Gets (gradients, updates) of a step that is being traced.
+See = Callable[[dict[str, jax.Array], dict[str, jax.Array]], None]
+
 
 def make_step(setup: Setup) -> Checked:
     """Returns `step(state, batch) -> (state, metrics)`, jitted, state donated.
@@ -41,6 +44,18 @@ def make_step(setup: Setup) -> Checked:
     Raises ConfigError if state or batch does not fit this setup; the state then still exists.
     """
     check_setup(setup)
+    step = traced_step(setup)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings(setup))
+    return checked_step(setup, jitted)
+
+
+def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
+    """Returns the function that `make_step` jits.
+
+    While it is traced, it calls `see(gradients, updates)` with the gradients of the mean loss
+    before they are clipped, and the updates before they are scaled by a rate: both by dotted path
+    of the trained parameters, as these rest.
+    """
     config = setup.config
     find_gradients = make_gradients(setup)
 
@@ -50,10 +65,12 @@ def make_step(setup: Setup) -> Checked:
             scale = state.items.get(loss_scale.ITEM.name)
             cotangent = loss_scale.cotangent(config, scale)
             gradients, sums = find_gradients(points, state.step, batch, cotangent)
-        gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
-        gradients, norm = optimizers.clip(gradients, config.train.clip)
+        found_gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
+        gradients, norm = optimizers.clip(found_gradients, config.train.clip)
         rate = setup.learning_rate(state.step)
         updates, opt_state = _update(setup, gradients, state, rate)
+        if see:
+            see(found_gradients, updates)
         params = _apply(setup.update_rules, state.params, updates, rate)
         found = means(setup, sums)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
@@ -70,8 +87,16 @@ def make_step(setup: Setup) -> Checked:
         after = TrainState(state.step + 1, params, opt_state, kept)
         return after, metrics | figures
 
-    shardings = jax.tree.map(lambda x: x.sharding, setup.state)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    return step
+
+
+def out_shardings(setup: Setup) -> tuple[TrainState, None]:
+    """Returns where a step leaves (state, metrics): the state rests as before."""
+    return jax.tree.map(lambda x: x.sharding, setup.state), None
+
+
+def checked_step(setup: Setup, jitted: Callable[..., Any]) -> Checked:
+    """Returns a jitted step that refuses a state or batch of another setup."""
 
     def check(state: Any, batch: Any) -> None:
         check_state_here(setup, state)

@@ -29,6 +29,7 @@ from spmdtrain.config.errors import DivergedError
 from spmdtrain.running import loop
 from spmdtrain.running.report.metrics import OneLate
 from spmdtrain.running.start import begin, init_from, session
+from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.setup import Setup
 
 STEP = ("loss", "grad_norm", "learning_rate", "tokens")
@@ -170,13 +171,8 @@ def _nudged(params: dict[str, jax.Array], nudge) -> dict[str, jax.Array]:
 
 
 def in_order(setup: Setup, params: dict[str, jax.Array]) -> State:
-    """Weights whatever the mesh: without padding, layers one after the other; in float32."""
-    model = setup.model
-    out = {}
-    for path, x in params.items():
-        value = setup.padding.from_rest(path, np.asarray(x).astype(np.float32))
-        out[path] = model.layout.unstaged(value) if model.in_stack(path) else value
-    return out
+    """Weights whatever the mesh, in float32."""
+    return {path: x.astype(np.float32) for path, x in plain_arrays(setup, params).items()}
 
 
 def as_it_rests(state) -> State:

@@ -11,13 +11,14 @@ import pytest
 from families import FAMILIES, RICH, VOCAB, T, draw_params, family_config, rich
 from family_oracle import logits as logits_by_definition
 from flax import nnx
-from helpers import batches_of, placed, prepared
+from helpers import batches_of, prepared
 
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Attention, Cache
 from spmdtrain.models.logits import logit_shape, logits_of
+from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.step import make_gradients
 
 TOLERANCE = 2e-6  # of the root of the mean square, relative; float32 itself makes 6e-7
@@ -65,10 +66,8 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
     step = jax.device_put(np.int32(0), setup.state.step.sharding)
     with batches_of(setup) as ahead:
         find = jax.jit(make_gradients(setup))
-        found, sums = jax.device_get(find(placed(setup, drawn), step, next(ahead)))
-    unstaged = setup.model.layout.unstaged
-    in_order = {path: unstaged(g) if setup.model.in_stack(path) else g for path, g in found.items()}
-    return float(sums["loss"] / sums["tokens"]), in_order
+        found, sums = jax.device_get(find(placed_arrays(setup, drawn), step, next(ahead)))
+    return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from spmdtrain.planner.cost.memory import SAFE_SHARE
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.published.export_adapters import export_adapters
+from spmdtrain.train.compared.in_order import plain_array, plain_arrays
 from spmdtrain.train.given.weights import with_weights, with_wide_base
 from spmdtrain.train.step import make_gradients
 
@@ -97,9 +98,7 @@ def first_batch(*settings: str) -> tuple[float, dict[str, np.ndarray]]:
     with batches_of(setup) as ahead:
         gradients = jax.jit(make_gradients(setup))(params, np.int32(0), next(ahead))
         found, sums = jax.device_get(gradients)
-    in_stack, unstaged = setup.model.in_stack, setup.model.layout.unstaged
-    in_order = {path: unstaged(g) if in_stack(path) else g for path, g in found.items()}
-    return float(sums["loss"] / sums["tokens"]), in_order
+    return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
 # These compile longest, and run with -m slow.
@@ -161,8 +160,7 @@ def test_a_run_begins_with_a_base_and_trains_adapters_alone(tmp_path):
     after = st.weights(tmp_path / "run")
     staged = setup_of(targets, "optimizer.ema=0.5", *MESHES_OF_WEIGHTS["pipeline"])
     for path, x in st.restore(tmp_path / "run", staged).params.items():
-        in_order = staged.model.layout.unstaged if staged.model.in_stack(path) else np.asarray
-        assert np.array_equal(in_order(np.asarray(x)), after[path]), path
+        assert np.array_equal(plain_array(staged, path, x), after[path]), path
     added = after.keys() - base.keys()
     assert len(added) == 2 * 3  # a, b and magnitude of each
     for path, x in base.items():

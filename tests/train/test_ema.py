@@ -25,7 +25,8 @@ import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import CheckpointError
 from spmdtrain.train import ema
-from spmdtrain.train.setup import Setup, init_state
+from spmdtrain.train.compared.in_order import plain_arrays
+from spmdtrain.train.setup import init_state
 from spmdtrain.train.state import TrainState
 
 pytestmark = pytest.mark.long
@@ -74,15 +75,6 @@ def far_apart(ours: Weights, theirs: Weights) -> bool:
 
 def _norm(tree: Weights) -> float:
     return float(np.sqrt(sum(np.sum(np.asarray(x, np.float64) ** 2) for x in tree.values())))
-
-
-def in_order(setup: Setup, tree: dict[str, jax.Array]) -> Weights:
-    """Without padding, layers one after the other."""
-    found = {path: setup.padding.from_rest(path, np.asarray(x)) for path, x in tree.items()}
-    layout = setup.model.layout
-    return {
-        path: layout.unstaged(x) if setup.model.in_stack(path) else x for path, x in found.items()
-    }
 
 
 @cache
@@ -165,7 +157,7 @@ def test_on_a_mesh_it_rests_as_the_weights_do_and_is_that_of_one_device(averaged
     setup = prepared(*NUMBERS, *MESH)
     state = restored(averaged, *MESH)
     assert_close(
-        in_order(setup, state.items["ema"]),
+        plain_arrays(setup, state.items["ema"]),
         jax.device_get(followed(*NUMBERS)[1].items["ema"]),
         1e-6,
     )
@@ -187,8 +179,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(averaged, tm
 
 
 def test_a_pipeline_reads_the_same_bits_and_goes_on_as_one_device_does(averaged, tmp_path):
-    here = in_order(prepared(*NUMBERS, *MESH), restored(averaged, *MESH, step=2).items["ema"])
-    there = in_order(
+    here = plain_arrays(prepared(*NUMBERS, *MESH), restored(averaged, *MESH, step=2).items["ema"])
+    there = plain_arrays(
         prepared(*NUMBERS, *PIPELINE), restored(averaged, *PIPELINE, step=2).items["ema"]
     )
     assert_same_bits(there, here)

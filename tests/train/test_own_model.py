@@ -22,6 +22,7 @@ from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.loop import run
+from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients, make_losses
 
@@ -92,9 +93,8 @@ def first_batch(make, *settings: str) -> tuple[float, float, dict[str, np.ndarra
     )
     with batches_of(setup) as ahead:
         (found, train), evaluation = jax.device_get(both(state.params, state.step, next(ahead)))
-    in_stack, unstaged = setup.model.in_stack, setup.model.layout.unstaged
-    in_order = {path: unstaged(g) if in_stack(path) else g for path, g in found.items()}
-    return *(float(sums["loss"] / sums["tokens"]) for sums in (train, evaluation)), in_order
+    means = (float(sums["loss"] / sums["tokens"]) for sums in (train, evaluation))
+    return *means, plain_arrays(setup, found)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from helpers import batches_of, mesh_of, tiny
 import spmdtrain as st
 from spmdtrain.models.layers import weight
 from spmdtrain.parallel.reduce import Reduction
+from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.step import make_gradients
 
 EXPERTS = 4
@@ -64,9 +65,7 @@ def first_batch(*settings: str) -> tuple[float, dict[str, np.ndarray]]:
     with batches_of(setup) as ahead:
         find = jax.jit(make_gradients(setup))
         found, sums = jax.device_get(find(state.params, state.step, next(ahead)))
-    in_stack, unstaged = setup.model.in_stack, setup.model.layout.unstaged
-    in_order = {path: unstaged(g) if in_stack(path) else g for path, g in found.items()}
-    return float(sums["loss"] / sums["tokens"]), in_order
+    return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
 LAYOUTS = {

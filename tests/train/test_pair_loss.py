@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import MESHES, SPLIT, initial_weights, placed, prepared
+from helpers import MESHES, SPLIT, initial_weights, prepared
 
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logits_of as logits_of_head
 from spmdtrain.train.batch import to_devices
+from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.gradients.differentiable import make_loss
 from spmdtrain.train.gradients.pair_loss import FIGURES, PAIR_LOSSES, Answers, sum_pairs
 from spmdtrain.train.step import make_gradients
@@ -116,7 +117,7 @@ def apart():
     Each answer is in a row of its own.
     """
     setup = prepared_for("dpo")
-    params = placed(setup, initial_weights(*SETTINGS))
+    params = placed_arrays(setup, initial_weights(*SETTINGS))
     halves = [half for pairs in answers() for pair in pairs for half in pair]
     tokens = np.zeros((len(halves), LENGTH), np.int32)
     for row, (ids, _, _) in zip(tokens, halves, strict=True):
@@ -199,14 +200,13 @@ def test_pairs_are_learned_alike_on_any_mesh(mesh, monkeypatch):
     monkeypatch.setitem(PAIR_LOSSES, "dpo", together)
     many = prepared_for("dpo", *MESHES[mesh])
     find = jax.jit(jax.value_and_grad(make_loss(many).jitted))
-    loss, got = jax.device_get(find(placed(many, initial_weights(*SETTINGS)), batch_of(many)))
+    loss, got = jax.device_get(
+        find(placed_arrays(many, initial_weights(*SETTINGS)), batch_of(many))
+    )
     monkeypatch.undo()
     one_device = [learned(kind) for kind in KINDS]
     assert loss == pytest.approx(sum(sums["loss"] for _, sums in one_device) / 10, rel=1e-6)
-    in_order = {
-        path: many.model.layout.unstaged(x) if many.model.in_stack(path) else x
-        for path, x in got.items()
-    }
+    in_order = plain_arrays(many, got)
     summed = {path: sum(gradients[path] for gradients, _ in one_device) for path in in_order}
     assert_gradients(in_order, summed, 2e-6)
 

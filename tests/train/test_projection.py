@@ -19,6 +19,7 @@ from spmdtrain.models.layers import matmul_weight, weight
 from spmdtrain.models.projection import Product
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
+from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.step import make_gradients, make_losses
 
 pytestmark = pytest.mark.long
@@ -94,9 +95,8 @@ def first_batch(*settings: str) -> tuple[float, float, dict[str, np.ndarray]]:
     )
     with batches_of(setup) as ahead:
         (found, train), evaluation = jax.device_get(both(state.params, state.step, next(ahead)))
-    in_stack, unstaged = setup.model.in_stack, setup.model.layout.unstaged
-    in_order = {path: unstaged(g) if in_stack(path) else g for path, g in found.items()}
-    return *(float(sums["loss"] / sums["tokens"]) for sums in (train, evaluation)), in_order
+    means = (float(sums["loss"] / sums["tokens"]) for sums in (train, evaluation))
+    return *means, plain_arrays(setup, found)
 
 
 @pytest.mark.parametrize("layout", MESHES_OF_WEIGHTS)

@@ -1,0 +1,138 @@
+"""A training state as plain arrays that do not depend on the mesh, and back into any setup.
+
+A plain array is whole, in the shape that the parameter has on one device: layers one after the
+other, without the padding of the pipeline, of the vocabulary or of ZeRO-1. So the states of two
+setups of the same model can be compared leaf by leaf, and a step of one can begin where a step of
+the other did.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from spmdtrain.train import items
+from spmdtrain.train.item import as_parameters
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+WEIGHT = "weight"
+OPTIMIZER = "optimizer"
+STEP = "step"
+
+
+class Leaf(NamedTuple):
+    """The name of a leaf of a state.
+
+    `kind`: weight, optimizer, step or the name of an item. `path`: of its parameter, dotted; empty
+    if it belongs to none. `place`: within the optimizer state of the parameter, or within the item,
+    as jax.tree_util.keystr writes it.
+    """
+
+    kind: str
+    path: str = ""
+    place: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.kind, self.path, self.place)))
+
+
+Plain = dict[Leaf, np.ndarray]
+
+
+def plain_state(setup: Setup, state: TrainState) -> Plain:
+    """Returns every leaf of a state of this setup as a plain array. Waits for the devices.
+
+    An item that rests as parameters do is plain as they are, any other as it rests.
+    """
+    state = jax.device_get(state)
+    found: Plain = {Leaf(STEP): np.asarray(state.step)}
+    for kind, trees in _by_parameter(state).items():
+        for path, tree in trees.items():
+            for place, x in jax.tree_util.tree_leaves_with_path(tree):
+                leaf = Leaf(kind, path, jax.tree_util.keystr(place))
+                found[leaf] = plain_array(setup, path, x)
+    for kind, value in _others(state).items():
+        for place, x in jax.tree_util.tree_leaves_with_path(value):
+            found[Leaf(kind, "", jax.tree_util.keystr(place))] = np.asarray(x)
+    return found
+
+
+def placed_state(setup: Setup, plain: Mapping[Leaf, np.ndarray]) -> TrainState:
+    """Returns the state of this setup whose plain arrays these are, on its devices.
+
+    An array of an item that rests neither whole nor as parameters do must have the shape that this
+    setup asks for. Raises KeyError if a leaf is missing.
+    """
+    asked = setup.state
+
+    def of_parameter(kind: str, path: str, tree: Any) -> Any:
+        def leaf(place: Any, like: Any) -> jax.Array:
+            x = plain[Leaf(kind, path, jax.tree_util.keystr(place))]
+            return placed_array(setup, path, x, like)
+
+        return jax.tree_util.tree_map_with_path(leaf, tree)
+
+    def other(kind: str, value: Any) -> Any:
+        def leaf(place: Any, like: Any) -> jax.Array:
+            return jax.device_put(plain[Leaf(kind, "", jax.tree_util.keystr(place))], like.sharding)
+
+        return jax.tree_util.tree_map_with_path(leaf, value)
+
+    made = {
+        kind: {path: of_parameter(kind, path, tree) for path, tree in trees.items()}
+        for kind, trees in _by_parameter(asked).items()
+    }
+    beside = {kind: other(kind, value) for kind, value in _others(asked).items()}
+    named = {name: (made | beside)[name] for name in asked.items}
+    step = jax.device_put(plain[Leaf(STEP)], asked.step.sharding)
+    return TrainState(step, made[WEIGHT], made[OPTIMIZER], named)
+
+
+def plain_arrays(setup: Setup, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Returns weights, gradients or updates by path as plain arrays. Waits for the devices."""
+    found = jax.device_get(dict(arrays))
+    return {path: plain_array(setup, path, x) for path, x in found.items()}
+
+
+def placed_arrays(setup: Setup, plain: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns plain weights by path as this setup has them at rest."""
+    rest = setup.state.params
+    return {path: placed_array(setup, path, x, rest[path]) for path, x in plain.items()}
+
+
+def plain_array(setup: Setup, path: str, x: Any) -> np.ndarray:
+    """Returns an array that rests beside the parameter at `path` as a plain one.
+
+    It is the parameter itself, or a leaf of its optimizer state, which may lack its dims.
+    """
+    x = np.asarray(x)
+    padding, layout = setup.padding, setup.model.layout
+    if x.shape == padding.at_rest[path]:
+        x = x[tuple(map(slice, padding.of_model[path]))]
+    stacked = setup.model.in_stack(path) and x.shape[: len(layout.shape)] == layout.shape
+    return layout.unstaged(x) if stacked else x
+
+
+def placed_array(setup: Setup, path: str, x: np.ndarray, like: Any) -> jax.Array:
+    """Returns the plain array `x` in the shape and sharding of `like`; inverts `plain_array`."""
+    layout = setup.model.layout
+    if setup.model.in_stack(path) and x.shape[:1] == (layout.layers,):
+        x = np.asarray(layout.staged(x))
+    more = [(0, rests - has) for has, rests in zip(x.shape, like.shape, strict=True)]
+    return jax.device_put(np.pad(x, more) if more else x, like.sharding)
+
+
+def _by_parameter(state: TrainState) -> dict[str, Mapping[str, Any]]:
+    """Returns the trees of a state that rest beside parameters, by kind and path."""
+    beside = {
+        item.name: value for item, value in items.of(state.items) if item.rests is as_parameters
+    }
+    return {WEIGHT: state.params, OPTIMIZER: state.opt_state} | beside
+
+
+def _others(state: TrainState) -> dict[str, Any]:
+    return {
+        item.name: value for item, value in items.of(state.items) if item.rests is not as_parameters
+    }

@@ -1,0 +1,55 @@
+"""The training step with its gradients and updates as further results.
+
+It is the step of step.py, which shows them while it is traced. More results may make XLA fuse
+otherwise: numbers may differ from those of the unwatched step by rounding.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.given.arrays import Checked
+from spmdtrain.train.item import Metrics
+from spmdtrain.train.setup import Setup, check_setup
+from spmdtrain.train.state import TrainState
+from spmdtrain.train.step import checked_step, out_shardings, traced_step
+
+ByPath = dict[str, jax.Array]
+
+
+class Watched(NamedTuple):
+    """What a step computes on its way, by dotted path of the trained parameters, as these rest.
+
+    `gradients`: those of the mean loss over the batch, before clipping.
+    `updates`: those of the optimizer, before they are scaled by a rate and subtracted.
+    """
+
+    gradients: ByPath
+    updates: ByPath
+
+
+def make_watched_step(setup: Setup) -> Checked:
+    """Returns `step(state, batch) -> (state, metrics, Watched)`, jitted; it keeps its argument.
+
+    Raises ConfigError as the step of `make_step` does.
+    """
+    check_setup(setup)
+    return checked_step(setup, jax.jit(_watched_step(setup), out_shardings=_rest(setup)))
+
+
+def _watched_step(setup: Setup) -> Any:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Watched]:
+        seen: list[Watched] = []
+        traced = traced_step(setup, lambda *both: seen.append(Watched(*both)))
+        after, metrics = traced(state, batch)
+        (watched,) = seen
+        return after, metrics, watched
+
+    return step
+
+
+def _rest(setup: Setup) -> tuple[TrainState, None, Watched]:
+    """Returns where the results rest: gradients and updates as their parameters."""
+    at_rest = {path: setup.state.params[path].sharding for path in setup.update_rules}
+    return *out_shardings(setup), Watched(at_rest, at_rest)
