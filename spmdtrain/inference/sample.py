@@ -27,6 +27,7 @@ from spmdtrain.models.layers import Cache
 from spmdtrain.models.logits import logit_shape, logits_of
 from spmdtrain.models.sampling import choose
 from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.tensor_matmul import make_column_parallel, make_row_parallel, no_ring
 from spmdtrain.parallel.vocabulary import make_lookup
@@ -346,6 +347,7 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
         constrain=constrain,
         column_matmul=make_column_parallel(constrain, no_ring),
         row_matmul=make_row_parallel(constrain, no_ring),
+        experts=make_experts(rules),
         local_map=make_local_map(rules),
         lookup=make_lookup(rules),
         gather=make_gather_layer(rules),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.models.projection import Product, Weight, multiply
+from spmdtrain.parallel.experts import Experts, make_experts
 from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
 
 
@@ -31,6 +32,7 @@ from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
         "remat",
         "column_matmul",
         "row_matmul",
+        "experts",
         "dropout_rate",
     ],
 )
@@ -56,6 +58,9 @@ class ForwardContext:
     column_matmul: TensorMatmul = lambda x, array, _: jnp.tensordot(x, array, 1)
     # (h [b, t, *f], array [*f, e], logical axes of f) -> [b, t, e]: back to it.
     row_matmul: TensorMatmul = lambda h, array, _: jnp.tensordot(h, array, array.ndim - 1)
+    # (x [b, t, e], gates [b, t, k], ids [b, t, k], weights, activation=) -> [b, t, e]: the experts
+    # that each token has chosen, times their gates; see parallel.experts.
+    experts: Experts = make_experts()
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None

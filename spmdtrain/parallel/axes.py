@@ -55,6 +55,8 @@ ACTIVATION_RULES: AxisRules = {
 # with its own stages, rows or experts: it never gathers the others, and does not sum their
 # gradients with its own. Any other axis that splits a weight does so only to save memory.
 OWNING = {"stage": "pipeline", "vocab": "pipeline", "experts": "expert"}
+# Tokens travel to experts, so a rule may give them such axes to own as well.
+OWNED_BY_RULE = {"experts": ("context", "tensor")}
 
 # Leading dims of stacked layers. An optimizer sees the tensor of one layer, without them.
 STACK_AXES = ("chunk", "stage", "layer")
@@ -90,6 +92,11 @@ class Rules:
     parameters: AxisRules
     activations: AxisRules
     sizes: Mapping[str, int]
+
+    @property
+    def axes_of_experts(self) -> tuple[str, ...]:
+        """The mesh axes that own their part of the experts, major first."""
+        return _owned(self.parameters, "experts")
 
     def parameter_spec(
         self, names: Sequence[str | None], shape: Sequence[int], at: str, drop: Sequence[str] = ()
@@ -212,7 +219,9 @@ def partition_spec(
         axes = f"{len(names)} logical axes {tuple(names)}"
         raise ConfigError(f"{at}: {axes} for {len(shape)} dims {tuple(shape)}")
     name_of_axis: dict[str, str] = {}
-    owner = {OWNING[name]: name for name in names if name in OWNING}
+    owning = [name for name in names if name in OWNING]
+    owner = {OWNING[name]: name for name in owning}
+    owner |= {axis: name for name in owning for axis in _owned(rules, name)}
     spec = []
     for name, size in zip(names, shape, strict=True):
         if name is None:
@@ -241,6 +250,13 @@ def partition_spec(
         else:
             spec.append(mesh_axes[0] if mesh_axes else None)
     return P(*spec)
+
+
+def _owned(rules: AxisRules, name: str) -> tuple[str, ...]:
+    """Returns the mesh axes that own their part of what has the logical axis `name`."""
+    by_rule = OWNED_BY_RULE.get(name, ())
+    axes = [axis for axis in rules.get(name, ()) if axis == OWNING[name] or axis in by_rule]
+    return tuple(axes)
 
 
 def _indivisible(

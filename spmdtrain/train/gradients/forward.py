@@ -15,6 +15,7 @@ from spmdtrain.models.context import ForwardContext, sample_noise
 from spmdtrain.models.logits import logit_shape
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.regions import MANUAL_AXES, Name, Whole, make_constrain, make_local_map
 from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.parallel.tensor_matmul import (
@@ -63,6 +64,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
         constrain, find_ring, gathers_again=gathers_again, copies=copies
     )
     row_parallel = make_row_parallel(constrain, find_ring, copies=copies)
+    experts = make_experts(rules, MANUAL_AXES)
 
     def context(microbatch: Batch, step: jax.Array | None = None) -> ForwardContext:
         tokens_bt = microbatch["tokens"]
@@ -83,6 +85,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             remat=remat,
             column_matmul=column_parallel,
             row_matmul=row_parallel,
+            experts=experts,
             dropout_rate=dropout,
             noise_b=noise_b,
         )

@@ -1,0 +1,127 @@
+"""The rows of experts against their definition: all experts on all tokens, masked by the gates."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmdtrain.models.layers.mlp import gelu, swiglu
+from spmdtrain.parallel.experts import ExpertWeights, make_experts
+from spmdtrain.parallel.experts.sending import bucket_of, cut_round, sort_rows
+
+EXPERTS, CHOICES, WIDTH, FFN = 8, 3, 16, 24
+BATCH, TOKENS = 2, 8
+cut_once = jax.jit(cut_round, static_argnums=2)
+sort_once = jax.jit(sort_rows, static_argnums=(1, 2))
+
+
+def definition(activation, x_bte, gates_btk, ids_btk, weights: ExpertWeights) -> jax.Array:
+    up = weights.up if weights.up.ndim == 4 else weights.up[:, :, None]
+    h = jnp.einsum("bte,xeuf->btxuf", x_bte, up)
+    if weights.up_bias is not None:
+        h = h + weights.up_bias.reshape(h.shape[2:])
+    own = [h[:, :, expert] for expert in range(EXPERTS)]
+    own = [activation(each if weights.up.ndim == 4 else each[:, :, 0]) for each in own]
+    y = jnp.einsum("xbtf,xfe->btxe", jnp.stack(own), weights.down)
+    if weights.down_bias is not None:
+        y = y + weights.down_bias
+    gates_btx = (jax.nn.one_hot(ids_btk, EXPERTS) * gates_btk[..., None]).sum(-2)
+    return jnp.einsum("btxe,btx->bte", y, gates_btx)
+
+
+@cache
+def drawn(gated: bool, biases: bool):
+    """(x, gates, ids, weights); a choice of the last token is not made."""
+    random = np.random.default_rng(0)
+    u = (2, FFN) if gated else (FFN,)
+
+    def draw(*shape):
+        return random.standard_normal(shape).astype(np.float32)
+
+    ids = np.argsort(draw(BATCH, TOKENS, EXPERTS))[..., :CHOICES].astype(np.int32)
+    ids[-1, -1, 1] = -1
+    weights = ExpertWeights(
+        draw(EXPERTS, WIDTH, *u) / 4,
+        draw(EXPERTS, FFN, WIDTH) / 4,
+        draw(EXPERTS, *u) if biases else None,
+        draw(EXPERTS, WIDTH) if biases else None,
+    )
+    return draw(BATCH, TOKENS, WIDTH), draw(BATCH, TOKENS, CHOICES), ids, weights
+
+
+def gradients(function, ids, *given):
+    """(gradients of x, gates and weights, y)"""
+
+    def total(x, gates, weights):
+        y = function(x, gates, ids, weights)
+        return jnp.sin(y).sum(), y
+
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*given)
+
+
+@pytest.mark.parametrize(
+    ("gated", "biases", "factor"), [(True, True, 0.1), (False, False, 1.25)], ids=["many", "one"]
+)
+def test_experts_are_their_definition_in_any_number_of_rounds(gated, biases, factor):
+    x, gates, ids, weights = drawn(gated, biases)
+    activation = swiglu if gated else gelu
+    ours = partial(make_experts(factor=factor), activation=activation)
+    got = gradients(ours, ids, x, gates, weights)
+    want = gradients(partial(definition, activation), ids, x, gates, weights)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.max(np.abs(mine - theirs)) <= 2e-6 * np.max(np.abs(theirs))
+
+
+@pytest.mark.parametrize("factor", [0.05, 0.6, 8.0])
+@pytest.mark.parametrize("routing", ["even", "one device", "nobody"])
+def test_each_row_goes_once_and_each_message_once_in_a_round(routing, factor):
+    devices, own, tokens = 4, 2, 20
+    random = np.random.default_rng(1)
+    ids = np.argsort(random.random((tokens, EXPERTS)))[:, :CHOICES].astype(np.int32)
+    if routing == "one device":
+        ids[:] = [0, 1, -1]
+    if routing == "nobody":
+        ids[:] = -1
+    bucket = bucket_of(tokens, CHOICES, devices, own, factor)
+    outbox = sort_once(jnp.asarray(ids), devices, own)
+    begin, sent, rounds = outbox.begin_d, [], 0
+    while np.any(begin < outbox.end_d):
+        cut = cut_once(outbox, begin, bucket)
+        assert np.all(cut.end_d[begin < outbox.end_d] > begin[begin < outbox.end_d])
+        begin, rounds = cut.end_d, rounds + 1
+        _check_round(jax.device_get(cut), ids, own, bucket)
+        sent += list(cut.row_dc[cut.row_dc < ids.size])
+    assert sorted(map(int, sent)) == sorted(np.flatnonzero(ids.reshape(-1) >= 0))
+    assert rounds <= 1 or not bucket.holds_all(tokens, CHOICES, own)
+    assert routing != "one device" or rounds >= tokens / bucket.messages
+
+
+def _check_round(cut, ids, own, bucket):
+    """Every row finds its message, and every choice its row."""
+    places = {}
+    for device, (tokens, rows, messages) in enumerate(
+        zip(cut.token_dm, cut.row_dc, cut.message_dc, strict=True)
+    ):
+        used = tokens[tokens < len(ids)]
+        assert len(set(used)) == len(used)
+        assert np.all(tokens[len(used) :] > len(ids))
+        for place, (row, message) in enumerate(zip(rows, messages, strict=True)):
+            if row >= ids.size:
+                assert message == bucket.messages
+                continue
+            assert ids.reshape(-1)[row] // own == device
+            assert tokens[message] == row // CHOICES
+            places[int(row)] = device * bucket.rows + place
+    for row, (place, message) in enumerate(
+        zip(cut.place_nk.reshape(-1), cut.message_nk.reshape(-1), strict=True)
+    ):
+        assert places.get(row, place) == place
+        assert (row in places) == (place < cut.row_dc.size)
+        if message < cut.token_dm.size:
+            assert cut.token_dm.reshape(-1)[message] == row // CHOICES
+    # The choices of a token name each of its messages once.
+    named = sorted(cut.message_nk[cut.message_nk < cut.token_dm.size])
+    assert named == list(np.flatnonzero(cut.token_dm.reshape(-1) < len(ids)))
