@@ -17,7 +17,6 @@ import spmdtrain as st
 from spmdtrain.config import GPT, AdamW, MeshConfig, TrainConfig
 from spmdtrain.data.batches import TrainStream, batch_ids, split
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.train.batch import to_devices
 
 
 def losses(config: st.RunConfig, devices: list[jax.Device]) -> Iterator[float]:
@@ -33,7 +32,7 @@ def losses(config: st.RunConfig, devices: list[jax.Device]) -> Iterator[float]:
     stream = TrainStream(corpus, tokens, train.sequence_length, seed=train.seed, shuffle=True)
     for number in range(train.steps):
         ids = batch_ids(number, train.global_batch)
-        batch = to_devices(stream.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
+        batch = setup.to_devices(stream.samples, ids)
         state, metrics = step(state, batch)
         yield float(metrics["loss"])
 

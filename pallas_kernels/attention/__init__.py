@@ -1,5 +1,8 @@
 """Scaled dot-product attention: `attention`, and `saveable`, a policy for `jax.checkpoint`.
 
+`attention_forward` and `attention_backward` are its two passes, for a caller that joins the results
+of several sets of keys: parts.py.
+
 Start with api.py, then problem.py and mask.py, whose words all implementations use:
 
     xla.py      plain JAX, runs anywhere; the shortest form of the algorithm
@@ -10,5 +13,8 @@ Start with api.py, then problem.py and mask.py, whose words all implementations 
 tiling.py has their tile sizes. tile_ranges.py and operands.py are what the kernels share.
 """
 
+from pallas_kernels.attention.api import SAVED as SAVED
 from pallas_kernels.attention.api import attention as attention
 from pallas_kernels.attention.api import saveable as saveable
+from pallas_kernels.attention.parts import attention_backward as attention_backward
+from pallas_kernels.attention.parts import attention_forward as attention_forward

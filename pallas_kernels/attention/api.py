@@ -92,6 +92,15 @@ def attention(  # noqa: PLR0913 - the question has as many parts
         bias=bias,
         positions=positions,
     )
+    name = choose_for(problem, inputs, return_lse, implementation)
+    if name == "cudnn":  # it has its own derivative rule
+        return cudnn.attend(problem, inputs)
+    out, lse = _attend_compiled(problem, name, inputs)
+    return (out, lse) if return_lse else out
+
+
+def choose_for(problem: Problem, inputs: Inputs, return_lse: bool, implementation: str | None):
+    """Returns the name of the implementation that runs this call; raises as `attention` does."""
     refusals: dict[str, Callable[[bool], str]] = {
         name: partial(IMPLEMENTATIONS[name.partition(VARIANT)[0]].refusal, problem, inputs)
         for name in candidates()
@@ -99,11 +108,7 @@ def attention(  # noqa: PLR0913 - the question has as many parts
     if return_lse:
         refusals["cudnn"] = lambda _: "gives no lse"
     call = call_of(problem, inputs, return_lse)
-    name = choose("attention", refusals, order(call), implementation, call)
-    if name == "cudnn":  # it has its own derivative rule
-        return cudnn.attend(problem, inputs)
-    out, lse = _attend_compiled(problem, name, inputs)
-    return (out, lse) if return_lse else out
+    return choose("attention", refusals, order(call), implementation, call)
 
 
 def candidates() -> tuple[str, ...]:
@@ -134,7 +139,7 @@ def _attend(problem: Problem, name: str, inputs: Inputs) -> tuple[jax.Array, jax
 
 
 def _forward(problem, name, inputs):
-    module, options = _implementation(name)
+    module, options = implementation_of(name)
     out, lse = module.forward(problem, inputs, **options)
     out = checkpoint_name(out, SAVED)
     lse = checkpoint_name(lse, SAVED)
@@ -146,12 +151,12 @@ def _backward(problem, name, kept, gradients):
     inputs, out, lse = kept
     dout, dlse = gradients
     dlse = jnp.where(jnp.isneginf(lse), 0, dlse)
-    module, options = _implementation(name)
+    module, options = implementation_of(name)
     dq, dk, dv, dbias = module.backward(problem, inputs, out, lse, dout, dlse, **options)
     return (Inputs(dq, dk, dv, dbias),)  # no gradient of segment ids and positions
 
 
-def _implementation(name):
+def implementation_of(name: str) -> tuple[Any, dict[str, Any]]:
     """Returns (module, its keyword arguments), for "NAME/TILING:interpret" too."""
     plain, _, variant = name.removesuffix(INTERPRET).partition(VARIANT)
     options: dict[str, Any] = {"interpret": True} if name.endswith(INTERPRET) else {}

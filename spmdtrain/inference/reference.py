@@ -20,7 +20,6 @@ from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from spmdtrain.inference.trained_run import OF_DEVICES, OpenedRun, open_run
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.models.choose import MakeModel
-from spmdtrain.train.batch import to_devices
 from spmdtrain.train.gradients.grad_accumulation import make_segment_sums
 
 SETTABLE = (
@@ -78,7 +77,7 @@ def _log_probabilities(opened: OpenedRun, path: str) -> np.ndarray:
     with jax.set_mesh(setup.mesh), matmuls(setup.config.precision.compute):
         for index in range(-(-windows.windows // size)):
             ids = batch_ids(index, size)
-            batch = to_devices(windows.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
+            batch = setup.to_devices(windows.samples, ids)
             sums = jax.device_get(find(opened.params, batch)).reshape(size, -1)
             for window, of_window in zip(ids.tolist(), sums, strict=True):
                 for number, (start, _) in enumerate(windows.pieces(window)):

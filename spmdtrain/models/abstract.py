@@ -109,6 +109,24 @@ class AbstractModel:
         """The corruption of a model that restores tokens; None: it predicts the next ones."""
         return getattr(self.bind({}), "corrupt", None)
 
+    @property
+    def keeps_order(self) -> str:
+        """Says why the model needs its tokens in the order of the data; "" if it does not.
+
+        Every class of module in it declares `any_order = True` itself, if it does the same with
+        tokens in any order, given their positions. Subclasses do not inherit that. Modules of flax
+        are covered by those that hold them.
+        """
+        if self.corrupt is not None:
+            return "the model corrupts tokens by their place"
+        for _, module in nnx.iter_modules(self.bind({})):
+            kind = type(module)
+            if kind.__module__.startswith("flax."):
+                continue
+            if "any_order" not in vars(kind) or not getattr(module, "any_order", False):
+                return f"{kind.__name__} does not take tokens in any order"
+        return ""
+
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Returns fresh parameters.
 

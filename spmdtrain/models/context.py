@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.models.projection import Product, Weight, multiply
+from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
 from spmdtrain.parallel.experts import Experts, make_experts
 from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
 
@@ -34,6 +35,7 @@ from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
         "row_matmul",
         "experts",
         "dropout_rate",
+        "way",
     ],
 )
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class ForwardContext:
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None
+    # How attention reaches the keys of other devices, and whether tokens are in zigzag order.
+    way: ContextWay = ContextWay()
     # The number of the layer in the model, 0 for the first; traced in scans. None: outside them.
     layer: jax.Array | int | None = None
 
@@ -88,7 +92,7 @@ class ForwardContext:
         return replace(self, layer=layer, noise_b=noise_b)
 
     def dropout(self, x: jax.Array, site: int, rate: float | None = None) -> jax.Array:
-        """Applies dropout to x [b, ...]; `site` distinguishes places within a layer.
+        """Applies dropout to x [b, t, ...]; `site` distinguishes places within a layer.
 
         `rate`: default `dropout_rate`.
 
@@ -101,7 +105,13 @@ class ForwardContext:
         kept = 1 - rate
         keys = _fold_in(self.noise_b, site)
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, kept, x.shape[1:]))(keys)
-        return jnp.where(keep, x / kept, 0).astype(x.dtype)
+        return jnp.where(self.as_tokens(keep), x / kept, 0).astype(x.dtype)
+
+    def as_tokens(self, x_bt: jax.Array) -> jax.Array:
+        """Returns x [b, t, ...], drawn in the order of the sequence, in the order of the tokens."""
+        if self.way.zigzag == 1:
+            return x_bt
+        return x_bt[:, zigzag_order(x_bt.shape[1], self.way.zigzag)]
 
 
 def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:

@@ -68,6 +68,8 @@ class Stack(nnx.Module):
     losses: training minimises the sum of all losses over the number of tokens.
     """
 
+    any_order = True
+
     def __init__(self, make_block: MakeBlock | Sequence[MakeBlock], count: int, rngs: nnx.Rngs):
         self.count = count
         kinds = 1
@@ -98,6 +100,8 @@ class Stack(nnx.Module):
 
 class Round(nnx.Module):
     """One block of each kind, one after another."""
+
+    any_order = True
 
     def __init__(self, kinds: Sequence[MakeBlock], rngs: nnx.Rngs):
         self.block = nnx.List([make_block(rngs) for make_block in kinds])

@@ -35,6 +35,8 @@ class Block(nnx.Module):
     losses) instead of y_bte, like a block of `Stack`.
     """
 
+    any_order = True
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -96,6 +98,8 @@ class Transformer(nnx.Module):
     The parts of its blocks may be replaced, see `Block`: a run takes `make=partial(Transformer,
     mlp=MyMlp)`.
     """
+
+    any_order = True
 
     def __init__(
         self,

@@ -4,7 +4,6 @@ from spmdtrain.config.given import as_whole
 from spmdtrain.data.batches import ReadAhead, batch_ids
 from spmdtrain.data.indices import LAST_SAMPLE
 from spmdtrain.data.source import Data, check_data
-from spmdtrain.train.batch import to_devices
 from spmdtrain.train.setup import Setup, check_setup
 
 
@@ -23,6 +22,6 @@ def batches(setup: Setup, data: Data, step: int, sample: int) -> ReadAhead:
 
     def make(at: int):
         ids = sample + batch_ids(at - step, config.train.global_batch)
-        return to_devices(samples, ids, setup.batch_shape, setup.mesh, setup.rules)
+        return setup.to_devices(samples, ids)
 
     return ReadAhead(make, step, config.data.read_ahead)

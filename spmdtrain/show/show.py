@@ -89,10 +89,12 @@ def show(config: RunConfig) -> str:
         f"batch: {accumulation} x {sequences} sequences of {config.train.sequence_length} tokens"
     )
     pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
+    way = [setup.way.line] if setup.way.line else []
     layers = [describe_layers(setup.config.model)] if not config.model.make else []
     settings = to_toml(setup.config).strip()
     mesh = describe_mesh(setup.mesh)
-    return "\n\n".join([settings, mesh, *pipeline, *filter(None, layers), batch, "\n".join(lines)])
+    parts = [settings, mesh, *way, *pipeline, *filter(None, layers), batch, "\n".join(lines)]
+    return "\n\n".join(parts)
 
 
 def _sizes(row: dict[str, Any]) -> tuple[str, str]:

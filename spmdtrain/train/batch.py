@@ -1,5 +1,7 @@
 """Batches on devices: the division of a global batch, and the rows that each process makes.
 
+The order of the tokens is chosen here too: it is that of the data, unless attention goes by a ring.
+
 A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time. One
 microbatch of it, [sequences, time], is what a model sees at once.
 """
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TrainConfig
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, batch_shards, partition_spec
+from spmdtrain.parallel.context.ways import ContextWay, find_way, zigzag_order
 
 Batch = dict[str, jax.Array]
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
@@ -66,6 +69,18 @@ def _does_not_divide(config: TrainConfig, sizes: Mapping[str, int], at_once: int
     )
 
 
+def choose_way(config: RunConfig, rules: Rules, keeps_order: str) -> ContextWay:
+    """Returns how attention reaches the keys of other devices, which decides the order of tokens.
+
+    `keeps_order`: why the model needs the order of the data, or "". Raises ConfigError if the way
+    that is asked for cannot run.
+    """
+    model = config.model
+    length = config.train.sequence_length
+    heads = model.key_value_heads
+    return find_way(model.context_attention, rules, length, heads, keeps_order)
+
+
 def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
     """Returns the sharding of the entry `name` of a batch.
 
@@ -76,7 +91,7 @@ def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
 
 
 def abstract_batch(
-    shape: BatchShape, config: RunConfig, mesh: Mesh, rules: Rules
+    shape: BatchShape, config: RunConfig, mesh: Mesh, rules: Rules, zigzag: int = 1
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns what `to_devices` makes of a training batch, as shapes with their shardings."""
     data, length = config.data, config.train.sequence_length
@@ -85,6 +100,8 @@ def abstract_batch(
         dtypes |= {"source": "int32"}
     if data.packing != "stream":
         dtypes |= {"segment_ids": "int32", "positions": "int32"}
+    elif zigzag > 1:
+        dtypes |= {"positions": "int32"}
     if config.train.needs_reference:
         dtypes |= {"reference": "float32"}
 
@@ -95,13 +112,29 @@ def abstract_batch(
     return {name: one(name, dtype) for name, dtype in dtypes.items()}
 
 
-def to_devices(
-    samples: Samples, ids: np.ndarray, shape: BatchShape, mesh: Mesh, rules: Rules
+def in_zigzag(rows: Mapping[str, np.ndarray], ways: int) -> dict[str, np.ndarray]:
+    """Returns rows of the data [..., time] in zigzag order, with their positions."""
+    length = rows["tokens"].shape[-1]
+    from_zero = np.broadcast_to(np.arange(length, dtype=np.int32), rows["tokens"].shape)
+    order = zigzag_order(length, ways)
+    return {
+        name: x if name in OF_SEQUENCES else x[..., order]
+        for name, x in ({"positions": from_zero} | dict(rows)).items()
+    }
+
+
+def to_devices(  # noqa: PLR0913 - what a batch consists of, and where it goes
+    samples: Samples,
+    ids: np.ndarray,
+    shape: BatchShape,
+    mesh: Mesh,
+    rules: Rules,
+    zigzag: int = 1,
 ) -> Batch:
     """Returns the samples `ids` [global_batch] as a batch of global arrays.
 
     `samples(ids)` makes rows on the host. A process asks only for the rows that its own devices
-    hold, each once.
+    hold, each once. `zigzag`: that of the setup's `way`.
     """
     ids = ids.reshape(shape)
     made: dict[tuple[int, int], dict[str, np.ndarray]] = {}
@@ -111,6 +144,8 @@ def to_devices(
         if (start, stop) not in made:
             mine = ids[:, start:stop]
             found = samples(mine.ravel())
+            if zigzag > 1:
+                found = in_zigzag(found, zigzag)
             made[start, stop] = {
                 name: x.reshape(*mine.shape, *x.shape[1:]) for name, x in found.items()
             }

@@ -17,7 +17,6 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.source import Data, EvalSet, Windows, check_data
-from spmdtrain.train.batch import to_devices
 from spmdtrain.train.given.arrays import check_state_here
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
@@ -55,7 +54,7 @@ def window_losses(
     for index in range(-(-stop // size)):
         ids = batch_ids(index, size)
         ids = np.where(ids < stop, ids, windows.windows)
-        batch = to_devices(windows.samples, ids, setup.batch_shape, setup.mesh, setup.rules)
+        batch = setup.to_devices(windows.samples, ids)
         nats, tokens = jax.device_get(eval_step(params, batch))
         yield ids, float(nats), float(tokens)
 

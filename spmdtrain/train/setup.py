@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +30,16 @@ from spmdtrain.parallel.tensor_matmul import check_collective_matmul
 from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train import items, token_loss
-from spmdtrain.train.batch import BatchShape, abstract_batch, cut_batch
+from spmdtrain.train.batch import (
+    Batch,
+    BatchShape,
+    ContextWay,
+    Samples,
+    abstract_batch,
+    choose_way,
+    cut_batch,
+    to_devices,
+)
 from spmdtrain.train.item import Specs, Start
 from spmdtrain.train.state import Shapes, TrainState, abstract_state, fresh_state
 from spmdtrain.train.token_loss import TokenLoss
@@ -51,6 +61,7 @@ class Setup:
     rules: Rules
     model: AbstractModel
     batch_shape: BatchShape
+    way: ContextWay  # of attention to the keys of other devices
     update_rules: optimizers.UpdateRules  # the rule of each parameter that is not frozen
     learning_rate: LearningRate  # of a 0-based step, a float32 scalar
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
@@ -73,7 +84,13 @@ class Setup:
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """An abstract training batch."""
-        return abstract_batch(self.batch_shape, self.config, self.mesh, self.rules)
+        zigzag = self.way.zigzag
+        return abstract_batch(self.batch_shape, self.config, self.mesh, self.rules, zigzag)
+
+    def to_devices(self, samples: Samples, ids: np.ndarray) -> Batch:
+        """Returns the samples `ids` [global_batch] as a batch of this run: see `to_devices`."""
+        zigzag = self.way.zigzag
+        return to_devices(samples, ids, self.batch_shape, self.mesh, self.rules, zigzag)
 
 
 def shard(
@@ -161,6 +178,7 @@ def shard_on(
         rules=rules,
         model=model,
         batch_shape=batch_shape,
+        way=choose_way(config, rules, model.keeps_order),
         update_rules=update_rules,
         learning_rate=make_learning_rate(config, learning_rate),
         loss=loss,

@@ -13,7 +13,6 @@ from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.source import open_data
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.report.metrics import make_figures
-from spmdtrain.train.batch import to_devices
 from spmdtrain.train.setup import Setup, init_state, shard
 from spmdtrain.train.step import make_eval_step, make_step
 
@@ -42,7 +41,7 @@ def batch_of(setup: Setup, step: int) -> dict[str, jax.Array]:
         return {**draw(ids), "source": (ids % 3 == 1).astype(np.int32)}
 
     ids = batch_ids(step, 16)
-    return to_devices(samples, ids, setup.batch_shape, setup.mesh, setup.rules)
+    return setup.to_devices(samples, ids)
 
 
 @cache

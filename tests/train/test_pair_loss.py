@@ -11,7 +11,6 @@ from helpers import MESHES, SPLIT, initial_weights, prepared
 
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logits_of as logits_of_head
-from spmdtrain.train.batch import to_devices
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.gradients.differentiable import make_loss
 from spmdtrain.train.gradients.pair_loss import FIGURES, PAIR_LOSSES, Answers, sum_pairs
@@ -80,7 +79,7 @@ def samples(indices: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def batch_of(setup) -> dict[str, jax.Array]:
-    return to_devices(samples, np.arange(8), setup.batch_shape, setup.mesh, setup.rules)
+    return setup.to_devices(samples, np.arange(8))
 
 
 def oracle_of_sums(kind: str, sums, counts, references):

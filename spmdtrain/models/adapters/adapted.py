@@ -56,6 +56,8 @@ def parts_of(path: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
 class Adapter(nnx.Module):
     """The adapter of one part: a [*i, r], b [r, *o], and for DoRA the magnitudes of o in a row."""
 
+    any_order = True
+
     def __init__(self, a: nnx.Param, b: nnx.Param, magnitude: nnx.Param | None):
         self.a = a
         self.b = b
@@ -68,6 +70,8 @@ class AdaptedWeight(nnx.Module):
     With magnitudes m (DoRA, arXiv:2402.09353) each output of that is multiplied by
     m / |W + s a b|, the norm over i. As in its section 4.3, no gradient goes through the norm.
     """
+
+    any_order = True
 
     def __init__(self, weight: Any, parts: tuple[Part, ...], config: FinetuneConfig, site: int):
         self.adapted_weight = weight

@@ -51,6 +51,8 @@ NF4 = np.array(
 class QuantisedWeight(nnx.Module):
     """A frozen weight [*i, *o] of few bits: the arrays of `quantised`, as buffers."""
 
+    any_order = True
+
     def __init__(self, arrays: Mapping[str, nnx.Variable], kind: Kind):
         self.kind: Kind = kind
         for name, array in arrays.items():

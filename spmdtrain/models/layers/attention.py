@@ -1,6 +1,7 @@
 """Grouped-query attention: one projection to queries, keys and values, and one back."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,17 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.cache import Cache
-from spmdtrain.models.layers.kinds import by_kind
+from spmdtrain.models.layers.kinds import by_kind, kind_of
 from spmdtrain.models.layers.norm import QueryKeyNorm
 from spmdtrain.models.layers.rope import make_rotation
 from spmdtrain.models.layers.weights import INIT_STD, bias, matmul_weight, recomputed
+from spmdtrain.parallel.context.ring import Ring, ring_attention
+from spmdtrain.parallel.context.ulysses import heads_for_time, own_heads
 from spmdtrain.parallel.regions import Whole
 
 Position = Callable[[jax.Array, jax.Array], jax.Array]
+OF_QUERIES = ("batch", "time", "kv_heads", None, None)  # logical axes
+OF_KEYS = ("batch", "time", "kv_heads", None)
 
 
 class Attention(nnx.Module):
@@ -67,6 +72,11 @@ class Attention(nnx.Module):
         # In the order of the heads: those of a key-value head follow each other.
         self.sinks = bias(config.heads, "kv_heads") if config.sinks else None
 
+    @property
+    def any_order(self) -> bool:
+        """True if tokens may come in any order, with their positions: see AbstractModel."""
+        return self.causal
+
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
@@ -111,6 +121,10 @@ class Attention(nnx.Module):
         self, q_btkgd, k_bskd, v_bskd, ctx: ForwardContext, cache: Cache | None
     ) -> jax.Array:
         """Attends on each device from its own heads and queries to all keys: [b, t, k, g, d]."""
+        if cache is None and ctx.way.name == "ring":
+            return self._attend_by_ring(q_btkgd, k_bskd, v_bskd, ctx)
+        if cache is None and ctx.way.name == "ulysses":
+            return self._attend_by_ulysses(q_btkgd, k_bskd, v_bskd, ctx)
         places_bs = jnp.broadcast_to(jnp.arange(k_bskd.shape[1]), k_bskd.shape[:2])
         places_bt = places_bs if cache is None else ctx.positions_bt
 
@@ -128,19 +142,79 @@ class Attention(nnx.Module):
 
         # Keys are split over time like queries, and gathered here. A cache is not split.
         key_time = Whole("time") if cache is None else None
-        of_q = ("batch", "time", "kv_heads", None, None)
         of_k = ("batch", key_time, "kv_heads", None)
         of_q_token = ("batch", "time")
         of_k_token = ("batch", key_time)
         segments = ctx.segment_ids_bt if cache is None else None
-        # In float32, because its gradient is summed over the devices that share it.
-        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-        is_traced = len(set(self.windows)) > 1 and isinstance(ctx.layer, jax.Array)
-        layer = ctx.layer if is_traced else None
+        sinks = self._wide_sinks()
+        layer = self._traced_layer(ctx)
         arrays = (q_btkgd, k_bskd, v_bskd, segments, segments, places_bt, places_bs, sinks, layer)
         of_tokens = (of_q_token, of_k_token, of_q_token, of_k_token)
-        names = (of_q, of_k, of_k, *of_tokens, ("kv_heads",), ())
-        return ctx.local_map(local, arrays, names, of_q)
+        names = (OF_QUERIES, of_k, of_k, *of_tokens, ("kv_heads",), ())
+        return ctx.local_map(local, arrays, names, OF_QUERIES)
+
+    def _attend_by_ring(self, q_btkgd, k_btkd, v_btkd, ctx: ForwardContext) -> jax.Array:
+        """Attends to keys that go round the devices of the tokens: [b, t, k, g, d]."""
+        tokens = q_btkgd.shape[1]
+        befores = [_before(window, tokens) for window in dict.fromkeys(self.windows)]
+        kind = None
+        if len(set(befores)) == 1:
+            befores = befores[:1]
+        elif isinstance(ctx.layer, int):
+            befores = [_before(self.windows[ctx.layer], tokens)]
+        else:
+            kind = kind_of(self.windows, ctx.layer)
+        ring = Ring(
+            axes=ctx.way.axes,
+            ways=ctx.way.ways,
+            windows=tuple(befores),
+            softcap=self.score_cap,
+            scale=self.score_scale,
+            implementation=self.implementation,
+        )
+
+        def local(q, k, v, segments, sinks, kind):  # noqa: PLR0913 - the arrays of attention
+            q_bthd = q.reshape(*q.shape[:2], -1, self.dim)
+            with self._saying_what_refuses():
+                out, lse = ring_attention(ring, q_bthd, k, v, segments, kind)
+            if sinks is not None:
+                out = _sunk(out, lse, sinks)
+            return out.reshape(q.shape)
+
+        arrays = (q_btkgd, k_btkd, v_btkd, ctx.segment_ids_bt, self._wide_sinks(), kind)
+        names = (OF_QUERIES, OF_KEYS, OF_KEYS, ("batch", "time"), ("kv_heads",), ())
+        return ctx.local_map(local, arrays, names, OF_QUERIES)
+
+    def _attend_by_ulysses(self, q_btkgd, k_btkd, v_btkd, ctx: ForwardContext) -> jax.Array:
+        """Attends on each device to all tokens with a part of the heads: [b, t, k, g, d]."""
+        axes = ctx.way.axes
+
+        def local(q, k, v, segments, sinks, layer):  # noqa: PLR0913 - the arrays of attention
+            if sinks is not None:
+                sinks = own_heads(sinks, axes, ctx.way.ways)
+            number = ctx.layer if layer is None else layer
+            pair = None if segments is None else (segments, segments)
+            options = {"segment_ids": pair, "positions": None}
+
+            def attend(q, k, v):
+                return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))
+
+            return heads_for_time(attend, axes, q, k, v)
+
+        layer = self._traced_layer(ctx)
+        arrays = (q_btkgd, k_btkd, v_btkd, ctx.segment_ids_bt, self._wide_sinks(), layer)
+        of_tokens = ("batch", Whole("time"))
+        names = (OF_QUERIES, OF_KEYS, OF_KEYS, of_tokens, ("kv_heads",), ())
+        return ctx.local_map(local, arrays, names, OF_QUERIES)
+
+    def _wide_sinks(self) -> jax.Array | None:
+        """Returns the sinks in float32: their gradient is summed over devices that share them."""
+        return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+
+    def _traced_layer(self, ctx: ForwardContext) -> jax.Array | None:
+        """Returns the number of the layer if windows depend on it and tracing does not know it."""
+        is_traced = len(set(self.windows)) > 1 and isinstance(ctx.layer, jax.Array)
+        return ctx.layer if is_traced else None
 
     def _seen(
         self, q_btkgd, k_bskd, v_bskd, sinks_h, options: dict[str, Any], window: int
@@ -151,26 +225,38 @@ class Attention(nnx.Module):
         sink, and keep sigmoid(lse - sink).
         """
         q_bthd = q_btkgd.reshape(*q_btkgd.shape[:2], -1, self.dim)
-        try:
+        before = _before(window, k_bskd.shape[1])
+        with self._saying_what_refuses():
             found: Any = attention(
                 q_bthd,
                 k_bskd,
                 v_bskd,
                 causal=self.causal,
-                window=(window - 1, 0) if 0 < window < k_bskd.shape[1] else None,
+                window=None if before is None else (before, 0),
                 softcap=self.score_cap,
                 scale=self.score_scale,
                 return_lse=sinks_h is not None,
                 implementation=self.implementation,
                 **options,
             )
+        if sinks_h is None:
+            return found.reshape(q_btkgd.shape)
+        return _sunk(*found, sinks_h).reshape(q_btkgd.shape)
+
+    @contextlib.contextmanager
+    def _saying_what_refuses(self) -> Iterator[None]:
+        """Turns the refusal of a kernel into a ConfigError."""
+        try:
+            yield
         except Refused as refused:
             asked = f"model.attention={self.implementation!r}"
             what = f"{asked} cannot run: {refused.reason}"
             raise ConfigError(what, fix="--set model.attention=auto") from None
-        if sinks_h is None:
-            return found.reshape(q_btkgd.shape)
-        return _sunk(*found, sinks_h).reshape(q_btkgd.shape)
+
+
+def _before(window: int, tokens: int) -> int | None:
+    """Returns how many tokens before its own a query sees; None: all. `window` is a setting."""
+    return window - 1 if 0 < window < tokens else None
 
 
 @recomputed

@@ -10,6 +10,8 @@ from spmdtrain.models.layers.weights import weight
 class Embedding(nnx.Module):
     """A table with a row per id, whose vocabulary may be split over devices."""
 
+    any_order = True
+
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
         self.table_ve = weight(rngs, (vocab, width), ("vocab", "embed"))
 

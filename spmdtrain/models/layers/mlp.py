@@ -42,6 +42,8 @@ class Mlp(nnx.Module):
     A gated one has gate and value in one projection, a dim of two before f.
     """
 
+    any_order = True
+
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.activation = config.mlp
         hidden = config.hidden

@@ -18,6 +18,8 @@ class Norm(nnx.Module):
     Statistics are in float32. RMSNorm multiplies by the weight plus `model.norm_offset`.
     """
 
+    any_order = True
+
     def __init__(self, config: TransformerConfig):
         self.centred = config.norm == "layernorm"
         self.epsilon = config.norm_epsilon
@@ -51,6 +53,8 @@ class QueryKeyNorm(nnx.Module):
     Their scales are [d] for each head, or [k g d] and [k d] for all heads, which `tensor` may split
     like the heads: the mean over all of them is then a sum over devices.
     """
+
+    any_order = True
 
     def __init__(self, config: TransformerConfig):
         self.of_all = config.query_norm == "all"

@@ -70,6 +70,8 @@ def _introduction(setup: Setup, data: Data) -> str:
         lines.append(
             "mesh.expert: the model has no experts, and the axis splits the batch as data does"
         )
+    if setup.way.line:
+        lines.append(setup.way.line)
     if setup.pipeline:
         lines.append(f"pipeline: {describe_pipeline(setup.pipeline, setup.model.layout)}")
     lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")

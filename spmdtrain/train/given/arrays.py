@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
+from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -158,6 +159,7 @@ def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
     _check_devices(batch, setup.mesh, "batch", BATCHES)
     for part in _parts(batch):
         _check_numbers(setup, part)
+        _check_order(setup.way, part)
 
 
 def _check_entry(
@@ -210,6 +212,28 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
             f"the batch has {length} tokens in a row, more than the model has positions",
             found=f"model.max_length={config.max_length}",
             fix=BATCHES,
+        )
+
+
+def _check_order(way: ContextWay, part: dict[str, np.ndarray]) -> None:
+    """Raises ConfigError if the tokens of a ring are not in its order.
+
+    Put back in the order of a sequence, a token is one position behind the token before it, unless
+    it begins a document.
+    """
+    positions = part.get("positions")
+    if way.zigzag == 1 or positions is None or positions.shape[-1] % (2 * way.zigzag):
+        return
+    back = np.argsort(zigzag_order(positions.shape[-1], way.zigzag))
+    positions = positions[..., back]
+    follows = positions[..., 1:] == positions[..., :-1] + 1
+    if "segment_ids" in part:
+        ids = part["segment_ids"][..., back]
+        follows |= ids[..., 1:] > ids[..., :-1]
+    if not follows.all():
+        raise ConfigError(
+            "the batch is in the order of the data, and attention by a ring needs zigzag order",
+            fix=f"{BATCHES}, or --set model.context_attention=gather",
         )
 
 

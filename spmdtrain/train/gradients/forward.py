@@ -88,6 +88,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             experts=experts,
             dropout_rate=dropout,
             noise_b=noise_b,
+            way=setup.way,
         )
 
     return context

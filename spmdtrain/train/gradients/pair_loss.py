@@ -37,7 +37,7 @@ def sum_segments(x_bt: jax.Array, segment_ids_bt: jax.Array, segments: int) -> j
     """Sums over each segment, float32 [b, s]."""
 
     def of_sequence(x_t, ids_t):
-        return jax.ops.segment_sum(x_t, ids_t, segments, indices_are_sorted=True)
+        return jax.ops.segment_sum(x_t, ids_t, segments)  # not sorted if attention goes by a ring
 
     return jax.vmap(of_sequence)(x_bt.astype(jnp.float32), segment_ids_bt)
 

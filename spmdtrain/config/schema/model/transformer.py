@@ -17,6 +17,7 @@ from spmdtrain.config.settings import (
 )
 
 Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
+ContextAttention = Literal["auto", "ring", "gather", "ulysses"]
 MlpKind = Literal["gelu", "gelu_exact", "swiglu", "geglu"]
 GATED = ("swiglu", "geglu")
 # Patterns of values that repeat over the layers; TOML has lists only.
@@ -65,6 +66,13 @@ class TransformerConfig(Settings):
         default="auto",
         description="its implementation; auto: cuDNN where it can, then our kernels for the GPU, "
         "then XLA; a named one never falls back",
+    )
+    context_attention: ContextAttention = Field(
+        default="auto",
+        description="how attention reaches the keys of other devices where mesh.context splits a "
+        "sequence: ring sends them round, gather copies all of them, ulysses exchanges heads for "
+        "tokens; auto: ring if the model is causal attention and train.sequence_length divides by "
+        "2 context, else gather",
     )
     rope_theta: Positive = 10_000.0
     rope_theta_window: Positive | None = Field(

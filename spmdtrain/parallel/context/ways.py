@@ -1,0 +1,105 @@
+"""How attention reaches keys on other devices, and the order of tokens that this asks for.
+
+ring      keys and values go round, while the tokens are in zigzag order (ring.py)
+ulysses   each device gets all tokens of some heads instead of some tokens of all (ulysses.py)
+gather    every device gathers all keys and values
+
+A ring needs another order. Cut into 2 n chunks, device r of n has the chunks r and 2 n - 1 - r, so
+that causal attention is the same work on each. Positions travel with the tokens, and a model that
+is a function of tokens and positions gives the same results in any order.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.specs import axes_of_dim
+
+WayName = Literal["ring", "gather", "ulysses"]
+ASKED = "model.context_attention"
+
+
+@dataclass(frozen=True)
+class ContextWay:
+    """The way of one run. The default is that of a sequence that no mesh axis splits."""
+
+    name: WayName = "gather"
+    axes: tuple[str, ...] = ()  # the mesh axes that split the tokens, major first
+    ways: int = 1  # devices along them
+    reason: str = ""  # why it is not the ring, if nobody asked for that
+
+    @property
+    def line(self) -> str:
+        """What a run says about its way; "" if there is one device."""
+        if self.ways == 1:
+            return ""
+        over = f"over {' x '.join(self.axes)} {self.ways}"
+        if self.name == "ring":
+            return f"attention: keys go round {over}, tokens are in zigzag order"
+        if self.name == "ulysses":
+            return f"attention: heads are exchanged for tokens {over}"
+        why = f": {self.reason}" if self.reason else ""
+        return f"attention: keys are gathered {over}{why}"
+
+    @property
+    def zigzag(self) -> int:
+        """The number of devices for which tokens are in zigzag order; 1: they keep theirs."""
+        return self.ways if self.name == "ring" else 1
+
+
+def zigzag_order(tokens: int, ways: int) -> np.ndarray:
+    """Returns which token stands at each place, int [tokens]: those of a device are together.
+
+    `tokens` is a multiple of 2 `ways`, or `ways` is 1.
+    """
+    if ways == 1:
+        return np.arange(tokens)
+    chunks = np.arange(tokens).reshape(2 * ways, -1)
+    both = np.stack([chunks[:ways], chunks[: ways - 1 : -1]], 1)  # [device, 2, chunk]
+    return both.reshape(-1)
+
+
+def find_way(
+    asked: str, rules: Rules, tokens: int, kv_heads: int, keeps_order: str = ""
+) -> ContextWay:
+    """Returns the way of a run: `asked`, or by itself if that is "auto".
+
+    Args:
+      tokens: of a sequence.
+      kv_heads: of the model.
+      keeps_order: why the model needs its tokens in their order; "" if it does not.
+
+    Raises:
+      ConfigError: the way that is asked for cannot run.
+    """
+    (over_time,) = rules.activation_spec(("time",), (0,))
+    axes = axes_of_dim(over_time)
+    ways = int(np.prod([rules.sizes[axis] for axis in axes], dtype=int))
+    if ways == 1:
+        return ContextWay()
+    if asked == "gather":
+        return ContextWay("gather", axes, ways)
+    if asked == "ulysses":
+        _check_heads(rules, kv_heads, ways)
+        return ContextWay("ulysses", axes, ways)
+    reason = keeps_order
+    if tokens % (2 * ways):
+        reason = f"train.sequence_length={tokens} is not divisible by 2 x {ways} devices"
+    if reason and asked == "ring":
+        raise ConfigError(f"{ASKED}='ring' cannot run: {reason}", fix=f"--set {ASKED}=auto")
+    return ContextWay("gather" if reason else "ring", axes, ways, reason)
+
+
+def _check_heads(rules: Rules, kv_heads: int, ways: int) -> None:
+    """Refuses Ulysses if a device's key-value heads do not divide by the devices of the tokens."""
+    (over_heads,) = rules.activation_spec(("kv_heads",), (0,))
+    here = kv_heads // int(np.prod([rules.sizes[axis] for axis in axes_of_dim(over_heads)]))
+    if here % ways:
+        raise ConfigError(
+            f"{ASKED}='ulysses' cannot run: {here} key-value heads of a device are not divisible "
+            f"by the {ways} that share a sequence",
+            fix=f"--set {ASKED}=auto",
+        )
