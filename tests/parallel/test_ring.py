@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.problem import prepare
-from spmdtrain.parallel.context.ring import Ring, legs, ring_attention
+from spmdtrain.parallel.context.ring import ContextRing, legs, ring_attention
 from spmdtrain.parallel.context.ulysses import heads_for_time
 from spmdtrain.parallel.context.ways import zigzag_order
 
@@ -77,7 +77,7 @@ def assert_close(got, want):
 
 def check(ways: int, window: int | None, packed: bool, tokens: int = TOKENS, kv_heads=KV_HEADS):
     *arrays, segments = drawn(tokens, packed, kv_heads)
-    ring = Ring(("context",), ways, (window,))
+    ring = ContextRing(("context",), ways, (window,))
     local = partial(with_gradients, partial(ring_attention, ring))
     got = on_devices(ways, local, [*arrays, segments], True)
     assert_close(got, jax.jit(partial(definition, window=window))(*arrays, segments))
@@ -106,7 +106,7 @@ def test_a_chunk_may_be_one_token():
 
 def test_keys_go_no_farther_than_a_window_reaches():
     def of(window):
-        return legs(Ring(("context",), 8, (window,)), 16)  # chunks of 8 tokens
+        return legs(ContextRing(("context",), 8, (window,)), 16)  # chunks of 8 tokens
 
     assert of(None) == [(1, 7)]
     assert of(0) == []

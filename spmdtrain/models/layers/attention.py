@@ -19,7 +19,7 @@ from spmdtrain.models.layers.kinds import by_kind, kind_of
 from spmdtrain.models.layers.norm import QueryKeyNorm
 from spmdtrain.models.layers.rope import make_rotation
 from spmdtrain.models.layers.weights import INIT_STD, bias, matmul_weight, recomputed
-from spmdtrain.parallel.context.ring import Ring, ring_attention
+from spmdtrain.parallel.context.ring import ContextRing, ring_attention
 from spmdtrain.parallel.context.ulysses import heads_for_time, own_heads
 from spmdtrain.parallel.regions import Whole
 
@@ -164,7 +164,7 @@ class Attention(nnx.Module):
             befores = [_before(self.windows[ctx.layer], tokens)]
         else:
             kind = kind_of(self.windows, ctx.layer)
-        ring = Ring(
+        ring = ContextRing(
             axes=ctx.way.axes,
             ways=ctx.way.ways,
             windows=tuple(befores),

@@ -39,7 +39,7 @@ Attended = tuple[jax.Array, jax.Array]  # (out [b, t, h, e], lse [b, t, h])
 
 
 @dataclass(frozen=True)
-class Ring:
+class ContextRing:
     """The static part of a call: which devices, and how a query sees keys.
 
     windows: one for each kind of layer, the number of tokens before a query's own that it sees;
@@ -80,7 +80,7 @@ class OfQueries(NamedTuple):
 KeyValues = tuple[jax.Array, jax.Array]  # [b, t, k, d] and [b, t, k, e]
 
 
-def legs(ring: Ring, tokens: int) -> list[tuple[int, int]]:
+def legs(ring: ContextRing, tokens: int) -> list[tuple[int, int]]:
     """Returns the ways that keys go: (step of a hop, number of hops) for `tokens` of a device.
 
     Chunks that are at most m apart are on devices that are at most m hops apart.
@@ -98,7 +98,7 @@ def legs(ring: Ring, tokens: int) -> list[tuple[int, int]]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(
-    ring: Ring,
+    ring: ContextRing,
     q_bthd: jax.Array,
     k_btkd: jax.Array,
     v_btke: jax.Array,
@@ -184,14 +184,14 @@ ring_attention.defvjp(_ring_forward, _ring_backward)
 # One call of a kernel: for the own keys, or for those of one hop.
 
 
-def _own_forward(ring: Ring, sides: Sides, q, kv: KeyValues) -> Attended:
+def _own_forward(ring: ContextRing, sides: Sides, q, kv: KeyValues) -> Attended:
     def attend(window: int | None) -> Attended:
         return attention_forward(q, *kv, **_own_masks(ring, sides, q, window), **ring.options)
 
     return _by_window(ring, sides, attend)
 
 
-def _own_backward(ring: Ring, sides: Sides, queries: OfQueries, kv: KeyValues):
+def _own_backward(ring: ContextRing, sides: Sides, queries: OfQueries, kv: KeyValues):
     def gradients(window: int | None):
         masks = _own_masks(ring, sides, queries.q_bthd, window)
         return _backward(ring, queries, kv, masks)
@@ -199,14 +199,14 @@ def _own_backward(ring: Ring, sides: Sides, queries: OfQueries, kv: KeyValues):
     return _by_window(ring, sides, gradients)
 
 
-def _own_masks(ring: Ring, sides: Sides, q, window: int | None) -> dict[str, Any]:
+def _own_masks(ring: ContextRing, sides: Sides, q, window: int | None) -> dict[str, Any]:
     if window is not None:
         return _masks_by_position(ring, sides, 0, q, window)
     own, _ = _segments(ring, sides, 0)
     return {"causal": True, "segment_ids": own}
 
 
-def _hop_forward(ring: Ring, sides: Sides, i, arrays, state: Attended) -> Attended:
+def _hop_forward(ring: ContextRing, sides: Sides, i, arrays, state: Attended) -> Attended:
     """Returns `state` with the keys joined in that have come `i` hops."""
     q, kv = arrays
 
@@ -226,7 +226,7 @@ def _hop_forward(ring: Ring, sides: Sides, i, arrays, state: Attended) -> Attend
     return _by_window(ring, sides, attend)
 
 
-def _hop_backward(ring: Ring, sides: Sides, i, queries: OfQueries, kv: KeyValues):
+def _hop_backward(ring: ContextRing, sides: Sides, i, queries: OfQueries, kv: KeyValues):
     """Returns (dq, dk, dv) of the keys that have come `i` hops."""
 
     def gradients(window: int | None):
@@ -243,12 +243,12 @@ def _hop_backward(ring: Ring, sides: Sides, i, queries: OfQueries, kv: KeyValues
     return _by_window(ring, sides, gradients)
 
 
-def _backward(ring: Ring, queries: OfQueries, kv: KeyValues, masks: dict[str, Any]):
+def _backward(ring: ContextRing, queries: OfQueries, kv: KeyValues, masks: dict[str, Any]):
     q, out, lse, dout, dlse = queries
     return attention_backward((q, *kv), (out, lse), (dout, dlse), **masks, **ring.options)
 
 
-def _by_window(ring: Ring, sides: Sides, function: Callable[[int | None], Any]) -> Any:
+def _by_window(ring: ContextRing, sides: Sides, function: Callable[[int | None], Any]) -> Any:
     """Returns `function` of the layer's window: a branch by its kind, which has no collective."""
     if len(ring.windows) == 1:
         return function(ring.windows[0])
@@ -259,30 +259,30 @@ def _by_window(ring: Ring, sides: Sides, function: Callable[[int | None], Any]) 
 # Masks.
 
 
-def _gathered(ring: Ring, segment_ids_bt: jax.Array | None) -> jax.Array | None:
+def _gathered(ring: ContextRing, segment_ids_bt: jax.Array | None) -> jax.Array | None:
     """Returns the segment ids of all devices [n, b, t]: 4 bytes a token, once a layer."""
     if segment_ids_bt is None:
         return None
     return jax.lax.all_gather(segment_ids_bt, ring.axes)
 
 
-def _source(ring: Ring, i) -> jax.Array:
+def _source(ring: ContextRing, i) -> jax.Array:
     """Returns the device whose keys have come `i` hops to this one."""
     return (jax.lax.axis_index(ring.axes) - i) % ring.ways
 
 
-def _is_earlier(ring: Ring, i) -> jax.Array:
+def _is_earlier(ring: ContextRing, i) -> jax.Array:
     return _source(ring, i) < jax.lax.axis_index(ring.axes)
 
 
-def _segments(ring: Ring, sides: Sides, i) -> tuple[Any, Any]:
+def _segments(ring: ContextRing, sides: Sides, i) -> tuple[Any, Any]:
     """Returns the segment ids (of the queries, of the keys that have come `i` hops) or Nones."""
     if sides.segment_ids_nbt is None:
         return None, None
     return sides.segment_ids_nbt[_source(ring, 0)], sides.segment_ids_nbt[_source(ring, i)]
 
 
-def _masks_by_position(ring: Ring, sides: Sides, i, q, window: int) -> dict[str, Any]:
+def _masks_by_position(ring: ContextRing, sides: Sides, i, q, window: int) -> dict[str, Any]:
     """Returns the masks of a call in which positions decide, for keys that have come `i` hops."""
     own, other = _segments(ring, sides, i)
     places = [_places(ring, _source(ring, hops), q.shape[:2]) for hops in (0, i)]
@@ -294,7 +294,7 @@ def _masks_by_position(ring: Ring, sides: Sides, i, q, window: int) -> dict[str,
     }
 
 
-def _places(ring: Ring, device: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def _places(ring: ContextRing, device: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Returns where the tokens of a device lie in the sequence, int32 [b, t]."""
     chunk = shape[1] // 2
     numbers = jnp.stack([device, 2 * ring.ways - 1 - device])
@@ -302,7 +302,7 @@ def _places(ring: Ring, device: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return jnp.broadcast_to(places.reshape(-1).astype(jnp.int32), shape)
 
 
-def _stacked_segments(ring: Ring, sides: Sides, i, halves: "_Halves"):
+def _stacked_segments(ring: ContextRing, sides: Sides, i, halves: "_Halves"):
     own, other = _segments(ring, sides, i)
     return None if own is None else (halves.stack_queries(own), halves.stack_keys(other))
 
@@ -367,7 +367,7 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _shift(ring: Ring, step: int, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _shift(ring: ContextRing, step: int, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Returns the arrays of the device `step` places before this one, in one permute."""
     pairs = [(device, (device + step) % ring.ways) for device in range(ring.ways)]
     flat = jnp.concatenate([x.reshape(-1) for x in arrays])
