@@ -22,7 +22,7 @@ FLOORS = [
     ["spmdtrain.pipeline"],
     ["spmdtrain.models", "spmdtrain.data"],
     ["spmdtrain.train"],
-    ["spmdtrain.checkpoints", "spmdtrain.interop"],
+    ["spmdtrain.checkpoints", "spmdtrain.interop", "spmdtrain.page"],
     [
         "spmdtrain.running",
         "spmdtrain.inference",

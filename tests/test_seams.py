@@ -89,7 +89,10 @@ def test_a_hook_stops_the_run_saved_and_it_goes_on(capsys):
     below = [step for step, loss in enumerate(found, 1) if loss < enough]
     assert below[0] < 100, "the hook had nothing to stop"
     assert len(found) == below[0] + 1, "the step in flight is the last"
-    assert lines("runs/good_enough/events.jsonl")[-1]["event"] == "stopped"
+    assert [each["event"] for each in lines("runs/good_enough/events.jsonl")][-2:] == [
+        "stopped",
+        "ended",
+    ]
     printed = capsys.readouterr().out
     assert f"step {len(found)} is safe on disk" in printed
     assert f"stopped after {len(found)} of 500 steps" in printed

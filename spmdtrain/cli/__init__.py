@@ -16,6 +16,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         closed_outputs.complete()
     with signals.heard(until_exit=is_program):
         from spmdtrain.cli import command
+        from spmdtrain.processes import clocks
+
+        if is_program:
+            clocks.program_begins()
 
         code = command.run(arguments)
         if is_program:

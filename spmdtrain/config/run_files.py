@@ -3,7 +3,9 @@
 The run (running/) writes them; a resumed run, commands and the planner read them.
 """
 
+import contextlib
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ EVENTS = "events.jsonl"
 COMPILED = "compiled.json"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"  # a folder
+MOST_OF_A_LINE = 1 << 20  # bytes; a line of figures has some hundreds
 KEPT = "hf"  # a folder: files of the published model that a run was imported from
 
 
@@ -86,6 +89,26 @@ class RunFiles:
             f"{self.directory} is not a run directory: {self.directory / name}{why}",
             fix="the directory that training had as --run",
         )
+
+
+def newest_line(path: Path) -> dict[str, Any]:
+    """Returns the last whole object of a file of JSON lines; empty if there is none.
+
+    Reads the end of the file alone.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - MOST_OF_A_LINE, 0))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                return value
+    return {}
 
 
 def _cause(error: Exception) -> str:

@@ -28,11 +28,11 @@ from spmdtrain.config.errors import (
     PeerLostError,
     StorageError,
 )
-from spmdtrain.launch.goodput import DOWN, Goodput
 from spmdtrain.launch.patience import Patience
 from spmdtrain.launch.place import Place
 from spmdtrain.launch.ranks import Rank, Ranks
 from spmdtrain.processes import closed_outputs, pulse, signals
+from spmdtrain.processes.goodput import DOWN, Goodput
 from spmdtrain.processes.signals import COMMANDS, WARNINGS
 
 POLL_SECONDS = 0.1
@@ -154,25 +154,20 @@ class Launcher:
 
     def _note(self, rank: Rank, what: str, step: int, leads: bool) -> None:
         """Processes a message. The first process of this host drives the account of time."""
-        now = time.monotonic()
+        if leads:
+            self.goodput.heard(what, step)
         if what == pulse.DONE:
             rank.done = True
-        elif what == pulse.UNDONE:
-            if leads:
-                self.goodput.undone(step)
         elif what == pulse.SAVED:
             self._saved = max(self._saved, step)
-            if leads:
-                self.goodput.saved(step)
-        else:
+        elif what != pulse.UNDONE:
+            now = time.monotonic()
             self._patience.learn(rank.phase, now - rank.since)
             rank.phase = what
             rank.step = step
             rank.since = now
             if what not in (pulse.BEGIN, pulse.RESTORE):
                 self._command = going_on(self._command)
-            if leads:
-                self.goodput.enter(what, step)
 
     def _hang(self, ranks: Ranks) -> Ending | None:
         """Ends all processes if all have been silent for longer than they may.

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError, PeerLostError, UserError
-from spmdtrain.processes import coordinator
+from spmdtrain.processes import coordinator, signals
 
 KEY = "spmdtrain/lines"  # in jax's key-value store: port and token of the coordinator's news
 CONNECT_SECONDS = 60
@@ -235,6 +235,7 @@ def leave(code: int, word: str) -> None:
     """
     if _connection is None:
         return
+    signals.note_end(code)
     _say_last(" ".join(word.split())[:1000])
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -8,7 +8,9 @@ Writing never blocks: if the pipe is full, the message is dropped.
 import faulthandler
 import os
 import signal
+import time
 from contextlib import suppress
+from typing import NamedTuple
 
 from spmdtrain.processes import signals
 
@@ -30,7 +32,21 @@ SAVED = "saved"  # the checkpoint of the step is complete on disk
 DONE = "done"  # the run has ended normally
 UNDONE = "undone"  # the steps after this one will be repeated
 
+
+class Moment(NamedTuple):
+    """Where this process is: in a phase, at a step, in the phase since a time on the wall."""
+
+    name: str
+    step: int
+    since: float
+
+    @property
+    def seconds(self) -> float:
+        return max(time.time() - self.since, 0.0)
+
+
 _pipe: int | None = None
+_phase = Moment(BEGIN, 0, time.time())
 
 
 def begin() -> None:
@@ -55,8 +71,17 @@ def is_watched() -> bool:
     return _pipe is not None
 
 
+def phase() -> Moment:
+    """Returns the phase in which this process is."""
+    return _phase
+
+
 def tell(what: str, step: int = 0) -> None:
     """Reports that this process enters a phase at `step`, or what it has done."""
+    global _phase
+    if what in PHASES:
+        since = _phase.since if what == _phase.name else time.time()
+        _phase = Moment(what, step, since)
     if _pipe is not None:
         with suppress(OSError):  # full, or the launcher is gone
             os.write(_pipe, f"{what} {step}\n".encode())

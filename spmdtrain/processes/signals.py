@@ -38,6 +38,7 @@ _code: int | None = None  # of a program that is about to exit
 _is_launched = False
 _saving: object = None  # the handler of a loop that saves
 _farewell: Callable[[int], None] | None = None
+_note: Callable[[int], None] | None = None
 _is_ending = threading.Lock()
 
 
@@ -136,6 +137,26 @@ def at_the_end(farewell: Callable[[int], None]) -> None:
     _farewell = farewell
 
 
+@contextmanager
+def noted(note: Callable[[int], None]) -> Iterator[None]:
+    """Calls `note` with the exit code if the process ends inside at once, from another thread."""
+    global _note
+    before, _note = _note, note
+    try:
+        yield
+    finally:
+        _note = before
+
+
+def note_end(code: int) -> None:
+    """Notes that this process ends now with `code`: no `finally` of its main thread runs."""
+    global _note
+    note, _note = _note, None
+    if note:
+        with suppress(Exception):  # a full disk, say: the process ends all the same
+            note(code)
+
+
 def asked() -> bool:
     """Returns whether a signal that ends the command has arrived."""
     return bool(_asked)
@@ -165,6 +186,7 @@ def end(number: int) -> None:
         words = threading.Thread(target=_say_and_flush, args=(number,), daemon=True)
         words.start()
         words.join(FLUSHING_SECONDS)
+        note_end(128 + number)
         if _farewell:
             _farewell(128 + number)
         os._exit(128 + number)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spmdtrain.config.errors import DONE, PREEMPTED
 from spmdtrain.config.run_files import SUMMARY
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report import summary
@@ -26,6 +27,11 @@ class Outcome:
     status: Status
     step: int
     step_seconds: float | None = field(default=None, compare=False)
+
+    @property
+    def exit_code(self) -> int:
+        """The code with which a command that ended so exits."""
+        return PREEMPTED if self.status == "preempted" else DONE
 
 
 def nothing_to_do(session: Session, start: StartingPoint) -> Outcome | None:
@@ -55,10 +61,11 @@ def conclude(
 
     `report` is that of the compiled step.
     """
+    session.attempt.exit_code = outcome.exit_code
     session.reporter.say(_ending(session, outcome, start.early_stop))
     peak = summary.peak_bytes(session.setup.mesh)
     figures = summary.figures(prediction, report, outcome.step_seconds, peak)
-    session.write(SUMMARY, figures)
+    session.reporter.write(SUMMARY, figures)
     session.reporter.say(summary.show(figures))
 
 

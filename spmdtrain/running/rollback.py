@@ -39,7 +39,14 @@ def go_back(
     saves.early_stop.go_back(found.meta)
     pulse.tell(pulse.UNDONE, found.step)
     # The sinks are told while they still hold the bad steps.
-    reporter.event("rolled_back", bad.step, to_step=found.step, why=str(bad), samples=[first, last])
+    reporter.event(
+        "rolled_back",
+        bad.step,
+        to_step=found.step,
+        why=str(bad),
+        samples=[first, last],
+        seconds=pulse.phase().seconds,
+    )
     reporter.go_back(found.step)
     reporter.say(f"{bad}: back to step {found.step}, and on without the samples {first} to {last}")
     return found.state, found.step, last + 1

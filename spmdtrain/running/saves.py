@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from spmdtrain.checkpoints.identity import Meta
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import DivergedError
@@ -41,12 +43,20 @@ class Saves:
         self._sample = sample
         self._identity = identity
         self._newest = first if first else None
+        self._held: dict[int, dict[str, float]] = {}  # what `saved` tells of each step
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts saving `state` as the checkpoint of `step`."""
         seen = (step - self._first) * self._setup.config.train.global_batch
         where = {"sample": self._sample + seen, "guard": self.record.document()}
         self.checkpoints.save(step, state, where | self.early_stop.document() | self._identity)
+        arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self._held[step] = {"bytes": arrays}
+
+    def held_up(self, step: int, seconds: float) -> None:
+        """Reports that the save of `step`, now in the background, held up the loop."""
+        self._held[step]["seconds"] = seconds
+        self._reporter.event("saving", step, **self._held[step])
 
     def evaluated(self, step: int, figures: Mapping[str, Any]) -> None:
         """Records an evaluation: it may decide which checkpoints are kept, and end the run."""
@@ -64,7 +74,7 @@ class Saves:
     def announce(self) -> None:
         """Reports the saves that are now complete on disk."""
         for step in self.checkpoints.completed():
-            self._reporter.event("saved", step)
+            self._reporter.event("saved", step, **self._held.pop(step))
             pulse.tell(pulse.SAVED, step)
             self._newest = step
 

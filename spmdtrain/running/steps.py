@@ -77,7 +77,7 @@ def train(
             watch.save_if_due(done, state, ending)
         pulse.tell(pulse.END, done)
         saves.finish()
-    reporter.event(ending, done)
+    reporter.event(ending, done, seconds=pulse.phase().seconds)
     return Outcome(ending, done, watch.median_seconds())
 
 

@@ -63,6 +63,7 @@ class Watch:
         self._clock = StepClock()
         self._figures_of = make_figures(setup)
         self._seconds: list[float] = []  # of the steps that were read
+        self._waits: dict[int, float] = {}  # for batches, of the steps that were not
         quiet = jax.process_index() > 0
         self._progress = Progress(self._total, first, config.log.every, quiet=quiet)
 
@@ -76,9 +77,11 @@ class Watch:
 
     def step(self, number: int, step: Callable, state: TrainState, ahead: Iterator) -> TrainState:
         """Dispatches step `number` on the next batch, and reads the figures of the step before."""
-        # The first step ends when its metrics are read, after the second was dispatched.
-        pulse.tell(pulse.STEP if number > self._first + 2 else pulse.FIRST_STEP, number)
+        # The first step ends when its metrics are read.
+        pulse.tell(pulse.STEP if self._seconds else pulse.FIRST_STEP, number)
+        asked = time.perf_counter()
         batch = next(ahead)
+        self._waits[number] = time.perf_counter() - asked
         self._late.before_dispatch()
         profile = profiled(self._reporter.directory, number, self._config.log.profile)
         with self._stragglers.waiting(), profile as traced:
@@ -96,7 +99,7 @@ class Watch:
             pulse.tell(pulse.EVALUATE, number)
             figures = self._evaluate(state)
             self._saves.evaluated(number, figures)
-            self._reporter.evaluated(number, **figures)
+            self._reporter.evaluated(number, pulse.phase().seconds, figures)
             self._say(number, evaluation.describe(figures, evaluation.unit_of(self._config)))
             if not number and (line := self._of_no_use(figures)):
                 self._say(number, line)
@@ -141,6 +144,7 @@ class Watch:
         self._replicas.before_save(number, state)
         self._saves.save(number, state)
         stopped = time.perf_counter() - start
+        self._saves.held_up(number, pulse.phase().seconds)
         if self._interval.saved(number, stopped, self._seconds):
             more = f"the next one follows after {quantity(self._interval.every)} steps"
             self._say(number, f"a save stops the run for {stopped:.2g} s: {more}")
@@ -150,7 +154,10 @@ class Watch:
             metrics = jax.device_get(metrics)
         figures = self._figures_of(metrics, self._clock.tick(ended))
         self._seconds.append(figures["step_seconds"])
-        self._reporter.step(number, **figures)
+        self._reporter.step(number, **figures, input_seconds=self._waits.pop(number))
+        if number == self._first + 1:
+            self._reporter.event("first_step", number, seconds=pulse.phase().seconds)
+            pulse.tell(pulse.STEP, number + 1)
         self._guard.check(number, figures)
         is_end = number in (self._first + 1, self._total)
         self._progress.update(number, figures, due=is_end)

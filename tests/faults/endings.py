@@ -192,7 +192,9 @@ def amid_compiling(folder: Path, run: str) -> tuple[bool, float]:
     process.terminate()
     code = process.wait()
     took = time.monotonic() - asked
-    return code == 128 + signal.SIGTERM and took < 1, took
+    [ended] = events(folder / run, "ended")
+    told = (ended["exit_code"], ended["phase"]) == (code, "compile")
+    return code == 128 + signal.SIGTERM and took < 1 and told, took
 
 
 def faulty(folder: Path, fault: str, run: str) -> subprocess.Popen:

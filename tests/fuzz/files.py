@@ -55,7 +55,11 @@ def _is_due(step: int, config: RunConfig) -> bool:
 
 
 def _events(run: Run, config: RunConfig) -> Iterator[str]:
-    happened = [(line["event"], line["step"]) for line in lines_of(run.directory / "events.jsonl")]
+    happened = [
+        (line["event"], line["step"])
+        for line in lines_of(run.directory / "events.jsonl")
+        if line["event"] not in ("launched", "ended")
+    ]
     last = {"finished": "finished", "preempted": "preempted", "diverged": "diverged"}.get(run.end)
     if last and happened[-1][0] != last:
         yield f"events.jsonl ends in {happened[-1]}, the run in {run.end}"

@@ -16,10 +16,10 @@ from spmdtrain.config import ConfigError
 from spmdtrain.config.errors import HangError, PeerLostError
 from spmdtrain.launch import launch as module
 from spmdtrain.launch import ranks
-from spmdtrain.launch.goodput import Goodput
 from spmdtrain.launch.patience import FACTOR, Patience
 from spmdtrain.launch.place import Place, find_place
 from spmdtrain.processes import pulse, signals
+from spmdtrain.processes.goodput import Goodput
 
 WORKER = Path(__file__).parent / "worker.py"
 DONE, PREEMPTED, HANG, LOST = 0, 3, HangError.exit_code, PeerLostError.exit_code

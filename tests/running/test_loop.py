@@ -133,7 +133,7 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
         "step_seconds",
         "mfu",
     }
-    expected |= {"memory_bytes"}
+    expected |= {"memory_bytes", "time", "input_seconds"}
     assert set(steps[0]) == expected
     assert steps[0]["tokens"] == 4 * 16 and steps[0]["mfu"] is None
     assert [(line["step"], "eval_loss" in line) for line in metrics if "loss" not in line] == [
@@ -144,10 +144,19 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
     # Written in the background: when it is true.
     saves = [event for event in events if event[0] == "saved"]
     assert saves == [("saved", 4), ("saved", 6)]
-    others = [event for event in events if event not in saves]
-    assert others == [("started", 0), ("evaluated", 3), ("evaluated", 6), ("finished", 6)]
+    others = [event for event in events if event[0] not in ("saving", "saved")]
+    assert others == [
+        ("launched", 0),
+        ("started", 0),
+        ("compiled", 0),
+        ("first_step", 1),
+        ("evaluated", 3),
+        ("evaluated", 6),
+        ("finished", 6),
+        ("ended", 6),
+    ]
     compiled = json.loads((finished / "compiled.json").read_text())
-    assert set(compiled) == {"memory", "collectives", "calls", "compile_seconds"}
+    assert set(compiled) == {"memory", "collectives", "calls", "compile_seconds", "from_cache"}
     assert set(compiled["memory"]) == {
         "argument_bytes",
         "output_bytes",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from spmdtrain.cli.devices import start_jax
 from spmdtrain.cli.machine.kernels import before_training
 from spmdtrain.cli.shared_arguments import add_config, add_devices, positive_int
-from spmdtrain.config import DONE, PREEMPTED, UserError, load, to_toml
+from spmdtrain.config import DONE, UserError, load, to_toml
 from spmdtrain.processes import pulse
 from spmdtrain.processes.scheduler import is_first
 from spmdtrain.running.report import stages
@@ -82,7 +82,7 @@ def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> i
     except OutOfMemoryError as error:
         raise _with_remedy(error) from None
     pulse.tell(pulse.DONE, outcome.step)
-    return PREEMPTED if outcome.status == "preempted" else DONE
+    return outcome.exit_code
 
 
 def _with_remedy(error: "OutOfMemoryError") -> "OutOfMemoryError":

@@ -9,6 +9,7 @@ import jax
 
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.running.report.json_lines import write_document
 from spmdtrain.running.report.progress import Progress, tell
 from spmdtrain.running.report.sinks import SHIPPED, Figures, JsonLinesSink, MakeSink, Sink
 
@@ -72,11 +73,11 @@ class Reporter:
             sink.metrics(step, figures)
         self._call_hooks("step", step, figures)
 
-    def evaluated(self, step: int, **figures: Any) -> None:
-        """Reports the figures of an evaluation after `step`."""
+    def evaluated(self, step: int, seconds: float, figures: Figures) -> None:
+        """Reports the figures of an evaluation after `step`, which took `seconds`."""
         for sink in self._sinks:
             sink.metrics(step, figures)
-        self.event("evaluated", step, **figures)
+        self.event("evaluated", step, **figures, seconds=seconds)
 
     def event(self, event: str, step: int, **values: Any) -> None:
         """Reports an event: something that a person asks about the next morning."""
@@ -84,6 +85,11 @@ class Reporter:
             sink.event(event, step, values)
         if event in ("evaluated", "saved"):
             self._call_hooks(event, step, values)
+
+    def write(self, name: str, value: Any) -> None:
+        """Writes a complete JSON file into the run directory; only process 0 does."""
+        if jax.process_index() == 0:
+            write_document(self.directory / name, value)
 
     def say(self, text: str) -> None:
         """Prints a line for the person at the terminal."""

@@ -32,9 +32,9 @@ class Sink(Protocol):
 
         A step has loss (the mean over its `tokens`, absent if there are none, or over its `pairs`
         where answers are compared), grad_norm, learning_rate, tokens (with a loss),
-        tokens_per_second (of all tokens), step_seconds and mfu (None if the peak of the device is
-        unknown). An evaluation has eval_loss, and eval_loss_ema if an average of the weights is
-        kept.
+        tokens_per_second (of all tokens), step_seconds, mfu (None if the peak of the device is
+        unknown) and input_seconds (that the loop waited for the batch). An evaluation has
+        eval_loss, and eval_loss_ema if an average of the weights is kept.
         """
 
     def event(self, event: str, step: int, values: Figures) -> None:
@@ -59,7 +59,7 @@ class JsonLinesSink:
         forget_after(directory / METRICS, step or -1)
 
     def metrics(self, step: int, figures: Figures) -> None:
-        self._file(METRICS).write(step=step, **figures)
+        self._file(METRICS).write(step=step, time=time.time(), **figures)
 
     def event(self, event: str, step: int, values: Figures) -> None:
         self._file(EVENTS).write(time=time.time(), event=event, step=step, **values)
@@ -194,6 +194,7 @@ def _written(path: Path) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         values = json.loads(line)
+        values.pop("time", None)  # older versions wrote none
         figures = found.setdefault(values.pop("step"), {})
         figures |= {name: value for name, value in values.items() if value is not None}
     return dict(sorted(found.items()))

@@ -6,6 +6,7 @@ from pathlib import Path
 from spmdtrain.checkpoints.identity import changes, describe_changes
 from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.checkpoints.newest import Found
+from spmdtrain.processes import pulse
 from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report import stages
@@ -60,7 +61,9 @@ def _resume(session: Session, found: Found) -> StartingPoint:
         session.checkpoints.retention.recall(found.meta)
     differs = changes(found.meta, setup.config, session.prepared.seams)
     changed = {"changed": differs} if differs else {}
-    reporter.event("resumed", step, from_step=step, mesh=dict(setup.mesh.shape), **changed)
+    took = {"seconds": pulse.phase().seconds}
+    mesh = dict(setup.mesh.shape)
+    reporter.event("resumed", step, from_step=step, mesh=mesh, **changed, **took)
     reporter.say(f"resumed {session.prepared.directory} at step {step}")
     if differs:
         reporter.say(f"changed since step {step}: {describe_changes(differs)}")
@@ -78,10 +81,12 @@ def _begin(session: Session) -> TrainState:
     setup = session.setup
     mesh = dict(setup.mesh.shape)
     if session.given is not None:
-        reporter.event("started", int(session.given.step), mesh=mesh, init_from="state=")
+        took = pulse.phase().seconds
+        reporter.event("started", session.done, mesh=mesh, init_from="state=", seconds=took)
         return session.given
     source = setup.config.train.init_from
     params = weights_of(Path(source), setup, reporter) if source else None
     state = init_state(setup) if params is None else with_weights(setup, params)
-    reporter.event("started", 0, mesh=mesh, init_from=source)
+    took = pulse.phase().seconds
+    reporter.event("started", 0, mesh=mesh, init_from=source, seconds=took)
     return state

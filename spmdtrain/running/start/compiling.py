@@ -38,8 +38,11 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     session.memory.compiled(report)
     config = prepared.adapted.as_asked(config_document(setup, prepared.data))
     implementations = kernels.document(setup)["kernels"]
-    session.write(CONFIG, config | {"implementations": implementations})
-    session.write(COMPILED, report)
+    session.reporter.write(CONFIG, config | {"implementations": implementations})
+    session.reporter.write(COMPILED, report)
+    seconds = pulse.phase().seconds  # of the trace, too
+    from_cache = report["from_cache"]
+    session.reporter.event("compiled", session.done, seconds=seconds, from_cache=from_cache)
     session.reporter.say(_describe(report))
     return step, report
 

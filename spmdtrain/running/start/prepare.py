@@ -9,6 +9,7 @@ import jax
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data, Source, Tokens, open_data
+from spmdtrain.processes import clocks, pulse
 from spmdtrain.running.report import stages
 from spmdtrain.running.start.agreement import check_start
 from spmdtrain.running.start.chosen_step import check_chosen
@@ -22,7 +23,7 @@ class Prepared:
     `config` is the one to train with: it has the vocabulary of `data` and a mesh that fits the
     devices (`adapted` explains how). `seams` holds what the caller replaced, by keyword. With
     `fresh`, an older run in `directory` is set aside; with `step`, the run goes back to the
-    checkpoint of that step.
+    checkpoint of that step. It was launched at the time `launched`.
     """
 
     directory: Path
@@ -32,6 +33,7 @@ class Prepared:
     seams: Mapping[str, Any]
     fresh: bool
     step: int | None
+    launched: float
 
 
 def prepare(
@@ -46,9 +48,11 @@ def prepare(
 
     Raises UserError if settings, data or `step` are wrong, or if the processes disagree about them.
     """
+    pulse.tell(pulse.BEGIN)
+    launched = clocks.launched()
     stages.enter("opening the data")
     config, data = open_data(asked, seams["data"])
     check_start(asked, data, seams, directory, fresh, step)
     check_chosen(directory, step, config, fresh)
     adapted = adapt(config, directory, devices, fresh)
-    return Prepared(directory, adapted.config, data, adapted, seams, fresh, step)
+    return Prepared(directory, adapted.config, data, adapted, seams, fresh, step, launched)

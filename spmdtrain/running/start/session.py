@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -12,7 +11,7 @@ from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.guards.memory import MemoryGuard
-from spmdtrain.running.report.json_lines import write_document
+from spmdtrain.running.report.attempt import Attempt, attempt
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.seams import Hook, MakeSink
 from spmdtrain.running.start.agreement import check_model
@@ -28,24 +27,22 @@ from spmdtrain.train.state import TrainState
 class Session:
     """A run that holds its directory.
 
-    `found` is the checkpoint it resumes from, with `remarks` about it; `given` is the state that a
-    caller starts it from. `lowered` is the traced step if it has been traced already.
+    `done` is the number of completed steps that it starts from. `found` is the checkpoint it
+    resumes from, with `remarks` about it; `given` is the state that a caller starts it from.
+    `lowered` is the traced step if it has been traced already.
     """
 
     prepared: Prepared
     setup: Setup
+    attempt: Attempt
     checkpoints: Checkpoints
     reporter: Reporter
     memory: MemoryGuard
+    done: int
     found: Found | None
     remarks: Sequence[str]
     given: TrainState | None
     lowered: jax.stages.Lowered | None
-
-    def write(self, name: str, value: Any) -> None:
-        """Writes a complete JSON file into the run directory; only process 0 does."""
-        if jax.process_index() == 0:
-            write_document(self.prepared.directory / name, value)
 
 
 @contextlib.contextmanager
@@ -73,6 +70,7 @@ def open_session(
     with contextlib.ExitStack() as held:
         memory = held.enter_context(MemoryGuard(setup))
         held.enter_context(open_directory(directory, prepared.fresh))
+        this = held.enter_context(attempt(directory, prepared.launched))
         checkpoints = Checkpoints(directory, setup, Retention(setup.config.checkpoint))
         held.enter_context(contextlib.closing(checkpoints))
         found, remarks = find(prepared, setup, checkpoints)
@@ -80,7 +78,17 @@ def open_session(
         reporter = Reporter(directory, setup.config, done, sinks, hooks)
         held.enter_context(reporter)
         yield Session(
-            prepared, setup, checkpoints, reporter, memory, found, remarks, given, lowered
+            prepared=prepared,
+            setup=setup,
+            attempt=this,
+            checkpoints=checkpoints,
+            reporter=reporter,
+            memory=memory,
+            done=done,
+            found=found,
+            remarks=remarks,
+            given=given,
+            lowered=lowered,
         )
 
 

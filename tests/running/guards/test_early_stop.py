@@ -95,8 +95,9 @@ def test_a_run_stops_after_the_patience_and_goes_on_with_more(tmp_path, evaluate
     why = "3 evaluations in a row and none below the best, 0.0000"
     ending = f"stopped early after 10 steps: {why}; everything is in {tmp_path}"
     assert ending in capsys.readouterr().out
-    last = lines(tmp_path, "events.jsonl")[-1]
+    *_, last, ended = lines(tmp_path, "events.jsonl")
     assert (last["event"], last["step"]) == ("stopped_early", 10)
+    assert (ended["event"], ended["exit_code"]) == ("ended", 0)
     assert (tmp_path / "checkpoints" / "10").is_dir()
 
     assert run(tmp_path, "eval.patience=3") == loop.Outcome("nothing to do", 10)
@@ -116,7 +117,7 @@ def test_the_evaluation_before_the_first_step_is_of_the_first_weights(tmp_path):
         run(tmp_path, "train.steps=4", "eval.at_start=true", hooks=stopping)
     figures = lines(tmp_path, "metrics.jsonl")
     assert [line["step"] for line in figures] == [0, 1, 2, 2, 3, 4, 4]
-    assert figures[0] == start
+    assert figures[0] == start | {"time": figures[0]["time"]}
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "without", hooks=[interrupting])

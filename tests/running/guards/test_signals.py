@@ -185,6 +185,8 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends_and_under_nohup_it_outliv
     finally:
         program.kill()
         other.kill()
-    last = json.loads((here / "run" / "events.jsonl").read_text().splitlines()[-1])
+    events = map(json.loads, (here / "run" / "events.jsonl").read_text().splitlines())
+    *_, last, ended = events
     assert last["event"] == "preempted"
+    assert (ended["event"], ended["exit_code"]) == ("ended", 3)
     assert (here / "run" / "checkpoints" / str(last["step"])).is_dir()

@@ -188,7 +188,7 @@ def test_a_disk_that_is_full_is_a_line_and_every_sink_is_closed(tmp_path, room, 
             room(size)
             for last in range(1, 1000):
                 reporter.step(last, loss=1.0 / last, grad_norm=0.5)
-                reporter.evaluated(last, eval_loss=2.0)
+                reporter.evaluated(last, 0.5, {"eval_loss": 2.0})
     assert last <= 1 + size / 30, "each step is written when it is reported"
     assert (tmp_path / "closed").is_dir()
 

@@ -43,6 +43,15 @@ class Goodput:
         self._class = what
         self._step = step
 
+    def heard(self, what: str, step: int = 0) -> None:
+        """Counts a message of a process (pulse.py): the phase that it enters, or its news."""
+        if what == pulse.UNDONE:
+            self.undone(step)
+        elif what == pulse.SAVED:
+            self.saved(step)
+        elif what in pulse.PHASES:
+            self.enter(what, step)
+
     def saved(self, step: int) -> None:
         """Notes that all steps up to this one are on disk: no failure undoes them."""
         self._unsaved = [each for each in self._unsaved if each[0] > step]
