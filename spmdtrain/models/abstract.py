@@ -62,6 +62,14 @@ class Parameter:
         return sum(axis in STACK_AXES for axis in self.axes)
 
     @property
+    def apart(self) -> int:
+        """The number of first dims along which an optimizer takes each tensor by itself.
+
+        They count the layers and, where they follow, the experts of a layer.
+        """
+        return self.stacked + (self.axes[self.stacked : self.stacked + 1] == ("experts",))
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
 

@@ -331,7 +331,7 @@ def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[s
         for path, shape in in_use.items():
             if not model.parameters[path].is_trained:
                 continue  # it has neither gradient nor moments, and would be gathered in each step
-            dim = scatter_dim(shape, specs[path], rules.sizes, model.parameters[path].stacked)
+            dim = scatter_dim(shape, specs[path], rules.sizes, model.parameters[path].apart)
             if dim is not None:
                 specs[path] = scattered_spec(specs[path], dim)
                 at_rest[path] = (*shape[:dim], round_up(shape[dim], data), *shape[dim + 1 :])

@@ -72,8 +72,8 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
         shape = padding.at_rest[path]
         if x.shape == padding.of_model[path]:
             x = jax.ShapeDtypeStruct(shape, x.dtype)
-        stacked = model.parameters[path].stacked
-        return at_rest(x, mesh, spec_beside(x.shape, shape, stacked, specs[path]))
+        apart = model.parameters[path].apart
+        return at_rest(x, mesh, spec_beside(x.shape, shape, apart, specs[path]))
 
     def leaves(path: str, tree: Any) -> Any:
         return jax.tree.map(lambda x: leaf(path, x), tree)
@@ -88,15 +88,15 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     )
 
 
-def spec_beside(leaf: Shape, shape: Shape, stacked: int, spec: P) -> P:
+def spec_beside(leaf: Shape, shape: Shape, apart: int, spec: P) -> P:
     """Returns the spec of an optimizer leaf of this shape, for a parameter of `shape` at rest.
 
-    It is the parameter's if the leaf has its shape, like a moment. Otherwise its layers rest like
-    the parameter's, and the rest is whole.
+    It is the parameter's if the leaf has its shape, like a moment. Otherwise its layers and
+    experts, `apart` dims, rest like the parameter's, and the rest is whole.
     """
     if leaf == shape:
         return spec
-    stack = shape[:stacked]
+    stack = shape[:apart]
     if leaf[: len(stack)] == stack:
         return P(*spec[: len(stack)])
     return P()

@@ -188,6 +188,7 @@ def test_muon_is_that_of_its_author_but_for_the_weights_of_the_first_steps():
 def test_muon_takes_a_tensor_of_more_dims_as_the_matrix_from_the_stream_to_the_rest():
     axes = ("layer", "kv_heads", None, "embed")
     tensor = {"out": Parameter((2, 2, 3, 4), axes)}
+    experts = {"out": Parameter((1, 2, 6, 4), ("layer", "experts", "ffn", "embed"))}
     matrix = {"out": Parameter((2, 6, 4), ("layer", "ffn", "embed"))}
     gradient = jax.random.normal(jax.random.key(0), (2, 6, 4))
 
@@ -200,6 +201,7 @@ def test_muon_takes_a_tensor_of_more_dims_as_the_matrix_from_the_stream_to_the_r
         return found["out"].reshape(2, 6, 4)
 
     np.testing.assert_allclose(update(tensor), update(matrix), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(update(experts), update(matrix), rtol=1e-5, atol=1e-6)
 
 
 def test_groups_have_rates_and_decays_of_their_own_and_frozen_ones_have_no_state():
@@ -278,14 +280,22 @@ def test_a_layerwise_rule_sees_one_layers_tensor():
         )
         np.testing.assert_allclose(got[path][layer], want, rtol=1e-6)
     staged = {path: SHAPES[path]} | {
-        "staged": Parameter((3, 2, 2, 5), ("chunk", "stage", "layer", "ffn"))
+        "staged": Parameter((3, 2, 2, 5), ("chunk", "stage", "layer", "ffn")),
+        "experts": Parameter((3, 2, 2, 5), ("layer", "experts", "embed", "ffn")),
     }
-    params, grads = ({**x, "staged": x[path].reshape(3, 2, 2, 5)} for x in (params, grads))
+    params, grads = (
+        x | dict.fromkeys(("staged", "experts"), x[path].reshape(3, 2, 2, 5))
+        for x in (params, grads)
+    )
     laid_out = updated(staged, params, grads)
     for place in np.ndindex(3, 2, 2):
         weights = params["staged"][place]
         want, _ = rule.update(grads["staged"][place], rule.init(weights), weights)
         np.testing.assert_allclose(laid_out["staged"][place], want, rtol=1e-6)
+    for place in np.ndindex(3, 2):
+        weights = params["experts"][place]
+        want, _ = rule.update(grads["experts"][place], rule.init(weights), weights)
+        np.testing.assert_allclose(laid_out["experts"][place], want, rtol=1e-6)
     whole, _ = rule.update(grads[path], rule.init(params[path]), params[path])
     assert not np.allclose(got[path], whole, rtol=1e-3), "the test could not tell the two apart"
 

@@ -1,10 +1,10 @@
 """The rule by which each parameter is updated, and clipping.
 
 Each parameter has its own *rule*: an optax transformation and a multiple of the learning rate. The
-rule sees one layer's tensor, because it is vmapped over the dims that stack layers. A layer-wise
-rule (a trust ratio, an orthogonalisation, a factored moment) is therefore right on stacked layers,
-and so is a decay mask that looks at the number of dims. A parameter without a rule is frozen: it
-has no moments, and its gradient counts nowhere.
+rule sees one layer's tensor, or one expert's, because it is vmapped over the dims that stack them.
+A layer-wise rule (a trust ratio, an orthogonalisation, a factored moment) is therefore right on
+stacked layers, and so is a decay mask that looks at the number of dims. A parameter without a rule
+is frozen: it has no moments, and its gradient counts nowhere.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,7 +119,7 @@ def _with_whole_trees(
         refuse_unfit(transformation, group)
         whole = needs_whole_tree(transformation, group)
         if whole is None:
-            by_dims = {len(each.shape) - each.stacked: path for path, each in group.items()}
+            by_dims = {len(each.shape) - each.apart: path for path, each in group.items()}
             for path in by_dims.values():
                 _check_direction(path, parameters[path], rules[path])
             continue
@@ -144,7 +144,7 @@ def _with_whole_trees(
 
 def _check_direction(path: str, parameter: Parameter, rule: Rule) -> None:
     """Refuses a transformation whose update points against the gradient, see `_check_sign`."""
-    small = (2,) * (len(parameter.shape) - parameter.stacked)
+    small = (2,) * (len(parameter.shape) - parameter.apart)
     values = jnp.ones(small)
     gradient = jnp.ones(small)
     state = rule.transformation.init(values)
@@ -175,7 +175,7 @@ def init(
     found = {}
     for path, rule in rules.items():
         if rule.together is None:
-            begin = over_stack(rule.transformation.init, parameters[path].stacked)
+            begin = over_stack(rule.transformation.init, parameters[path].apart)
             found[path] = begin(values[path])
     for whole in _whole_trees(rules):
         found |= whole.init(values)
@@ -203,7 +203,7 @@ def updates(
     after = {}
     for path, rule in rules.items():
         if rule.together is None:
-            update = over_stack(_update_of(rule, rate), parameters[path].stacked)
+            update = over_stack(_update_of(rule, rate), parameters[path].apart)
             found[path], after[path] = update(gradients[path], state[path], values[path])
     for whole in _whole_trees(rules):
         updated, new = whole.update(gradients, state, values)

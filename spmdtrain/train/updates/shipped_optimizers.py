@@ -1,11 +1,11 @@
 """The optimizers that a config can name, as optax transformations.
 
 None of them includes the learning rate: `updates` returns what is scaled by it and subtracted. Each
-sees one layer's tensor. The leaves of a state have the same names whatever the values of the
-settings, so a run can resume with another decay or momentum.
+sees one layer's tensor, or one expert's. The leaves of a state have the same names whatever the
+values of the settings, so a run can resume with another decay or momentum.
 
-*Matrices* are tensors with two or more dims (per layer) that are not biases. Weight decay acts only
-on them, and so do rules that need a matrix.
+*Matrices* are tensors with two or more dims (per layer and expert) that are not biases. Weight
+decay acts only on them, and so do rules that need a matrix.
 """
 
 import difflib
@@ -94,7 +94,7 @@ def shipped_update_rules(
 def is_matrix(path: str, parameter: Parameter) -> bool:
     """Returns True if it has at least two dims per layer, and is not a bias."""
     is_bias = "bias" in path.rsplit(".", 1)[-1]
-    return len(parameter.shape) - parameter.stacked >= 2 and not is_bias
+    return len(parameter.shape) - parameter.apart >= 2 and not is_bias
 
 
 def _adamw(config: AdamW | Lamb | Muon, path: str, parameter: Parameter) -> Transformation:
@@ -141,8 +141,8 @@ def _muon(config: Muon, path: str, parameter: Parameter) -> Transformation:
         return _adamw(config, path, parameter)
     from optax import contrib
 
-    axes = parameter.axes[parameter.stacked :]
-    shape = parameter.shape[parameter.stacked :]
+    axes = parameter.axes[parameter.apart :]
+    shape = parameter.shape[parameter.apart :]
     # A tensor with more dims is the matrix from the stream to all the others, or back.
     row = axes.index("embed") if "embed" in axes else 0
     others = tuple(dim for dim in range(len(shape)) if dim != row)

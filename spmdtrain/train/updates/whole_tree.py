@@ -32,7 +32,8 @@ class WholeTree:
     """One transformation of the tensors of several parameters.
 
     It gets {path: tensor}, and if `by_layer` is true {path: (tensor of each layer)} for the
-    parameters that have layers. `stacked` is the number of dims of each that stack layers.
+    parameters that have layers. `stacked` is the number of dims of each that stack layers, and
+    experts of layers.
     """
 
     transformation: optax.GradientTransformation
@@ -150,7 +151,7 @@ def needs_whole_tree(
 
     Raises ConfigError if it cannot update them at all.
     """
-    stacked = {path: each.stacked for path, each in parameters.items()}
+    stacked = {path: each.apart for path, each in parameters.items()}
     whole = WholeTree(transformation, stacked, by_layer=True)
     trial = partial(_trial, parameters)
     alone = _tried(lambda: trial(*_one_by_one(transformation, stacked)))
@@ -255,8 +256,8 @@ def _check_shapes(updates: Tensors, values: Tensors) -> None:
 
 def _small(parameter: Parameter) -> tuple[int, ...]:
     """Returns the shape of a small tensor with as many dims, and two layers if it has any."""
-    stack = (1,) * (parameter.stacked - 1) + (2,) * bool(parameter.stacked)
-    return stack + (2,) * (len(parameter.shape) - parameter.stacked)
+    stack = (1,) * (parameter.apart - 1) + (2,) * bool(parameter.apart)
+    return stack + (2,) * (len(parameter.shape) - parameter.apart)
 
 
 def _equal(one: list[Any], other: list[Any]) -> bool:
