@@ -8,6 +8,7 @@ JAX_PLATFORMS is respected where it is set: `JAX_PLATFORMS=cuda make test PYTEST
 import importlib.metadata
 import os
 import tempfile
+from collections import Counter
 
 import hypothesis
 import two_pythons
@@ -33,12 +34,34 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+# Where no bytecode may be written next to the sources, each program that a test starts would
+# compile all of ours anew: a third of the time it takes to start.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    _bytecode = tempfile.TemporaryDirectory(prefix="spmdtrain-bytecode-")
+    os.environ["PYTHONPYCACHEPREFIX"] = _bytecode.name
+
 
 # How long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("unhurried")
+
+# Files that take a minute and more alone: they begin, so that none is left over at the end, when
+# the other workers have nothing to do.
+HEAVIEST = {
+    f"test_{name}.py"
+    for name in (
+        "layouts",
+        "pipeline_run",
+        "deviceless",
+        "resume",
+        "pipeline_gradients",
+        "scale",
+        "seams",
+        "adapters",
+    )
+}
 
 
 def gpu_is_there() -> bool:
@@ -59,7 +82,8 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Deselects what is slow, or compares with transformers, unless `-m slow` or `-m hf` asks for
-    it; what needs a GPU where there is none; and what is of the other share.
+    it; what needs a GPU where there is none; and what is of the other share. Files of many long
+    tests come first.
     """
     left_out = set()
     for asked in ("slow", "hf"):
@@ -69,14 +93,20 @@ def pytest_collection_modifyitems(config, items):
     if gpu and not gpu_is_there():
         left_out |= gpu
     if share := config.option.share:
-        cases = [two_pythons.Case(item.nodeid, runs_on_both(item)) for item in items]
+        cases = [two_pythons.Case(item.nodeid, runs_on_both(item), is_long(item)) for item in items]
         shares = two_pythons.shares_of(cases)
         left_out |= {item for item, of in zip(items, shares, strict=True) if share not in of}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    long = Counter(item.path for item in items if is_long(item))
+    items.sort(key=lambda item: (item.path.name not in HEAVIEST, -long[item.path]))
 
 
 def runs_on_both(item) -> bool:
     """True for the core, and for what one of the two may skip."""
     return any(item.get_closest_marker(name) for name in ("core", "skipif"))
+
+
+def is_long(item) -> bool:
+    return item.get_closest_marker("long") is not None

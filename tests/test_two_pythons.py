@@ -1,6 +1,6 @@
 """CI's two shares of the tests: nothing is lost between them."""
 
-from two_pythons import BOTH, SHARES, Case, shares_of
+from two_pythons import BOTH, COMPILES_FASTER, SHARES, Case, shares_of
 
 GRID = [Case(f"tests/train/test_layouts.py::test_it[{mesh}]") for mesh in "abcdefgh"]
 PLAIN = [Case(f"tests/data/test_chat.py::test_{number}") for number in range(40)]
@@ -14,6 +14,14 @@ def test_the_first_case_of_a_test_that_meets_jax_runs_on_both_and_the_others_on_
     first, *others = shares_of(GRID)
     assert first == BOTH
     assert {len(share) for share in others} == {1}
+
+
+def test_what_is_long_runs_where_it_compiles_faster_but_for_what_is_next_to_jax():
+    long = [Case(case.name, is_long=True) for case in GRID]
+    assert set(shares_of(long)) == {COMPILES_FASTER}
+    kernels = [Case(f"tests/kernels/test_norm.py::test_it[{n}]", is_long=True) for n in range(3)]
+    assert shares_of(kernels) == [BOTH, COMPILES_FASTER, COMPILES_FASTER]
+    assert shares_of([Case(GRID[0].name, is_on_both=True, is_long=True)]) == [BOTH]
 
 
 def test_who_runs_a_case_does_not_depend_on_the_cases_before_it():

@@ -1,29 +1,26 @@
 """Shares the tests out between the two Pythons on which CI runs, so that each test runs on one.
 
 `--share first` and `--share second` each leave out what the other one runs; without the option all
-tests run. On both run: what is marked `core`, what may be skipped on one of them, and the first
-case of each test of a room that meets jax. Its other cases, and the tests of rooms without jax, are
-dealt out.
+tests run. On both run what is marked `core`, what may be skipped on one of them, and the first case
+of each test that depends on the version of jax (all of NEAR_JAX; of MEET_JAX what is not `long`).
+The other `long` tests run on the first Python, whose older jax compiles in half the time. What is
+left is dealt out evenly.
 """
 
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import pytest
 
 SHARES = ("first", "second")
 BOTH = frozenset(SHARES)
-# Rooms of tests/ whose tests compile, or read what jax and Orbax give.
-MEET_JAX = {
-    "checkpoints",
-    "compiled",
-    "kernels",
-    "models",
-    "parallel",
-    "pipeline",
-    "replay",
-    "running",
-    "train",
-}
+COMPILES_FASTER = frozenset({"first"})
+# Rooms of tests/ that call what differs most from one jax to the next.
+NEAR_JAX = {"compiled", "kernels", "parallel"}
+# Rooms whose tests compile, or read what jax and Orbax give.
+MEET_JAX = NEAR_JAX | {"checkpoints", "models", "pipeline", "running", "train"}
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,16 @@ class Case:
 
     name: str  # pytest's node id
     is_on_both: bool = False  # by a marker
+    is_long: bool = False
 
     @property
     def function(self) -> str:
         return self.name.partition("[")[0]
 
     @property
-    def meets_jax(self) -> bool:
-        return not MEET_JAX.isdisjoint(self.function.partition("::")[0].split("/"))
+    def depends_on_jax(self) -> bool:
+        rooms = NEAR_JAX if self.is_long else MEET_JAX
+        return not rooms.isdisjoint(self.function.partition("::")[0].split("/"))
 
 
 def shares_of(cases: Iterable[Case]) -> list[frozenset[str]]:
@@ -52,9 +51,16 @@ def shares_of(cases: Iterable[Case]) -> list[frozenset[str]]:
     for case in cases:
         is_first = case.function not in seen
         seen.add(case.function)
-        if case.is_on_both or (case.meets_jax and is_first):
+        if case.is_on_both or (case.depends_on_jax and is_first):
             found.append(BOTH)
+        elif case.is_long:
+            found.append(COMPILES_FASTER)
         else:
             turn = zlib.crc32(case.name.encode()) % len(SHARES)
             found.append(frozenset({SHARES[turn]}))
     return found
+
+
+def core(*cases: Any) -> list[Any]:
+    """Returns cases of one parametrized value, marked to run on both Pythons."""
+    return [pytest.param(case, marks=pytest.mark.core) for case in cases]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny
+from two_pythons import core
 
 import spmdtrain as st
 from spmdtrain.models.buffer import Buffer
@@ -23,6 +24,8 @@ from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.step import make_gradients, make_losses
 
 pytestmark = pytest.mark.long
+
+ON_BOTH = ("collective matmuls", "zero bubble")  # Pythons
 
 SMALLEST = (
     "model.embed=16",
@@ -99,7 +102,9 @@ def first_batch(*settings: str) -> tuple[float, float, dict[str, np.ndarray]]:
     return *means, plain_arrays(setup, found)
 
 
-@pytest.mark.parametrize("layout", MESHES_OF_WEIGHTS)
+@pytest.mark.parametrize(
+    "layout", [*core(*ON_BOTH), *(each for each in MESHES_OF_WEIGHTS if each not in ON_BOTH)]
+)
 def test_a_weight_type_has_the_loss_and_gradients_of_one_device(layout):
     *got, found = first_batch(*MESHES_OF_WEIGHTS[layout])
     *want, wanted = first_batch()
