@@ -164,7 +164,8 @@ def json_schema() -> dict[str, Any]:
     """
     schema = _schema_for_toml(RunConfig.model_json_schema())
     # Another file may add to a table, so no table has to be complete.
-    del schema["$defs"]["RopeScaling"]["required"]
+    for table in ("ExpertsConfig", "RopeScaling"):
+        del schema["$defs"][table]["required"]
     extends = {
         "type": "string",
         "description": "a TOML file, relative to this one, whose settings come first",

@@ -20,12 +20,13 @@ from spmdtrain.config.given import as_flag, check_kind, shown
 from spmdtrain.config.schema import SEEDS, RunConfig
 from spmdtrain.inference.prompts import ended, ids_of, read_prompts, stops_of, texts_to_stop
 from spmdtrain.inference.trained_run import OpenedRun, open_run
-from spmdtrain.models.abstract import cast, make_gather_layer, matmuls
+from spmdtrain.models.abstract import make_gather_layer, matmuls
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Cache
 from spmdtrain.models.logits import logit_shape, logits_of
 from spmdtrain.models.sampling import choose
+from spmdtrain.models.stack import Round
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.regions import make_constrain, make_local_map
@@ -308,8 +309,16 @@ def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
     """
     if length > config.max_length and config.model.positions == "learned":
         return False
-    block = type(module.blocks.layer)
-    if not hasattr(module, "extend") or not hasattr(block, "extend"):
+    layer = module.blocks.layer
+    blocks = {type(each) for each in (layer.block if isinstance(layer, Round) else [layer])}
+    if not hasattr(module, "extend"):
+        return False
+    return all(_extends_what_it_calls(block) for block in blocks)
+
+
+def _extends_what_it_calls(block: type) -> bool:
+    """Returns True if a block's `extend` is that of its `__call__`, or newer."""
+    if not hasattr(block, "extend"):
         return False
     call = next(kind for kind in block.__mro__ if "__call__" in vars(kind))
     extend = next(kind for kind in block.__mro__ if "extend" in vars(kind))
@@ -331,7 +340,8 @@ def _logits(
 def _bound(setup: Setup, params: dict[str, jax.Array], rules: Rules) -> Any:
     """Returns the module of `params` in compute precision, however they are sharded."""
     used = {path: setup.padding.rest_to_use(path, x) for path, x in params.items()}
-    return setup.model.bind(cast(used, setup.config.precision.compute), make_gather_layer(rules))
+    values = setup.model.cast(used, setup.config.precision.compute)
+    return setup.model.bind(values, make_gather_layer(rules))
 
 
 def _whole_batch(rules: Rules) -> Rules:

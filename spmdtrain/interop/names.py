@@ -1,17 +1,19 @@
 """Which tensors of a file are which of our parameters, for each family: read in both directions.
 
-`{}` stands for the number of the layer. A parameter that a model does not have is left out, and
-with it its tensors.
+`{}` stands for the number of the layer, and `{x}` for that of the expert. A parameter that a model
+does not have is left out, and with it its tensors.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.interop import pieces
 from spmdtrain.interop.pieces import Rule
 
-LAYER = "{}"
+LAYER, EXPERT = "{}", "{x}"
 OURS = "blocks.layer."
 EMBED, HEAD, POSITIONS = "tokens.table_ve", "unembed_ve", "positions_te"
 
@@ -25,6 +27,13 @@ class Entry(NamedTuple):
     def of_layer(self, layer: int | None) -> tuple[str, ...]:
         """Returns the names of the tensors of one layer."""
         return tuple(name.replace(LAYER, str(layer)) for name in self.names)
+
+    def of_experts(self, count: int) -> "Entry":
+        """Returns the entry with the names of all experts, one expert after another."""
+        if not any(EXPERT in name for name in self.names):
+            return self
+        names = (name.replace(EXPERT, str(at)) for at in range(count) for name in self.names)
+        return Entry(self.rule, tuple(names))
 
 
 Table = Mapping[str, Entry]  # by the path of our parameter
@@ -128,6 +137,32 @@ def _like_llama(*parts: Mapping[str, Entry]) -> Table:
 LLAMA = _like_llama(ATTENTION, MLP, NORMS_BEFORE)
 OLMO = _like_llama(ATTENTION, MLP, NORMS_AFTER, QUERY_NORMS)
 
+
+def _experts(router: str, gate: str, up: str, down: str) -> Mapping[str, Entry]:
+    """Returns the entries of experts with a tensor for each matrix of each expert."""
+    gate_up = partial(pieces.of_each_expert, rule=pieces.gate_up)
+    transposed = partial(pieces.of_each_expert, rule=pieces.transpose)
+    return {
+        "mlp.router.weight_ex": _entry(pieces.transpose, router),
+        "mlp.router.load_bias_x": _entry(pieces.zeros),
+        "mlp.up_xeu": _entry(gate_up, gate, up),
+        "mlp.down_xfe": _entry(transposed, down),
+    }
+
+
+MIXTRAL = _experts(
+    "block_sparse_moe.gate.weight",
+    "block_sparse_moe.experts.{x}.w1.weight",
+    "block_sparse_moe.experts.{x}.w3.weight",
+    "block_sparse_moe.experts.{x}.w2.weight",
+)
+QWEN_EXPERTS = _experts(
+    "mlp.gate.weight",
+    "mlp.experts.{x}.gate_proj.weight",
+    "mlp.experts.{x}.up_proj.weight",
+    "mlp.experts.{x}.down_proj.weight",
+)
+
 TABLES: Mapping[str, Table] = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -141,7 +176,16 @@ TABLES: Mapping[str, Table] = {
     "olmo3": OLMO,
     "smollm3": LLAMA,
     "granite": LLAMA,
+    "mixtral": _like_llama(ATTENTION, MIXTRAL, NORMS_BEFORE),
+    "qwen3_moe": _like_llama(ATTENTION, QWEN_EXPERTS, NORMS_BEFORE, QUERY_NORMS),
 }
+
+
+def table_of(family: str, model: TransformerConfig) -> Table:
+    """Returns the table of a family, for a model with as many experts."""
+    count = model.experts.count if model.experts else 0
+    return {path: entry.of_experts(count) for path, entry in TABLES[family].items()}
+
 
 # Tensors that say nothing: masks and frequencies that older versions stored, and vision towers.
 SAY_NOTHING = re.compile(

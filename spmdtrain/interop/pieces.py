@@ -105,6 +105,55 @@ class Mapped:
         return tensors
 
 
+@dataclass(frozen=True)
+class MappedExperts:
+    """A parameter of one layer's experts [X, ...]: of `of_one`, in the order of the experts.
+
+    The tensors are those of the first expert, then those of the second.
+    """
+
+    of_one: Mapped
+    count: int
+
+    @property
+    def shape(self) -> Shape:
+        return (self.count, *self.of_one.shape)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return self.of_one.shapes * self.count
+
+    def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
+        """Returns the slice `index` of the parameter, made of the tensors of the file."""
+        first, *others = index
+        each = len(self.of_one.shapes)
+        own = range(self.count)[first]
+        found = [
+            self.of_one.read(tensors[each * at : each * (at + 1)], tuple(others)) for at in own
+        ]
+        return np.stack(found) if found else self.of_one.read(tensors[:each], tuple(others))[:0]
+
+    def write(self, parameter: np.ndarray) -> list[np.ndarray]:
+        """Returns the tensors of the file, made of the parameter."""
+        return [tensor for one in parameter for tensor in self.of_one.write(one)]
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A parameter of one layer that the files do not hold: it begins as zeros."""
+
+    shape: Shape
+    shapes: tuple[Shape, ...] = ()
+
+    def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:  # noqa: ARG002
+        """Returns zeros in the shape of the slice `index`."""
+        return np.zeros(self.shape, np.float32)[index]
+
+    def write(self, parameter: np.ndarray) -> list[np.ndarray]:  # noqa: ARG002
+        """Returns no tensor."""
+        return []
+
+
 def _whole(shape: Shape) -> Index:
     return tuple(slice(0, size) for size in shape)
 
@@ -119,7 +168,8 @@ def _split(part: np.ndarray, shape: Shape) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(part, shape, strides, writeable=False)
 
 
-Rule = Callable[[Sizes, Shape], Mapped]  # of the sizes, and the shape of the parameter
+AnyMapped = Mapped | MappedExperts | Zeros
+Rule = Callable[[Sizes, Shape], AnyMapped]  # of the sizes, and the shape of the parameter
 
 
 def copy(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
@@ -169,6 +219,28 @@ def gate_up_bias(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the
         for number in (0, 1)
     )
     return Mapped(shape, shape, ((ffn,),) * 2, pieces)
+
+
+def zeros(sizes: Sizes, shape: Shape) -> Zeros:  # noqa: ARG001 - as the other rules
+    """Takes no tensor."""
+    return Zeros(shape)
+
+
+def of_each_expert(sizes: Sizes, shape: Shape, *, rule: Callable[[Sizes, Shape], Mapped]):
+    """Takes the tensors of each expert by `rule`, as [X, ...]."""
+    return MappedExperts(rule(sizes, shape[1:]), shape[0])
+
+
+def gate_up_interleaved(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the others
+    """Takes one tensor [X, E, 2 F], gates in the even columns, as [X, E, 2, F]."""
+    experts, embed, _, ffn = shape
+    return _one((experts, embed, 2 * ffn), shape, (experts, embed, ffn, 2), (0, 1, 3, 2))
+
+
+def gate_up_bias_interleaved(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - likewise
+    """Takes one tensor [X, 2 F], gates in the even columns, as [X, 2, F]."""
+    experts, _, ffn = shape
+    return _one((experts, 2 * ffn), shape, (experts, ffn, 2), (0, 2, 1))
 
 
 def qkv(sizes: Sizes, shape: Shape) -> Mapped:

@@ -6,8 +6,8 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
-from spmdtrain.interop.names import TABLES, Entry
-from spmdtrain.interop.pieces import Mapped, Shape
+from spmdtrain.interop.names import Entry, table_of
+from spmdtrain.interop.pieces import AnyMapped, Shape
 from spmdtrain.interop.weights import sizes_of
 
 
@@ -21,10 +21,10 @@ class Target:
     dtype: str
     finetune: FinetuneConfig  # by which adapters are merged
 
-    def mapped(self, path: str, shape: Shape) -> tuple[Entry, Mapped, Sequence[int | None]]:
+    def mapped(self, path: str, shape: Shape) -> tuple[Entry, AnyMapped, Sequence[int | None]]:
         """Returns the tensors of a parameter of this shape, and the numbers of its layers."""
         stacked = path.startswith("blocks.")
-        entry = TABLES[self.family].get(path)
+        entry = table_of(self.family, self.model).get(path)
         if entry is None:
             raise ConfigError(
                 f"no tensor of {self.family} holds {path}", fix="spmdtrain.weights(RUN) in Python"

@@ -23,8 +23,9 @@ from spmdtrain.interop.names import (
     TABLES,
     Entry,
     spelled,
+    table_of,
 )
-from spmdtrain.interop.pieces import Index, Mapped, Shape, Sizes
+from spmdtrain.interop.pieces import AnyMapped, Index, Shape, Sizes
 
 ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
 
@@ -33,7 +34,7 @@ ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
 class MadeOf:
     """The tensors of one parameter, by layer: one entry for a parameter that is not stacked."""
 
-    mapped: Mapped
+    mapped: AnyMapped
     tensors: Sequence[Sequence[Tensor]]
 
 
@@ -58,7 +59,7 @@ class Weights:
         self._there = open_tensors(self.folder)
         self._used: set[str] = set()
         self._spelling = self._find_spelling()
-        table = TABLES[published.family]
+        table = table_of(published.family, model)
         if model.tied:
             self._check_tied(table)
         entries = {path: self._entry(path, table) for path in shapes}
@@ -197,7 +198,7 @@ class Weights:
             [self._there[name] for name in self._names(entry, layer)]
             for layer in self._layers(path)
         ]
-        of_file = tensors[0][0].shape
+        of_file = tensors[0][0].shape if entry.names else shape
         if path in (EMBED, HEAD):
             self._check_vocabulary(tensors[0][0], shape)
             shape = (of_file[0], *shape[1:])

@@ -25,7 +25,7 @@ from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.model import LanguageModel
-from spmdtrain.models.projection import MatmulWeight
+from spmdtrain.models.projection import FullPrecision, LoadBias, MatmulWeight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
@@ -51,6 +51,8 @@ class Parameter:
     is_of_matmuls: bool = False  # a `MatmulWeight`
     is_buffer: bool = False
     is_of_adapter: bool = False
+    is_full_precision: bool = False  # float32 at rest and in use
+    is_load_bias: bool = False
 
     @property
     def is_frozen(self) -> bool:
@@ -111,6 +113,14 @@ class AbstractModel:
         """Returns (the values that are trained, the others); only the first have gradients."""
         trained = {path: x for path, x in values.items() if self.parameters[path].is_trained}
         return trained, {path: x for path, x in values.items() if path not in trained}
+
+    def cast(self, values: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+        """Returns floating values of parameters in `dtype`, but float32 where only that will do."""
+        return {path: cast_floating(x, self.dtype(path, dtype)) for path, x in values.items()}
+
+    def dtype(self, path: str, asked: str) -> str:
+        """Returns the dtype of a floating parameter where `asked` is that of most."""
+        return "float32" if self.parameters[path].is_full_precision else asked
 
     @property
     def corrupt(self) -> Corrupt | None:
@@ -245,6 +255,8 @@ def _parameter(
         is_of_matmuls=isinstance(variable, MatmulWeight),
         is_buffer=is_buffer,
         is_of_adapter=is_of_adapter(variable),
+        is_full_precision=isinstance(variable, FullPrecision),
+        is_load_bias=isinstance(variable, LoadBias),
     )
 
 
@@ -252,14 +264,14 @@ def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
     """Returns the model. Raises ConfigError if it lacks a part."""
     own = type(model).__name__
     blocks = getattr(model, "blocks", None)
-    layers = config.model.layers
+    layers = config.model.stack_layers
     if not isinstance(blocks, Stack):
         fix = "self.blocks = Stack(make_block, config.model.layers, rngs)"
         raise ConfigError(f"{own} has no blocks, a Stack", fix=fix)
     if blocks.count != layers:
         raise ConfigError(
             f"blocks has {blocks.count} layers",
-            found=f"model.layers={layers}",
+            found=f"model.layers={config.model.layers}",
             fix="Stack(..., config.model.layers, ...)",
         )
     for part, takes in (("embed", "tokens_bt"), ("head", "x_bte")):
@@ -361,6 +373,8 @@ def make_manual_gather_layer(
             return weight
         resting = str(weight.dtype)
         compute = precision.compute if jnp.issubdtype(weight.dtype, jnp.floating) else resting
+        if isinstance(variable, FullPrecision):
+            compute = resting
         gather = GatherWeight(spec, over, resting, compute, precision.accumulate)
         return gather(weight)
 

@@ -24,7 +24,7 @@ from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions_bt", "segment_ids_bt", "noise_b", "layer"],
+    data_fields=["positions_bt", "segment_ids_bt", "mask_bt", "noise_b", "layer"],
     meta_fields=[
         "constrain",
         "local_map",
@@ -34,6 +34,7 @@ from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
         "column_matmul",
         "row_matmul",
         "experts",
+        "sum_over_batch",
         "dropout_rate",
         "way",
     ],
@@ -46,6 +47,8 @@ class ForwardContext:
     positions_bt: jax.Array
     # Tokens attend only within equal ids; int32. None: one document.
     segment_ids_bt: jax.Array | None = None
+    # 1 for the tokens that have a loss, else 0; float32. None: all have one.
+    mask_bt: jax.Array | None = None
     # constrain(x, *logical axes): a sharding constraint, by the activation table.
     constrain: Callable[..., jax.Array] = lambda x, *_: x
     # A kernel on each device's own part; see parallel.regions.make_local_map.
@@ -63,6 +66,8 @@ class ForwardContext:
     # (x [b, t, e], gates [b, t, k], ids [b, t, k], weights, activation=) -> [b, t, e]: the experts
     # that each token has chosen, times their gates; see parallel.experts.
     experts: Experts = make_experts()
+    # The sums of arrays over all devices among which the batch is split; without a gradient.
+    sum_over_batch: Callable[[Any], Any] = lambda tree: tree
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None
@@ -112,6 +117,17 @@ class ForwardContext:
         if self.way.zigzag == 1:
             return x_bt
         return x_bt[:, zigzag_order(x_bt.shape[1], self.way.zigzag)]
+
+    def jitter(self, x: jax.Array, site: int, share: float) -> jax.Array:
+        """Multiplies x [b, ...] by uniform noise between 1 - share and 1 + share.
+
+        Noise depends on the same as that of `dropout`.
+        """
+        if self.noise_b is None or not share:
+            return x
+        keys = _fold_in(self.noise_b, site)
+        draw = partial(jax.random.uniform, shape=x.shape[1:], minval=1 - share, maxval=1 + share)
+        return x * jax.vmap(draw)(keys).astype(x.dtype)
 
 
 def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:

@@ -67,6 +67,18 @@ class MatmulWeight(nnx.Param):
         return product(x, self[...])
 
 
+class FullPrecision(nnx.Param):
+    """A small weight that rests and computes in float32, whatever `[precision]` says."""
+
+
+class LoadBias(FullPrecision):
+    """What is added to the scores of experts where a router chooses them: one number for each.
+
+    Its gradient is no slope of the loss. It is the number of tokens that each expert had, over
+    that of all tokens; see `router.py`.
+    """
+
+
 def multiply(weight: Weight | jax.Array, product: Product, x: jax.Array) -> jax.Array:
     """Returns the product by the weight's type; an array is multiplied directly."""
     if isinstance(weight, Weight):

@@ -6,12 +6,20 @@ from spmdtrain.config.schema import TransformerConfig
 def matmul_parameters(config: TransformerConfig) -> int:
     """Counts the parameters that multiply every token.
 
-    They are the matrices of the blocks and the head; the embedding is a lookup.
+    They are the matrices of the blocks and the head; the embedding is a lookup. Of experts, those
+    that a token goes through count, and the router.
     """
     dim, heads, groups = config.width_per_head, config.heads, config.key_value_heads
     attention = config.embed * dim * (heads + 2 * groups) + heads * dim * config.embed
-    mlp = (3 if config.is_gated else 2) * config.embed * config.hidden
-    return config.layers * (attention + mlp) + config.embed * (config.vocab or 0)
+    per_hidden = (3 if config.is_gated else 2) * config.embed
+    total = config.layers * attention + config.embed * (config.vocab or 0)
+    for has_experts in config.has_experts:
+        if not has_experts or config.experts is None:
+            total += per_hidden * config.hidden
+            continue
+        ways = config.experts.chosen + config.experts.shared
+        total += per_hidden * config.expert_hidden * ways + config.embed * config.experts.count
+    return total
 
 
 def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:

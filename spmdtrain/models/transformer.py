@@ -4,6 +4,8 @@ It has the parts that the framework needs: `embed`, stacked `blocks`, `head`. Le
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,9 +15,9 @@ from flax import nnx
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import Attention, Cache, Embedding, Mlp, Norm, weight
+from spmdtrain.models.layers import Attention, Cache, Embedding, Experts, Mlp, Norm, weight
 from spmdtrain.models.logits import logits_of
-from spmdtrain.models.stack import SideLosses, Stack, sum_losses, with_losses
+from spmdtrain.models.stack import Round, SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
 
 EMBED_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2  # where dropout acts
@@ -33,6 +35,8 @@ class Block(nnx.Module):
     `mlp(config, rngs)` one called in the same way, and `attention(config, rngs)` one called as
     `attention(x_bte, ctx, cache) -> (y_bte, cache)`. Attention and mlp may return (y_bte, side
     losses) instead of y_bte, like a block of `Stack`.
+
+    `first`: layers of the model before those of its stack, which the stack does not count.
     """
 
     any_order = True
@@ -45,7 +49,9 @@ class Block(nnx.Module):
         norm: MakeNorm = Norm,
         attention: MakePart = Attention,
         mlp: MakePart = Mlp,
+        first: int = 0,
     ):
+        self.first = first
         is_before = config.norm_places in ("before", "both")
         is_after = config.norm_places in ("after", "both")
         self.attention_norm = norm(config) if is_before else None
@@ -68,6 +74,8 @@ class Block(nnx.Module):
 
         The keys and values of this call are appended to it.
         """
+        if self.first and ctx.layer is not None:
+            ctx = replace(ctx, layer=ctx.layer + self.first)
         y, cache = self.attention(_normed(self.attention_norm, x_bte, ctx), ctx, cache)
         y, of_attention = with_losses(y, self.attention)
         x_bte = self._added(x_bte, _normed(self.attention_out_norm, y, ctx), ctx, ATTENTION_SITE)
@@ -95,6 +103,9 @@ def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
 class Transformer(nnx.Module):
     """`config.model` with its vocab resolved; `config.max_length` positions.
 
+    Layers with experts have `Experts` as their mlp. The dense ones before all others
+    (`model.experts.first_dense`) are a stack of their own, which `embed` runs.
+
     The parts of its blocks may be replaced, see `Block`: a run takes `make=partial(Transformer,
     mlp=MyMlp)`.
     """
@@ -115,11 +126,19 @@ class Transformer(nnx.Module):
             if not callable(part):
                 raise ConfigError(f"{name}={part!r:.80} makes no part of a block", fix="a class")
         model = config.model
+        if model.experts and mlp is not Mlp:
+            what = "mlp= and [model.experts] both make the mlp of a layer"
+            raise ConfigError(what, fix="one of them")
         self.tokens = Embedding(config.vocab, model.embed, rngs)
         learned = model.positions == "learned"
         shape = (config.max_length, model.embed)
         self.positions_te = weight(rngs, shape, ("position", "embed")) if learned else None
-        self.blocks = Stack(lambda rngs: Block(model, rngs, **parts), model.layers, rngs)
+        first = model.layers - model.stack_layers
+        dense = partial(Block, model, **parts)
+        self.first_blocks = Stack(dense, first, rngs) if first else None
+        of_layers = [parts | ({"mlp": Experts} if has else {}) for has in model.stack_pattern]
+        makers = [partial(Block, model, first=first, **own) for own in of_layers]
+        self.blocks = Stack(makers if len(makers) > 1 else makers[0], model.stack_layers, rngs)
         self.norm = norm(model)
         self.embed_factor = model.embed_factor
         self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
@@ -129,6 +148,22 @@ class Transformer(nnx.Module):
             self.unembed_ve = weight(rngs, (config.vocab, model.embed), ("vocab", "embed"))
 
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
+        x_bte = self._embedded(tokens_bt, ctx)
+        if self.first_blocks is None:
+            return x_bte
+        x_bte, side_losses = self.first_blocks(x_bte, self._of_first(ctx))
+        if side_losses:
+            names = ", ".join(side_losses)
+            what = f"the {self.first_blocks.count} first dense layers have side losses: {names}"
+            raise ConfigError(what, fix="parts without them, or model.experts.first_dense=0")
+        return x_bte
+
+    def _of_first(self, ctx: ForwardContext) -> ForwardContext:
+        """Returns the context of the first layers: no other has their noise."""
+        noise_b = ctx.at_layer(self.blocks.count + 1).noise_b
+        return replace(ctx, noise_b=noise_b)
+
+    def _embedded(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self.tokens(tokens_bt, ctx)
         if self.embed_factor != 1:
             # In its dtype, like Gemma's training: in bfloat16 the root of 3072 is 55.5.
@@ -157,18 +192,45 @@ class Transformer(nnx.Module):
 
         The cache is stacked over layers.
         """
-        graphdef, parameters = nnx.split(self.blocks.layer)
-
-        def body(x_bte, layer):
-            number, parameters, k_bskd, v_bskd = layer
-            block: Any = nnx.merge(graphdef, ctx.gather(parameters))
-            seen = Cache(k_bskd, v_bskd, cache.length)
-            x_bte, grown, _ = block.extend(x_bte, ctx.at_layer(number), seen)
-            return x_bte, (grown.k_bskd, grown.v_bskd)
-
-        x_bte = self.embed(tokens_bt, ctx)
-        layers = (jnp.arange(self.blocks.count), parameters, cache.k_bskd, cache.v_bskd)
-        x_bte, (k, v) = jax.lax.scan(body, x_bte, layers)
+        first = 0 if self.first_blocks is None else self.first_blocks.count
+        x_bte = self._embedded(tokens_bt, ctx)
+        grown = []
+        if self.first_blocks is not None:
+            seen = Cache(cache.k_bskd[:first], cache.v_bskd[:first], cache.length)
+            x_bte, of_first = _extend_stack(self.first_blocks, x_bte, self._of_first(ctx), seen)
+            grown.append(of_first)
+        seen = Cache(cache.k_bskd[first:], cache.v_bskd[first:], cache.length)
+        x_bte, of_blocks = _extend_stack(self.blocks, x_bte, ctx, seen)
+        grown.append(of_blocks)
+        k, v = (jnp.concatenate(parts) for parts in zip(*grown, strict=True))
         hidden, table = self.head(x_bte[:, -1:], ctx)
         logits = logits_of(hidden, table, self.logit_scale, self.logit_cap)[:, 0]
         return logits, Cache(k, v, cache.length + tokens_bt.shape[1])
+
+
+def _extend_stack(
+    stack: Stack, x_bte: jax.Array, ctx: ForwardContext, cache: Cache
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns (stream, keys and values of all layers) of a stack after the tokens of x."""
+    graphdef, parameters = nnx.split(stack.layer)
+    kinds = stack.count // stack.rounds
+
+    def by_round(x: jax.Array) -> jax.Array:
+        return x.reshape(stack.rounds, kinds, *x.shape[1:])
+
+    def body(x_bte, layer):
+        number, parameters, k, v = layer
+        block: Any = nnx.merge(graphdef, ctx.gather(parameters))
+        blocks = block.block if isinstance(block, Round) else [block]
+        of_round = []
+        for at, each in enumerate(blocks):
+            own = ctx.at_layer(number)
+            own = own.at_layer(at, kinds) if isinstance(block, Round) else own
+            x_bte, grown, _ = each.extend(x_bte, own, Cache(k[at], v[at], cache.length))
+            of_round.append((grown.k_bskd, grown.v_bskd))
+        k, v = (jnp.stack(parts) for parts in zip(*of_round, strict=True))
+        return x_bte, (k, v)
+
+    layers = (jnp.arange(stack.rounds), parameters, by_round(cache.k_bskd), by_round(cache.v_bskd))
+    x_bte, (k, v) = jax.lax.scan(body, x_bte, layers)
+    return x_bte, (k.reshape(cache.k_bskd.shape), v.reshape(cache.v_bskd.shape))

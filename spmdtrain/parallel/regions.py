@@ -92,6 +92,12 @@ def make_sliced_sum(
     return sum_slices
 
 
+def make_sum_over_batch(rules: Rules) -> Callable[[Any], Any]:
+    """Returns `sum_over_batch(tree)`: sums over all shards of the batch, without a gradient."""
+    axes = [axis for axis in BATCH_AXES if rules.sizes[axis] > 1]
+    return lambda tree: psum_tree(jax.lax.stop_gradient(tree), axes)
+
+
 def split_time(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> P:
     """Returns the `spec` of a stream [b, t, e] with the tokens split over `tensor` as well.
 

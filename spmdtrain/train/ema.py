@@ -38,7 +38,7 @@ def update(ema: Ema, decay: float, params: Mapping[str, jax.Array]) -> Ema:
 
 
 def _begin(start: Start) -> Ema | None:
-    return begin(start.params, start.trained) if start.config.optimizer.ema else None
+    return begin(start.params, start.learned) if start.config.optimizer.ema else None
 
 
 def _update(ema: Ema, taken: Taken) -> Ema:

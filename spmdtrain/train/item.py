@@ -28,13 +28,13 @@ Value = Any
 class Start:
     """The values from which an item may begin.
 
-    `params`: the weights at rest, traced or abstract, and `specs`, their specs. `trained`: the
-    paths of those that an update changes. `sizes`: devices along each axis of the mesh.
+    `params`: the weights at rest, traced or abstract, and `specs`, their specs. `learned`: the
+    paths of those that follow the slope of the loss. `sizes`: devices along each axis of the mesh.
     """
 
     config: RunConfig
     params: Mapping[str, jax.Array]
-    trained: Collection[str]
+    learned: Collection[str]
     specs: Specs
     sizes: Mapping[str, int]
 

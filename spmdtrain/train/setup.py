@@ -43,7 +43,7 @@ from spmdtrain.train.batch import (
 from spmdtrain.train.item import Specs, Start
 from spmdtrain.train.state import Shapes, TrainState, abstract_state, fresh_state
 from spmdtrain.train.token_loss import TokenLoss
-from spmdtrain.train.updates import optimizers
+from spmdtrain.train.updates import optimizers, router_load
 from spmdtrain.train.updates.learning_rates import LearningRate, make_learning_rate
 from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
@@ -210,10 +210,13 @@ def with_update_rules(
     The rules are those of the caller's `optimizer`, or of the settings if it is None.
     """
     trained = {path: each for path, each in model.parameters.items() if each.is_trained}
+    of_loads = router_load.update_rules(config.model.experts, trained)
+    trained = {path: each for path, each in trained.items() if path not in of_loads}
     if optimizer is None:
         update_rules = shipped_update_rules(config.optimizer, trained)
     else:
         update_rules = optimizers.choose_update_rules(optimizer, trained, model.layout)
+    update_rules = {**update_rules, **of_loads}
     return model.freezing_all_but(update_rules), update_rules
 
 
@@ -290,7 +293,8 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
     shardings = jax.tree.map(lambda x: x.sharding, asked)
 
     def begin(params: dict[str, jax.Array]) -> items.Values:
-        start = Start(setup.config, params, setup.update_rules, setup.specs, setup.mesh.shape)
+        learned = optimizers.learned(setup.update_rules)
+        start = Start(setup.config, params, learned, setup.specs, setup.mesh.shape)
         begun = items.begin(start)
         return {name: begun[name] for name in asked}
 

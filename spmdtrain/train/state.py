@@ -84,7 +84,7 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
         step=at_rest(jax.ShapeDtypeStruct((), jnp.int32), mesh, P()),
         params=params,
         opt_state={path: leaves(path, tree) for path, tree in of_optimizer.items()},
-        items=items.abstract(Start(config, params, rules, specs, mesh.shape), mesh),
+        items=items.abstract(_start(config, params, rules, specs, mesh), mesh),
     )
 
 
@@ -121,8 +121,18 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
         step=jnp.int32(0),
         params=resting,
         opt_state={path: padding.tree_to_rest(path, x) for path, x in opt_state.items()},
-        items=items.begin(Start(config, resting, rules, specs, mesh.shape)),
+        items=items.begin(_start(config, resting, rules, specs, mesh)),
     )
+
+
+def _start(
+    config: RunConfig,
+    params: dict[str, Any],
+    rules: optimizers.UpdateRules,
+    specs: Specs,
+    mesh: Mesh,
+) -> Start:
+    return Start(config, params, optimizers.learned(rules), specs, mesh.shape)
 
 
 def _fresh(
@@ -130,12 +140,13 @@ def _fresh(
 ) -> tuple[dict[str, jax.Array], optimizers.OptimizerState]:
     """Returns weights and optimizer state in the model's shapes, without padding."""
     precision = config.precision
-    params = {
-        path: cast_floating(
-            x, precision.frozen_weights if model.parameters[path].is_frozen else precision.params
-        )
-        for path, x in model.init(key).items()
-    }
+
+    def resting(path: str, x: jax.Array) -> jax.Array:
+        is_frozen = model.parameters[path].is_frozen
+        dtype = precision.frozen_weights if is_frozen else precision.params
+        return cast_floating(x, model.dtype(path, dtype))
+
+    params = {path: resting(path, x) for path, x in model.init(key).items()}
     return params, optimizers.init(rules, model.parameters, params)
 
 

@@ -23,7 +23,7 @@ from spmdtrain.train.gradients.sums import means, number_of
 from spmdtrain.train.item import Metrics, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
-from spmdtrain.train.updates import optimizers
+from spmdtrain.train.updates import optimizers, router_load
 from spmdtrain.train.updates.optimizers import OptimizerState
 
 # Gets (gradients, updates) of a step that is being traced.
@@ -39,7 +39,8 @@ def make_step(setup: Setup) -> Checked:
     loss over no tokens is 0, and `tokens` shows it; side_loss if blocks have one; skipped (0 or 1)
     if a bad step does not change the state, and loss_limit and grad_norm_limit if it is judged by
     earlier steps (spikes.py). With float16 loss_scale, and overflow (0 or 1) if the scale was too
-    large, in which case the state does not change either.
+    large, in which case the state does not change either. With experts router_entropy, and the
+    figures of router_load.py.
 
     Raises ConfigError if state or batch does not fit this setup; the state then still exists.
     """
@@ -66,7 +67,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
             cotangent = loss_scale.cotangent(config, scale)
             gradients, sums = find_gradients(points, state.step, batch, cotangent)
         found_gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
-        gradients, norm = optimizers.clip(found_gradients, config.train.clip)
+        gradients, norm = optimizers.clip(found_gradients, config.train.clip, setup.update_rules)
         rate = setup.learning_rate(state.step)
         updates, opt_state = _update(setup, gradients, state, rate)
         if see:
@@ -74,6 +75,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         params = _apply(setup.update_rules, state.params, updates, rate)
         found = means(setup, sums)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
+        metrics |= router_load.figures(config.model, setup.model, gradients)
         loss = found["loss"]
         limits, good = _judge(config, state, loss, norm) if config.judges_steps else (None, None)
         taken = Taken(config, params, gradients, batch, loss, norm, number_of(found), limits, good)

@@ -99,6 +99,7 @@ NOT_DRAWN = {
     "model.make": "names a file of the person's; tests/running/test_make.py has it",
     "model.extra": "is typed by such a model",
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
+    "model.experts": "a table; tests/models/test_router.py has it, on meshes",
     "data.mix": "a table of sources; tests/data has it",
     "data.validation_path": "of token files that others made; tests/data has it",
     "checkpoint.keep_best": "needs eval.every; tests/checkpoints/test_keeping.py has it",

@@ -121,6 +121,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
         "tie_word_embeddings": True,
     },
+    "mixtral": LIKE_LLAMA
+    | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": LIKE_LLAMA
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }
 
 # The same families with settings that only some of their models have.
@@ -170,10 +182,11 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         config["num_key_value_heads"],
         config["head_dim"],
     )
-    of_layer = {
-        "mlp.down_proj.weight": (embed, ffn),
-        "self_attn.o_proj.weight": (embed, heads * dim),
-    }
+    of_layer = {"self_attn.o_proj.weight": (embed, heads * dim)}
+    if kind in ("mixtral", "qwen3_moe"):
+        of_layer |= _of_experts(config)
+    else:
+        of_layer["mlp.down_proj.weight"] = (embed, ffn)
     if kind == "phi3":
         of_layer["self_attn.qkv_proj.weight"] = ((heads + 2 * kv_heads) * dim, embed)
         of_layer["mlp.gate_up_proj.weight"] = (2 * ffn, embed)
@@ -182,10 +195,11 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             of_layer[f"self_attn.{name}_proj.weight"] = (count * dim, embed)
             if kind == "qwen2" or config.get("attention_bias"):
                 of_layer[f"self_attn.{name}_proj.bias"] = (count * dim,)
-        of_layer |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
+        if kind not in ("mixtral", "qwen3_moe"):
+            of_layer |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
     if config.get("attention_bias"):
         of_layer["self_attn.o_proj.bias"] = (embed,)
-    if kind in ("qwen3", "gemma3_text"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
         of_layer |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
     if kind in ("olmo2", "olmo3"):
         of_layer |= {
@@ -204,6 +218,22 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     found["model.norm.weight"] = (embed,)
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (config["vocab_size"], embed)
+    return found
+
+
+def _of_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The router of a layer, and three matrices of each expert."""
+    embed = config["hidden_size"]
+    if config["model_type"] == "mixtral":
+        place, names = "block_sparse_moe", ("w1", "w3", "w2")
+        count, ffn = config["num_local_experts"], config["intermediate_size"]
+    else:
+        place, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+        count, ffn = config["num_experts"], config["moe_intermediate_size"]
+    found = {f"{place}.gate.weight": (count, embed)}
+    for number in range(count):
+        for name, shape in zip(names, ((ffn, embed), (ffn, embed), (embed, ffn)), strict=True):
+            found[f"{place}.experts.{number}.{name}.weight"] = shape
     return found
 
 

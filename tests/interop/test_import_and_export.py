@@ -161,6 +161,7 @@ OTHER = {
     "residual_scale": 0.5,
     "logit_scale": 0.5,
     "logit_cap": 5.0,
+    "experts": {"count": 4, "chosen": 2},
 }
 CHANGE_NO_FUNCTION = {"name", "dropout", "attention", "make", "extra"}
 

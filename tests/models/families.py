@@ -94,6 +94,33 @@ FAMILIES = {
         "sinks": True,
         "rope_theta": 1.5e5,
         "rope_scaling": {**YARN, "truncate": False},
+        "mlp": "swiglu_clamped",
+        "mlp_bias": True,
+        "experts": {"count": 4, "chosen": 2, "ffn": 36, "logit_bias": True},
+    },
+    "mixtral": {**GIVEN_HEAD, "experts": {"count": 4, "chosen": 2}},
+    "qwen3_moe": {
+        **GIVEN_HEAD,
+        "query_norm": "head",
+        "experts": {"count": 8, "chosen": 3, "ffn": 24, "normalise": False},
+    },
+    "every second layer, grouped": {
+        **GIVEN_HEAD,
+        "layers": 5,
+        "windows": [7, 0, 0],
+        "experts": {
+            "count": 8,
+            "chosen": 3,
+            "ffn": 24,
+            "shared": 2,
+            "first_dense": 1,
+            "every": 2,
+            "score": "sigmoid",
+            "scale": 2.5,
+            "groups": 4,
+            "groups_kept": 2,
+            "bias_rate": 0.001,
+        },
     },
     "exact": {"name": "gpt", "heads": 4, "embed": 48, "mlp": "gelu_exact", "mlp_bias": False},
 }
@@ -117,12 +144,14 @@ def draw_params(model: AbstractModel, offset: float = 0.0, seed: int = 0) -> dic
         noise = random.standard_normal(parameter.shape)
         if "scale" in path:
             drawn[path] = 1 - offset + 0.2 * noise
-        elif path.endswith(("bias", "bias_e", "sinks")):
+        elif path.endswith(("bias", "bias_e", "bias_x", "sinks")):
             drawn[path] = 0.2 * noise
         elif path.endswith(("table_ve", "unembed_ve", "positions_te")):
             drawn[path] = 0.5 * noise
         else:
             inputs = parameter.shape[1:4] if path.endswith("out_kgde") else parameter.shape[1:2]
+            if path.endswith(("up_xeu", "down_xfe")):
+                inputs = parameter.shape[2:3]
             drawn[path] = 0.8 * np.prod(inputs) ** -0.5 * noise
     return {path: jnp.asarray(x, jnp.float32) for path, x in drawn.items()}
 

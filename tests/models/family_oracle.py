@@ -13,25 +13,47 @@ import numpy as np
 Params = dict[str, np.ndarray]
 
 
-def logits(model: Any, params: Params, tokens_bt: np.ndarray) -> np.ndarray:
-    """[b, t, v] of whole sequences that begin at position 0."""
+def logits(
+    model: Any, params: Params, tokens_bt: np.ndarray, routed: list | None = None
+) -> np.ndarray:
+    """[b, t, v] of whole sequences that begin at position 0.
+
+    `routed` gets what `gates` returns, of each layer with experts.
+    """
     p = {path: np.asarray(x, np.float64) for path, x in params.items()}
     x = p["tokens.table_ve"][tokens_bt]
     x = x * (math.sqrt(model.embed) if model.embed_scale == "sqrt" else model.embed_scale)
     if model.positions == "learned":
         x = x + p["positions_te"][: tokens_bt.shape[1]]
     for number in range(model.layers):
-        prefix = "blocks.layer."
-        layer = {
-            path.removeprefix(prefix): w[number] for path, w in p.items() if path.startswith(prefix)
-        }
+        layer = layer_params(model, p, number)
         y = attention(model, layer, normed(model, layer, "attention_norm", x), number)
         x = x + model.residual_scale * normed(model, layer, "attention_out_norm", y)
-        y = mlp(model, layer, normed(model, layer, "mlp_norm", x))
+        y = normed(model, layer, "mlp_norm", x)
+        if "mlp.router.weight_ex" in layer:
+            found = gates(model, layer, y)
+            y = experts(model, layer, y, found[2])
+            if routed is not None:
+                routed.append(found)
+        else:
+            y = mlp(model, layer, y)
         x = x + model.residual_scale * normed(model, layer, "mlp_out_norm", y)
     x = normed(model, p, "norm", x)
     table = p["tokens.table_ve" if model.tied else "unembed_ve"]
     return capped(x @ table.T * model.logit_scale, model.logit_cap)
+
+
+def layer_params(model: Any, p: Params, number: int) -> Params:
+    """The parameters of one layer: of the first dense ones, or of its place in a round."""
+    prefix, first, every = "blocks.layer.", 0, 1
+    if model.experts is not None:
+        first, every = model.experts.first_dense, model.experts.every
+    if number < first:
+        prefix = "first_blocks.layer."
+    elif every > 1:
+        prefix += f"block.{(number - first) % every}."
+    place = number if number < first else (number - first) // every
+    return {path.removeprefix(prefix): w[place] for path, w in p.items() if path.startswith(prefix)}
 
 
 def capped(x: np.ndarray, cap: float | None) -> np.ndarray:
@@ -142,6 +164,45 @@ def scaled(scaling: Any, frequency: np.ndarray, theta: float) -> tuple[np.ndarra
     return frequency, size if scaling.scale is None else scaling.scale
 
 
+def gates(model: Any, p: Params, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(logits, scores, gates), [b, t, x]: a gate is 0 where the expert is not chosen."""
+    of = model.experts
+    logits = x @ p["mlp.router.weight_ex"] + p.get("mlp.router.logit_bias_x", 0)
+    scores = 1 / (1 + np.exp(-logits))
+    if of.score == "softmax":
+        scores = np.exp(logits - logits.max(-1, keepdims=True))
+        scores = scores / scores.sum(-1, keepdims=True)
+    ranks = scores if of.bias_rate is None else scores + p["mlp.router.load_bias_x"]
+    found = np.zeros_like(scores)
+    size = of.count // of.groups
+    for place in np.ndindex(scores.shape[:2]):
+        groups = ranks[place].reshape(of.groups, size)
+        best = np.argsort(-np.sort(groups, -1)[:, -2:].sum(-1), kind="stable")
+        allowed = [size * g + n for g in best[: of.groups_kept or of.groups] for n in range(size)]
+        chosen = sorted(allowed, key=lambda one, place=place: -ranks[place][one])[: of.chosen]
+        gate = scores[place][chosen]
+        found[place][chosen] = of.scale * (gate / gate.sum() if of.normalise else gate)
+    return logits, scores, found
+
+
+def experts(model: Any, p: Params, x: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Every expert of every token, times its gate, and the shared ones."""
+    y = 0
+    if model.experts.shared:
+        shared = {name: w for name, w in p.items() if name.startswith("mlp.shared.")}
+        y = mlp(model, {name.replace("shared.", ""): w for name, w in shared.items()}, x)
+    for number in range(model.experts.count):
+        names = {"up_xeu": "up_ef", "down_xfe": "down_fe", "up_bias": "up_bias"}
+        names["down_bias"] = "down_bias"
+        own = {
+            f"mlp.{ours}": p[f"mlp.{name}"][number]
+            for name, ours in names.items()
+            if f"mlp.{name}" in p
+        }
+        y = y + found[..., number, None] * mlp(model, own, x)
+    return y
+
+
 def mlp(model: Any, p: Params, x: np.ndarray) -> np.ndarray:
     up = np.tensordot(x, p["mlp.up_ef"], 1) + p.get("mlp.up_bias", 0)
     if model.mlp == "gelu":
@@ -150,8 +211,10 @@ def mlp(model: Any, p: Params, x: np.ndarray) -> np.ndarray:
         hidden = up * np.vectorize(lambda y: 0.5 * (1 + math.erf(y / math.sqrt(2))))(up)
     else:
         gate, value = up[:, :, 0], up[:, :, 1]
-        silu = gate / (1 + np.exp(-gate))
-        hidden = (silu if model.mlp == "swiglu" else gelu_tanh(gate)) * value
+        if model.mlp == "swiglu_clamped":
+            gate, value = np.minimum(gate, 7), np.clip(value, -7, 7) + 1
+        silu = gate / (1 + np.exp(-gate * (1.702 if model.mlp == "swiglu_clamped" else 1)))
+        hidden = (gelu_tanh(gate) if model.mlp == "geglu" else silu) * value
     return hidden @ p["mlp.down_fe"] + p.get("mlp.down_bias", 0)
 
 

@@ -1,4 +1,4 @@
-"""The shipped block is each of thirteen families, by its settings: against the numpy of
+"""the shipped block is each of these families, by its settings: against the numpy of
 family_oracle.py, in float32 on one device.
 """
 

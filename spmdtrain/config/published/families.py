@@ -250,6 +250,51 @@ def _write_granite(model: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _mixtral(keys: Keys) -> ModelSettings:
+    experts = _experts(keys, "num_local_experts") | {
+        "jitter": float(keys.number("router_jitter_noise") or 0)
+    }
+    return {"experts": experts} | _windows(keys, _all_layers(keys))
+
+
+def _write_mixtral(model: TransformerConfig) -> dict[str, Any]:
+    if model.experts is None:
+        return {}
+    return _write_mistral(model) | {
+        "num_local_experts": model.experts.count,
+        "num_experts_per_tok": model.experts.chosen,
+        "router_jitter_noise": model.experts.jitter,
+    }
+
+
+def _experts(keys: Keys, count: str) -> dict[str, Any]:
+    return {"count": keys.count(count), "chosen": keys.count("num_experts_per_tok")}
+
+
+def _qwen3_moe(keys: Keys) -> ModelSettings:
+    keys.must_be("decoder_sparse_step", 1)
+    keys.must_be("mlp_only_layers", [], None)
+    renamed = "num_local_experts" if "num_local_experts" in keys else "num_experts"
+    experts = _experts(keys, renamed) | {
+        "ffn": keys.count("moe_intermediate_size"),
+        "normalise": keys.flag("norm_topk_prob"),
+    }
+    return _qwen3(keys) | {"experts": experts}
+
+
+def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
+    if model.experts is None:
+        return {}
+    return _write_qwen3(model) | {
+        "num_experts": model.experts.count,
+        "num_experts_per_tok": model.experts.chosen,
+        "moe_intermediate_size": model.expert_hidden,
+        "norm_topk_prob": model.experts.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _gpt2(keys: Keys) -> ModelSettings:
     keys.must_be("scale_attn_weights", True)
     keys.must_be("scale_attn_by_inverse_layer_idx", False)
@@ -367,6 +412,31 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "granite": Family(
         "GraniteForCausalLM", {"rms_norm_eps": 1e-6}, read=_granite, write=_write_granite
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        read=_mixtral,
+        write=_write_mixtral,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        {"query_norm": "head"},
+        read=_qwen3_moe,
+        write=_write_qwen3_moe,
     ),
 }
 

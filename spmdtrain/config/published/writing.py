@@ -10,7 +10,7 @@ from typing import Any
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.published.families import FAMILIES, GATED, PLAIN, Family, write_positions
 from spmdtrain.config.published.reading import Published, as_published
-from spmdtrain.config.schema import GPT, Llama, TransformerConfig
+from spmdtrain.config.schema import GPT, ExpertsConfig, Llama, TransformerConfig
 
 # What a file of an import says of where it lay, or of code that came with it.
 DROPPED = ("quantization_config", "auto_map", "_name_or_path")
@@ -74,6 +74,17 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "rope_share": model.rope_share,
         "rope_scaling": scaling,
         "layer_kinds": model.layer_kinds,
+        "experts": model.experts and _function_of_experts(model, model.experts),
+    }
+
+
+def _function_of_experts(model: TransformerConfig, experts: ExpertsConfig) -> dict[str, Any]:
+    names = ("count", "chosen", "shared", "score", "normalise", "scale", "logit_bias", "groups")
+    return {name: getattr(experts, name) for name in names} | {
+        "ffn": model.expert_hidden,
+        "layers": model.has_experts,
+        "groups_kept": experts.kept_groups,
+        "has_bias": experts.bias_rate is not None,
     }
 
 

@@ -18,6 +18,7 @@ from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig, RulesConfig
 from spmdtrain.config.schema.model import (
     GPT,
+    ExpertsConfig,
     LayerKind,
     Llama,
     RopeScaling,
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EvalConfig",
+    "ExpertsConfig",
     "FinetuneConfig",
     "GPT",
     "GuardConfig",

@@ -60,10 +60,13 @@ def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
 
 
 def _matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
-    """Yields (dotted path, module, attribute) of each weight that only matmuls read."""
+    """Yields (dotted path, module, attribute) of each weight that only matmuls read.
+
+    Those of experts are left out: each of their rows is multiplied by another matrix.
+    """
     for path, module in list(nnx.iter_modules(model)):
         for name, value in list(vars(module).items()):
-            if isinstance(value, MatmulWeight):
+            if isinstance(value, MatmulWeight) and "experts" not in value.out_sharding:
                 yield ".".join(map(str, (*path, name))), module, name
 
 

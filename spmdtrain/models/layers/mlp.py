@@ -24,29 +24,47 @@ def gelu_exact(h_btf: jax.Array) -> jax.Array:
 @recomputed
 def swiglu(h_bt2f: jax.Array) -> jax.Array:
     """Computes SwiGLU (arXiv:2002.05202) of gate and value."""
-    return jax.nn.silu(h_bt2f[:, :, 0]) * h_bt2f[:, :, 1]
+    return jax.nn.silu(h_bt2f[..., 0, :]) * h_bt2f[..., 1, :]
 
 
 @recomputed
 def geglu(h_bt2f: jax.Array) -> jax.Array:
     """Computes GEGLU (arXiv:2002.05202) of gate and value, with tanh GELU, as in Gemma."""
-    return jax.nn.gelu(h_bt2f[:, :, 0]) * h_bt2f[:, :, 1]
+    return jax.nn.gelu(h_bt2f[..., 0, :]) * h_bt2f[..., 1, :]
 
 
-ACTIVATIONS = {"gelu": gelu, "gelu_exact": gelu_exact, "swiglu": swiglu, "geglu": geglu}
+@recomputed
+def swiglu_clamped(h_bt2f: jax.Array) -> jax.Array:
+    """Computes the SwiGLU of gpt-oss (arXiv:2508.10925), whose gate and value are bounded.
+
+    The gate is at most 7, the value between -7 and 7, and then 1 more; SiLU has the slope 1.702.
+    """
+    gate = jnp.minimum(h_bt2f[..., 0, :], 7.0)
+    value = jnp.clip(h_bt2f[..., 1, :], -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (value + 1)
+
+
+ACTIVATIONS = {
+    "gelu": gelu,
+    "gelu_exact": gelu_exact,
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "swiglu_clamped": swiglu_clamped,
+}
 
 
 class Mlp(nnx.Module):
     """Two projections with an activation between them.
 
-    A gated one has gate and value in one projection, a dim of two before f.
+    A gated one has gate and value in one projection, a dim of two before f. `hidden`: its width;
+    default: `model.ffn`.
     """
 
     any_order = True
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, hidden: int | None = None):
         self.activation = config.mlp
-        hidden = config.hidden
+        hidden = hidden or config.hidden
         if config.is_gated:
             self.up_shape = (2, hidden)
             self.up_axes = (None, "ffn")

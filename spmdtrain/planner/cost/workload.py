@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.size import seen_pairs
 from spmdtrain.parallel.axes import batch_shards
@@ -380,7 +381,16 @@ def _built_shares(config: RunConfig, *, with_adapters: bool) -> tuple[float, flo
 
 
 def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
-    """Returns the workload of a run. No size may be -1, and `model.vocab` must be set."""
+    """Returns the workload of a run. No size may be -1, and `model.vocab` must be set.
+
+    Raises ConfigError for a model with experts.
+    """
+    if config.model.experts and not config.model.make:
+        raise ConfigError(
+            "no cost of experts is known here: neither their traffic nor their memory",
+            asked="[model.experts]",
+            fix="spmdtrain train --set train.steps=1, which prints the memory of the compiled step",
+        )
     mesh = MeshShape(**mesh_sizes)
     train = config.train
     pipelined = mesh.pipeline > 1

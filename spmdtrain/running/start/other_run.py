@@ -28,6 +28,9 @@ OF_NO_LEAF = {
     *("dropout", "attention", "norm_epsilon", "norm_offset", "alpha", "rank_stabilised"),
     *("rope_theta", "rope_theta_window", "rope_layers", "rope_share", "rope_scaling", "windows"),
     *("score_scale", "score_cap", "embed_scale", "residual_scale", "logit_scale", "logit_cap"),
+    *("experts.chosen", "experts.score", "experts.normalise", "experts.scale", "experts.groups"),
+    *("experts.groups_kept", "experts.bias_rate", "experts.balance", "experts.balance_over"),
+    *("experts.z_loss", "experts.jitter", "experts.bucket_factor"),
 }
 
 
@@ -78,7 +81,11 @@ def naming_settings(
 def _of_model(setup: Setup, then: Mapping[str, Any]) -> list[str]:
     names = dict.fromkeys([*settings_of(setup.config), *then])
     of_model = (name for name in names if name.startswith(("model.", "finetune.")))
-    return [name for name in of_model if name.split(".")[1] not in OF_NO_LEAF]
+    return [
+        name
+        for name in of_model
+        if OF_NO_LEAF.isdisjoint({name.split(".")[1], name.partition(".")[2]})
+    ]
 
 
 def _of_optimizer(setup: Setup, then: Mapping[str, Any]) -> list[str]:

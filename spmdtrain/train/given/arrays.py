@@ -139,7 +139,9 @@ def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
     if not isinstance(batch, Mapping):
         raise ConfigError(f"a batch is a dict of arrays, not {type(batch).__name__}", fix=BATCHES)
     wanted = setup.batch
-    reads_sample = setup.model.corrupt is not None or (training and setup.config.model.dropout > 0)
+    model = setup.config.model
+    has_noise = model.dropout > 0 or (model.experts is not None and model.experts.jitter > 0)
+    reads_sample = setup.model.corrupt is not None or (training and has_noise)
     if not reads_sample:
         wanted.pop("sample")
     if not training:

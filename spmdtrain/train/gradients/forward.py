@@ -16,7 +16,14 @@ from spmdtrain.models.logits import logit_shape
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.experts import make_experts
-from spmdtrain.parallel.regions import MANUAL_AXES, Name, Whole, make_constrain, make_local_map
+from spmdtrain.parallel.regions import (
+    MANUAL_AXES,
+    Name,
+    Whole,
+    make_constrain,
+    make_local_map,
+    make_sum_over_batch,
+)
 from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.parallel.tensor_matmul import (
     make_column_parallel,
@@ -45,7 +52,8 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     """Returns `context(microbatch, step) -> ForwardContext`; with `step` given, dropout is on."""
     train = setup.config.train
     dropout = setup.config.model.dropout
-    has_noise = dropout > 0 or setup.config.finetune.dropout > 0
+    experts = setup.config.model.experts
+    has_noise = max(dropout, setup.config.finetune.dropout, experts.jitter if experts else 0) > 0
     rules = setup.rules
     constrain = make_constrain(rules, MANUAL_AXES)
     local_map = make_local_map(rules, MANUAL_AXES)
@@ -64,7 +72,8 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
         constrain, find_ring, gathers_again=gathers_again, copies=copies
     )
     row_parallel = make_row_parallel(constrain, find_ring, copies=copies)
-    experts = make_experts(rules, MANUAL_AXES)
+    factor = {"factor": experts.bucket_factor} if experts else {}
+    through_experts = make_experts(rules, MANUAL_AXES, **factor)
 
     def context(microbatch: Batch, step: jax.Array | None = None) -> ForwardContext:
         tokens_bt = microbatch["tokens"]
@@ -78,6 +87,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
         return ForwardContext(
             positions_bt=positions_bt,
             segment_ids_bt=microbatch.get("segment_ids"),
+            mask_bt=microbatch["mask"].astype(jnp.float32) if experts else None,
             constrain=constrain,
             local_map=local_map,
             lookup=lookup,
@@ -85,7 +95,8 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             remat=remat,
             column_matmul=column_parallel,
             row_matmul=row_parallel,
-            experts=experts,
+            experts=through_experts,
+            sum_over_batch=make_sum_over_batch(rules),
             dropout_rate=dropout,
             noise_b=noise_b,
             way=setup.way,

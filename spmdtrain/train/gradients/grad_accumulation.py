@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.models.abstract import cast, cast_floating
+from spmdtrain.models.abstract import cast_floating
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.gather import gather_over
@@ -60,7 +60,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     def of_microbatch(weights, microbatch: Batch, step, cotangent):
         find = jax.value_and_grad(minimised, has_aux=True)
         (_, sums), gradients = find(*weights, microbatch, step, cotangent)
-        return cast(gradients, accumulate), sums
+        return setup.model.cast(gradients, accumulate), sums
 
     def accumulated(weights, step, batch: Batch, cotangent):
         first = {name: x[0] for name, x in batch.items()}
@@ -148,7 +148,8 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
         spec = setup.specs[path]
         if "data" not in axes_of(spec):
             return x
-        in_compute = cast_floating(x, setup.config.precision.compute)
+        compute = setup.model.dtype(path, setup.config.precision.compute)
+        in_compute = cast_floating(x, compute)
         gathered = gather_over(("data",), spec, in_compute)
         gathered = setup.padding.rest_to_use(path, gathered)
         # A gradient has the dtype of its parameter. One that a layer scatters is a sum over
@@ -177,7 +178,7 @@ def _make_stream(setup: Setup) -> Callable[..., tuple[Any, jax.Array, Losses]]:
     def stream(params, microbatch: Batch, ctx: ForwardContext):
         here = {path: x for path, x in params.items() if not setup.gathered[path]}
         # A layer that gathers a weight also casts it.
-        values = params | cast(here, setup.config.precision.compute)
+        values = params | setup.model.cast(here, setup.config.precision.compute)
         module = setup.model.bind(values, gather)
         x_bte, side_losses = module.blocks(module.embed(microbatch["tokens"], ctx), ctx)
         return module, x_bte, side_losses

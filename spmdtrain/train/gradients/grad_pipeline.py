@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.models.abstract import AbstractModel, cast
+from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import drop_axes, keep_axes
@@ -101,7 +101,7 @@ def _whole_over_batch(setup: Setup, local: Callable, out_specs) -> Callable:
         return setup.padding.rest_to_use(path, gathered)
 
     def run(params, step, batch: Batch, cotangent: jax.Array | None = None):
-        params = cast(params, setup.config.precision.compute)
+        params = setup.model.cast(params, setup.config.precision.compute)
         gathered = {path: gather(path, x) for path, x in params.items()}
         return region(gathered, step, batch, cotangent)
 

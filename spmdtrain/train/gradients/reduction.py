@@ -21,9 +21,9 @@ def zero_gradients(setup: Setup, weights: dict[str, jax.Array]) -> dict[str, jax
 
     They are made inside the manual region.
     """
-    dtype = setup.config.precision.accumulate
 
     def zeros(path: str, x: jax.Array) -> jax.Array:
+        dtype = setup.model.dtype(path, setup.config.precision.accumulate)
         spec = drop_axes(MANUAL_AXES, setup.copies[path].spec(setup.specs[path]))
         return jax.lax.with_sharding_constraint(jnp.zeros(x.shape, dtype), spec)
 

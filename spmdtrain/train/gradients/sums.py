@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.models.layers.router import ENTROPY
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.train.batch import Batch
@@ -35,7 +36,8 @@ def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
 
 def objective(losses: Losses) -> Any:
     """Returns the scalar that training minimises: the sum of all losses."""
-    return sum(total_of(loss) for name, loss in losses.items() if name not in FIGURES)
+    shown = (*FIGURES, ENTROPY)
+    return sum(total_of(loss) for name, loss in losses.items() if name not in shown)
 
 
 def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax.Array]:

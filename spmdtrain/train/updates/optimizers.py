@@ -40,6 +40,9 @@ class Rule:
     rule that has one gets learning rate x `rate` as `learning_rate=`, and its update includes it
     (schedule_free.py).
 
+    `own_rate` is in place of the learning rate, for what is no weight of the loss: the norm of the
+    gradients and its clipping leave the parameter out, and so does the average of the weights.
+
     `together` is set by `choose_update_rules` if one transformation must see several parameters.
     """
 
@@ -47,12 +50,15 @@ class Rule:
     rate: float = 1.0
     gradient_point: GradientPoint | None = None
     together: WholeTree | None = None
+    own_rate: float | None = None
 
     def __post_init__(self):
         if not isinstance(self.transformation, optax.GradientTransformation):
             given = shown(self.transformation)
             raise ConfigError(f"Rule({given}) has no optax transformation", fix=_TAKES)
         object.__setattr__(self, "rate", as_number(self.rate, "rate", 0))
+        if self.own_rate is not None:
+            object.__setattr__(self, "own_rate", as_number(self.own_rate, "own_rate", 0))
         if self.gradient_point is not None and not callable(self.gradient_point):
             given = shown(self.gradient_point)
             raise ConfigError(f"gradient_point={given} is not a function", fix="None")
@@ -66,6 +72,11 @@ Optimizer = ChooseRule | optax.GradientTransformation
 
 
 # The rules of all parameters
+
+
+def learned(rules: UpdateRules) -> list[str]:
+    """Returns the paths of the parameters that follow the slope of the loss."""
+    return [path for path, rule in rules.items() if rule.own_rate is None]
 
 
 def choose_update_rules(
@@ -235,6 +246,8 @@ def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
     update = update.astype(jnp.float32)
     if rule.gradient_point is not None:
         return update
+    if rule.own_rate is not None:
+        return rule.own_rate * update
     own_rate = rate if rule.rate == 1 else rule.rate * rate
     return own_rate * update
 
@@ -255,14 +268,18 @@ def gradient_points(
 
 
 def clip(
-    gradients: dict[str, jax.Array], limit: float | None
+    gradients: dict[str, jax.Array], limit: float | None, rules: UpdateRules | None = None
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns gradients scaled so that their global norm is at most `limit`, and the norm before.
 
-    The squares add up in float32 whatever the dtype of the gradients.
+    The squares add up in float32 whatever the dtype of the gradients. With `rules`, only those of
+    `learned` parameters count and are scaled.
     """
-    norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))
+    kept = set(gradients if rules is None else learned(rules))
+    slopes = {path: leaf for path, leaf in gradients.items() if path in kept}
+    norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), slopes))
     if limit is None:
         return gradients, norm
     scale = jnp.minimum(1.0, limit / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
-    return {path: (leaf * scale).astype(leaf.dtype) for path, leaf in gradients.items()}, norm
+    scaled = {path: (leaf * scale).astype(leaf.dtype) for path, leaf in slopes.items()}
+    return gradients | scaled, norm

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from spmdtrain.config.schema.model.experts import ExpertsConfig
 from spmdtrain.config.schema.model.layer_kinds import LayerKind, repeated
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling
 from spmdtrain.config.settings import (
@@ -18,8 +19,8 @@ from spmdtrain.config.settings import (
 
 Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
 ContextAttention = Literal["auto", "ring", "gather", "ulysses"]
-MlpKind = Literal["gelu", "gelu_exact", "swiglu", "geglu"]
-GATED = ("swiglu", "geglu")
+MlpKind = Literal["gelu", "gelu_exact", "swiglu", "geglu", "swiglu_clamped"]
+GATED = ("swiglu", "geglu", "swiglu_clamped")
 # Patterns of values that repeat over the layers; TOML has lists only.
 Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
 Switches = Annotated[tuple[bool, ...], Field(strict=False)]
@@ -50,7 +51,8 @@ class TransformerConfig(Settings):
     positions: Literal["learned", "rope"]
     norm: Literal["layernorm", "rmsnorm"]
     mlp: MlpKind = Field(
-        description="gelu in its tanh form, or exact; swiglu and geglu (tanh) have a gate"
+        description="gelu in its tanh form, or exact; swiglu and geglu (tanh) have a gate; "
+        "swiglu_clamped is that of gpt-oss"
     )
     bias: bool = Field(description="biases in linear layers and layernorm")
     qkv_bias: bool | None = Field(
@@ -128,6 +130,10 @@ class TransformerConfig(Settings):
     logit_cap: Positive | None = Field(
         default=None, description="a logit x, scaled, becomes cap * tanh(x / cap)"
     )
+    experts: ExpertsConfig | None = Field(
+        default=None,
+        description="the table [model.experts]: experts in place of the mlp; default: none",
+    )
     make: str | None = Field(
         default=None,
         description="a custom model in place of the shipped one: "
@@ -156,6 +162,8 @@ class TransformerConfig(Settings):
             self._check_rope()
         else:
             self._refuse_rope()
+        if self.experts:
+            self._check_experts(self.experts)
         return self
 
     def _check_rope(self) -> None:
@@ -189,6 +197,20 @@ class TransformerConfig(Settings):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"model.{name} needs model.positions='rope'")
 
+    def _check_experts(self, experts: ExpertsConfig) -> None:
+        """Refuses a pattern of layers that does not fit into their number."""
+        others = self.layers - experts.first_dense
+        if others < 1:
+            raise ValueError(
+                f"model.experts.first_dense={experts.first_dense} leaves none of "
+                f"model.layers={self.layers}"
+            )
+        if others % experts.every:
+            raise ValueError(
+                f"model.experts.every={experts.every} does not divide the {others} layers of "
+                "model.layers after model.experts.first_dense"
+            )
+
     # A field of None takes its default from other fields: use these, not the fields.
 
     @property
@@ -212,6 +234,33 @@ class TransformerConfig(Settings):
         if not self.is_gated:
             return 4 * self.embed
         return -(-8 * self.embed // 3 // 64) * 64
+
+    @property
+    def expert_hidden(self) -> int:
+        """The hidden width of one expert: `experts.ffn`, or else that of the mlp."""
+        return (self.experts.ffn if self.experts else None) or self.hidden
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """True for each layer whose mlp is of experts, in order."""
+        if self.experts is None:
+            return (False,) * self.layers
+        first, every = self.experts.first_dense, self.experts.every
+        numbers = range(1 - first, self.layers + 1 - first)
+        return tuple(number > 0 and number % every == 0 for number in numbers)
+
+    @property
+    def stack_pattern(self) -> tuple[bool, ...]:
+        """`has_experts` of the layers that repeat, after the first dense ones."""
+        if self.experts is None:
+            return (False,)
+        first, every = self.experts.first_dense, self.experts.every
+        return self.has_experts[first : first + every]
+
+    @property
+    def stack_layers(self) -> int:
+        """The layers of the stack: all but the first dense ones."""
+        return self.layers - (self.experts.first_dense if self.experts else 0)
 
     @property
     def is_gated(self) -> bool:

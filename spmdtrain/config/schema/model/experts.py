@@ -1,0 +1,131 @@
+"""[model.experts]: mlps of which a router chooses some for each token."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from spmdtrain.config.settings import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    Positive,
+    Settings,
+)
+
+
+class ExpertsConfig(Settings):
+    """Experts in place of a layer's mlp (arXiv:1701.06538), and the router that chooses them.
+
+    A router scores all experts for each token, in float32. The token goes through the `chosen` best
+    ones, and their outputs are added, each times its score, the *gate*.
+    """
+
+    count: Count = Field(description="experts of a layer")
+    chosen: Count = Field(description="experts that a token goes through")
+    ffn: Count | None = Field(
+        default=None, description="hidden width of one expert; default: model.ffn"
+    )
+    shared: CountOrZero = Field(
+        default=0, description="further experts of that width that all tokens go through"
+    )
+    first_dense: CountOrZero = Field(
+        default=0, description="layers before all others, with an mlp of width model.ffn"
+    )
+    every: Count = Field(
+        default=1,
+        description="of the layers after those, each every-th one has experts, and the others an "
+        "mlp of width model.ffn",
+    )
+    score: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="of the router's logits, over all experts or each alone"
+    )
+    normalise: bool = Field(default=True, description="a token's gates are divided by their sum")
+    scale: Positive = Field(default=1.0, description="multiplies the gates")
+    logit_bias: bool = Field(default=False, description="a bias in the router's logits")
+    groups: Count = Field(
+        default=1,
+        description="equal groups of experts; a token's experts are all of its groups_kept best "
+        "ones, by the sum of the two best scores of a group",
+    )
+    groups_kept: Count | None = Field(default=None, description="default: groups")
+    bias_rate: NonNegative | None = Field(
+        default=None,
+        description="balances without a loss (arXiv:2408.15664): a bias is added to the scores "
+        "where experts are chosen; after each step it moves by this, up where an expert had fewer "
+        "tokens than the mean and down where it had more; 0: it stays as it is; none: no bias",
+    )
+    balance: NonNegative = Field(
+        default=0.0,
+        description="weight of the balance loss, count * sum(share of choices * mean score), "
+        "of each layer",
+    )
+    balance_over: Literal["sequence", "batch"] = Field(
+        default="sequence",
+        description="the tokens of which the balance loss counts choices: of each row of a batch "
+        "(arXiv:2412.19437), or of all rows of a microbatch on all devices (arXiv:2501.11873), "
+        "which depends on the accumulation",
+    )
+    z_loss: NonNegative = Field(
+        default=0.0,
+        description="weight of the mean square of the logarithm of the router's softmax "
+        "denominator, of each layer (arXiv:2202.08906)",
+    )
+    jitter: Fraction = Field(
+        default=0.0,
+        description="in training, each number that a router reads is multiplied by noise between "
+        "1 - jitter and 1 + jitter (arXiv:2101.03961)",
+    )
+    bucket_factor: Positive = Field(
+        default=1.25,
+        description="rows that a device sends another one at once, over those that it would if "
+        "all experts had as many; the rest follows in further rounds, nothing is dropped",
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.chosen > self.count:
+            raise ValueError(
+                f"model.experts.chosen={self.chosen} is more than model.experts.count={self.count}"
+            )
+        if self.normalise and self.chosen == 1:
+            raise ValueError(
+                "model.experts.normalise=true makes the only gate of a token 1, so a router would "
+                "never learn; set model.experts.normalise=false for model.experts.chosen=1"
+            )
+        if self.balance_over != "sequence" and not self.balance:
+            raise ValueError(
+                f"model.experts.balance_over={self.balance_over!r} needs a weight; set "
+                "model.experts.balance=0.001"
+            )
+        self._check_groups()
+        return self
+
+    def _check_groups(self) -> None:
+        """Refuses groups of which no router could choose."""
+        if self.count % self.groups:
+            raise ValueError(
+                f"model.experts.count={self.count} is not a multiple of "
+                f"model.experts.groups={self.groups}"
+            )
+        kept = self.kept_groups
+        if kept > self.groups:
+            raise ValueError(
+                f"model.experts.groups_kept={kept} is more than model.experts.groups={self.groups}"
+            )
+        in_group = self.count // self.groups
+        if kept < self.groups and in_group < 2:
+            raise ValueError(
+                f"model.experts.groups={self.groups} have one expert each, and a group's score is "
+                "the sum of its two best"
+            )
+        if kept * in_group < self.chosen:
+            raise ValueError(
+                f"model.experts.groups_kept={kept} of {in_group} experts hold fewer than "
+                f"model.experts.chosen={self.chosen}"
+            )
+
+    @property
+    def kept_groups(self) -> int:
+        """The groups among whose experts a token's are chosen: `groups_kept`, or else all."""
+        return self.groups_kept or self.groups

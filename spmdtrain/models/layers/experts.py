@@ -1,0 +1,73 @@
+"""The mlp of a layer with experts: a router, its experts, and those that all tokens share.
+
+Letters beside those of this room: x experts, k chosen experts of a token, u the dims of an mlp's
+first projection: f, or 2 and f with a gate.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.mlp import ACTIVATIONS, Mlp
+from spmdtrain.models.layers.router import Router
+from spmdtrain.models.layers.weights import INIT_STD, matmul_weight
+from spmdtrain.parallel.experts import ExpertWeights
+
+
+class Experts(nnx.Module):
+    """Mlps of which each token goes through some, in place of `Mlp`.
+
+    Returns their outputs, weighed and added, and the side losses of the router. Tokens travel to
+    the devices that own their experts; weights stay where they are (`parallel/experts`).
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        assert config.experts is not None, "a model with experts"
+        self.activation = config.mlp
+        count, hidden = config.experts.count, config.expert_hidden
+        self.router = Router(config, rngs)
+        gate = (2,) if config.is_gated else ()
+        up_shape = (*gate, hidden)
+        up_axes = (*(None for _ in gate), "ffn")
+        down_std = INIT_STD * (2 * config.layers) ** -0.5
+        self.up_xeu = matmul_weight(
+            rngs, (count, config.embed, *up_shape), ("experts", "embed", *up_axes)
+        )
+        self.down_xfe = matmul_weight(
+            rngs, (count, hidden, config.embed), ("experts", "ffn", "embed"), down_std
+        )
+        if config.has_mlp_bias:
+            self.up_bias = _zeros((count, *up_shape), ("experts", *up_axes))
+            self.down_bias = _zeros((count, config.embed), ("experts", "norm"))
+        else:
+            self.up_bias = None
+            self.down_bias = None
+        shared = config.experts.shared
+        self.shared = Mlp(config, rngs, shared * hidden) if shared else None
+
+    def __call__(
+        self, x_bte: jax.Array, ctx: ForwardContext
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        routing = self.router(x_bte, ctx)
+        weights = ExpertWeights(
+            self.up_xeu[...], self.down_xfe[...], _array(self.up_bias), _array(self.down_bias)
+        )
+        activation = ACTIVATIONS[self.activation]
+        y_bte = ctx.experts(
+            x_bte, routing.gates_btk, routing.ids_btk, weights, activation=activation
+        )
+        if self.shared is not None:
+            y_bte = y_bte + self.shared(x_bte, ctx)
+        return y_bte, routing.side_losses
+
+
+def _zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape), out_sharding=axes)
+
+
+def _array(bias: Any) -> jax.Array | None:
+    return None if bias is None else bias[...]

@@ -1,0 +1,144 @@
+"""Routers: loads, side losses and the bias are those of numpy, on any mesh and accumulation."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from family_oracle import logits
+from helpers import batches_of, initial_weights, placed, prepared
+
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.step import make_gradients, make_step
+from spmdtrain.train.updates.router_load import deviation_sign
+
+RATE, BALANCE, Z_LOSS = 0.01, 0.5, 0.25
+TINY = (
+    *("model.name=llama", "model.embed=16", "model.heads=2", "model.vocab=32", "model.layers=4"),
+    *("train.sequence_length=8", "train.global_batch=16", "optimizer.warmup=0"),
+    *("model.experts.count=8", "model.experts.chosen=3", "model.experts.ffn=16"),
+    *("model.experts.score=sigmoid", f"model.experts.bias_rate={RATE}"),
+    *(f"model.experts.balance={BALANCE}", f"model.experts.z_loss={Z_LOSS}"),
+)
+PATTERN = ("model.experts.every=2",)
+OVER_BATCH = (*PATTERN, "model.experts.balance_over=batch")
+DATA_FSDP_EXPERT = ("mesh.data=2", "mesh.fsdp=2", "mesh.expert=2", "train.zero=1")
+PLACEMENTS = {
+    "accumulated": (PATTERN, ("train.microbatch=4",)),
+    "data 2 fsdp 2 expert 2": (PATTERN, DATA_FSDP_EXPERT),
+    "context 2 tensor 2, recomputed": (
+        PATTERN,
+        ("mesh.context=2", "mesh.tensor=2", "train.remat=full"),
+    ),
+    "a padded pipeline": (
+        ("model.layers=3",),
+        ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=2"),
+    ),
+    "over the batch": (OVER_BATCH, DATA_FSDP_EXPERT),
+}
+
+
+@cache
+def first_batch(numbers: tuple[str, ...], placement: tuple[str, ...]) -> tuple:
+    """(gradients, sums) of the first batch, from the weights of one device."""
+    setup = prepared(*TINY, *numbers, *placement)
+    step = jax.device_put(np.int32(0), setup.state.step.sharding)
+    params = placed(setup, initial_weights(*TINY, *numbers))
+    with batches_of(setup) as ahead:
+        return jax.device_get(jax.jit(make_gradients(setup))(params, step, next(ahead)))
+
+
+def in_order(setup: Setup, x: np.ndarray) -> np.ndarray:
+    return np.asarray(setup.model.layout.unstaged(x))
+
+
+def bias_of(setup: Setup) -> str:
+    (path,) = [path for path, each in setup.model.parameters.items() if each.is_load_bias]
+    return path
+
+
+@cache
+def by_numpy(numbers: tuple[str, ...]) -> tuple[list, np.ndarray]:
+    """((logits, scores, gates) of each layer with experts, [b, t, x], and the mask [b, t])."""
+    setup = prepared(*TINY, *numbers)
+    with batches_of(setup) as ahead:
+        batch = jax.device_get(next(ahead))
+    length = batch["tokens"].shape[-1]
+    routed = []
+    tokens, mask = (batch[name].reshape(-1, length) for name in ("tokens", "mask"))
+    logits(setup.config.model, initial_weights(*TINY, *numbers), tokens, routed)
+    return routed, mask
+
+
+def counts_by_numpy(numbers: tuple[str, ...]) -> np.ndarray:
+    """The tokens of each expert of each layer [l, x]."""
+    routed, mask = by_numpy(numbers)
+    return np.stack([(gates > 0)[mask > 0].sum(0) for _, _, gates in routed])
+
+
+@pytest.mark.parametrize("case", PLACEMENTS)
+def test_the_gradient_of_a_bias_is_the_number_of_tokens_of_each_expert(case):
+    numbers, placement = PLACEMENTS[case]
+    setup = prepared(*TINY, *numbers, *placement)
+    gradients, sums = first_batch(numbers, placement)
+    counted = in_order(setup, gradients[bias_of(setup)]) * sums["tokens"]
+    wanted = counts_by_numpy(numbers)
+    assert np.allclose(counted, wanted, rtol=1e-5)
+    assert (wanted.sum(1) == 3 * sums["tokens"]).all()
+    assert sums["expert_load"] == 0
+
+
+@pytest.mark.parametrize("case", PLACEMENTS)
+def test_side_losses_are_those_of_their_definition(case):
+    """X sum(f P) of each sequence, or of all, and the square of the logarithm of the sum."""
+    numbers, placement = PLACEMENTS[case]
+    _, sums = first_batch(numbers, placement)
+    routed, mask = by_numpy(numbers)
+    balance = z_loss = entropy = 0.0
+    for logits_btx, scores_btx, gates_btx in routed:
+        share = scores_btx / scores_btx.sum(-1, keepdims=True)
+        entropy += (-(share * np.log(share)).sum(-1) * mask).sum() / len(routed)
+        z_loss += (np.log(np.exp(logits_btx).sum(-1)) ** 2 * mask).sum()
+        groups = [slice(None)] if "batch" in numbers[-1] else [[row] for row in range(len(mask))]
+        for rows in groups:
+            weight = mask[rows][..., None]
+            tokens = weight.sum()
+            f = ((gates_btx[rows] > 0) * weight).sum((0, 1)) / (3 * tokens)
+            p = (share[rows] * weight).sum((0, 1)) / tokens
+            balance += tokens * 8 * (f * p).sum()
+    assert sums["balance_loss"] == pytest.approx(BALANCE * balance, rel=1e-5)
+    assert sums["router_z_loss"] == pytest.approx(Z_LOSS * z_loss, rel=1e-5)
+    assert sums["router_entropy"] == pytest.approx(entropy, rel=1e-5)
+
+
+def test_a_step_moves_a_bias_by_its_own_rate_and_shows_the_loads():
+    """Not by the learning rate, outside of the norm and of the average of the weights."""
+    numbers, placement = PLACEMENTS["data 2 fsdp 2 expert 2"]
+    others = ("train.clip=0.001", "optimizer.ema=0.5", "optimizer.learning_rate=0.5")
+    setup = prepared(*TINY, *numbers, *placement, *others)
+    gradients, sums = first_batch(numbers, placement)
+    bias = bias_of(setup)
+    from spmdtrain.train.setup import init_state
+
+    state = init_state(setup)
+    assert bias not in state.items["ema"]
+    with batches_of(setup) as ahead:
+        after, metrics = jax.device_get(make_step(setup)(state, next(ahead)))
+    counts = counts_by_numpy(numbers)
+    wanted = -RATE * np.sign(counts - counts.mean(-1, keepdims=True))
+    assert np.array_equal(in_order(setup, after.params[bias]), wanted.astype(np.float32))
+    squares = [np.square(np.float64(g)).sum() for path, g in gradients.items() if path != bias]
+    assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(squares)), rel=1e-5)
+    loads = counts / counts.mean(-1, keepdims=True)
+    assert metrics["expert_load"] == pytest.approx(loads.max(), rel=1e-6)
+    assert metrics["expert_load_layer"] == 1 + 2 * loads.max(-1).argmax()
+    share = np.maximum(loads / 8, 1e-30)
+    evenness = -(share * np.log(share)).sum(-1).min() / np.log(8)
+    assert metrics["expert_evenness"] == pytest.approx(evenness, rel=1e-5)
+
+
+def test_loads_that_rounding_alone_tells_apart_are_equal():
+    even = np.full(48, 100 / 3, np.float32)
+    assert not np.any(deviation_sign(even))
+    one_token = even + np.eye(48, dtype=np.float32)[0] * 1e-3
+    assert np.array_equal(deviation_sign(one_token), np.where(np.arange(48) == 0, 1, -1))
