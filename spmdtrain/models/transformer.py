@@ -15,7 +15,7 @@ from flax import nnx
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import Attention, Cache, Embedding, Experts, Mlp, Norm, weight
+from spmdtrain.models.layers import Attention, Cache, Embedding, ExpertMlp, Mlp, Norm, weight
 from spmdtrain.models.logits import logits_of
 from spmdtrain.models.stack import Round, SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
@@ -103,7 +103,7 @@ def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
 class Transformer(nnx.Module):
     """`config.model` with its vocab resolved; `config.max_length` positions.
 
-    Layers with experts have `Experts` as their mlp. The dense ones before all others
+    Layers with experts have `ExpertMlp` as their mlp. The dense ones before all others
     (`model.experts.first_dense`) are a stack of their own, which `embed` runs.
 
     The parts of its blocks may be replaced, see `Block`: a run takes `make=partial(Transformer,
@@ -136,7 +136,7 @@ class Transformer(nnx.Module):
         first = model.layers - model.stack_layers
         dense = partial(Block, model, **parts)
         self.first_blocks = Stack(dense, first, rngs) if first else None
-        of_layers = [parts | ({"mlp": Experts} if has else {}) for has in model.stack_pattern]
+        of_layers = [parts | ({"mlp": ExpertMlp} if has else {}) for has in model.stack_pattern]
         makers = [partial(Block, model, first=first, **own) for own in of_layers]
         self.blocks = Stack(makers if len(makers) > 1 else makers[0], model.stack_layers, rngs)
         self.norm = norm(model)

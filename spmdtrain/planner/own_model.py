@@ -64,8 +64,8 @@ class OwnModel:
     def _build(self, stages: int, chunks: int) -> tuple[Any, Any, Any]:
         """Returns the abstract model for `stages`, its update rules, and its state's shapes."""
         from spmdtrain.models.abstract import build_model
-        from spmdtrain.train.setup import with_update_rules
         from spmdtrain.train.state import fresh_shapes
+        from spmdtrain.train.updates.chosen_rules import with_update_rules
 
         model = build_model(self._config, self._make, stages, chunks)
         model, update_rules = with_update_rules(self._config, model, self._optimizer)

@@ -43,9 +43,9 @@ from spmdtrain.train.batch import (
 from spmdtrain.train.item import Specs, Start
 from spmdtrain.train.state import Shapes, TrainState, abstract_state, fresh_state
 from spmdtrain.train.token_loss import TokenLoss
-from spmdtrain.train.updates import optimizers, router_load
+from spmdtrain.train.updates import optimizers
+from spmdtrain.train.updates.chosen_rules import with_update_rules
 from spmdtrain.train.updates.learning_rates import LearningRate, make_learning_rate
-from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
 
 @dataclass(frozen=True)
@@ -200,24 +200,6 @@ def _check_frozen(config: RunConfig, model: AbstractModel) -> None:
             f"precision.frozen={dtype!r}: no weight of this run is frozen",
             fix="--set finetune.kind=lora, or --set precision.frozen=none",
         )
-
-
-def with_update_rules(
-    config: RunConfig, model: AbstractModel, optimizer: optimizers.Optimizer | None
-) -> tuple[AbstractModel, optimizers.UpdateRules]:
-    """Returns (model, update rules by path); a parameter without a rule is frozen in the model.
-
-    The rules are those of the caller's `optimizer`, or of the settings if it is None.
-    """
-    trained = {path: each for path, each in model.parameters.items() if each.is_trained}
-    of_loads = router_load.update_rules(config.model.experts, trained)
-    trained = {path: each for path, each in trained.items() if path not in of_loads}
-    if optimizer is None:
-        update_rules = shipped_update_rules(config.optimizer, trained)
-    else:
-        update_rules = optimizers.choose_update_rules(optimizer, trained, model.layout)
-    update_rules = {**update_rules, **of_loads}
-    return model.freezing_all_but(update_rules), update_rules
 
 
 def lay_to_rest(

@@ -23,7 +23,7 @@ from spmdtrain.train.gradients.sums import means, number_of
 from spmdtrain.train.item import Metrics, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
-from spmdtrain.train.updates import optimizers, router_load
+from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.optimizers import OptimizerState
 
 # Gets (gradients, updates) of a step that is being traced.
@@ -73,9 +73,8 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         if see:
             see(found_gradients, updates)
         params = _apply(setup.update_rules, state.params, updates, rate)
-        found = means(setup, sums)
+        found = means(setup, sums, gradients)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
-        metrics |= router_load.figures(config.model, setup.model, gradients)
         loss = found["loss"]
         limits, good = _judge(config, state, loss, norm) if config.judges_steps else (None, None)
         taken = Taken(config, params, gradients, batch, loss, norm, number_of(found), limits, good)

@@ -7,7 +7,7 @@ per key-value head, d head_dim, f ffn, v vocab.
 from spmdtrain.models.layers.attention import Attention as Attention
 from spmdtrain.models.layers.cache import Cache as Cache
 from spmdtrain.models.layers.embedding import Embedding as Embedding
-from spmdtrain.models.layers.experts import Experts as Experts
+from spmdtrain.models.layers.experts import ExpertMlp as ExpertMlp
 from spmdtrain.models.layers.mlp import Mlp as Mlp
 from spmdtrain.models.layers.norm import Norm as Norm
 from spmdtrain.models.layers.rope import rotate as rotate

@@ -18,7 +18,7 @@ from spmdtrain.models.layers.weights import INIT_STD, matmul_weight
 from spmdtrain.parallel.experts import ExpertWeights
 
 
-class Experts(nnx.Module):
+class ExpertMlp(nnx.Module):
     """Mlps of which each token goes through some, in place of `Mlp`.
 
     Returns their outputs, weighed and added, and the side losses of the router. Tokens travel to

@@ -18,6 +18,7 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.pair_loss import FIGURES, count_pairs
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, of_the_step
+from spmdtrain.train.updates import router_load
 
 COUNTS = ("tokens", "pairs")
 
@@ -63,11 +64,14 @@ def number_of(sums: Mapping[str, Any]) -> Any:
     return sums.get("pairs", sums["tokens"])
 
 
-def means(setup: Setup, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def means(
+    setup: Setup, sums: dict[str, jax.Array], gradients: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Returns each loss over the number of tokens or pairs, and these numbers, scalars by name.
 
     `sums`: scalars, or for a mixture vectors [1 + sources] that become NAME and NAME/SOURCE. A
-    source without tokens has a loss of 0: its number of tokens shows that it has none.
+    source without tokens has a loss of 0: its number of tokens shows that it has none. The load of
+    experts is no sum: the gradients hold it (router_load.py).
     """
     sources = ["", *(f"/{source.name}" for source in setup.config.data.mix)]
     number = number_of(sums)
@@ -79,7 +83,7 @@ def means(setup: Setup, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
             found |= {name + source: mean[at] for at, source in enumerate(sources)}
         else:
             found[name] = mean
-    return found
+    return found | router_load.figures(setup.config.model, setup.model, gradients)
 
 
 def total_of(sums: jax.Array) -> jax.Array:
