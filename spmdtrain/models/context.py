@@ -119,7 +119,7 @@ class ForwardContext:
         return x_bt[:, zigzag_order(x_bt.shape[1], self.way.zigzag)]
 
     def jitter(self, x: jax.Array, site: int, share: float) -> jax.Array:
-        """Multiplies x [b, ...] by uniform noise between 1 - share and 1 + share.
+        """Multiplies x [b, t, ...] by uniform noise between 1 - share and 1 + share.
 
         Noise depends on the same as that of `dropout`.
         """
@@ -127,7 +127,7 @@ class ForwardContext:
             return x
         keys = _fold_in(self.noise_b, site)
         draw = partial(jax.random.uniform, shape=x.shape[1:], minval=1 - share, maxval=1 + share)
-        return x * jax.vmap(draw)(keys).astype(x.dtype)
+        return x * self.as_tokens(jax.vmap(draw)(keys)).astype(x.dtype)
 
 
 def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:

@@ -25,6 +25,8 @@ class ExpertMlp(nnx.Module):
     the devices that own their experts; weights stay where they are (`parallel/experts`).
     """
 
+    any_order = True
+
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         assert config.experts is not None, "a model with experts"
         self.activation = config.mlp

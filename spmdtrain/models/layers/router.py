@@ -46,6 +46,8 @@ class Router(nnx.Module):
     stays 0, and its gradient only shows the load.
     """
 
+    any_order = True
+
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         assert config.experts is not None, "a model with experts"
         self.experts: ExpertsConfig = config.experts
