@@ -97,7 +97,7 @@ schema: $(VENV)/installed  ## configs/schema.json, by which editors complete the
 	$(BIN)/python -c "import json, spmdtrain.config as c; print(json.dumps(c.json_schema(), indent=2))" > configs/schema.json
 
 constraints:  ## constraints.txt anew, with uv: the newest versions that Python 3.11 and later can install
-	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra hf --extra data --extra tensorboard --extra wandb --universal --python-version 3.11 --upgrade --quiet \
+	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra hf --extra data --extra tensorboard --extra wandb --extra remote --universal --python-version 3.11 --upgrade --quiet \
 	  --no-emit-index-url --no-emit-find-links --no-header --no-annotate -o constraints.txt
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip

@@ -20,7 +20,7 @@ Meta = dict[str, Any]
 # name -> (value in the checkpoint, value now)
 Changes = dict[str, tuple[Any, Any]]
 # The settings that say where a corpus comes from.
-DATA = ("data.corpus", "data.path", "data.tokenizer", "data.mix")
+DATA = ("data.corpus", "data.path", "data.tokenizer", "data.field", "data.mix")
 # Settings of [model] that a leaf shows by being there or by its shape, and those that change no
 # number that the weights compute.
 OF_SHAPES = {"layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length"} | {
@@ -206,7 +206,10 @@ def _what_changed(name: str) -> str:
 
 def _stream(config: RunConfig, fingerprint: str) -> dict[str, Any]:
     """Returns the settings that map a sample index to tokens, and the data's fingerprint."""
-    return {
+    blocks = {}
+    if config.data.is_streamed and config.data.shuffle:
+        blocks = {"data.shuffle_buffer": config.data.shuffle_buffer}
+    return blocks | {
         "train.seed": config.train.seed,
         "train.sequence_length": config.train.sequence_length,
         "data.shuffle": config.data.shuffle,

@@ -25,7 +25,7 @@ and with packing="documents" or "best_fit" (packing.py), also:
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -50,6 +50,24 @@ class Range(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+class Windows(Protocol):
+    """The samples of an evaluation, by index. From `windows` on they are all padding."""
+
+    @property
+    def windows(self) -> int: ...
+
+    def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]: ...
+
+
+class EvalSet(NamedTuple):
+    """Windows that are evaluated separately; the overall loss is the mean by `weight`."""
+
+    name: str  # the source in a mixture, else ""
+    weight: float  # all weights add up to 1
+    windows: Windows
+    tokens: int  # of the split that follow another token, masked or not; or its pairs of answers
 
 
 def split(
@@ -159,7 +177,7 @@ class TrainStream:
         rows = np.stack(windows)
         counts = [self._corpus.counts(at + 1, at + self._length + 1) for at in starts.tolist()]
         mask = np.stack(counts)
-        return _make_batch(self._corpus, rows, starts, mask, indices, self._packing)
+        return make_batch(self._corpus, rows, starts, mask, indices, self._packing)
 
 
 class EvalWindows:
@@ -201,10 +219,10 @@ class EvalWindows:
         for row, start, stop in parts:
             rows[row, : stop - start] = self._corpus.read(start, stop)
             mask[row, : stop - start - 1] = self._corpus.counts(start + 1, stop)
-        return _make_batch(self._corpus, rows, starts, mask, indices, self._packing)
+        return make_batch(self._corpus, rows, starts, mask, indices, self._packing)
 
 
-def _make_batch(
+def make_batch(
     corpus: Corpus,
     rows: np.ndarray,
     starts: np.ndarray,

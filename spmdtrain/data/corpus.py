@@ -39,6 +39,7 @@ from spmdtrain.data.token_files.tokens import (
 )
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,
+    end_of_text,
     from_spec,
     open_tokenizer,
     tokenizer_fingerprint,
@@ -171,8 +172,11 @@ class Corpus:
 def find_vocab(config: DataConfig, seed: int) -> int:
     """Returns the vocabulary size of the data that `config` names; of a mixture, of any source.
 
-    Raises DataError as `open_corpus` does.
+    Raises DataError as `open_corpus` does. Of a stream only the tokenizer is opened.
     """
+    if config.is_streamed:
+        opened, _ = end_of_text(open_tokenizer(config.tokenizer), "auto", config.tokenizer)
+        return opened.size
     if config.mix:
         path = _patterns(config.mix[0].path)
         return token_corpus(path, config.tokenizer, dtype=config.dtype).vocab
@@ -200,14 +204,19 @@ def open_corpus(
         corpus = token_corpus(
             patterns, config.tokenizer, vocab, validation, config.dtype, references=references
         )
-    if vocab is not None and corpus.vocab > vocab:
+    check_vocab(corpus.vocab, vocab)
+    return corpus
+
+
+def check_vocab(ids: int, rows: int | None) -> None:
+    """Raises DataError if a corpus has more ids than the model has rows (None: it adopts them)."""
+    if rows is not None and ids > rows:
         raise DataError(
             "the corpus has token ids that the model has no row for",
-            asked=f"model.vocab={vocab}",
-            found=f"{corpus.vocab} ids in the corpus",
-            fix=f"--set model.vocab={corpus.vocab}",
+            asked=f"model.vocab={rows}",
+            found=f"{ids} ids in the corpus",
+            fix=f"--set model.vocab={ids}",
         )
-    return corpus
 
 
 def _patterns(path: str | Sequence[str] | None) -> Sequence[str]:

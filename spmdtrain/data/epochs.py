@@ -33,6 +33,8 @@ def counted_in_steps(config: RunConfig, data: Sized) -> RunConfig:
         found = "custom samples, without an end"
         if config.data.mix:
             found = "a mixture, whose sources are read through at different times"
+        elif config.data.is_streamed:
+            found = f"data.corpus={config.data.corpus!r}, whose end is not known"
         raise ConfigError(
             "only a single corpus has epochs",
             asked=asked,

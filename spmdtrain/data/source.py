@@ -5,22 +5,25 @@ evaluate on, and a fingerprint by which a resumed run recognises the same data.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.given import as_whole, check_kind, shown
 from spmdtrain.config.schema import RunConfig, check_config
+from spmdtrain.data.batches import EvalSet as EvalSet
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
-from spmdtrain.data.corpus import Corpus, common_template, open_corpus
+from spmdtrain.data.batches import Windows as Windows
+from spmdtrain.data.corpus import Corpus, check_vocab, common_template, open_corpus
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixture import Mixture, mix
 from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.shuffle import random_bits
+from spmdtrain.data.streams.stream_data import StreamData, open_stream
 from spmdtrain.data.targets import check_targets
 from spmdtrain.data.token_files.cut_files import cut_shared_files
 from spmdtrain.data.token_files.references import no_references
@@ -53,24 +56,6 @@ class Source:
                 raise ConfigError(f"Source({name}={shown(given)}) is not a function", fix=fix)
         count = as_whole(self.validation_samples, "validation_samples", 0, 2**31 - 1)
         object.__setattr__(self, "validation_samples", count)
-
-
-class Windows(Protocol):
-    """The samples of an evaluation, by index. From `windows` on they are all padding."""
-
-    @property
-    def windows(self) -> int: ...
-
-    def samples(self, indices: np.ndarray) -> dict[str, np.ndarray]: ...
-
-
-class EvalSet(NamedTuple):
-    """Windows that are evaluated separately; the overall loss is the mean by `weight`."""
-
-    name: str  # the source in a mixture, else ""
-    weight: float  # all weights add up to 1
-    windows: Windows
-    tokens: int  # of the split that follow another token, masked or not; or its pairs of answers
 
 
 @dataclass(frozen=True)
@@ -260,12 +245,12 @@ class SourceWindows:
         return batch
 
 
-Data = CorpusData | MixtureData | SourceData
+Data = CorpusData | MixtureData | SourceData | StreamData
 
 
 def check_data(data: Any) -> None:
     """Raises ConfigError if `data` is not the data of a run."""
-    kinds = (CorpusData, MixtureData, SourceData)
+    kinds = (CorpusData, MixtureData, SourceData, StreamData)
     check_kind(data, kinds, "data", "config, data = st.open_data(config)")
 
 
@@ -287,6 +272,8 @@ def _open(config: RunConfig, source: Source | Tokens | None) -> tuple[RunConfig,
         data = _open_mixture(config)
         vocab = data.sources[0].corpus.vocab
         sources = data.sources
+    elif config.data.is_streamed:
+        return _open_stream(config)
     else:
         corpus = open_corpus(
             config.data,
@@ -301,6 +288,27 @@ def _open(config: RunConfig, source: Source | Tokens | None) -> tuple[RunConfig,
         kept = "data.validation_fraction=0 keeps no validation data"
         raise ConfigError(f"eval.every asks for evaluation, but {kept}")
     return config.with_vocab(config.model.vocab or vocab), data
+
+
+def _open_stream(config: RunConfig) -> tuple[RunConfig, StreamData]:
+    settings = config.data
+    if config.eval.every and not settings.validation_path:
+        what = f"eval.every asks for evaluation, but data.corpus={settings.corpus!r} keeps no data"
+        raise ConfigError(what, fix="--set data.validation_path=FILE")
+    data = open_stream(settings, validates=True)
+    check_vocab(data.empty.vocab, config.model.vocab)
+    return config.with_vocab(config.model.vocab or data.empty.vocab), data
+
+
+def progress_of(data: Data) -> dict[str, Any]:
+    """Returns what a checkpoint keeps of reading: what a stream has learned of its files."""
+    return {"ledger": data.ledger.document()} if isinstance(data, StreamData) else {}
+
+
+def recall_progress(data: Data, meta: Mapping[str, Any]) -> None:
+    """Spares a stream from reading again what a checkpoint with this meta knows."""
+    if isinstance(data, StreamData) and "ledger" in meta:
+        data.ledger.recall(meta["ledger"])
 
 
 def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:

@@ -1,6 +1,6 @@
 """Saves checkpoints during a run, and reports those that have become complete."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,13 +20,14 @@ class Saves:
     """The checkpoints that the loop saves, and the newest one that it has reported as complete.
 
     The run starts at step `first`, at the global sample index `sample`. Each checkpoint stores
-    `identity` (of the run), `record` (of its bad steps) and `early_stop` (of its evaluations).
+    `kept()` (of the run and its data), `record` (of its bad steps) and `early_stop` (of its
+    evaluations).
     """
 
     def __init__(
         self,
         setup: Setup,
-        identity: Meta,
+        kept: Callable[[], Meta],
         checkpoints: Checkpoints,
         reporter: Reporter,
         first: int,
@@ -41,7 +42,7 @@ class Saves:
         self._reporter = reporter
         self._first = first
         self._sample = sample
-        self._identity = identity
+        self._kept = kept
         self._newest = first if first else None
         self._held: dict[int, dict[str, float]] = {}  # what `saved` tells of each step
 
@@ -49,7 +50,7 @@ class Saves:
         """Starts saving `state` as the checkpoint of `step`."""
         seen = (step - self._first) * self._setup.config.train.global_batch
         where = {"sample": self._sample + seen, "guard": self.record.document()}
-        self.checkpoints.save(step, state, where | self.early_stop.document() | self._identity)
+        self.checkpoints.save(step, state, where | self.early_stop.document() | self._kept())
         arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._held[step] = {"bytes": arrays}
 

@@ -11,7 +11,7 @@ from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.rollback import go_back
 from spmdtrain.running.saves import Saves
 from spmdtrain.running.start.begin import StartingPoint
-from spmdtrain.running.start.compiling import identity_of
+from spmdtrain.running.start.compiling import kept_of
 from spmdtrain.running.start.session import Session
 from spmdtrain.running.watch import Evaluate, Watch
 from spmdtrain.train import evaluation
@@ -25,7 +25,7 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
     data = session.prepared.data
     reporter = session.reporter
     evaluate = evaluation.make_eval_figures(setup, data)
-    kept = identity_of(session)
+    kept = kept_of(session)
     state, done, sample = start.state, start.step, start.sample
     with Interrupt(setup.mesh) as interrupt:
         while True:

@@ -69,6 +69,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "optimizer.clip_update": (0.1, 1.0, 10.0),
     # Which step overflows in float16 may depend on how a batch is cut: no oracle knows it.
     "precision.compute": ("float32", "bfloat16"),
+    "data.corpus": ("stdlib", "synthetic", "text", "tokens"),  # streams: tests/data/test_streams.py
     "data.path": ("README.md", "LICENSE", ("README.md", "CONTRIBUTING.md")),
     "data.tokenizer": ("bytes", "characters"),
     "data.validation_fraction": (0.0, 0.05, 0.1, 0.5),
@@ -102,6 +103,10 @@ NOT_DRAWN = {
     "model.experts": "a table; tests/models/test_router.py has it, on meshes",
     "data.mix": "a table of sources; tests/data has it",
     "data.validation_path": "of token files that others made; tests/data has it",
+    **dict.fromkeys(
+        ("data.field", "data.workers", "data.shuffle_buffer", "data.cache", "data.cache_gb"),
+        "is of streams; tests/data/test_streams.py has it",
+    ),
     "checkpoint.keep_best": "needs eval.every; tests/checkpoints/test_keeping.py has it",
     "checkpoint.keep_every": "decides which files stay; tests/checkpoints/test_keeping.py has it",
     "eval.patience": "rounding alone may decide it; tests/running/guards/test_early_stop.py has it",

@@ -98,7 +98,8 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
             pass
 
     with Reporter(tmp_path, setup.config, 0) as reporter, batches_of(setup) as ahead:
-        saves = Saves(setup, identity(setup, data.fingerprint, {}), NoCheckpoints(), reporter, 0, 0)
+        kept = identity(setup, data.fingerprint, {})
+        saves = Saves(setup, lambda: kept, NoCheckpoints(), reporter, 0, 0)
         with Interrupt(setup.mesh) as interrupt:
             outcome = steps.train(
                 setup, state, step, lambda _: 0.0, ahead, saves, reporter, interrupt

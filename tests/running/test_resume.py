@@ -235,6 +235,55 @@ def test_two_processes_train_as_one_and_stop_together(uninterrupted, half, confi
     assert "step" in said[0] and "step" not in said[1], "process 0 speaks for all"
 
 
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("documents")
+    for number in range(6):
+        texts = [f"file {number}, row {row}: {'ab' * (row % 9)}" for row in range(60)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{number}.jsonl").write_text(lines)
+    return folder
+
+
+def test_a_stream_that_two_processes_read_goes_on_in_one(documents, tmp_path):
+    """Both are killed; the samples that follow are those of a run that nothing has stopped."""
+    settings = (
+        *SETTINGS,
+        "model.vocab=256",
+        "data.corpus=jsonl",
+        "data.validation_fraction=0",
+        f"data.path={documents}/*.jsonl",
+        "data.shuffle_buffer=32",
+        "checkpoint.every=10",
+        "mesh.data=2",
+    )
+    config = tmp_path / "run.toml"
+    config.write_text(to_toml(tiny(*settings, "train.steps=4000")))
+    flags = ("--simulate-devices", "1", "--coordinator", f"localhost:{free_port()}")
+    processes = [
+        subprocess.Popen(
+            command(tmp_path / "cut", config, *flags, "--processes", "2", "--process", str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        wait_for_step(processes[0], tmp_path / "cut", 20)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    steps = max(losses(tmp_path / "cut")) + 10
+    more = f"train.steps={steps}"
+    assert run(tmp_path / "cut", *settings, more) == loop.Outcome("finished", steps)
+    assert run(tmp_path / "whole", *settings, more) == loop.Outcome("finished", steps)
+    got, want = losses(tmp_path / "cut"), losses(tmp_path / "whole")
+    assert got.keys() == want.keys()
+    assert max(abs(got[step] - want[step]) / want[step] for step in got) <= 1e-5
+
+
 def test_a_finished_run_says_so_and_more_steps_go_on(uninterrupted, tmp_path, capsys):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
     assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("nothing to do", STEPS)

@@ -20,21 +20,28 @@ class MixSource(Settings):
 
 
 Mix = Annotated[tuple[MixSource, ...], Field(strict=False)]
+STREAMED = ("jsonl", "parquet")
+# Settings of streams alone.
+OF_STREAMS = ("field", "workers", "shuffle_buffer", "cache", "cache_gb")
 
 
 class DataConfig(Settings):
     """The data that a run trains on, and how it is cut into sequences."""
 
-    corpus: Literal["stdlib", "synthetic", "text", "tokens"] = Field(
+    corpus: Literal["stdlib", "synthetic", "text", "tokens", "jsonl", "parquet"] = Field(
         default="stdlib",
         description="Python's own library source | seeded noise with structure | "
-        "text files | token files",
+        "text files | token files | documents that are tokenized as they are read, a stream",
     )
     path: str | Strings | None = Field(
-        default=None, description="files or globs (text), .bin (tokens)"
+        default=None,
+        description="files or globs (text), .bin (tokens); of a stream also gs://, s3:// and "
+        "https:// addresses",
     )
     validation_path: str | Strings | None = Field(
-        default=None, description="token files to validate on, instead of validation_fraction"
+        default=None,
+        description="files of the same kind to validate on, instead of validation_fraction; "
+        "a stream holds their tokens in memory",
     )
     mix: Mix = Field(
         default=(), description="weighted sources of token files, instead of corpus and path"
@@ -48,7 +55,9 @@ class DataConfig(Settings):
         "default: the smallest that holds the vocabulary",
     )
     validation_fraction: Fraction = Field(
-        default=0.1, description="tail of the token stream kept for evaluation"
+        default=0.1,
+        description="tail of the token stream kept for evaluation; default for jsonl and parquet: "
+        "0, for their end is not known",
     )
     shuffle: bool = True
     packing: Literal["stream", "documents", "best_fit"] = Field(
@@ -61,6 +70,37 @@ class DataConfig(Settings):
         default=4, description="batches made ahead of the step, to bridge delays of a disk"
     )
 
+    field: str = Field(
+        default="text", min_length=1, description="the texts of jsonl and parquet: a key, a column"
+    )
+    workers: Count = Field(
+        default=1, description="processes that tokenize jsonl and parquet; 1: threads of the run"
+    )
+    shuffle_buffer: Count = Field(
+        default=4096,
+        description="sequences of jsonl and parquet that are held and shuffled together",
+    )
+    cache: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder for copies of remote files; default: ~/.cache/spmdtrain/copies",
+    )
+    cache_gb: Positive = Field(
+        default=50.0, description="gigabytes (10^9 bytes) that these copies may take"
+    )
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether documents are tokenized while a run reads them."""
+        return self.corpus in STREAMED
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stream_keeps_nothing(cls, values):
+        if isinstance(values, dict) and values.get("corpus") in STREAMED:
+            return {"validation_fraction": 0.0} | values
+        return values
+
     @model_validator(mode="before")
     @classmethod
     def _mix_is_of_tokens(cls, values):
@@ -72,7 +112,7 @@ class DataConfig(Settings):
     def _check(self):
         if self.mix:
             self._check_mix()
-        elif self.corpus in ("text", "tokens") and not self.path:
+        elif self.corpus in ("text", "tokens", *STREAMED) and not self.path:
             raise ValueError(f"data.path is needed for data.corpus={self.corpus!r}")
         if self.corpus in ("stdlib", "synthetic") and self.path:
             raise ValueError(
@@ -83,12 +123,40 @@ class DataConfig(Settings):
             raise ValueError(
                 f"data.dtype={self.dtype!r} is for token files only; set data.corpus='tokens'"
             )
-        if self.validation_path and (self.corpus != "tokens" or self.mix):
+        if self.validation_path and (self.corpus not in ("tokens", *STREAMED) or self.mix):
             raise ValueError(
                 f"data.validation_path={self.validation_path!r} needs data.path, not "
-                "data.mix, and data.corpus='tokens'"
+                "data.mix, and data.corpus='tokens', 'jsonl' or 'parquet'"
             )
+        self._check_stream()
         return self
+
+    def _check_stream(self):
+        """Refuses settings that streams do not have, and those that only streams have."""
+        if not self.is_streamed:
+            for name in OF_STREAMS:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"data.{name}={getattr(self, name)!r} is for data.corpus='jsonl' and "
+                        f"'parquet', not {self.corpus!r}"
+                    )
+            return
+        asked = f"data.corpus={self.corpus!r}"
+        if self.validation_fraction:
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction:g} is the tail of a corpus, "
+                f"and of {asked} the end is not known; set data.validation_path"
+            )
+        if self.packing == "best_fit":
+            raise ValueError(
+                f"data.packing='best_fit' fits all documents of a corpus, and {asked} is read as "
+                "it comes; set data.packing='documents'"
+            )
+        if self.tokenizer == "characters":
+            raise ValueError(
+                f"data.tokenizer='characters' is made of a whole corpus, and {asked} is read as it "
+                "comes; set data.tokenizer='bytes'"
+            )
 
     def _check_mix(self):
         if self.corpus != "tokens":

@@ -6,6 +6,7 @@ from pathlib import Path
 from spmdtrain.checkpoints.identity import changes, describe_changes
 from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.checkpoints.newest import Found
+from spmdtrain.data.source import recall_progress
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
@@ -59,6 +60,7 @@ def _resume(session: Session, found: Found) -> StartingPoint:
     set_aside_later(session.checkpoints, step, reporter)
     if session.checkpoints.retention:
         session.checkpoints.retention.recall(found.meta)
+    recall_progress(session.prepared.data, found.meta)
     differs = changes(found.meta, setup.config, session.prepared.seams)
     changed = {"changed": differs} if differs else {}
     took = {"seconds": pulse.phase().seconds}

@@ -7,7 +7,7 @@ from pallas_kernels.partition import axes_of
 from spmdtrain.checkpoints.identity import Meta, config_document, identity
 from spmdtrain.compiled.memory import memory_in
 from spmdtrain.config.run_files import COMPILED, CONFIG
-from spmdtrain.data.source import Data
+from spmdtrain.data.source import Data, progress_of
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.processes import pulse
@@ -47,12 +47,16 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     return step, report
 
 
-def identity_of(session: Session) -> Meta:
-    """Returns how the checkpoints of a run identify it; its step must have been traced."""
+def kept_of(session: Session) -> Callable[[], Meta]:
+    """Returns what tells what a checkpoint keeps of the run and its data.
+
+    The run's step must have been traced.
+    """
     prepared = session.prepared
     setup = session.setup
     found = identity(setup, prepared.data.fingerprint, prepared.seams)
-    return found | kernels.document(setup)
+    found |= kernels.document(setup)
+    return lambda: found | progress_of(prepared.data)
 
 
 def _introduction(setup: Setup, data: Data) -> str:

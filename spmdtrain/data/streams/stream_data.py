@@ -1,0 +1,200 @@
+"""Documents that a run tokenises while it reads them: `data.corpus = "jsonl"` or `"parquet"`.
+
+The order is a pure function of seed, shards and index. Without shuffling it is that of token files
+which `data prepare` makes of the same documents. With it, each epoch reads the shards in an order
+of its own, and the windows of each block of `data.shuffle_buffer` in another order.
+
+Every process makes all tokens and keeps its own rows: no sample depends on their number.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from spmdtrain.config.errors import ConfigError, DataError
+from spmdtrain.config.schema import DataConfig, RunConfig
+from spmdtrain.data.batches import EvalSet, EvalWindows, Range, make_batch
+from spmdtrain.data.corpus import Corpus
+from spmdtrain.data.indices import sample_indices
+from spmdtrain.data.prepare.encode import Recipe, encode_all
+from spmdtrain.data.shuffle import permute, random_bits
+from spmdtrain.data.streams.blocks import Blocks
+from spmdtrain.data.streams.copies import Copies, default_folder
+from spmdtrain.data.streams.ledger import Ledger
+from spmdtrain.data.streams.reading import ShardReader
+from spmdtrain.data.streams.shards import Shard, find_shards
+from spmdtrain.data.texts.documents import Chunk, read_chunks
+from spmdtrain.data.tokenizers.tokenizer import (
+    Tokenizer,
+    end_of_text,
+    open_tokenizer,
+    tokenizer_fingerprint,
+)
+
+WITHIN_BLOCK = 6  # stream of random bits; reading.py uses 5
+MOST_BLOCKS = 2**32  # of an epoch
+
+
+@dataclass(frozen=True)
+class StreamData:
+    """Shards of documents to train on, and the validation tokens, which are held in memory."""
+
+    shards: tuple[Shard, ...]
+    recipe: Recipe
+    ledger: Ledger
+    copies: Copies
+    empty: Corpus  # describes the tokens
+    validation: Corpus | None
+    fingerprint: str
+
+    @property
+    def tokenizer(self) -> dict:
+        return self.recipe.tokenizer
+
+    @property
+    def end_of_text(self) -> int | None:
+        return self.recipe.end_of_text
+
+    @property
+    def template(self) -> None:
+        return None
+
+    def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as a corpus
+        return None
+
+    def train_samples(self, config: RunConfig) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
+        """Returns `samples(indices)`, the batch of these global sample indices.
+
+        Any index may be asked for; those that follow each other are made once.
+        """
+        settings = config.data
+        seed = config.train.seed if settings.shuffle else None
+        length = config.train.sequence_length
+        reader = ShardReader(
+            self.shards, self.recipe, self.copies, self.ledger, settings.workers, seed
+        )
+        blocks = Blocks(reader, self.empty, length, settings.shuffle_buffer)
+
+        def rows_of(indices: np.ndarray) -> dict[str, np.ndarray]:
+            """Returns the samples of increasing `indices` that share the block of the first."""
+            block, (epoch, number), first = blocks.find(int(indices[0]))
+            windows = first + indices - indices[0]
+            windows = windows[windows < block.windows]
+            indices = indices[: len(windows)]
+            if seed is not None:
+                key = random_bits(seed, WITHIN_BLOCK, epoch * MOST_BLOCKS + number)
+                windows = permute(windows, block.windows, key)
+            starts = windows * length
+            rows = np.stack([block.corpus.read(at, at + length + 1) for at in starts.tolist()])
+            mask = np.ones((len(rows), length), np.float32)
+            return make_batch(block.corpus, rows, starts, mask, indices, settings.packing)
+
+        def samples(indices: np.ndarray) -> dict[str, np.ndarray]:
+            indices = sample_indices(indices)
+            if not len(indices):
+                raise DataError("a batch has at least one sample", found="no sample index")
+            order = np.argsort(indices, kind="stable")
+            left = indices[order]
+            made = []
+            while len(left):
+                made.append(rows_of(left))
+                left = left[len(made[-1]["sample"]) :]
+            back = np.argsort(order)
+            return {name: np.concatenate([each[name] for each in made])[back] for name in made[0]}
+
+        return samples
+
+    def eval_sets(self, config: RunConfig) -> list[EvalSet]:
+        if self.validation is None:
+            raise ConfigError("a stream has no validation data", fix="--set data.validation_path=F")
+        every = Range(0, len(self.validation.tokens))
+        length = config.train.sequence_length
+        windows = EvalWindows(self.validation, every, length, packing=config.data.packing)
+        return [EvalSet("", 1.0, windows, every.size - 1)]
+
+    def describe(self, config: RunConfig) -> str:
+        """Returns the line in which a run describes its data."""
+        size = sum(shard.size for shard in self.shards) / 1e9
+        files = "1 file" if len(self.shards) == 1 else f"{len(self.shards):,} files"
+        return f"{config.data.corpus}, {files} of {size:.3g} GB, tokenized as they are read"
+
+
+def open_stream(settings: DataConfig, *, validates: bool) -> StreamData:
+    """Opens the shards that `settings` names; with `validates`, those to validate on too.
+
+    Raises DataError if a file is missing, of another kind, or cannot be read.
+    """
+    recipe, tokenizer = recipe_of(settings)
+    shards = find_shards(_patterns(settings.path), settings.corpus)
+    folder = Path(settings.cache).expanduser() if settings.cache else default_folder()
+    copies = Copies(folder, int(settings.cache_gb * 1e9))
+    empty = Corpus(
+        tokens=np.zeros(0, np.uint16),
+        document_starts=np.zeros(1, np.int64),
+        vocab=tokenizer.size,
+        tokenizer=tokenizer,
+        fingerprint="",
+        end_of_text=recipe.end_of_text,
+    )
+    validation = None
+    if settings.validation_path and validates:
+        others = find_shards(_patterns(settings.validation_path), settings.corpus)
+        _refuse_copies(shards, others)
+        validation = _read_whole(others, recipe, copies, empty, settings.workers)
+    fingerprint = _fingerprint(shards, recipe)
+    ledger = Ledger(len(shards))
+    return StreamData(shards, recipe, ledger, copies, empty, validation, fingerprint)
+
+
+def recipe_of(settings: DataConfig) -> tuple[Recipe, Tokenizer]:
+    """Returns what makes tokens of documents, as `data prepare` would, and its tokenizer."""
+    tokenizer, end = end_of_text(open_tokenizer(settings.tokenizer), "auto", settings.tokenizer)
+    return Recipe(tokenizer.spec(), end, settings.field), tokenizer
+
+
+def _patterns(path: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (path,) if isinstance(path, str) else path or ()
+
+
+def _refuse_copies(training: tuple[Shard, ...], validating: tuple[Shard, ...]) -> None:
+    """Raises DataError if a validation file trains too."""
+    known = {(shard.size, shard.stamp): shard.address for shard in training if shard.stamp}
+    known |= {(shard.address, ""): shard.address for shard in training}
+    for shard in validating:
+        same = known.get((shard.size, shard.stamp)) or known.get((shard.address, ""))
+        if same:
+            raise DataError(
+                f"data.validation_path: {shard.address} is {same}, which trains", fix="other files"
+            )
+
+
+def _read_whole(
+    shards: tuple[Shard, ...], recipe: Recipe, copies: Copies, empty: Corpus, workers: int
+) -> Corpus:
+    """Returns all documents of some shards as one corpus in memory."""
+
+    def chunks() -> Iterator[Chunk]:
+        for shard in shards:
+            with copies.held(shard) as path:
+                yield from read_chunks(path, recipe.field)
+
+    found = [encoded for _, encoded in encode_all(recipe, chunks(), workers)]
+    lengths = np.concatenate([np.zeros(0, np.int64), *(each.lengths for each in found)])
+    if lengths.sum() < 2:
+        raise DataError("the files to validate on hold no text", found=shards[0].address)
+    starts = (np.cumsum(lengths) - lengths)[lengths > 0]
+    tokens = np.concatenate([each.ids for each in found])
+    return replace(empty, tokens=tokens, document_starts=starts)
+
+
+def _fingerprint(shards: tuple[Shard, ...], recipe: Recipe) -> str:
+    """Returns a hash of what the tokens follow from; paths on this machine do not count."""
+    digest = hashlib.sha256(tokenizer_fingerprint(recipe.tokenizer).encode())
+    digest.update(f"{recipe.end_of_text} {recipe.field!r}".encode())
+    for shard in shards:
+        name = shard.address if shard.is_remote else ""
+        digest.update(f"\n{name} {shard.size} {shard.stamp}".encode())
+    return digest.hexdigest()
