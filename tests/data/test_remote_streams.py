@@ -11,7 +11,7 @@ from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.schema import DataConfig, RunConfig, TrainConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.data.streams import remote
-from spmdtrain.data.streams.copies import Copies
+from spmdtrain.data.streams.copies import LocalCopies
 from spmdtrain.data.streams.shards import find_shards
 
 pytest.importorskip("aiohttp")
@@ -95,7 +95,7 @@ def test_copies_keep_to_their_room_and_are_taken_again(store, local, tmp_path):
 
 def test_a_copy_in_use_is_not_removed(store, tmp_path):
     shards = find_shards(addresses(store), "jsonl")
-    copies = Copies(tmp_path / "copies", max(shard.size for shard in shards) + 10)
+    copies = LocalCopies(tmp_path / "copies", max(shard.size for shard in shards) + 10)
     with copies.held(shards[0]) as path:
         with pytest.raises(StorageError, match="in use"), copies.held(shards[1]):
             pass

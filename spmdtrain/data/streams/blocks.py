@@ -14,20 +14,20 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import PHASE
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.shuffle import random_bits
-from spmdtrain.data.streams.reading import Piece, ShardReader
+from spmdtrain.data.streams.reading import DocumentTokens, ShardReader
 
 HELD = 2  # blocks: a batch may lie across the end of one
 
 
 @dataclass(frozen=True)
-class Block:
+class WindowBlock:
     """The tokens of `windows` windows, the first of which starts at offset 0 of `corpus`."""
 
     corpus: Corpus
     windows: int
 
 
-class Blocks:
+class WindowBlocks:
     """The blocks of a stream, made when they are asked for; the last two are held.
 
     A block has at most `size` windows of `length` tokens. With a `seed`, the first window of each
@@ -42,11 +42,11 @@ class Blocks:
         self._size = size
         # As in TrainStream: with a phase, the largest one leaves room for as many windows.
         self._reserve = 1 if reader.seed is None else length
-        self._held: dict[tuple[int, int], Block | None] = {}
-        self._pieces: Iterator[Piece] | None = None
-        self._read: list[Piece] = []  # of one epoch, the latest last
+        self._held: dict[tuple[int, int], WindowBlock | None] = {}
+        self._pieces: Iterator[DocumentTokens] | None = None
+        self._read: list[DocumentTokens] = []  # of one epoch, the latest last
 
-    def find(self, index: int) -> tuple[Block, tuple[int, int], int]:
+    def find(self, index: int) -> tuple[WindowBlock, tuple[int, int], int]:
         """Returns the block of a sample, the block's (epoch, number), and the window within it.
 
         Raises DataError if the shards cannot be read, or hold less than one window.
@@ -75,7 +75,7 @@ class Blocks:
             )
         return windows
 
-    def _block(self, epoch: int, number: int) -> Block | None:
+    def _block(self, epoch: int, number: int) -> WindowBlock | None:
         """Returns a block; None if the epoch ends before it."""
         place = (epoch, number)
         if place not in self._held:
@@ -83,7 +83,7 @@ class Blocks:
             self._held = dict(list(self._held.items())[1 - HELD :]) | {place: made}
         return self._held[place]
 
-    def _make(self, epoch: int, number: int) -> Block | None:
+    def _make(self, epoch: int, number: int) -> WindowBlock | None:
         start = self._phase(epoch) + number * self._size * self._length
         last = self._size * self._length  # the token after the last window, from `start`
         # So many tokens of the epoch tell that the block is a full one.
@@ -95,7 +95,7 @@ class Blocks:
             if windows < 1:
                 return None
         corpus = self._taken(start, start + windows * self._length + 1)
-        return Block(corpus, windows)
+        return WindowBlock(corpus, windows)
 
     def _phase(self, epoch: int) -> int:
         if self._reader.seed is None:

@@ -26,7 +26,7 @@ def default_folder() -> Path:
     return Path(home) / "spmdtrain" / "copies"
 
 
-class Copies:
+class LocalCopies:
     """A folder that holds at most `most_bytes` of copies. Files of this machine need none."""
 
     def __init__(self, folder: Path, most_bytes: int):
@@ -92,7 +92,7 @@ class Copies:
             )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / "lock").open("a") as lock:
+            with (self._folder / "lock").open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
                     self._make_room(shard.size)

@@ -11,7 +11,7 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.prepare.encode import Recipe, encode_all
 from spmdtrain.data.shuffle import permute, random_bits
-from spmdtrain.data.streams.copies import Copies
+from spmdtrain.data.streams.copies import LocalCopies
 from spmdtrain.data.streams.ledger import Ledger
 from spmdtrain.data.streams.shards import Shard
 from spmdtrain.data.texts.documents import Chunk, read_chunks
@@ -19,7 +19,7 @@ from spmdtrain.data.texts.documents import Chunk, read_chunks
 SHARDS = 5  # stream of random bits; corpus.py, batches.py and source.py use 0 to 4
 
 
-class Piece(NamedTuple):
+class DocumentTokens(NamedTuple):
     """The tokens of some whole documents of an epoch."""
 
     epoch: int
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     is_end: bool = False  # no token of the epoch follows
 
 
-class _Event(NamedTuple):
+class _Handed(NamedTuple):
     """A chunk that is being encoded, or (None) the end of a shard."""
 
     chunk: Chunk | None
@@ -44,7 +44,7 @@ class ShardReader:
 
     shards: tuple[Shard, ...]
     recipe: Recipe
-    copies: Copies
+    copies: LocalCopies
     ledger: Ledger
     workers: int
     seed: int | None
@@ -57,7 +57,7 @@ class ShardReader:
             numbers = np.argsort(permute(numbers, len(numbers), key))
         return numbers.tolist()
 
-    def pieces(self, epoch: int, offset: int) -> Iterator[Piece]:
+    def pieces(self, epoch: int, offset: int) -> Iterator[DocumentTokens]:
         """Yields the tokens from the token `offset` of an epoch on, endlessly.
 
         The first piece may begin before `offset`: at the last place that the ledger knows. Raises
@@ -66,7 +66,7 @@ class ShardReader:
         turn, before = self._shard_of(epoch, offset)
         tokens, row = self.ledger.place_before(self.order(epoch)[turn], offset - before)
         at = before + tokens
-        events: deque[_Event] = deque()
+        events: deque[_Handed] = deque()
         chunks = self._chunks(epoch, turn, row, events)
         with closing(encode_all(self.recipe, chunks, self.workers)) as encoded:
             for chunk, found in encoded:
@@ -74,12 +74,14 @@ class ShardReader:
                     self.ledger.finish(event.shard, tokens)
                     tokens = 0
                     if event.is_last:
-                        yield Piece(event.epoch, at, found.ids[:0], found.lengths[:0], is_end=True)
+                        yield DocumentTokens(
+                            event.epoch, at, found.ids[:0], found.lengths[:0], is_end=True
+                        )
                         at = 0
                 assert event.chunk is chunk, "chunks come out in the order in which they went in"
                 self.ledger.pass_by(event.shard, tokens, chunk.first)
                 starts = np.cumsum(found.lengths) - found.lengths
-                yield Piece(event.epoch, at, found.ids, starts[found.lengths > 0])
+                yield DocumentTokens(event.epoch, at, found.ids, starts[found.lengths > 0])
                 tokens += len(found.ids)
                 at += len(found.ids)
 
@@ -97,7 +99,7 @@ class ShardReader:
             before += total
         raise AssertionError(f"token {offset} is beyond the {before} of an epoch")
 
-    def _chunks(self, epoch: int, turn: int, row: int, events: deque[_Event]) -> Iterator[Chunk]:
+    def _chunks(self, epoch: int, turn: int, row: int, events: deque[_Handed]) -> Iterator[Chunk]:
         """Yields chunks endlessly, and notes each, and the end of each shard, in `events`."""
         while True:
             order = self.order(epoch)
@@ -106,9 +108,9 @@ class ShardReader:
             for place in range(turn, len(order)):
                 for chunk in self._chunks_of(order, place, row):
                     has_rows = True
-                    events.append(_Event(chunk, epoch, order[place]))
+                    events.append(_Handed(chunk, epoch, order[place]))
                     yield chunk
-                events.append(_Event(None, epoch, order[place], is_last=place + 1 == len(order)))
+                events.append(_Handed(None, epoch, order[place], is_last=place + 1 == len(order)))
                 row = 0
             if is_whole and not has_rows:
                 raise DataError("the files hold no text", found=self.shards[0].address)

@@ -21,8 +21,8 @@ from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.prepare.encode import Recipe, encode_all
 from spmdtrain.data.shuffle import permute, random_bits
-from spmdtrain.data.streams.blocks import Blocks
-from spmdtrain.data.streams.copies import Copies, default_folder
+from spmdtrain.data.streams.blocks import WindowBlocks
+from spmdtrain.data.streams.copies import LocalCopies, default_folder
 from spmdtrain.data.streams.ledger import Ledger
 from spmdtrain.data.streams.reading import ShardReader
 from spmdtrain.data.streams.shards import Shard, find_shards
@@ -45,7 +45,7 @@ class StreamData:
     shards: tuple[Shard, ...]
     recipe: Recipe
     ledger: Ledger
-    copies: Copies
+    copies: LocalCopies
     empty: Corpus  # describes the tokens
     validation: Corpus | None
     fingerprint: str
@@ -76,7 +76,7 @@ class StreamData:
         reader = ShardReader(
             self.shards, self.recipe, self.copies, self.ledger, settings.workers, seed
         )
-        blocks = Blocks(reader, self.empty, length, settings.shuffle_buffer)
+        blocks = WindowBlocks(reader, self.empty, length, settings.shuffle_buffer)
 
         def rows_of(indices: np.ndarray) -> dict[str, np.ndarray]:
             """Returns the samples of increasing `indices` that share the block of the first."""
@@ -130,7 +130,7 @@ def open_stream(settings: DataConfig, *, validates: bool) -> StreamData:
     recipe, tokenizer = recipe_of(settings)
     shards = find_shards(_patterns(settings.path), settings.corpus)
     folder = Path(settings.cache).expanduser() if settings.cache else default_folder()
-    copies = Copies(folder, int(settings.cache_gb * 1e9))
+    copies = LocalCopies(folder, int(settings.cache_gb * 1e9))
     empty = Corpus(
         tokens=np.zeros(0, np.uint16),
         document_starts=np.zeros(1, np.int64),
@@ -172,7 +172,7 @@ def _refuse_copies(training: tuple[Shard, ...], validating: tuple[Shard, ...]) -
 
 
 def _read_whole(
-    shards: tuple[Shard, ...], recipe: Recipe, copies: Copies, empty: Corpus, workers: int
+    shards: tuple[Shard, ...], recipe: Recipe, copies: LocalCopies, empty: Corpus, workers: int
 ) -> Corpus:
     """Returns all documents of some shards as one corpus in memory."""
 
