@@ -25,6 +25,7 @@ from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.model import LanguageModel
+from spmdtrain.models.narrow import narrow
 from spmdtrain.models.projection import FullPrecision, LoadBias, MatmulWeight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
@@ -213,6 +214,7 @@ def build_model(
     def build(key: jax.Array) -> LanguageModel:
         model = make(config, nnx.Rngs(params=key))
         adapt(model, config.finetune, key)
+        narrow(model, config.precision)
         return model
 
     with nnx.use_eager_sharding(False):

@@ -19,7 +19,17 @@ from flax import nnx
 from spmdtrain.models.projection import Product, Weight, multiply
 from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
 from spmdtrain.parallel.experts import Experts, make_experts
-from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
+from spmdtrain.parallel.tensor_matmul import (
+    Names,
+    TensorMatmul,
+    make_column_parallel,
+    make_row_parallel,
+    no_ring,
+)
+
+
+def _unsplit(x: jax.Array, *_: str | None) -> jax.Array:
+    return x
 
 
 @partial(
@@ -50,7 +60,7 @@ class ForwardContext:
     # 1 for the tokens that have a loss, else 0; float32. None: all have one.
     mask_bt: jax.Array | None = None
     # constrain(x, *logical axes): a sharding constraint, by the activation table.
-    constrain: Callable[..., jax.Array] = lambda x, *_: x
+    constrain: Callable[..., jax.Array] = _unsplit
     # A kernel on each device's own part; see parallel.regions.make_local_map.
     local_map: Callable[..., Any] = lambda function, arrays, *_: function(*arrays)
     # Rows of a table whose vocabulary may be split.
@@ -60,9 +70,9 @@ class ForwardContext:
     # The part of the forward that backward recomputes; see stack.rematerialised.
     remat: Literal["none", "weights", "dots", "full"] = "none"
     # (x [b, t, e], array [e, *f], logical axes of f) -> [b, t, *f]: from the residual stream.
-    column_matmul: TensorMatmul = lambda x, array, _: jnp.tensordot(x, array, 1)
+    column_matmul: TensorMatmul = make_column_parallel(_unsplit, no_ring)
     # (h [b, t, *f], array [*f, e], logical axes of f) -> [b, t, e]: back to it.
-    row_matmul: TensorMatmul = lambda h, array, _: jnp.tensordot(h, array, array.ndim - 1)
+    row_matmul: TensorMatmul = make_row_parallel(_unsplit, no_ring)
     # (x [b, t, e], gates [b, t, k], ids [b, t, k], weights, activation=) -> [b, t, e]: the experts
     # that each token has chosen, times their gates; see parallel.experts.
     experts: Experts = make_experts()

@@ -8,7 +8,7 @@ which see the arrays of which the weight consists.
 b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn, r: a low rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -32,9 +32,12 @@ class Product:
     # dropout(x, site, rate): see ForwardContext.dropout
     dropout: Callable[[jax.Array, int, float], jax.Array] = lambda x, _site, _rate: x
 
-    def __call__(self, x: jax.Array, array: jax.Array) -> jax.Array:
-        """Returns the product of x and the array: [b, t, *f], or [b, t, e] back to the stream."""
-        return self.matmul(x, array, self.names)
+    def __call__(self, x: jax.Array, array: jax.Array, *, in_float8: bool = False) -> jax.Array:
+        """Returns the product of x and the array: [b, t, *f], or [b, t, e] back to the stream.
+
+        `in_float8`: it is multiplied in 8 bits (parallel/float8.py).
+        """
+        return self.matmul(x, array, self.names, in_float8=in_float8)
 
     @property
     def contracted(self) -> int:
@@ -77,6 +80,24 @@ class LoadBias(FullPrecision):
     Its gradient is no slope of the loss. It is the number of tokens that each expert had, over
     that of all tokens; see `router.py`.
     """
+
+
+class Float8Weight(MatmulWeight):
+    """A `MatmulWeight` that rests as any other, and is multiplied in 8-bit floats."""
+
+    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
+        return product(x, self[...], in_float8=True)
+
+
+def matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
+    """Yields (dotted path, module, attribute) of each weight that only matmuls read.
+
+    Those of experts are left out: each of their rows is multiplied by another matrix.
+    """
+    for path, module in list(nnx.iter_modules(model)):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, MatmulWeight) and "experts" not in value.out_sharding:
+                yield ".".join(map(str, (*path, name))), module, name
 
 
 def multiply(weight: Weight | jax.Array, product: Product, x: jax.Array) -> jax.Array:

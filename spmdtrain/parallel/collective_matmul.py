@@ -13,6 +13,7 @@ other dims of the weight (heads, ffn), of which a device has its own part, c: co
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import locally
+from spmdtrain.parallel import float8
 from spmdtrain.parallel.specs import axes_of_dim
 
 
@@ -31,11 +33,13 @@ class Ring:
 
     stream: of x [b, t, e]; `axis` is the minor axis that splits its tokens.
     wide: of h [b, t, *f]; `axis` splits one of f, and not the tokens.
+    in_float8: pieces are multiplied in 8 bits, each with a scale of its own (float8.py).
     """
 
     axis: str
     stream: P
     wide: P
+    in_float8: bool = False
 
     @property
     def size(self) -> int:
@@ -81,7 +85,7 @@ def matmul_scatter(h: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _gather_and_multiply(x: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
     def local(x: jax.Array, weight: jax.Array) -> jax.Array:
-        y, _ = _gather_pieces(x, _as_matrix(weight, 1), ring)
+        y, _ = _gather_pieces(x, _as_matrix(weight, 1), ring, float8.VALUES)
         return y.reshape(*y.shape[:2], *weight.shape[2:])
 
     return locally(local, (ring.stream, ring.column), ring.wide)(x, weight)
@@ -96,7 +100,7 @@ def _gather_and_multiply_backward(ring: Ring, kept, dy: jax.Array):
     def local(x: jax.Array, weight: jax.Array, dy: jax.Array):
         dy = _as_matrices(dy)
         dx, whole = _scatter_and_gather_pieces(dy, _as_matrix(weight, 1).T, x, ring)
-        return dx, _weight_gradient(whole, dy, weight)
+        return dx, _weight_gradient(whole, dy, weight, ring)
 
     specs = (ring.stream, ring.column, ring.wide)
     return locally(local, specs, (ring.stream, ring.column))(*kept, dy)
@@ -123,8 +127,8 @@ def _multiply_and_scatter_forward(h: jax.Array, weight: jax.Array, ring: Ring):
 def _multiply_and_scatter_backward(ring: Ring, kept, dy: jax.Array):
     def local(h: jax.Array, weight: jax.Array, dy: jax.Array):
         matrix = _as_matrix(weight, weight.ndim - 2)
-        dh, whole = _gather_pieces(dy, matrix.T, ring)
-        return dh.reshape(h.shape), _weight_gradient(_as_matrices(h), whole, weight)
+        dh, whole = _gather_pieces(dy, matrix.T, ring, float8.GRADIENTS)
+        return dh.reshape(h.shape), _weight_gradient(_as_matrices(h), whole, weight, ring)
 
     specs = (ring.wide, ring.row, ring.stream)
     return locally(local, specs, (ring.wide, ring.row))(*kept, dy)
@@ -136,10 +140,13 @@ _multiply_and_scatter.defvjp(_multiply_and_scatter_forward, _multiply_and_scatte
 # On one device: arrays are its own parts, a weight is its one copy, as a matrix
 
 
-def _gather_pieces(x: jax.Array, matrix: jax.Array, ring: Ring) -> tuple[jax.Array, jax.Array]:
+def _gather_pieces(
+    x: jax.Array, matrix: jax.Array, ring: Ring, numbers: Any
+) -> tuple[jax.Array, jax.Array]:
     """Returns `x @ matrix` [b, t, f] for the tokens of all devices, and their x [b, t, e].
 
     Pieces travel down the ring: device i multiplies those of i, i + 1, ...
+    `numbers`: the format of x in 8 bits.
     """
     here = jax.lax.axis_index(ring.axis)
     batch, rows, width = x.shape
@@ -151,7 +158,7 @@ def _gather_pieces(x: jax.Array, matrix: jax.Array, ring: Ring) -> tuple[jax.Arr
         # sends all pieces first, one after another.
         y, piece = jax.lax.optimization_barrier((y, piece))
         following = _pass_on(piece, ring, -1) if hop < ring.size - 1 else piece
-        y = _put(y, piece @ matrix, here + hop, ring)
+        y = _put(y, _multiply(piece, matrix, ring, numbers), here + hop, ring)
         whole = _put(whole, piece, here + hop, ring)
         piece = following
     return y, whole
@@ -163,26 +170,29 @@ def _scatter_pieces(h: jax.Array, matrix: jax.Array, ring: Ring) -> jax.Array:
     The sum of a piece travels up the ring, and ends on the device that it belongs to.
     """
     here = jax.lax.axis_index(ring.axis)
-    total = _take(h, here - 1, ring) @ matrix
+    multiply = partial(_multiply, matrix=matrix, ring=ring, numbers=float8.VALUES)
+    total = multiply(_take(h, here - 1, ring))
     for hop in range(1, ring.size):
-        total, part = _matmul_beside(total, _take(h, here - 1 - hop, ring), matrix)
+        total, part = _matmul_beside(total, _take(h, here - 1 - hop, ring), multiply)
         total = _pass_on(total, ring, 1) + part
     return total
 
 
 def _scatter_and_gather_pieces(
-    h: jax.Array, matrix: jax.Array, x: jax.Array, ring: Ring
+    dy: jax.Array, matrix: jax.Array, x: jax.Array, ring: Ring
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `_scatter_pieces`, and x [b, t / n, e] of all devices, which travels with the sums.
+    """Returns `_scatter_pieces` of a gradient, and x of all devices, which travels with the sums.
 
     They travel together, because XLA never runs two transfers between the same devices in parallel.
     """
     here = jax.lax.axis_index(ring.axis)
     batch, rows, width = x.shape
     whole = _put(jnp.zeros((batch, ring.size * rows, width), x.dtype), x, here, ring)
-    total = _take(h, here - 1, ring) @ matrix
+    multiply = partial(_multiply, matrix=matrix, ring=ring, numbers=float8.GRADIENTS)
+    total = multiply(_take(dy, here - 1, ring))
     for hop in range(1, ring.size):
-        both, part = _matmul_beside(jnp.stack([total, x]), _take(h, here - 1 - hop, ring), matrix)
+        piece = _take(dy, here - 1 - hop, ring)
+        both, part = _matmul_beside(jnp.stack([total, x]), piece, multiply)
         total, x = _pass_on(both, ring, 1)
         whole = _put(whole, x, here - hop, ring)
         total = total + part
@@ -190,15 +200,22 @@ def _scatter_and_gather_pieces(
 
 
 def _matmul_beside(
-    cargo: jax.Array, x: jax.Array, matrix: jax.Array
+    cargo: jax.Array, piece: jax.Array, multiply: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `cargo`, ready to send, and `x @ matrix`, computed during its transfer.
+    """Returns `cargo`, ready to send, and the product of `piece`, computed during its transfer.
 
     The two are added on arrival: XLA would fuse the addition into the matmul, which would then
     wait.
     """
-    cargo, x = jax.lax.optimization_barrier((cargo, x))
-    return cargo, jax.lax.optimization_barrier(x @ matrix)
+    cargo, piece = jax.lax.optimization_barrier((cargo, piece))
+    return cargo, jax.lax.optimization_barrier(multiply(piece))
+
+
+def _multiply(piece: jax.Array, matrix: jax.Array, ring: Ring, numbers: Any) -> jax.Array:
+    if not ring.in_float8:
+        return piece @ matrix
+    a, b = float8.scaled(piece, numbers), float8.scaled(matrix, float8.VALUES)
+    return float8.dot(a, b, (piece.ndim - 1,), (0,), piece.dtype)
 
 
 def _pass_on(x: jax.Array, ring: Ring, step: int) -> jax.Array:
@@ -219,9 +236,12 @@ def _put(x: jax.Array, piece: jax.Array, place: jax.Array, ring: Ring) -> jax.Ar
     return jax.lax.dynamic_update_slice_in_dim(x, piece, start, 1)
 
 
-def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array) -> jax.Array:
+def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
     """Returns the gradient of `x @ weight` from this device's tokens."""
-    return jnp.einsum("bti,bto->io", x, dy).reshape(weight.shape)
+    if not ring.in_float8:
+        return jnp.einsum("bti,bto->io", x, dy).reshape(weight.shape)
+    a, b = float8.scaled(x, float8.VALUES), float8.scaled(dy, float8.GRADIENTS)
+    return float8.dot(a, b, (0, 1), (0, 1), dy.dtype).reshape(weight.shape)
 
 
 def _as_matrix(weight: jax.Array, rows: int) -> jax.Array:

@@ -22,6 +22,9 @@ from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes
 
+# (x, weight, number of dims that it contracts), as jnp.tensordot
+Dot = Callable[[jax.Array, jax.Array, int], jax.Array]
+
 
 @dataclass(frozen=True)
 class Copies:
@@ -83,16 +86,16 @@ def copies_of(rules: Rules, spec: P, stacked: int = 0) -> Copies:
     return Copies(axes, math.prod(rules.sizes[axis] for axis in axes), stacked)
 
 
-def multiply_copies(x: jax.Array, copies: jax.Array, contracted: int) -> jax.Array:
+def multiply_copies(
+    x: jax.Array, copies: jax.Array, contracted: int, dot: Dot = jnp.tensordot
+) -> jax.Array:
     """Returns the matmul [b, t, *o] of x [b, t, *i] and the copies [c, *i, *o] of a weight.
 
-    Each copy multiplies its own c-th part of the tokens. `contracted`: the number of dims i.
+    Each copy multiplies its own c-th part of the tokens, by `dot`. `contracted`: the number of
+    dims i.
     """
     batch, tokens = x.shape[:2]
     count = copies.shape[0]
     x = x.reshape(batch, count, tokens // count, *x.shape[2:])
-    dims_of_x = tuple(range(3, 3 + contracted))
-    dims_of_copies = tuple(range(1, 1 + contracted))
-    dims = ((dims_of_x, dims_of_copies), ((1,), (0,)))
-    y = jax.lax.dot_general(x, copies, dims)  # [c, b, t / c, *o]
-    return jnp.moveaxis(y, 0, 1).reshape(batch, tokens, *y.shape[3:])
+    y = jax.vmap(lambda part, weight: dot(part, weight, contracted), (1, 0))(x, copies)
+    return jnp.moveaxis(y, 0, 1).reshape(batch, tokens, *y.shape[3:])  # y: [c, b, t / c, *o]

@@ -12,6 +12,8 @@ b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +21,24 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.parallel import float8
 from spmdtrain.parallel.axes import STREAM, Rules
 from spmdtrain.parallel.collective_matmul import Ring, gather_matmul, matmul_scatter
-from spmdtrain.parallel.copies import multiply_copies
+from spmdtrain.parallel.copies import Dot, multiply_copies
 from spmdtrain.parallel.specs import axes_of_dim
 
 SAVED = "tensor_matmul"  # the checkpoint_name of a product, for remat "dots"
 
 Names = Sequence[str | None]  # the logical axes of f
-# (x, weight, names) -> its product
-TensorMatmul = Callable[[jax.Array, jax.Array, Names], jax.Array]
 FindRing = Callable[[tuple[int, ...], tuple[int, ...], Names], Ring | None]
+
+
+class TensorMatmul(Protocol):
+    """A matmul between the residual stream and f. `in_float8`: its numbers have 8 bits."""
+
+    def __call__(
+        self, x: jax.Array, weight: jax.Array, names: Names, *, in_float8: bool = False
+    ) -> jax.Array: ...
 
 
 def make_column_parallel(
@@ -46,25 +55,30 @@ def make_column_parallel(
     `copies`: the weight may also have that many copies, [copies, e, *f].
     """
 
-    def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.tensordot(constrain(x, "batch", "time", "embed"), weight, 1)
+    def multiply(x: jax.Array, weight: jax.Array, dot: Dot) -> jax.Array:
+        return dot(constrain(x, "batch", "time", "embed"), weight, 1)
 
-    def multiply_each(x: jax.Array, weights: jax.Array) -> jax.Array:
-        y = multiply_copies(constrain(x, "batch", "time", "embed"), weights, 1)
-        return checkpoint_name(y, SAVED)
+    def multiply_each(x: jax.Array, weights: jax.Array, dot: Dot) -> jax.Array:
+        return multiply_copies(constrain(x, "batch", "time", "embed"), weights, 1, dot)
 
     if gathers_again:
-        multiply = jax.checkpoint(multiply, prevent_cse=False)
-        multiply_each = jax.checkpoint(multiply_each, prevent_cse=False)
+        multiply = jax.checkpoint(multiply, prevent_cse=False, static_argnums=2)
+        multiply_each = jax.checkpoint(multiply_each, prevent_cse=False, static_argnums=2)
 
-    def column_parallel(x: jax.Array, weight: jax.Array, names: Names) -> jax.Array:
+    def column_parallel(
+        x: jax.Array, weight: jax.Array, names: Names, *, in_float8: bool = False
+    ) -> jax.Array:
         has_copies = _has_copies(weight, names, copies)
         width = weight.shape[2:] if has_copies else weight.shape[1:]
         ring = find_ring(x.shape, (*x.shape[:2], *width), names)
         if ring is not None:
             weights = weight if has_copies else ring.copy(weight)
-            return checkpoint_name(gather_matmul(x, weights, ring), SAVED)
-        return multiply_each(x, weight) if has_copies else multiply(x, weight)
+            y = gather_matmul(x, weights, replace(ring, in_float8=in_float8))
+            return checkpoint_name(y, SAVED)
+        dot = _dot(in_float8)
+        if has_copies:
+            return checkpoint_name(multiply_each(x, weight, dot), SAVED)
+        return _saved(multiply(x, weight, dot), in_float8)
 
     return column_parallel
 
@@ -77,18 +91,32 @@ def make_row_parallel(
     `copies`: the weight may also have that many copies, [copies, *f, e].
     """
 
-    def row_parallel(h: jax.Array, weight: jax.Array, names: Names) -> jax.Array:
+    def row_parallel(
+        h: jax.Array, weight: jax.Array, names: Names, *, in_float8: bool = False
+    ) -> jax.Array:
         has_copies = _has_copies(weight, names, copies)
         ring = find_ring((*h.shape[:2], weight.shape[-1]), h.shape, names)
         if ring is not None:
             weights = weight if has_copies else ring.copy(weight)
-            return checkpoint_name(matmul_scatter(h, weights, ring), SAVED)
-        if has_copies:
-            y = constrain(multiply_copies(h, weight, weight.ndim - 2), *STREAM)
+            y = matmul_scatter(h, weights, replace(ring, in_float8=in_float8))
             return checkpoint_name(y, SAVED)
-        return constrain(jnp.tensordot(h, weight, weight.ndim - 1), *STREAM)
+        dot = _dot(in_float8)
+        if has_copies:
+            y = constrain(multiply_copies(h, weight, weight.ndim - 2, dot), *STREAM)
+            return checkpoint_name(y, SAVED)
+        y = constrain(dot(h, weight, weight.ndim - 1), *STREAM)
+        return _saved(y, in_float8)
 
     return row_parallel
+
+
+def _dot(in_float8: bool) -> Dot:
+    return float8.tensordot if in_float8 else jnp.tensordot
+
+
+def _saved(y: jax.Array, in_float8: bool) -> jax.Array:
+    """Returns y, named where it comes from a rule of its own, which hides its dot from remat."""
+    return checkpoint_name(y, SAVED) if in_float8 else y
 
 
 def _has_copies(weight: jax.Array, names: Names, copies: int) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Settings
+from spmdtrain.config.settings import Count, Settings, Strings
 
 Float = Literal["float32", "bfloat16"]
 
@@ -16,6 +16,17 @@ class PrecisionConfig(Settings):
         default="float32",
         description="dtype of matmuls and activations; float32 is exact: no TF32; float16 scales "
         "the loss",
+    )
+    matmul: Literal["compute", "float8"] = Field(
+        default="compute",
+        description="numbers of the matmuls of layers, and of their gradients: as compute says | "
+        "8-bit floats, e4m3 and e5m2 for gradients, scaled by each array's largest number "
+        "(arXiv:2209.05433); attention, embeddings, norms and the head stay as compute says",
+    )
+    wide: Strings = Field(
+        default=(),
+        description="float8 only: patterns of paths of weights, as `show` prints them, whose "
+        "matmuls stay as compute says",
     )
     params: Float = Field(
         default="float32", description="dtype of master weights and optimizer state"
@@ -39,6 +50,11 @@ class PrecisionConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self):
+        if self.wide and self.matmul != "float8":
+            raise ValueError(
+                f"precision.wide={','.join(self.wide)} belongs to float8, not to "
+                f"{self.matmul!r}; set precision.matmul='float8'"
+            )
         for name in ("loss_scale", "loss_scale_steps"):
             value = getattr(self, name)
             if value is not None and self.compute != "float16":

@@ -3,7 +3,7 @@
 import difflib
 import math
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,7 +23,7 @@ from spmdtrain.models.adapters.adapted import (
     parts_of,
 )
 from spmdtrain.models.adapters.quantised import as_buffers
-from spmdtrain.models.projection import MatmulWeight
+from spmdtrain.models.projection import MatmulWeight, matmul_weights
 from spmdtrain.parallel.axes import STACK_AXES
 
 
@@ -37,7 +37,7 @@ def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
     """
     if not config.has_adapters:
         return
-    found = {path: (module, name) for path, module, name in _matmul_weights(model)}
+    found = {path: (module, name) for path, module, name in matmul_weights(model)}
     _check_targets(config, found)
     for path, (module, name) in found.items():
         weight = getattr(module, name)
@@ -57,17 +57,6 @@ def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
             own_key = jax.random.fold_in(key, zlib.crc32(f"{path}.{part.name}".encode()))
             setattr(adapted, part.name, _adapter(path, weight, part, config, own_key))
         setattr(module, name, adapted)
-
-
-def _matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
-    """Yields (dotted path, module, attribute) of each weight that only matmuls read.
-
-    Those of experts are left out: each of their rows is multiplied by another matrix.
-    """
-    for path, module in list(nnx.iter_modules(model)):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, MatmulWeight) and "experts" not in value.out_sharding:
-                yield ".".join(map(str, (*path, name))), module, name
 
 
 def _check_targets(config: FinetuneConfig, weights: Mapping[str, Any]) -> None:
