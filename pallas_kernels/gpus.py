@@ -38,6 +38,7 @@ class Gpu:
     memory_bandwidth: float
     link_bandwidth: float  # to the GPUs of its host
     power: float
+    float8: float | None = None  # None: it multiplies no 8-bit floats
     sheet: str  # the source of these figures
     sources: Mapping[str, str] = field(
         default_factory=dict, compare=False
@@ -122,6 +123,7 @@ _ALL = (
         generation="hopper",
         compute_capability=(9, 0),
         bfloat16=989.4e12,
+        float8=1978.9e12,
         float32=494.7e12,
         cores=132,
         memory=84_942_979_072,
@@ -138,6 +140,7 @@ _ALL = (
         generation="hopper",
         compute_capability=(9, 0),
         bfloat16=756e12,
+        float8=1513e12,
         float32=378e12,
         cores=114,
         memory=84.9e9,
@@ -154,6 +157,7 @@ _ALL = (
         generation="hopper",
         compute_capability=(9, 0),
         bfloat16=989.4e12,
+        float8=1978.9e12,
         float32=494.7e12,
         cores=132,
         memory=151_397_597_184,
@@ -170,6 +174,7 @@ _ALL = (
         generation="blackwell",
         compute_capability=(10, 0),
         bfloat16=2250e12,
+        float8=4500e12,
         float32=1125e12,
         cores=148,
         memory=191.5e9,
@@ -186,6 +191,7 @@ _ALL = (
         generation="blackwell",
         compute_capability=(10, 0),
         bfloat16=2500e12,
+        float8=5000e12,
         float32=1250e12,
         cores=148,
         memory=197.5e9,
@@ -201,6 +207,7 @@ _ALL = (
         generation="cdna3",
         compute_capability=None,
         bfloat16=1307.4e12,
+        float8=2614.9e12,
         float32=653.7e12,
         cores=304,
         memory=205.8e9,

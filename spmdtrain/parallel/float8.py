@@ -16,8 +16,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import gpus
+from spmdtrain.config.errors import ConfigError
+
 VALUES = jnp.float8_e4m3fn
 GRADIENTS = jnp.float8_e5m2
+
+
+def check_float8(device_kind: str) -> None:
+    """Refuses a GPU that has no matmul of 8-bit floats: they came with Ada and Hopper."""
+    if gpus.generation(device_kind) in (gpus.BEFORE_AMPERE, "ampere"):
+        raise ConfigError(
+            f"precision.matmul='float8': {device_kind} multiplies no 8-bit floats",
+            fix="--set precision.matmul=compute",
+        )
 
 
 class Scaled(NamedTuple):

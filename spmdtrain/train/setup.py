@@ -21,6 +21,7 @@ from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.models.context import random_key
 from spmdtrain.parallel.axes import Rules, make_rules, owning_axes
 from spmdtrain.parallel.copies import Copies, copies_of
+from spmdtrain.parallel.float8 import check_float8
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.padding import Padding, Shape, pad_vocabulary, round_up
@@ -139,6 +140,8 @@ def shard_on(
     rules = make_rules(config.rules, mesh.shape)
     if config.mesh.collective_matmul:
         check_collective_matmul(rules)
+    if config.precision.matmul == "float8" and not mesh.empty:
+        check_float8(next(iter(mesh.devices.flat)).device_kind)
     batch_shape = cut_batch(config.train, rules)
     stages = mesh.shape["pipeline"]
     table = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None

@@ -1,11 +1,17 @@
-"""Matmuls in 8-bit floats: exact where the format is, close elsewhere, and NaN where a number is."""
+"""Matmuls in 8-bit floats: exact where the format is, close elsewhere; NaN where a number is NaN."""
+
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from spmdtrain.config import ConfigError
 from spmdtrain.parallel import float8
+from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.deviceless import described_devices
 
 SHAPES = {"one dim": ((3, 8, 6), (6, 4, 2), 1), "two dims": ((3, 8, 4, 2), (4, 2, 6), 2)}
 
@@ -85,3 +91,35 @@ def test_what_a_checkpoint_keeps_is_not_rounded(policy):
     found = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.square(keeps(x, w))), (0, 1)))(x, w)
     for each, true in zip(found, want, strict=True):
         np.testing.assert_allclose(each, true, rtol=1e-5)
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin"
+)
+def test_a_matmul_and_both_gradients_are_8_bit_matmuls_of_the_library_on_hopper():
+    """Also where a dim is no multiple of 16, which cuBLASLt wants: XLA pads it."""
+    (device,) = described_devices(DEVICES["h100"], 1)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(64, 40), (40, 24), (64, 24)]]
+
+    def step(x, w, dy):
+        y, backward = jax.vjp(lambda x, w: float8.tensordot(x, w, 1), x, w)
+        return y, *backward(dy)
+
+    made = jax.jit(step, out_shardings=SingleDeviceSharding(device)).lower(*shapes)
+    # Without a device nothing times Triton's matmuls, and one of them would stay.
+    text = made.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
+    assert 'custom_call_target="__cublas$lt$matmul"' not in text
+
+
+def test_a_gpu_without_8_bit_matmuls_is_refused():
+    for kind in ("NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB"):
+        with pytest.raises(ConfigError, match="multiplies no 8-bit floats"):
+            float8.check_float8(kind)
+    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA GB200", "cpu"):
+        float8.check_float8(kind)
+    assert DEVICES["h100"].peak("float8") == pytest.approx(
+        2 * DEVICES["h100"].peak("bfloat16"), rel=1e-3
+    )
+    with pytest.raises(ConfigError, match="no rate of 8-bit floats is known of a100-80"):
+        DEVICES["a100-80"].peak("float8")

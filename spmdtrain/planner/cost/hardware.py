@@ -39,6 +39,7 @@ class Hardware:
     link_latency: float = 3e-6  # of one hop of a collective, software included
     network_latency: float = 8e-6
     power_limit: float = 0.0  # watts, if below `power`
+    float8: float = 0.0  # dense matrix FLOP/s; 0: it multiplies no 8-bit floats
     matmul: float = (
         0.75  # measured share of peak of the best shape of a matmul; 0.75 if never measured
     )
@@ -50,8 +51,14 @@ class Hardware:
         Under a limit the clock falls: dynamic power goes as f V^2, and near the top of the curve V
         goes about as f^(1/2), hence f as P^(1/2).
         """
+        if dtype == "float8" and not self.float8:
+            raise ConfigError(
+                f"precision.matmul='float8': no rate of 8-bit floats is known of {self.name}",
+                fix="--set precision.matmul=compute, or float8 in the file of the hardware",
+            )
         limited = min(1.0, (self.power_limit or self.power) / self.power) ** 0.5
-        return limited * (self.float32 if dtype == "float32" else self.bfloat16)
+        peaks = {"float32": self.float32, "float8": self.float8}
+        return limited * peaks.get(dtype, self.bfloat16)
 
 
 MEASURED = (
@@ -113,6 +120,7 @@ def _in_its_box(gpu: Gpu) -> Hardware:
         network_bandwidth=box.network_bandwidth,
         per_host=box.per_host,
         power=gpu.power,
+        float8=gpu.float8 or 0.0,
         matmul=box.matmul,
         sources={**dict.fromkeys(figures, gpu.sheet), **gpu.sources, **box.sources},
     )

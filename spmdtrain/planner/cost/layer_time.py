@@ -53,6 +53,7 @@ class LayerSizes:
     collective_matmul: bool
     remat: str
     dtype: str
+    matmul: str
 
     @property
     def tokens(self) -> int:
@@ -86,6 +87,7 @@ def _layer_sizes(workload: Workload, tensor: int) -> LayerSizes:
         collective_matmul=workload.collective_matmul,
         remat=workload.remat,
         dtype=workload.dtype,
+        matmul=workload.matmul,
     )
 
 
@@ -225,14 +227,26 @@ def _matmul_work(
     A collective matmul consists of several with fewer tokens each; the gradient of the weights
     takes one.
     """
-    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=sizes.dtype)
+    dtype = sizes.dtype if sizes.matmul == "compute" else sizes.matmul
+    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=dtype)
     pieces = sizes.tensor if sizes.collective_matmul else 1
     tokens = -(-sizes.tokens // pieces)
-    return Work(
+    work = Work(
         forward=pieces * seconds(tokens, columns, inner),
         backward=pieces * seconds(tokens, inner, columns),
         weight=seconds(inner, columns, sizes.tokens),
     )
+    if sizes.matmul == "compute":
+        return work
+    # An array is read for its largest number, and again to be written in 8 bits.
+    moved = 2 * bytes_of(sizes.dtype) + 1
+    operands = sizes.tokens * inner + inner * columns
+    scaling = Work(
+        forward=memory_seconds(moved * operands, hardware),
+        backward=memory_seconds(moved * sizes.tokens * columns, hardware),
+        weight=0.0,
+    )
+    return add_work(work, scaling)
 
 
 def _attention_work(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:

@@ -251,6 +251,7 @@ class Workload:
     collective_matmul: bool = False  # only with sequence_parallel
     short_ends: int = 0  # layers that the first and the last stage each have fewer
     dtype: str = "bfloat16"  # of the computation
+    matmul: str = "compute"  # numbers of the layers' matmuls, as precision.matmul
     stored_bytes: int = 4  # of a weight at rest, and of each moment
     trained: Trained = Trained()
     frozen_bytes: int = 4  # of a weight at rest that is not trained
@@ -307,7 +308,7 @@ class Workload:
 
 
 def bytes_of(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
+    return {"float32": 4, "float8": 1}.get(dtype, 2)
 
 
 def model_shape(config: RunConfig) -> ModelShape:
@@ -409,6 +410,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         sequence_parallel=sequence_parallel,
         collective_matmul=sequence_parallel and config.mesh.collective_matmul,
         dtype=config.precision.compute,
+        matmul=config.precision.matmul,
         stored_bytes=4 if config.precision.params == "float32" else 2,
         trained=trained_part(config),
         frozen_bytes=4 if config.precision.frozen_weights == "float32" else 2,
