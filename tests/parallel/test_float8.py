@@ -1,4 +1,4 @@
-"""Matmuls in 8-bit floats: exact where the format is, close elsewhere; NaN where a number is NaN."""
+"""Matmuls in 8-bit floats: exact where the format is, close elsewhere, and NaN for a NaN."""
 
 import importlib.util
 
