@@ -118,7 +118,7 @@ NOT_DRAWN = {
     "mesh.elastic": "is of a run on other devices; tests/running/start/test_elastic.py has it",
     "optimizer.groups": "names paths of parameters; tests/train/test_optimizer.py has it",
     "precision.matmul": "float8 differs from one device by more than rounding; "
-    "tests/train/test_float8.py has meshes",
+    "tests/train/test_train_float8.py has meshes",
     "precision.wide": "is of precision.matmul",
     "precision.loss_scale": "needs float16; tests/train/test_loss_scale.py has it",
     "precision.loss_scale_steps": "likewise",
