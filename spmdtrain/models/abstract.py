@@ -24,8 +24,8 @@ from spmdtrain.models.adapters.by_path import with_magnitudes
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.narrow import narrow
 from spmdtrain.models.model import LanguageModel
-from spmdtrain.models.narrow import narrow
 from spmdtrain.models.projection import FullPrecision, LoadBias, MatmulWeight
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer

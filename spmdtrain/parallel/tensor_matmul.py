@@ -18,9 +18,11 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel import float8
 from spmdtrain.parallel.axes import STREAM, Rules
 from spmdtrain.parallel.collective_matmul import Ring, gather_matmul, matmul_scatter
@@ -130,7 +132,15 @@ def stream_is_split(rules: Rules) -> bool:
     return split != rules.activation_spec(("time",), (0,))
 
 
-def check_collective_matmul(rules: Rules) -> None:
+def check_matmuls(config: RunConfig, rules: Rules, mesh: Mesh | AbstractMesh) -> None:
+    """Refuses ways to multiply that the devices or the rules do not have."""
+    if config.mesh.collective_matmul:
+        _check_collective_matmul(rules)
+    if config.precision.matmul == "float8" and isinstance(mesh, Mesh):
+        float8.check_float8(mesh.devices.flat[0].device_kind)
+
+
+def _check_collective_matmul(rules: Rules) -> None:
     """Refuses `mesh.collective_matmul` if `tensor` has devices but splits no stream tokens."""
     if rules.sizes["tensor"] > 1 and not _stream_adds_tensor(rules):
         raise ConfigError(

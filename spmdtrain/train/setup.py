@@ -21,13 +21,12 @@ from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.models.context import random_key
 from spmdtrain.parallel.axes import Rules, make_rules, owning_axes
 from spmdtrain.parallel.copies import Copies, copies_of
-from spmdtrain.parallel.float8 import check_float8
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.padding import Padding, Shape, pad_vocabulary, round_up
 from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.parallel.tensor_matmul import check_collective_matmul
+from spmdtrain.parallel.tensor_matmul import check_matmuls
 from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train import items, token_loss
@@ -138,10 +137,7 @@ def shard_on(
     """Returns the setup, as `shard` does, on a given mesh, which may be abstract."""
     config, make = choose_model(config, make)
     rules = make_rules(config.rules, mesh.shape)
-    if config.mesh.collective_matmul:
-        check_collective_matmul(rules)
-    if config.precision.matmul == "float8" and not mesh.empty:
-        check_float8(next(iter(mesh.devices.flat)).device_kind)
+    check_matmuls(config, rules, mesh)
     batch_shape = cut_batch(config.train, rules)
     stages = mesh.shape["pipeline"]
     table = pipeline_schedule(config, stages, batch_shape) if stages > 1 else None
