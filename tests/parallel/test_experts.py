@@ -6,10 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from spmdtrain.config.schema import RulesConfig
 from spmdtrain.models.layers.mlp import gelu, swiglu
+from spmdtrain.parallel.axes import AXES, BATCH_AXES, make_rules
 from spmdtrain.parallel.experts import ExpertWeights, make_experts
 from spmdtrain.parallel.experts.sending import bucket_of, cut_round, sort_rows
+from spmdtrain.parallel.reduce import psum_tree
+from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 
 EXPERTS, CHOICES, WIDTH, FFN = 8, 3, 16, 24
 BATCH, TOKENS = 2, 8
@@ -56,7 +62,7 @@ def gradients(function, ids, *given):
 
     def total(x, gates, weights):
         y = function(x, gates, ids, weights)
-        return jnp.sin(y).sum(), y
+        return jnp.sin(y / 8).sum(), y
 
     with jax.default_matmul_precision("highest"):
         return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*given)
@@ -125,3 +131,69 @@ def _check_round(cut, ids, own, bucket):
     # The choices of a token name each of its messages once.
     named = sorted(cut.message_nk[cut.message_nk < cut.token_dm.size])
     assert named == list(np.flatnonzero(cut.token_dm.reshape(-1) < len(ids)))
+
+
+# A layer on eight devices: what the rules split, the factor, and the dtype.
+LAYERS = {
+    "experts, ffn": ({"expert": 4, "tensor": 2}, {}, 0.2, "float32"),
+    "experts over tensor": (
+        {"expert": 2, "context": 2, "tensor": 2},
+        {"experts": ("expert", "tensor")},
+        1.25,
+        "float32",
+    ),
+    "half precision": (
+        {"fsdp": 2, "expert": 2, "tensor": 2},
+        {"stream_time": ("context", "tensor")},
+        8.0,
+        "bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_experts_on_a_mesh_are_those_of_one_device_however_tokens_choose(layer):
+    *_, dtype = LAYERS[layer]
+    near = 3e-6 if dtype == "float32" else 3e-2
+    on_mesh = layer_on_mesh(*LAYERS[layer])
+    of_one = partial(definition, swiglu)
+    x, gates, even, weights = drawn(gated=True, biases=True)
+    x, gates, even = (np.concatenate([each] * 4) for each in (x, gates, even))
+    for ids in (even, np.broadcast_to(np.arange(CHOICES, dtype=np.int32), even.shape)):
+        got = on_mesh(ids, x, gates, weights)
+        want = gradients(of_one, ids, x, gates, weights)
+        for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert np.max(np.abs(mine - theirs)) <= near * np.max(np.abs(theirs))
+
+
+def layer_on_mesh(sizes, overrides, factor, dtype):
+    """What `gradients` gives, with every sum over devices as a step makes it; compiled once."""
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    time = {name: axes for name, axes in overrides.items() if name == "stream_time"}
+    own = {name: axes for name, axes in overrides.items() if name not in time}
+    rules = make_rules(RulesConfig(parameters=own, activations=time), mesh.shape)
+    experts = make_experts(rules, MANUAL_AXES, factor)
+
+    def local(ids, x, gates, weights):
+        def total(x, gates, weights):
+            weights = jax.tree.map(lambda weight: weight.astype(dtype), weights)
+            y = experts(x.astype(dtype), gates, ids, weights, activation=swiglu)
+            return jnp.sin(y.astype(jnp.float32) / 8).sum(), y
+
+        (dx, dgates, dweights), y = jax.grad(total, (0, 1, 2), has_aux=True)(x, gates, weights)
+        shared = [axis for axis in ("data", "fsdp") if mesh.shape[axis] > 1]
+        return (dx, dgates, psum_tree(dweights, shared)), y
+
+    batch = P(BATCH_AXES)
+    owned = ExpertWeights(*[P("expert")] * 4)
+    region = manual_region(
+        local, mesh, MANUAL_AXES, (batch, batch, batch, owned), ((batch, batch, owned), batch)
+    )
+    compiled = jax.jit(region)
+
+    def run(*given):
+        with jax.default_matmul_precision("highest"):
+            return jax.device_get(compiled(*given))
+
+    return run
