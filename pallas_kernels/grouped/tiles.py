@@ -39,9 +39,12 @@ def tile_groups(sizes_x: jax.Array, rows: int, tile: int) -> Tiles:
     # How far the rows of an expert move: from where they begin to where its first tile does.
     shift_x = (tile_ends_x - tiles_x) * tile - (ends_x - sizes_x)
     row_r = jnp.arange(rows, dtype=jnp.int32)
-    expert_r = jnp.searchsorted(ends_x, row_r, side="right")
+    # Unrolled, the search is one kernel on a GPU; a loop of one for each step otherwise.
+    expert_r = jnp.searchsorted(ends_x, row_r, side="right", method="scan_unrolled")
     place_r = jnp.where(expert_r < experts, row_r + shift_x[expert_r], tiles * tile)
-    expert_t = jnp.searchsorted(tile_ends_x, jnp.arange(tiles), side="right")
+    expert_t = jnp.searchsorted(
+        tile_ends_x, jnp.arange(tiles), side="right", method="scan_unrolled"
+    )
     expert_of_tile_t = jnp.where(expert_t < experts, expert_t, -1)
     return Tiles(place_r.astype(jnp.int32), expert_of_tile_t.astype(jnp.int32))
 

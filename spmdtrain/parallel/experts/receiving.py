@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped import tile_groups, tiles_for
-from spmdtrain.parallel.experts.sending import NOWHERE, Bucket, inverse, look_up
+from spmdtrain.parallel.experts.sending import NOWHERE, Bucket, count_below, inverse, look_up
 
 
 class Arrived(NamedTuple):
@@ -43,7 +43,7 @@ def lay_out(
     )
     expert_q = jnp.where(is_row_dc, expert_dc, own).reshape(-1)
     row_s = jnp.argsort(expert_q, stable=True).astype(jnp.int32)
-    ends_l = jnp.searchsorted(expert_q[row_s], jnp.arange(own), side="right")
+    ends_l = count_below(expert_q, jnp.arange(own) + 1)
     tiles = tile_groups(jnp.diff(ends_l, prepend=0), rows, tile)
 
     padded = tiles_for(rows, own, tile) * tile

@@ -66,7 +66,7 @@ def sort_rows(ids_nk: jax.Array, devices: int, own: int) -> Outbox:
     message_s = jnp.cumsum(is_first_s, dtype=jnp.int32) - 1
     place_s = jnp.arange(rows, dtype=jnp.int32)
     begins = jnp.where(is_first_s, message_s, NOWHERE + place_s)
-    number_d = jnp.arange(devices, dtype=jnp.int32)
+    begin_d, end_d = (count_below(device_s, jnp.arange(devices) + past) for past in (0, 1))
     return Outbox(
         row_s=row_s,
         message_s=message_s,
@@ -74,8 +74,8 @@ def sort_rows(ids_nk: jax.Array, devices: int, own: int) -> Outbox:
         place_of_message_s=inverse(begins, rows, place_s),
         place_nk=inverse(row_s, rows, place_s).reshape(ids_nk.shape),
         device_nk=device_nk,
-        begin_d=jnp.searchsorted(device_s, number_d, side="left").astype(jnp.int32),
-        end_d=jnp.searchsorted(device_s, number_d, side="right").astype(jnp.int32),
+        begin_d=begin_d,
+        end_d=end_d,
     )
 
 
@@ -124,6 +124,14 @@ def cut_round(outbox: Outbox, begin_d: jax.Array, bucket: Bucket) -> Shipment:
         message_nk=jnp.where(is_sent_nk & is_first_nk, in_messages, NOWHERE),
         place_nk=jnp.where(is_sent_nk, in_rows, NOWHERE),
     )
+
+
+def count_below(values: jax.Array, limits: jax.Array) -> jax.Array:
+    """Returns how many of the values are below each of a few limits, int32.
+
+    One reduction: a search, step by step, would be as many kernels.
+    """
+    return (values < limits[:, None]).sum(1, dtype=jnp.int32)
 
 
 def look_up(values: jax.Array, index: jax.Array, otherwise: int | float) -> jax.Array:
