@@ -23,9 +23,9 @@ FLOORS = [
     ["spmdtrain.models", "spmdtrain.data"],
     ["spmdtrain.train"],
     ["spmdtrain.checkpoints", "spmdtrain.interop", "spmdtrain.page"],
+    ["spmdtrain.inference"],
     [
         "spmdtrain.running",
-        "spmdtrain.inference",
         "spmdtrain.show",
         "spmdtrain.planner",
         "spmdtrain.launch",

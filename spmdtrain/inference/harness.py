@@ -3,18 +3,23 @@
 `likelihoods` needs only the run. `evaluate_tasks` needs the package `lm_eval`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.inference.sample import Choice, make_generate, make_logits, refuse_corrupting
 from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.choose import MakeModel
+from spmdtrain.train.setup import Setup
 
 BATCH = 8  # sequences per batch
 # Tokens of a row. Lengths are rounded up to powers of two, so that few programs are compiled.
@@ -24,14 +29,36 @@ NEW_TOKENS = 256  # of a generated text, if the task does not say
 Ids = np.ndarray
 
 
-def likelihoods(opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
+@dataclass(frozen=True)
+class Programs:
+    """What answers requests with any weights of one model: compiled once, for each length."""
+
+    score: Callable[..., tuple[jax.Array, jax.Array]]  # see `_make_score`
+    generate: Callable[[int], Callable[..., list[Ids]]]  # by the number of new tokens
+
+
+def make_programs(setup: Setup, end_of_text: int | None) -> Programs:
+    """Returns the programs for a setup. Raises ConfigError if it cannot answer: a pipeline."""
+    ends = () if end_of_text is None else (end_of_text,)
+
+    @functools.cache
+    def generate(length: int) -> Callable[..., list[Ids]]:
+        return make_generate(setup, length, Choice(temperature=0), ends)
+
+    return Programs(_make_score(setup), generate)
+
+
+def likelihoods(
+    opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]], programs: Programs | None = None
+) -> list[tuple[float, bool]]:
     """Returns (log-likelihood in nats, is it the likeliest?) of each (context, continuation).
 
     A continuation is scored given its context. The model sees the last `max_length` tokens of the
-    two together, the length it was trained for. Both must have at least one token.
+    two together, the length it was trained for. Both must have at least one token. `programs` are
+    those of the run's setup, if they were made before.
     """
     limit = opened.config.max_length
-    score = _make_score(opened)
+    score = (programs or make_programs(opened.setup, opened.end_of_text)).score
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
     order = sorted(range(len(pairs)), key=lengths.__getitem__)  # groups similar lengths
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
@@ -72,12 +99,13 @@ def rolling_windows(ids: Ids, first: int, limit: int) -> list[tuple[Ids, Ids]]:
     return windows
 
 
-def _make_score(opened: OpenedRun) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _make_score(setup: Setup) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Returns `(params, tokens, targets, mask [batch, time]) -> (sums, all likeliest) [batch]`."""
-    refuse_corrupting(opened.setup)
-    logits_of = make_logits(opened.setup)
+    refuse_corrupting(setup)
+    logits_of = make_logits(setup)
+    everywhere = NamedSharding(setup.mesh, PartitionSpec())
 
-    @jax.jit
+    @partial(jax.jit, out_shardings=everywhere)  # each process reads all of them
     def judged(logits, targets, mask):
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
         likeliest = (logits.argmax(-1) == targets) | ~mask
@@ -110,23 +138,35 @@ def evaluate_tasks(
     average of the weights is judged. Raises ConfigError if the harness is not installed or does not
     know a task.
     """
+    import_harness()
+    opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
+    return results_of(harness_model(opened), tasks, limit)
+
+
+def import_harness() -> Any:
+    """Returns the package. Raises ConfigError if it is not installed."""
     try:
         import lm_eval  # pyright: ignore[reportMissingImports]  in no extra of ours
     except ImportError:
         raise ConfigError("lm_eval is not installed", fix="pip install lm-eval") from None
-    opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
+    return lm_eval
+
+
+def results_of(model: Any, tasks: Sequence[str], limit: int | None) -> dict[str, Any]:
+    """Returns the harness's results by task. Raises ConfigError if it does not know one."""
     try:
-        found = lm_eval.simple_evaluate(harness_model(opened), tasks=list(tasks), limit=limit)
+        found = import_harness().simple_evaluate(model, tasks=list(tasks), limit=limit)
     except KeyError as error:
         raise ConfigError(f"lm_eval knows no task {error}", fix="lm-eval ls tasks") from None
     return found["results"]
 
 
-def harness_model(opened: OpenedRun) -> Any:
-    """Returns the run as a `lm_eval.api.model.LM`."""
+def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
+    """Returns the run as a `lm_eval.api.model.LM`; `programs` as in `likelihoods`."""
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  in no extra of ours
 
     encode = opened.tokenizer.encode
+    programs = programs or make_programs(opened.setup, opened.end_of_text)
 
     def pair(context: str, continuation: str) -> tuple[Ids, Ids]:
         """Encodes both as the harness does: the ids of the whole, split after the context's.
@@ -145,7 +185,8 @@ def harness_model(opened: OpenedRun) -> Any:
         """Answers requests, which are texts, in the order in which they were asked."""
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
-            return likelihoods(opened, [pair(*request.args) for request in requests])
+            asked = [pair(*request.args) for request in requests]
+            return likelihoods(opened, asked, programs)
 
         def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
             limit = opened.config.max_length
@@ -153,11 +194,12 @@ def harness_model(opened: OpenedRun) -> Any:
             for request in requests:
                 first = int(_before_a_text(opened)[-1])
                 windows = rolling_windows(encode(request.args[0]), first, limit)
-                found.append(sum(score for score, _ in likelihoods(opened, windows)))
+                scored = likelihoods(opened, windows, programs)
+                found.append(sum(score for score, _ in scored))
             return found
 
         def generate_until(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
-            return [_text_until(opened, *request.args) for request in requests]
+            return [_text_until(opened, *request.args, programs) for request in requests]
 
     return TrainedRun()
 
@@ -169,7 +211,9 @@ def _before_a_text(opened: OpenedRun) -> Ids:
     return np.array([opened.end_of_text], np.int32)
 
 
-def _text_until(opened: OpenedRun, context: str, options: dict[str, Any]) -> str:
+def _text_until(
+    opened: OpenedRun, context: str, options: dict[str, Any], programs: Programs | None = None
+) -> str:
     """Returns the likeliest text after `context`, up to `options["until"]` or its own end.
 
     Of a long context the model sees the last tokens, as many as leave room for the text.
@@ -180,7 +224,8 @@ def _text_until(opened: OpenedRun, context: str, options: dict[str, Any]) -> str
     room = opened.config.max_length - length
     ids = ids[-room:] if room > 0 else ids
     ends = () if opened.end_of_text is None else (opened.end_of_text,)
-    generate = make_generate(opened.setup, length, Choice(temperature=0), ends)
+    programs = programs or make_programs(opened.setup, opened.end_of_text)
+    generate = programs.generate(length)
     made = generate(opened.params, [ids], jax.random.key(0))[0][len(ids) :]
     is_end = np.isin(made, ends)
     text = tokenizer.decode(made[: int(is_end.argmax())] if is_end.any() else made)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from spmdtrain.inference.tasks import make_evaluate_with_tasks
 from spmdtrain.processes import pulse
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.guards.guard import GoBack
@@ -14,7 +15,6 @@ from spmdtrain.running.start.begin import StartingPoint
 from spmdtrain.running.start.compiling import kept_of
 from spmdtrain.running.start.session import Session
 from spmdtrain.running.watch import Evaluate, Watch
-from spmdtrain.train import evaluation
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -24,7 +24,7 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
     setup = session.setup
     data = session.prepared.data
     reporter = session.reporter
-    evaluate = evaluation.make_eval_figures(setup, data)
+    evaluate = make_evaluate_with_tasks(setup, data)
     kept = kept_of(session)
     state, done, sample = start.state, start.step, start.sample
     with Interrupt(setup.mesh) as interrupt:

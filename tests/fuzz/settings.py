@@ -109,6 +109,10 @@ NOT_DRAWN = {
     ),
     "checkpoint.keep_best": "needs eval.every; tests/checkpoints/test_keeping.py has it",
     "checkpoint.keep_every": "decides which files stay; tests/checkpoints/test_keeping.py has it",
+    **dict.fromkeys(
+        ("eval.tasks", "eval.tasks_every", "eval.task_examples"),
+        "asks a package for tasks; tests/inference/test_harness.py has it",
+    ),
     "eval.patience": "rounding alone may decide it; tests/running/guards/test_early_stop.py has it",
     "eval.min_delta": "is of eval.patience",
     "train.epochs": "is another word for train.steps; tests/data/test_epochs.py has it",

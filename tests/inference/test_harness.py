@@ -3,6 +3,9 @@ the length.
 """
 
 import dataclasses
+import json
+import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -117,3 +120,67 @@ def test_without_the_package_there_is_one_line(opened, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(ConfigError, match="lm_eval is not installed; try pip install lm-eval"):
         harness.evaluate_tasks(opened.run, ["hellaswag"])
+
+
+class Harness:
+    """A stand-in for the package: asks for one continuation, and says how likely it was."""
+
+    class LM:
+        pass
+
+    @classmethod
+    def simple_evaluate(cls, model, tasks, limit):
+        request = SimpleNamespace(args=("to be or", " not"))
+        score, is_likeliest = model.loglikelihood([request] * limit)[-1]
+        text = model.generate_until([SimpleNamespace(args=("to be", {"max_gen_toks": 2}))])[0]
+        made = {"alias": tasks[0], "score,none": score, "acc,none": int(is_likeliest)}
+        return {"results": {tasks[0]: made | {"characters,none": len(text)}}}
+
+    @classmethod
+    def install(cls, monkeypatch):
+        modules = {
+            "lm_eval": cls,
+            "lm_eval.api": SimpleNamespace(),
+            "lm_eval.api.model": SimpleNamespace(LM=cls.LM),
+        }
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+
+TASKS = ("eval.every=1", "eval.tasks=pairs", "eval.tasks_every=2", "eval.task_examples=3")
+
+
+def test_tasks_are_run_while_training_on_the_mesh_that_is_there(opened, tmp_path, monkeypatch):
+    """Every second evaluation and the last one; the figures are those of the saved weights."""
+    Harness.install(monkeypatch)
+    data = (
+        "data.corpus=text",
+        f"data.path={opened.config.data.path}",
+        "data.tokenizer=bytes",
+        "model.vocab=none",
+        "data.validation_fraction=0.1",
+    )
+    devices = jax.devices()[: mesh_of(mesh)]
+    st.run(tiny(*SMALL, *data, *TASKS, *mesh, "train.steps=3"), tmp_path / "run", devices=devices)
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    found = {line["step"]: line for line in lines if "task/pairs/score" in line}
+    assert sorted(found) == [2, 3]
+    assert "task/pairs/characters" in found[3] and "task/pairs/alias" not in found[3]
+    saved = st.open_run(tmp_path / "run")
+    encode = saved.tokenizer.encode
+    score, is_likeliest = expected(saved, encode("to be or"), encode(" not"))
+    assert found[3]["task/pairs/score"] == pytest.approx(score, rel=1e-4)
+    assert found[3]["task/pairs/acc"] == is_likeliest
+
+
+def test_tasks_that_cannot_be_run_are_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match="lm_eval is not installed"):
+        st.run(tiny(*SMALL, *TASKS), tmp_path / "none", devices=jax.devices()[:1])
+    Harness.install(monkeypatch)
+    with pytest.raises(ConfigError, match="the data has no tokenizer"):
+        st.run(tiny(*SMALL, *TASKS), tmp_path / "ids", devices=jax.devices()[:1])
+    with pytest.raises(ConfigError, match="eval.every=0 asks for none"):
+        tiny("eval.tasks=pairs")

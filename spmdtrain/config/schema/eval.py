@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, CountOrZero, NonNegative, Settings
+from spmdtrain.config.settings import Count, CountOrZero, NonNegative, Settings, Strings
 
 
 class EvalConfig(Settings):
@@ -25,9 +25,23 @@ class EvalConfig(Settings):
         default=0.0, description="nats by which a better eval_loss must be below the best one"
     )
 
+    tasks: Strings = Field(
+        default=(),
+        description="tasks of lm-evaluation-harness that are run too, with the weights as they "
+        "are; their figures are task/TASK/METRIC",
+    )
+    tasks_every: Count = Field(
+        default=1, description="evaluations from one that runs the tasks to the next"
+    )
+    task_examples: Count | None = Field(
+        default=None, description="examples of each task; default: all"
+    )
+
     @model_validator(mode="after")
     def _check(self):
-        for name in ("at_start", "patience"):
+        if not self.tasks and (self.tasks_every > 1 or self.task_examples):
+            raise ValueError("eval.tasks_every and eval.task_examples are of eval.tasks; set it")
+        for name in ("at_start", "patience", "tasks"):
             if getattr(self, name) and not self.every:
                 raise ValueError(
                     f"eval.{name} needs evaluations, and eval.every=0 asks for none; set eval.every"

@@ -1,0 +1,61 @@
+"""The figures of an evaluation during a run: losses, and every n-th time tasks of the harness."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.data.source import Data
+from spmdtrain.inference.harness import harness_model, import_harness, make_programs, results_of
+from spmdtrain.inference.trained_run import OpenedRun
+from spmdtrain.train.evaluation import make_eval_figures
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+
+def make_evaluate_with_tasks(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
+    """Returns `figures(state)`, those of `make_eval_figures` and of `eval.tasks`.
+
+    Which evaluations run the tasks follows from the step alone, so that a resumed run has the same.
+    Raises ConfigError if the tasks cannot be run.
+    """
+    losses = make_eval_figures(setup, data)
+    settings = setup.config.eval
+    if not settings.tasks:
+        return losses
+    tasks = make_task_figures(setup, data)
+
+    def figures(state: TrainState) -> dict[str, float]:
+        step = int(state.step)
+        is_last = step == setup.config.train.steps
+        is_due = is_last or step % (settings.every * settings.tasks_every) == 0
+        return losses(state) | (tasks(state) if is_due else {})
+
+    return figures
+
+
+def make_task_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
+    """Returns `figures(state)`: what the harness finds with these weights for each `eval.tasks`.
+
+    A figure is called task/TASK/METRIC. All processes call it and ask the same. Raises ConfigError
+    if the run cannot answer, or if the harness is not installed.
+    """
+    tasks, limit = setup.config.eval.tasks, setup.config.eval.task_examples
+    asked = f"eval.tasks={','.join(tasks)}"
+    import_harness()
+    if data.tokenizer is None:
+        raise ConfigError(f"{asked} asks in texts, and the data has no tokenizer")
+    programs = make_programs(setup, data.end_of_text)
+
+    def figures(state: TrainState) -> dict[str, float]:
+        opened = OpenedRun(
+            Path(), int(state.step), setup, state.params, data.tokenizer, data.end_of_text
+        )
+        found = results_of(harness_model(opened, programs), tasks, limit)
+        return {
+            f"task/{task}/{metric.removesuffix(',none')}": float(value)
+            for task, metrics in found.items()
+            for metric, value in metrics.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+
+    return figures
