@@ -90,11 +90,13 @@ class Saves:
         end = self._sample + (step - self._first) * size
         return [end - size, end - 1]
 
-    def diverged(self, step: int, what: str) -> DivergedError:
+    def diverged(
+        self, step: int, what: str, fix: str = "a lower optimizer.learning_rate"
+    ) -> DivergedError:
         """Returns the error for a bad `step`; it names the last good checkpoint."""
         self.finish()
         self._reporter.event("diverged", step, samples=self.samples(step))
         last = "nothing was saved"
         if self._newest is not None:
             last = f"step {self._newest} is the newest checkpoint"
-        return DivergedError(f"{what}; {last}", fix="a lower optimizer.learning_rate")
+        return DivergedError(f"{what}; {last}", fix=fix)

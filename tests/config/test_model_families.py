@@ -11,6 +11,8 @@ YARN = (
     "model.rope_scaling.factor=4",
     "model.rope_scaling.original_length=32",
 )
+EXPERTS = ("model.experts.count=8", "model.experts.chosen=3")
+GROUPS = ("model.experts.groups=4",)
 
 
 def llama(*overrides: str) -> RunConfig:
@@ -45,6 +47,20 @@ def llama(*overrides: str) -> RunConfig:
         (["model.norm=layernorm", "model.norm_offset=1"], "set model.norm='rmsnorm'"),
         (["model.positions=learned", "model.rope_share=0.5"], "needs model.positions='rope'"),
         (["model.embed_scale=squrt"], "did you mean 'sqrt'?"),
+        (["model.experts.count=4"], "model.experts.chosen is missing (from --set)"),
+        ([*EXPERTS, "model.experts.chosen=9"], "chosen=9 is more than model.experts.count=8"),
+        ([*EXPERTS, "model.experts.chosen=1"], "set model.experts.normalise=false"),
+        ([*EXPERTS, "model.experts.groups=3"], "is not a multiple of model.experts.groups=3"),
+        ([*EXPERTS, *GROUPS, "model.experts.groups_kept=5"], "groups_kept=5 is more than"),
+        ([*EXPERTS, *GROUPS, "model.experts.groups_kept=1"], "hold fewer than"),
+        (
+            [*EXPERTS, "model.experts.groups=8", "model.experts.groups_kept=4"],
+            "groups=8 have one expert each",
+        ),
+        ([*EXPERTS, "model.experts.first_dense=4"], "leaves none of model.layers=4"),
+        ([*EXPERTS, "model.experts.every=3"], "every=3 does not divide the 4 layers"),
+        ([*EXPERTS, "model.experts.balance_over=batch"], "set model.experts.balance=0.001"),
+        ([*EXPERTS, "model.experts.jitter=1"], "must be less than 1"),
     ],
 )
 def test_what_does_not_fit_is_one_line(overrides, line):

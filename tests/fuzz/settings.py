@@ -116,6 +116,7 @@ NOT_DRAWN = {
     "eval.patience": "rounding alone may decide it; tests/running/guards/test_early_stop.py has it",
     "eval.min_delta": "is of eval.patience",
     "train.epochs": "is another word for train.steps; tests/data/test_epochs.py has it",
+    "guard.expert_load": "needs experts; tests/running/guards/test_routers.py has it",
     "guard.grad_norm": "a limit that rounding alone may cross",
     "guard.sigmas": "likewise; tests/running/guards/test_spikes.py has it",
     "guard.window": "needs guard.sigmas",

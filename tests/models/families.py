@@ -156,8 +156,8 @@ def draw_params(model: AbstractModel, offset: float = 0.0, seed: int = 0) -> dic
     return {path: jnp.asarray(x, jnp.float32) for path, x in drawn.items()}
 
 
-# Two models that have every setting between them, in sizes that a mesh of eight splits. Neither
-# depth is a multiple of its patterns, nor of two stages.
+# Models that have every setting between them, in sizes that a mesh of eight splits. No depth is a
+# multiple of its patterns, nor of two stages.
 RICH = {
     "capped": (
         *("model.layers=5", "model.windows=3,3,0", "model.rope_theta_window=100"),
@@ -173,6 +173,11 @@ RICH = {
         *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"),
         *("model.rope_scaling.original_length=12", "model.rope_scaling.truncate=false"),
         *("model.residual_scale=0.5", "model.logit_scale=0.4", "model.embed_scale=3"),
+    ),
+    "routed": (
+        *("model.layers=5", "model.windows=5,0,0", "model.mlp_bias=true"),
+        *("model.experts.count=4", "model.experts.chosen=2", "model.experts.shared=1"),
+        *("model.experts.first_dense=1", "model.experts.every=2", "model.experts.ffn=24"),
     ),
 }
 RICH_SIZES = (

@@ -35,6 +35,10 @@ from spmdtrain.train.step import make_gradients
         ("model.name=llama", "model.kv_heads=2"),
         ("model.layers=3", "model.tied=false", "model.head_dim=16"),
         ("model.layers=5", "model.windows=7,20,0,64", "model.mlp=geglu"),
+        (
+            *("model.layers=5", "model.experts.count=4", "model.experts.chosen=2"),
+            *("model.experts.first_dense=1", "model.experts.every=2", "model.experts.shared=1"),
+        ),
     ],
 )
 def test_the_shipped_models_have_the_flops_of_the_formula(settings):

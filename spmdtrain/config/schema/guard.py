@@ -22,6 +22,12 @@ class GuardConfig(Settings):
         description="largest gradient norm, before clipping, of a good step; none: any finite norm "
         "is good",
     )
+    expert_load: Positive | None = Field(
+        default=None,
+        description="largest number of tokens of an expert, over the mean of its layer; with more "
+        "its router has collapsed, and the run ends with exit code 9 under any policy; "
+        "none: any number",
+    )
     sigmas: NonNegative | None = Field(
         default=None,
         description="a loss or gradient norm is too large above mean + sigmas standard deviations "

@@ -133,6 +133,11 @@ class RunConfig(Settings):
                 "the best checkpoints are those with the lowest eval_loss, and eval.every=0 "
                 "never evaluates; set eval.every=100"
             )
+        if self.guard.expert_load is not None and not self.model.experts and not self.model.make:
+            raise ValueError(
+                f"guard.expert_load={self.guard.expert_load:g} is of routers, and there is no "
+                "[model.experts]"
+            )
         if self.train.learns_pairs:
             self._check_pairs()
         if self.train.epochs is None:

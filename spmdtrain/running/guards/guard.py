@@ -53,6 +53,7 @@ class Guard:
         """
         if figures.get("overflow"):  # the loss scale was too large: the batch is not bad
             return
+        self._check_routers(step, figures)
         if not self._is_bad(figures):
             self._record.in_a_row = 0
             return
@@ -70,6 +71,19 @@ class Guard:
         if self._config.policy == "skip":
             raise self._saves.diverged(step, what)
         raise GoBack(what, step - skipped, step)
+
+    def _check_routers(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Raises DivergedError if a router sends nearly all tokens to the same experts."""
+        limit, load = self._config.expert_load, figures.get("expert_load")
+        if limit is None or load is None or load <= limit:
+            return
+        layer = int(figures["expert_load_layer"])
+        what = f"the router of layer {layer} has collapsed: at step {step} an expert has {load:.4g}"
+        raise self._saves.diverged(
+            step,
+            f"{what} times the mean number of tokens, above guard.expert_load={limit:g}",
+            fix="model.experts.balance=0.01 or model.experts.bias_rate=0.001",
+        )
 
     def check_state(self, step: int, state: TrainState) -> None:
         """Raises the same errors if a state to be saved is not finite. Waits for the devices."""
