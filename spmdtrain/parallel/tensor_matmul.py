@@ -13,7 +13,7 @@ b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class TensorMatmul(Protocol):
     """A matmul between the residual stream and f. `in_float8`: its numbers have 8 bits."""
 
     def __call__(
-        self, x: jax.Array, weight: jax.Array, names: Names, *, in_float8: bool = False
+        self, x: jax.Array, weight: jax.Array, names: Names, /, *, in_float8: bool = False
     ) -> jax.Array: ...
 
 
@@ -113,7 +113,8 @@ def make_row_parallel(
 
 
 def _dot(in_float8: bool) -> Dot:
-    return float8.tensordot if in_float8 else jnp.tensordot
+    dot: Any = float8.tensordot if in_float8 else jnp.tensordot
+    return dot
 
 
 def _saved(y: jax.Array, in_float8: bool) -> jax.Array:

@@ -108,6 +108,7 @@ def test_a_matmul_and_both_gradients_are_8_bit_matmuls_of_the_library_on_hopper(
     made = jax.jit(step, out_shardings=SingleDeviceSharding(device)).lower(*shapes)
     # Without a device nothing times Triton's matmuls, and one of them would stay.
     text = made.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    assert text is not None
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
     assert 'custom_call_target="__cublas$lt$matmul"' not in text
 

@@ -1,6 +1,7 @@
 """Training in 8-bit floats: on every kind of mesh near the gradients of float32, and as asked."""
 
 from functools import cache
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,7 +56,7 @@ def test_gradients_are_near_those_of_float32(layout):
 
 def types(*settings: str) -> dict[str, type]:
     model = st.shard(tiny(*SMALLEST, *settings), devices=jax.devices()[:1]).model
-    made = model.bind({})
+    made: Any = model.bind({})
     return {path: type(getattr(module, name)) for path, module, name in matmul_weights(made)}
 
 
