@@ -14,7 +14,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.config.run_files import CHECKPOINTS, COMPILED, CONFIG, EVENTS, METRICS, SUMMARY
+from spmdtrain.config.run_files import (
+    CHECKPOINTS,
+    COMPILED,
+    CONFIG,
+    EVENTS,
+    METRICS,
+    PREDICTED,
+    REPORT,
+    SUMMARY,
+)
 
 # Bytes of arrays per byte of files: zstd compresses weights no further unless all are alike.
 MOST_EXPANSION = 4096
@@ -32,7 +41,7 @@ def check_files(folder: Path) -> None:
 # The folders of a run directory that a run or a sink writes into. W&B's contains its own links.
 WRITTEN = ("", CHECKPOINTS, f"{CHECKPOINTS}/quarantine", "tensorboard", "profile")
 # The files that it writes.
-DOCUMENTS = (CONFIG, COMPILED, SUMMARY)
+DOCUMENTS = (CONFIG, COMPILED, PREDICTED, SUMMARY, REPORT)
 FILES = (
     "lock",
     METRICS,

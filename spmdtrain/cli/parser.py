@@ -18,6 +18,7 @@ from spmdtrain.cli.published.import_ import add_import
 from spmdtrain.cli.run.eval import add_eval
 from spmdtrain.cli.run.launch import add_launch
 from spmdtrain.cli.run.replay import add_replay
+from spmdtrain.cli.run.report import add_report
 from spmdtrain.cli.run.sample import add_sample
 from spmdtrain.cli.run.show import add_show
 from spmdtrain.cli.run.train import add_train
@@ -27,7 +28,6 @@ from spmdtrain.config.near import did_you_mean
 
 # Commands that users of other trainers look for.
 NOT_YET = {
-    "report": "a report of a run",
     "diff": "comparing two runs",
 }
 
@@ -90,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_launch(commands, make_parser)
     add_import(commands)
     add_show(commands)
+    add_report(commands)
     add_sample(commands)
     add_eval(commands)
     add_replay(commands)

@@ -8,6 +8,7 @@ every check on it pass. send and recv are not counted: XLA makes them only of ho
 a flag asks for pipelined permutes.
 """
 
+import contextlib
 import itertools
 import math
 import re
@@ -64,15 +65,19 @@ def report(
     """Returns the contents of RUN/compiled.json for a step that took `seconds` to compile.
 
     If the text cannot be read, a run loses only its list of collectives: `collectives` is None
-    then, and `unread` holds the line.
+    then, and `unread` holds the line. `traffic` is left out if the text does not say how often a
+    loop runs.
     """
     text = compiled.as_text() or ""
     held = asdict(memory_of(compiled))
     found = {"memory": held, "calls": calls(text), "compile_seconds": seconds}
     try:
-        return found | {"collectives": collectives(text, dict(mesh.shape))}
+        found |= {"collectives": collectives(text, dict(mesh.shape))}
     except UNREADABLE as error:
         return found | {"collectives": None, "unread": str(error)}
+    with contextlib.suppress(*UNREADABLE):
+        found |= {"traffic": traffic(text, dict(mesh.shape))}
+    return found
 
 
 def calls(hlo_text: str) -> dict[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from spmdtrain.config.run_files import PREDICTED
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.given import check_arguments
 from spmdtrain.running.outcome import Outcome, conclude, nothing_to_do
@@ -91,6 +92,8 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
         start = resume_or_begin(session)
         if idle := nothing_to_do(session, start):
             return idle
+        if prediction:
+            session.reporter.write(PREDICTED, prediction.document())
         compiled, report = compiled_step(session)
         outcome = train_with_returns(session, start, compiled)
         conclude(session, start, outcome, report, prediction)

@@ -199,6 +199,7 @@ def test_the_report_is_what_compiled_json_holds():
                 "bytes": BLOCK,
             },
         ],
+        "traffic": traffic(step.as_text(), CUBE),
         "calls": {},
         "compile_seconds": seconds,
     }

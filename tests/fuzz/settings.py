@@ -148,6 +148,7 @@ NOT_DRAWN = {
         "is of adapters; tests/train/test_adapters.py has it",
     ),
     "kernels.tune": "decides nothing without a GPU; tests/running/start/test_kernels.py has it",
+    "log.report": "decides no number, and tests/page has it",
     "log.sinks": "decides no number, and tests/test_seams.py has it",
 }
 # Lion's update is a sign: a gradient that rounds to the other side of 0 moves by the whole rate.

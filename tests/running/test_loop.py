@@ -157,7 +157,14 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
         ("ended", 6),
     ]
     compiled = json.loads((finished / "compiled.json").read_text())
-    assert set(compiled) == {"memory", "collectives", "calls", "compile_seconds", "from_cache"}
+    assert set(compiled) == {
+        "memory",
+        "collectives",
+        "calls",
+        "traffic",
+        "compile_seconds",
+        "from_cache",
+    }
     assert set(compiled["memory"]) == {
         "argument_bytes",
         "output_bytes",

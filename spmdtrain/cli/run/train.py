@@ -120,4 +120,7 @@ def _prediction(config, name: str | None):
         if name:
             raise
         return None  # nobody asked; the run itself reports what is wrong with it
-    return Prediction(found.hardware.name, found.time.seconds, found.memory.total)
+    time, memory = found.time, found.memory
+    parts = {term: time.scale * seconds for term, seconds in time.terms.items()}
+    held = {name: count for name, count in memory.by_category().items() if name != "total"}
+    return Prediction(found.hardware.name, time.seconds, memory.total, parts, held)

@@ -15,6 +15,11 @@ class LogConfig(Settings):
 
     every: Count = Field(default=10, description="steps between lines of figures")
     profile: Steps = Field(default=(), description="steps traced by the profiler into RUN/profile")
+    report: Literal["never", "end", "live"] = Field(
+        default="end",
+        description="when the run writes RUN/report.html, a page of itself: at its end; live: also "
+        "every 30 s",
+    )
     sinks: Sinks = Field(
         default=(),
         description="where figures go, in addition to metrics.jsonl: "

@@ -23,6 +23,7 @@ from spmdtrain.config.errors import UserError
 from spmdtrain.config.run_files import EVENTS, METRICS, newest_line
 from spmdtrain.processes import pulse, signals
 from spmdtrain.running.report.json_lines import JsonLines
+from spmdtrain.running.report.own_page import own_page
 
 FAILED = 1  # how Python ends a program after an error that nobody caught
 INTERRUPTED = 130
@@ -47,16 +48,17 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def attempt(directory: Path, launched: float) -> Iterator[Attempt]:
+def attempt(directory: Path, launched: float, report: str = "never") -> Iterator[Attempt]:
     """Writes `launched` (at that time) into the events of a run, and at its end `ended`.
 
-    Raises StorageError if they cannot be written.
+    After that the run writes its page, as `report` (`log.report`) says. Raises StorageError if they
+    cannot be written.
     """
     if jax.process_index() > 0:
         yield Attempt(None)
         return
     events = JsonLines(directory / EVENTS)
-    with contextlib.closing(events):
+    with own_page(directory, report), contextlib.closing(events):
         step = newest_step(directory) or 0
         events.write(time=launched, event="launched", step=step, **_launch(directory))
         this = Attempt(events)

@@ -1,7 +1,7 @@
 """RUN/summary.json: predicted, compiled and measured figures side by side, when a run ends."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,11 +13,25 @@ COLUMNS = ("measured", "compiled", "predicted")
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expected cost of a run. `memory_bytes` is that of the fullest device."""
+    """The expected cost of a run. `memory_bytes` is that of the fullest device.
+
+    `seconds` and `bytes` are what they are made of, by the planner's names.
+    """
 
     hardware: str  # that the figures hold for
     step_seconds: float
     memory_bytes: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """Returns the values of predicted.json."""
+        return {
+            "hardware": self.hardware,
+            "step_seconds": self.step_seconds,
+            "breakdown_seconds": dict(self.seconds),
+            "memory_bytes": dict(self.bytes),
+        }
 
 
 def figures(

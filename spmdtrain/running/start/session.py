@@ -70,7 +70,7 @@ def open_session(
     with contextlib.ExitStack() as held:
         memory = held.enter_context(MemoryGuard(setup))
         held.enter_context(open_directory(directory, prepared.fresh))
-        this = held.enter_context(attempt(directory, prepared.launched))
+        this = held.enter_context(attempt(directory, prepared.launched, setup.config.log.report))
         checkpoints = Checkpoints(directory, setup, Retention(setup.config.checkpoint))
         held.enter_context(contextlib.closing(checkpoints))
         found, remarks = find(prepared, setup, checkpoints)

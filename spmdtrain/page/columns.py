@@ -1,0 +1,202 @@
+"""The figures of metrics.jsonl as columns, and how they are made few enough to be drawn.
+
+A run of a million steps is eight bytes a figure here, not an object a line.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from pydantic_core import from_json
+
+CHUNK = 8 << 20  # bytes of lines that are parsed at once
+EVALUATION = "eval_"  # the names of an evaluation's figures begin so
+
+
+class Columns:
+    """Rows of figures as one float64 array a name; what a row lacks is NaN. Sorted by arrival."""
+
+    def __init__(self):
+        self._parts: list[tuple[int, dict[str, np.ndarray]]] = []
+        self._whole: dict[str, np.ndarray] = {}
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for _, part in self._parts for name in part))
+
+    def add(self, rows: int, part: dict[str, np.ndarray]) -> None:
+        """Adds rows; each array of `part` has one value for each of them."""
+        self._parts.append((rows, part))
+        self._whole = {}
+        self._rows += rows
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Returns a column, float64 [rows]."""
+        if name not in self._whole:
+            missing = [np.full(rows, math.nan) for rows, part in self._parts if name not in part]
+            parts = [part[name] if name in part else missing.pop(0) for _, part in self._parts]
+            self._whole[name] = np.concatenate(parts) if parts else np.zeros(0)
+        return self._whole[name]
+
+
+class MetricsFile:
+    """metrics.jsonl: the `steps` and the `evaluations` in it. `read` takes in what has been added.
+
+    Damaged lines are left out; a kill may have cut the last one.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._offset = 0
+        self._file: tuple[int, int] | None = None  # device and inode
+        self.steps = Columns()
+        self.evaluations = Columns()
+
+    def read(self) -> "MetricsFile":
+        """Reads the lines that are new; all of them if the file is another one by now."""
+        try:
+            with self._path.open("rb") as file:
+                self._take_in(file)
+        except OSError:
+            self._start_over()
+        return self
+
+    def _take_in(self, file: BinaryIO) -> None:
+        there = os.fstat(file.fileno())
+        identity = (there.st_dev, there.st_ino)
+        if self._file != identity or there.st_size < self._offset:
+            self._start_over()
+        self._file = identity
+        file.seek(self._offset)
+        rest = b""
+        while block := file.read(CHUNK):
+            whole, newline, rest = (rest + block).rpartition(b"\n")
+            if newline:
+                self._add(whole.split(b"\n"))
+                self._offset += len(whole) + 1
+
+    def _add(self, lines: list[bytes]) -> None:
+        tables: dict[tuple[str, ...], Columns] = {}  # of each set of names that occurs
+        rows: dict[int, list[dict[str, Any]]] = {id(self.steps): [], id(self.evaluations): []}
+        for row in _rows(lines):
+            if type(row) is not dict or type(row.get("step")) is not int:
+                continue
+            names = tuple(row)
+            table = tables.get(names)
+            if table is None:
+                is_evaluation = any(name.startswith(EVALUATION) for name in names)
+                table = tables[names] = self.evaluations if is_evaluation else self.steps
+            rows[id(table)].append(row)
+        for table in (self.steps, self.evaluations):
+            if new := rows[id(table)]:
+                names = dict.fromkeys(
+                    name for each, its in tables.items() if its is table for name in each
+                )
+                part = {name: _floats([row.get(name) for row in new]) for name in names}
+                table.add(len(new), part)
+
+
+def _rows(lines: list[bytes]) -> Iterable[Any]:
+    try:
+        return from_json(b"[" + b",".join(lines) + b"]", cache_strings="keys")
+    except ValueError:
+        return _those_that_parse(lines)
+
+
+def _those_that_parse(lines: list[bytes]) -> Iterator[Any]:
+    for line in lines:
+        try:
+            yield from_json(line)
+        except ValueError:
+            continue
+
+
+def _floats(values: list[Any]) -> np.ndarray:
+    try:
+        found = np.array(values, np.float64)
+    except (ValueError, TypeError, OverflowError):  # a stranger's line
+        found = None
+    if found is None or found.ndim > 1:
+        found = np.array([_float(value) for value in values], np.float64)
+    return found
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+class Thinned(NamedTuple):
+    """A curve of a few points: at `x` the mean, and the least and the most of the points around.
+
+    `least` and `most` are None if no point was left out.
+    """
+
+    x: np.ndarray
+    mean: np.ndarray
+    least: np.ndarray | None
+    most: np.ndarray | None
+
+
+def thinned(x: np.ndarray, y: np.ndarray, buckets: int) -> Thinned:
+    """Returns at most `buckets` points of a curve. No spike is lost, and a mean is a mean.
+
+    Largest-triangle thinning picks points instead, which biases the mean of a noisy curve.
+    """
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y = x[known], y[known]
+    if len(x) <= buckets:
+        return Thinned(x, y, None, None)
+    cut = np.linspace(0, len(x), buckets + 1).astype(int)[:-1]
+    count = np.diff(np.append(cut, len(x)))
+    mean_x, mean_y = np.add.reduceat(x, cut) / count, np.add.reduceat(y, cut) / count
+    return Thinned(mean_x, mean_y, np.minimum.reduceat(y, cut), np.maximum.reduceat(y, cut))
+
+
+def smoothed(y: np.ndarray, span: int) -> np.ndarray:
+    """Returns the mean over the `span` values around each, so that it does not lag behind."""
+    if not len(y):
+        return y
+    known = np.isfinite(y)
+    total = np.cumsum(np.append(0.0, np.where(known, y, 0.0)))
+    count = np.cumsum(np.append(0, known))
+    at = np.arange(len(y))
+    half = np.minimum(span // 2, np.minimum(at, len(y) - 1 - at))
+    low, high = at - half, at + half + 1
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (total[high] - total[low]) / (count[high] - count[low])
+
+
+def known(y: np.ndarray) -> np.ndarray:
+    """Returns the finite values."""
+    return y[np.isfinite(y)]
+
+
+def median(y: np.ndarray) -> float:
+    """Returns the median of the finite values; NaN if there are none."""
+    there = known(y)
+    return float(np.median(there)) if len(there) else math.nan
+
+
+def quantile(y: np.ndarray, at: float) -> float:
+    """Returns a quantile of the finite values; NaN if there are none."""
+    there = known(y)
+    return float(np.quantile(there, at)) if len(there) else math.nan
+
+
+def mean(y: np.ndarray) -> float:
+    """Returns the mean of the finite values; NaN if there are none."""
+    there = known(y)
+    return float(there.mean()) if len(there) else math.nan
