@@ -18,3 +18,4 @@ from pallas_kernels.attention.api import attention as attention
 from pallas_kernels.attention.api import saveable as saveable
 from pallas_kernels.attention.parts import attention_backward as attention_backward
 from pallas_kernels.attention.parts import attention_forward as attention_forward
+from pallas_kernels.attention.parts import delta_of as delta_of

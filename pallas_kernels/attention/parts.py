@@ -1,15 +1,17 @@
 """The two passes of attention apart, for a caller that sees its keys in several parts.
 
 Softmax over all keys follows from that over each part and the parts' lse. The backward pass of a
-part takes the out and lse of *all* keys: the gradient of a score then needs nothing else of the
-other parts (arXiv:2205.14135, appendix B). Neither function has a derivative rule of its own.
+part takes the lse and delta of *all* keys: the gradient of a score needs nothing else of the other
+parts (arXiv:2205.14135, appendix B). Neither function has a derivative rule of its own.
 """
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.attention.api import choose_for, implementation_of
 from pallas_kernels.attention.problem import prepare
 from pallas_kernels.given import check_arrays
+from pallas_kernels.wide import wide_dtype
 
 
 def attention_forward(
@@ -31,8 +33,9 @@ def attention_forward(
 
 def attention_backward(
     arrays: tuple[jax.Array, jax.Array, jax.Array],
-    results: tuple[jax.Array, jax.Array],
-    gradients: tuple[jax.Array, jax.Array],
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
     *,
     implementation: str | None = None,
     **options,
@@ -43,13 +46,34 @@ def attention_backward(
 
     Args:
       arrays: (q, k, v) of `attention_forward`.
-      results: (out, lse) of all keys, not only of these.
-      gradients: those of the results; that of lse must be 0 for a query that sees no key.
+      dout: the gradient of out, [b, t, h, e].
+      lse: that of all keys, [b, t, h], not only of these.
+      delta: that of all keys, by `delta_of`.
       options: those of `attention_forward`.
     """
     module, given, problem, inputs = _call(*arrays, implementation, options)
-    dq, dk, dv, _ = module.backward(problem, inputs, *results, *gradients, **given)
+    # An implementation computes delta as the sum of out x dout, less the gradient of lse.
+    nothing = jnp.zeros_like(dout)
+    dq, dk, dv, _ = module.backward(problem, inputs, nothing, lse, dout, -delta, **given)
     return dq, dk, dv
+
+
+def delta_of(
+    results: tuple[jax.Array, jax.Array], gradients: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Returns the sum of out x dout, less the gradient of lse: [b, t, h], wide.
+
+    It is what a query's softmax takes off the gradient of each of its weights.
+
+    Args:
+      results: (out, lse) of all keys.
+      gradients: those of the results.
+    """
+    out, lse = results
+    dout, dlse = gradients
+    wide = wide_dtype(out)
+    delta = jnp.sum(out.astype(wide) * dout.astype(wide), -1) - dlse
+    return jnp.where(jnp.isneginf(lse), 0, delta)
 
 
 def _call(q, k, v, implementation: str | None, options):

@@ -218,6 +218,8 @@ def draw_layout(random: random.Random, numbers: Values) -> Values:
     if longer and (stream := _stream_over_tensor(config, mesh, drawn)):
         drawn["rules.activations.stream_time"] = stream
         drawn["mesh.collective_matmul"] = random.choice(values_of("mesh.collective_matmul"))
+    if mesh["context"] > 1 and random.random() < SET:
+        drawn["model.context_attention"] = random.choice(values_of("model.context_attention"))
     return drawn
 
 

@@ -154,7 +154,13 @@ NOT_DRAWN = {
 # Lion's update is a sign: a gradient that rounds to the other side of 0 moves by the whole rate.
 ROUNDING_DECIDES = {"lion"}
 # Decide where and in which order numbers are computed, not which.
-LAYOUT = {"model.attention", "train.microbatch", "train.remat", "train.zero"}
+LAYOUT = {
+    "model.attention",
+    "model.context_attention",
+    "train.microbatch",
+    "train.remat",
+    "train.zero",
+}
 LAYOUT_SECTIONS = {"mesh", "pipeline", "checkpoint", "log", "rules"}
 
 

@@ -1001,15 +1001,15 @@ BREAKAGES = [
     Breakage(
         "takes the tokens of a window for those beside the query",
         "models/layers/attention.py",
-        "window=(window - 1, 0)",
-        "window=(window, 0)",
+        "return window - 1 if",
+        "return window if",
         f"{FAMILIES} -k 'logits_of_its and mistral'",
     ),
     Breakage(
         "gives every layer the window of the first",
         "models/layers/attention.py",
-        "number = ctx.layer if layer is None else layer",
-        "number = 0",
+        "return ctx.layer if layer is None else layer",
+        "return 0",
         f"{FAMILIES} -k 'logits_of_its and gemma2'",
     ),
     Breakage(

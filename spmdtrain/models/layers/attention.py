@@ -137,7 +137,7 @@ class Attention(nnx.Module):
                 "segment_ids": None if q_segments is None else (q_segments, k_segments),
                 "positions": None if aligned else (q_places, k_places),
             }
-            number = ctx.layer if layer is None else layer
+            number = _number(ctx, layer)
             return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))
 
         # Keys are split over time like queries, and gathered here. A cache is not split.
@@ -192,7 +192,7 @@ class Attention(nnx.Module):
         def local(q, k, v, segments, sinks, layer):  # noqa: PLR0913 - the arrays of attention
             if sinks is not None:
                 sinks = own_heads(sinks, axes, ctx.way.ways)
-            number = ctx.layer if layer is None else layer
+            number = _number(ctx, layer)
             pair = None if segments is None else (segments, segments)
             options = {"segment_ids": pair, "positions": None}
 
@@ -252,6 +252,11 @@ class Attention(nnx.Module):
             asked = f"model.attention={self.implementation!r}"
             what = f"{asked} cannot run: {refused.reason}"
             raise ConfigError(what, fix="--set model.attention=auto") from None
+
+
+def _number(ctx: ForwardContext, layer: jax.Array | None) -> jax.Array | int | None:
+    """Returns the number of the layer; `layer` is the traced one of `_traced_layer`."""
+    return ctx.layer if layer is None else layer
 
 
 def _before(window: int, tokens: int) -> int | None:

@@ -9,31 +9,30 @@ device j = r - i (mod n), and no hop needs a causal mask.
     j > r   the later half of the queries sees all keys, and the earlier half none
 
 So in every hop the later half of the queries sees the earlier half of the keys, and one more pair
-of halves matches: earlier and earlier, or later and later. Both pairs are one call, stacked as a
-batch, and `where` selects the second: shapes are the same everywhere, and no device takes a branch
-by its rank, which collectives forbid.
+of halves matches: earlier and earlier, or later and later. Which one it is, is where a slice
+starts: shapes are the same everywhere, and no device takes a branch by its rank, which collectives
+forbid.
 
 With a window the masks are those of positions, and keys go only as far as some query sees: some
 hops one way, as many the other way. Packed documents mask by the segment ids of both sides.
 
-Softmax is joined by its lse. The backward pass is a second ring, with the out and lse of all keys.
+Softmax is joined by its lse. The backward pass is a second ring, with the lse of all keys.
 The gradients of keys follow them, in float32, and come home in the end. A hop is the body of a
 scan: program and memory do not grow with n.
 
 b: sequences, t: tokens of a device, h: query heads, k: key-value heads, d, e: head dims.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.attention import SAVED, attention_backward, attention_forward
+from pallas_kernels.attention import SAVED, attention_backward, attention_forward, delta_of
 
 Attended = tuple[jax.Array, jax.Array]  # (out [b, t, h, e], lse [b, t, h])
 
@@ -68,16 +67,18 @@ class Sides(NamedTuple):
 
 
 class OfQueries(NamedTuple):
-    """What the backward pass reads of each query; out and lse are those of all keys."""
+    """What the backward pass reads of each query; lse and delta are those of all keys."""
 
     q_bthd: jax.Array
-    out_bthe: jax.Array
-    lse_bth: jax.Array
     dout_bthe: jax.Array
-    dlse_bth: jax.Array
+    lse_bth: jax.Array
+    delta_bth: jax.Array
 
 
 KeyValues = tuple[jax.Array, jax.Array]  # [b, t, k, d] and [b, t, k, e]
+# Both in one array [2, b, t, k, d], which one permute moves; if d is not e, one array for each.
+Packed = list[jax.Array]
+TIME, PACKED_TIME = 1, 2  # dims
 
 
 def legs(ring: ContextRing, tokens: int) -> list[tuple[int, int]]:
@@ -130,52 +131,48 @@ def _leg_forward(ring, sides, leg, arrays, state):
     q, kv = arrays
 
     def body(carry, i):
-        kv, state = carry
-        following = _shift(ring, step, kv)
-        return (following, _hop_forward(ring, sides, step * i, (q, kv), state)), None
+        packed, state = carry
+        following = _shift(ring, step, packed)
+        return (following, _hop_forward(ring, sides, step * i, (q, packed), state)), None
 
-    start = (_shift(ring, step, kv), state)
-    (kv, state), _ = jax.lax.scan(body, start, jnp.arange(1, count))
-    return _hop_forward(ring, sides, step * count, (q, kv), state)
+    start = (_shift(ring, step, _packed(kv)), state)
+    (packed, state), _ = jax.lax.scan(body, start, jnp.arange(1, count))
+    return _hop_forward(ring, sides, step * count, (q, packed), state)
 
 
 def _ring_backward(ring, kept, gradients):
     q, k, v, segment_ids, kind, out, lse = kept
-    dout, dlse = gradients
-    queries = OfQueries(q, out, lse, dout, jnp.where(jnp.isneginf(lse), 0, dlse))
+    queries = OfQueries(q, gradients[0], lse, delta_of((out, lse), gradients))
     sides = Sides(kind, _gathered(ring, segment_ids))
-    dq, dk, dv = map(_wide, _own_backward(ring, sides, queries, (k, v)))
+    dq, *of_keys = map(_wide, _own_backward(ring, sides, queries, (k, v)))
+    total = _packed(of_keys)
     for leg in legs(ring, q.shape[1]):
-        dq, more_k, more_v = _leg_backward(ring, sides, leg, (queries, (k, v)), dq)
-        dk = dk + more_k
-        dv = dv + more_v
+        dq, of_leg = _leg_backward(ring, sides, leg, (queries, (k, v)), dq)
+        total = _sum(total, of_leg)
+    dk, dv = _unpacked(total)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
 def _leg_backward(ring, sides, leg, arrays, dq):
-    """Returns (dq with the part of this leg, dk and dv of this leg).
+    """Returns (dq with the part of this leg, packed dk and dv of this leg).
 
     The sums dk and dv move one hop after their keys, so that they too move beside a kernel.
     """
     step, count = leg
     queries, kv = arrays
 
-    def hop(i, kv):
-        return tuple(map(_wide, _hop_backward(ring, sides, step * i, queries, kv)))
-
     def body(carry, i):
-        kv, dq, dkv = carry
-        following = _shift(ring, step, kv)
-        dkv = _shift(ring, step, dkv)
-        more, *more_kv = hop(i, kv)
-        return (following, dq + more, tuple(map(jnp.add, dkv, more_kv))), None
+        packed, *sums = carry
+        following = _shift(ring, step, packed)
+        sums[1] = _shift(ring, step, sums[1])
+        return (following, *_hop_backward(ring, sides, step * i, (queries, packed), sums)), None
 
-    first = _shift(ring, step, kv)
+    first = _shift(ring, step, _packed(kv))
     following = _shift(ring, step, first) if count > 1 else first
-    more, *dkv = hop(1, first)
-    start = (following, dq + more, tuple(dkv))
-    (_, dq, dkv), _ = jax.lax.scan(body, start, jnp.arange(2, count + 1))
-    return dq, *_shift(ring, -step * count, dkv)  # home
+    nothing = [jnp.zeros_like(_wide(x)) for x in first]
+    sums = _hop_backward(ring, sides, step, (queries, first), (dq, nothing))
+    (_, dq, dkv), _ = jax.lax.scan(body, (following, *sums), jnp.arange(2, count + 1))
+    return dq, _shift(ring, -step * count, dkv)  # home
 
 
 ring_attention.defvjp(_ring_forward, _ring_backward)
@@ -208,44 +205,55 @@ def _own_masks(ring: ContextRing, sides: Sides, q, window: int | None) -> dict[s
 
 def _hop_forward(ring: ContextRing, sides: Sides, i, arrays, state: Attended) -> Attended:
     """Returns `state` with the keys joined in that have come `i` hops."""
-    q, kv = arrays
+    q, packed = arrays
 
     def attend(window: int | None) -> Attended:
         if window is not None:
             masks = _masks_by_position(ring, sides, i, q, window)
-            return join(*state, *attention_forward(q, *kv, **masks, **ring.options))
-        halves = _Halves(_is_earlier(ring, i))
-        found = attention_forward(
-            halves.stack_queries(q),
-            *map(halves.stack_keys, kv),
-            segment_ids=_stacked_segments(ring, sides, i, halves),
-            **ring.options,
-        )
-        return halves.join(state, found)
+            kv = _unpacked(packed)
+            return join(state, attention_forward(q, *kv, **masks, **ring.options))
+        joined = state
+        for of_queries, of_keys in _pairs(ring, i, q.shape[TIME]):
+            found = attention_forward(
+                _half(q, of_queries),
+                *_unpacked(_half(packed, of_keys, PACKED_TIME)),
+                segment_ids=_half_segments(ring, sides, i, (of_queries, of_keys)),
+                **ring.options,
+            )
+            joined = _put(joined, join(_half(joined, of_queries), found), of_queries)
+        return joined
 
     return _by_window(ring, sides, attend)
 
 
-def _hop_backward(ring: ContextRing, sides: Sides, i, queries: OfQueries, kv: KeyValues):
-    """Returns (dq, dk, dv) of the keys that have come `i` hops."""
+def _hop_backward(ring: ContextRing, sides: Sides, i, arrays, sums):
+    """Returns the sums (dq, packed dk and dv), with those of the keys that have come `i` hops."""
+    queries, packed = arrays
 
     def gradients(window: int | None):
+        dq, dkv = sums
         if window is not None:
             masks = _masks_by_position(ring, sides, i, queries.q_bthd, window)
-            return _backward(ring, queries, kv, masks)
-        halves = _Halves(_is_earlier(ring, i))
-        segments = _stacked_segments(ring, sides, i, halves)
-        stacked = OfQueries(*map(halves.stack_queries, queries))
-        stacked_kv = tuple(map(halves.stack_keys, kv))
-        dq, *dkv = _backward(ring, stacked, stacked_kv, {"segment_ids": segments})
-        return halves.unstack_queries(_wide(dq)), *(halves.unstack_keys(_wide(x)) for x in dkv)
+            more, *of_keys = map(_wide, _backward(ring, queries, _unpacked(packed), masks))
+            return dq + more, _sum(dkv, _packed(of_keys))
+        for of_queries, of_keys in _pairs(ring, i, queries.q_bthd.shape[TIME]):
+            # One pair after the other: operands of both at once would take more memory.
+            of_queries, dq = jax.lax.optimization_barrier((of_queries, dq))
+            masks = {"segment_ids": _half_segments(ring, sides, i, (of_queries, of_keys))}
+            kv = _unpacked(_half(packed, of_keys, PACKED_TIME))
+            found = _backward(ring, _half(queries, of_queries), kv, masks)
+            more, *more_kv = map(_wide, found)
+            dq = _put(dq, _half(dq, of_queries) + more, of_queries)
+            total = _sum(_half(dkv, of_keys, PACKED_TIME), _packed(more_kv))
+            dkv = _put(dkv, total, of_keys, PACKED_TIME)
+        return dq, dkv
 
     return _by_window(ring, sides, gradients)
 
 
 def _backward(ring: ContextRing, queries: OfQueries, kv: KeyValues, masks: dict[str, Any]):
-    q, out, lse, dout, dlse = queries
-    return attention_backward((q, *kv), (out, lse), (dout, dlse), **masks, **ring.options)
+    q, dout, lse, delta = queries
+    return attention_backward((q, *kv), dout, lse, delta, **masks, **ring.options)
 
 
 def _by_window(ring: ContextRing, sides: Sides, function: Callable[[int | None], Any]) -> Any:
@@ -269,10 +277,6 @@ def _gathered(ring: ContextRing, segment_ids_bt: jax.Array | None) -> jax.Array 
 def _source(ring: ContextRing, i) -> jax.Array:
     """Returns the device whose keys have come `i` hops to this one."""
     return (jax.lax.axis_index(ring.axes) - i) % ring.ways
-
-
-def _is_earlier(ring: ContextRing, i) -> jax.Array:
-    return _source(ring, i) < jax.lax.axis_index(ring.axes)
 
 
 def _segments(ring: ContextRing, sides: Sides, i) -> tuple[Any, Any]:
@@ -302,76 +306,81 @@ def _places(ring: ContextRing, device: jax.Array, shape: tuple[int, int]) -> jax
     return jnp.broadcast_to(places.reshape(-1).astype(jnp.int32), shape)
 
 
-def _stacked_segments(ring: ContextRing, sides: Sides, i, halves: "_Halves"):
-    own, other = _segments(ring, sides, i)
-    return None if own is None else (halves.stack_queries(own), halves.stack_keys(other))
+# Halves of the tokens.
 
 
-# Halves.
+def _pairs(ring: ContextRing, i, tokens: int) -> list[tuple[Any, Any]]:
+    """Returns the two pairs of halves that see each other: where (queries, keys) of each start."""
+    half = tokens // 2
+    source = _source(ring, i)
+    matching = jnp.where(source < jax.lax.axis_index(ring.axes), 0, half)
+    # No source is below 0, but XLA must not know: it would slice once before all hops, and keep
+    # the slices.
+    later = jnp.where(source < 0, 0, half)
+    return [(later, 0), (matching, matching)]
 
 
-@dataclass(frozen=True)
-class _Halves:
-    """The two pairs of halves that see each other in a hop, stacked as a batch [2 b, t / 2, ...].
+def _half(tree: Any, start: Any, dim: int = TIME) -> Any:
+    """Returns the half of each array that starts at `start`."""
 
-    First the later queries with the earlier keys. Then the earlier halves of both if the keys come
-    from an earlier device (`is_earlier`), and the later halves if not.
-    """
+    def cut(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, start, x.shape[dim] // 2, dim)
 
-    is_earlier: jax.Array
-
-    def stack_queries(self, x_bt: jax.Array) -> jax.Array:
-        earlier, later = jnp.split(x_bt, 2, 1)
-        return jnp.concatenate((later, jnp.where(self.is_earlier, earlier, later)))
-
-    def stack_keys(self, x_bt: jax.Array) -> jax.Array:
-        earlier, later = jnp.split(x_bt, 2, 1)
-        return jnp.concatenate((earlier, jnp.where(self.is_earlier, earlier, later)))
-
-    def unstack_queries(self, x_2bt: jax.Array) -> jax.Array:
-        """Sums what each query found, [b, t, ...]."""
-        later, either = jnp.split(x_2bt, 2)
-        earlier = jnp.where(self.is_earlier, either, 0)
-        return jnp.concatenate((earlier, later + jnp.where(self.is_earlier, 0, either)), 1)
-
-    def unstack_keys(self, x_2bt: jax.Array) -> jax.Array:
-        earlier, either = jnp.split(x_2bt, 2)
-        later = jnp.where(self.is_earlier, 0, either)
-        return jnp.concatenate((earlier + jnp.where(self.is_earlier, either, 0), later), 1)
-
-    def join(self, state: Attended, found: Attended) -> Attended:
-        """Returns `state` [b, t, ...] joined with what the stacked queries found."""
-        (out_earlier, out_later), (lse_earlier, lse_later) = (jnp.split(x, 2, 1) for x in state)
-        (out, out_either), (lse, lse_either) = (jnp.split(x, 2) for x in found)
-        of_earlier = jnp.where(self.is_earlier, lse_either, -jnp.inf)
-        of_later = jnp.where(self.is_earlier, -jnp.inf, lse_either)
-        earlier = join(out_earlier, lse_earlier, out_either, of_earlier)
-        later = join(*join(out_later, lse_later, out, lse), out_either, of_later)
-        out, lse = (jnp.concatenate(each, 1) for each in zip(earlier, later, strict=True))
-        return out, lse
+    return jax.tree.map(cut, tree)
 
 
-def join(out: jax.Array, lse: jax.Array, more: jax.Array, more_lse: jax.Array) -> Attended:
-    """Returns attention to two sets of keys from attention to each; `out` is wide.
+def _put(tree: Any, halves: Any, start: Any, dim: int = TIME) -> Any:
+    """Returns the arrays with their half at `start` replaced."""
+
+    def put(x: jax.Array, half: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, half, start, dim)
+
+    return jax.tree.map(put, tree, halves)
+
+
+def _half_segments(ring: ContextRing, sides: Sides, i, starts: tuple[Any, Any]) -> Any:
+    """Returns the segment ids of a pair of halves, or None."""
+    if sides.segment_ids_nbt is None:
+        return None
+    return tuple(map(_half, _segments(ring, sides, i), starts))
+
+
+def _sum(trees: Any, more: Any) -> Any:
+    return jax.tree.map(jnp.add, trees, more)
+
+
+def join(found: Attended, more: Attended) -> Attended:
+    """Returns attention to two sets of keys from attention to each; the first is wide.
 
     An lse of -inf is that of no keys.
     """
+    out, lse = found
+    more_out, more_lse = more
     both = jnp.logaddexp(lse, more_lse)
     safe = jnp.where(jnp.isneginf(both), 0, both)
     share = jnp.exp(lse - safe)[..., None]
     more_share = jnp.exp(more_lse - safe)[..., None]
-    return out * share + more.astype(out.dtype) * more_share, both
+    return out * share + more_out.astype(out.dtype) * more_share, both
 
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _shift(ring: ContextRing, step: int, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Returns the arrays of the device `step` places before this one, in one permute."""
+# Permutes.
+
+
+def _packed(kv: Sequence[jax.Array]) -> Packed:
+    k, v = kv
+    return [jnp.stack((k, v))] if k.shape == v.shape else [k[None], v[None]]
+
+
+def _unpacked(packed: Packed) -> KeyValues:
+    k, v = [each for x in packed for each in x]
+    return k, v
+
+
+def _shift(ring: ContextRing, step: int, packed: Packed) -> Packed:
+    """Returns what the device `step` places before this one has."""
     pairs = [(device, (device + step) % ring.ways) for device in range(ring.ways)]
-    flat = jnp.concatenate([x.reshape(-1) for x in arrays])
-    moved = jax.lax.ppermute(flat, ring.axes, pairs)
-    ends = np.cumsum([x.size for x in arrays])
-    parts = jnp.split(moved, ends[:-1])
-    return tuple(part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True))
+    return [jax.lax.ppermute(x, ring.axes, pairs) for x in packed]
