@@ -25,6 +25,9 @@ DTYPES: Mapping[str, Any] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Of tensors with these endings, which hold numbers of four bits (mxfp4.py).
+PACKED = {"U8": np.dtype(np.uint8)}
+PACKED_NAMES = ("_blocks", "_scales")
 POINTER = b"version https://git-lfs"
 LARGEST_INDEX = 256 * 2**20  # bytes
 AGAIN = "downloading it again"
@@ -159,7 +162,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 def _tensor(path: Path, name: str, said: Mapping[str, Any], first: int) -> Tensor:
     if not name.isprintable() or len(name) > 1000:
         raise CheckpointError(f"{path} is damaged: a tensor is named {name!r:.80}", fix=AGAIN)
-    dtype = DTYPES.get(said["dtype"])
+    known = DTYPES | (PACKED if name.endswith(PACKED_NAMES) else {})
+    dtype = known.get(said["dtype"])
     if dtype is None:
         raise CheckpointError(
             f"{name} of {path} has dtype {said['dtype']}",

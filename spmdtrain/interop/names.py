@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.interop import pieces
+from spmdtrain.interop import mxfp4, pieces
 from spmdtrain.interop.pieces import Rule
 
 LAYER, EXPERT = "{}", "{x}"
@@ -163,6 +163,17 @@ QWEN_EXPERTS = _experts(
     "mlp.experts.{x}.down_proj.weight",
 )
 
+GPT_OSS = {
+    "attention.sinks": _entry(pieces.copy, "self_attn.sinks"),
+    "mlp.router.weight_ex": _entry(pieces.transpose, "mlp.router.weight"),
+    "mlp.router.logit_bias_x": _entry(pieces.copy, "mlp.router.bias"),
+    "mlp.router.load_bias_x": _entry(pieces.zeros),
+    "mlp.up_xeu": _entry(pieces.gate_up_interleaved, "mlp.experts.gate_up_proj"),
+    "mlp.up_bias": _entry(pieces.gate_up_interleaved, "mlp.experts.gate_up_proj_bias"),
+    "mlp.down_xfe": _entry(pieces.copy, "mlp.experts.down_proj"),
+    "mlp.down_bias": _entry(pieces.copy, "mlp.experts.down_proj_bias"),
+}
+
 TABLES: Mapping[str, Table] = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -176,6 +187,7 @@ TABLES: Mapping[str, Table] = {
     "olmo3": OLMO,
     "smollm3": LLAMA,
     "granite": LLAMA,
+    "gpt_oss": _like_llama(ATTENTION, GPT_OSS, NORMS_BEFORE),
     "mixtral": _like_llama(ATTENTION, MIXTRAL, NORMS_BEFORE),
     "qwen3_moe": _like_llama(ATTENTION, QWEN_EXPERTS, NORMS_BEFORE, QUERY_NORMS),
 }
@@ -185,6 +197,17 @@ def table_of(family: str, model: TransformerConfig) -> Table:
     """Returns the table of a family, for a model with as many experts."""
     count = model.experts.count if model.experts else 0
     return {path: entry.of_experts(count) for path, entry in TABLES[family].items()}
+
+
+def in_mxfp4(table: Table) -> Table:
+    """Returns the table of files in which the matrices of experts are MXFP4."""
+    packed = dict(table)
+    for ours in ("mlp.up_xeu", "mlp.down_xfe"):
+        (rule, (name,)) = table[OURS + ours]
+        packed[OURS + ours] = _entry(
+            mxfp4.of_blocks(rule), name + mxfp4.BLOCKS, name + mxfp4.SCALES
+        )
+    return packed
 
 
 # Tensors that say nothing: masks and frequencies that older versions stored, and vision towers.

@@ -232,15 +232,10 @@ def of_each_expert(sizes: Sizes, shape: Shape, *, rule: Callable[[Sizes, Shape],
 
 
 def gate_up_interleaved(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the others
-    """Takes one tensor [X, E, 2 F], gates in the even columns, as [X, E, 2, F]."""
-    experts, embed, _, ffn = shape
-    return _one((experts, embed, 2 * ffn), shape, (experts, embed, ffn, 2), (0, 1, 3, 2))
-
-
-def gate_up_bias_interleaved(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - likewise
-    """Takes one tensor [X, 2 F], gates in the even columns, as [X, 2, F]."""
-    experts, _, ffn = shape
-    return _one((experts, 2 * ffn), shape, (experts, ffn, 2), (0, 2, 1))
+    """Takes one tensor [..., E, 2 F], gates in the even columns, as [..., E, 2, F]."""
+    *outer, _, ffn = shape
+    order = (*range(len(outer)), len(outer) + 1, len(outer))
+    return _one((*outer, 2 * ffn), shape, (*outer, ffn, 2), order)
 
 
 def qkv(sizes: Sizes, shape: Shape) -> Mapped:

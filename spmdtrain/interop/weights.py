@@ -22,6 +22,7 @@ from spmdtrain.interop.names import (
     SPELLINGS,
     TABLES,
     Entry,
+    in_mxfp4,
     spelled,
     table_of,
 )
@@ -60,6 +61,8 @@ class Weights:
         self._used: set[str] = set()
         self._spelling = self._find_spelling()
         table = table_of(published.family, model)
+        if published.is_mxfp4:
+            table = in_mxfp4(table)
         if model.tied:
             self._check_tied(table)
         entries = {path: self._entry(path, table) for path in shapes}

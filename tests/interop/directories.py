@@ -121,6 +121,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
         "tie_word_embeddings": True,
     },
+    "gpt_oss": LIKE_LLAMA
+    | {
+        "model_type": "gpt_oss",
+        "intermediate_size": 32,
+        "hidden_size": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "truncate": False,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
     "mixtral": LIKE_LLAMA
     | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": LIKE_LLAMA
@@ -183,7 +203,10 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         config["head_dim"],
     )
     of_layer = {"self_attn.o_proj.weight": (embed, heads * dim)}
-    if kind in ("mixtral", "qwen3_moe"):
+    has_experts = kind in ("gpt_oss", "mixtral", "qwen3_moe")
+    if kind == "gpt_oss":
+        of_layer |= _of_gpt_oss(config)
+    elif has_experts:
         of_layer |= _of_experts(config)
     else:
         of_layer["mlp.down_proj.weight"] = (embed, ffn)
@@ -195,7 +218,7 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             of_layer[f"self_attn.{name}_proj.weight"] = (count * dim, embed)
             if kind == "qwen2" or config.get("attention_bias"):
                 of_layer[f"self_attn.{name}_proj.bias"] = (count * dim,)
-        if kind not in ("mixtral", "qwen3_moe"):
+        if not has_experts:
             of_layer |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
     if config.get("attention_bias"):
         of_layer["self_attn.o_proj.bias"] = (embed,)
@@ -235,6 +258,22 @@ def _of_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for name, shape in zip(names, ((ffn, embed), (ffn, embed), (embed, ffn)), strict=True):
             found[f"{place}.experts.{number}.{name}.weight"] = shape
     return found
+
+
+def _of_gpt_oss(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The sinks and the router of a layer, and a tensor of each kind for all experts."""
+    embed, ffn, count = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_local_experts")
+    )
+    return {
+        "self_attn.sinks": (config["num_attention_heads"],),
+        "mlp.router.weight": (count, embed),
+        "mlp.router.bias": (count,),
+        "mlp.experts.gate_up_proj": (count, embed, 2 * ffn),
+        "mlp.experts.gate_up_proj_bias": (count, 2 * ffn),
+        "mlp.experts.down_proj": (count, ffn, embed),
+        "mlp.experts.down_proj_bias": (count, embed),
+    }
 
 
 def _of_gpt2(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

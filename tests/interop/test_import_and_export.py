@@ -14,6 +14,7 @@ from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.published.reading import as_published, read_published
 from spmdtrain.config.published.toml import model_toml
 from spmdtrain.config.published.writing import as_model, function_of, write_config
+from spmdtrain.config.schema import ExpertsConfig
 from spmdtrain.interop.files import open_tensors
 from spmdtrain.interop.weights import Weights
 from spmdtrain.running.published.as_run import model_config
@@ -163,7 +164,24 @@ OTHER = {
     "logit_cap": 5.0,
     "experts": {"count": 4, "chosen": 2},
 }
-CHANGE_NO_FUNCTION = {"name", "dropout", "attention", "make", "extra"}
+CHANGE_NO_FUNCTION = {"name", "dropout", "attention", "context_attention", "make", "extra"}
+OTHER_OF_EXPERTS = {
+    "count": 16,
+    "chosen": 2,
+    "ffn": 24,
+    "shared": 1,
+    "first_dense": 1,
+    "every": 2,
+    "score": "sigmoid",
+    "normalise": False,
+    "scale": 2.0,
+    "logit_bias": True,
+    "groups_kept": 2,
+    "groups": 2,
+    "bias_rate": 0.0,
+}
+# How a router is trained, and how tokens travel.
+OF_TRAINING = {"balance", "balance_over", "z_loss", "jitter", "bucket_factor"}
 
 
 def test_no_setting_of_a_model_is_lost_on_the_way_out():
@@ -177,6 +195,17 @@ def test_no_setting_of_a_model_is_lost_on_the_way_out():
     windowed = plain | {"windows": (8, 0)}
     other = function_of(as_model(windowed | {"rope_theta_window": 5.0}))
     assert other != function_of(as_model(windowed))
+
+
+def test_no_setting_of_experts_is_lost_on_the_way_out():
+    plain = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64}
+    experts = {"count": 8, "chosen": 3, "groups": 4, "groups_kept": 3}
+    assert set(ExpertsConfig.model_fields) == OTHER_OF_EXPERTS.keys() | OF_TRAINING
+    before = function_of(as_model(plain | {"experts": experts}))
+    for name, value in OTHER_OF_EXPERTS.items():
+        more = {"groups_kept": 2} if name == "groups" else {}
+        other = {"experts": experts | more | {name: value}}
+        assert function_of(as_model(plain | other)) != before, name
 
 
 def test_what_was_changed_on_top_is_in_the_exported_config(published, tmp_path):
@@ -194,6 +223,35 @@ def test_what_was_changed_on_top_is_in_the_exported_config(published, tmp_path):
     mean = embed.mean(0, np.float64).astype(grown.dtype)
     assert np.array_equal(grown[131:], np.broadcast_to(mean, (29, 48)))
     assert np.array_equal(tensors["lm_head.weight"].map(), grown)
+
+
+def test_experts_of_four_bits_are_read(tmp_path):
+    """A byte holds two numbers, the first in its low half; 32 of a row share a power of 2."""
+    config = directories.CONFIGS["gpt_oss"] | {"num_hidden_layers": 1, "hidden_size": 96}
+    config["layer_types"] = config["layer_types"][:1]
+    tensors = directories.drawn(directories.tensors_of(config))
+    random = np.random.default_rng(3)
+    wanted = {}
+    for name in ("gate_up_proj", "down_proj"):
+        path = f"model.layers.0.mlp.experts.{name}"
+        count, ins, outs = tensors.pop(path).shape
+        blocks = random.integers(0, 256, (count, outs, ins // 32, 16), np.uint8)
+        scales = random.integers(120, 130, (count, outs, ins // 32), np.uint8)
+        tensors |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
+        wanted[name] = np.zeros((count, ins, outs))
+        for x, out, block, byte in np.ndindex(blocks.shape):
+            for half in (0, 1):
+                bits = (int(blocks[x, out, block, byte]) >> (4 * half)) & 15
+                size = [0, 0.5, 1, 1.5, 2, 3, 4, 6][bits & 7] * (-1 if bits & 8 else 1)
+                column = 32 * block + 2 * byte + half
+                wanted[name][x, column, out] = size * 2.0 ** (int(scales[x, out, block]) - 127)
+    quantised = config | {"quantization_config": {"quant_method": "mxfp4"}}
+    directories.write(tmp_path / "packed", quantised, tensors)
+    found = import_model(tmp_path / "packed", tmp_path / "run").params
+    up_xeu = np.asarray(found["blocks.layer.mlp.up_xeu"][0])
+    assert np.array_equal(up_xeu[:, :, 0], wanted["gate_up_proj"][:, :, ::2])
+    assert np.array_equal(up_xeu[:, :, 1], wanted["gate_up_proj"][:, :, 1::2])
+    assert np.array_equal(found["blocks.layer.mlp.down_xfe"][0], wanted["down_proj"])
 
 
 # --- training from it -----------------------------------------------------------------------------

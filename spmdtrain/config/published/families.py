@@ -40,6 +40,7 @@ class Family:
     activation: str = "hidden_act"  # the key of the mlp's
     rope_by_kind: bool = False  # layers with a window have another theta
     is_gpt2: bool = False
+    may_be_mxfp4: bool = False
 
 
 # --- windows --------------------------------------------------------------------------------------
@@ -261,6 +262,7 @@ def _write_mixtral(model: TransformerConfig) -> dict[str, Any]:
     if model.experts is None:
         return {}
     return _write_mistral(model) | {
+        "intermediate_size": model.expert_hidden,
         "num_local_experts": model.experts.count,
         "num_experts_per_tok": model.experts.chosen,
         "router_jitter_noise": model.experts.jitter,
@@ -292,6 +294,31 @@ def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
         "norm_topk_prob": model.experts.normalise,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+def _gpt_oss(keys: Keys) -> ModelSettings:
+    keys.take("quantization_config")  # read with the weights
+    keys.take("initial_context_length")  # another word for that of the rotary positions
+    keys.must_be("swiglu_limit", 7.0)
+    keys.whole("experts_per_token")  # another word for num_experts_per_tok
+    keys.flag("attention_bias")
+    experts = _experts(keys, "num_local_experts") | {"logit_bias": True}
+    return _windows(keys, _every(keys, 2)) | {"experts": experts}
+
+
+def _write_gpt_oss(model: TransformerConfig) -> dict[str, Any]:
+    if model.experts is None:
+        return {}
+    return {
+        "hidden_act": "silu",
+        "intermediate_size": model.expert_hidden,
+        "num_local_experts": model.experts.count,
+        "num_experts_per_tok": model.experts.chosen,
+        "sliding_window": _window_of(model) or 128,
+        "layer_types": _layer_types(model),
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
     }
 
 
@@ -412,6 +439,27 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "granite": Family(
         "GraniteForCausalLM", {"rms_norm_eps": 1e-6}, read=_granite, write=_write_granite
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+        },
+        {
+            "mlp": "swiglu_clamped",
+            "sinks": True,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+        },
+        read=_gpt_oss,
+        write=_write_gpt_oss,
+        may_be_mxfp4=True,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

@@ -39,6 +39,7 @@ class Published:
     settings: ModelSettings  # of [model]
     dtype: str | None  # of the files
     remarks: tuple[str, ...] = ()
+    is_mxfp4: bool = False  # the matrices of its experts have four bits
 
     def remarks_as_comments(self) -> list[str]:
         """Returns the remarks as lines of a TOML file."""
@@ -75,7 +76,9 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
         name = values["model_type"]
         remarks.append(f"{folder}: only its text part is read, without its vision tower")
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    _refuse_quantised(folder, values)
+    is_mxfp4 = family is not None and family.may_be_mxfp4 and _method(values) == "mxfp4"
+    if not is_mxfp4:
+        _refuse_quantised(folder, values)
     if family is None or not isinstance(name, str):
         raise _unknown_family(folder, values)
     if "auto_map" in values:
@@ -86,7 +89,7 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype not in DTYPES:
         dtype = None
-    return Published(folder, name, values, settings, dtype, tuple(remarks))
+    return Published(folder, name, values, settings, dtype, tuple(remarks), is_mxfp4)
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -118,6 +121,12 @@ def _text_part(values: dict[str, Any]) -> dict[str, Any]:
     if "quantization_config" in values:
         inherited["quantization_config"] = values["quantization_config"]
     return inherited | text | {"model_type": f"{OF_VISION}_text"}
+
+
+def _method(values: Mapping[str, Any]) -> Any:
+    """Returns the name of the method by which a model is quantised, if it has one."""
+    quantised = values.get("quantization_config")
+    return quantised.get("quant_method") if isinstance(quantised, dict) else None
 
 
 def _refuse_quantised(folder: Path, values: Mapping[str, Any]) -> None:

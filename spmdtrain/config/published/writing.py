@@ -64,7 +64,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
     return {name: getattr(model, name) for name in plain} | {
         "kv_heads": model.key_value_heads,
         "head_dim": model.width_per_head,
-        "ffn": model.hidden,
+        "ffn": None if all(model.has_experts) else model.hidden,
         "norm_bias": model.bias and model.norm == "layernorm",
         "qkv_bias": model.has_qkv_bias,
         "out_bias": model.has_out_bias,
