@@ -44,6 +44,12 @@ class GuardConfig(Settings):
         "several devices hold, and also before each save; a device whose bits differ is named, and "
         "the run ends with exit code 11; 0: never",
     )
+    replay_check: CountOrZero = Field(
+        default=0,
+        description="steps between repetitions of a step with its shards on other devices, from a "
+        "copy of the state; a device that computes otherwise than the others is named, and the run "
+        "ends with exit code 11; needs room for two more states; 0: never",
+    )
     most_skipped: Count = Field(
         default=10,
         description="consecutive steps that may be skipped; at one more the run aborts (skip) or "

@@ -52,12 +52,7 @@ class ReplicaCheck:
             self._hear()
 
     def _ask(self, step: int, state: TrainState) -> None:
-        trees = (state.params, state.opt_state, state.items)
-        leaves = jax.tree_util.tree_leaves_with_path(trees)
-        names = [jax.tree_util.keystr(path[1:], simple=True, separator=".") for path, _ in leaves]
-        specs = tuple(leaf.sharding.spec for _, leaf in leaves)
-        differ, sums = _program(self._mesh, specs)([leaf for _, leaf in leaves])
-        self._asked = step, names, specs, differ, sums
+        self._asked = step, *begin_sums(self._mesh, state)
 
     def _hear(self) -> None:
         if self._asked is None:
@@ -66,10 +61,8 @@ class ReplicaCheck:
         self._asked = None
         if not bool(differ):
             return
-        if jax.process_count() > 1:
-            sums = multihost_utils.process_allgather(sums, tiled=True)
         found = compare(
-            np.asarray(sums), [replica_axes(self._mesh, each) for each in specs], self._mesh.shape
+            read_sums(sums), [replica_axes(self._mesh, each) for each in specs], self._mesh.shape
         )
         devices = self._mesh.devices.flat
         who = " or ".join(_named(devices[at]) for at in found.devices)
@@ -83,6 +76,28 @@ class ReplicaCheck:
             fix="the same command, which resumes from the newest checkpoint; without that device, "
             "if it happens again",
         )
+
+
+def begin_sums(
+    mesh: Mesh, state: TrainState
+) -> tuple[list[str], tuple[P, ...], jax.Array, jax.Array]:
+    """Starts summing what each device holds of each leaf of a state.
+
+    Returns the names and specs of the leaves, whether copies differ, and the sums for `read_sums`.
+    """
+    trees = (state.params, state.opt_state, state.items)
+    leaves = jax.tree_util.tree_leaves_with_path(trees)
+    names = [jax.tree_util.keystr(path[1:], simple=True, separator=".") for path, _ in leaves]
+    specs = tuple(leaf.sharding.spec for _, leaf in leaves)
+    differ, sums = _program(mesh, specs)([leaf for _, leaf in leaves])
+    return names, specs, differ, sums
+
+
+def read_sums(sums: jax.Array) -> np.ndarray:
+    """Returns the sums of all devices, uint32 [devices, leaves, 2]. All processes must call it."""
+    if jax.process_count() > 1:
+        sums = multihost_utils.process_allgather(sums, tiled=True)
+    return np.asarray(sums)
 
 
 @dataclass(frozen=True)
