@@ -57,6 +57,7 @@ from spmdtrain.running.guards.guard import Guard
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.guards.stragglers import Stragglers
+from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.setup import init_state, shard
 
@@ -80,7 +81,10 @@ IN_EACH_STEP = {
     "slow processes": (Stragglers, "after_step"),
     "complete saves": (Saves, "announce"),
     "word to the launcher": (pulse, "tell"),
+    "record of a step": (Feed, "taken"),
 }
+# In the thread that reads ahead, beside the loop.
+AHEAD = {"hash of the tokens": (Feed, "_saw")}
 AT_A_SAVE = {
     "is it finite": (Guard, "check_state"),
     "are the copies equal": (ReplicaCheck, "before_save"),
@@ -118,7 +122,7 @@ def of_a_run(config: RunConfig, steps: int, directory: Path) -> dict[str, Any]:
     config = config.model_copy(update={"train": train})
     directory.mkdir(parents=True, exist_ok=True)
     with (
-        timed(IN_EACH_STEP | AT_A_SAVE) as seconds,
+        timed(IN_EACH_STEP | AHEAD | AT_A_SAVE) as seconds,
         (directory / "log").open("w") as log,
         redirect_stdout(log),
     ):
@@ -127,6 +131,7 @@ def of_a_run(config: RunConfig, steps: int, directory: Path) -> dict[str, Any]:
     return {
         "step": outcome.step_seconds,
         "in_each_step": {name: sum(seconds[name]) / steps for name in IN_EACH_STEP},
+        "ahead": {name: sum(seconds[name]) / steps for name in AHEAD},
         "at_a_save": {name: statistics.median(seconds[name][1:]) for name in AT_A_SAVE},
     }
 
@@ -179,6 +184,8 @@ def figures(run: dict[str, Any], judging: dict[str, float]) -> dict[str, Any]:
         "host_ms": host_ms,
         "limit_ms": LIMIT_MS,
         "host_us": {name: 1e6 * seconds for name, seconds in run["in_each_step"].items()},
+        "record_share": (run["in_each_step"]["record of a step"] + sum(run["ahead"].values()))
+        / step,
         "judging_ratio": judging,
         "save_ms": {name: 1000 * seconds for name, seconds in saves.items()},
         "save_in_steps": held / step,
@@ -210,6 +217,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['fingerprints_in_steps']:.2f} of them",
         f"a step that judges spikes itself takes {judging['wall']:.3f} of one that does not, "
         f"{judging['cpu']:.3f} on the processors, {judging['fastest']:.3f} for the fastest",
+        f"the record of a step takes {found['record_share']:.2%} of it, its hash included",
         f"comparing the copies every {EVERY} steps takes {found['copies_share']:.2%} of the time",
         f"load {found['load']:.1f} on {found['cores']} cores",
     ]

@@ -16,6 +16,7 @@ from spmdtrain.cli.planning.schedule import add_schedule
 from spmdtrain.cli.published.export import add_export
 from spmdtrain.cli.published.import_ import add_import
 from spmdtrain.cli.run.eval import add_eval
+from spmdtrain.cli.run.explain import add_explain
 from spmdtrain.cli.run.launch import add_launch
 from spmdtrain.cli.run.replay import add_replay
 from spmdtrain.cli.run.report import add_report
@@ -94,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_sample(commands)
     add_eval(commands)
     add_replay(commands)
+    add_explain(commands)
     add_export(commands)
     data = _add_group(commands, "data", "make token files")
     add_prepare(data)

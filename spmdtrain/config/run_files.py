@@ -19,6 +19,11 @@ COMPILED = "compiled.json"
 SUMMARY = "summary.json"
 PREDICTED = "predicted.json"
 REPORT = "report.html"
+STEPS = "steps.jsonl"
+STARTS = "starts"  # a folder: N.json of the Nth start
+BUNDLES = "bundles"  # a folder: a folder for each bad step, with the two files below
+BUNDLE = "bundle.json"
+START = "start.json"
 CHECKPOINTS = "checkpoints"  # a folder
 MOST_OF_A_LINE = 1 << 20  # bytes; a line of figures has some hundreds
 KEPT = "hf"  # a folder: files of the published model that a run was imported from
@@ -36,7 +41,7 @@ class RunFiles:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, with the origin of each value: config.json."""
-        saved = self._document(CONFIG)
+        saved = self.document(CONFIG)
         match saved:
             case {"config": {"model": {"vocab": int()}}, "origin": dict()}:
                 return saved
@@ -46,21 +51,22 @@ class RunFiles:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The figures of each step and each evaluation: metrics.jsonl."""
-        return self._lines(METRICS)
+        return self.lines(METRICS)
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """The events, oldest first: events.jsonl."""
-        return self._lines(EVENTS)
+        return self.lines(EVENTS)
 
-    def _document(self, name: str) -> Any:
+    def document(self, name: str) -> Any:
+        """Returns the JSON file `name`."""
         text = self._text(name)
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise self._is_none(name, f": {_cause(error)}") from None
 
-    def _lines(self, name: str) -> list[dict[str, Any]]:
+    def lines(self, name: str) -> list[dict[str, Any]]:
         """Returns the objects of a file of JSON lines; a kill may have cut the last one."""
         found = []
         lines = self._text(name).splitlines()

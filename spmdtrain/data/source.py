@@ -22,6 +22,7 @@ from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixture import Mixture, mix
 from spmdtrain.data.packing import PackedStream, PackedWindows
+from spmdtrain.data.recorded import RecordedData
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.streams.stream_data import StreamData, open_stream
 from spmdtrain.data.targets import check_targets
@@ -245,12 +246,12 @@ class SourceWindows:
         return batch
 
 
-Data = CorpusData | MixtureData | SourceData | StreamData
+Data = CorpusData | MixtureData | SourceData | StreamData | RecordedData
 
 
 def check_data(data: Any) -> None:
     """Raises ConfigError if `data` is not the data of a run."""
-    kinds = (CorpusData, MixtureData, SourceData, StreamData)
+    kinds = (CorpusData, MixtureData, SourceData, StreamData, RecordedData)
     check_kind(data, kinds, "data", "config, data = st.open_data(config)")
 
 

@@ -38,6 +38,11 @@ class Mismatch:
                 f"step {self.step} differs: {self.name} {self.here!r}, "
                 f"the run wrote {self.there!r}{more}"
             )
+        if self.kind == "tokens":
+            return (
+                f"step {self.step} was fed other tokens: their hash is {self.here} here, and the "
+                f"run wrote {self.there}"
+            )
         return f"after step {self.step} {self.name} differs{more}"
 
 

@@ -1,6 +1,7 @@
 """Opens a run where a replay of its steps begins: at the checkpoint before, or at its start."""
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,22 +10,23 @@ from typing import Any
 
 import jax
 
-from spmdtrain.checkpoints.identity import check_identity
+from spmdtrain.checkpoints.identity import check_identity, flat
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint
 from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.checkpoints.restore import read_document, refuse_own_code
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.given import as_run
-from spmdtrain.config.load import as_overrides, from_resolved
+from spmdtrain.config.load import as_overrides, from_resolved, resolved
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.source import Data, open_data
+from spmdtrain.data.source import Data, open_data, recall_progress
 from spmdtrain.models.choose import MakeModel, check_make
+from spmdtrain.replay.bundle import is_bundle, read_bundle
 from spmdtrain.replay.written import WrittenRun, read_written
-from spmdtrain.running.compile_step import lower_step
+from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.other_run import naming_settings, recorded
-from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.setup import Setup, init_state, shard, shard_on
 from spmdtrain.train.state import TrainState
 
 # What may be set for a replay: where it computes, and never what.
@@ -34,6 +36,8 @@ OF_PLACEMENT = (
 )
 # Where the data lies now; the same data is checked by its fingerprint.
 OF_PLACES = ("data.path", "data.tokenizer")
+# Settings that no step depends on: a run may go on with others.
+OF_NO_STEP = ("checkpoint.", "eval.", "log.", "data.read_ahead", "train.steps", "mesh.elastic")
 SEAMS = ("optimizer", "learning_rate", "loss", "data")
 
 
@@ -43,7 +47,8 @@ class Opened:
 
     `begin()` returns that state anew at each call: a step donates its state. `step` is the compiled
     step. `prints`: the fingerprints of leaves that checkpoints later than `start` keep, by step.
-    `elsewhere` says that the replay computes on another mesh than the run did.
+    `elsewhere` says that the replay computes on another mesh than the run did, and `optimizer` is
+    the caller's, if there is one.
     """
 
     run: Path
@@ -56,6 +61,7 @@ class Opened:
     step: Callable[..., Any]
     prints: Mapping[int, Mapping[str, Fingerprint]]
     elsewhere: bool
+    optimizer: Any = None
 
 
 @contextlib.contextmanager
@@ -72,7 +78,8 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
 ) -> Iterator[Opened]:
     """Opens `run` at the newest checkpoint before `step`, to be replayed up to `to`.
 
-    Without such a checkpoint it begins as the run began. `seams` are what `run` got as optimizer=,
+    `run` is the directory of a run, or a bundle, whose bad step is `step` at the latest. Without
+    such a checkpoint it begins as the run began. `seams` are what `run` got as optimizer=,
     learning_rate=, loss= and data=. Raises UserError if the run has not taken these steps, or is
     not what its checkpoints say.
     """
@@ -80,22 +87,34 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     overrides = as_overrides(overrides)
     check_settable(overrides, settable)
     check_make(make)
-    saved, named = read_document(run)
+    bundle = read_bundle(run) if is_bundle(run) else None
+    written = bundle.written if bundle else read_written(run)
+    last = step if to is None else to
+    if bundle is None:
+        written.check_steps(step, last)
+    saved, named = _settings(written, last)
     if not make:
         refuse_own_code(run, saved, named)
     given = dict.fromkeys(SEAMS) | dict(seams or {})
-    written = read_written(run)
-    written.check_steps(step, step if to is None else to)
-    config, data = open_data(from_resolved(saved, overrides), given["data"])
+    config = from_resolved(saved, overrides)
+    if bundle and bundle.data and given["data"] is None:
+        data = bundle.data
+    else:
+        config, data = open_data(config, given["data"])
+    holds = bundle.run if bundle else run
     parts = {name: given[name] for name in SEAMS if name != "data"}
     setup = shard(config, make, devices or devices_of(config), **parts)
     elsewhere = any(not each.startswith(OF_PLACES) for each in overrides)
     with (
         kernels.decided(setup),
-        contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints,
-        naming_settings(run, setup, data, given),
+        contextlib.closing(Checkpoints(holds, setup, keep=None)) as checkpoints,
+        naming_settings(holds, setup, data, given),
     ):
-        yield _opened(_Source(run, setup, data, written, checkpoints), step, elsewhere)
+        source = _Source(holds, setup, data, written, checkpoints)
+        opened = _opened(source, min(step, bundle.step) if bundle else step, elsewhere)
+        if bundle and bundle.sample is not None and opened.start == (bundle.start or 0):
+            opened = replace(opened, sample=bundle.sample)
+        yield replace(opened, optimizer=given["optimizer"])
 
 
 @dataclass(frozen=True)
@@ -114,6 +133,7 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
     setup = source.setup
     there = checkpoints.steps()
     start = max((at for at in there if at < step), default=0)
+    _check_one_start(source.written, start, step)
     prints = {at: _prints_in(checkpoints.meta(at)) for at in there if at > start}
     sample = 0
     kept: kernels.Names = {}
@@ -121,10 +141,12 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
         meta = checkpoints.meta(start)
         where = f"step {start} of {source.run}"
         check_identity(meta, setup, source.data, where, recorded(source.run))
+        recall_progress(source.data, meta)
         checkpoints.check_items(start, setup.state)
         sample = meta["sample"]
         kept = kernels.keep(meta, setup)
     lowered = lower_step(setup)
+    compiled, _ = compile_step(setup, lowered)
     kernels.check_kept(kept, f"step {start} of {source.run}")
     return Opened(
         run=source.run,
@@ -134,10 +156,41 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
         start=start,
         sample=source.written.sample_after(start, sample),
         begin=_beginning(source, start if start in there else None),
-        step=lowered.compile(),
+        step=compiled,
         prints=prints,
         elsewhere=elsewhere,
     )
+
+
+def _settings(written: WrittenRun, step: int) -> tuple[dict[str, Any], str | None]:
+    """Returns the resolved settings with which `step` was taken, without model.make, and that.
+
+    A run of an older version recorded only those of its last start.
+    """
+    start = written.start_of(step)
+    if start is None:
+        return read_document(written.run)
+    saved = json.loads(json.dumps(start))  # a copy, which may be changed
+    return saved, saved["config"]["model"].pop("make", None)
+
+
+def _check_one_start(written: WrittenRun, first: int, last: int) -> None:
+    """Raises CheckpointError if the steps after `first`, up to `last`, had different settings."""
+    before, after = written.start_of(first + 1), written.start_of(last)
+    if before is None or after is None:
+        return
+    then, now = flat(before["config"]), flat(after["config"])
+    changed = [
+        name
+        for name in then | now
+        if then.get(name) != now.get(name) and not name.startswith(OF_NO_STEP)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{written.run} was resumed at step {after['from_step']} with another {changed[0]}, "
+            "and holds no checkpoint of that step",
+            fix=f"--step {after['from_step']} or an earlier one",
+        )
 
 
 def _prints_in(meta: Meta) -> dict[str, Fingerprint]:
@@ -193,7 +246,26 @@ def check_settable(overrides: Sequence[str], settable: Sequence[str]) -> None:
             )
 
 
-def at_another_rate(opened: Opened, learning_rate: Any) -> Opened:
-    """Returns the same replay at `learning_rate(step)`."""
-    setup = replace(opened.setup, learning_rate=learning_rate)
-    return replace(opened, setup=setup, step=lower_step(setup).compile())
+def with_changes(opened: Opened, overrides: Sequence[str], *, own_rate: bool = True) -> Opened:
+    """Returns the same replay with `a.b=c` settings changed.
+
+    Without `own_rate` the learning rate is that of the settings, whatever the caller gave. Items of
+    the state that the changed settings do not have are left out.
+    """
+    before = opened.setup
+    setup = shard_on(
+        from_resolved(resolved(before.config), overrides),
+        before.mesh,
+        before.make,
+        optimizer=opened.optimizer,
+        learning_rate=before.learning_rate if own_rate else None,
+        loss=before.loss,
+    )
+    step, _ = compile_step(setup, lower_step(setup))
+
+    def begin() -> TrainState:
+        state = opened.begin()
+        kept = {name: value for name, value in state.items.items() if name in setup.state.items}
+        return replace(state, items=kept)
+
+    return replace(opened, setup=setup, step=step, begin=begin)

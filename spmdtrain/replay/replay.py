@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmdtrain.checkpoints.leaves.fingerprint import fingerprints
 from spmdtrain.checkpoints.leaves.items import arrays_of
@@ -18,9 +19,11 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_whole
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.replay.again import Again, steps_again
+from spmdtrain.replay.bundle import is_bundle, step_of
 from spmdtrain.replay.compare import Mismatch, different_figures, different_leaves
 from spmdtrain.replay.opened import Opened, open_replay
 from spmdtrain.replay.rounding import FIGURES, figures_again, limits
+from spmdtrain.running.record.token_hash import sums_of_batch, text_of
 
 LAST_STEP = 2**31 - 1
 
@@ -29,7 +32,7 @@ LAST_STEP = 2**31 - 1
 class Replayed:
     """A replay of the steps after `start`, up to `last`.
 
-    `leaves`: by step of a checkpoint on the way, how many leaves are equal, and of how many.
+    `leaves`: by step with a checkpoint or fingerprints, how many leaves are equal, and of how many.
     `first`: the first difference. `twice`: after one, whether a second replay is equal to the
     first. `apart` and `limit`, on another mesh: the largest distance of a figure from the run,
     relative to the figure, and how far rounding may move it there.
@@ -58,7 +61,7 @@ class Replayed:
 
 def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     run: str | Path,
-    step: int,
+    step: int | None = None,
     *,
     to: int | None = None,
     overrides: Sequence[str] = (),
@@ -71,11 +74,12 @@ def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may repl
 ) -> Replayed:
     """Takes the steps of `run` from the checkpoint before `step` again, up to `to`.
 
-    Without `to` the last one is `step`. `overrides` are `a.b=c` strings for another mesh; the other
+    `run` may be a bundle, whose bad step is then the default of `step`. Without `to` the last one
+    is `step`. `overrides` are `a.b=c` strings for another mesh; the other
     keywords are what the run got, see `run`. Raises UserError if the run has not taken these steps
     or cannot be opened.
     """
-    step = as_whole(step, "step", 1, LAST_STEP)
+    step = as_whole(asked_step(Path(run), step), "step", 1, LAST_STEP)
     last = step if to is None else as_whole(to, "to", 1, LAST_STEP)
     if last < step:
         raise ConfigError(f"to={last} is before step={step}", fix=f"to={step} or later")
@@ -86,17 +90,25 @@ def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may repl
         return _elsewhere(opened, last) if opened.elsewhere else _here(opened, last)
 
 
+def asked_step(run: Path, step: int | None) -> int:
+    """Returns the step in question: of a bundle its bad step, unless another is named."""
+    if step is not None:
+        return step
+    if not is_bundle(run):
+        raise ConfigError("a run has many steps: which one?", fix="--step N")
+    return step_of(run)
+
+
 def prints_of(again: Again) -> dict[str, tuple[int, int]]:
     """Returns the fingerprints of the state after a step, by the names that checkpoints give."""
     return fingerprints(named_leaves(arrays_of(again.state)))
 
 
 def _here(opened: Opened, last: int) -> Replayed:
-    paths = list(opened.setup.model.parameters)
     leaves: dict[int, tuple[int, int]] = {}
     first: Mismatch | None = None
     for again in steps_again(opened, last):
-        found = _unlike(opened, again, leaves, paths)
+        found = unlike(opened, again, leaves)
         first = first or found
     twice = None if first is None else _is_repeated(opened, first.step)
     return Replayed(
@@ -111,25 +123,38 @@ def _here(opened: Opened, last: int) -> Replayed:
     )
 
 
-def _unlike(
-    opened: Opened, again: Again, leaves: dict[int, tuple[int, int]], paths: Sequence[str]
+def unlike(
+    opened: Opened, again: Again, leaves: dict[int, tuple[int, int]] | None = None
 ) -> Mismatch | None:
-    """Returns the first difference of a step; notes in `leaves` what of a checkpoint is equal."""
-    there = opened.written.figures[again.step]
+    """Returns what of a step differs first from the record; None if nothing does.
+
+    If the record has fingerprints of this step, `leaves` gets how many are equal, and of how many.
+    """
+    step = again.step
+    found = _other_tokens(opened, again)
+    there = opened.written.figures.get(step, {})
     names = different_figures(again.figures, there)
-    found = None
-    if names:
+    if names and found is None:
         name = names[0]
-        found = Mismatch(
-            again.step, "figure", name, again.figures[name], there[name], len(names) - 1
-        )
-    if again.step in opened.prints:
-        saved = opened.prints[again.step]
+        found = Mismatch(step, "figure", name, again.figures[name], there[name], len(names) - 1)
+    saved = opened.prints.get(step) or opened.written.prints(step)
+    if saved:
+        paths = list(opened.setup.model.parameters)
         different = different_leaves(prints_of(again), saved, paths)
-        leaves[again.step] = (len(saved) - len(different), len(saved))
+        if leaves is not None:
+            leaves[step] = (len(saved) - len(different), len(saved))
         if different and found is None:
-            found = Mismatch(again.step, "leaf", different[0], others=len(different) - 1)
+            found = Mismatch(step, "leaf", different[0], others=len(different) - 1)
     return found
+
+
+def _other_tokens(opened: Opened, again: Again) -> Mismatch | None:
+    there = opened.written.tokens(again.step)
+    if there is None:
+        return None
+    first, second = np.asarray(sums_of_batch(opened.setup, again.batch))
+    here = text_of((int(first), int(second)))
+    return None if here == there else Mismatch(again.step, "tokens", "tokens", here, there)
 
 
 def _is_repeated(opened: Opened, last: int) -> bool:
@@ -152,7 +177,7 @@ def _elsewhere(opened: Opened, last: int) -> Replayed:
     first = None
     apart = limit = 0.0
     for step, (here, allowed) in enumerate(zip(found, most, strict=True), opened.start + 1):
-        there = opened.written.figures[step]
+        there = opened.written.figures.get(step, {})
         for name in FIGURES:
             mine, theirs = here.get(name), there.get(name)
             if mine is None or theirs is None:

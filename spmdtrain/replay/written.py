@@ -1,26 +1,36 @@
-"""What a run wrote about its steps: figures, fingerprints, and where its samples lay."""
+"""What a run wrote about its steps: figures, hashes, fingerprints, and how each start began.
 
-from collections.abc import Mapping
+A bundle (running/record/bundle.py) holds the same files, cut to the steps before a bad one.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.run_files import RunFiles
+from spmdtrain.config.run_files import STEPS, RunFiles
+from spmdtrain.replay.starts import Start, read_starts
 
 Figures = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class WrittenRun:
-    """The files of a run, by step. `figures`: its lines of metrics.jsonl; `events`: events.jsonl.
+    """The files of a run, by step.
 
-    Numbers that are not finite are None, as JSON has them.
+    `figures`: its lines of metrics.jsonl; numbers that are not finite are None, as JSON has them.
+    `steps`: its lines of steps.jsonl. `events`: events.jsonl. `starts`: those of RUN/starts, in
+    order.
     """
 
     run: Path
     figures: Mapping[int, Figures]
-    events: list[dict[str, Any]]
+    steps: Mapping[int, Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    starts: Sequence[Start]
 
     @property
     def last(self) -> int:
@@ -37,11 +47,21 @@ class WrittenRun:
                 fix=f"--step {self.last}" if self.last else "a run that has taken steps",
             )
 
+    def start_of(self, step: int) -> Start | None:
+        """Returns the start that took `step`: the last one that began before it, if recorded.
+
+        A later start that began at or after `step` has not taken it again.
+        """
+        return next((each for each in reversed(self.starts) if each["from_step"] < step), None)
+
     def sample_after(self, step: int, saved: int) -> int:
         """Returns the global index of the first sample after checkpoint `step`, which says `saved`.
 
         A run that went back to this checkpoint left out samples.
         """
+        match self.steps.get(step + 1):
+            case {"samples": [int() as first, int()]}:
+                return first
         sample = saved
         for event in self.events:
             match event:
@@ -51,13 +71,46 @@ class WrittenRun:
                     sample = saved
         return sample
 
+    def tokens(self, step: int) -> str | None:
+        """Returns the hash of what a step was fed, if it was recorded."""
+        found = self.steps.get(step, {}).get("tokens")
+        return found if isinstance(found, str) else None
+
+    def prints(self, step: int) -> dict[str, Fingerprint] | None:
+        """Returns the fingerprints of the state after a step, if they were recorded."""
+        match self.steps.get(step):
+            case {"after": dict() as after}:
+                return {str(name): _print_of(text) for name, text in after.items()}
+        return None
+
+
+def _print_of(text: Any) -> Fingerprint:
+    if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{16}", text):
+        return (-1, -1)  # equal to none
+    return int(text[:8], 16), int(text[8:], 16)
+
 
 def read_written(run: Path) -> WrittenRun:
     """Reads the files of a run. Raises CheckpointError if it is none."""
     files = RunFiles(run)
-    figures: dict[int, dict[str, Any]] = {}
-    for line in files.metrics:
+    lines = files.lines(STEPS) if (run / STEPS).exists() else []
+    steps, figures = steps_and_figures(lines, files.metrics)
+    return WrittenRun(run, figures, steps, files.events, read_starts(run))
+
+
+def steps_and_figures(
+    steps: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]]
+) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Returns the lines of steps.jsonl and of metrics.jsonl by step, without evaluations."""
+    figures = {step: line for step, line in _by_step(metrics).items() if "grad_norm" in line}
+    return _by_step(steps), figures
+
+
+def _by_step(lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Returns the lines by step; evaluations, which have no gradient norm, do not replace steps."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in lines:
         step = line.get("step")
-        if isinstance(step, int) and "grad_norm" in line:
-            figures[step] = line
-    return WrittenRun(run, figures, files.events)
+        if isinstance(step, int) and ("grad_norm" in line or step not in found):
+            found[step] = line
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.monitoring
 
-from spmdtrain.compiled import hlo
+from spmdtrain.compiled import canonical, hlo
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.running.report import stages
 from spmdtrain.train.setup import Setup
@@ -36,7 +36,8 @@ def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> tuple[Callable, d
     with _cache_hits() as hits:
         step = lowered.compile()
     report = hlo.report(step, setup.mesh, time.perf_counter() - start)
-    return step, report | {"from_cache": bool(hits)}
+    program = canonical.program(step.as_text() or "")
+    return step, report | {"from_cache": bool(hits), "program": program}
 
 
 @contextlib.contextmanager

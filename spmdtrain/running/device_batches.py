@@ -1,17 +1,27 @@
 """The batches of a run on their devices, made ahead of the steps."""
 
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
 from spmdtrain.config.given import as_whole
 from spmdtrain.data.batches import ReadAhead, batch_ids
 from spmdtrain.data.indices import LAST_SAMPLE
 from spmdtrain.data.source import Data, check_data
+from spmdtrain.train.batch import Samples
 from spmdtrain.train.setup import Setup, check_setup
 
+Saw = Callable[[int, Mapping[str, np.ndarray]], None]
 
-def batches(setup: Setup, data: Data, step: int, sample: int) -> ReadAhead:
+
+def batches(
+    setup: Setup, data: Data, step: int, sample: int, *, saw: Saw | None = None
+) -> ReadAhead:
     """Returns the device batches of `step` and of the steps after it.
 
-    The batch of `step` begins at the global sample index `sample`. Raises ConfigError if an
-    argument is of the wrong kind.
+    The batch of `step` begins at the global sample index `sample`. `saw(step, rows)` is called with
+    the rows that this process makes of each batch, each row once, in the thread that makes them.
+    Raises ConfigError if an argument is of the wrong kind.
     """
     check_setup(setup)
     check_data(data)
@@ -22,6 +32,14 @@ def batches(setup: Setup, data: Data, step: int, sample: int) -> ReadAhead:
 
     def make(at: int):
         ids = sample + batch_ids(at - step, config.train.global_batch)
-        return setup.to_devices(samples, ids)
+        return setup.to_devices(samples if saw is None else seen(at, saw), ids)
+
+    def seen(at: int, saw: Saw) -> Samples:
+        def make_rows(ids: np.ndarray) -> Mapping[str, np.ndarray]:
+            rows = samples(ids)
+            saw(at, rows)
+            return rows
+
+        return make_rows
 
     return ReadAhead(make, step, config.data.read_ahead)

@@ -12,6 +12,7 @@ from spmdtrain.config.run_files import PREDICTED
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.given import check_arguments
 from spmdtrain.running.outcome import Outcome, conclude, nothing_to_do
+from spmdtrain.running.record.bundle import bundled_at_crash, bundling
 from spmdtrain.running.report import stages
 from spmdtrain.running.report.summary import Prediction
 from spmdtrain.running.seams import (
@@ -23,6 +24,7 @@ from spmdtrain.running.seams import (
     Source,
     TokenLoss,
     Tokens,
+    TrainState,
 )
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.begin import resume_or_begin
@@ -31,7 +33,6 @@ from spmdtrain.running.start.prepare import prepare
 from spmdtrain.running.start.session import open_session
 from spmdtrain.running.steps import train_with_returns
 from spmdtrain.train.setup import shard
-from spmdtrain.train.state import TrainState
 
 
 def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
@@ -87,7 +88,8 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     )
     with (
         kernels.decided(setup),
-        open_session(prepared, setup, state, sinks, hooks) as session,
+        bundled_at_crash(prepared.directory, setup.config, prepared.data),
+        open_session(prepared, setup, state, [*sinks, bundling(prepared.data)], hooks) as session,
     ):
         start = resume_or_begin(session)
         if idle := nothing_to_do(session, start):

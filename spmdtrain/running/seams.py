@@ -7,6 +7,7 @@ from spmdtrain.data.source import Source, Tokens
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.report.reporter import Hook
 from spmdtrain.running.report.sinks import MakeSink
+from spmdtrain.train.state import TrainState
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates.learning_rates import LearningRate
 from spmdtrain.train.updates.optimizers import Optimizer
@@ -20,4 +21,5 @@ __all__ = [
     "Source",
     "TokenLoss",
     "Tokens",
+    "TrainState",
 ]

@@ -1,13 +1,13 @@
 """The loop: batch, step, figures, and whatever is due after a step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from spmdtrain.inference.tasks import make_evaluate_with_tasks
 from spmdtrain.processes import pulse
-from spmdtrain.running.device_batches import batches
 from spmdtrain.running.guards.guard import GoBack
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.outcome import Outcome
+from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.rollback import go_back
 from spmdtrain.running.saves import Saves
@@ -40,7 +40,7 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
                 start.early_stop,
             )
             try:
-                with batches(setup, data, done, sample) as ahead:
+                with Feed(setup, data, done, sample, reporter.directory) as ahead:
                     return train(setup, state, step, evaluate, ahead, saves, reporter, interrupt)
             except GoBack as error:
                 bad = error.with_traceback(None)  # the frames of the traceback hold a state
@@ -52,15 +52,15 @@ def train(
     state: TrainState,
     step: Callable,
     evaluate: Evaluate,
-    ahead: Iterator,
+    ahead: Feed,
     saves: Saves,
     reporter: Reporter,
     interrupt: Interrupt,
 ) -> Outcome:
     """Runs the loop from `state` on. Raises GoBack to continue from an older checkpoint.
 
-    `step(state, batch)` is the compiled step, and `ahead` yields the batches. If a hook stops the
-    run, it ends after the step in flight.
+    `step(state, batch)` is the compiled step, and `ahead` yields the batches and records them. If a
+    hook stops the run, it ends after the step in flight.
     """
     config = setup.config
     done = int(state.step)
@@ -71,6 +71,7 @@ def train(
         while not ending:
             done += 1
             state = watch.step(done, step, state, ahead)
+            ahead.taken(done, state)
             if is_due(config.eval.every, done, last=done == config.train.steps):
                 watch.evaluate(done, state)
             ending = watch.ending(done)

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import jax
 
 from spmdtrain.config import RunConfig
+from spmdtrain.replay import opened
 from spmdtrain.running import loop
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.start import begin, compiling, session
@@ -64,6 +65,10 @@ def shared() -> Iterator[None]:
         (compiling, "lower_step", lowered),
         (compiling, "compile_step", compiled),
         (begin, "init_state", fresh),
+        (opened, "shard", setup),
+        (opened, "lower_step", lowered),
+        (opened, "compile_step", compiled),
+        (opened, "init_state", fresh),
     ]
 
     def eval_step(setup):

@@ -149,6 +149,9 @@ NOT_DRAWN = {
     ),
     "kernels.tune": "decides nothing without a GPU; tests/running/start/test_kernels.py has it",
     "log.report": "decides no number, and tests/page has it",
+    "guard.replay_check": "decides no number; tests/running/guards/test_other_devices.py has it",
+    "log.record": "decides no number, and tests/running/test_record.py has it",
+    "log.fingerprints": "decides no number, and tests/replay/test_replay.py has it",
     "log.sinks": "decides no number, and tests/test_seams.py has it",
 }
 # Lion's update is a sign: a gradient that rounds to the other side of 0 moves by the whole rate.

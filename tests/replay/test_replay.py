@@ -1,10 +1,13 @@
 """A step of a run, taken again: equal to the bit where the run was, and told where it was not."""
 
+import contextlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from helpers import mesh_of, tiny
 
@@ -12,7 +15,9 @@ from spmdtrain import cli
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.errors import UNEQUAL
 from spmdtrain.replay.replay import replay
+from spmdtrain.replay.written import WrittenRun
 from spmdtrain.running import loop
+from spmdtrain.running.start import compiling
 
 STEPS = 9
 SETTINGS = (
@@ -81,6 +86,18 @@ def test_the_first_figure_that_differs_is_named(changed, capsys):
     assert "step 5 differs: grad_norm" in capsys.readouterr().out
 
 
+def test_other_tokens_are_told_before_other_figures(changed):
+    falsified = changed(5, "loss", 1.5)
+    lines = (falsified / "steps.jsonl").read_text().splitlines()
+    assert len(lines) == STEPS
+    fifth = json.loads(lines[4])
+    assert (fifth["step"], fifth["samples"]) == (5, [32, 39])
+    lines[4] = json.dumps(fifth | {"tokens": "0" * 16})
+    (falsified / "steps.jsonl").write_text("\n".join(lines))
+    found = replay(falsified, 6)
+    assert (found.first.step, found.first.kind) == (5, "tokens")
+
+
 @pytest.mark.parametrize(
     ("asked", "wrong", "said"),
     [
@@ -100,18 +117,67 @@ def test_what_cannot_be_replayed_is_refused(ran, asked, wrong, said):
         replay(ran, **asked)
 
 
-def test_a_run_that_went_back_is_replayed_without_what_it_left_out(ran):
-    events = ran / "events.jsonl"
-    from spmdtrain.replay.written import read_written
+GONE = {"event": "rolled_back", "step": 5, "to_step": 3, "samples": [24, 39]}
+RESUMED = {"event": "resumed", "step": 3, "from_step": 3}
 
-    before = events.read_text()
-    gone = {"event": "rolled_back", "step": 5, "to_step": 3, "samples": [24, 39]}
-    again = {"event": "resumed", "step": 3, "from_step": 3}
-    try:
-        events.write_text(before + json.dumps(gone) + "\n")
-        assert read_written(ran).sample_after(3, 24) == 40
-        assert read_written(ran).sample_after(6, 48) == 48
-        events.write_text(before + json.dumps(gone) + "\n" + json.dumps(again) + "\n")
-        assert read_written(ran).sample_after(3, 24) == 24
-    finally:
-        events.write_text(before)
+
+@pytest.mark.parametrize(
+    ("events", "step", "sample"),
+    [([GONE], 3, 40), ([GONE], 6, 24), ([GONE, RESUMED], 3, 24), ([RESUMED, GONE], 3, 40)],
+)
+def test_a_run_that_went_back_is_replayed_without_what_it_left_out(events, step, sample):
+    assert WrittenRun(Path("run"), {}, {}, events, []).sample_after(step, 24) == sample
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "name"),
+    [
+        ("weight", "leaf", "blocks.layer.mlp.up_ef"),
+        ("moment", "leaf", "optimizer.blocks.layer.mlp.up_ef"),
+        ("batch", "figure", "loss"),
+    ],
+)
+def test_one_flipped_bit_is_found_with_its_step_and_leaf(tmp_path, monkeypatch, what, kind, name):
+    with flipped(monkeypatch, 5, what):
+        directory = run(tmp_path / "run", *SETTINGS, *MESH, "log.fingerprints=1")
+    found = replay(directory, 6)
+    assert (found.first.step, found.first.kind) == (5, kind)
+    assert found.first.name.startswith(name)
+    assert found.leaves[4][0] == found.leaves[4][1], "up to there all is equal"
+    assert found.twice
+
+
+@contextlib.contextmanager
+def flipped(monkeypatch, at: int, what: str):
+    """Flips one bit in step `at`: of a weight or a moment after it, or of its batch."""
+    compile_step = compiling.compile_step
+    path = "blocks.layer.mlp.up_ef"
+
+    def flip(x: jax.Array) -> jax.Array:
+        bits = np.array(x).view(np.uint32)
+        bits.flat[3] ^= 1 if what == "batch" else 1 << 20
+        return jax.device_put(bits.view(x.dtype), x.sharding)
+
+    def planted(setup, lowered):
+        step, report = compile_step(setup, lowered)
+
+        def broken(state, batch):
+            number = int(state.step) + 1
+            if number == at and what == "batch":
+                batch = batch | {"targets": flip(batch["targets"])}
+            state, metrics = step(state, batch)
+            if number == at and what == "weight":
+                state = replace(state, params=state.params | {path: flip(state.params[path])})
+            if number == at and what == "moment":
+                moments, tree = jax.tree.flatten(state.opt_state[path])
+                largest = max(range(len(moments)), key=lambda place: moments[place].size)
+                moments[largest] = flip(moments[largest])
+                opt_state = state.opt_state | {path: jax.tree.unflatten(tree, moments)}
+                state = replace(state, opt_state=opt_state)
+            return state, metrics
+
+        return broken, report
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compiling, "compile_step", planted)
+        yield

@@ -47,14 +47,28 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
     Computed where the arrays are, in one program. All processes that hold parts of the arrays must
     call this, and all get the same result. Waits for the devices.
     """
+    return begin(arrays)()
+
+
+def begin(arrays: Mapping[str, jax.Array]) -> Callable[[], dict[str, Fingerprint]]:
+    """Starts computing the fingerprints of arrays; returns what waits for them.
+
+    The arrays may be donated as soon as this returns.
+    """
     if not arrays:
-        return {}
+        return dict
     names = sorted(arrays)
     shardings = [arrays[name].sharding for name in names]
     mesh = getattr(shardings[0], "mesh", None)
     specs = tuple(getattr(sharding, "spec", P()) for sharding in shardings)
-    sums = np.asarray(_program(mesh, specs)([arrays[name] for name in names]))
-    return {name: (int(a), int(b)) for name, (a, b) in zip(names, sums, strict=True)}
+    sums = _program(mesh, specs)([arrays[name] for name in names])
+
+    def read() -> dict[str, Fingerprint]:
+        return {
+            name: (int(a), int(b)) for name, (a, b) in zip(names, np.asarray(sums), strict=True)
+        }
+
+    return read
 
 
 def fingerprint(x: np.ndarray) -> Fingerprint:
@@ -66,8 +80,8 @@ def fingerprint(x: np.ndarray) -> Fingerprint:
         chunk = words[start : start + CHUNK].astype(np.uint32)
         index = np.arange(start, start + chunk.size, dtype=np.uint64).astype(np.uint32)
         for number, factors in enumerate(FACTORS):
-            mixed = _mixed(chunk, index, *(np.uint32(factor) for factor in factors))
-            totals[number] += int(mixed.sum(dtype=np.uint64))
+            terms = mixed(chunk, index, *(np.uint32(factor) for factor in factors))
+            totals[number] += int(terms.sum(dtype=np.uint64))
     first, second = (total % 2**32 for total in totals)
     return first, second
 
@@ -166,8 +180,8 @@ def _sums_at_once(x: jax.Array, first: jax.Array, strides: Sequence[int]) -> jax
     for dim, stride in enumerate((*strides, 1)[: words.ndim]):
         along = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
         index = index + along * jnp.uint32(stride % 2**32)
-    mixed = [_mixed(words, index, *map(jnp.uint32, factors)) for factors in FACTORS]
-    return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in mixed])
+    terms = [mixed(words, index, *map(jnp.uint32, factors)) for factors in FACTORS]
+    return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in terms])
 
 
 def _words_of(x: jax.Array) -> int:
@@ -185,7 +199,7 @@ def _words(x: jax.Array) -> jax.Array:
     return bits.astype(jnp.uint32)
 
 
-def _mixed(word: Any, index: Any, spread: Any, first: Any, second: Any) -> Any:
+def mixed(word: Any, index: Any, spread: Any, first: Any, second: Any) -> Any:
     """Mixes words with their indices, modulo 2^32; a bijection of the word."""
     word = word ^ (index * spread)
     word = (word ^ (word >> np.uint32(16))) * first

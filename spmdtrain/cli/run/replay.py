@@ -2,11 +2,15 @@
 
 import argparse
 import json
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmdtrain.cli.run.waiting import waiting
 from spmdtrain.cli.shared_arguments import add_devices, add_make, add_set, positive_int
 from spmdtrain.config import DONE, UNEQUAL
+from spmdtrain.replay.starts import read_flags
 
 if TYPE_CHECKING:
     from spmdtrain.replay.replay import Replayed
@@ -17,13 +21,13 @@ def add_replay(commands) -> None:
     replay = commands.add_parser(
         "replay", help="take steps of a run again: equal to the bit, or what differs first"
     )
-    replay.add_argument("run", metavar="RUN", help="run directory")
+    replay.add_argument("run", metavar="RUN", help="run directory, or a bundle in it")
     replay.add_argument(
         "--step",
         type=positive_int,
-        required=True,
         metavar="N",
-        help="the step in question: the replay begins at the checkpoint before it",
+        help="the step in question: the replay begins at the checkpoint before it (default: the "
+        "bad step of a bundle)",
     )
     replay.add_argument(
         "--to", type=positive_int, metavar="M", help="go on up to step M (default: N)"
@@ -37,6 +41,9 @@ def add_replay(commands) -> None:
 
 def run_replay(parsed: argparse.Namespace) -> int:
     """Prints whether the steps come out as the run wrote them. Returns UNEQUAL if not."""
+    remark = take_flags(Path(parsed.run), parsed.step or 1)
+    if remark:
+        print(f"spmdtrain: {remark}", file=sys.stderr)
     with waiting(parsed, f"replaying {parsed.run}"):
         from spmdtrain.replay.replay import replay
 
@@ -45,6 +52,24 @@ def run_replay(parsed: argparse.Namespace) -> int:
         )
     print(json.dumps(found.document()) if parsed.json else describe(found))
     return DONE if found.equal else UNEQUAL
+
+
+def take_flags(run: Path, step: int) -> str:
+    """Sets XLA_FLAGS as the start of `step` had them, unless they are set; XLA reads them once.
+
+    Returns a line if those that are set are others.
+    """
+    recorded = read_flags(run, step)
+    if recorded is None:
+        return ""
+    given = os.environ.get("XLA_FLAGS")
+    if given is None:
+        if recorded:
+            os.environ["XLA_FLAGS"] = recorded
+        return ""
+    if sorted(given.split()) == sorted(recorded.split()):
+        return ""
+    return f"XLA_FLAGS are not those of the run, which had {recorded!r}: bits may differ"
 
 
 def describe(found: "Replayed") -> str:
@@ -61,7 +86,7 @@ def describe(found: "Replayed") -> str:
     elif found.equal:
         lines.append("every figure equal to the bit")
     for step, (equal, of) in found.leaves.items():
-        lines.append(f"checkpoint {step}: {equal} of {of} leaves equal")
+        lines.append(f"after step {step} {equal} of {of} leaves equal")
     if found.first is not None:
         lines.append(found.first.describe())
     if found.twice is not None:

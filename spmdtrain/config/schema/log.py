@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Settings
+from spmdtrain.config.settings import Count, CountOrZero, Settings
 
 Steps = Annotated[tuple[Count, ...], Field(strict=False)]
 Sinks = Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)]
@@ -25,3 +25,22 @@ class LogConfig(Settings):
         description="where figures go, in addition to metrics.jsonl: "
         "tensorboard (RUN/tensorboard), wandb (RUN/wandb)",
     )
+    record: Literal["hashes", "none"] = Field(
+        default="hashes",
+        description="what steps.jsonl keeps of each step, for `replay`: hashes: its samples and a "
+        "hash of its tokens | none",
+    )
+    fingerprints: CountOrZero = Field(
+        default=0,
+        description="steps between fingerprints of every weight and moment in steps.jsonl, which "
+        "show in which step and leaf a replay differs; 0: checkpoints alone have them",
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.fingerprints and self.record == "none":
+            raise ValueError(
+                f"log.fingerprints={self.fingerprints} stand in the record of a step, and "
+                "log.record='none' keeps none; set log.record='hashes'"
+            )
+        return self

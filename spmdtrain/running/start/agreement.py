@@ -170,7 +170,7 @@ def _kind_and_fix(name: str) -> tuple[type[UserError], str]:
 def _versions() -> dict[str, str | None]:
     found = {f"version of {name}": _version(name) for name in PACKAGES}
     of_jax = {name: str(getattr(jax.config, name, None)) for name in OF_JAX}
-    return {"version of spmdtrain": _our_sources()} | found | of_jax
+    return {"version of spmdtrain": our_sources()} | found | of_jax
 
 
 def _version(package: str) -> str | None:
@@ -181,7 +181,7 @@ def _version(package: str) -> str | None:
 
 
 @functools.cache
-def _our_sources() -> str:
+def our_sources() -> str:
     """Returns the version and a hash of the sources: a checkout changes while its version stays."""
     digest = hashlib.sha256()
     room = Path(spmdtrain.__file__).parent

@@ -12,6 +12,8 @@ from spmdtrain.models.transformer import Transformer
 from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.processes import pulse
 from spmdtrain.running.compile_step import compile_step, lower_step
+from spmdtrain.running.guards.other_devices import OtherDevices
+from spmdtrain.running.record.start import write_start
 from spmdtrain.running.report.progress import quantity
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.agreement import check_program
@@ -40,11 +42,14 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     implementations = kernels.document(setup)["kernels"]
     session.reporter.write(CONFIG, config | {"implementations": implementations})
     session.reporter.write(COMPILED, report)
+    done = session.done
     seconds = pulse.phase().seconds  # of the trace, too
     from_cache = report["from_cache"]
-    session.reporter.event("compiled", session.done, seconds=seconds, from_cache=from_cache)
+    session.reporter.event("compiled", done, seconds=seconds, from_cache=from_cache)
+    write_start(prepared.directory, setup, prepared.data, done, report, prepared.seams)
     session.reporter.say(_describe(report))
-    return step, report
+    every = setup.config.guard.replay_check
+    return OtherDevices(setup, step, every, session.reporter) if every else step, report
 
 
 def kept_of(session: Session) -> Callable[[], Meta]:

@@ -1,0 +1,82 @@
+"""`spmdtrain explain`: why a step of a run stands out."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spmdtrain.cli.run.replay import take_flags
+from spmdtrain.cli.run.waiting import waiting
+from spmdtrain.cli.shared_arguments import add_devices, add_make, positive_int
+from spmdtrain.config import DONE, UNEQUAL
+
+if TYPE_CHECKING:
+    from spmdtrain.replay.explain import Explained
+
+
+def add_explain(commands) -> None:
+    """Adds the command `explain` and its arguments."""
+    explain = commands.add_parser(
+        "explain", help="why a step of a run stands out: data, rate, precision or machine"
+    )
+    explain.add_argument("run", metavar="RUN", help="run directory, or a bundle in it")
+    explain.add_argument(
+        "--step",
+        type=positive_int,
+        metavar="N",
+        help="the step in question (default: the bad step of a bundle)",
+    )
+    add_make(explain)
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    add_devices(explain)
+    explain.set_defaults(command=run_explain)
+
+
+def run_explain(parsed: argparse.Namespace) -> int:
+    """Prints the likeliest cause. Returns UNEQUAL if a replay shows that it is the machine."""
+    remark = take_flags(Path(parsed.run), parsed.step or 1)
+    if remark:
+        print(f"spmdtrain: {remark}", file=sys.stderr)
+    with waiting(parsed, f"replaying {parsed.run}"):
+        from spmdtrain.replay.explain import explain
+
+        found = explain(parsed.run, parsed.step, make=parsed.make)
+    print(json.dumps(found.document()) if parsed.json else describe(found))
+    return UNEQUAL if found.cause == "machine" else DONE
+
+
+def describe(found: "Explained") -> str:
+    """Returns the answer in words: how far the step stands out, each change, and the cause."""
+    seen = "unknown: too few steps before it"
+    if found.seen is not None:
+        seen = f"{found.seen:.1f} deviations above the steps before it"
+    lines = [f"step {found.step}: {seen}"]
+    lines += [
+        f"{name}: {'unknown' if left is None else f'{left:.1f} deviations'}"
+        for name, left in found.without.items()
+    ]
+    if found.first is not None:
+        lines.append(found.first.describe())
+    if found.samples:
+        listed = ", ".join(f"{index}: {loss:.2f}" for index, loss in found.samples[:8])
+        lines.append(
+            f"{len(found.samples)} samples are far from the rest ({listed}; typical "
+            f"{found.typical:.2f})"
+        )
+        beginnings = zip(found.samples[:4], found.texts, strict=False)
+        lines += [f"  sample {index}: {text}" for (index, _), text in beginnings]
+    lines.append(MEANING[found.cause].format(rate=found.rate, usual=found.usual))
+    return "\n".join(lines)
+
+
+MEANING = {
+    "machine": "cause: the machine. The run's own step was not what the same step is here",
+    "precision": "cause: precision. The step is ordinary with precision.compute=float32",
+    "data": "cause: the data. Without these samples the step is ordinary; "
+    "guard.policy=rollback leaves such samples out",
+    "rate": "cause: the learning rate, which rose to {rate:.3g}. At {usual:.3g} the step is "
+    "ordinary",
+    "unexplained": "cause: unknown. The replay is equal to the bit, and no change heals the step",
+    "ordinary": "nothing to explain: the replay is equal to the bit, and the step is no spike",
+}

@@ -1,0 +1,65 @@
+"""A compiled program without what changes from process to process, and a hash of it.
+
+XLA's text names every instruction, and says from which line of which file it comes. Names depend on
+what was compiled before, files on where the checkout lies. Without both, two compiles of one
+program give one text, and any other instruction, operand, layout or constant gives another.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from typing import Any
+
+from spmdtrain.compiled.hlo import UNREADABLE, computations
+
+QUOTED = r'"(?:[^"\\]|\\.)*"'
+BRACED = rf"\{{(?:[^{{}}\"]|{QUOTED}|\{{(?:[^{{}}\"]|{QUOTED})*\}})*\}}"
+DROPPED = re.compile(rf",? (?:metadata={BRACED}|channel_id=\d+)")
+NAME = re.compile(rf"{QUOTED}|%[\w.-]+")
+HEADER = re.compile(r"(ENTRY )?(%?[\w.-]+) (?:\(.*)?\{$")
+
+
+def program(hlo_text: str) -> dict[str, Any] | None:
+    """Returns what identifies a compiled program: its hash, and how often each opcode occurs.
+
+    None if the text cannot be read.
+    """
+    try:
+        named, _ = computations(hlo_text)
+    except UNREADABLE:
+        return None
+    opcodes = Counter(each.opcode for listed in named.values() for each in listed)
+    return {"hash": program_hash(hlo_text), "opcodes": dict(sorted(opcodes.items()))}
+
+
+def program_hash(hlo_text: str) -> str:
+    """Returns a hash of the canonical text of a module: 16 hexadecimal digits."""
+    return hashlib.sha256(canonical(hlo_text).encode()).hexdigest()[:16]
+
+
+def canonical(hlo_text: str) -> str:
+    """Returns the text of a module without metadata, names numbered in the order of first use.
+
+    Tables of files and stack frames are left out, and so are the numbers of channels.
+    """
+    numbers: dict[str, str] = {}
+
+    def renamed(found: re.Match[str]) -> str:
+        name = found[0]
+        if name.startswith('"'):  # a string may hold anything, even a percent sign
+            return name
+        return numbers.setdefault(name, f"%{len(numbers)}")
+
+    lines = hlo_text.splitlines()
+    kept = [re.sub(r"^HloModule [^,\s]+", "HloModule", line) for line in lines[:1]]
+    inside = False
+    for line in lines[1:]:
+        if start := HEADER.match(line):
+            inside = True
+            kept.append(NAME.sub(renamed, f"{start[1] or ''}{start[2]} {{"))
+        elif line == "}":
+            inside = False
+            kept.append(line)
+        elif inside:
+            kept.append(NAME.sub(renamed, DROPPED.sub("", line)))
+    return "\n".join(kept)

@@ -1,0 +1,46 @@
+"""Samples that were written down: the data of a bundle, whose corpus may be gone."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class RecordedData:
+    """Rows of samples by global index: `rows["sample"]` ascends. `fingerprint`: of the corpus."""
+
+    rows: Mapping[str, np.ndarray]
+    fingerprint: str
+    tokenizer: None = None
+    end_of_text: None = None
+    template: None = None
+
+    def train_samples(self, config: RunConfig) -> Callable[[np.ndarray], dict[str, np.ndarray]]:  # noqa: ARG002
+        """Returns `samples(indices)`, which raises DataError for one that was not recorded."""
+        there = self.rows["sample"]
+
+        def samples(indices: np.ndarray) -> dict[str, np.ndarray]:
+            wanted = np.asarray(indices).astype(np.uint32)
+            places = np.minimum(np.searchsorted(there, wanted), len(there) - 1)
+            missing = wanted[there[places] != wanted]
+            if missing.size:
+                raise DataError(
+                    f"sample {missing[0]} was not recorded",
+                    found=f"samples {there[0]} to {there[-1]}",
+                )
+            return {name: x[places] for name, x in self.rows.items()}
+
+        return samples
+
+    def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as in the other kinds
+        return None
+
+    def eval_sets(self, config: RunConfig) -> list:  # noqa: ARG002 - as in the other kinds
+        return []
+
+    def describe(self, config: RunConfig) -> str:  # noqa: ARG002 - as in the other kinds
+        return f"{len(self.rows['sample'])} recorded samples"
