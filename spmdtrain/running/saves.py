@@ -11,6 +11,7 @@ from spmdtrain.config.errors import DivergedError
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
+from spmdtrain.running.published.exports import Exports
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -43,11 +44,16 @@ class Saves:
         self._first = first
         self._sample = sample
         self._kept = kept
+        self._exports = Exports(reporter, setup.config.checkpoint.export)
         self._newest = first if first else None
         self._held: dict[int, dict[str, float]] = {}  # what `saved` tells of each step
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts saving `state` as the checkpoint of `step`."""
+        if self._setup.config.checkpoint.export:  # a save may remove what is being exported
+            self.checkpoints.wait()
+            self.announce()
+            self._exports.wait()
         seen = (step - self._first) * self._setup.config.train.global_batch
         where = {"sample": self._sample + seen, "guard": self.record.document()}
         self.checkpoints.save(step, state, where | self.early_stop.document() | self._kept())
@@ -78,11 +84,13 @@ class Saves:
             self._reporter.event("saved", step, **self._held.pop(step))
             pulse.tell(pulse.SAVED, step)
             self._newest = step
+            self._exports.saved(step)
 
     def finish(self) -> None:
-        """Waits for the last save and reports it."""
+        """Waits for the last save and its export, and reports them."""
         self.checkpoints.wait()
         self.announce()
+        self._exports.finish()
 
     def samples(self, step: int) -> list[int]:
         """Returns the global indices of the first and the last sample in the batch of `step`."""

@@ -108,6 +108,7 @@ NOT_DRAWN = {
         "is of streams; tests/data/test_streams.py has it",
     ),
     "checkpoint.keep_best": "needs eval.every; tests/checkpoints/test_keeping.py has it",
+    "checkpoint.export": "writes what others read; tests/interop/test_import_and_export.py has it",
     "checkpoint.keep_every": "decides which files stay; tests/checkpoints/test_keeping.py has it",
     **dict.fromkeys(
         ("eval.tasks", "eval.tasks_every", "eval.task_examples"),

@@ -7,6 +7,7 @@ import directories
 import jax
 import numpy as np
 import pytest
+from helpers import tiny
 
 from spmdtrain.checkpoints.restore import weights
 from spmdtrain.config import load
@@ -17,6 +18,7 @@ from spmdtrain.config.published.writing import as_model, function_of, write_conf
 from spmdtrain.config.schema import ExpertsConfig
 from spmdtrain.interop.files import open_tensors
 from spmdtrain.interop.weights import Weights
+from spmdtrain.running import loop
 from spmdtrain.running.published.as_run import model_config
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
@@ -345,3 +347,28 @@ def test_a_model_of_no_family_is_not_exported_as_another():
     model = as_model({"name": "gpt", "vocab": 64, "max_length": 32, "norm": "rmsnorm"})
     with pytest.raises(ConfigError, match="norm='rmsnorm' belongs to no family"):
         write_config(model, None, dtype="float32", tokens={}, run="runs/x")
+
+
+def test_a_run_exports_its_checkpoints_while_it_trains(tmp_path):
+    """Each second one and the last, as `export` writes them, though but one checkpoint is kept."""
+    every = ("checkpoint.every=2", "checkpoint.keep=1", "checkpoint.export=2", "train.steps=6")
+    small = ("model.name=llama", "model.layers=1", "model.embed=16", "model.heads=2")
+    config = tiny(*small, *every)
+    run = tmp_path / "run"
+    loop.run(config, run, devices=jax.devices()[:1])
+    assert sorted(path.name for path in (run / "exports").iterdir()) == ["4", "6"]
+    export_run(run, tmp_path / "after")
+    last = open_tensors(run / "exports" / "6")
+    for name, tensor in open_tensors(tmp_path / "after").items():
+        assert np.array_equal(tensor.map(), last[name].map())
+    assert (run / "exports" / "4" / "config.json").read_bytes() == (
+        tmp_path / "after" / "config.json"
+    ).read_bytes()
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in events if each["event"] == "exported"] == [4, 6]
+
+
+def test_a_run_of_no_family_is_not_begun_with_exports(tmp_path):
+    odd = ("model.norm=rmsnorm", "checkpoint.export=1", "train.steps=1")
+    with pytest.raises(ConfigError, match="belongs to no family"):
+        loop.run(tiny(*odd), tmp_path, devices=jax.devices()[:1])

@@ -30,3 +30,9 @@ class CheckpointConfig(Settings):
         default=0,
         description="one checkpoint per this many steps is kept forever; 0: none",
     )
+    export: CountOrZero = Field(
+        default=0,
+        description="checkpoints from one that is also written as a directory of Hugging Face, "
+        "RUN/exports/STEP, to the next, counted from where the run begins or resumes; the last one "
+        "always is; 0: none",
+    )

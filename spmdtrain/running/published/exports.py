@@ -1,0 +1,75 @@
+"""Exports every n-th checkpoint of a run while it trains, as RUN/exports/STEP."""
+
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from spmdtrain.config.errors import StorageError
+from spmdtrain.running.published.export_run import export_run, target_of
+from spmdtrain.running.report.reporter import Reporter
+
+FOLDER = "exports"
+
+
+class Exports:
+    """Exports of the checkpoints of the run of `reporter`, each `every`-th; 0: none.
+
+    Process 0 reads them from the disk in a thread, so the devices never wait. Raises ConfigError if
+    no published family computes what the run's model does.
+    """
+
+    def __init__(self, reporter: Reporter, every: int):
+        self._reporter = reporter
+        self._every = every if jax.process_index() == 0 else 0
+        self._saved = 0
+        self._newest: int | None = None  # step of the newest checkpoint, if it is not exported
+        self._under_way: tuple[int, Future] | None = None
+        self._thread = ThreadPoolExecutor(1, "export") if self._every else None
+        if self._every:
+            target_of(reporter.directory, None)
+
+    def saved(self, step: int) -> None:
+        """Begins to export the checkpoint of `step`, complete on disk, if it is its turn."""
+        if not self._every:
+            return
+        self._saved += 1
+        self._newest = step
+        if self._saved % self._every == 0:
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        self.wait()
+        assert self._thread is not None, "it exports"
+        self._newest = None
+        self._under_way = step, self._thread.submit(_export, self._reporter.directory, step)
+
+    def wait(self) -> None:
+        """Waits for the export under way: the next save may remove the checkpoint that it reads.
+
+        Raises UserError if it has failed.
+        """
+        if self._under_way is None:
+            return
+        step, future = self._under_way
+        self._under_way = None
+        lines = future.result()
+        self._reporter.event("exported", step, to=f"{FOLDER}/{step}")
+        self._reporter.say(lines[-1])
+
+    def finish(self) -> None:
+        """Exports the newest checkpoint too, and waits."""
+        if self._newest is not None:
+            self._begin(self._newest)
+        self.wait()
+
+
+def _export(run: Path, step: int) -> list[str]:
+    out = run / FOLDER / str(step)
+    try:
+        if out.is_dir():  # of a run that went back, or was resumed before this step
+            shutil.rmtree(out)
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror}") from None
+    return export_run(run, out, step=step)

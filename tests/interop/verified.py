@@ -1,0 +1,128 @@
+"""Measures each family against transformers on several layouts, and writes the table of the docs.
+
+    PYTHONPATH=. python tests/interop/verified.py [FAMILY ...] [--write]
+
+Needs torch and transformers. Tiny models whose every parameter is random: see directories.py.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import directories
+import jax
+import numpy as np
+import torch
+import transformers
+
+from spmdtrain.config.published.reading import read_published
+from spmdtrain.data.source import open_data
+from spmdtrain.inference.sample import make_logits
+from spmdtrain.interop.files import open_tensors
+from spmdtrain.interop.target import Target
+from spmdtrain.running.device_batches import batches
+from spmdtrain.running.published.export_run import export_run
+from spmdtrain.running.published.import_model import import_model
+from spmdtrain.train.gradients.differentiable import make_gradients
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- verified: begin -->", "<!-- verified: end -->"
+ONE = "one device"
+LAYOUTS = {
+    ONE: (),
+    "data 2 x fsdp 2 x tensor 2": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+    "pipeline 2 x tensor 2": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=1"),
+}
+MESH, PIPELINE = list(LAYOUTS)[1:]
+HEAD = (
+    f"| family | tensors read | logits, {ONE} | {MESH} | worst gradient, {ONE} | {MESH} "
+    f"| {PIPELINE} | export, each layout |",
+    "|---|---|---|---|---|---|---|---|",
+)
+SEQUENCES, LENGTH = 4, 39
+
+
+def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Returns the rms of the difference over that of `theirs`."""
+    return float(np.sqrt(np.mean((ours - theirs) ** 2) / np.mean(theirs**2)))
+
+
+def in_layers(setup, path: str, gradient: jax.Array) -> np.ndarray:
+    """Returns a parameter's gradient without padding, its layers in order."""
+    whole = np.asarray(jax.device_get(gradient))
+    cut = whole[tuple(slice(size) for size in setup.padding.of_model[path])]
+    return np.asarray(setup.model.layout.unstaged(cut)) if setup.model.in_stack(path) else cut
+
+
+def measure(name: str, folder: Path) -> list[str]:
+    """Returns the cells of a family's row."""
+    written = directories.write(folder / "model", directories.CONFIGS[name])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "model", local_files_only=True, attn_implementation="eager"
+    ).eval()
+    tokens = np.random.default_rng(1).integers(0, directories.VOCAB, (SEQUENCES, LENGTH + 1))
+    model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens)).logits.double().numpy()
+    found_logits, found_gradients = [], []
+    for layout, mesh in LAYOUTS.items():
+        run = folder / layout.replace(" ", "")
+        size = (f"train.sequence_length={LENGTH}", f"train.global_batch={SEQUENCES}")
+        imported = import_model(folder / "model", run, overrides=(*size, *mesh))
+        setup = imported.setup
+        if "pipeline" not in layout:
+            ours = np.asarray(make_logits(setup)(imported.params, tokens), np.float64)
+            found_logits.append(relative(ours[..., : logits.shape[-1]], logits))
+        _, data = open_data(setup.config, lambda seed, index: tokens[index % SEQUENCES])  # noqa: ARG005
+        with batches(setup, data, 0, 0) as ahead:
+            gradients = make_gradients(setup)(imported.params, next(ahead))
+        published = read_published(folder / "model")
+        finetune = setup.config.finetune
+        target = Target(setup.config.model, published.family, {}, "float32", finetune)
+        ours = {}
+        for path, value in gradients.items():
+            whole = in_layers(setup, path, value)
+            entry, mapped, layers = target.mapped(path, whole.shape)
+            for layer in layers:
+                one = whole if layer is None else whole[layer]
+                ours |= dict(zip(entry.of_layer(layer), mapped.write(one), strict=True))
+        worst = max(
+            relative(ours[tensor], parameter.grad.double().numpy())
+            for tensor, parameter in model.named_parameters()
+            if parameter.grad is not None
+        )
+        found_gradients.append(worst)
+        export_run(run, folder / "out" / layout.replace(" ", ""))
+        for tensor, stored in open_tensors(folder / "out" / layout.replace(" ", "")).items():
+            assert np.array_equal(stored.map(), written[tensor]), (layout, tensor)
+    _, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "out" / ONE.replace(" ", ""), output_loading_info=True, local_files_only=True
+    )
+    assert not any(loading.values()), loading
+    cells = [f"{value:.1e}".replace("e-0", "e-") for value in (*found_logits, *found_gradients)]
+    return [name, f"{len(written)} of {len(written)}", *cells, "bit-equal, loads"]
+
+
+def main(asked: list[str]) -> None:
+    write = "--write" in asked
+    names = [name for name in asked if name != "--write"] or list(directories.CONFIGS)
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(f"| {' | '.join(measure(name, Path(folder)))} |")
+        print(rows[-1], flush=True)
+    if write:
+        torch_version = torch.__version__.partition("+")[0]
+        versions = f"torch {torch_version}, transformers {transformers.__version__}"
+        lines = "\n".join([f"With {versions} and jax {jax.__version__}:", "", *HEAD, *rows])
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
