@@ -47,6 +47,9 @@ PADDING = "tests/parallel/test_padding.py"
 COLLECTIVE = "tests/parallel/test_collective_matmul.py"
 OVERLAP = "tests/planner/test_overlap.py"
 FAMILIES = "tests/models/test_families.py"
+EXPERTS = "tests/parallel/test_experts.py"
+OF_EXPERTS = f"{EXPERTS}::test_experts_on_a_mesh_are_those_of_one_device_however_tokens_choose"
+OWNED = "tests/train/test_owning_axes.py::test_experts_have_the_gradients_of_one_device"
 HEAD_LOSS = "tests/kernels/test_linear_cross_entropy.py"
 
 BREAKAGES = [
@@ -93,6 +96,78 @@ BREAKAGES = [
         "if not parts[dim] and size]",
         "if size]",
         REDUCE,
+    ),
+    # Experts
+    Breakage(
+        "experts are gathered over the axis that owns them",
+        "parallel/gather.py",
+        "axis in LAYER_AXES and axis not in left_out",
+        "axis in LAYER_AXES",
+        f"'{OWNED}[expert 2 data 2 fsdp 2 zero]'",
+    ),
+    Breakage(
+        "gradients of experts are summed over the axis that owns them as well",
+        "parallel/reduce.py",
+        "sum=tuple(axis for axis in axes if axis not in named),",
+        "sum=tuple(axis for axis in axes if axis not in named or axis in owning),",
+        f"'{OWNED}[expert 2 data 2 fsdp 2 zero]'",
+    ),
+    Breakage(
+        "gradients of experts leave out the devices with other tokens",
+        "parallel/experts/places.py",
+        "if place.summed:",
+        "if place.is_added_once:",
+        f"'{OF_EXPERTS}[experts over tensor]'",
+    ),
+    Breakage(
+        "gradients of gates are those of a part of the experts' width",
+        "parallel/experts/places.py",
+        "return psum_tree(dgates_btk, self.ffn)",
+        "return dgates_btk",
+        f"'{OF_EXPERTS}[experts, ffn]'",
+    ),
+    Breakage(
+        "each part of the experts' width adds the bias of the whole",
+        "parallel/experts/places.py",
+        "            if place.is_added_once:\n                weight = self._once(weight)\n",
+        "",
+        f"'{OF_EXPERTS}[experts, ffn]'",
+    ),
+    Breakage(
+        "results are added to their tokens as they come",
+        "parallel/experts/rounds.py",
+        "return _sum_of(home.reshape(-1, y_pe.shape[-1]), cut.message_nk)",
+        "return jnp.zeros((cut.message_nk.shape[0], y_pe.shape[-1]), jnp.float32)"
+        '.at[cut.token_dm].add(home, mode="drop")',
+        EXPERTS,
+    ),
+    Breakage(
+        "rows that fill up a tile are no zeros",
+        "parallel/experts/receiving.py",
+        "row_p = inverse(place_s, padded, row_s)",
+        "row_p = jnp.minimum(inverse(place_s, padded, row_s), rows - 1)",
+        EXPERTS,
+    ),
+    Breakage(
+        "the rest of a message that was cut by a round is lost",
+        "parallel/experts/sending.py",
+        "outbox.is_first_s[outbox.place_nk] | (outbox.place_nk == begin_nk)",
+        "outbox.is_first_s[outbox.place_nk]",
+        EXPERTS,
+    ),
+    Breakage(
+        "the choice that a token does not make goes to the last expert",
+        "parallel/experts/sending.py",
+        "is_made_nk = (ids_nk >= 0) & (ids_nk < devices * own)",
+        "is_made_nk = ids_nk < devices * own",
+        EXPERTS,
+    ),
+    Breakage(
+        "an optimizer takes all experts of a layer as one tensor",
+        "models/abstract.py",
+        'return self.stacked + (self.axes[self.stacked : self.stacked + 1] == ("experts",))',
+        "return self.stacked",
+        f"{OPTIMIZER} -k 'layerwise_rule or more_dims'",
     ),
     # Microbatches one after the other
     Breakage(

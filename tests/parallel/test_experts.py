@@ -81,6 +81,18 @@ def test_experts_are_their_definition_in_any_number_of_rounds(gated, biases, fac
         assert np.max(np.abs(mine - theirs)) <= 2e-6 * np.max(np.abs(theirs))
 
 
+def test_nothing_is_added_at_an_index():
+    """The order of such sums is that in which threads come by."""
+    x, gates, ids, weights = drawn(gated=True, biases=True)
+    ours = partial(make_experts(factor=0.5), activation=swiglu)
+
+    def total(x, gates, weights):
+        return ours(x, gates, ids, weights).sum()
+
+    traced = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(x, gates, weights))
+    assert "gather" in traced and "scatter-add" not in traced
+
+
 @pytest.mark.parametrize("factor", [0.05, 0.6, 8.0])
 @pytest.mark.parametrize("routing", ["even", "one device", "nobody"])
 def test_each_row_goes_once_and_each_message_once_in_a_round(routing, factor):

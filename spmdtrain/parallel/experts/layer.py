@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.counting import is_counted, marked
@@ -40,10 +41,10 @@ def make_experts(
 ) -> Experts:
     """Returns `experts(x_bte, gates_btk, ids_btk, weights, activation=...) -> y_bte`.
 
-    y is the sum over a token's choices of the gate times what the expert makes of x. Gates are
-    float32. An id is the number of an expert among all, or -1 for a choice that is not made; those
-    of a token are distinct. Weights are those of the experts that the device has, or copies of
-    them, with one more leading dim (`copies.py`).
+    y is the sum over a token's choices of the gate times what the expert makes of x. Gates travel
+    in float32. An id is the number of an expert among all, or -1 for a choice that is not made;
+    those of a token are distinct. Weights are those of the experts that the device has, or copies
+    of them, with one more leading dim (`copies.py`).
 
     rules: None for one device.
     manual: the manual axes of the surrounding region.
@@ -64,7 +65,8 @@ def make_experts(
         if rules is not None:
             places = find_places(rules, manual, x_bte.shape, weights, places.exchange)
         # Named, so that a backward pass that keeps matmuls exchanges nothing for it again.
-        y_bte = checkpoint_name(_run(x_bte, gates_btk, ids_btk, weights, places), SAVED)
+        given = (x_bte, gates_btk.astype(jnp.float32), ids_btk, weights)
+        y_bte = checkpoint_name(_run(*given, places), SAVED)
         if places.results == places.stream:
             return y_bte
         return jax.lax.with_sharding_constraint(y_bte, places.stream)
