@@ -509,7 +509,7 @@ BREAKAGES = [
     Breakage(
         "stacked vectors decay as matrices",
         "train/updates/shipped_optimizers.py",
-        "return len(parameter.shape) - parameter.stacked >= 2",
+        "return len(parameter.shape) - parameter.apart >= 2",
         "return len(parameter.shape) >= 2",
         OPTIMIZER,
     ),
