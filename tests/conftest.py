@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 
 import hypothesis
+import pytest
 import two_pythons
 
 # Before anything imports jax: it reads all of this once.
@@ -113,10 +114,15 @@ def is_long(item) -> bool:
     return item.get_closest_marker("long") is not None
 
 
-def pytest_collection_finish():
-    """Leaves what was imported out of every later collection of garbage, and collects seldom: a
-    twentieth and more of the time that tracing takes.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects no garbage while the large libraries are imported, leaves them out of every later
+    collection, and then collects seldom: a twentieth and more of the time that tracing takes.
     """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
+        gc.enable()
