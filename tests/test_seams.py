@@ -27,6 +27,8 @@ from spmdtrain.train.state import bytes_per_device
 from spmdtrain.train.step import make_losses
 from spmdtrain.train.updates.learning_rates import learning_rate
 
+pytestmark = pytest.mark.long
+
 SEAMS = Path(__file__).parent.parent / "examples" / "seams"
 DEVICES = jax.devices()
 ONE = {"devices": DEVICES[:1]}

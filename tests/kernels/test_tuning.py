@@ -231,6 +231,7 @@ def test_shipped_entries_count_where_nothing_was_measured(tmp_path, monkeypatch)
 # The real path, on this CPU
 
 
+@pytest.mark.long
 def test_real_calls_are_tried_with_xla_and_interpreted_kernels():
     said = []
     process = Process((*WORKER, "--interpreted"), limits=Limits(step=200.0, call=400.0))

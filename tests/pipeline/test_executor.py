@@ -106,6 +106,7 @@ def assert_close(got, want):
 
 
 @pytest.mark.core
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(5))
 def test_any_legal_table_gives_the_gradients_of_a_plain_loop(seed):
     """Random tables in which activations, cotangents and weight gradients wait, and layers that do

@@ -153,6 +153,7 @@ def test_a_plan_uses_all_devices_and_the_estimate_takes_it(config, devices):
 # Models of one's own
 
 
+@pytest.mark.long
 def test_a_plan_counts_the_weights_and_moments_of_an_own_model_exactly(monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = ["model.extra.state=96", "optimizer.ema=0.9", "train.global_batch=64"]

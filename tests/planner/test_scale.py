@@ -37,9 +37,12 @@ LAYOUTS = {
         ("mesh.fsdp={half}", "mesh.tensor=2", "train.global_batch={all}"),
     ),
 }
-pytestmark = pytest.mark.skipif(
-    not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin"
+    ),
+]
 
 
 def carried(path: Path, devices: int, settings: tuple[str, ...]) -> dict[tuple, int]:
