@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-fast test-slow test-hf test-gpu mutations fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch gpu-hour cuda-compiler aot fleet plan-table schema constraints
+.PHONY: help train test test-fast test-slow test-hf test-gpu mutations certified fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch gpu-hour cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,6 +38,9 @@ test-gpu: $(VENV)/installed-dev  ## kernels on the GPU that is there, with jax's
 
 mutations: $(VENV)/installed-dev  ## breaks a copy of the code in one place at a time: the named test must fail, an hour
 	$(BIN)/python -m tests.mutations $(MUTATIONS_ARGS)
+
+certified: $(VENV)/installed-dev  ## breaks a copy of the code in one place at a time: no certificate may be given, hours
+	$(BIN)/python -m tests.certified $(or $(CERTIFIED_ARGS),breakages)
 
 fuzz: $(VENV)/installed-dev  ## random runs against one device: make fuzz FUZZ_ARGS="--seed 123 --draws 1"
 	PYTHONPATH=.:tests $(BIN)/python -m fuzz $(FUZZ_ARGS)

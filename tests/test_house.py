@@ -30,7 +30,7 @@ FLOORS = [
         "spmdtrain.planner",
         "spmdtrain.launch",
     ],
-    ["spmdtrain.replay"],
+    ["spmdtrain.replay", "spmdtrain.certify"],
     ["spmdtrain.cli", "spmdtrain.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -15,6 +15,7 @@ from spmdtrain.cli.planning.plan import add_plan
 from spmdtrain.cli.planning.schedule import add_schedule
 from spmdtrain.cli.published.export import add_export
 from spmdtrain.cli.published.import_ import add_import
+from spmdtrain.cli.run.certify import add_certify
 from spmdtrain.cli.run.eval import add_eval
 from spmdtrain.cli.run.explain import add_explain
 from spmdtrain.cli.run.launch import add_launch
@@ -96,6 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_eval(commands)
     add_replay(commands)
     add_explain(commands)
+    add_certify(commands)
     add_export(commands)
     data = _add_group(commands, "data", "make token files")
     add_prepare(data)

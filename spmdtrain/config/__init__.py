@@ -7,6 +7,7 @@ errors.py has the errors that a person sees.
 from spmdtrain.config.errors import (
     DONE,
     PREEMPTED,
+    REFUSED,
     UNEQUAL,
     CheckpointError,
     ConfigError,
@@ -56,6 +57,7 @@ from spmdtrain.config.schema import (
 __all__ = [
     "DONE",
     "PREEMPTED",
+    "REFUSED",
     "Adafactor",
     "AdamW",
     "CheckpointConfig",

@@ -104,3 +104,5 @@ DONE = 0
 PREEMPTED = 3
 # Not an error either: a replay came out otherwise than the run that it repeats.
 UNEQUAL = 12
+# Nor is this: a certificate was refused, because a layout trains something else.
+REFUSED = 13

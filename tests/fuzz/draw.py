@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fuzz import schedule_files
-from fuzz.rules import ACTIVATIONS, draw_rules, legal, sizes_of
 from fuzz.settings import (
     BASE,
     BASE_FILE,
@@ -26,6 +25,7 @@ from fuzz.settings import (
     overrides,
     values_of,
 )
+from spmdtrain.certify.drawn_rules import ACTIVATIONS, draw_rules, legal, sizes_of
 from spmdtrain.config import ConfigError, RunConfig, load
 from spmdtrain.config.schema import MeshConfig
 from spmdtrain.parallel.axes import ACTIVATION_RULES

@@ -93,7 +93,7 @@ def test_every_setting_is_drawn_or_says_why_not():
 
 def _is_drawn(key: str) -> bool:
     if key.startswith("rules."):
-        return True  # by fuzz/rules.py
+        return True  # by certify/drawn_rules.py
     try:
         return len(values_of(key)) > 1
     except KeyError:

@@ -1,15 +1,17 @@
-"""Axis tables at random: which mesh axes split which dims, in any order, so that every tensor
-still divides.
+"""Draws tables of rules: which mesh axes split which dims, in any order.
+
+Every tensor still divides, if it is to.
 """
 
 import math
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from fuzz.settings import Values
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.axes import ACTIVATION_RULES, PARAMETER_RULES
 
+Values = dict[str, Any]  # dotted name of a setting -> value
 NEVER = ("pipeline", "data")  # split by the training step itself: refused in a rule
 NEVER_DRAWN = ("batch", "chunk", "stage", "layer")  # refused, or without a size of their own
 Table = dict[str, tuple[str, ...]]
@@ -34,8 +36,10 @@ ACTIVATIONS = (
 def draw_rules(
     random: random.Random, config: RunConfig, mesh: Mapping[str, int], unchecked: bool
 ) -> Values:
-    """`rules.*` settings for a mesh. Names that do not divide by default are kept whole first
-    of all.
+    """Returns `rules.*` settings for a mesh, at random.
+
+    Names that do not divide by default are kept whole first of all. `unchecked`: what divides and
+    what does not, for those who test refusals.
     """
     sizes = sizes_of(config)
     drawn: Values = {}
@@ -49,7 +53,7 @@ def draw_rules(
 
 
 def sizes_of(config: RunConfig) -> dict[str, int]:
-    """Dims by logical axis; 0 where any mesh will do."""
+    """Returns the size of each logical axis; 0 if any mesh will do."""
     model = config.model
     return {
         "batch": config.train.global_batch,
@@ -77,7 +81,7 @@ def _one_table(
     mesh: Mapping[str, int],
     unchecked: bool,
 ) -> Table:
-    """Overrides of one table. Logical axes that the model does not have are left alone."""
+    """Returns overrides of one table. Logical axes that the model lacks are left alone."""
     base = {name: axes for name, axes in base.items() if name in sizes}
     whole = {name: () for name in base if not divides(sizes[name], base[name], mesh)}
     whole.pop("batch", None)
@@ -98,7 +102,7 @@ def _one_table(
 
 
 def _axes(random: random.Random, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes that a rule may name, in any order; mostly only such as split something."""
+    """Returns the mesh axes that a rule may name, in any order; mostly such as split something."""
     named = [axis for axis in mesh if axis not in NEVER]
     if random.random() > 0.1:
         named = [axis for axis in named if mesh[axis] > 1]
@@ -111,7 +115,7 @@ def legal(
     sizes: Mapping[str, int],
     mesh: Mapping[str, int],
 ) -> bool:
-    """No tensor is split twice over a mesh axis, and every dim divides."""
+    """Returns True if no tensor is split twice over a mesh axis, and every dim divides."""
     for tensor in tensors:
         used = [axis for name in tensor for axis in table.get(name, ()) if mesh[axis] > 1]
         if len(used) != len(set(used)):
@@ -120,4 +124,5 @@ def legal(
 
 
 def divides(size: int, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:
+    """Returns True if the mesh axes divide a dim of this size."""
     return size % math.prod(mesh[axis] for axis in axes) == 0

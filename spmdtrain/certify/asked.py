@@ -1,0 +1,26 @@
+"""The run in its own precision: the layouts as configured, and the width of their sums."""
+
+from dataclasses import replace
+
+from spmdtrain.certify.certify import Certificate, Say, examine, line_of, told
+from spmdtrain.certify.noise import make_reference
+from spmdtrain.certify.shrink import Shrunk
+from spmdtrain.certify.stepper import Own
+from spmdtrain.certify.witnesses.narrow import narrow_sums
+
+
+def in_asked_precision(found: Certificate, asked: Shrunk, own: Own, say: Say) -> None:
+    """Adds to a certificate what the run's own precision shows, with a noise floor of its own."""
+    if asked.config.precision == found.shrunk.config.precision:
+        say("precision   the run's own is float32: certified above")
+        return
+    chosen = [each.layout for each in found.layouts if each.layout.why == "as configured"]
+    chosen = chosen or [found.layouts[0].layout]
+    reference = make_reference(asked.config, found.steps, own)
+    for number, layout in enumerate(chosen):
+        examined = examine(reference, layout, own)
+        found.layouts.append(replace(examined, precision=asked.config.precision.compute))
+        say(line_of(number + 1, len(chosen), found.layouts[-1]))
+    sums = [narrow_sums(asked.config, layout, own) for layout in chosen]
+    found.others += sums
+    say(told("sums", sums))

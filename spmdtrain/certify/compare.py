@@ -1,0 +1,207 @@
+"""Compares one step in two layouts, figure by figure, with what rounding does to each figure.
+
+Both steps begin in the same state, so differences do not grow. A figure is the gradient, the update
+or a leaf of the next state, compared by Euclidean norm, or a number that the step reports. How far
+rounding alone moves a figure is measured (noise.py), and called its floor; a figure is wrong beyond
+`MARGIN` floors. Healthy layouts stay within 2, and wrong ones are beyond 1e5.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from spmdtrain.train.compared.in_order import OPTIMIZER, STEP, WEIGHT, Leaf, Plain
+
+MARGIN = 8.0
+NUMBER = "number"  # the kind of a figure that the step reports
+GRADIENT = "gradient"
+UPDATE = "update"
+INITIAL = "initial"
+BATCH = "batch"
+ORDER = (INITIAL, BATCH, NUMBER, GRADIENT, UPDATE, OPTIMIZER, WEIGHT)  # of the step; then items
+# Rounding at the size of all leaves of a kind together is no difference in a leaf of zeros.
+OF_ALL = 2.0**-10
+# Numbers that are counts or switches: no rounding moves them.
+COUNTS = ("tokens", "pairs", "skipped", "overflow", "loss_scale")
+
+
+class Figures(NamedTuple):
+    """What one step made. `arrays`: float64, gradients, updates, and how far each leaf of the state
+    moved. `whole`: leaves of whole numbers after the step. `stored`: how far storing a leaf of the
+    state rounds it, at most, as a norm. `numbers`: the metrics. `fine`: the rounding of the dtype
+    of each array.
+    """
+
+    arrays: dict[Leaf, np.ndarray]
+    whole: dict[Leaf, np.ndarray]
+    stored: dict[Leaf, float]
+    numbers: dict[str, float]
+    fine: dict[Leaf, float]
+
+
+class Floors(NamedTuple):
+    """How far rounding alone moves the figures of one step."""
+
+    arrays: dict[Leaf, float]
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FigureApart:
+    """A figure of one step in two layouts: `apart` from the reference, whose norm is `size`.
+
+    `floor`: how far rounding alone moves it. `ratio`: how many floors apart they are.
+    """
+
+    step: int
+    leaf: Leaf
+    apart: float
+    floor: float
+    size: float
+    ratio: float
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.ratio <= MARGIN
+
+    def __str__(self) -> str:
+        if self.leaf.kind in (INITIAL, BATCH):
+            return f"{self.leaf}: not the same"
+        return (
+            f"{self.leaf}, step {self.step + 1}: {self.apart:.1e} apart, "
+            f"rounding moves it {self.floor:.0e}"
+        )
+
+
+def rounding_of(dtype: np.dtype) -> float:
+    """Returns the largest relative rounding of a floating dtype, as 2^-24 for float32."""
+    import jax.numpy as jnp
+
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def is_floating(x: np.ndarray) -> bool:
+    """Returns True for numpy's floating dtypes and for bfloat16."""
+    return x.dtype.kind == "f" or x.dtype.name == "bfloat16"
+
+
+def figures_of(
+    before: Plain,
+    after: Plain,
+    shown: Mapping[str, Mapping[str, np.ndarray]],
+    numbers: Mapping[str, float],
+) -> Figures:
+    """Returns the figures of a step from `before` to `after`.
+
+    `shown`: its gradients and updates, {kind: {path: array}}. `numbers`: its metrics.
+    """
+    found = Figures({}, {}, {}, dict(numbers), {})
+    for kind, arrays in shown.items():
+        for path, x in arrays.items():
+            leaf = Leaf(kind, path)
+            found.arrays[leaf] = x.astype(np.float64)
+            found.fine[leaf] = rounding_of(x.dtype)
+    for leaf, x in after.items():
+        if not is_floating(x):
+            found.whole[leaf] = x
+            continue
+        wide = x.astype(np.float64)
+        finite = np.isfinite(wide) | np.isfinite(before[leaf].astype(np.float64))
+        moved = np.where(finite, wide - before[leaf].astype(np.float64), 0.0)
+        found.arrays[leaf] = moved
+        found.fine[leaf] = rounding_of(x.dtype)
+        found.stored[leaf] = found.fine[leaf] * norm(np.where(np.isfinite(wide), wide, 0.0))
+    return found
+
+
+def norm(x: np.ndarray) -> float:
+    """Returns the Euclidean norm of all elements."""
+    return float(np.linalg.norm(np.asarray(x, np.float64).ravel()))
+
+
+def apart(got: np.ndarray, want: np.ndarray) -> float:
+    """Returns the norm of the difference; infinity for another shape or what is no number."""
+    if got.shape != want.shape:
+        return math.inf
+    distance = norm(got - want)
+    return distance if math.isfinite(distance) else math.inf
+
+
+def farther(floors: Floors, got: Figures, want: Figures) -> Floors:
+    """Returns the floors, raised to where a sibling of the reference `want` lies."""
+    arrays = {
+        leaf: max(floors.arrays.get(leaf, 0.0), apart(got.arrays[leaf], x))
+        for leaf, x in want.arrays.items()
+    }
+    numbers = {
+        name: max(floors.numbers.get(name, 0.0), abs(got.numbers[name] - x))
+        for name, x in want.numbers.items()
+    }
+    return Floors(arrays, numbers)
+
+
+def differences(step: int, got: Figures, want: Figures, floors: Floors) -> list[FigureApart]:
+    """Returns every figure of a step in another layout beside the reference `want`."""
+    together: dict[str, float] = {}
+    for leaf, x in want.arrays.items():
+        together[leaf.kind] = math.hypot(together.get(leaf.kind, 0.0), norm(x))
+    found = [_of_number(step, name, got, want, floors) for name in want.numbers]
+    for leaf in want.arrays.keys() | got.arrays.keys():
+        if leaf not in want.arrays or leaf not in got.arrays:
+            found.append(FigureApart(step, leaf, math.inf, 0.0, 0.0, math.inf))
+            continue
+        x, fine = want.arrays[leaf], want.fine[leaf]
+        size = norm(x)
+        floor = max(
+            floors.arrays.get(leaf, 0.0),
+            2 * fine * size,
+            want.stored.get(leaf, 0.0),
+            OF_ALL * fine * together[leaf.kind],
+        )
+        found.append(_difference(step, leaf, apart(got.arrays[leaf], x), floor, size))
+    for leaf, x in want.whole.items():
+        same = leaf in got.whole and np.array_equal(got.whole[leaf], x)
+        found.append(FigureApart(step, leaf, float(not same), 0.0, 0.0, 0.0 if same else math.inf))
+    return found
+
+
+def _of_number(step: int, name: str, got: Figures, want: Figures, floors: Floors) -> FigureApart:
+    ours, theirs = got.numbers.get(name, math.nan), want.numbers[name]
+    leaf = Leaf(NUMBER, name)
+    if ours == theirs or (math.isnan(ours) and math.isnan(theirs) and name in got.numbers):
+        return FigureApart(step, leaf, 0.0, floors.numbers.get(name, 0.0), abs(theirs), 0.0)
+    off = abs(ours - theirs)
+    if name.partition("/")[0] in COUNTS or not math.isfinite(off):
+        return FigureApart(step, leaf, off, 0.0, abs(theirs), math.inf)
+    floor = max(floors.numbers.get(name, 0.0), 2 * rounding_of(np.dtype("float32")) * abs(theirs))
+    return _difference(step, leaf, off, floor, abs(theirs))
+
+
+def _difference(step: int, leaf: Leaf, off: float, floor: float, size: float) -> FigureApart:
+    if off == 0:
+        return FigureApart(step, leaf, 0.0, floor, size, 0.0)
+    return FigureApart(step, leaf, off, floor, size, off / floor if floor else math.inf)
+
+
+def unequal(step: int, kind: str, names: Iterable[str]) -> list[FigureApart]:
+    """Returns a difference for each thing that must be equal to the bit, and is not."""
+    return [FigureApart(step, Leaf(kind, name), math.inf, 0.0, 0.0, math.inf) for name in names]
+
+
+def first_of(wrong: Iterable[FigureApart]) -> FigureApart:
+    """Returns the difference that comes first in the order of the step; the largest of those."""
+
+    def place(each: FigureApart) -> tuple[int, int, float]:
+        after_gradients = each.leaf == Leaf(NUMBER, "grad_norm")
+        kind = UPDATE if after_gradients else each.leaf.kind
+        return each.step, ORDER.index(kind) if kind in ORDER else len(ORDER), -each.ratio
+
+    return min(wrong, key=place)
+
+
+def without_step(plain: Plain) -> Plain:
+    """Returns a state without its step, which says where it is and not what it is."""
+    return {leaf: x for leaf, x in plain.items() if leaf.kind != STEP}

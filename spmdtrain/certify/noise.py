@@ -1,0 +1,117 @@
+"""The reference: some steps on one device, and how far rounding alone moves each of their figures.
+
+Five siblings take each step again, from the same state but for rounding: three with every weight
+rounded otherwise, one with the batch in reverse, one with the batch in more microbatches. No
+constant tolerance could do this: leaves differ in how much of them is rounding. The gradient of a
+key's bias, which is 0 but for rounding, is nothing else.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from spmdtrain.certify.compare import (
+    Figures,
+    Floors,
+    farther,
+    is_floating,
+    norm,
+    rounding_of,
+)
+from spmdtrain.certify.stepper import HostBatch, Own, Stepper, hash_of
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.train.compared.in_order import WEIGHT, Plain
+
+ROUNDED = (1, 2, 3)  # seeds of the siblings whose weights are rounded otherwise
+MICROBATCHES = 4  # of the sibling that cuts the batch, if it divides
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Steps on one device. `states`: before each step, and after the last."""
+
+    stepper: Stepper
+    batches: list[HostBatch]
+    states: list[Plain]
+    figures: list[Figures]
+    floors: list[Floors]
+    hashes: list[str]
+
+    @property
+    def leaves(self) -> int:
+        """The number of figures of one step."""
+        first = self.figures[0]
+        return len(first.arrays) + len(first.whole) + len(first.numbers)
+
+    def spread(self) -> tuple[float, float]:
+        """Returns the least and the largest relative floor of a leaf that is not all zeros."""
+        shares = [
+            floor / norm(figures.arrays[leaf])
+            for figures, floors in zip(self.figures, self.floors, strict=True)
+            for leaf, floor in floors.arrays.items()
+            if floor and norm(figures.arrays[leaf])
+        ]
+        return (min(shares), max(shares)) if shares else (0.0, 0.0)
+
+
+def make_reference(config: RunConfig, steps: int, own: Own) -> Reference:
+    """Returns the reference of a run whose mesh is one device.
+
+    Raises ConfigError if a figure of it is not a number: nothing can be compared with that.
+    """
+    device = jax.devices()[:1]
+    stepper = Stepper(config, device, own)
+    whole = config.train.global_batch
+    parts = next((n for n in (MICROBATCHES, 3, 2) if whole % n == 0), 1)
+    train = config.train.model_copy(update={"microbatch": whole // parts})
+    cutting = Stepper(config.model_copy(update={"train": train}), device, own)
+    rounding = rounding_of(np.dtype(config.precision.compute)) if _is_numpy(config) else 2.0**-9
+    made = Reference(stepper, [], [stepper.begin()], [], [], [])
+    with stepper.batches() as ahead:
+        for _ in range(steps):
+            _take_one(made, next(ahead), cutting, rounding)
+    return made
+
+
+def _is_numpy(config: RunConfig) -> bool:
+    return config.precision.compute != "bfloat16"
+
+
+def _take_one(made: Reference, batch: HostBatch, cutting: Stepper, rounding: float) -> None:
+    before = made.states[-1]
+    after, figures = made.stepper.take(before, batch)
+    for leaf, x in figures.arrays.items():
+        if not np.isfinite(x).all():
+            step = len(made.figures) + 1
+            raise ConfigError(
+                f"{leaf} is not finite on one device, in step {step}: nothing compares with it",
+                fix="a lower optimizer.learning_rate",
+            )
+    floors = Floors({}, {})
+    for seed in ROUNDED:
+        _, got = made.stepper.take(rounded_otherwise(before, rounding, seed), batch)
+        floors = farther(floors, got, figures)
+    _, got = made.stepper.take(before, {name: x[:, ::-1] for name, x in batch.items()})
+    floors = farther(floors, got, figures)
+    _, got = cutting.take(before, cutting.cut(batch))
+    floors = farther(floors, got, figures)
+    made.batches.append(batch)
+    made.states.append(after)
+    made.figures.append(figures)
+    made.floors.append(floors)
+    made.hashes.append(hash_of(made.stepper.setup, batch))
+
+
+def rounded_otherwise(plain: Plain, rounding: float, seed: int) -> Plain:
+    """Returns a state whose weights are a little larger or smaller, by twice the rounding."""
+    random = np.random.default_rng(seed)
+
+    def moved(x: np.ndarray) -> np.ndarray:
+        signs = random.choice((-1.0, 1.0), x.shape)
+        return (x.astype(np.float64) * (1 + 2 * rounding * signs)).astype(x.dtype)
+
+    return {
+        leaf: moved(x) if leaf.kind == WEIGHT and is_floating(x) else x for leaf, x in plain.items()
+    }

@@ -1,0 +1,198 @@
+"""Makes a run small enough to certify: the same blocks, rules and loss on a model of a few widths.
+
+A pure function of the settings. It keeps what decides which code runs (kinds of blocks, patterns
+over the layers, ratios of heads, biases, tying, packing, dropout, the loss, the optimizer and its
+groups, sharding rules), and shrinks what only decides how long it runs. What no shrinking keeps is
+said, so that a certificate can tell what it does not prove.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from spmdtrain.config import RunConfig, from_resolved, resolved
+from spmdtrain.config.errors import ConfigError
+
+WIDTH = 8  # channels of a head
+HEADS = 4  # a ring of 4 divides them
+LENGTH = 16  # tokens of a sequence: 4 parts of a ring, 2 of them on each
+BATCH = 24  # divides by 8, by 6, and each of 8 shards in 3
+STEPS = 6  # of the schedule of the learning rate; fewer are taken
+MOST_LAYERS = 6
+WHOLE_VOCAB, UNEVEN_VOCAB = 64, 67  # divided by a mesh, and padded
+KERNELS_OF_GPUS = ("triton", "mosaic", "cudnn")
+FLOAT32 = {
+    "compute": "float32",
+    "params": "float32",
+    "frozen": None,
+    "accumulate": "float32",
+    "loss_scale": None,
+    "loss_scale_steps": None,
+}
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A run made small, on one device. `lost`: what of the real run it does not test."""
+
+    config: RunConfig
+    lost: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        """The small model in a line."""
+        model, train = self.config.model, self.config.train
+        return (
+            f"{model.layers} layers, {model.heads} of {model.key_value_heads} heads, "
+            f"width {model.embed}, vocabulary {model.vocab}, "
+            f"{train.global_batch} x {train.sequence_length} tokens"
+        )
+
+
+def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32") -> Shrunk:
+    """Returns the run in small. `as_is` keeps the model and the sequences as they are.
+
+    `precision`: float32, or asked, which keeps the run's own. Raises ConfigError for what cannot be
+    certified, and if the small settings do not fit together.
+    """
+    if config.train.learns_pairs:
+        raise ConfigError(
+            f"train.preference={config.train.preference!r} learns from pairs of answers, which a "
+            "certificate does not have",
+            fix="--set train.preference=none",
+        )
+    values = json.loads(json.dumps(resolved(config)["config"]))
+    lost: list[str] = []
+    if not as_is:
+        values["model"] |= _model(config, lost)
+        values["train"]["sequence_length"] = LENGTH
+    elif config.model.vocab is None:
+        values["model"]["vocab"] = UNEVEN_VOCAB
+    values["train"] |= _train(config)
+    values["optimizer"]["warmup"] = min(config.optimizer.warmup, 2)
+    values["data"] |= _data(config, lost)
+    values["mesh"] |= dict.fromkeys(config.mesh.sizes, 1) | {"collective_matmul": False}
+    values["pipeline"] = {}
+    values["kernels"] = {"tune": "off"}
+    values["eval"] = {"every": 0}
+    values["checkpoint"] = {"every": 0}
+    values["log"] = {}
+    values["guard"] |= {"replica_check": 0}
+    if config.guard.policy == "rollback":
+        values["guard"]["policy"] = "skip"
+        lost.append("a run that goes back to a checkpoint by itself")
+    if precision == "float32":
+        values["precision"] = FLOAT32
+    if config.finetune.has_adapters:
+        values["finetune"]["rank"] = min(config.finetune.rank, 4)
+    if config.pipeline.is_file:
+        lost.append(f"the schedule of {config.pipeline.schedule}, whose sizes are those of the run")
+    return Shrunk(from_resolved({"config": values, "origin": {}}), tuple(lost))
+
+
+def _train(config: RunConfig) -> dict[str, Any]:
+    """Returns [train] of one device: how a batch is cut and what is recomputed are of a layout."""
+    return {
+        "steps": STEPS,
+        "epochs": None,
+        "global_batch": BATCH,
+        "microbatch": None,
+        "remat": "none",
+        "zero": 0,
+        "init_from": None,
+        "seed": config.train.seed,
+    }
+
+
+def _data(config: RunConfig, lost: list[str]) -> dict[str, Any]:
+    data = config.data
+    if data.mix:
+        lost.append("the mixture of sources, and its loss by source")
+    if data.corpus != "synthetic":
+        lost.append(f"the data themselves: certified on synthetic ones, packing {data.packing}")
+    return {
+        "corpus": "synthetic",
+        "path": None,
+        "validation_path": None,
+        "mix": (),
+        "tokenizer": "bytes",
+        "dtype": None,
+    }
+
+
+def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
+    """Returns the settings of [model] that shrink."""
+    model = config.model
+    ratio = model.heads // model.key_value_heads
+    shared = model.key_value_heads == 1 and model.heads > 1
+    kv_heads = 1 if shared else HEADS
+    heads = HEADS if kv_heads == 1 else HEADS * min(ratio, 2)
+    width = _width(config)
+    own_width = model.heads * model.width_per_head != model.embed
+    embed = HEADS * width // 2 if own_width else heads * width
+    small: dict[str, Any] = {
+        "layers": _layers(config, lost),
+        "embed": embed,
+        "heads": heads,
+        "kv_heads": None if kv_heads == heads and model.kv_heads is None else kv_heads,
+        "head_dim": width if own_width else None,
+        "ffn": _ffn(config, embed),
+        "vocab": _vocab(config),
+        "max_length": 2 * LENGTH if model.max_length else None,
+        "windows": _windows(config, lost),
+    }
+    if model.attention in KERNELS_OF_GPUS:
+        lost.append(f"model.attention={model.attention}, a kernel of GPUs: XLA's in its place")
+        small["attention"] = "auto"
+    if model.rope_scaling and model.rope_scaling.divisors:
+        lost.append("model.rope_scaling, a list of the real width")
+        small["rope_scaling"] = None
+    return small
+
+
+def _width(config: RunConfig) -> int:
+    """Returns the smallest width of a head of which an even number of channels turn."""
+    share = config.model.rope_share
+    widths = (WIDTH * n for n in (1, 2, 4, 8))
+    return next((w for w in widths if int(w * share) and int(w * share) % 2 == 0), 8 * WIDTH)
+
+
+def _layers(config: RunConfig, lost: list[str]) -> int:
+    """Returns two layers a stage and chunk, one less if the real count does not divide either.
+
+    A pattern over the layers is kept whole if it fits.
+    """
+    model = config.model
+    places = max(config.mesh.pipeline, 1) * config.pipeline.chunks
+    period = max(len(model.windows), len(model.rope_layers), 1)
+    layers = 3 if places == 1 or model.layers % places else 4
+    if period > MOST_LAYERS:
+        lost.append(f"a pattern of {period} layers beyond its first {MOST_LAYERS}")
+    return min(max(layers, period), MOST_LAYERS)
+
+
+def _ffn(config: RunConfig, embed: int) -> int | None:
+    model = config.model
+    if model.ffn is None:
+        return None
+    return max(8, round(model.ffn / model.embed * embed / 8) * 8)
+
+
+def _vocab(config: RunConfig) -> int:
+    """Returns a vocabulary that a mesh divides if the real one is divided by its mesh."""
+    mesh, vocab = config.mesh, config.model.vocab
+    ways = abs(mesh.tensor) * abs(mesh.pipeline)
+    return WHOLE_VOCAB if vocab and ways > 1 and vocab % ways == 0 else UNEVEN_VOCAB
+
+
+def _windows(config: RunConfig, lost: list[str]) -> tuple[int, ...]:
+    """Returns the windows in the ratio of the sequences; one that never binds does not bind."""
+    length = config.train.sequence_length
+
+    def small(window: int) -> int:
+        if window >= length:
+            lost.append(f"a window of {window}: it is longer than the sequence")
+            return LENGTH
+        return min(max(round(window * LENGTH / length), 3), LENGTH - 1) if window else 0
+
+    return tuple(small(window) for window in config.model.windows)

@@ -1,0 +1,1 @@
+"""Campaigns of certificates: planted breakages are found, and drawn layouts agree."""

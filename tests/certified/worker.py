@@ -1,0 +1,86 @@
+"""Certifies tests/certified/base.toml up to the first thing that is wrong, and prints it as JSON.
+
+    python -m tests.certified.worker [KEY=VALUE ...]
+
+The library is what PYTHONPATH names first: a broken copy.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
+os.environ.setdefault("XLA_FLAGS", FLAGS)
+
+BASE = Path(__file__).parent / "base.toml"
+# Rules that no config here has: a dim split in another order than the mesh's, and one that an
+# automatic axis splits too.
+WITH_RULES = (
+    "mesh.pipeline=2 mesh.fsdp=2 mesh.expert=2 train.microbatch=3 "
+    "rules.parameters.embed=expert,fsdp",
+    "mesh.pipeline=2 mesh.fsdp=2 mesh.tensor=2 train.microbatch=3 "
+    "rules.parameters.vocab=tensor,fsdp rules.parameters.embed=",
+)
+
+
+def main(settings: list[str]) -> None:
+    """Imports the library only now: what jax reads of the environment is settled above."""
+    import spmdtrain
+    from spmdtrain.certify.certify import certify, values
+    from spmdtrain.certify.cover import cover, given
+    from spmdtrain.certify.shrink import shrink
+    from spmdtrain.config import load
+
+    config = load(BASE, settings)
+    layouts = [*cover(config), *given(WITH_RULES)]
+    try:
+        found = values(certify(shrink(config, as_is=True), layouts, steps=2, first=True))
+    except Exception as error:  # a breakage may end the reference itself
+        said = f"{type(error).__name__}: {str(error)[:300]}"
+        found = {"certified": False, "wrong": [said], "ended": traceback.format_exc()[-1500:]}
+    own = {"source": spmdtrain.__file__, "cpu_seconds": round(time.process_time(), 1)}
+    print(json.dumps(found | own))
+
+
+def drawn(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yields the verdict on each of `count` layouts, drawn at random, of the library as it is.
+
+    Programs are forgotten on the way, or they would fill the memory.
+    """
+    import jax
+
+    from spmdtrain.certify.certify import examine
+    from spmdtrain.certify.drawn import draw_layouts
+    from spmdtrain.certify.noise import make_reference
+    from spmdtrain.certify.shrink import shrink
+    from spmdtrain.certify.stepper import Own
+    from spmdtrain.config import load
+
+    small = shrink(load(BASE), as_is=True).config
+    reference = make_reference(small, 2, Own())
+    for number, layout in enumerate(draw_layouts(small, count, seed)):
+        found = examine(reference, layout, Own())
+        if number % 20 == 19:
+            jax.clear_caches()
+        yield {
+            "what": f"{seed} {number}",
+            "layout": " ".join(layout.settings),
+            "verdict": found.verdict,
+            "worst": min(found.ratios[0], 1e30) if found.ratios else None,
+            "first": str(found.first or found.said),
+            "seconds": round(found.seconds, 1),
+        }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

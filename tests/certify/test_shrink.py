@@ -1,0 +1,130 @@
+"""A run made small keeps what decides which code runs, and its layouts cover the axes."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from fuzz.draw import config_of, numbers_of
+
+from spmdtrain.certify.cover import AXES, DEVICES, Layout, cover, given
+from spmdtrain.certify.drawn import draw_layouts
+from spmdtrain.certify.shrink import BATCH, LENGTH, shrink
+from spmdtrain.certify.witnesses.resume import with_settings
+from spmdtrain.config import ConfigError, RunConfig, load
+from spmdtrain.config.schema import MeshConfig
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+KEPT = {
+    "model": (
+        "name",
+        "positions",
+        "norm",
+        "mlp",
+        "tied",
+        "query_norm",
+        "sinks",
+        "norm_places",
+        "dropout",
+        "logit_cap",
+        "rope_layers",
+        "has_qkv_bias",
+        "has_out_bias",
+        "has_mlp_bias",
+        "rope_share",
+        "rope_theta",
+    ),
+    "train": ("label_smoothing", "z_loss", "clip", "seed"),
+    "data": ("packing", "shuffle"),
+    "finetune": ("kind", "targets", "base", "dropout"),
+}
+
+
+def assert_kept(small: RunConfig, real: RunConfig) -> None:
+    for section, names in KEPT.items():
+        for name in names:
+            ours, theirs = (getattr(getattr(each, section), name) for each in (small, real))
+            assert ours == theirs, f"{section}.{name}: {ours!r} is not {theirs!r}"
+    assert small.rules == real.rules
+    kept = {"warmup"}
+    assert small.optimizer.model_dump(exclude=kept) == real.optimizer.model_dump(exclude=kept)
+    assert bool(small.optimizer.warmup) == bool(real.optimizer.warmup)
+    grouped = real.model.heads > real.model.key_value_heads
+    assert (small.model.heads > small.model.key_value_heads) == grouped
+    assert [bool(each) for each in small.model.windows] == [bool(w) for w in real.model.windows]
+    assert (small.train.sequence_length, small.train.global_batch) == (LENGTH, BATCH)
+    assert set(small.mesh.sizes.values()) == {1}
+    assert small.precision.compute == "float32"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_published_run_keeps_its_features_and_its_layouts_fit(path):
+    real = load(path)
+    shrunk = shrink(real)
+    assert_kept(shrunk.config, real)
+    for layout in cover(real):
+        with_settings(shrunk.config, layout.settings)
+
+
+def test_a_hundred_drawn_runs_keep_their_features():
+    drawn = [config for group in range(120) if (config := config_of(numbers_of(group)))]
+    assert len(drawn) >= 100
+    for real in drawn:
+        assert_kept(shrink(real).config, real)
+
+
+def test_what_no_shrinking_keeps_is_said():
+    path = Path(__file__).parents[2] / "configs" / "llama3_8b.toml"
+    real = load(path, ["model.windows=9000", "model.attention=cudnn", "guard.policy=rollback"])
+    lost = " ".join(shrink(real).lost)
+    assert "a window of 9000" in lost and "cudnn" in lost and "goes back" in lost
+
+
+def test_pairs_of_answers_are_refused():
+    settings = ["train.preference=simpo", "data.corpus=tokens", "data.path=x.bin"]
+    real = load(CONFIGS[0], [*settings, "data.packing=best_fit"])
+    with pytest.raises(ConfigError, match="pairs of answers"):
+        shrink(real)
+
+
+def pairs_of(layouts: list[Layout]) -> set[tuple[str, str]]:
+    found = set()
+    for layout in layouts:
+        axes = [axis for axis in AXES if any(f"mesh.{axis}=" in text for text in layout.settings)]
+        found |= set(itertools.combinations(axes, 2))
+    return found
+
+
+def test_every_pair_of_axes_meets_and_no_layout_stands_twice():
+    layouts = cover(RunConfig())
+    missing = set(itertools.combinations(AXES, 2)) - pairs_of(layouts)
+    assert not missing
+    assert len({layout.settings for layout in layouts}) == len(layouts)
+    assert all(1 < layout.devices <= DEVICES for layout in layouts)
+
+
+@pytest.mark.parametrize("axes", list(itertools.combinations(AXES, 4)), ids=" ".join)
+def test_each_long_axis_stands_with_a_ring_longer_than_two(axes):
+    sizes = dict.fromkeys(axes, 8)
+    asked = cover(RunConfig(mesh=MeshConfig(**sizes)), only_asked=True)
+    assert pairs_of(asked) >= set(itertools.combinations(axes, 2))
+    for axis in axes:
+        assert any(f"mesh.{axis}=4" in layout.settings for layout in asked), axis
+
+
+def test_drawn_layouts_are_the_same_for_a_seed_and_mostly_load():
+    small = shrink(load(CONFIGS[0])).config
+    drawn = draw_layouts(small, 200)
+    assert drawn[:50] == draw_layouts(small, 50)
+    assert drawn[:50] != draw_layouts(small, 50, seed=1)
+    assert len({layout.settings for layout in drawn}) == 200
+    for layout in drawn:
+        with_settings(small, layout.settings)
+
+
+def test_a_file_of_layouts_is_one_a_line():
+    found = given(["mesh.data=2 mesh.tensor=4  # two axes", "", "# none", "train.remat=full"])
+    assert [layout.settings for layout in found] == [
+        ("mesh.data=2", "mesh.tensor=4"),
+        ("train.remat=full",),
+    ]
+    assert found[0].name == "data 2 x tensor 4" and found[0].devices == 8
