@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.run_files import (
+    BUNDLES,
     CHECKPOINTS,
     COMPILED,
     CONFIG,
@@ -22,6 +23,8 @@ from spmdtrain.config.run_files import (
     METRICS,
     PREDICTED,
     REPORT,
+    STARTS,
+    STEPS,
     SUMMARY,
 )
 
@@ -39,13 +42,15 @@ def check_files(folder: Path) -> None:
 
 
 # The folders of a run directory that a run or a sink writes into. W&B's contains its own links.
-WRITTEN = ("", CHECKPOINTS, f"{CHECKPOINTS}/quarantine", "tensorboard", "profile")
+WRITTEN = ("", CHECKPOINTS, f"{CHECKPOINTS}/quarantine", "tensorboard", "profile", STARTS, BUNDLES)
 # The files that it writes.
 DOCUMENTS = (CONFIG, COMPILED, PREDICTED, SUMMARY, REPORT)
 FILES = (
     "lock",
     METRICS,
     "metrics.tmp",
+    STEPS,
+    "steps.tmp",
     EVENTS,
     "wandb/id",
     "wandb/last_step",

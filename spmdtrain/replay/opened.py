@@ -133,7 +133,7 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
     setup = source.setup
     there = checkpoints.steps()
     start = max((at for at in there if at < step), default=0)
-    _check_one_start(source.written, start, step)
+    check_one_start(source.written, start, step)
     prints = {at: _prints_in(checkpoints.meta(at)) for at in there if at > start}
     sample = 0
     kept: kernels.Names = {}
@@ -174,7 +174,7 @@ def _settings(written: WrittenRun, step: int) -> tuple[dict[str, Any], str | Non
     return saved, saved["config"]["model"].pop("make", None)
 
 
-def _check_one_start(written: WrittenRun, first: int, last: int) -> None:
+def check_one_start(written: WrittenRun, first: int, last: int) -> None:
     """Raises CheckpointError if the steps after `first`, up to `last`, had different settings."""
     before, after = written.start_of(first + 1), written.start_of(last)
     if before is None or after is None:

@@ -45,14 +45,9 @@ def flags_of(start: Start | None) -> str:
     return " ".join(word for word in words if FLAG.fullmatch(word) and "dump" not in word)
 
 
-def read_flags(run: Path, step: int) -> str | None:
-    """Returns the XLA_FLAGS with which `step` was taken; None if that was not recorded.
-
-    `run` may be a bundle.
-    """
+def read_start(run: Path, step: int) -> Start | None:
+    """Returns the start that took `step`; None if that was not recorded. `run` may be a bundle."""
     if (run / START).exists():
         start = RunFiles(run).document(START)
-        return flags_of(start) if is_start(start) else None
-    starts = read_starts(run)
-    found = next((each for each in reversed(starts) if each["from_step"] < step), None)
-    return None if found is None else flags_of(found)
+        return start if is_start(start) else None
+    return next((each for each in reversed(read_starts(run)) if each["from_step"] < step), None)

@@ -14,7 +14,9 @@ from helpers import mesh_of, tiny
 from spmdtrain import cli
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.errors import UNEQUAL
+from spmdtrain.replay.opened import check_one_start
 from spmdtrain.replay.replay import replay
+from spmdtrain.replay.starts import flags_of
 from spmdtrain.replay.written import WrittenRun
 from spmdtrain.running import loop
 from spmdtrain.running.start import compiling
@@ -181,3 +183,25 @@ def flipped(monkeypatch, at: int, what: str):
     with monkeypatch.context() as patched:
         patched.setattr(compiling, "compile_step", planted)
         yield
+
+
+def test_of_the_flags_of_a_start_those_that_write_files_are_left_out():
+    text = "--xla_a=true --xla_dump_to=/tmp/x --xla_b_count=8 --xla_c=../y --other=1 rm"
+    assert flags_of({"xla_flags": text}) == "--xla_a=true --xla_b_count=8"
+    assert flags_of({"xla_flags": 3}) == flags_of(None) == ""
+
+
+def test_a_step_has_the_settings_of_the_start_that_took_it_last():
+    starts = [
+        {
+            "from_step": done,
+            "config": {"optimizer": {"learning_rate": rate}, "log": {"every": done}},
+        }
+        for done, rate in ((0, 0.1), (6, 0.1), (3, 0.2))
+    ]
+    written = WrittenRun(Path("run"), {}, {}, [], starts)
+    assert [written.start_of(step)["from_step"] for step in (1, 3, 4, 7)] == [0, 0, 3, 3]
+    check_one_start(written, 3, 7)
+    with pytest.raises(CheckpointError, match=r"another optimizer.learning_rate.*--step 3"):
+        check_one_start(written, 0, 7)
+    check_one_start(WrittenRun(Path("run"), {}, {}, [], starts[:2]), 0, 7)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spmdtrain.cli.run.waiting import waiting
 from spmdtrain.cli.shared_arguments import add_devices, add_make, add_set, positive_int
 from spmdtrain.config import DONE, UNEQUAL
-from spmdtrain.replay.starts import read_flags
+from spmdtrain.replay.starts import flags_of, read_start
 
 if TYPE_CHECKING:
     from spmdtrain.replay.replay import Replayed
@@ -57,11 +57,15 @@ def run_replay(parsed: argparse.Namespace) -> int:
 def take_flags(run: Path, step: int) -> str:
     """Sets XLA_FLAGS as the start of `step` had them, unless they are set; XLA reads them once.
 
-    Returns a line if those that are set are others.
+    A step that was taken on CPUs is taken again on CPUs. Returns a line if the flags that are set
+    are others.
     """
-    recorded = read_flags(run, step)
-    if recorded is None:
+    start = read_start(run, step)
+    if start is None:
         return ""
+    if start.get("platform") == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    recorded = flags_of(start)
     given = os.environ.get("XLA_FLAGS")
     if given is None:
         if recorded:
