@@ -1,4 +1,4 @@
-"""Says which layers of a model see only the last tokens, and how their positions turn."""
+"""Says what the layers of a model have: windows, rotary positions, experts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +24,31 @@ def describe_layers(model: TransformerConfig) -> str:
     if len(rows) == 1 and not rows[0]["window"]:
         return ""
     return "\n".join(_line(row, model) for row in rows)
+
+
+def experts_row(model: TransformerConfig) -> dict[str, Any] | None:
+    """Returns the numbers of the layers with experts, and the sizes of a layer's; None if none."""
+    if model.experts is None:
+        return None
+    return {
+        "layers": [number for number, has in enumerate(model.has_experts) if has],
+        "count": model.experts.count,
+        "chosen": model.experts.chosen,
+        "shared": model.experts.shared,
+        "ffn": model.expert_hidden,
+    }
+
+
+def describe_experts(model: TransformerConfig) -> str:
+    """Returns a line about the experts of a model, or "" if it has none."""
+    row = experts_row(model)
+    if row is None:
+        return ""
+    shared = f", {row['shared']} more for all tokens" if row["shared"] else ""
+    return (
+        f"layers {_ranges(row['layers'])} have {row['count']} experts of width {row['ffn']}, "
+        f"{row['chosen']} for a token{shared}"
+    )
 
 
 def _line(row: dict[str, Any], model: TransformerConfig) -> str:

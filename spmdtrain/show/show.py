@@ -12,7 +12,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.pipeline.draw import describe_pipeline
-from spmdtrain.show.layers import describe_layers, layer_rows
+from spmdtrain.show.layers import describe_experts, describe_layers, experts_row, layer_rows
 from spmdtrain.train.items import by_parameter
 from spmdtrain.train.setup import Setup, shard
 from spmdtrain.train.state import bytes_per_device
@@ -61,6 +61,7 @@ def describe(
         "mesh": dict(setup.mesh.shape),
         "pipeline": pipeline,
         "layers": layer_rows(setup.config.model),
+        "experts": experts_row(setup.config.model),
         "parameters": rows,
         "totals": totals,
     }
@@ -90,7 +91,8 @@ def show(config: RunConfig) -> str:
     )
     pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
     way = [setup.way.line] if setup.way.line else []
-    layers = [describe_layers(setup.config.model)] if not config.model.make else []
+    model = setup.config.model
+    layers = [describe_layers(model), describe_experts(model)] if not config.model.make else []
     settings = to_toml(setup.config).strip()
     mesh = describe_mesh(setup.mesh)
     parts = [settings, mesh, *way, *pipeline, *filter(None, layers), batch, "\n".join(lines)]

@@ -1,6 +1,6 @@
 """Routers: loads, side losses and the bias are those of numpy, on any mesh and accumulation."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -8,6 +8,8 @@ import pytest
 from family_oracle import logits
 from helpers import batches_of, initial_weights, prepared
 
+from spmdtrain.config.schema import ExpertsConfig
+from spmdtrain.models.layers.router import best_experts
 from spmdtrain.train.compared.in_order import placed_arrays
 from spmdtrain.train.setup import Setup, init_state
 from spmdtrain.train.step import make_gradients, make_step
@@ -132,6 +134,23 @@ def test_a_step_moves_a_bias_by_its_own_rate_and_shows_the_loads():
     share = np.maximum(loads / 8, 1e-30)
     evenness = (-share * np.log(share)).sum(-1).min() / np.log(8)
     assert metrics["expert_evenness"] == pytest.approx(evenness, rel=1e-5)
+
+
+def test_a_group_that_is_left_out_does_not_win_over_negative_scores():
+    experts = ExpertsConfig(count=8, chosen=2, groups=4, groups_kept=1)
+    ranks = np.array([-0.5, -0.4, -0.3, -0.1, -0.9, -0.8, -0.2, -0.9], np.float32)
+    assert sorted(np.asarray(best_experts(ranks[None, None], experts))[0, 0]) == [2, 3]
+
+
+def test_a_router_rests_and_computes_in_float32():
+    narrow = ("precision.params=bfloat16", "precision.compute=bfloat16")
+    setup = prepared(*TINY, *PATTERN, *narrow)
+    routers = {path for path in setup.state.params if "router" in path}
+    assert len(routers) == 2
+    for path, x in setup.state.params.items():
+        assert x.dtype == ("float32" if path in routers else "bfloat16"), path
+    used = jax.eval_shape(partial(setup.model.cast, dtype="bfloat16"), setup.state.params)
+    assert {path for path, x in used.items() if x.dtype == "float32"} == routers
 
 
 def test_loads_that_rounding_alone_tells_apart_are_equal():

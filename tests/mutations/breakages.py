@@ -38,6 +38,7 @@ OPTIMIZER = "tests/train/test_optimizer.py"
 EMA = "tests/train/test_ema.py"
 LOSS_SCALE = "tests/train/test_loss_scale.py"
 SCHEDULE_FREE = "tests/train/test_schedule_free.py"
+ROUTERS = "tests/models/test_router.py"
 PRECISION = "tests/train/test_precision.py"
 RESUME = "tests/running/test_resume.py"
 NOISE = "tests/train/test_noise.py"
@@ -1121,5 +1122,47 @@ BREAKAGES = [
         "gradient = gradient * (1 - jnp.square(capped_btv / softcap))",
         "gradient = gradient * 1",
         f"{HEAD_LOSS} -k value_and_gradients",
+    ),
+    Breakage(
+        "lets the loads of experts count in the norm of the gradients",
+        "train/updates/optimizers.py",
+        "kept = set(gradients if rules is None else learned(rules))",
+        "kept = set(gradients)",
+        f"{ROUTERS} -k own_rate",
+    ),
+    Breakage(
+        "balances the loads of each device, not of the batch",
+        "parallel/regions.py",
+        "return lambda tree: psum_tree(jax.lax.stop_gradient(tree), axes)",
+        "return lambda tree: jax.lax.stop_gradient(tree)",
+        f"{ROUTERS} -k 'definition and batch'",
+    ),
+    Breakage(
+        "lets a group win that was left out",
+        "models/layers/router.py",
+        "left = jnp.where(is_kept_btg[..., None], ranks_btgn, -jnp.inf)",
+        "left = jnp.where(is_kept_btg[..., None], ranks_btgn, 0)",
+        f"{ROUTERS} -k left_out",
+    ),
+    Breakage(
+        "moves a bias towards the experts with more tokens",
+        "train/updates/router_load.py",
+        "deviation_x = load_x - mean",
+        "deviation_x = mean - load_x",
+        f"{ROUTERS} -k rounding",
+    ),
+    Breakage(
+        "rounds a router to the precision of the layer",
+        "models/abstract.py",
+        'return "float32" if self.parameters[path].is_full_precision else asked',
+        "return asked",
+        f"{ROUTERS} -k float32",
+    ),
+    Breakage(
+        "reads the high half of a byte first",
+        "interop/mxfp4.py",
+        "np.stack([blocks & 15, blocks >> 4], -1)",
+        "np.stack([blocks >> 4, blocks & 15], -1)",
+        "tests/interop/test_import_and_export.py -k four_bits",
     ),
 ]

@@ -1,7 +1,7 @@
 """What `show` says of layers that differ."""
 
 from spmdtrain.config.schema import Llama
-from spmdtrain.show.layers import describe_layers, layer_rows
+from spmdtrain.show.layers import describe_experts, describe_layers, layer_rows
 
 GEMMA = Llama(
     layers=7,
@@ -19,6 +19,14 @@ def test_a_line_for_each_kind_with_the_numbers_of_its_layers():
     ]
     rows = layer_rows(GEMMA)
     assert sorted(number for row in rows for number in row["layers"]) == list(range(7))
+
+
+def test_experts_are_a_line_with_the_numbers_of_their_layers():
+    experts = {"count": 8, "chosen": 2, "ffn": 24, "first_dense": 1, "every": 2, "shared": 1}
+    assert describe_experts(Llama(layers=5, experts=experts)) == (
+        "layers 2, 4 have 8 experts of width 24, 2 for a token, 1 more for all tokens"
+    )
+    assert describe_experts(GEMMA) == ""
 
 
 def test_a_layer_without_rotary_positions_is_named_and_layers_alike_are_not():
