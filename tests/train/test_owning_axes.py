@@ -14,6 +14,7 @@ from flax import nnx
 from helpers import batches_of, mesh_of, tiny
 
 import spmdtrain as st
+from spmdtrain.inference.sample import make_logits
 from spmdtrain.models.layers import weight
 from spmdtrain.models.layers.mlp import swiglu
 from spmdtrain.models.layers.weights import matmul_weight
@@ -171,6 +172,15 @@ def test_experts_have_the_gradients_of_one_device(layout):
 def test_experts_have_the_gradients_of_one_device_on_every_mesh(layout, factor):
     settings = MORE[layout] if layout in MORE else LAYOUTS[layout][0]
     assert_gradients_of_one_device(settings, factor)
+
+
+def test_a_model_of_experts_is_read_with_its_tokens_whole_on_every_device():
+    tokens = np.arange(2 * 5).reshape(2, 5)  # which divide over no axis
+    wanted, found = [], []
+    for settings, logits in (((), wanted), (("mesh.expert=4", "mesh.tensor=2"), found)):
+        setup = setup_of(*settings)
+        logits += [make_logits(setup)(placed_arrays(setup, initial()), tokens)]
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_gathered_and_summed_is_decided_once_by_the_logical_axes():
