@@ -26,7 +26,7 @@ from spmdtrain.planner.own_model import OwnModel
 WITHIN_ERROR = 0.05
 REMATS = ("none", "dots", "full")
 MICROBATCHES = (1, 2, 4, 8, 16)
-CONTEXTS = (1, 2, 4, 8, 16)
+CONTEXTS = (1, 2, 4, 8, 16, 32, 64)
 FEWEST_TOKENS = 4096  # per sequence, on each device of a `context` axis
 MOST_DEVICES = 2**17  # that are tried if a model does not fit
 
@@ -69,6 +69,8 @@ class Plan:
                 f"pipeline.schedule={workload.schedule}",
                 f"pipeline.chunks={workload.chunks}",
             ]
+        if workload.mesh.context > 1:
+            settings.append(f"model.context_attention={workload.context_way}")
         if workload.sequence_parallel:
             settings.append("rules.activations.stream_time=context,tensor")
             settings.append(f"mesh.collective_matmul={str(workload.collective_matmul).lower()}")
@@ -123,8 +125,9 @@ def search(
     meshes_that_fit = {candidate.mesh for candidate, _ in fitting}
     misfits = [found for mesh, found in leanest.items() if mesh not in meshes_that_fit]
     plans = [
-        Plan(_best_matmuls(candidate, memory, hardware, software, own))
+        Plan(_best_matmuls(each, memory, hardware, software, own))
         for candidate, memory in fitting + misfits
+        for each in _context_ways(candidate)
     ]
     plans.sort(key=lambda plan: (not plan.fits, plan.seconds))
     if not plans and own and own.refusal:
@@ -210,6 +213,14 @@ def candidates(
             yield from filter(allowed, _layouts_on_mesh(lean, zeros))
         else:
             yield leanest
+
+
+def _context_ways(workload: Workload) -> Iterator[Workload]:
+    """Yields the workload with each way of attention over `context` that is left to the run."""
+    yield workload
+    is_split = workload.mesh.context > 1
+    if is_split and workload.context_attention == "auto" and workload.takes_ulysses:
+        yield replace(workload, context_attention="ulysses")
 
 
 def _best_matmuls(

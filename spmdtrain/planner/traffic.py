@@ -16,11 +16,12 @@ def needed_traffic(workload: Workload) -> dict[str, float]:
         "pipeline": 2 * _vocabulary_bytes(workload),
         "data": _data_bytes(workload),
         "fsdp": _fsdp_bytes(workload),
-        "context": _context_bytes(workload),
+        "context": _gradient_bytes(workload),
         "tensor": 2 * _tensor_bytes(workload),
     }
     sent = {axis: (sizes[axis] - 1) / sizes[axis] * whole for axis, whole in rings.items()}
     sent["pipeline"] += _hop_bytes(workload)
+    sent["context"] += _attention_bytes(workload)
     return {axis: size for axis, size in sent.items() if sizes[axis] > 1}
 
 
@@ -87,18 +88,44 @@ def _hop_bytes(workload: Workload) -> float:
     return 2 * workload.accumulation * hops * workload.activation_bytes / workload.stream_ways
 
 
-def _context_bytes(workload: Workload) -> float:
-    """Counts keys and values gathered for each layer, and their gradients scattered.
+def _gradient_bytes(workload: Workload) -> float:
+    """Counts the gradients of all weights, summed once over the devices of `context`."""
+    _, elements = held_elements(workload, resident_elements(workload))
+    return 2 * FLOAT32 * elements
 
-    They are gathered again if the layer is recomputed. The gradients of all weights are summed
-    once.
+
+def _attention_bytes(workload: Workload) -> float:
+    """Counts what attention sends over `context`, by its way. See `_of_ring` for the ring.
+
+    Keys and values are gathered for each layer, and again if the layer is recomputed; their
+    gradients are scattered. Ulysses exchanges queries, keys, values and outputs, and their
+    gradients; a layer that is recomputed exchanges the first three again, or with "full" all.
     """
     model = workload.model
-    mesh = workload.mesh
-    tokens = workload.tokens * mesh.context
-    width = 2 * model.kv_heads * model.head_dim / mesh.tensor
-    gathers = 1 if workload.remat == "none" else 2
-    per_layer = (gathers + 1) * workload.compute_bytes * tokens * width
-    _, elements = held_elements(workload, resident_elements(workload))
-    gradients = 2 * FLOAT32 * elements
-    return workload.accumulation * workload.layers_per_stage * per_layer + gradients
+    ways = workload.mesh.context
+    heads = model.heads / workload.mesh.tensor
+    kv_heads = model.kv_heads / workload.mesh.tensor
+    head_bytes = workload.compute_bytes * workload.tokens * model.head_dim  # of this device
+    if workload.context_way == "ring":
+        sent = 2 * kv_heads * head_bytes * _of_ring(workload)
+    elif workload.context_way == "ulysses":
+        exchanged = heads + 2 * kv_heads
+        again = {"none": 0.0, "full": exchanged + heads}.get(workload.remat, exchanged)
+        sent = (ways - 1) / ways * head_bytes * (2 * (exchanged + heads) + again)
+    else:
+        gathers = 1 if workload.remat == "none" else 2
+        sent = (gathers + 1) * (ways - 1) * 2 * kv_heads * head_bytes
+    return workload.accumulation * workload.layers_per_stage * sent
+
+
+def _of_ring(workload: Workload) -> float:
+    """Returns how often a device sends keys and values, or as many bytes, for one layer.
+
+    The forward takes n - 1 hops, and runs again with remat "full": other policies keep its results.
+    The backward sends keys n times, since its scan also sends what nobody reads any more, and the
+    gradients in float32 n - 1 times.
+    """
+    hops = workload.mesh.context - 1
+    forward = hops * (2 if workload.remat == "full" else 1)
+    keys = hops + 1 if hops > 1 else hops
+    return forward + keys + hops * FLOAT32 / workload.compute_bytes

@@ -81,3 +81,26 @@ def test_context_gathers_keys_and_values():
     whole = 2 * 16 * 8 * 2  # of keys and values of a microbatch, in bytes
     sent = needed_traffic(workload(MeshShape(context=2)))
     assert sent == {"context": (8 * 4 * 2 * whole + 2 * 4 * ALL) / 2}
+
+
+@pytest.mark.parametrize(
+    ("ways", "remat", "times"),
+    [
+        (2, "none", 1 + 1 + 2),  # forward, keys again, float32 gradients
+        (4, "none", 3 + 4 + 2 * 3),
+        (4, "dots", 3 + 4 + 2 * 3),
+        (4, "full", 2 * 3 + 4 + 2 * 3),
+    ],
+)
+def test_a_ring_sends_keys_hop_by_hop(ways, remat, times):
+    settings = {"context_attention": "ring", "remat": remat}
+    sent = needed_traffic(workload(MeshShape(context=ways), **settings))["context"]
+    kept = 2 * 16 // ways * 8 * 2  # keys and values of a device's tokens, in bytes
+    assert sent == 8 * 4 * times * kept + 2 * (ways - 1) / ways * 4 * ALL
+
+
+def test_ulysses_exchanges_heads_for_tokens():
+    sent = needed_traffic(workload(MeshShape(context=2), context_attention="ulysses"))["context"]
+    head = 2 * 8 * 4 * 2  # one head of a device's tokens, in bytes
+    exchanged = 2 + 2 + 2  # queries, keys with values, outputs
+    assert sent == 8 * 4 * 2 * exchanged * head / 2 + 4 * ALL

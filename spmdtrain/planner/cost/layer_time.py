@@ -17,6 +17,7 @@ from spmdtrain.planner.cost.kernel_time import (
     matmul_seconds,
     memory_seconds,
 )
+from spmdtrain.planner.cost.memory import FLOAT32
 from spmdtrain.planner.cost.overlap import exposed, left_over
 from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.workload import Group, ModelShape, Workload, bytes_of
@@ -49,6 +50,7 @@ class LayerSizes:
     sequence_length: int
     tensor: int
     context: Group
+    context_way: str
     sequence_parallel: bool
     collective_matmul: bool
     remat: str
@@ -83,6 +85,7 @@ def _layer_sizes(workload: Workload, tensor: int) -> LayerSizes:
         sequence_length=workload.sequence_length,
         tensor=tensor,
         context=workload.mesh.group("context"),
+        context_way=workload.context_way,
         sequence_parallel=workload.sequence_parallel,
         collective_matmul=workload.collective_matmul,
         remat=workload.remat,
@@ -105,7 +108,7 @@ class _Half(NamedTuple):
     attention: Work
     forward_bytes: float
     backward_bytes: float
-    context_gather: float  # seconds in which keys and values are gathered over `context`
+    context: Work  # seconds in which keys and values, or heads, move over `context`
 
 
 @lru_cache(maxsize=50_000)
@@ -136,8 +139,7 @@ def _half_time(
             0.0,
         ),
         "tensor_collectives": _tensor_collectives(sizes, own.matmul, hardware, software),
-        # The backward gathers keys and values again and scatters their gradients.
-        "context_collectives": Work(own.context_gather, 2 * own.context_gather, 0.0),
+        "context_collectives": own.context,
     }
     again = _recomputation(sizes.remat, work)
     return work | {"recompute": Work(0.0, again, 0.0)}
@@ -186,19 +188,49 @@ def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -
     )
 
     column_bytes = sizes.tokens * bytes_of(sizes.dtype) / tensor  # of a column split over `tensor`
-    tokens = sizes.microbatch * sizes.sequence_length  # over all of `context`
-    kv_bytes = 2 * tokens * model.kv_heads * model.head_dim * bytes_of(sizes.dtype)
-    kv_bytes = kv_bytes / min(tensor, model.kv_heads)
-    context_gather = all_gather_seconds(kv_bytes, sizes.context, hardware)
+    attention = _attention_work(sizes, hardware, software)
     # Norms of queries and keys are one pass more over them.
     normed = 0 if model.query_norm == "none" else model.query_key_width
     return _Half(
         matmul=add_work(qkv, projection),
-        attention=_attention_work(sizes, hardware, software),
+        attention=attention,
         forward_bytes=2 * (model.qkv_width + normed) * column_bytes,
         backward_bytes=(5 / 3 * model.qkv_width + 3 * normed) * column_bytes,
-        context_gather=exposed(context_gather, software.overlap.context),
+        context=_context_collectives(sizes, attention, hardware, software),
     )
+
+
+def _context_collectives(
+    sizes: LayerSizes, attention: Work, hardware: Hardware, software: Software
+) -> Work:
+    """Returns the seconds of keys, values and their gradients on their way over `context`.
+
+    A gather moves the bytes of n - 1 hops of a ring. The backward of a gather gathers again and
+    scatters the gradients; that of a ring sends keys again, and gradients in float32. Ulysses
+    exchanges queries, keys, values and outputs instead, each way once.
+    """
+    model = sizes.model
+    tokens = sizes.microbatch * sizes.sequence_length  # over all of `context`
+    head_bytes = tokens * model.head_dim * bytes_of(sizes.dtype)
+    kv_heads = max(1, model.kv_heads // sizes.tensor)
+    moving = all_gather_seconds(2 * kv_heads * head_bytes, sizes.context, hardware)
+    if sizes.context_way == "ring":
+        ways = sizes.context.size
+
+        def beside(seconds: float, work: float) -> float:
+            # The own tokens and the last hop are beside nothing but the first and no transfer.
+            return left_over(seconds, min(seconds, (ways - 1) / ways * work))
+
+        backward = (1 + 2 * FLOAT32 / (2 * bytes_of(sizes.dtype))) * moving
+        return Work(beside(moving, attention.forward), beside(backward, attention.backward), 0.0)
+    share = software.overlap.context
+    if sizes.context_way == "ulysses":
+        heads = 2 * max(1, model.heads // sizes.tensor) + 2 * kv_heads
+        whole = heads * head_bytes / sizes.context.size
+        one_way = exposed(all_gather_seconds(whole, sizes.context, hardware), share)
+        return Work(one_way, one_way, 0.0)
+    gather = exposed(moving, share)
+    return Work(gather, 2 * gather, 0.0)
 
 
 def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Half:
@@ -215,7 +247,7 @@ def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Hal
         attention=NO_WORK,
         forward_bytes=forward_columns * model.ffn * column_bytes,
         backward_bytes=backward_columns * model.ffn * column_bytes,
-        context_gather=0.0,
+        context=NO_WORK,
     )
 
 
@@ -262,6 +294,9 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
     heads = max(1, model.heads // sizes.tensor)
     # Causal: half of the 4 b h d s^2 FLOPs of two matmuls over all pairs.
     flops = 2 * sizes.microbatch * heads * model.head_dim * queries * keys
+    if sizes.context_way == "gather":
+        # Tokens in their order: those of the last device see nearly all keys, and the others wait.
+        flops *= (2 * sizes.context.size - 1) / sizes.context.size
     flops *= model.seen_share(keys)
     seconds = partial(
         fused_attention_seconds,

@@ -251,6 +251,9 @@ class Workload:
     collective_matmul: bool = False  # only with sequence_parallel
     short_ends: int = 0  # layers that the first and the last stage each have fewer
     dtype: str = "bfloat16"  # of the computation
+    # How attention reaches keys on other devices of `context`. This framework's ways are "auto",
+    # "ring", "gather" and "ulysses"; "balanced" gathers, with the tokens in zigzag order (Llama 3).
+    context_attention: str = "balanced"
     matmul: str = "compute"  # numbers of the layers' matmuls, as precision.matmul
     stored_bytes: int = 4  # of a weight at rest, and of each moment
     trained: Trained = Trained()
@@ -263,6 +266,18 @@ class Workload:
     def accumulation(self) -> int:
         """The number of microbatches per step and batch shard."""
         return self.global_batch // (self.microbatch * self.mesh.batch_shards)
+
+    @property
+    def context_way(self) -> str:
+        """`context_attention` with "auto" decided as a run decides it."""
+        if self.context_attention != "auto":
+            return self.context_attention
+        return "gather" if self.sequence_length % (2 * self.mesh.context) else "ring"
+
+    @property
+    def takes_ulysses(self) -> bool:
+        """True if the key-value heads of a device divide by the devices of `context`."""
+        return self.model.kv_heads // self.mesh.tensor % self.mesh.context == 0
 
     @property
     def optimizer_bytes(self) -> int:
@@ -410,6 +425,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         sequence_parallel=sequence_parallel,
         collective_matmul=sequence_parallel and config.mesh.collective_matmul,
         dtype=config.precision.compute,
+        context_attention=_context_attention(config),
         matmul=config.precision.matmul,
         stored_bytes=4 if config.precision.params == "float32" else 2,
         trained=trained_part(config),
@@ -418,6 +434,12 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         gradients_at_weights=config.optimizer.gradients_at_weights,
         item_bytes=_item_bytes(config),
     )
+
+
+def _context_attention(config: RunConfig) -> str:
+    """Returns the way of attention over `context`; a custom model is taken to gather by itself."""
+    asked = config.model.context_attention
+    return "gather" if asked == "auto" and config.model.make else asked
 
 
 def _item_bytes(config: RunConfig) -> int:
