@@ -8,6 +8,7 @@ Letters: E embed, H query heads, K key-value heads, G = H / K, d head_dim, F ffn
 `nn.Linear` are [out, in], those of GPT-2's Conv1D [in, out].
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
+SQUARE = 128  # numbers on a side: 32 KiB of bfloat16, which a core's own cache holds
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Mapped:
             cut[piece.dim] = slice(low - piece.places.start, high - piece.places.start)
             target = [slice(None)] * len(shape)
             target[piece.dim] = slice(low - start, high - start)
-            out[tuple(target)] = self._box(piece, tensors[piece.source])[tuple(cut)]
+            box = self._box(piece, tensors[piece.source])[tuple(cut)]
+            _copy(out[tuple(target)], box)
         return out
 
     def _box(self, piece: Piece, tensor: np.ndarray) -> np.ndarray:
@@ -101,8 +104,38 @@ class Mapped:
             back = np.argsort(piece.order)
             box = seen[tuple(cut)].transpose(back)
             target = tensors[piece.source][(*[slice(None)] * piece.axis, piece.rows)]
-            target[...] = box.reshape(target.shape)
+            in_order = np.empty(box.shape, box.dtype)
+            _copy(in_order, box)
+            target[...] = in_order.reshape(target.shape)
         return tensors
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """Copies `source` into `target`, in squares of the two dims that lie close together in each.
+
+    Row by row, a transposed copy takes one number from each line of the processor's cache: a fourth
+    of the speed.
+    """
+    if target.dtype == source.dtype:  # numpy copies words faster than numbers it does not know
+        word = np.dtype(f"u{target.itemsize}")
+        target, source = target.view(word), source.view(word)
+    longer = [axis for axis, size in enumerate(target.shape) if size > 1]
+    last = longer[-1] if longer else None
+    close = min(longer, key=lambda axis: source.strides[axis], default=None)
+    if close == last:
+        target[...] = source
+        return
+    squared = (close, last)
+    steps = [
+        range(0, size, SQUARE) if axis in squared else range(size)
+        for axis, size in enumerate(target.shape)
+    ]
+    for at in itertools.product(*steps):
+        cut = tuple(
+            slice(place, place + SQUARE) if axis in squared else place
+            for axis, place in enumerate(at)
+        )
+        target[cut] = source[cut]
 
 
 @dataclass(frozen=True)

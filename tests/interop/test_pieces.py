@@ -62,3 +62,16 @@ def test_the_gate_comes_first():
     found = mapped.read(tensors, whole(CASES[pieces.gate_up]))
     assert np.array_equal(found[:, 0], gate.T)
     assert np.array_equal(found[:, 1], up.T)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_copy_in_squares_is_a_copy(dtype):
+    """In any order of dims, with dims of one element, and into a part of an array."""
+    for shape in [(300, 5, 130), (1, 257, 3), (129,), (2, 1, 140, 150), (0, 4)]:
+        source = RANDOM.standard_normal(shape).astype(np.float32)
+        for _ in range(4):
+            turned = source.transpose(RANDOM.permutation(len(shape)))
+            whole_target = np.zeros((*turned.shape[:-1], turned.shape[-1] + 2), dtype)
+            pieces._copy(whole_target[..., 1:-1], turned)
+            assert np.array_equal(whole_target[..., 1:-1], turned.astype(dtype))
+            assert not whole_target[..., [0, -1]].any()
