@@ -192,7 +192,7 @@ def _at(x: np.ndarray, y: np.ndarray, scale: _Scale) -> list[tuple[float, float]
 
 
 def _path(x: np.ndarray, y: np.ndarray, scale: _Scale) -> str:
-    return "M" + "L".join(f"{u:.1f} {v:.1f}" for u, v in _at(x, y, scale))
+    return "M" + "L".join(f"{u:.1f} {v:.2f}" for u, v in _at(x, y, scale))
 
 
 def _data(lines: Sequence[Line]) -> str:

@@ -86,24 +86,38 @@ class MetricsFile:
                 self._offset += len(whole) + 1
 
     def _add(self, lines: list[bytes]) -> None:
-        tables: dict[tuple[str, ...], Columns] = {}  # of each set of names that occurs
-        rows: dict[int, list[dict[str, Any]]] = {id(self.steps): [], id(self.evaluations): []}
-        for row in _rows(lines):
-            if type(row) is not dict or type(row.get("step")) is not int:
-                continue
-            names = tuple(row)
-            table = tables.get(names)
-            if table is None:
-                is_evaluation = any(name.startswith(EVALUATION) for name in names)
-                table = tables[names] = self.evaluations if is_evaluation else self.steps
-            rows[id(table)].append(row)
-        for table in (self.steps, self.evaluations):
-            if new := rows[id(table)]:
-                names = dict.fromkeys(
-                    name for each, its in tables.items() if its is table for name in each
-                )
-                part = {name: _floats([row.get(name) for row in new]) for name in names}
-                table.add(len(new), part)
+        rows_with: dict[tuple[str, ...], list[tuple[int, Iterable[Any]]]] = {}
+        for place, row in enumerate(_rows(lines)):
+            if type(row) is dict and type(row.get("step")) is int:
+                rows_with.setdefault(tuple(row), []).append((place, row.values()))
+        for table, is_evaluation in ((self.steps, False), (self.evaluations, True)):
+            groups = {
+                names: rows
+                for names, rows in rows_with.items()
+                if any(name.startswith(EVALUATION) for name in names) == is_evaluation
+            }
+            if groups:
+                table.add(*_as_columns(groups))
+
+
+def _as_columns(
+    groups: dict[tuple[str, ...], list[tuple[int, Iterable[Any]]]],
+) -> tuple[int, dict[str, np.ndarray]]:
+    """Returns the number of rows and their columns, in the order of their places.
+
+    `groups` has (place, values) of the rows with each set of names.
+    """
+    places = np.concatenate([[place for place, _ in rows] for rows in groups.values()])
+    order = np.argsort(places)
+    part = {}
+    begin = 0
+    for names, rows in groups.items():
+        values = _matrix([tuple(row) for _, row in rows])
+        for name, column in zip(names, values.T, strict=True):
+            whole = part.setdefault(name, np.full(len(places), math.nan))
+            whole[begin : begin + len(rows)] = column
+        begin += len(rows)
+    return len(places), {name: column[order] for name, column in part.items()}
 
 
 def _rows(lines: list[bytes]) -> Iterable[Any]:
@@ -121,13 +135,14 @@ def _those_that_parse(lines: list[bytes]) -> Iterator[Any]:
             continue
 
 
-def _floats(values: list[Any]) -> np.ndarray:
+def _matrix(rows: list[tuple[Any, ...]]) -> np.ndarray:
+    """Returns rows of values as float64 [rows, values]; what is no number is NaN."""
     try:
-        found = np.array(values, np.float64)
+        found = np.array(rows, np.float64)
     except (ValueError, TypeError, OverflowError):  # a stranger's line
         found = None
-    if found is None or found.ndim > 1:
-        found = np.array([_float(value) for value in values], np.float64)
+    if found is None or found.ndim != 2:
+        found = np.array([[_float(value) for value in row] for row in rows], np.float64)
     return found
 
 

@@ -202,7 +202,7 @@ def remarks(run: RunRead) -> list[str]:
     found = [*_of_steps(run), *_of_norms(run), *_of_evaluations(run), *_of_input(run)]
     words, is_good = state(run)
     if not is_good and not run.is_alive and run.events:
-        found.insert(0, f"The run has {safe(words)}." if words in ENDINGS else f"{safe(words)}.")
+        found.insert(0, f"{safe(words[0].upper() + words[1:])}.")
     return found
 
 

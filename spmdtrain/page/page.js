@@ -5,6 +5,11 @@
     plot: figure.querySelector(".plot"),
     svg: figure.querySelector("svg"),
     ticks: figure.querySelector(".x"),
+    values: figure.querySelector(".y"),
+    labels: [...figure.querySelector(".y").children],
+    low: Number(figure.dataset.low),
+    high: Number(figure.dataset.high),
+    isLog: "log" in figure.dataset,
     last: Number(figure.dataset.last),
     lines: JSON.parse(figure.querySelector("script").textContent),
   }));
@@ -47,13 +52,40 @@
       chart.tip.style.right = place > 0.5 ? `calc(${100 - place * 100}% + 10px)` : "";
     }
   };
+  const round = (every) => {
+    const power = 10 ** Math.floor(Math.log10(every));
+    return [1, 2, 5, 10].find((digit) => digit * power >= every * 0.999) * power;
+  };
+  const fit = (chart) => {  // the range of values that the curves have in the range of steps
+    if (from === 0 && to === whole) {
+      chart.values.replaceChildren(...chart.labels);
+      return [chart.low, chart.high];
+    }
+    const of = (y) => (chart.isLog ? Math.log10(y) : y);
+    const seen = chart.lines.flatMap((line) => line.y.filter((_, i) => line.x[i] >= from && line.x[i] <= to).map(of));
+    if (!seen.length) return [chart.low, chart.high];
+    const [least, most] = [Math.min(...seen), Math.max(...seen)];
+    const pad = (most - least) * 0.3 || Math.abs(most) * 0.1 || 1;
+    const [low, high] = [Math.max(chart.low, least - pad), Math.min(chart.high, most + pad)];
+    const step = round((high - low) / 4);
+    chart.values.replaceChildren();
+    for (let at = Math.ceil(low / step) * step; at <= high; at += step) {
+      const label = document.createElement("span");
+      label.style.top = `${(high - at) / (high - low) * 100}%`;
+      label.textContent = String(Number((chart.isLog ? 10 ** at : at).toPrecision(4)));
+      chart.values.append(label);
+    }
+    return [low, high];
+  };
   const zoom = (a, b) => {
     [from, to] = [Math.max(0, a), Math.min(whole, b)];
-    const every = (to - from) / 6, power = 10 ** Math.floor(Math.log10(every));
-    const step = Math.max(1, [1, 2, 5, 10].find((digit) => digit * power >= every - 1e-9) * power);
+    const step = Math.max(1, round((to - from) / 6));
     for (const chart of charts) {
-      const scale = 1000 / whole;
-      chart.svg.setAttribute("viewBox", `${from * scale} 0 ${(to - from) * scale} 100`);
+      const [low, high] = fit(chart);
+      const scale = 1000 / whole, tall = 100 / (chart.high - chart.low);
+      const top = (chart.high - high) * tall;
+      chart.svg.setAttribute("viewBox", `${from * scale} ${top} ${(to - from) * scale} ${(high - low) * tall}`);
+      chart.figure.classList.toggle("zoomed", from > 0 || to < whole);
       chart.ticks.replaceChildren();
       for (let at = Math.ceil(from / step) * step; at <= to; at += step) {
         const tick = document.createElement("span");
