@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class RecordedData:
     def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as in the other kinds
         return None
 
-    def eval_sets(self, config: RunConfig) -> list:  # noqa: ARG002 - as in the other kinds
+    def eval_sets(self, config: RunConfig) -> list[Any]:  # noqa: ARG002 - as in the other kinds
         return []
 
     def describe(self, config: RunConfig) -> str:  # noqa: ARG002 - as in the other kinds

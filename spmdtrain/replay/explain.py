@@ -76,8 +76,9 @@ def explain(
     loss= and data=. Raises UserError as `replay` does.
     """
     step = asked_step(Path(run), step)
-    opening = {"make": make, "devices": devices, "overrides": overrides, "seams": seams}
-    with open_replay(run, step, **opening) as opened:
+    with open_replay(
+        run, step, overrides=overrides, make=make, devices=devices, seams=seams
+    ) as opened:
         return _Case(opened, step, has_next=not is_bundle(Path(run))).explained()
 
 
