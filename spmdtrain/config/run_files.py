@@ -119,6 +119,24 @@ def newest_line(path: Path) -> dict[str, Any]:
     return {}
 
 
+def newest_lines(path: Path, most_bytes: int) -> list[dict[str, Any]]:
+    """Returns the whole objects in the last bytes of a file of JSON lines, oldest first.
+
+    A run may have millions of lines, and waits while some are read.
+    """
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        start = max(file.seek(0, os.SEEK_END) - most_bytes, 0)
+        file.seek(start)
+        lines = file.read().splitlines()[1 if start else 0 :]
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [each for each in found if isinstance(each, dict)]
+
+
 def _cause(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"

@@ -26,7 +26,7 @@ from spmdtrain.config.run_files import (
     START,
     STARTS,
     STEPS,
-    RunFiles,
+    newest_lines,
 )
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
@@ -37,6 +37,7 @@ SAMPLES = "samples.npz"
 MOST_BYTES = 1_000_000  # of a bundle
 MOST_BUNDLES = 16  # of a run: the first bad steps tell most
 FIGURES_KEPT, STEPS_KEPT, PRINTS_KEPT = 256, 1000, 2  # last lines that a bundle takes along
+READ_BYTES = 1 << 21  # at the end of metrics.jsonl and of steps.jsonl
 MOST_ENTRIES = 1 << 22  # of all samples, before they are compressed
 BAD = ("diverged", "skipped", "rolled_back", "corrupted")  # the events that ask for a bundle
 
@@ -105,7 +106,7 @@ def write_bundle(
         spare.mkdir(parents=True)
         _fill(spare, run, config, data, step, why)
         spare.rename(folder)
-    except (OSError, UserError):
+    except (OSError, UserError, ValueError):
         shutil.rmtree(spare, ignore_errors=True)
         return None
     return folder
@@ -119,9 +120,10 @@ def _fill(
     shutil.copyfile(max(starts, key=lambda path: int(path.stem)), folder / START)
     if (run / COMPILED).exists():
         shutil.copyfile(run / COMPILED, folder / COMPILED)
-    files = RunFiles(run)
-    _write_lines(folder / METRICS, files.lines(METRICS)[-FIGURES_KEPT:])
-    steps = [each for each in files.lines(STEPS) if each["step"] <= step][-STEPS_KEPT:]
+    _write_lines(folder / METRICS, newest_lines(run / METRICS, READ_BYTES)[-FIGURES_KEPT:])
+    steps = [each for each in newest_lines(run / STEPS, READ_BYTES) if each["step"] <= step][
+        -STEPS_KEPT:
+    ]
     for each in steps[:-PRINTS_KEPT]:
         each.pop("after", None)
     _write_lines(folder / STEPS, steps)
@@ -171,8 +173,4 @@ def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _last_step(run: Path) -> int:
-    try:
-        lines = RunFiles(run).lines(STEPS)
-    except UserError:
-        return 0
-    return max((each["step"] for each in lines), default=0)
+    return max((each["step"] for each in newest_lines(run / STEPS, READ_BYTES)), default=0)
