@@ -7,6 +7,8 @@ from planted import BAD, BATCH, CAUSES, explained
 
 from spmdtrain.replay.spike import deviations, is_healed, recent
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_planted_cause_is_named(tmp_path, cause):

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from fuzz import programs
 from helpers import mesh_of, tiny
 
 from spmdtrain import cli
@@ -20,6 +21,8 @@ from spmdtrain.replay.starts import flags_of
 from spmdtrain.replay.written import WrittenRun
 from spmdtrain.running import loop
 from spmdtrain.running.start import compiling
+
+pytestmark = pytest.mark.long
 
 STEPS = 9
 SETTINGS = (
@@ -33,6 +36,13 @@ SETTINGS = (
     "checkpoint.keep=9",
 )
 MESH = ("mesh.data=2", "mesh.tensor=2", "train.zero=1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared_programs():
+    """What one test has compiled serves the others."""
+    with programs.shared():
+        yield
 
 
 def run(directory: Path, *overrides: str) -> Path:
