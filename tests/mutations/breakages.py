@@ -181,7 +181,7 @@ BREAKAGES = [
     Breakage(
         "gradients of a microbatch keep the dtype of the weights",
         "train/gradients/grad_accumulation.py",
-        "return cast(gradients, accumulate), sums",
+        "return setup.model.cast(gradients, accumulate), sums",
         "return gradients, sums",
         PRECISION,
     ),
@@ -195,7 +195,7 @@ BREAKAGES = [
     Breakage(
         "training computes in the dtype of the weights",
         "train/gradients/grad_accumulation.py",
-        "values = params | cast(here, setup.config.precision.compute)",
+        "values = params | setup.model.cast(here, setup.config.precision.compute)",
         "values = dict(params)",
         PRECISION,
     ),
@@ -238,7 +238,7 @@ BREAKAGES = [
     Breakage(
         "a pipeline computes in the dtype of the weights",
         "train/gradients/grad_pipeline.py",
-        "        params = cast(params, setup.config.precision.compute)\n",
+        "        params = setup.model.cast(params, setup.config.precision.compute)\n",
         "        params = dict(params)\n",
         PRECISION,
     ),
@@ -472,7 +472,7 @@ BREAKAGES = [
     Breakage(
         "ZeRO-1 gathers float32",
         "train/gradients/grad_accumulation.py",
-        "cast_floating(x, setup.config.precision.compute)",
+        "cast_floating(x, compute)",
         "x",
         f"{LAYOUTS} -k zero_gathers",
     ),
@@ -495,8 +495,8 @@ BREAKAGES = [
     Breakage(
         "weights are float32 whatever is asked",
         "train/state.py",
-        "x, precision.frozen_weights if model.parameters[path].is_frozen else precision.params",
-        "x, 'float32'",
+        "return cast_floating(x, model.dtype(path, dtype))",
+        "return cast_floating(x, 'float32')",
         OPTIMIZER,
     ),
     Breakage(
@@ -545,8 +545,8 @@ BREAKAGES = [
     Breakage(
         "squares of narrow gradients add up narrow",
         "train/updates/optimizers.py",
-        "norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients))",
-        "norm = optax.tree.norm(gradients).astype(jnp.float32)",
+        "norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), slopes))",
+        "norm = optax.tree.norm(slopes).astype(jnp.float32)",
         OPTIMIZER,
     ),
     Breakage(
