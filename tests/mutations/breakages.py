@@ -157,13 +157,6 @@ BREAKAGES = [
         EXPERTS,
     ),
     Breakage(
-        "the choice that a token does not make goes to the last expert",
-        "parallel/experts/sending.py",
-        "is_made_nk = (ids_nk >= 0) & (ids_nk < devices * own)",
-        "is_made_nk = ids_nk < devices * own",
-        EXPERTS,
-    ),
-    Breakage(
         "an optimizer takes all experts of a layer as one tensor",
         "models/abstract.py",
         'return self.stacked + (self.axes[self.stacked : self.stacked + 1] == ("experts",))',
