@@ -21,7 +21,7 @@ import spmdtrain as st
 from pallas_kernels.attention import attention
 from spmdtrain.compiled import hlo
 from spmdtrain.compiled.memory import memory_of
-from spmdtrain.config import MeshConfig, RunConfig, TrainConfig, TransformerConfig
+from spmdtrain.config import MeshConfig, RunConfig, TrainConfig
 from spmdtrain.parallel.context.ring import ContextRing, ring_attention
 from spmdtrain.parallel.context.ulysses import heads_for_time
 from spmdtrain.planner import deviceless
@@ -125,8 +125,6 @@ def show_step(chosen: argparse.Namespace) -> None:
     import jax
 
     def prepared(way: str):
-        model = TransformerConfig
-        del model
         config = RunConfig(
             model={
                 "name": "llama",
