@@ -84,7 +84,7 @@ def test_another_mesh_is_equal_but_for_rounding(ran, changed):
     elsewhere = ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=1", "train.zero=0")
     found = replay(ran, 8, overrides=elsewhere)
     assert found.equal
-    assert 0 < found.apart < found.limit < 1e-4
+    assert found.apart < found.limit < 1e-4  # on some versions of XLA they are equal to the bit
     found = replay(changed(8, "loss", 1.0002), 8, overrides=elsewhere)
     assert (found.first.step, found.first.name) == (8, "loss")
 
