@@ -34,6 +34,23 @@ class Option:
 BFLOAT16 = ("precision.compute=bfloat16",)
 OPTIONS = (
     Option("bfloat16 matmuls", BFLOAT16, 0.005),
+    Option("bfloat16 moments", ("optimizer.moment_dtype=bfloat16",), 0.002),
+    Option("8-bit moments", ("optimizer.moment_dtype=8bit",), 0.002),
+    Option("bfloat16 weights, rounded to nearest", ("precision.params=bfloat16",), 0.002),
+    Option(
+        "bfloat16 weights, stochastic rounding",
+        ("precision.params=bfloat16", "precision.rounding=stochastic"),
+        0.002,
+    ),
+    Option(
+        "bfloat16 weights, stochastic rounding, 8-bit moments",
+        (
+            "precision.params=bfloat16",
+            "precision.rounding=stochastic",
+            "optimizer.moment_dtype=8bit",
+        ),
+        0.002,
+    ),
     Option("8-bit matmuls", (*BFLOAT16, "precision.matmul=float8"), 0.005, BFLOAT16),
 )
 

@@ -145,7 +145,7 @@ def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:
 
 
 # A purpose is identified by its position: append new ones, or old runs would draw other numbers.
-Purpose = Literal["init", "noise", "corruption"]
+Purpose = Literal["init", "noise", "corruption", "rounding"]
 
 
 def random_key(seed: int, purpose: Purpose) -> jax.Array:

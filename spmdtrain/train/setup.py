@@ -81,6 +81,12 @@ class Setup:
         """
         return any(self.gathered.values()) and self.pipeline is None
 
+    def rounding_key(self, step: jax.Array) -> jax.Array | None:
+        """Returns the key from which weights are rounded after a step; None: to nearest."""
+        if self.config.precision.rounding == "nearest":
+            return None
+        return jax.random.fold_in(random_key(self.config.train.seed, "rounding"), step)
+
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """An abstract training batch."""

@@ -72,7 +72,8 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         updates, opt_state = _update(setup, gradients, state, rate)
         if see:
             see(found_gradients, updates)
-        params = _apply(setup.update_rules, state.params, updates, rate)
+        key = setup.rounding_key(state.step)
+        params = optimizers.apply(setup.update_rules, state.params, updates, rate, key)
         found = means(setup, sums, gradients)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
         loss = found["loss"]
@@ -181,20 +182,3 @@ def _update(
         {path: padding.to_rest(path, x) for path, x in updates.items()},
         {path: padding.tree_to_rest(path, tree) for path, tree in opt_state.items()},
     )
-
-
-def _apply(
-    rules: optimizers.UpdateRules, params: dict, updates: dict, rate: jax.Array
-) -> dict[str, jax.Array]:
-    """Returns the parameters one step further; frozen ones stay.
-
-    Parameters and updates rest alike: each device updates its own.
-    """
-
-    def stepped(path: str, x: jax.Array) -> jax.Array:
-        if path not in rules:
-            return x
-        update = optimizers.scaled(rules[path], updates[path], rate)
-        return (x.astype(jnp.float32) - update).astype(x.dtype)
-
-    return {path: stepped(path, x) for path, x in params.items()}

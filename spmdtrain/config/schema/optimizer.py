@@ -14,6 +14,8 @@ from spmdtrain.config.settings import (
     Share,
 )
 
+BFLOAT16_SPACING = 2.0**-8  # half of that between two numbers, as a share of the larger one
+
 
 class ParameterGroup(Settings):
     """Parameters that are trained differently from the rest."""
@@ -65,10 +67,34 @@ class OptimizerConfig(Settings):
         description="decay of an exponential moving average of the weights, which is kept with "
         "them; it has a half-life of 0.69 / (1 - ema) steps (0.999: 693); none: no average",
     )
+    moment_dtype: Literal["params", "bfloat16", "8bit"] = Field(
+        default="params",
+        description="in which the moments rest: as precision.params | bfloat16 | 8 bits with a "
+        "scale for each 256 (arXiv:2110.02861), squares by logarithm, rounded such that they are "
+        "right on average",
+    )
     groups: Groups = Field(
         default=(),
         description="parameters that are trained differently; the first match counts",
     )
+
+    @model_validator(mode="after")
+    def _check_moments(self):
+        if self.moment_dtype == "params":
+            return self
+        name = getattr(self, "name", "")
+        if not self.moments or not self.gradients_at_weights:
+            raise ValueError(
+                f"optimizer.moment_dtype={self.moment_dtype!r}: {name} keeps no moments beside "
+                "its weights; set optimizer.name='adamw'"
+            )
+        beta2 = getattr(self, "beta2", 0.0)
+        if self.moment_dtype == "bfloat16" and 1 - beta2 < BFLOAT16_SPACING:
+            raise ValueError(
+                f"optimizer.moment_dtype='bfloat16' loses a change of 1 - beta2 = {1 - beta2:.2g}, "
+                "less than half its spacing; set optimizer.moment_dtype='8bit'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check(self):

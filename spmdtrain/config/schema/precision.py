@@ -31,6 +31,11 @@ class PrecisionConfig(Settings):
     params: Float = Field(
         default="float32", description="dtype of master weights and optimizer state"
     )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest",
+        description="of weights in bfloat16 after an update; stochastic: right on average, so that "
+        "updates below their spacing are not lost",
+    )
     frozen: Float | None = Field(
         default=None, description="dtype of weights that are not trained, at rest; default: params"
     )
@@ -50,6 +55,11 @@ class PrecisionConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self):
+        if self.rounding == "stochastic" and self.params != "bfloat16":
+            raise ValueError(
+                f"precision.rounding='stochastic' belongs to bfloat16, not to {self.params!r}; "
+                "set precision.params='bfloat16'"
+            )
         if self.wide and self.matmul != "float8":
             raise ValueError(
                 f"precision.wide={','.join(self.wide)} belongs to float8, not to "

@@ -259,6 +259,7 @@ class Workload:
     trained: Trained = Trained()
     frozen_bytes: int = 4  # of a weight at rest that is not trained
     moments: int = 2  # that the optimizer keeps of each trained weight
+    own_moment_bytes: float | None = None  # of each at rest; None: stored_bytes
     gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
 
@@ -280,9 +281,14 @@ class Workload:
         return self.model.kv_heads // self.mesh.tensor % self.mesh.context == 0
 
     @property
-    def optimizer_bytes(self) -> int:
+    def moment_bytes(self) -> float:
+        """The bytes of one moment of a weight at rest."""
+        return self.stored_bytes if self.own_moment_bytes is None else self.own_moment_bytes
+
+    @property
+    def optimizer_bytes(self) -> float:
         """The bytes per weight of the moments and of other items of the state."""
-        return self.stored_bytes * self.moments + self.item_bytes
+        return self.moment_bytes * self.moments + self.item_bytes
 
     @property
     def tokens(self) -> int:
@@ -396,6 +402,10 @@ def _built_shares(config: RunConfig, *, with_adapters: bool) -> tuple[float, flo
     return sum(trained.values()) / sum(total.values()), of_matrices
 
 
+# By optimizer.moment_dtype; 8 bits have a float32 scale for each 256.
+MOMENT_BYTES = {"params": None, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
+
+
 def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
     """Returns the workload of a run. No size may be -1, and `model.vocab` must be set.
 
@@ -431,6 +441,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         trained=trained_part(config),
         frozen_bytes=4 if config.precision.frozen_weights == "float32" else 2,
         moments=config.optimizer.moments,
+        own_moment_bytes=MOMENT_BYTES[config.optimizer.moment_dtype],
         gradients_at_weights=config.optimizer.gradients_at_weights,
         item_bytes=_item_bytes(config),
     )

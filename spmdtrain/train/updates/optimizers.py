@@ -20,6 +20,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_number, shown
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.train.updates.rounding import key_of, stochastic_bfloat16
 from spmdtrain.train.updates.unfit import refuse_unfit
 from spmdtrain.train.updates.whole_tree import WholeTree, needs_whole_tree, over_stack
 
@@ -250,6 +251,30 @@ def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
         return rule.own_rate * update
     own_rate = rate if rule.rate == 1 else rule.rate * rate
     return own_rate * update
+
+
+def apply(
+    rules: UpdateRules,
+    params: Mapping[str, jax.Array],
+    updates: Mapping[str, jax.Array],
+    rate: jax.Array,
+    key: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """Returns the parameters one step further; frozen ones stay.
+
+    Parameters and updates rest alike: each device updates its own. `key`: weights in bfloat16 are
+    rounded stochastically, and draw from it.
+    """
+
+    def stepped(path: str, x: jax.Array) -> jax.Array:
+        if path not in rules:
+            return x
+        after = x.astype(jnp.float32) - scaled(rules[path], updates[path], rate)
+        if key is not None and x.dtype == jnp.bfloat16:
+            return stochastic_bfloat16(after, key_of(path, key))
+        return after.astype(x.dtype)
+
+    return {path: stepped(path, x) for path, x in params.items()}
 
 
 def gradient_points(

@@ -10,6 +10,7 @@ decay acts only on them, and so do rules that need a matrix.
 
 import difflib
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -33,6 +34,7 @@ from spmdtrain.config.schema import (
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.updates.optimizers import GradientPoint, Rule, UpdateRules
 from spmdtrain.train.updates.schedule_free import gradient_point, schedule_free
+from spmdtrain.train.updates.small_moments import in_8_bits, in_bfloat16
 
 Transformation = optax.GradientTransformation
 # Dims of the tables that are read row by row: their updates are not those of a matrix.
@@ -57,13 +59,13 @@ def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule |
             raise ConfigError(what, fix="the path and the Parameter that optimizer= is called with")
         group = next((each for each in config.groups if fnmatchcase(path, each.match)), None)
         if group is None:
-            return Rule(build(config, path, parameter), gradient_point=point)
+            return Rule(_resting(build(config, path, parameter), config, path), 1.0, point)
         if group.frozen:
             return None
         own = config
         if group.weight_decay is not None:
             own = config.model_copy(update={"weight_decay": group.weight_decay})
-        return Rule(build(own, path, parameter), group.rate, point)
+        return Rule(_resting(build(own, path, parameter), own, path), group.rate, point)
 
     return choose
 
@@ -89,6 +91,15 @@ def shipped_update_rules(
         what = f"optimizer.groups freezes all {len(parameters)} parameters"
         raise ConfigError(what, fix="a group that matches less")
     return rules
+
+
+def _resting(transformation: Transformation, config: OptimizerConfig, path: str) -> Transformation:
+    """Returns the transformation with its moments at rest as `optimizer.moment_dtype` asks."""
+    if config.moment_dtype == "bfloat16":
+        return in_bfloat16(transformation)
+    if config.moment_dtype == "8bit":
+        return in_8_bits(transformation, zlib.crc32(path.encode()) >> 1)
+    return transformation
 
 
 def is_matrix(path: str, parameter: Parameter) -> bool:

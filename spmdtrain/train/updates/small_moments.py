@@ -1,0 +1,126 @@
+"""Keeps an optimizer's moments in few bits between steps.
+
+bfloat16: the moment, rounded to nearest. 8bit (after arXiv:2110.02861): integers in units of the
+largest number of their block, 256 along the last dim. A momentum is spaced evenly. A mean of
+squares is spaced by logarithm, over 31 octaves, since one that were rounded to zero would make its
+update huge; those below are the smallest number. Zero stays exactly zero. Rounding to 8 bits is
+stochastic, from (step, parameter): a change smaller than the spacing is right on average, where
+rounding to nearest would lose it every time.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+BLOCK = 256  # numbers with one scale, along the last dim; one that is shorter is whole
+PER_OCTAVE = 8  # logarithmic numbers in a factor of two
+LARGEST = 127  # of an even code; a logarithmic one ends at 255
+
+# Fields of optax's states that hold a moment of the parameter's shape.
+SQUARES = {"nu"}
+MOMENTA = {"mu", "trace"}
+
+
+class Few(NamedTuple):
+    """A moment in 8 bits."""
+
+    codes: jax.Array  # in the moment's shape: int8 of a momentum, uint8 of a mean of squares
+    scales: jax.Array  # float32 [..., blocks]: the largest size in each block
+
+
+class SmallState(NamedTuple):
+    steps: jax.Array  # int32, from which the next rounding draws
+    inner: Any  # of the transformation, its moments in few bits
+
+
+def in_bfloat16(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the transformation with moments that rest in bfloat16."""
+
+    def narrow(name: str, x: jax.Array) -> jax.Array:
+        return x.astype(jnp.bfloat16) if name in SQUARES | MOMENTA else x
+
+    def init(values: Any) -> Any:
+        return _by_field(narrow, transformation.init(values))
+
+    def update(gradients: Any, state: Any, values: Any = None) -> tuple[Any, Any]:
+        wide = _by_field(
+            lambda name, x: x.astype(jnp.float32) if name in SQUARES | MOMENTA else x, state
+        )
+        found, after = transformation.update(gradients, wide, values)
+        return found, _by_field(narrow, after)
+
+    return optax.GradientTransformation(init, update)
+
+
+def in_8_bits(
+    transformation: optax.GradientTransformation, site: int
+) -> optax.GradientTransformation:
+    """Returns the transformation with moments that rest in 8 bits.
+
+    `site`: a number that distinguishes the parameter, from which rounding draws.
+    """
+
+    def init(values: Any) -> SmallState:
+        inner = _by_field(lambda name, x: encoded(name, x, None), transformation.init(values))
+        return SmallState(jnp.int32(0), inner)
+
+    def update(gradients: Any, state: SmallState, values: Any = None) -> tuple[Any, SmallState]:
+        found, after = transformation.update(gradients, _by_field(decoded, state.inner), values)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), site), state.steps)
+        inner = _by_field(lambda name, x: encoded(name, x, key), after)
+        return found, SmallState(state.steps + 1, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def encoded(name: str, x: jax.Array, key: jax.Array | None) -> Any:
+    """Returns a moment of the field `name` in 8 bits; other leaves are returned unchanged.
+
+    `key`: rounding draws from it; None: to nearest.
+    """
+    if name not in SQUARES | MOMENTA:
+        return x
+    blocks = _blocks(x.astype(jnp.float32))
+    # An infinity takes the place of what is not finite: XLA's maximum may lose a NaN.
+    largest = jnp.max(jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf), -1)
+    share = blocks / jnp.where(largest == 0, 1, largest)[..., None]
+    draws = 0.5 if key is None else jax.random.uniform(key, blocks.shape)
+    if name in MOMENTA:
+        codes = jnp.floor(share * LARGEST + draws).clip(-LARGEST, LARGEST).astype(jnp.int8)
+    else:
+        octaves = jnp.log2(jnp.where(share > 0, share, 1))
+        codes = jnp.floor(255 + PER_OCTAVE * octaves + draws).clip(1, 255)
+        codes = jnp.where(share > 0, codes, 0).astype(jnp.uint8)
+    return Few(codes.reshape(x.shape), largest)
+
+
+def decoded(name: str, few: Any) -> Any:
+    """Returns the moment that `encoded` made these 8 bits of, float32."""
+    if not isinstance(few, Few):
+        return few
+    codes = _blocks(few.codes).astype(jnp.float32)
+    if name in MOMENTA:
+        share = codes / LARGEST
+    else:
+        share = jnp.where(codes > 0, jnp.exp2((codes - 255) / PER_OCTAVE), 0)
+    return (share * few.scales[..., None]).reshape(few.codes.shape)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """Returns x [..., o] as [..., blocks, numbers of a block]."""
+    last = x.shape[-1] if x.ndim else 1
+    size = BLOCK if last % BLOCK == 0 else last
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def _by_field(change: Callable[[str, Any], Any], state: Any) -> Any:
+    """Returns the state with `change(field, leaf)` of each leaf; a `Few` is one leaf."""
+
+    def leaf(path: tuple, x: Any) -> Any:
+        names = [step.name for step in path if isinstance(step, jax.tree_util.GetAttrKey)]
+        return change(names[-1] if names else "", x)
+
+    return jax.tree_util.tree_map_with_path(leaf, state, is_leaf=lambda x: isinstance(x, Few))
