@@ -11,10 +11,10 @@ from helpers import tiny
 import spmdtrain as st
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.run_files import EVENTS
+from spmdtrain.inference import tasks
 from spmdtrain.page.account import account, stretches
 from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import DOWN, REPEATED, Goodput
-from spmdtrain.running import steps
 from spmdtrain.running.start import compiling, find
 
 SETTINGS = (
@@ -61,16 +61,15 @@ def attempts(tmp_path_factory):
             raise RuntimeError
         clock.now += SECONDS["step"] if event == "step" else 0.0
 
-    evaluation = steps.evaluation
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: clock.now)
         patch.setattr(pulse, "tell", tell)
         patch.setattr(compiling, "compile_step", clock.slow(compiling.compile_step, "compile"))
         patch.setattr(find, "chosen_or_newest", clock.slow(find.chosen_or_newest, "restore"))
         patch.setattr(Checkpoints, "save", clock.slow(Checkpoints.save, "save"))
-        makes = evaluation.make_eval_figures
+        makes = tasks.make_eval_figures
         patch.setattr(
-            evaluation,
+            tasks,
             "make_eval_figures",
             lambda *given: clock.slow(makes(*given), "evaluate"),
         )
@@ -93,6 +92,7 @@ def test_the_account_that_is_read_is_the_one_that_a_launcher_keeps(attempts):
     assert account(events) == heard
     seconds = heard["seconds"]
     assert (seconds[pulse.COMPILE], seconds[pulse.RESTORE], seconds[DOWN]) == (40, 14, 11)
+    assert seconds[pulse.EVALUATE] == 15
     assert seconds[pulse.STEP] + seconds[REPEATED] == 7.0  # all but the first of each attempt
     assert heard["wall_seconds"] == events[-1]["time"] - events[0]["time"]
 
