@@ -15,6 +15,7 @@ from spmdtrain.config.errors import ConfigError
 
 WIDTH = 8  # channels of a head
 HEADS = 4  # a ring of 4 divides them
+EXPERTS = 8
 LENGTH = 16  # tokens of a sequence: 4 parts of a ring, 2 of them on each
 BATCH = 24  # divides by 8, by 6, and each of 8 shards in 3
 STEPS = 6  # of the schedule of the learning rate; fewer are taken
@@ -141,6 +142,8 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         "max_length": 2 * LENGTH if model.max_length else None,
         "windows": _windows(config, lost),
     }
+    if model.experts is not None:
+        small["experts"] = _experts(config, embed, lost)
     if model.attention in KERNELS_OF_GPUS:
         lost.append(f"model.attention={model.attention}, a kernel of GPUs: XLA's in its place")
         small["attention"] = "auto"
@@ -168,7 +171,11 @@ def _layers(config: RunConfig, lost: list[str]) -> int:
     layers = 3 if places == 1 or model.layers % places else 4
     if period > MOST_LAYERS:
         lost.append(f"a pattern of {period} layers beyond its first {MOST_LAYERS}")
-    return min(max(layers, period), MOST_LAYERS)
+    layers = min(max(layers, period), MOST_LAYERS)
+    if model.experts is None:
+        return layers
+    every, dense = min(model.experts.every, 2), min(model.experts.first_dense, 1)
+    return layers + (dense - layers) % every
 
 
 def _ffn(config: RunConfig, embed: int) -> int | None:
@@ -176,6 +183,29 @@ def _ffn(config: RunConfig, embed: int) -> int | None:
     if model.ffn is None:
         return None
     return max(8, round(model.ffn / model.embed * embed / 8) * 8)
+
+
+def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
+    """Returns the settings of [model.experts] in small: 8 experts, or 2 for each group of 4."""
+    experts = config.model.experts
+    assert experts is not None, "the caller has looked"
+    groups = min(experts.groups, 4)
+    kept = max(min(experts.kept_groups, groups), 1)
+    if experts.kept_groups < experts.groups:
+        kept = min(kept, groups - 1)
+    if experts.balance_over != "sequence":
+        lost.append("a balance over the microbatch, which is another in each layout: by sequence")
+    width = experts.ffn or config.model.hidden
+    return experts.model_dump(mode="json") | {
+        "count": EXPERTS,
+        "chosen": min(experts.chosen, 2),
+        "ffn": max(8, round(width / config.model.embed * embed / 8) * 8) if experts.ffn else None,
+        "groups": groups,
+        "groups_kept": kept if experts.groups_kept is not None else None,
+        "first_dense": min(experts.first_dense, 1),
+        "every": min(experts.every, 2),
+        "balance_over": "sequence",
+    }
 
 
 def _vocab(config: RunConfig) -> int:

@@ -48,6 +48,11 @@ def assert_kept(small: RunConfig, real: RunConfig) -> None:
     kept = {"warmup"}
     assert small.optimizer.model_dump(exclude=kept) == real.optimizer.model_dump(exclude=kept)
     assert bool(small.optimizer.warmup) == bool(real.optimizer.warmup)
+    if real.model.experts is not None:
+        for name in ("score", "normalise", "shared", "bias_rate", "balance", "z_loss", "jitter"):
+            assert getattr(small.model.experts, name) == getattr(real.model.experts, name), name
+        assert len(set(small.model.layer_kinds)) == len(set(real.model.layer_kinds))
+    assert (small.model.experts is None) == (real.model.experts is None)
     grouped = real.model.heads > real.model.key_value_heads
     assert (small.model.heads > small.model.key_value_heads) == grouped
     assert [bool(each) for each in small.model.windows] == [bool(w) for w in real.model.windows]
@@ -77,6 +82,13 @@ def test_what_no_shrinking_keeps_is_said():
     real = load(path, ["model.windows=9000", "model.attention=cudnn", "guard.policy=rollback"])
     lost = " ".join(shrink(real).lost)
     assert "a window of 9000" in lost and "cudnn" in lost and "goes back" in lost
+
+
+@pytest.mark.parametrize("experts", ["every=2", "first_dense=3", "groups=2"])
+def test_experts_stay_in_as_many_kinds_of_layers(experts):
+    path = Path(__file__).parents[2] / "configs" / "mixtral_8x7b.toml"
+    real = load(path, [f"model.experts.{experts}"])
+    assert_kept(shrink(real).config, real)
 
 
 def test_pairs_of_answers_are_refused():
