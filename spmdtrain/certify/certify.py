@@ -161,7 +161,11 @@ def _compared(reference: Reference, layout: Layout, own: Own) -> list[FigureApar
     config = with_settings(reference.stepper.setup.config, layout.settings)
     stepper = Stepper(config, jax.devices()[: layout.devices], own)
     begun, want = without_step(stepper.begin()), reference.states[0]
-    unlike = (str(leaf) for leaf, x in begun.items() if not np.array_equal(x, want.get(leaf)))
+    unlike = (
+        str(leaf)
+        for leaf, x in begun.items()
+        if leaf not in want or not np.array_equal(x, want[leaf])
+    )
     found = unequal(0, INITIAL, unlike)
     with stepper.batches() as ahead:
         for step, figures in enumerate(reference.figures):

@@ -199,7 +199,7 @@ def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
             return found
 
         def generate_until(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
-            return [_text_until(opened, *request.args, programs) for request in requests]
+            return [_text_until(opened, *request.args, programs=programs) for request in requests]
 
     return TrainedRun()
 

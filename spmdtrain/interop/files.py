@@ -162,7 +162,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 def _tensor(path: Path, name: str, said: Mapping[str, Any], first: int) -> Tensor:
     if not name.isprintable() or len(name) > 1000:
         raise CheckpointError(f"{path} is damaged: a tensor is named {name!r:.80}", fix=AGAIN)
-    known = DTYPES | (PACKED if name.endswith(PACKED_NAMES) else {})
+    known = {**DTYPES, **(PACKED if name.endswith(PACKED_NAMES) else {})}
     dtype = known.get(said["dtype"])
     if dtype is None:
         raise CheckpointError(

@@ -8,6 +8,7 @@ Letters beside those of pieces.py: X experts, O rows out and I columns in of an 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,6 @@ def numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.ldexp(NUMBERS[halves], exponents[..., None]).reshape(len(scales), -1)
 
 
-def of_blocks(rule: Callable[..., Mapped]) -> Callable[..., MappedMxfp4]:
+def of_blocks(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the rule for a parameter in MXFP4, of that for one expert's matrix [I, O]."""
     return lambda sizes, shape: MappedMxfp4(rule(sizes, shape[1:]), shape[0])

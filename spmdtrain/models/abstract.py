@@ -138,7 +138,8 @@ class AbstractModel:
         """
         if self.corrupt is not None:
             return "the model corrupts tokens by their place"
-        for _, module in nnx.iter_modules(self.bind({})):
+        model: Any = self.bind({})
+        for _, module in nnx.iter_modules(model):
             kind = type(module)
             if kind.__module__.startswith("flax."):
                 continue

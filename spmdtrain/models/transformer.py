@@ -223,6 +223,7 @@ def _extend_stack(
         block: Any = nnx.merge(graphdef, ctx.gather(parameters))
         blocks = block.block if isinstance(block, Round) else [block]
         of_round = []
+        each: Any
         for at, each in enumerate(blocks):
             own = ctx.at_layer(number)
             own = own.at_layer(at, kinds) if isinstance(block, Round) else own

@@ -40,6 +40,7 @@ def steps_again(
     gets instead of the batch of the run.
     """
     state = opened.begin() if state is None else state
+    assert state is not None
     with batches(opened.setup, opened.data, opened.start, opened.sample) as ahead:
         for step in range(opened.start + 1, last + 1):
             batch = next(ahead)

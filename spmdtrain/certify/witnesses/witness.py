@@ -258,8 +258,8 @@ def _update(reference: Reference, own: Own) -> Witness:
     name = "weights move as the optimizer says, from these gradients"
     setup = reference.stepper.setup
     optimizer = setup.config.optimizer
-    known = isinstance(optimizer, AdamW | ScheduleFreeAdamW) and not optimizer.groups
-    if own.optimizer is not None or not known:
+    known = own.optimizer is None and not optimizer.groups
+    if not known or not isinstance(optimizer, AdamW | ScheduleFreeAdamW):
         return Witness(name, None, "known for adamw and schedule_free_adamw without groups alone")
     if setup.config.precision.params != "float32":
         return Witness(name, None, "in float32 alone")

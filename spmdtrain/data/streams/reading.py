@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,7 +68,8 @@ class ShardReader:
         at = before + tokens
         events: deque[_Handed] = deque()
         chunks = self._chunks(epoch, turn, row, events)
-        with closing(encode_all(self.recipe, chunks, self.workers)) as encoded:
+        encoded: Any = encode_all(self.recipe, chunks, self.workers)
+        with closing(encoded):
             for chunk, found in encoded:
                 while (event := events.popleft()).chunk is None:
                     self.ledger.finish(event.shard, tokens)

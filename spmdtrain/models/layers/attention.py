@@ -176,7 +176,8 @@ class Attention(nnx.Module):
         def local(q, k, v, segments, sinks, kind):  # noqa: PLR0913 - the arrays of attention
             q_bthd = q.reshape(*q.shape[:2], -1, self.dim)
             with self._saying_what_refuses():
-                out, lse = ring_attention(ring, q_bthd, k, v, segments, kind)
+                found: Any = ring_attention(ring, q_bthd, k, v, segments, kind)
+            out, lse = found
             if sinks is not None:
                 out = _sunk(out, lse, sinks)
             return out.reshape(q.shape)
@@ -213,8 +214,9 @@ class Attention(nnx.Module):
 
     def _traced_layer(self, ctx: ForwardContext) -> jax.Array | None:
         """Returns the number of the layer if windows depend on it and tracing does not know it."""
-        is_traced = len(set(self.windows)) > 1 and isinstance(ctx.layer, jax.Array)
-        return ctx.layer if is_traced else None
+        if len(set(self.windows)) > 1 and isinstance(ctx.layer, jax.Array):
+            return ctx.layer
+        return None
 
     def _seen(
         self, q_btkgd, k_bskd, v_bskd, sinks_h, options: dict[str, Any], window: int

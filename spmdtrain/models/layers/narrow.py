@@ -39,7 +39,7 @@ def _check(precision: PrecisionConfig, paths: dict) -> None:
             raise ConfigError(
                 f"precision.wide: no weight that only matmuls read has the path {pattern!r}",
                 found=", ".join(paths) or "none",
-                fix=f"--set precision.wide={near[0]}" if near else None,
+                fix=f"--set precision.wide={near[0]}" if near else "--set precision.wide=",
             )
     if all(any(fnmatchcase(path, pattern) for pattern in precision.wide) for path in paths):
         raise ConfigError(

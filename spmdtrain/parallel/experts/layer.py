@@ -87,9 +87,9 @@ def _counted(x_bte: jax.Array, ids_btk: jax.Array, weights: ExpertWeights) -> ja
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _run(x_bte, gates_btk, ids_btk, weights: ExpertWeights, places: Places) -> jax.Array:
     def local(x_bte, gates_btk, ids_btk, weights):
-        tokens = [places.own_tokens(x) for x in (x_bte, gates_btk)]
+        x_ne, gates_nk = places.own_tokens(x_bte), places.own_tokens(gates_btk)
         ids_nk = places.own_tokens(ids_btk, -1)
-        y_ne = forward(places.exchange, *tokens, ids_nk, places.own_weights(weights))
+        y_ne = forward(places.exchange, x_ne, gates_nk, ids_nk, places.own_weights(weights))
         return places.sum_results(places.join_tokens(y_ne.astype(x_bte.dtype), x_bte.shape))
 
     given = (places.tokens, places.tokens, places.tokens, places.weight_specs)
@@ -103,11 +103,12 @@ def _run_forward(x_bte, gates_btk, ids_btk, weights, places: Places):
 
 def _run_backward(places: Places, kept, dy_bte: jax.Array):
     def local(x_bte, gates_btk, ids_btk, weights, dy_bte):
-        tokens = [places.own_tokens(x) for x in (x_bte, gates_btk)]
+        x_ne, gates_nk = places.own_tokens(x_bte), places.own_tokens(gates_btk)
         ids_nk = places.own_tokens(ids_btk, -1)
         dx_ne, dgates_nk, dweights = backward(
             places.exchange,
-            *tokens,
+            x_ne,
+            gates_nk,
             ids_nk,
             places.own_weights(weights),
             places.own_tokens(dy_bte),

@@ -6,6 +6,7 @@ b: sequences, t: tokens, e: width of the stream, x: experts, u, f: as in weights
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,8 @@ class Places:
     @property
     def weight_specs(self) -> ExpertWeights:
         """The spec of each weight."""
-        return ExpertWeights(*(each and each.spec for each in self.weights))
+        specs: Any = [each and each.spec for each in self.weights]
+        return ExpertWeights(*specs)
 
     def own_tokens(self, x_bte: jax.Array, padding: int = 0) -> jax.Array:
         """Returns the device's slice of the tokens [n, e], filled up with `padding`."""
@@ -104,7 +106,8 @@ class Places:
                 weight = self._once(weight)
             return weight[0] if place.is_copied else weight
 
-        return ExpertWeights(*map(own, weights, self.weights))
+        found: Any = map(own, weights, self.weights)
+        return ExpertWeights(*found)
 
     def sum_weights(self, dweights: ExpertWeights, weights: ExpertWeights) -> ExpertWeights:
         """Returns the gradients of `weights`, given those of `own_weights`."""
@@ -112,15 +115,18 @@ class Places:
         def summed(
             dweight: jax.Array | None, weight: jax.Array | None, place: WeightPlace | None
         ) -> jax.Array | None:
-            if dweight is None or weight is None or place is None:
-                return None if weight is None else dweight.astype(weight.dtype)
+            if dweight is None or weight is None:
+                return None
+            if place is None:
+                return dweight.astype(weight.dtype)
             if place.is_added_once:
                 dweight = self._once(dweight)
             if place.summed:
                 dweight = psum_tree(dweight.astype(jnp.float32), place.summed)
             return dweight.astype(weight.dtype).reshape(weight.shape)
 
-        return ExpertWeights(*map(summed, dweights, weights, self.weights))
+        found: Any = map(summed, dweights, weights, self.weights)
+        return ExpertWeights(*found)
 
     def _once(self, bias: jax.Array) -> jax.Array:
         return jnp.where(jax.lax.axis_index(self.ffn) == 0, bias, 0)
@@ -183,7 +189,8 @@ def _weight_places(
     is_gated = weights.up.shape[-2] != width
     x, f = experts or None, places.ffn or None
     u = (None, f) if is_gated else (f,)
-    specs = ExpertWeights(P(x, None, *u), P(x, f, None), P(x, *u), P(x, None))
+    each: Any = P(x, None, *u), P(x, f, None), P(x, *u), P(x, None)
+    specs = ExpertWeights(*each)
     shared = axes_of(places.tokens) - set(experts)
 
     def of_weight(name: str) -> WeightPlace | None:

@@ -152,7 +152,8 @@ def _write_samples(
     if not len(ids) or entries > MOST_ENTRIES:
         return
     rows = data.train_samples(config)(ids.astype(np.int64))
-    np.savez_compressed(path, **{name: np.asarray(x) for name, x in rows.items()})
+    arrays: dict[str, Any] = {name: np.asarray(x) for name, x in rows.items()}
+    np.savez_compressed(path, **arrays)
 
 
 def _shrink(folder: Path) -> None:

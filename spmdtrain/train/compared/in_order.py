@@ -119,7 +119,8 @@ def placed_array(setup: Setup, path: str, x: np.ndarray, like: Any) -> jax.Array
     """Returns the plain array `x` in the shape and sharding of `like`; inverts `plain_array`."""
     layout = setup.model.layout
     if setup.model.in_stack(path) and x.shape[:1] == (layout.layers,):
-        x = np.asarray(layout.staged(x))
+        stack: Any = x
+        x = np.asarray(layout.staged(stack))
     more = [(0, rests - has) for has, rests in zip(x.shape, like.shape, strict=True)]
     return jax.device_put(np.pad(x, more) if more else x, like.sharding)
 

@@ -51,5 +51,5 @@ def _watched_step(setup: Setup) -> Any:
 
 def _rest(setup: Setup) -> tuple[TrainState, None, Watched]:
     """Returns where the results rest: gradients and updates as their parameters."""
-    at_rest = {path: setup.state.params[path].sharding for path in setup.update_rules}
+    at_rest: Any = {path: setup.state.params[path].sharding for path in setup.update_rules}
     return *out_shardings(setup), Watched(at_rest, at_rest)

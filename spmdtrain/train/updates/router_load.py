@@ -40,7 +40,7 @@ def _towards_the_mean() -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:  # noqa: ARG001
         return jax.tree.map(deviation_sign, updates), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def deviation_sign(load_x: jax.Array) -> jax.Array:

@@ -42,14 +42,14 @@ def in_bfloat16(transformation: optax.GradientTransformation) -> optax.GradientT
     def narrow(name: str, x: jax.Array) -> jax.Array:
         return x.astype(jnp.bfloat16) if name in SQUARES | MOMENTA else x
 
-    def init(values: Any) -> Any:
-        return _by_field(narrow, transformation.init(values))
+    def init(params: Any) -> Any:
+        return _by_field(narrow, transformation.init(params))
 
-    def update(gradients: Any, state: Any, values: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         wide = _by_field(
             lambda name, x: x.astype(jnp.float32) if name in SQUARES | MOMENTA else x, state
         )
-        found, after = transformation.update(gradients, wide, values)
+        found, after = transformation.update(updates, wide, params)
         return found, _by_field(narrow, after)
 
     return optax.GradientTransformation(init, update)
@@ -63,12 +63,12 @@ def in_8_bits(
     `site`: a number that distinguishes the parameter, from which rounding draws.
     """
 
-    def init(values: Any) -> SmallState:
-        inner = _by_field(lambda name, x: encoded(name, x, None), transformation.init(values))
+    def init(params: Any) -> SmallState:
+        inner = _by_field(lambda name, x: encoded(name, x, None), transformation.init(params))
         return SmallState(jnp.int32(0), inner)
 
-    def update(gradients: Any, state: SmallState, values: Any = None) -> tuple[Any, SmallState]:
-        found, after = transformation.update(gradients, _by_field(decoded, state.inner), values)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SmallState]:
+        found, after = transformation.update(updates, _by_field(decoded, state.inner), params)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), site), state.steps)
         inner = _by_field(lambda name, x: encoded(name, x, key), after)
         return found, SmallState(state.steps + 1, inner)
