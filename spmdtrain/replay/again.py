@@ -39,15 +39,14 @@ def steps_again(
     `state`: another one to start from, which is donated. `change(step, batch)` returns what a step
     gets instead of the batch of the run.
     """
-    state = opened.begin() if state is None else state
-    assert state is not None
+    held = opened.begin() if state is None else state
     with batches(opened.setup, opened.data, opened.start, opened.sample) as ahead:
         for step in range(opened.start + 1, last + 1):
             batch = next(ahead)
             if change is not None:
                 batch = change(step, batch)
-            state, metrics = opened.step(state, batch)
-            yield Again(step, figures_of(metrics), state, batch)
+            held, metrics = opened.step(held, batch)
+            yield Again(step, figures_of(metrics), held, batch)
 
 
 def figures_of(metrics: dict[str, jax.Array]) -> dict[str, Any]:

@@ -122,8 +122,9 @@ class Places:
             if place.is_added_once:
                 dweight = self._once(dweight)
             if place.summed:
-                dweight = psum_tree(dweight.astype(jnp.float32), place.summed)
-            return dweight.astype(weight.dtype).reshape(weight.shape)
+                wide: Any = psum_tree(dweight.astype(jnp.float32), place.summed)
+                dweight = wide
+            return jnp.asarray(dweight, weight.dtype).reshape(weight.shape)
 
         found: Any = map(summed, dweights, weights, self.weights)
         return ExpertWeights(*found)
