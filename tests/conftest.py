@@ -117,7 +117,7 @@ def is_long(item) -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Collects no garbage while the large libraries are imported, leaves them out of every later
-    collection, and then collects seldom: a twentieth and more of the time that tracing takes.
+    collection, and then collects seldom: tracing makes few cycles and many objects.
     """
     gc.disable()
     try:

@@ -329,8 +329,8 @@ BREAKAGES = [
     Breakage(
         "the pieces of a collective matmul are put down in the wrong direction",
         "parallel/collective_matmul.py",
-        "y = _put(y, piece @ matrix, here + hop, ring)",
-        "y = _put(y, piece @ matrix, here - hop, ring)",
+        "y = _put(y, _multiply(piece, matrix, ring, numbers), here + hop, ring)",
+        "y = _put(y, _multiply(piece, matrix, ring, numbers), here - hop, ring)",
         f"{COLLECTIVE} -k 'plain_matmul and gather'",
     ),
     Breakage(
@@ -364,8 +364,8 @@ BREAKAGES = [
     Breakage(
         "remat 'dots' multiplies the copies of a weight again",
         "parallel/tensor_matmul.py",
-        "        return checkpoint_name(y, SAVED)\n\n    if gathers_again",
-        "        return y\n\n    if gathers_again",
+        "return checkpoint_name(multiply_each(x, weight, dot), SAVED)",
+        "return multiply_each(x, weight, dot)",
         f"{LAYOUTS} -k products_of_copies",
     ),
     Breakage(
