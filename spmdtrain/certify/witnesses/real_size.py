@@ -17,7 +17,8 @@ from spmdtrain.planner.cost.hardware import hardware
 from spmdtrain.planner.cost.memory import SAFE_SHARE
 
 LONGEST = 1800  # seconds; 1T over 3072 devices takes about 60
-MOST_SENT = 1.25  # of the bytes that theory needs along an axis; a guess until more layouts are compared
+# Of the bytes that theory needs along an axis; a guess until more layouts are compared.
+MOST_SENT = 1.25
 FITS = "the real step fits into memory"
 SENDS = "the real step sends what theory needs"
 GIGABYTE = 1e9
