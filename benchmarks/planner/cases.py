@@ -12,6 +12,7 @@ from typing import Any
 
 from frameworks import SoftwareTable
 
+from spmdtrain.planner.cost.experts import ExpertShape
 from spmdtrain.planner.cost.hardware import DEVICES, Hardware
 from spmdtrain.planner.cost.layer_time import layer_time
 from spmdtrain.planner.cost.software import fitted_on
@@ -46,6 +47,9 @@ ASSUMED = {
     "175B: fused, vocabulary 50257 padded; "
     "recomputation unprinted: none for 126M, all but matmuls for 5B, full for 175B; "
     "network 25 (A100) and 50 GB/s (H100)",
+    "megatron_bridge_moe_2511": "Qwen3 and gpt-oss, on hardware that is known; sizes of the models "
+    "from their published configs; no recomputation, tokens sent once to a device, interleaving as "
+    "printed",
 }
 
 
@@ -110,6 +114,25 @@ def llama(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
         tied=False,
         bias=False,
         layernorm=False,
+    )
+
+
+def qwen3_moe(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
+    """Qwen3 with 128 experts, of which a token goes through 8, in buckets of the needed size."""
+    return ModelShape(
+        layers=layers,
+        embed=embed,
+        heads=heads,
+        kv_heads=4,
+        head_dim=128,
+        ffn=ffn,
+        vocab=151936,
+        gated=True,
+        tied=False,
+        bias=False,
+        layernorm=False,
+        query_norm="head",
+        experts=ExpertShape(128, 8, ffn, bucket_factor=1.0),
     )
 
 
@@ -424,6 +447,62 @@ def jax_toolbox_pax(table: Row) -> Iterator[Case]:
         )
 
 
+# Published names -> models with experts. DeepSeek-V3 is missing: its attention is another one.
+MOE_MODELS = {
+    "Qwen3-30B-A3B": qwen3_moe(48, 2048, 32, 768),
+    "Qwen3-235B-A22B": qwen3_moe(94, 4096, 64, 1536),
+    "GPT-OSS-120B": ModelShape(
+        layers=36,
+        embed=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        ffn=2880,
+        vocab=201088,
+        gated=True,
+        tied=False,
+        layernorm=False,
+        sinks=True,
+        windows=(128, 0),
+        experts=ExpertShape(128, 4, 2880, bucket_factor=1.0, logit_bias=True),
+    ),
+}
+
+
+def megatron_bridge_moe_2511(table: Row) -> Iterator[Case]:
+    # The page says that loads are even, by force.
+    for row in rows(table):
+        if row["model"] not in MOE_MODELS or row["hardware"] not in DEVICES:
+            continue
+        stages, experts = row["pp"], row["ep"]
+        model = MOE_MODELS[row["model"]]
+        mesh = MeshShape(
+            pipeline=stages,
+            data=row["gpus"] // stages // row["tp"] // experts,
+            expert=experts,
+            tensor=row["tp"],
+        )
+        # Embedding and head take the places of layers where they do not divide.
+        short_ends = -model.layers % (stages * row["virtual_stages"]) // 2
+        workload = Workload(
+            model=model,
+            sequence_length=row["sequence"],
+            global_batch=row["global_batch"],
+            microbatch=row["microbatch"],
+            mesh=mesh,
+            matmul="compute" if row["precision"] == "bf16" else "float8",
+            short_ends=short_ends,
+            **interleaved(row["virtual_stages"]),
+        )
+        yield Case(
+            table["id"],
+            f"{row['model']} {row['hardware']} {row['precision']}",
+            row["derived_step_s"],
+            row["hardware"],
+            predictor(workload, DEVICES[row["hardware"]], "megatron-moe"),
+        )
+
+
 MAKERS: Mapping[str, Callable[[Row], Iterator[Case]]] = {
     maker.__name__: maker
     for maker in (
@@ -437,5 +516,6 @@ MAKERS: Mapping[str, Callable[[Row], Iterator[Case]]] = {
         llama3_table4,
         torchtitan_h100_2024,
         jax_toolbox_pax,
+        megatron_bridge_moe_2511,
     )
 }

@@ -75,6 +75,8 @@ def software_table(
             {},
         ),
         (megatron_core, {"attention_share": 0.6}),
+        # Loads are even by force in its published runs.
+        (replace(megatron_core, name="megatron-moe", expert_imbalance=1.0), {}),
         (replace(compiled, name="pax-unfused", attention_share=0.0), {}),
         (replace(compiled, name="pax"), {"attention_share": 0.6}),
         (torchtitan, {"attention_share": 0.6}),

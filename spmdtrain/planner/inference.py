@@ -15,7 +15,7 @@ from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.cost.layer_time import layer_time
 from spmdtrain.planner.cost.software import Software
-from spmdtrain.planner.cost.workload import MeshShape, Workload, workload_of
+from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
 from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
 
 
@@ -78,8 +78,10 @@ def inference_time(
     prefill, prefill_network = _prefill(workload, hardware, software, batch, prompt)
 
     size = workload.compute_bytes
-    weights = model.layers * model.layer_matrices + model.embed * model.vocab
-    weight_bytes = size * weights / tensor
+    dense = model.layers * model.layer_matrices + model.embed * model.vocab
+    of_experts = model.layers * model.expert_matrices
+    weight_bytes = size * (dense + of_experts) / tensor
+    read_bytes = size * (dense + _used_share(model, batch) * of_experts) / tensor
     # Keys and values of all layers; while new tokens are made, half of them are cached on average.
     kv_width = 2 * model.layers * model.kv_heads * model.head_dim
     cache_per_token = size * kv_width * batch / tensor
@@ -88,7 +90,7 @@ def inference_time(
     # Either the matmuls take longest, or reading the weights does; the cache is read in both cases.
     compute = _decode_matmuls(workload, hardware, software, batch)
     reading_cache = memory_seconds(mean_cache, hardware)
-    reading_all = memory_seconds(weight_bytes + mean_cache, hardware)
+    reading_all = memory_seconds(read_bytes + mean_cache, hardware)
     tensor_sum = all_reduce_seconds(
         batch * model.embed * size, workload.mesh.group("tensor"), hardware
     )
@@ -107,6 +109,13 @@ def inference_time(
     )
 
 
+def _used_share(model: ModelShape, batch: int) -> float:
+    """Returns the share of a layer's experts that one of `batch` tokens chooses, if at random."""
+    if model.experts is None:
+        return 0.0
+    return 1 - (1 - model.experts.chosen / model.experts.count) ** batch
+
+
 def _prefill(
     workload: Workload, hardware: Hardware, software: Software, batch: int, prompt: int
 ) -> tuple[float, float]:
@@ -118,6 +127,7 @@ def _prefill(
         sequence_length=prompt,
         microbatch=batch,
         mesh=MeshShape(tensor=tensor),
+        experts_over_tensor=False,
         remat="none",
     )
     layer = layer_time(reading, hardware, software)
@@ -144,12 +154,27 @@ def _decode_matmuls(
     seconds = partial(
         matmul_seconds, batch, hardware=hardware, software=software, dtype=workload.dtype
     )
-    layer = (
-        seconds(model.qkv_width // tensor, model.embed)
-        + seconds(model.embed, model.attention_width // tensor)
-        + seconds(model.up_width // tensor, model.embed)
-        + seconds(model.embed, model.ffn // tensor)
-    )
+    attention = seconds(model.qkv_width // tensor, model.embed)
+    attention += seconds(model.embed, model.attention_width // tensor)
+
+    def of_mlp(layer: ModelShape) -> float:
+        if not layer.ffn:
+            return 0.0
+        up = seconds(layer.up_width // tensor, model.embed)
+        return up + seconds(model.embed, layer.ffn // tensor)
+
+    layer = attention + model.mean_of_layers(of_mlp)
+    if model.experts:
+        # Each expert that is used at all has a matmul of few rows.
+        used = max(1, round(_used_share(model, batch) * model.experts.count))
+        rows = -(-batch * model.experts.chosen // used)
+        ffn = model.experts.ffn // tensor
+        of_expert = partial(
+            matmul_seconds, rows, hardware=hardware, software=software, dtype=workload.dtype
+        )
+        up = of_expert(ffn * (2 if model.gated else 1), model.embed, count=used)
+        down = of_expert(model.embed, ffn, count=used)
+        layer += model.expert_share * (up + down)
     return model.layers * layer + seconds(model.vocab // tensor, model.embed)
 
 

@@ -71,6 +71,12 @@ class Plan:
             ]
         if workload.mesh.context > 1:
             settings.append(f"model.context_attention={workload.context_way}")
+        if workload.model.experts and workload.mesh.expert > 1:
+            embed = "fsdp,expert" if workload.dense_over_expert else "fsdp"
+            settings.append(f"rules.parameters.embed={embed}")
+            if workload.mesh.tensor > 1:
+                owners = "expert,tensor" if workload.experts_over_tensor else "expert"
+                settings.append(f"rules.parameters.experts={owners}")
         if workload.sequence_parallel:
             settings.append("rules.activations.stream_time=context,tensor")
             settings.append(f"mesh.collective_matmul={str(workload.collective_matmul).lower()}")
@@ -164,6 +170,31 @@ def why_not(plan: Plan, best: Plan) -> str:
     return f"{term.replace('_', ' ')} +{more[term]:.3g} s ({time.bound_by(term)})"
 
 
+def why_experts(plans: Sequence[Plan]) -> list[str]:
+    """Says why the best plan has its size of `expert`: lines that compare it with other sizes.
+
+    None for a model without experts.
+    """
+    best = plans[0]
+    if best.workload.model.experts is None:
+        return []
+    by_size: dict[int, Plan] = {}
+    for plan in plans:
+        by_size.setdefault(plan.workload.mesh.expert, plan)
+    own = best.workload.dispatch().own
+    count = best.workload.model.experts.count
+    lines = [
+        f"mesh.expert={best.workload.mesh.expert} is best: {best.seconds:.4g} s a step, "
+        f"{own} of {count} experts on a device"
+    ]
+    others = sorted(size for size in by_size if size != best.workload.mesh.expert)
+    for size in others:
+        plan = by_size[size]
+        seconds = f"{plan.seconds:.4g} s, " if plan.fits else ""
+        lines.append(f"  {size}: {seconds}{plan.why}")
+    return lines
+
+
 def memory_of(workload: Workload, own: OwnModel | None = None) -> Memory:
     if own:
         state = own.state(workload)
@@ -200,6 +231,8 @@ def candidates(
             microbatch=1,
             remat="full",
             sequence_parallel=_sequence_parallel(workload, mesh),
+            dense_over_expert=_dense_over_expert(workload, mesh),
+            experts_over_tensor=_experts_over_tensor(workload, mesh),
         )
         zeros = (0, 1) if mesh.data > 1 else (0,)  # ZeRO-1 splits over `data`
         leanest = min(
@@ -252,6 +285,25 @@ def _sequence_parallel(workload: Workload, mesh: MeshShape) -> bool:
     return mesh.tensor > 1 and workload.sequence_length % (mesh.context * mesh.tensor) == 0
 
 
+def _dense_over_expert(workload: Workload, mesh: MeshShape) -> bool:
+    """Returns True if `expert` splits all weights: wherever their width divides.
+
+    A device that owns experts would otherwise have a copy of everything else.
+    """
+    return mesh.expert > 1 and workload.model.embed % (mesh.fsdp * mesh.expert) == 0
+
+
+def _experts_over_tensor(workload: Workload, mesh: MeshShape) -> bool:
+    """Returns True if `tensor` owns whole experts: where it splits the tokens, and experts divide.
+
+    Then nothing is sent twice, and no sum over `tensor` follows.
+    """
+    experts = workload.model.experts
+    if experts is None or not _sequence_parallel(workload, mesh):
+        return False
+    return mesh.expert > 1 and experts.count % (mesh.expert * mesh.tensor) == 0
+
+
 def _layouts_on_mesh(workload: Workload, zeros: Sequence[int]) -> Iterator[Workload]:
     per_shard = workload.global_batch // workload.mesh.batch_shards
     for microbatch in MICROBATCHES:
@@ -283,10 +335,10 @@ def mesh_shapes(
     Tensor stays inside a host, and there are at most as many stages as layers.
     """
     for tensor in _divisors(devices_per_host(devices, hardware)):
-        if model.kv_heads % tensor or model.ffn % tensor:
+        if model.kv_heads % tensor or not _divides_mlps(model, tensor):
             continue
         for pipeline in _divisors(devices // tensor):
-            if pipeline > model.layers:
+            if pipeline > model.repeats:
                 continue
             batch_and_time = devices // tensor // pipeline
             for context in CONTEXTS:
@@ -295,16 +347,34 @@ def mesh_shapes(
                 if context > 1 and sequence_length // context < FEWEST_TOKENS:
                     continue
                 shards = batch_and_time // context
-                for fsdp in _divisors(shards):
-                    if model.embed % fsdp:
-                        continue
+                for fsdp, expert in _weight_splits(model, shards):
                     yield MeshShape(
                         pipeline=pipeline,
-                        data=shards // fsdp,
+                        data=shards // fsdp // expert,
                         fsdp=fsdp,
+                        expert=expert,
                         context=context,
                         tensor=tensor,
                     )
+
+
+def _divides_mlps(model: ModelShape, tensor: int) -> bool:
+    """Returns True if `tensor` divides the width of each mlp, and of each expert."""
+    experts = model.experts
+    if experts is None:
+        return model.ffn % tensor == 0
+    dense = model.ffn if model.expert_share < 1 else 0
+    return dense % tensor == experts.ffn % tensor == 0
+
+
+def _weight_splits(model: ModelShape, shards: int) -> Iterator[tuple[int, int]]:
+    """Yields the sizes of (`fsdp`, `expert`) that divide the devices and the model."""
+    for fsdp in _divisors(shards):
+        if model.embed % fsdp:
+            continue
+        for expert in _divisors(shards // fsdp) if model.experts else (1,):
+            if model.experts is None or model.experts.count % expert == 0:
+                yield fsdp, expert
 
 
 def schedules_of(workload: Workload) -> Iterator[tuple[str, int]]:
@@ -316,7 +386,7 @@ def schedules_of(workload: Workload) -> Iterator[tuple[str, int]]:
     for name, schedule in SCHEDULES.items():
         for chunks in schedule.searched_chunks:
             # Interleaving goes through microbatches in groups of one per stage.
-            enough_layers = stages * chunks <= workload.model.layers
+            enough_layers = stages * chunks <= workload.model.repeats
             if enough_layers and (chunks == 1 or workload.accumulation % stages == 0):
                 yield name, chunks
 

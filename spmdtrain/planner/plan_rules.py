@@ -82,6 +82,12 @@ def plan_rules(
     The first list can be written as `[rules]`; the second allows a stream that changes inside the
     layer. Refuses what a run would refuse.
     """
+    if config.model.experts:
+        raise ConfigError(
+            "plan --rules knows no ways of a model with experts",
+            asked="[model.experts]",
+            fix="spmdtrain plan, whose settings include the rules of experts",
+        )
     config = with_vocab(config)
     sizes = mesh_sizes(config, devices, hardware)
     exact_state(config, sizes)

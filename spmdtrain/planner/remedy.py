@@ -18,8 +18,6 @@ def cheapest_change(config: RunConfig, sizes: Mapping[str, int], share: float) -
     cheapest change comes first: smaller microbatches, then the optimizer state split over `data`,
     weights over `fsdp`, and finally recomputation.
     """
-    if config.model.experts and not config.model.make:
-        return []  # their memory is not estimated
     now = _bytes(config, sizes)
     for changes in _candidates(config, sizes):
         changed, on_sizes = _changed(config, sizes, changes)

@@ -14,7 +14,7 @@ from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory
 from spmdtrain.planner.estimate import Estimate
 from spmdtrain.planner.inference import InferenceEstimate
-from spmdtrain.planner.plan import WITHIN_ERROR, Plan
+from spmdtrain.planner.plan import WITHIN_ERROR, Plan, why_experts
 from spmdtrain.planner.plan_rules import Assignment
 
 # `spmdtrain estimate`
@@ -256,6 +256,7 @@ PLAN_COLUMNS = (
     "pipe",
     "data",
     "fsdp",
+    "exp",
     "ctx",
     "tp",
     "mb",
@@ -285,6 +286,9 @@ def plan_text(shown: Sequence[Plan], found: Sequence[Plan]) -> str:
         f"{close} of those shown are within {WITHIN_ERROR:.0%}"
     )
     pasted = " ".join(f"--set {setting}" for setting in shown[0].settings)
+    of_experts = why_experts(found)
+    if of_experts:
+        summary = "\n".join([summary, "", *of_experts])
     return "\n".join([*table, "", summary, "", pasted])
 
 
@@ -343,6 +347,7 @@ def _plan_cells(plan: Plan) -> tuple[str, ...]:
         str(mesh.pipeline),
         str(mesh.data),
         str(mesh.fsdp),
+        str(mesh.expert),
         str(mesh.context),
         str(mesh.tensor),
         str(workload.microbatch),

@@ -5,38 +5,86 @@ and a reduce-scatter over n devices send (n - 1) / n each, and an all-reduce sen
 not count.
 """
 
-from spmdtrain.planner.cost.memory import FLOAT32, held_elements, resident_elements
+from spmdtrain.planner.cost.experts import BACKWARD_EXCHANGES, FORWARD_EXCHANGES
+from spmdtrain.planner.cost.memory import (
+    FLOAT32,
+    gathered_elements,
+    held_elements,
+    own_expert_elements,
+    resident_elements,
+)
 from spmdtrain.planner.cost.workload import Workload
 
 
 def needed_traffic(workload: Workload) -> dict[str, float]:
-    """Returns, by mesh axis of more than one device, the bytes each device sends in one step."""
+    """Returns, by mesh axis of more than one device, the bytes each device sends in one step.
+
+    Weights and gradients that `fsdp` and `expert` split together are under "fsdp+expert", as in
+    what is said of a compiled step.
+    """
     sizes = workload.mesh.sizes
+    dense_axes = _dense_axes(workload)
+    sizes[dense_axes] = workload.dense_group.size
+    experts = own_expert_elements(workload)
+    dense = gathered_elements(workload) - experts
     rings = {
         "pipeline": 2 * _vocabulary_bytes(workload),
         "data": _data_bytes(workload),
-        "fsdp": _fsdp_bytes(workload),
+        "fsdp": _split_bytes(workload, experts),
+        "expert": 0.0 if workload.dense_ways > 1 else _expert_reduction_bytes(workload),
         "context": _gradient_bytes(workload),
         "tensor": 2 * _tensor_bytes(workload),
     }
+    of_dense = _split_bytes(workload, dense, _table_elements(workload))
+    rings[dense_axes] = rings.get(dense_axes, 0.0) + of_dense
     sent = {axis: (sizes[axis] - 1) / sizes[axis] * whole for axis, whole in rings.items()}
+    sent["expert"] += _exchange_bytes(workload)
     sent["pipeline"] += _hop_bytes(workload)
     sent["context"] += _attention_bytes(workload)
     return {axis: size for axis, size in sent.items() if sizes[axis] > 1}
 
 
-def _fsdp_bytes(workload: Workload) -> float:
+def _dense_axes(workload: Workload) -> str:
+    """Returns the axes that split weights which no expert has."""
+    if workload.dense_ways == 1:
+        return "fsdp"
+    return "fsdp+expert" if workload.mesh.fsdp > 1 else "expert"
+
+
+def _split_bytes(workload: Workload, elements: float, tables: float = 0.0) -> float:
     """Counts the weights gathered in compute precision, and the float32 gradients scattered.
 
     With a pipeline this happens once per step. Without one it happens for each microbatch, and
-    layers are gathered a second time for the backward.
+    layers are gathered a second time for the backward. Of `elements`, `tables` are outside them.
     """
-    elements = resident_elements(workload)
     once = (workload.compute_bytes + FLOAT32 * workload.trained.share) * elements
     if workload.mesh.pipeline > 1:
         return once
-    layers = elements - _table_elements(workload)
+    layers = elements - tables
     return workload.accumulation * (once + workload.compute_bytes * layers)
+
+
+def _expert_reduction_bytes(workload: Workload) -> float:
+    """Counts a float32 all-reduce of the gradients of all weights that `expert` does not own."""
+    mesh, trained = workload.mesh, workload.trained
+    dense = gathered_elements(workload) - own_expert_elements(workload)
+    adapters = workload.layers_per_stage * trained.adapter_elements(workload.model, mesh.tensor)
+    return 2 * FLOAT32 * (trained.share * dense / mesh.fsdp + adapters)
+
+
+def _exchange_bytes(workload: Workload) -> float:
+    """Counts the tokens that travel to their experts and back, in one round if loads are even.
+
+    With `tensor` as an owner of experts they travel over both axes, and all count here.
+    """
+    model = workload.model
+    if model.experts is None:
+        return 0.0
+    dispatch = workload.dispatch()
+    large = FORWARD_EXCHANGES + BACKWARD_EXCHANGES
+    layer = large * dispatch.sent_bytes(model.embed, workload.compute_bytes) + dispatch.told_bytes
+    layers = model.expert_share * workload.layers_per_stage
+    return workload.accumulation * layers * layer
 
 
 def _table_elements(workload: Workload) -> float:
@@ -67,6 +115,9 @@ def _tensor_bytes(workload: Workload) -> float:
     per_layer = 5.0 if workload.remat == "full" else 4.0
     if workload.stream_ways > 1:
         per_layer += 3 / 2 if workload.remat == "full" else 1
+    if workload.experts_over_tensor:  # joins in place of sums, and no tokens gathered
+        joined = 1.0 if workload.stream_ways == 1 else 5 / 2
+        per_layer -= workload.model.expert_share * joined
     sums = workload.layers_per_stage * per_layer + 2.0
     if workload.mesh.pipeline > 1 and workload.sum_ways > workload.stream_ways:
         sums += 3 / 2

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 from helpers import prepared, tiny
 
-from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import rematerialised, run_block
@@ -210,8 +209,3 @@ def test_memory_follows_the_settings():
     assert held(zero=1).optimizer * 2 == before.optimizer
     assert held(zero=1).parameters * 2 == before.parameters
     assert held(remat="none").activations > 10 * before.activations
-
-
-def test_experts_have_no_estimate_and_say_so():
-    with pytest.raises(ConfigError, match=r"no cost of experts is known here.*\[model.experts\]"):
-        workload_of(tiny(*LLAMA, *EXPERTS), {})

@@ -65,6 +65,22 @@ def all_gather_seconds(
     return sending + pieces * ring_latency(group, hardware)
 
 
+def all_to_all_seconds(sent: float, group: Group, hardware: Hardware) -> float:
+    """Returns the seconds of an all-to-all in which each member sends `sent` bytes to the others.
+
+    Each has a message for every other one. Those for members on its host take the links, and at the
+    same time the others its network card.
+    """
+    if group.size == 1:
+        return 0.0
+    on_a_host = _members_on_a_host(group, hardware)
+    inside, across = on_a_host - 1, group.size - on_a_host
+    each = sent / (group.size - 1)
+    links = inside * (each / (LINK_SHARE * hardware.link_bandwidth) + hardware.link_latency)
+    network = LINK_SHARE * hardware.network_bandwidth
+    return max(links, across * (each / network + hardware.network_latency))
+
+
 def all_reduce_seconds(moved: float, group: Group, hardware: Hardware) -> float:
     """Returns the seconds of a reduce-scatter and an all-gather, along a ring or a tree of hosts.
 

@@ -13,12 +13,13 @@ def model_flops_per_token(
     """Returns the FLOPs of forward and backward per token: causal attention, no recomputation.
 
     Two for a multiplication by a weight, two for the gradient of what it multiplies, and two for
-    its own where it is trained: those of adapters are. Equal to what the metrics of a run use,
+    its own where it is trained: those of adapters are. Of experts those count that a token goes
+    through. Equal to what the metrics of a run use,
     `models.size.train_flops_per_token` and, where weights are frozen,
     `models.flops.counted_flops_per_token`.
     """
     trained = trained or Trained()
-    matrices = model.layers * model.layer_matrices + model.embed * model.vocab
+    matrices = model.layers * model.active_matrices + model.embed * model.vocab
     attention = 6 * model.layers * model.attention_width * sequence_length
     attention = attention * model.seen_share(sequence_length)
     adapters = 6 * model.layers * trained.adapter_matrices(model)

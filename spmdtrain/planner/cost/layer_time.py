@@ -6,11 +6,16 @@ estimated alone, because `plan --rules` splits the two in different ways.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from spmdtrain.planner.cost.collective_time import all_gather_seconds, all_reduce_seconds
+from spmdtrain.planner.cost.collective_time import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+)
+from spmdtrain.planner.cost.experts import BACKWARD_EXCHANGES, FORWARD_EXCHANGES, Dispatch
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import (
     fused_attention_seconds,
@@ -32,10 +37,25 @@ class Work(NamedTuple):
 
 
 NO_WORK = Work(0.0, 0.0, 0.0)
+# Of a layer.
+TERMS = (
+    "matmul",
+    "attention",
+    "elementwise",
+    "tensor_collectives",
+    "context_collectives",
+    "expert_exchange",
+    "recompute",
+)
+ROUTER_PASSES = 6  # over a router's float32 scores: softmax, choice, counts and side losses
 
 
 def add_work(*parts: Work) -> Work:
     return Work(*map(sum, zip(*parts, strict=True)))
+
+
+def scale_work(share: float, work: Work) -> Work:
+    return Work(*(share * seconds for seconds in work))
 
 
 @dataclass(frozen=True)
@@ -56,6 +76,8 @@ class LayerSizes:
     remat: str
     dtype: str
     matmul: str
+    exchange: Group  # of the devices that own the experts
+    experts_over_tensor: bool
 
     @property
     def tokens(self) -> int:
@@ -91,6 +113,8 @@ def _layer_sizes(workload: Workload, tensor: int) -> LayerSizes:
         remat=workload.remat,
         dtype=workload.dtype,
         matmul=workload.matmul,
+        exchange=workload.exchange_group,
+        experts_over_tensor=workload.experts_over_tensor,
     )
 
 
@@ -113,6 +137,26 @@ class _Half(NamedTuple):
 
 @lru_cache(maxsize=50_000)
 def _half_time(
+    half: str, sizes: LayerSizes, hardware: Hardware, software: Software
+) -> Mapping[str, Work]:
+    """Returns term -> work of a half; of the mlp with experts, the mean of the layers."""
+    model = sizes.model
+    if half == "attention" or model.experts is None:
+        return _dense_half_time(half, sizes, hardware, software)
+    share = model.expert_share
+    dense, beside = (
+        _dense_half_time(half, replace(sizes, model=layer), hardware, software)
+        for layer in (model.dense_layer, model.beside_experts)
+    )
+    own = _expert_time(sizes, hardware, software)
+    parts = ((1 - share, dense), (share, beside), (share, own))
+    return {
+        term: add_work(*(scale_work(share, work[term]) for share, work in parts if term in work))
+        for term in TERMS
+    }
+
+
+def _dense_half_time(
     half: str, sizes: LayerSizes, hardware: Hardware, software: Software
 ) -> Mapping[str, Work]:
     parts = _attention_half if half == "attention" else _mlp_half
@@ -140,6 +184,7 @@ def _half_time(
         ),
         "tensor_collectives": _tensor_collectives(sizes, own.matmul, hardware, software),
         "context_collectives": own.context,
+        "expert_exchange": NO_WORK,
     }
     again = _recomputation(sizes.remat, work)
     return work | {"recompute": Work(0.0, again, 0.0)}
@@ -149,6 +194,8 @@ def _tensor_collectives(
     sizes: LayerSizes, matmul: Work, hardware: Hardware, software: Software
 ) -> Work:
     """Returns the seconds of the sums over `tensor` that the half's own `matmul` leaves exposed."""
+    if matmul == NO_WORK:
+        return NO_WORK
     group = Group(sizes.tensor, 1)
     one_sum = all_reduce_seconds(sizes.activation_bytes, group, hardware)
     if not sizes.collective_matmul:
@@ -236,6 +283,8 @@ def _context_collectives(
 def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Half:
     model = sizes.model
     tensor = sizes.tensor
+    if not model.ffn:  # beside experts, none of which are shared
+        return _Half(NO_WORK, NO_WORK, 0.0, 0.0, NO_WORK)
     up = _matmul_work(sizes, model.up_width // tensor, model.embed, hardware, software)
     down = _matmul_work(sizes, model.embed, model.ffn // tensor, hardware, software)
 
@@ -249,6 +298,113 @@ def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Hal
         backward_bytes=backward_columns * model.ffn * column_bytes,
         context=NO_WORK,
     )
+
+
+def _expert_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> Mapping[str, Work]:
+    """Returns term -> work of the router and the experts of a layer that has them.
+
+    Nothing of it hides beside other work, as far as is known.
+    """
+    model, experts = sizes.model, sizes.model.experts
+    assert experts is not None, "a model with experts"
+    slices = sizes.tensor if sizes.experts_over_tensor else 1
+    tokens = -(-sizes.tokens // slices)
+    dispatch = Dispatch(experts, tokens, sizes.exchange.size, software.expert_imbalance)
+    size = bytes_of(sizes.dtype)
+
+    def exchanged(sent: float) -> float:
+        # `sent` is that of all rounds, and each of them waits for its messages.
+        rounds = dispatch.rounds
+        return rounds * all_to_all_seconds(sent / rounds, sizes.exchange, hardware)
+
+    once = exchanged(dispatch.sent_bytes(model.embed, size))
+    told = exchanged(dispatch.told_bytes / 2)
+    back = FORWARD_EXCHANGES if software.keeps_dispatched else BACKWARD_EXCHANGES
+    router = _router_work(sizes, hardware, software)
+    elementwise = _dispatch_passes(sizes, dispatch, hardware, software)
+    return {
+        "matmul": add_work(router, _grouped_work(sizes, dispatch, hardware, software)),
+        "elementwise": elementwise,
+        "tensor_collectives": _expert_sums(sizes, hardware, software),
+        "expert_exchange": Work(FORWARD_EXCHANGES * once + told, back * once + told, 0.0),
+        "recompute": Work(0.0, router.forward if sizes.remat == "full" else 0.0, 0.0),
+    }
+
+
+def _router_work(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
+    """Returns the work of the router's logits, in float32, and of its scores."""
+    assert sizes.model.experts is not None, "a model with experts"
+    count = sizes.model.experts.count
+    tokens = sizes.tokens // (sizes.tensor if sizes.sequence_parallel else 1)
+    in_float32 = replace(sizes, dtype="float32", matmul="compute", collective_matmul=False)
+    single = replace(in_float32, microbatch=1, sequence_length=tokens * sizes.context.size)
+    matmul = _matmul_work(single, count, sizes.model.embed, hardware, software)
+    passes = memory_seconds(ROUTER_PASSES * FLOAT32 * tokens * count, hardware)
+    return add_work(matmul, Work(passes, 2 * passes, 0.0))
+
+
+def _grouped_work(
+    sizes: LayerSizes, dispatch: Dispatch, hardware: Hardware, software: Software
+) -> Work:
+    """Returns the work of the experts' matmuls on the device that has most rows."""
+    model, experts = sizes.model, sizes.model.experts
+    assert experts is not None, "a model with experts"
+    ffn = experts.ffn // (1 if sizes.experts_over_tensor else sizes.tensor)
+    up_width = ffn * (2 if model.gated else 1)
+    rows, embed = dispatch.rows_of_expert, model.embed
+    seconds = partial(
+        matmul_seconds,
+        hardware=hardware,
+        software=replace(software, matmul_share=software.grouped_share * software.matmul_share),
+        dtype=sizes.dtype if sizes.matmul == "compute" else sizes.matmul,
+        count=dispatch.own,
+    )
+    up, down = seconds(rows, up_width, embed), seconds(rows, embed, ffn)
+    backward = seconds(rows, embed, up_width) + seconds(rows, ffn, embed)
+    again = 0.0 if software.keeps_dispatched else up
+    weight = seconds(embed, up_width, rows) + seconds(ffn, embed, rows)
+    return Work(up + down, backward + again, weight)
+
+
+def _dispatch_passes(
+    sizes: LayerSizes, dispatch: Dispatch, hardware: Hardware, software: Software
+) -> Work:
+    """Returns the work of sorting tokens into buckets and tiles and back, and of activations.
+
+    Rows are looked up, one read and one write each: by messages as they leave, by experts as they
+    arrive, then by messages and by tokens again.
+    """
+    model, experts = sizes.model, sizes.model.experts
+    assert experts is not None, "a model with experts"
+    size = bytes_of(sizes.dtype)
+    ffn = experts.ffn / (1 if sizes.experts_over_tensor else sizes.tensor)
+    token = size * model.embed * dispatch.rounds
+    there = 2 * token * (dispatch.messages + dispatch.padded)
+    back = token * (dispatch.padded + 2 * dispatch.messages + 2 * dispatch.tokens)
+    forward_columns, backward_columns = (3, 5) if model.gated else (2, 3)
+    column = size * ffn * dispatch.rounds * dispatch.padded
+    if not software.keeps_dispatched:
+        backward_columns += forward_columns
+    arrivals = 1 if software.keeps_dispatched else 2
+    return Work(
+        software.elementwise_factor
+        * memory_seconds(there + back + forward_columns * column, hardware),
+        software.elementwise_factor
+        * memory_seconds(arrivals * there + back + backward_columns * column, hardware),
+        0.0,
+    )
+
+
+def _expert_sums(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
+    """Returns the seconds in which results of the devices of `tensor` are summed, or joined.
+
+    Joined, where each device sent its own tokens: half a sum, and nothing if the stream is split.
+    """
+    one_sum = all_reduce_seconds(sizes.activation_bytes, Group(sizes.tensor, 1), hardware)
+    if sizes.experts_over_tensor:
+        one_sum = 0.0 if sizes.sequence_parallel else one_sum / 2
+    alone = exposed(one_sum, software.overlap.tensor)
+    return Work(alone, alone, 0.0)
 
 
 def _matmul_work(

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 SAFE_SHARE = 0.8  # of a device's memory
 FLOAT32 = 4  # bytes; gradients are accumulated in float32
+# Arrays alive at once in the backward of a round: of messages and of rows, as wide as the stream,
+# and of rows as wide as an expert.
+ROUND_MESSAGES, ROUND_ROWS, ROUND_COLUMNS = 3, 2, 2
+ROUTER_ARRAYS = 4  # of one float32 for each token and expert that a router keeps
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def _whole_under_zero(workload: Workload) -> float:
     whole = 0.0
     layers = workload.layers_per_stage // workload.chunks
     if mesh.tensor > 1 and workload.chunks % mesh.data and layers % mesh.data:
-        mlp = model.embed * (model.up_width + model.ffn)
+        mlp = model.embed * model.mean_of_layers(lambda layer: layer.up_width + layer.ffn)
         whole += workload.layers_per_stage * mlp / mesh.tensor
     if mesh.tensor * mesh.pipeline > 1:
         whole += _outside_elements(workload)
@@ -147,14 +151,41 @@ def resident_elements(workload: Workload) -> float:
 
     This includes layers that pad a pipeline. step_time.stage_parameters is a simpler count.
     """
-    layers = workload.layers_per_stage * _layer_elements(workload.model, workload.mesh.tensor)
-    return layers + _outside_elements(workload)
+    return _elements(workload, workload.dense_ways)
 
 
-def _layer_elements(model: ModelShape, tensor: int) -> float:
-    """Counts a layer's elements: matrices split over `tensor`; vectors, which are few, whole."""
+def gathered_elements(workload: Workload) -> float:
+    """Counts the weight elements of one device's share of the model once they are gathered."""
+    return _elements(workload, 1)
+
+
+def _elements(workload: Workload, dense_ways: int) -> float:
+    """Counts a stage's elements, of which `dense_ways` devices split those that no expert has."""
+    dense = workload.layers_per_stage * _dense_layer_elements(workload)
+    return (dense + _outside_elements(workload)) / dense_ways + own_expert_elements(workload)
+
+
+def own_expert_elements(workload: Workload) -> float:
+    """Counts the elements of the experts of a device's layers that it owns, before `fsdp`."""
+    return workload.layers_per_stage * _expert_elements(workload)
+
+
+def _layer_elements(workload: Workload) -> float:
+    """Counts the elements of a gathered layer, with the device's own experts."""
+    return _dense_layer_elements(workload) + _expert_elements(workload)
+
+
+def _dense_layer_elements(workload: Workload) -> float:
+    """Counts those of no expert: matrices split over `tensor`; vectors, which are few, whole."""
+    model = workload.model
     vectors = model.layer_parameters - model.layer_matrices
-    return model.layer_matrices / tensor + vectors
+    return model.layer_matrices / workload.mesh.tensor + vectors
+
+
+def _expert_elements(workload: Workload) -> float:
+    """Counts the elements of a layer's experts: `expert` owns some, and `tensor` splits them."""
+    mesh = workload.mesh
+    return workload.model.expert_parameters / (mesh.expert * mesh.tensor)
 
 
 def _outside_elements(workload: Workload) -> float:
@@ -172,14 +203,35 @@ def kept_bytes(workload: Workload, remat: str | None = None) -> int:
 
     A test holds it equal to `LayerGradient.kept`.
     """
-    return _kept_bytes(
-        workload.model,
-        workload.tokens,
-        workload.mesh.tensor,
-        workload.compute_bytes,
-        remat or workload.remat,
-        workload.stream_ways,
+    policy = remat or workload.remat
+    kept = workload.model.mean_of_layers(
+        lambda layer: _kept_bytes(
+            layer,
+            workload.tokens,
+            workload.mesh.tensor,
+            workload.compute_bytes,
+            policy,
+            workload.stream_ways,
+        )
     )
+    return int(kept + workload.model.expert_share * _kept_of_experts(workload, policy))
+
+
+def _kept_of_experts(workload: Workload, remat: str) -> float:
+    """Returns what a layer with experts keeps beside one without: what its router computes.
+
+    The experts keep nothing but that router's input, a token's gates and its choices. With "dots"
+    the logits are kept, and the rest computed again, but for what was exchanged: nobody reads it.
+    """
+    experts = workload.model.experts
+    if experts is None or remat == "full":
+        return 0.0
+    tokens = workload.tokens / workload.stream_ways
+    if remat == "dots":
+        return tokens * FLOAT32 * experts.count
+    read = FLOAT32 * workload.model.embed  # the router reads its input in float32
+    scores = (ROUTER_ARRAYS * FLOAT32 + experts.chosen) * experts.count  # and a mask of the choices
+    return tokens * (read + scores + FLOAT32 * (3 * experts.chosen + 1))
 
 
 @lru_cache(maxsize=10_000)
@@ -222,6 +274,35 @@ def deferred_bytes(workload: Workload) -> int:
     A test holds it equal to `LayerGradient.deferred`.
     """
     model = workload.model
+    deferred = model.mean_of_layers(lambda layer: _deferred_bytes(layer, workload))
+    return int(deferred + model.expert_share * _deferred_of_experts(workload))
+
+
+def _deferred_of_experts(workload: Workload) -> float:
+    """Returns what a layer's experts leave: both factors of each weight's gradient.
+
+    If there may be several rounds, these are in a loop that leaves the gradients themselves.
+    """
+    model, experts = workload.model, workload.model.experts
+    if experts is None:
+        return 0.0
+    dispatch = workload.dispatch()
+    if not dispatch.is_one_round:
+        return workload.compute_bytes * _expert_elements(workload) / model.expert_share
+    columns = _expert_columns(workload)
+    router = workload.tokens * FLOAT32 * (model.embed + experts.count)
+    return router + dispatch.padded * workload.compute_bytes * (2 * model.embed + columns)
+
+
+def _expert_columns(workload: Workload) -> float:
+    """Returns the widths, on a device, of an expert's first result and of what its second reads."""
+    experts = workload.model.experts
+    assert experts is not None, "a model with experts"
+    split = 1 if workload.experts_over_tensor else workload.mesh.tensor
+    return experts.ffn * (3 if workload.model.gated else 2) / split
+
+
+def _deferred_bytes(model: ModelShape, workload: Workload) -> int:
     size = workload.compute_bytes
     whole = (2 * size + 8 * model.norms) * model.embed
     split = size * (model.up_width + model.qkv_width) // workload.mesh.tensor
@@ -274,11 +355,11 @@ def _accumulated_memory(
     gradients = size * elements
     sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
 
-    layer = _layer_elements(model, tensor)
+    layer = _layer_elements(workload)
     table = model.vocab * model.embed / tensor
     gathered = 0.0
     unscattered = 0.0
-    if workload.mesh.fsdp > 1:
+    if workload.mesh.fsdp * workload.dense_ways > 1:
         gathered = size * (2 * layer + table)  # the layer in use and the next one
         # Gradients before they are scattered.
         unscattered = size * (layer + table) * workload.trained.share
@@ -300,6 +381,7 @@ def _accumulated_memory(
         + _workspace_bytes(workload)
         + _widened_bytes(workload)
         + _gathered_token_bytes(workload)
+        + _round_bytes(workload)
     )
     at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0)
 
@@ -334,10 +416,10 @@ def _pipelined_memory(
 
     Weights are gathered over `fsdp` once per step, in compute precision.
     """
-    model = workload.model
     mesh = workload.mesh
     size = workload.compute_bytes
     share = workload.trained.share
+    elements += gathered_elements(workload) - resident_elements(workload)
     trained = share * elements + _adapter_elements(workload)
     layers_per_chunk = workload.layers_per_stage // workload.chunks
     kept = layers_per_chunk * kept_bytes(workload)
@@ -357,13 +439,13 @@ def _pipelined_memory(
         + carried
     )
     narrower = size < workload.stored_bytes
-    gathers = mesh.fsdp > 1 or bool(workload.zero)
+    gathers = mesh.fsdp * workload.dense_ways > 1 or bool(workload.zero)
     copies = narrower or gathers or not workload.gradients_at_weights
     weights = size * trained if copies else 0.0
-    if size < workload.frozen_bytes or mesh.fsdp > 1:
+    if size < workload.frozen_bytes or mesh.fsdp * workload.dense_ways > 1:
         weights += size * (elements - share * elements)
     # A chunk's gradients, before they are added to the sum.
-    chunk_elements = layers_per_chunk * _layer_elements(model, mesh.tensor)
+    chunk_elements = layers_per_chunk * _layer_elements(workload)
     chunk_gradients = size * share * chunk_elements
 
     # The forward makes one set of what layers keep, and the backward reads another. With remat
@@ -374,6 +456,7 @@ def _pipelined_memory(
     else:
         working = 2 * kept + recomputed
     working += _gathered_token_bytes(workload) + _widened_bytes(workload)
+    working += _round_bytes(workload)
     if layers_per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
         working += _workspace_bytes(workload)
     if workload.chunks > 1:  # its weights are cut out of the stage's, on top of a tick's work
@@ -454,7 +537,8 @@ def _widened_bytes(workload: Workload) -> float:
     if workload.trained.base_bytes is None:
         return 0.0
     model = workload.model
-    widest = model.embed * max(model.qkv_width, model.up_width) / workload.mesh.tensor
+    up_width = model.mean_of_layers(lambda layer: layer.up_width)
+    widest = model.embed * max(model.qkv_width, up_width) / workload.mesh.tensor
     return (FLOAT32 + workload.compute_bytes) * widest
 
 
@@ -473,6 +557,27 @@ def _workspace_bytes(workload: Workload) -> float:
     tile = min(BLOCK, workload.sequence_length) * min(BLOCK, queries)
     scores = 2 * FLOAT32 * workload.microbatch * model.heads / tensor * tile
     qkv_gradients = FLOAT32 * workload.tokens * model.qkv_width / tensor
-    mlp_columns = model.up_width + model.ffn
+    mlp_columns = model.mean_of_layers(lambda layer: layer.up_width + layer.ffn)
     mlp_gradients = workload.tokens * mlp_columns / tensor * workload.compute_bytes
     return max(scores + qkv_gradients, mlp_gradients)
+
+
+def _round_bytes(workload: Workload) -> float:
+    """Returns the temporary bytes of one round of a layer's experts, backward.
+
+    It holds the tokens and gradients of messages as they are sent and as they arrive, the rows made
+    of them, and what the experts compute of these rows. The gradients of the device's own experts
+    are sums over the rounds in float32. All routings need as much: their number of rounds differs.
+    """
+    model, experts = workload.model, workload.model.experts
+    if experts is None:
+        return 0.0
+    dispatch = workload.dispatch()
+    columns = _expert_columns(workload)
+    moved = ROUND_MESSAGES * dispatch.messages * model.embed
+    of_rows = dispatch.padded * (ROUND_ROWS * model.embed + ROUND_COLUMNS * columns)
+    each = workload.compute_bytes + (0 if dispatch.is_one_round else FLOAT32)
+    # Those of a layer that has experts, and not of the mean.
+    of_layer = _expert_elements(workload) / model.expert_share
+    of_weights = each * workload.trained.share * of_layer
+    return workload.compute_bytes * (moved + of_rows) + of_weights

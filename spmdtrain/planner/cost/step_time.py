@@ -7,7 +7,7 @@ orders, with the embedding on the first stage and the head on the last.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -46,6 +46,7 @@ BOUND_BY: Mapping[str, str] = {
     "embedding": "memory",
     "tensor_collectives": "network",  # sums of activations over `tensor`
     "context_collectives": "network",  # keys and values over `context`
+    "expert_exchange": "network",  # tokens on their way to their experts and back
     "pipeline_bubble": "idle",  # the fullest stage waits for others
     "pipeline_hops": "network",  # sends between stages, if the bubble does not count them
     "exchanges": "host",  # the host, around each microbatch of a stage
@@ -127,6 +128,7 @@ def step_time(
     terms["data_reduction"] = _reduction_seconds(workload, hardware, software)
     terms["optimizer"] = _optimizer_seconds(workload, hardware, software)
     terms["outside_the_device"] = software.host_seconds
+    terms["data_reduction"] += _dense_reduction_seconds(workload, hardware, software)
     doublings = math.log2(workload.mesh.devices)
     terms["stragglers"] = software.straggler_share * doublings * sum(terms.values())
     return StepTime(workload, hardware, software, terms)
@@ -135,7 +137,8 @@ def step_time(
 def stage_parameters(workload: Workload, software: Software) -> float:
     """Counts the parameters on a device of the fullest stage, before `data` and `fsdp` split them.
 
-    A whole layer counts as split over `tensor`. memory.resident_elements is the exact count.
+    A whole layer counts as split over `tensor`, and its experts are left out, of which
+    `stage_expert_parameters` are on a device. memory.resident_elements is the exact count.
     """
     model = workload.model
     tensor = workload.mesh.tensor
@@ -149,10 +152,19 @@ def stage_parameters(workload: Workload, software: Software) -> float:
     return max(inside, last_stage + model.vocab * model.embed / tensor)
 
 
+def stage_expert_parameters(workload: Workload) -> float:
+    """Counts those of the experts that a device of a stage owns, before `data` and `fsdp`."""
+    mesh = workload.mesh
+    layer = workload.model.expert_parameters / (mesh.expert * mesh.tensor)
+    return workload.layers_per_stage * layer
+
+
 def trained_parameters(workload: Workload, software: Software) -> float:
-    """Counts those of `stage_parameters` that are trained, as `fsdp` splits them."""
+    """Counts the parameters of a stage that are trained, as `fsdp` splits them."""
     trained = workload.trained
-    own = trained.share * stage_parameters(workload, software) / workload.mesh.fsdp
+    stage = stage_parameters(workload, software) / workload.dense_ways
+    stage += stage_expert_parameters(workload)
+    own = trained.share * stage / workload.mesh.fsdp
     adapters = trained.adapter_elements(workload.model, workload.mesh.tensor)
     return own + workload.layers_per_stage * adapters
 
@@ -330,27 +342,29 @@ def _fsdp_seconds(
     microbatch), which is slowed by it. If the share that overlaps is unknown, it is everything but
     the first gather and what lies outside the layers.
     """
-    if workload.mesh.fsdp == 1:
+    if workload.dense_group.size == 1:
         return 0.0
-    all_gather = partial(
-        all_gather_seconds,
-        group=workload.mesh.group("fsdp"),
-        hardware=hardware,
-        all_cards=software.all_network_cards,
-    )
+    gather = partial(all_gather_seconds, hardware=hardware, all_cards=software.all_network_cards)
+    dense = partial(gather, group=workload.dense_group)
+    experts = partial(gather, group=workload.mesh.group("fsdp"))
     size = workload.compute_bytes
     scatter_cost = (software.scattered_gradient_bytes or size) / size  # scatter / gather
     scatter_cost *= workload.trained.share
+    own_experts = stage_expert_parameters(workload) * size
     if workload.mesh.pipeline > 1:
-        return (1 + scatter_cost) * all_gather(stage_parameters(workload, software) * size)
+        whole = dense(stage_parameters(workload, software) * size)
+        return (1 + scatter_cost) * (whole + _if_any(experts, own_experts))
 
     layers = workload.layers_per_stage
     layer = workload.model.layer_parameters / workload.mesh.tensor
     outside = workload.model.outside_parameters / workload.mesh.tensor
     pieces = software.gathers_per_layer
-    of_layers = (2 + scatter_cost) * all_gather(layers * layer * size, pieces=layers * pieces)
-    first_layer = all_gather(layer * size, pieces=pieces)
-    alone = first_layer + (1 + scatter_cost) * all_gather(outside * size)
+    once = dense(layers * layer * size, pieces=layers * pieces)
+    once += _if_any(experts, own_experts, layers * pieces)
+    of_layers = (2 + scatter_cost) * once
+    first_layer = dense(layer * size, pieces=pieces)
+    first_layer += _if_any(experts, own_experts / layers, pieces)
+    alone = first_layer + (1 + scatter_cost) * dense(outside * size)
     moving = of_layers + alone
     beside_work = of_layers
     if software.overlap.fsdp is not None:
@@ -359,6 +373,24 @@ def _fsdp_seconds(
     slowing = 1 - LOST_BESIDE_COLLECTIVES * software.work_beside_gathers
     hidden = min(beside_work, software.work_beside_gathers * stage_seconds / slowing)
     return workload.accumulation * left_over(moving, hidden)
+
+
+def _if_any(gather: Callable[..., float], moved: float, pieces: int = 1) -> float:
+    """Returns the seconds of gathering experts' weights: none where there are none."""
+    return gather(moved, pieces=pieces) if moved else 0.0
+
+
+def _dense_reduction_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    """Returns the seconds of summing gradients over `expert`, once per step: all but experts'.
+
+    Where `expert` splits these weights, it is counted with `fsdp`.
+    """
+    if workload.mesh.expert == 1 or workload.dense_over_expert:
+        return 0.0
+    elements = workload.trained.share * stage_parameters(workload, software) / workload.mesh.fsdp
+    moved = software.gradient_bytes * elements
+    group = workload.mesh.group("expert")
+    return exposed(all_reduce_seconds(moved, group, hardware), software.overlap.data)
 
 
 def _reduction_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:

@@ -5,15 +5,15 @@ runs down as workloads directly.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.size import seen_pairs
 from spmdtrain.parallel.axes import batch_shards
+from spmdtrain.planner.cost.experts import Dispatch, ExpertShape
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ModelShape:
     query_norm: str = "none"  # "head" or "all": of queries and keys
     sinks: bool = False
     windows: tuple[int, ...] = ()  # tokens that attention sees, repeating over the layers; 0: all
+    experts: ExpertShape | None = None  # in place of the mlp, in some or all layers
 
     @property
     def attention_width(self) -> int:
@@ -58,15 +59,84 @@ class ModelShape:
         return self.ffn * matrices
 
     @property
-    def layer_matrices(self) -> int:
-        """The number of parameters of one layer that multiply every token."""
-        return self.embed * (self.qkv_width + self.attention_width + self.up_width + self.ffn)
+    def repeats(self) -> int:
+        """The number of equal parts of the stack that a pipeline divides."""
+        return self.experts.repeats(self.layers) if self.experts else self.layers
 
     @property
-    def layer_parameters(self) -> int:
-        """Returns all parameters of one layer: matrices, norms, biases and sinks."""
+    def expert_share(self) -> float:
+        """The share of the layers that have experts."""
+        return self.experts.share_of(self.layers) if self.experts else 0.0
+
+    @property
+    def dense_layer(self) -> "ModelShape":
+        """A model of layers like those that have no experts."""
+        return replace(self, experts=None)
+
+    @property
+    def beside_experts(self) -> "ModelShape":
+        """A model of layers like those with experts, but with only the shared ones as their mlp."""
+        assert self.experts is not None, "a model with experts"
+        ffn = self.experts.shared * self.experts.ffn
+        return replace(self, experts=None, ffn=ffn, mlp_bias=self.has_mlp_bias and ffn > 0)
+
+    def mean_of_layers(self, of_layer: Callable[["ModelShape"], float]) -> float:
+        """Returns the mean over the layers of what `of_layer` says of one, without its experts."""
+        share = self.expert_share
+        if not share:
+            return of_layer(self)
+        dense = (1 - share) * of_layer(self.dense_layer) if share < 1 else 0.0
+        return dense + share * of_layer(self.beside_experts)
+
+    @property
+    def layer_matrices(self) -> float:
+        """The number of parameters of one layer that multiply every token.
+
+        With experts, here and in what follows, it is the mean of the layers. Those of the experts
+        that are chosen are `expert_matrices`.
+        """
+        if self.experts is None:
+            return self.embed * (self.qkv_width + self.attention_width + self.up_width + self.ffn)
+        router = self.expert_share * self.embed * self.experts.count
+        return self.mean_of_layers(lambda layer: layer.layer_matrices) + router
+
+    @property
+    def active_matrices(self) -> float:
+        """The number of parameters of one layer that a token goes through."""
+        if self.experts is None:
+            return self.layer_matrices
+        return self.layer_matrices + self.experts.chosen / self.experts.count * self.expert_matrices
+
+    @property
+    def expert_matrices(self) -> float:
+        """The number of parameters of all experts of one layer but for their biases."""
+        if self.experts is None:
+            return 0
+        width = self.experts.ffn * (3 if self.gated else 2)
+        return self.expert_share * self.experts.count * self.embed * width
+
+    @property
+    def expert_parameters(self) -> float:
+        """The number of parameters of all experts of one layer."""
+        if self.experts is None:
+            return 0
+        up_width = self.experts.ffn * (2 if self.gated else 1)
+        biases = self.experts.count * (up_width + self.embed) * self.has_mlp_bias
+        return self.expert_matrices + self.expert_share * biases
+
+    @property
+    def layer_parameters(self) -> float:
+        """Returns all parameters of one layer but those of its experts."""
+        if self.experts is not None:
+            router = self.embed * self.experts.count + self.experts.router_biases
+            others = self.mean_of_layers(lambda layer: layer.layer_parameters)
+            return others + self.expert_share * router
         norms = self.norms * self.embed * self.vectors_per_norm
         return self.layer_matrices + norms + self._biases + self.query_norm_size + self.head_sinks
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        return self.bias if self.mlp_bias is None else self.mlp_bias
 
     @property
     def norms(self) -> int:
@@ -81,10 +151,10 @@ class ModelShape:
     @property
     def _biases(self) -> int:
         """Returns the parameters of one layer's projections that are biases."""
-        qkv, out, mlp = (
-            self.bias if given is None else given
-            for given in (self.qkv_bias, self.out_bias, self.mlp_bias)
+        qkv, out = (
+            self.bias if given is None else given for given in (self.qkv_bias, self.out_bias)
         )
+        mlp = self.has_mlp_bias
         return self.qkv_width * qkv + self.embed * out + (self.up_width + self.embed) * mlp
 
     @property
@@ -118,7 +188,8 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.outside_parameters
+        layer = self.layer_parameters + self.expert_parameters
+        return round(self.layers * layer) + self.outside_parameters
 
     @property
     def vocabulary_tables(self) -> int:
@@ -151,8 +222,8 @@ class Trained:
         widths = {
             ("q", "k", "v"): model.qkv_width,
             ("out",): model.attention_width,
-            ("gate", "up"): model.up_width,
-            ("down",): model.ffn,
+            ("gate", "up"): model.mean_of_layers(lambda layer: layer.up_width),
+            ("down",): model.mean_of_layers(lambda layer: layer.ffn),
         }
         have = [width for parts, width in widths.items() if set(parts) & set(self.targets)]
         return model.embed * sum(have) / tensor
@@ -180,11 +251,11 @@ class Trained:
         """
         heads = model.attention_width / tensor
         kv_heads = model.kv_heads * model.head_dim / tensor
-        ffn = model.ffn / tensor
+        ffn = model.mean_of_layers(lambda layer: layer.ffn) / tensor
         wide = {"q": heads, "k": kv_heads, "v": kv_heads, "out": heads, "up": ffn, "down": ffn}
         if model.gated:
             wide["gate"] = ffn
-        return {target: width for target, width in wide.items() if target in self.targets}
+        return {target: width for target, width in wide.items() if width and target in self.targets}
 
 
 class Group(NamedTuple):
@@ -262,6 +333,8 @@ class Workload:
     own_moment_bytes: float | None = None  # of each at rest; None: stored_bytes
     gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
+    dense_over_expert: bool = False  # `expert` splits all weights, beside `fsdp`
+    experts_over_tensor: bool = False  # `tensor` owns experts, and does not split each of them
 
     @property
     def accumulation(self) -> int:
@@ -300,11 +373,45 @@ class Workload:
         return self.global_batch * self.sequence_length
 
     @property
+    def dense_ways(self) -> int:
+        """The parts into which `expert` splits weights that are not experts'."""
+        return self.mesh.expert if self.dense_over_expert else 1
+
+    @property
+    def dense_group(self) -> Group:
+        """The devices that split weights that are not experts', and gather them."""
+        fsdp = self.mesh.group("fsdp")
+        if self.dense_ways == 1:
+            return fsdp
+        return Group(fsdp.size * self.dense_ways, self.mesh.stride("expert"))
+
+    @property
+    def exchange_group(self) -> Group:
+        """The devices that own the experts of a layer, among which tokens travel."""
+        mesh = self.mesh
+        if self.experts_over_tensor:
+            return Group(mesh.expert * mesh.tensor, mesh.context)
+        return mesh.group("expert")
+
+    def dispatch(self, imbalance: float = 1.0) -> Dispatch:
+        """Returns the exchange of a microbatch's tokens in a layer with experts."""
+        assert self.model.experts is not None, "a model with experts"
+        tokens = self.tokens
+        if self.experts_over_tensor:
+            tokens = -(-tokens // self.mesh.tensor)
+        return Dispatch(self.model.experts, tokens, self.exchange_group.size, imbalance)
+
+    @property
     def layers_per_stage(self) -> int:
-        """The number of layers of the fullest stage, including padding."""
-        chunks = self.mesh.pipeline * self.chunks
-        layers = self.model.layers + 2 * self.short_ends
-        return self.chunks * -(-layers // chunks)
+        """The number of layers of the fullest stage, including padding.
+
+        The first dense layers of a model with experts run on every stage.
+        """
+        experts = self.model.experts
+        first, every = (experts.first_dense, experts.every) if experts else (0, 1)
+        chunks = self.mesh.pipeline * self.chunks * every
+        layers = self.model.layers - first + 2 * self.short_ends
+        return self.chunks * every * -(-layers // chunks) + first
 
     @property
     def compute_bytes(self) -> int:
@@ -356,6 +463,24 @@ def model_shape(config: RunConfig) -> ModelShape:
         query_norm=model.query_norm,
         sinks=model.sinks,
         windows=model.windows,
+        experts=_expert_shape(config),
+    )
+
+
+def _expert_shape(config: RunConfig) -> ExpertShape | None:
+    """Returns the sizes of the config's experts; None for a custom model, which has its own."""
+    experts = config.model.experts
+    if experts is None or config.model.make:
+        return None
+    return ExpertShape(
+        count=experts.count,
+        chosen=experts.chosen,
+        ffn=config.model.expert_hidden,
+        shared=experts.shared,
+        first_dense=experts.first_dense,
+        every=experts.every,
+        bucket_factor=experts.bucket_factor,
+        logit_bias=experts.logit_bias,
     )
 
 
@@ -407,16 +532,7 @@ MOMENT_BYTES = {"params": None, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
 
 
 def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
-    """Returns the workload of a run. No size may be -1, and `model.vocab` must be set.
-
-    Raises ConfigError for a model with experts.
-    """
-    if config.model.experts and not config.model.make:
-        raise ConfigError(
-            "no cost of experts is known here: neither their traffic nor their memory",
-            asked="[model.experts]",
-            fix="spmdtrain train --set train.steps=1, which prints the memory of the compiled step",
-        )
+    """Returns the workload of a run. No size may be -1, and `model.vocab` must be set."""
     mesh = MeshShape(**mesh_sizes)
     train = config.train
     pipelined = mesh.pipeline > 1
@@ -444,6 +560,8 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         own_moment_bytes=MOMENT_BYTES[config.optimizer.moment_dtype],
         gradients_at_weights=config.optimizer.gradients_at_weights,
         item_bytes=_item_bytes(config),
+        dense_over_expert="expert" in config.rules.parameters.get("embed", ()),
+        experts_over_tensor="tensor" in config.rules.parameters.get("experts", ()),
     )
 
 

@@ -1,0 +1,120 @@
+"""The experts of a model, and what their exchange moves (`spmdtrain.parallel.experts`).
+
+Plain numbers. Buckets and tiles are those that a run makes, by the same functions.
+"""
+
+import math
+from dataclasses import dataclass
+
+from spmdtrain.parallel.experts.rounds import tile_of
+from spmdtrain.parallel.experts.sending import Bucket, bucket_of
+
+# Large all-to-alls of a layer. The backward sends the tokens again, and does not keep them.
+FORWARD_EXCHANGES = 2  # tokens there, results back
+BACKWARD_EXCHANGES = 3  # tokens and gradients there, gradients back
+# Bytes of a row beside its token: message, expert and gate there, in both passes, and the gradient
+# of the gate back.
+TOLD_BYTES = 12 + 12 + 4
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The sizes of `[model.experts]`, under its names."""
+
+    count: int
+    chosen: int
+    ffn: int
+    shared: int = 0
+    first_dense: int = 0
+    every: int = 1
+    bucket_factor: float = 1.25
+    logit_bias: bool = False
+
+    def share_of(self, layers: int) -> float:
+        """Returns the share of `layers` that have experts."""
+        return self.repeats(layers) / layers
+
+    def repeats(self, layers: int) -> int:
+        """Returns how often the pattern of the layers after the first dense ones repeats."""
+        return (layers - self.first_dense) // self.every
+
+    @property
+    def router_biases(self) -> int:
+        """Returns the parameters of a router beside its matrix."""
+        return self.count * (2 if self.logit_bias else 1)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One layer's exchange of the `tokens` of one device, with `devices` that own the experts.
+
+    imbalance: rows of the fullest device over the mean, and likewise of its buckets.
+    """
+
+    experts: ExpertShape
+    tokens: int
+    devices: int
+    imbalance: float
+
+    @property
+    def own(self) -> int:
+        """The experts of a device."""
+        return max(1, self.experts.count // self.devices)
+
+    @property
+    def bucket(self) -> Bucket:
+        experts = self.experts
+        return bucket_of(self.tokens, experts.chosen, self.devices, self.own, experts.bucket_factor)
+
+    @property
+    def is_one_round(self) -> bool:
+        """True if one round is enough for every routing."""
+        return self.bucket.holds_all(self.tokens, self.experts.chosen, self.own)
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds until the fullest bucket is empty."""
+        if self.is_one_round:
+            return 1
+        return max(1, math.ceil(self.imbalance / self.experts.bucket_factor))
+
+    @property
+    def messages(self) -> int:
+        """The number of messages that a device has room for in one round, its own included."""
+        return self.devices * self.bucket.messages
+
+    @property
+    def places(self) -> int:
+        """The number of rows that a device has room for in one round, without padding to tiles."""
+        return self.devices * self.bucket.rows
+
+    @property
+    def padded(self) -> int:
+        """`places` with room to fill up each expert's rows to whole tiles."""
+        return self.places + min(self.own, self.places) * self.tile
+
+    @property
+    def rows_of_expert(self) -> int:
+        """The rows that an expert of the fullest device multiplies, padded to whole tiles.
+
+        Half a tile is wasted on average. A device that owns all experts has its own rows alone.
+        """
+        imbalance = self.imbalance if self.devices > 1 else 1.0
+        rows = imbalance * self.tokens * self.experts.chosen / self.own
+        return math.ceil(rows + self.tile / 2)
+
+    @property
+    def tile(self) -> int:
+        return tile_of(self.tokens * self.experts.chosen // self.own)
+
+    def sent_bytes(self, width: int, size: int) -> float:
+        """Returns what a device sends for one large all-to-all, in all of its rounds.
+
+        width: of a token, in elements of `size` bytes.
+        """
+        return self.rounds * (self.devices - 1) * self.bucket.messages * width * size
+
+    @property
+    def told_bytes(self) -> float:
+        """Returns what a device sends of rows beside their tokens, forward and backward."""
+        return self.rounds * (self.devices - 1) * self.bucket.rows * TOLD_BYTES

@@ -1,0 +1,181 @@
+"""Models with experts: sizes as the built model has them, traffic by hand, the best mesh."""
+
+from dataclasses import replace
+from math import ceil, comb
+
+import pytest
+from helpers import tiny
+from test_memory import EXPERTS, LLAMA, _kept_and_deferred
+from test_traffic import ALL, LAYER, MODEL, workload
+
+from spmdtrain.config import ConfigError
+from spmdtrain.models.abstract import build_model
+from spmdtrain.models.size import train_flops_per_token
+from spmdtrain.planner.cost import memory
+from spmdtrain.planner.cost.experts import ExpertShape
+from spmdtrain.planner.cost.flops import model_flops_per_token
+from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.cost.software import software
+from spmdtrain.planner.cost.step_time import step_time
+from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
+from spmdtrain.planner.plan import search, why_experts
+from spmdtrain.planner.plan_rules import plan_rules
+from spmdtrain.planner.traffic import needed_traffic
+
+H100 = DEVICES["h100"]
+SHARED = ("model.experts.ffn=40", "model.experts.shared=1")
+VARIED = [
+    (*LLAMA, *EXPERTS),
+    (*LLAMA, *EXPERTS, *SHARED),
+    (*LLAMA, *EXPERTS, "model.experts.first_dense=2", "model.experts.every=2"),
+    (*LLAMA, *EXPERTS, "model.bias=true", "model.mlp=gelu", "model.experts.logit_bias=true"),
+]
+# The sizes of Qwen3-30B-A3B.
+FINE = ModelShape(
+    layers=48,
+    embed=2048,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    ffn=6144,
+    vocab=151936,
+    gated=True,
+    tied=False,
+    bias=False,
+    layernorm=False,
+    query_norm="head",
+    experts=ExpertShape(count=128, chosen=8, ffn=768),
+)
+
+
+@pytest.mark.parametrize("settings", VARIED)
+def test_parameters_and_flops_are_those_of_the_built_model(settings):
+    config = tiny(*settings)
+    shape = workload_of(config, dict(config.mesh.sizes)).model
+    assert shape.parameters == sum(each.size for each in build_model(config).parameters.values())
+    length = config.train.sequence_length
+    flops = train_flops_per_token(config.model, length)
+    assert model_flops_per_token(shape, length) == pytest.approx(flops, rel=1e-9)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("settings", VARIED[:2])
+def test_what_a_layer_with_experts_keeps(settings, remat):
+    config = tiny(
+        *settings, f"train.remat={remat}", "precision.compute=bfloat16", "train.global_batch=2"
+    )
+    found = workload_of(config, dict(config.mesh.sizes))
+    kept, deferred = _kept_and_deferred(config)
+    assert memory.kept_bytes(found) == kept
+    if remat == "none":
+        assert memory.deferred_bytes(found) == pytest.approx(deferred, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("mesh.expert=2", "mesh.fsdp=2"),
+        ("mesh.expert=4", "mesh.data=2", "train.zero=1"),
+        ("mesh.expert=2", "mesh.tensor=2", "rules.parameters.experts=expert,tensor"),
+        ("mesh.expert=2", "mesh.fsdp=2", "rules.parameters.embed=fsdp,expert"),
+        ("mesh.pipeline=2", "mesh.expert=2", "train.microbatch=2"),
+    ],
+)
+def test_the_state_at_rest_is_split_as_a_run_splits_it(mesh):
+    config = tiny(*LLAMA, *EXPERTS, "model.embed=256", "model.ffn=512", *mesh)
+    sizes = dict(config.mesh.sizes)
+    closed_form = memory.closed_form_state(workload_of(config, sizes))
+    assert closed_form == pytest.approx(memory.exact_state(config, sizes), rel=0.03)
+
+
+def with_experts(mesh: MeshShape, **changes) -> Workload:
+    experts = ExpertShape(count=8, chosen=2, ffn=16)
+    return workload(mesh, model=replace(MODEL, experts=experts), **changes)
+
+
+def test_tokens_travel_five_times_and_dense_gradients_once():
+    layer = with_experts(MeshShape(expert=4))
+    tokens = 2 * 16
+    messages = ceil(1.25 * tokens * (1 - comb(6, 2) / comb(8, 2)))
+    rows = ceil(1.25 * tokens * 2 / 4)
+    large = 5 * 3 * messages * 8 * 2  # to three others, of width 8, in 16 bits
+    told = 3 * rows * (12 + 12 + 4)
+    router = 8 * 8 + 8
+    dense = ALL - 4 * 2 * 8 * 16 + 4 * router  # no mlp, which has two matrices
+    assert LAYER == 8 * 56
+    gradients = 2 * 3 / 4 * 4 * dense
+    microbatches = 16 // 2 // 4
+    assert needed_traffic(layer) == {
+        "expert": pytest.approx(microbatches * 4 * (large + told) + gradients)
+    }
+
+
+def test_dense_weights_split_over_expert_are_gathered_over_both_axes():
+    mesh = MeshShape(fsdp=2, expert=2)
+    copied = needed_traffic(with_experts(mesh))
+    split = needed_traffic(with_experts(mesh, dense_over_expert=True))
+    assert set(copied) == {"fsdp", "expert"}
+    assert set(split) == {"fsdp", "expert", "fsdp+expert"}
+    assert split["fsdp"] < copied["fsdp"]
+    assert split["expert"] < copied["expert"]
+    whole = memory.step_memory(with_experts(mesh))
+    assert memory.step_memory(with_experts(mesh, dense_over_expert=True)).total < whole.total
+
+
+def test_devices_of_tensor_that_own_experts_send_nothing_twice():
+    mesh = MeshShape(expert=2, tensor=2)
+    sent = {
+        over: needed_traffic(with_experts(mesh, experts_over_tensor=over, sequence_parallel=True))
+        for over in (False, True)
+    }
+    assert sent[True]["tensor"] < sent[False]["tensor"]
+
+
+def test_an_uneven_load_costs_time():
+    found = Workload(FINE, 4096, 64, 1, MeshShape(expert=8), remat="full")
+    ours = software("spmdtrain", "h100")
+    even, uneven, worst = (
+        step_time(found, H100, replace(ours, expert_imbalance=imbalance))
+        for imbalance in (1.0, 1.25, 4.0)
+    )
+    assert even.terms["matmul"] < uneven.terms["matmul"] < worst.terms["matmul"]
+    assert even.terms["expert_exchange"] == uneven.terms["expert_exchange"]  # fits the buckets
+    assert worst.terms["expert_exchange"] == pytest.approx(4 * even.terms["expert_exchange"])
+
+
+def test_a_plan_says_why_it_has_its_size_of_expert():
+    found = Workload(FINE, 4096, 128, 2, MeshShape(), stored_bytes=4)
+    plans = search(found, 16, H100, software("spmdtrain", "h100"))
+    best = {}
+    for plan in plans:
+        best.setdefault(plan.workload.mesh.expert, plan)
+    assert best[16].why.startswith("expert exchange")
+    assert plans[0].workload.mesh.expert < 16
+    lines = why_experts(plans)
+    assert lines[0].startswith(f"mesh.expert={plans[0].workload.mesh.expert} is best: ")
+    assert len(lines) == len(best)
+    split = next(plan for plan in plans if plan.workload.mesh.expert > 1)
+    assert "rules.parameters.embed=fsdp,expert" in split.settings
+    assert (
+        why_experts(
+            search(
+                replace(found, model=replace(FINE, experts=None)),
+                16,
+                H100,
+                software("spmdtrain", "h100"),
+            )
+        )
+        == []
+    )
+
+
+def test_few_tokens_a_device_favour_tokens_that_travel():
+    """Gathering all experts for a few tokens takes longer than sending the tokens."""
+    found = Workload(FINE, 4096, 16, 1, MeshShape(), stored_bytes=4)
+    plans = search(found, 16, H100, software("spmdtrain", "h100"))
+    assert plans[0].workload.mesh.expert > 1
+
+
+def test_rules_of_experts_are_not_searched_and_it_says_so():
+    with pytest.raises(ConfigError, match=r"plan --rules knows no ways .*\[model.experts\]"):
+        plan_rules(tiny(*LLAMA, *EXPERTS, "mesh.tensor=2"), 2, H100)
