@@ -129,6 +129,8 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     kv_heads = 1 if shared else HEADS
     heads = HEADS if kv_heads == 1 else HEADS * min(ratio, 2)
     width = _width(config)
+    # With muP it decides how the scale of the scores follows the width.
+    keeps_heads = model.mup_base is not None and model.head_dim is not None
     own_width = model.heads * model.width_per_head != model.embed
     embed = HEADS * width // 2 if own_width else heads * width
     small: dict[str, Any] = {
@@ -136,7 +138,8 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         "embed": embed,
         "heads": heads,
         "kv_heads": None if kv_heads == heads and model.kv_heads is None else kv_heads,
-        "head_dim": width if own_width else None,
+        "head_dim": width if own_width or keeps_heads else None,
+        "mup_base": model.mup_base and max(1, round(embed / model.width_factor)),
         "ffn": _ffn(config, embed),
         "vocab": _vocab(config),
         "max_length": 2 * LENGTH if model.max_length else None,

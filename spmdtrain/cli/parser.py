@@ -16,6 +16,7 @@ from spmdtrain.cli.planning.schedule import add_schedule
 from spmdtrain.cli.published.export import add_export
 from spmdtrain.cli.published.import_ import add_import
 from spmdtrain.cli.run.certify import add_certify
+from spmdtrain.cli.run.coordcheck import add_coordcheck
 from spmdtrain.cli.run.eval import add_eval
 from spmdtrain.cli.run.explain import add_explain
 from spmdtrain.cli.run.launch import add_launch
@@ -98,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_replay(commands)
     add_explain(commands)
     add_certify(commands)
+    add_coordcheck(commands)
     add_export(commands)
     data = _add_group(commands, "data", "make token files")
     add_prepare(data)

@@ -104,5 +104,6 @@ DONE = 0
 PREEMPTED = 3
 # Not an error either: a replay came out otherwise than the run that it repeats.
 UNEQUAL = 12
-# Nor is this: a certificate was refused, because a layout trains something else.
+# Nor is this: a certificate was refused, because a layout trains something else; or widths were,
+# because one trains otherwise than another.
 REFUSED = 13

@@ -21,7 +21,7 @@ class LogitShape(TypedDict):
 
 def logit_shape(config: TransformerConfig) -> LogitShape:
     """Returns the scale and the cap of the model's logits."""
-    return {"scale": config.logit_scale, "softcap": config.logit_cap}
+    return {"scale": config.logit_factor, "softcap": config.logit_cap}
 
 
 def logits_of(

@@ -28,6 +28,6 @@ class LanguageModel(Protocol):
     def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
         """Returns hidden states [b, t, e], and the table [v, e]: their products are the logits.
 
-        `model.logit_scale` and `model.logit_cap` shape them afterwards.
+        `model.logit_scale`, `model.mup_base` and `model.logit_cap` shape them afterwards.
         """
         ...

@@ -16,6 +16,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Attention, Cache, Embedding, ExpertMlp, Mlp, Norm, weight
+from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.logits import logits_of
 from spmdtrain.models.stack import Round, SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
@@ -141,11 +142,13 @@ class Transformer(nnx.Module):
         self.blocks = Stack(makers if len(makers) > 1 else makers[0], model.stack_layers, rngs)
         self.norm = norm(model)
         self.embed_factor = model.embed_factor
-        self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
+        self.logit_scale, self.logit_cap = model.logit_factor, model.logit_cap
         if model.tied:
             self.unembed_ve = None
         else:
-            self.unembed_ve = weight(rngs, (config.vocab, model.embed), ("vocab", "embed"))
+            # With muP 0: what a random head adds to the logits is another size in each width.
+            std = INIT_STD if model.mup_base is None else 0.0
+            self.unembed_ve = weight(rngs, (config.vocab, model.embed), ("vocab", "embed"), std)
 
     def embed(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self._embedded(tokens_bt, ctx)

@@ -99,6 +99,7 @@ VALUES: dict[str, Sequence[Any]] = {
 NOT_DRAWN = {
     "model.make": "names a file of the person's; tests/running/test_make.py has it",
     "model.extra": "is typed by such a model",
+    "model.mup_base": "asks for some optimizers; tests/certify/test_widths.py has it",
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
     "model.experts": "a table; tests/models/test_router.py has it, on meshes",
     "data.mix": "a table of sources; tests/data has it",

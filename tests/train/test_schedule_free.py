@@ -25,7 +25,8 @@ from spmdtrain.planner.cost.workload import MeshShape, workload_of
 from spmdtrain.train.setup import init_state, shard
 from spmdtrain.train.step import make_gradients
 from spmdtrain.train.updates import optimizers
-from spmdtrain.train.updates.shipped_optimizers import is_matrix, shipped_update_rules
+from spmdtrain.train.updates.kinds import is_matrix
+from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
 pytestmark = pytest.mark.long
 

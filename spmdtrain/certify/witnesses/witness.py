@@ -271,11 +271,15 @@ def _update(reference: Reference, own: Own) -> Witness:
             return Witness(name, False, f"step {at + 1}: grad_norm is not that of the gradients")
         for leaf, gradient in clipped.items():
             weight = reference.states[at][Leaf(WEIGHT, leaf.path)].astype(np.float64)
+            own_rate = setup.update_rules[leaf.path].rate  # 1 without model.mup_base
             dims = weight.ndim - setup.model.in_stack(leaf.path)  # of a layer
             decays = dims >= 2 and "bias" not in leaf.path.rpartition(".")[2]
             if leaf not in followed:
-                followed[leaf] = follow(optimizer, weight, decays)
-            want = followed[leaf].moved(gradient, weight, figures.numbers["learning_rate"])
+                decay = optimizer.weight_decay / own_rate
+                own = optimizer.model_copy(update={"weight_decay": decay})
+                followed[leaf] = follow(own, weight, decays)
+            rate = own_rate * figures.numbers["learning_rate"]
+            want = followed[leaf].moved(gradient, weight, rate)
             got = figures.arrays[Leaf(WEIGHT, leaf.path)]
             stored = 3 * rounding_of(np.dtype("float32")) * norm(weight)
             off = (norm(got - want) - stored) / max(norm(want), 1e-30)

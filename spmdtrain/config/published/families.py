@@ -172,7 +172,7 @@ def _gemma3(keys: Keys) -> ModelSettings:
 
 
 def _write_gemma(model: TransformerConfig) -> dict[str, Any]:
-    scale = model.score_scale or model.width_per_head**-0.5
+    scale = model.score_factor or model.width_per_head**-0.5
     scalar = scale**-2
     near = round(scalar)
     return _write_biases(model) | {
@@ -244,10 +244,10 @@ def _granite(keys: Keys) -> ModelSettings:
 
 def _write_granite(model: TransformerConfig) -> dict[str, Any]:
     return _write_llama(model) | {
-        "attention_multiplier": model.score_scale or model.width_per_head**-0.5,
+        "attention_multiplier": model.score_factor or model.width_per_head**-0.5,
         "embedding_multiplier": model.embed_factor,
         "residual_multiplier": model.residual_scale,
-        "logits_scaling": 1 / model.logit_scale,
+        "logits_scaling": 1 / model.logit_factor,
     }
 
 

@@ -60,7 +60,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         scaling = model.rope_scaling.model_dump()
     plain = ("layers", "embed", "heads", "vocab", "max_length", "positions", "norm", "mlp", "tied")
     plain += ("score_cap", "logit_cap", "sinks", "query_norm", "norm_places", "norm_epsilon")
-    plain += ("norm_offset", "residual_scale", "logit_scale")
+    plain += ("norm_offset", "residual_scale")
     return {name: getattr(model, name) for name in plain} | {
         "kv_heads": model.key_value_heads,
         "head_dim": model.width_per_head,
@@ -69,7 +69,8 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "qkv_bias": model.has_qkv_bias,
         "out_bias": model.has_out_bias,
         "mlp_bias": model.has_mlp_bias,
-        "score_scale": model.score_scale or model.width_per_head**-0.5,
+        "score_scale": model.score_factor or model.width_per_head**-0.5,
+        "logit_scale": model.logit_factor,
         "embed_scale": model.embed_factor,
         "rope_share": model.rope_share,
         "rope_scaling": scaling,

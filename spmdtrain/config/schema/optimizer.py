@@ -47,6 +47,7 @@ class OptimizerConfig(Settings):
     """
 
     moments: ClassVar[int]  # elements of optimizer state per element of a parameter
+    has_width_rule: ClassVar[bool] = False  # of its rates, for `model.mup_base`
     gradients_at_weights: ClassVar[bool] = True  # False: at a point that a step derives from them
 
     learning_rate: Positive = 1e-3
@@ -113,6 +114,7 @@ class OptimizerConfig(Settings):
 
 class AdamW(OptimizerConfig):
     moments: ClassVar[int] = 2
+    has_width_rule: ClassVar[bool] = True
 
     name: Literal["adamw"] = "adamw"
     beta1: Fraction = 0.9
@@ -124,6 +126,7 @@ class Lion(OptimizerConfig):
     """arXiv:2302.06675: needs a third to a tenth of AdamW's learning rate."""
 
     moments: ClassVar[int] = 1
+    has_width_rule: ClassVar[bool] = True
 
     name: Literal["lion"] = "lion"
     beta1: Fraction = 0.9
@@ -163,6 +166,7 @@ class Muon(OptimizerConfig):
     """
 
     moments: ClassVar[int] = 1  # of the matrices
+    has_width_rule: ClassVar[bool] = True
 
     name: Literal["muon"] = "muon"
     momentum: Fraction = Field(default=0.95, description="of the matrices")

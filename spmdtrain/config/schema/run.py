@@ -142,6 +142,12 @@ class RunConfig(Settings):
             self._check_pairs()
         if self.train.epochs is None:
             self._check_steps()
+        if self.model.mup_base is not None and not self.optimizer.has_width_rule:
+            raise ValueError(
+                f"model.mup_base={self.model.mup_base}: muP knows no rates of "
+                f"optimizer.name={self.optimizer.name!r}; set optimizer.name='adamw', 'lion' or "
+                "'muon'"
+            )
         if self.optimizer.final_learning_rate > self.optimizer.learning_rate:
             raise ValueError("optimizer.final_learning_rate is above optimizer.learning_rate")
         narrow = self.precision.params

@@ -18,7 +18,7 @@ from spmdtrain.models.layers.cache import Cache
 from spmdtrain.models.layers.kinds import by_kind, kind_of
 from spmdtrain.models.layers.norm import QueryKeyNorm
 from spmdtrain.models.layers.rope import make_rotation
-from spmdtrain.models.layers.weights import INIT_STD, bias, matmul_weight, recomputed
+from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed
 from spmdtrain.parallel.context.ring import ContextRing, ring_attention
 from spmdtrain.parallel.context.ulysses import heads_for_time, own_heads
 from spmdtrain.parallel.regions import Whole
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         self.causal = causal
         self.rotation = make_rotation(config)
         self.windows = tuple(each.window for each in config.layer_kinds)
-        self.score_scale = config.score_scale
+        self.score_scale = config.score_factor
         self.score_cap = config.score_cap
         self.heads = config.key_value_heads
         self.dim = config.width_per_head
@@ -61,8 +61,10 @@ class Attention(nnx.Module):
         slots = self.group + 2
         qkv_shape = (config.embed, self.heads, slots, self.dim)
         out_shape = (self.heads, self.group, self.dim, config.embed)
-        out_std = INIT_STD * (2 * config.layers) ** -0.5
-        self.qkv_eknd = matmul_weight(rngs, qkv_shape, ("embed", "kv_heads", None, "head_dim"))
+        std = hidden_std(config)
+        out_std = std * (2 * config.layers) ** -0.5
+        qkv_axes = ("embed", "kv_heads", None, "head_dim")
+        self.qkv_eknd = matmul_weight(rngs, qkv_shape, qkv_axes, std)
         out_axes = ("kv_heads", None, "head_dim", "embed")
         self.out_kgde = matmul_weight(rngs, out_shape, out_axes, out_std)
         qkv_width = self.heads * slots * self.dim

@@ -14,7 +14,7 @@ from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.mlp import ACTIVATIONS, Mlp
 from spmdtrain.models.layers.router import Router
-from spmdtrain.models.layers.weights import INIT_STD, matmul_weight
+from spmdtrain.models.layers.weights import hidden_std, matmul_weight
 from spmdtrain.parallel.experts import ExpertWeights
 
 
@@ -35,9 +35,10 @@ class ExpertMlp(nnx.Module):
         gate = (2,) if config.is_gated else ()
         up_shape = (*gate, hidden)
         up_axes = (*(None for _ in gate), "ffn")
-        down_std = INIT_STD * (2 * config.layers) ** -0.5
+        std = hidden_std(config)
+        down_std = std * (2 * config.layers) ** -0.5
         self.up_xeu = matmul_weight(
-            rngs, (count, config.embed, *up_shape), ("experts", "embed", *up_axes)
+            rngs, (count, config.embed, *up_shape), ("experts", "embed", *up_axes), std
         )
         self.down_xfe = matmul_weight(
             rngs, (count, hidden, config.embed), ("experts", "ffn", "embed"), down_std

@@ -6,7 +6,7 @@ from flax import nnx
 
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers.weights import INIT_STD, bias, matmul_weight, recomputed
+from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed
 
 
 @recomputed
@@ -71,9 +71,10 @@ class Mlp(nnx.Module):
         else:
             self.up_shape = (hidden,)
             self.up_axes = ("ffn",)
-        down_std = INIT_STD * (2 * config.layers) ** -0.5
+        std = hidden_std(config)
+        down_std = std * (2 * config.layers) ** -0.5
         up_shape = (config.embed, *self.up_shape)
-        self.up_ef = matmul_weight(rngs, up_shape, ("embed", *self.up_axes))
+        self.up_ef = matmul_weight(rngs, up_shape, ("embed", *self.up_axes), std)
         self.down_fe = matmul_weight(rngs, (hidden, config.embed), ("ffn", "embed"), down_std)
         if config.has_mlp_bias:
             self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes)

@@ -53,7 +53,9 @@ class Router(nnx.Module):
         self.experts: ExpertsConfig = config.experts
         self.layers = sum(config.has_experts)
         count = self.experts.count
-        drawn = INIT_STD * jax.random.normal(rngs.params(), (config.embed, count))
+        # It reads the whole width into a few numbers, without a multiplier: Table 3 of muP.
+        std = INIT_STD / config.width_factor
+        drawn = std * jax.random.normal(rngs.params(), (config.embed, count))
         self.weight_ex = FullPrecision(drawn, out_sharding=("embed", None))
         zeros = FullPrecision(jnp.zeros(count), out_sharding=(None,))
         self.logit_bias_x = zeros if self.experts.logit_bias else None

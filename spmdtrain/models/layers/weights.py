@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.projection import MatmulWeight
 
 # The standard deviation of every weight matrix, as in GPT-2; residual projections divide it by
@@ -16,6 +17,14 @@ INIT_STD = 0.02
 # keeping several arrays as wide as f. prevent_cse is off: in a scan over layers, XLA has no forward
 # to merge it with.
 recomputed = partial(jax.checkpoint, prevent_cse=False)
+
+
+def hidden_std(config: TransformerConfig) -> float:
+    """Returns the standard deviation of a matrix from one width of the model to another.
+
+    With `model.mup_base` it falls with the root of the width (arXiv:2203.03466).
+    """
+    return INIT_STD * config.width_factor**-0.5
 
 
 def weight(

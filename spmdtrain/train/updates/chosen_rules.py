@@ -1,5 +1,6 @@
 """The rule of every parameter: those of an optimizer, and of what no optimizer learns."""
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.train.updates import optimizers, router_load
@@ -18,7 +19,12 @@ def with_update_rules(
     of_loads = router_load.update_rules(config.model.experts, trained)
     trained = {path: each for path, each in trained.items() if path not in of_loads}
     if optimizer is None:
-        update_rules = shipped_update_rules(config.optimizer, trained)
+        update_rules = shipped_update_rules(config.optimizer, trained, config.model.width_factor)
+    elif config.model.mup_base is not None:
+        raise ConfigError(
+            f"optimizer= and model.mup_base={config.model.mup_base} both choose rates",
+            fix="an optimizer that the settings name, or model.mup_base=none",
+        )
     else:
         update_rules = optimizers.choose_update_rules(optimizer, trained, model.layout)
     update_rules = {**update_rules, **of_loads}

@@ -4,8 +4,7 @@ None of them includes the learning rate: `updates` returns what is scaled by it 
 sees one layer's tensor, or one expert's. The leaves of a state have the same names whatever the
 values of the settings, so a run can resume with another decay or momentum.
 
-*Matrices* are tensors with two or more dims (per layer and expert) that are not biases. Weight
-decay acts only on them, and so do rules that need a matrix.
+Weight decay acts only on matrices (kinds.py), and so do rules that need a matrix.
 """
 
 import difflib
@@ -28,24 +27,30 @@ from spmdtrain.config.schema import (
     Lion,
     Muon,
     OptimizerConfig,
+    ParameterGroup,
     ScheduleFreeAdamW,
     Sgd,
 )
 from spmdtrain.models.abstract import Parameter
+from spmdtrain.train.updates.kinds import is_matrix, is_table, width_rate
 from spmdtrain.train.updates.optimizers import GradientPoint, Rule, UpdateRules
 from spmdtrain.train.updates.schedule_free import gradient_point, schedule_free
 from spmdtrain.train.updates.small_moments import in_8_bits, in_bfloat16
 
 Transformation = optax.GradientTransformation
-# Dims of the tables that are read row by row: their updates are not those of a matrix.
-TABLE_AXES = ("vocab", "position")
+EVERY = ParameterGroup(match="*")  # the group of what no group matches
 RMS_OF_ADAM = 0.2  # of an AdamW update, to which Muon's are scaled (arXiv:2502.16982)
 
 
-def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule | None]:
+def make_optimizer(
+    config: OptimizerConfig, width_factor: float = 1.0
+) -> Callable[[str, Parameter], Rule | None]:
     """Returns the optimizer that these settings ask for, as a function of path and parameter.
 
-    The function returns None for a parameter that a group freezes.
+    The function returns None for a parameter that a group freezes. `width_factor`: how many times
+    wider the model is than that of `model.mup_base`, which divides the rates of some kinds of
+    parameters (kinds.py). Their weight decay times their rate stays: what decays in a step is the
+    same in every width (arXiv:2405.13698).
     """
     check_kind(config, tuple(BUILDERS), "config", "config.optimizer")
     build = BUILDERS[type(config)]
@@ -57,25 +62,26 @@ def make_optimizer(config: OptimizerConfig) -> Callable[[str, Parameter], Rule |
         if not isinstance(path, str) or not isinstance(parameter, Parameter):
             what = f"an optimizer is called with {shown(path)} and {type(parameter).__name__}"
             raise ConfigError(what, fix="the path and the Parameter that optimizer= is called with")
-        group = next((each for each in config.groups if fnmatchcase(path, each.match)), None)
-        if group is None:
-            return Rule(_resting(build(config, path, parameter), config, path), 1.0, point)
+        group = next((each for each in config.groups if fnmatchcase(path, each.match)), EVERY)
         if group.frozen:
             return None
+        of_width = 1.0 if width_factor == 1 else width_rate(config, path, parameter, width_factor)
+        decay = config.weight_decay if group.weight_decay is None else group.weight_decay
         own = config
-        if group.weight_decay is not None:
-            own = config.model_copy(update={"weight_decay": group.weight_decay})
-        return Rule(_resting(build(own, path, parameter), own, path), group.rate, point)
+        if decay != config.weight_decay or of_width != 1:
+            own = config.model_copy(update={"weight_decay": decay / of_width})
+        return Rule(_resting(build(own, path, parameter), own, path), group.rate * of_width, point)
 
     return choose
 
 
 def shipped_update_rules(
-    config: OptimizerConfig, parameters: Mapping[str, Parameter]
+    config: OptimizerConfig, parameters: Mapping[str, Parameter], width_factor: float = 1.0
 ) -> UpdateRules:
     """Returns the rule of each parameter that is not frozen, by these settings.
 
-    Raises ConfigError if a group has no parameter, or all parameters are frozen.
+    Raises ConfigError if a group has no parameter, all parameters are frozen, or one is of no kind
+    that `width_factor` knows.
     """
     for group in config.groups:
         if not any(fnmatchcase(path, group.match) for path in parameters):
@@ -84,7 +90,7 @@ def shipped_update_rules(
                 f"optimizer.groups: no parameter matches {group.match!r}",
                 fix=f"a pattern of paths such as {near[0]}",
             )
-    choose = make_optimizer(config)
+    choose = make_optimizer(config, width_factor)
     chosen = {path: choose(path, parameter) for path, parameter in parameters.items()}
     rules = {path: rule for path, rule in chosen.items() if rule is not None}
     if not rules:
@@ -100,12 +106,6 @@ def _resting(transformation: Transformation, config: OptimizerConfig, path: str)
     if config.moment_dtype == "8bit":
         return in_8_bits(transformation, zlib.crc32(path.encode()) >> 1)
     return transformation
-
-
-def is_matrix(path: str, parameter: Parameter) -> bool:
-    """Returns True if it has at least two dims per layer, and is not a bias."""
-    is_bias = "bias" in path.rsplit(".", 1)[-1]
-    return len(parameter.shape) - parameter.apart >= 2 and not is_bias
 
 
 def _adamw(config: AdamW | Lamb | Muon, path: str, parameter: Parameter) -> Transformation:
@@ -148,7 +148,7 @@ def _muon(config: Muon, path: str, parameter: Parameter) -> Transformation:
     See Jordan et al. 2024, kellerjordan.github.io/posts/muon. An update has the root mean square of
     one of AdamW (arXiv:2502.16982), so both take the same learning rate and weight decay.
     """
-    if not is_matrix(path, parameter) or set(parameter.axes) & set(TABLE_AXES):
+    if not is_matrix(path, parameter) or is_table(parameter):
         return _adamw(config, path, parameter)
     from optax import contrib
 

@@ -134,6 +134,12 @@ class TransformerConfig(Settings):
         default=None,
         description="the table [model.experts]: experts in place of the mlp; default: none",
     )
+    mup_base: Count | None = Field(
+        default=None,
+        description="embed of a narrower model whose learning rate fits this one too, by muP "
+        "(arXiv:2203.03466); where heads grow in number and not in size, set head_dim; "
+        "default: no muP",
+    )
     make: str | None = Field(
         default=None,
         description="a custom model in place of the shipped one: "
@@ -289,8 +295,34 @@ class TransformerConfig(Settings):
 
     @property
     def embed_factor(self) -> float:
-        """`embed_scale` as a number."""
-        return self.embed**0.5 if self.embed_scale == "sqrt" else self.embed_scale
+        """`embed_scale` as a number; with `mup_base` that of the base."""
+        if self.embed_scale == "sqrt":
+            return (self.mup_base or self.embed) ** 0.5
+        return self.embed_scale
+
+    # Multipliers of muP, of Table 8 of arXiv:2203.03466.
+
+    @property
+    def width_factor(self) -> float:
+        """How many times wider the model is than that of `mup_base`; 1 without it."""
+        return self.embed / self.mup_base if self.mup_base else 1.0
+
+    @property
+    def logit_factor(self) -> float:
+        """What multiplies the logits: `logit_scale`, divided by the width factor."""
+        return self.logit_scale / self.width_factor
+
+    @property
+    def score_factor(self) -> float | None:
+        """What multiplies attention's scores; None: head_dim ** -0.5.
+
+        Where `head_dim` is not set, heads grow with the width, and the scale of the base falls as
+        1 / head_dim: queries and keys become alike, so that their products grow with it.
+        """
+        if self.width_factor == 1 or self.head_dim:
+            return self.score_scale
+        of_base = self.score_scale or (self.width_per_head / self.width_factor) ** -0.5
+        return of_base / self.width_factor
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

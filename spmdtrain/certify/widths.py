@@ -1,0 +1,175 @@
+"""The coordinate check: whether a model learns at the same pace in every width.
+
+A few steps change the logits of some fixed sequences. With muP (arXiv:2203.03466, appendix D.1)
+that change has one size in all widths; otherwise it grows or vanishes with the width, and with it
+the best learning rate moves.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from spmdtrain.certify.stepper import Own
+from spmdtrain.config import RunConfig, from_resolved, resolved
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import MeshConfig, PipelineConfig
+from spmdtrain.data.source import Data, open_data
+from spmdtrain.inference.sample import make_logits
+from spmdtrain.running.device_batches import batches
+from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
+from spmdtrain.train.setup import init_state
+from spmdtrain.train.step import make_step
+from spmdtrain.train.updates.kinds import Kind, kind_of
+
+Weights = dict[str, np.ndarray]  # plain ones, by dotted path
+BOUND = 1.15  # of the largest change over the smallest
+SEQUENCES = 16  # whose logits are compared
+
+
+@dataclass(frozen=True)
+class WidthFigures:
+    """What some steps have done to a model of one width.
+
+    `change` is the standard deviation of the change of the logits, `by_kind` that of what is lost
+    of it if the parameters of one kind go back to where they began. `loss`: of the last step.
+    """
+
+    embed: int
+    change: float
+    by_kind: dict[str, float]
+    loss: float
+
+
+@dataclass(frozen=True)
+class CoordinateCheck:
+    """The figures of all widths, from narrow to wide."""
+
+    widths: tuple[WidthFigures, ...]
+
+    @property
+    def spread(self) -> float:
+        """The largest change of the logits over the smallest; infinite if it is no number."""
+        return _spread([each.change for each in self.widths])
+
+    @property
+    def spread_by_kind(self) -> dict[str, float]:
+        """The same of each kind of parameter alone."""
+        return {
+            kind: _spread([each.by_kind[kind] for each in self.widths])
+            for kind in self.widths[0].by_kind
+        }
+
+    @property
+    def is_good(self) -> bool:
+        """True if the change of the logits does not depend on the width."""
+        return self.spread <= BOUND
+
+
+def _spread(changes: Sequence[float]) -> float:
+    if not all(math.isfinite(each) and each > 0 for each in changes):
+        return math.inf
+    return max(changes) / min(changes)
+
+
+def coordinate_check(
+    config: RunConfig,
+    widths: Iterable[int],
+    steps: int,
+    own: Own,
+    devices: Sequence[jax.Device],
+    say: Callable[[WidthFigures], None] = lambda _: None,
+) -> CoordinateCheck:
+    """Takes some steps of the run in each width, and compares what they do to the logits.
+
+    Raises ConfigError if a width does not fit the other settings.
+    """
+    embeds = sorted(set(widths))
+    if len(embeds) < 2:
+        raise ConfigError("the widths to compare are fewer than two", fix="--widths 64,128,256")
+    found = []
+    for embed in embeds:
+        figures = _measured(at_width(config, embed, steps), own, devices)
+        say(figures)
+        found.append(figures)
+    return CoordinateCheck(tuple(found))
+
+
+def at_width(config: RunConfig, embed: int, steps: int) -> RunConfig:
+    """Returns the run in another width, for some steps at its highest learning rate.
+
+    `ffn` grows with it, and so does the number of heads if `head_dim` is set, else their size.
+    """
+    values = resolved(config)["config"]
+    model, times = values["model"], embed / config.model.embed
+    model["embed"] = embed
+    grown = ["ffn"] + (["heads", "kv_heads"] if config.model.head_dim else [])
+    for name in grown:
+        model[name] = _grown(f"model.{name}", model[name], times)
+    if model["experts"]:
+        ffn = _grown("model.experts.ffn", model["experts"]["ffn"], times)
+        model["experts"] = model["experts"] | {"ffn": ffn}
+    values["train"] |= {"steps": steps, "epochs": None}
+    values["optimizer"] |= {"schedule": "constant", "warmup": 0, "decay_share": None}
+    values["log"] = {}
+    return from_resolved({"config": values, "origin": {}})
+
+
+def _grown(name: str, size: int | None, times: float) -> int | None:
+    """Returns a size in another width. Raises ConfigError if it is not whole there."""
+    if size is None:
+        return None
+    if not (size * times).is_integer():
+        raise ConfigError(
+            f"{name}={size} is not whole in a model {times:g} times as wide", fix="other --widths"
+        )
+    return int(size * times)
+
+
+def _measured(config: RunConfig, own: Own, devices: Sequence[jax.Device]) -> WidthFigures:
+    """Takes the steps of a run, and returns what they have done."""
+    config, data = open_data(config)
+    setup = own.shard(config, devices)
+    state = init_state(setup)
+    before = plain_arrays(setup, state.params)  # the first step takes the state's memory
+    step = make_step(setup)
+    loss = math.nan
+    with batches(setup, data, 0, 0) as ahead:
+        for _ in range(config.train.steps):
+            state, metrics = step(state, next(ahead))
+            loss = float(metrics["loss"])
+    after = plain_arrays(setup, state.params)
+    logits_of = _make_logits(config, own, data)
+    at_last = logits_of(after)
+    kinds = {path: kind_of(path, setup.model.parameters[path]) for path in setup.update_rules}
+    by_kind = {
+        kind: _change(at_last, logits_of(after | _of_kind(before, kinds, kind)))
+        for kind in sorted(set(kinds.values()))
+    }
+    change = _change(at_last, logits_of(before))
+    return WidthFigures(config.model.embed, change, by_kind, loss)
+
+
+def _of_kind(weights: Mapping[str, np.ndarray], kinds: Mapping[str, Kind], kind: Kind) -> Weights:
+    return {path: weights[path] for path, each in kinds.items() if each == kind}
+
+
+def _change(after: np.ndarray, before: np.ndarray) -> float:
+    return float(np.std(after - before))
+
+
+def _make_logits(config: RunConfig, own: Own, data: Data) -> Callable[[Weights], np.ndarray]:
+    """Returns `logits(weights)` on one device, of sequences that follow those of the steps."""
+    one = {"mesh": MeshConfig(), "pipeline": PipelineConfig()}
+    train = config.train.model_copy(update={"microbatch": None, "zero": 0})
+    alone = own.shard(config.model_copy(update=one | {"train": train}), jax.local_devices()[:1])
+    logits_of = make_logits(alone)
+    first = config.train.steps * config.train.global_batch
+    tokens = data.train_samples(config)(np.arange(first, first + SEQUENCES))["tokens"]
+
+    def logits(weights: Weights) -> np.ndarray:
+        return np.asarray(logits_of(placed_arrays(alone, weights), tokens), np.float64)
+
+    return logits
