@@ -29,7 +29,7 @@ def add_coordcheck(commands) -> None:
         help="values of model.embed (default: model.mup_base, twice and four times that)",
     )
     check.add_argument(
-        "--steps", type=positive_int, default=4, metavar="N", help="steps in each width"
+        "--steps", type=positive_int, default=8, metavar="N", help="steps in each width"
     )
     check.add_argument(
         "--simulate-devices", type=positive_int, metavar="N", help="simulate N devices on the CPU"
@@ -73,7 +73,7 @@ def run_coordcheck(parsed: argparse.Namespace) -> int:
 
 def _values(found: "CoordinateCheck") -> dict[str, Any]:
     """Returns what is printed as JSON; a spread that is no number is null."""
-    from spmdtrain.certify.widths import BOUND
+    from spmdtrain.certify.widths import BOUND, BOUND_OF_KIND
 
     return {
         "widths": [
@@ -88,6 +88,7 @@ def _values(found: "CoordinateCheck") -> dict[str, Any]:
         "spread": _finite(found.spread),
         "spread_by_kind": {kind: _finite(x) for kind, x in found.spread_by_kind.items()},
         "bound": BOUND,
+        "bound_of_kind": BOUND_OF_KIND,
         "good": found.is_good,
     }
 
@@ -98,10 +99,13 @@ def _finite(number: float) -> float | None:
 
 def _verdict(config: "RunConfig", found: "CoordinateCheck") -> str:
     """Returns the spreads, and what they mean."""
-    from spmdtrain.certify.widths import BOUND
+    from spmdtrain.certify.widths import BOUND, BOUND_OF_KIND
 
     kinds = ", ".join(f"{kind} {each:.3g}" for kind, each in found.spread_by_kind.items())
-    spread = f"spread       {found.spread:.3g} ({kinds}), at most {BOUND:g}"
+    spread = (
+        f"spread       {found.spread:.3g}, at most {BOUND:g} "
+        f"({kinds}; of matrices at most {BOUND_OF_KIND:g})"
+    )
     if found.is_good:
         return f"{spread}\ngood         the logits change alike in every width"
     why = "model.mup_base is not set" if config.model.mup_base is None else "a multiplier is wrong"
