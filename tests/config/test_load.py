@@ -453,7 +453,7 @@ SETTINGS = {
     ("optimizer", "name"): st.sampled_from(["adamw", "sgd"]),
     ("optimizer", "learning_rate"): st.floats(1e-37, 1e37),
     ("data", "corpus"): st.just("text"),
-    ("data", "path"): text(min_size=1) | st.lists(text(min_size=1), min_size=1),
+    ("data", "path"): text(min_size=1) | st.lists(text(), min_size=1),
     ("log", "profile"): st.lists(st.integers(1, 500)),
     ("rules", "parameters"): st.dictionaries(text(), st.lists(text())),
     ("rules", "activations"): st.dictionaries(st.text("ab.\"'\\\n ]#"), st.lists(text())),
