@@ -20,6 +20,7 @@ Parts of the formulas:
 
     cost/collective_time.py  seconds of an all-reduce, an all-gather, a send
     cost/overlap.py          the hidden share of them, read off compiled steps
+    cost/experts.py          what the exchange of a layer's experts moves
     cost/schedules.py        closed forms of the pipeline schedules, looked up by name
     cost/flops.py            FLOPs as papers count them
 

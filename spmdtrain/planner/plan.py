@@ -185,7 +185,7 @@ def why_experts(plans: Sequence[Plan]) -> list[str]:
     count = best.workload.model.experts.count
     lines = [
         f"mesh.expert={best.workload.mesh.expert} is best: {best.seconds:.4g} s a step, "
-        f"{own} of {count} experts on a device"
+        f"a device multiplies by {own} of {count} experts"
     ]
     others = sorted(size for size in by_size if size != best.workload.mesh.expert)
     for size in others:
