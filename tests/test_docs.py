@@ -30,7 +30,7 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config import RunConfig
-from spmdtrain.config.errors import DONE, PREEMPTED, UNEQUAL, UserError
+from spmdtrain.config.errors import DONE, PREEMPTED, REFUSED, UNEQUAL, UserError
 
 pytestmark = pytest.mark.long
 
@@ -374,7 +374,7 @@ def test_every_exit_code_is_explained():
     explained = {int(code) for row in rows for code in row.split(",")}
     ours = {kind.exit_code for kind in UserError.__subclasses__()}
     of_signals = {128 + number for number in (1, 2, 10, 12, 13, 15)}
-    assert explained == ours | {DONE, PREEMPTED, UNEQUAL} | of_signals
+    assert explained == ours | {DONE, PREEMPTED, REFUSED, UNEQUAL} | of_signals
 
 
 def test_llms_txt_lists_every_page_once():
