@@ -501,8 +501,15 @@ BREAKAGES = [
     ),
     # The optimizer and the step
     Breakage(
+        "logits do not shrink with the width",
+        "config/schema/model/transformer.py",
+        "return self.logit_scale / self.width_factor",
+        "return self.logit_scale",
+        "tests/certify/test_widths.py",
+    ),
+    Breakage(
         "stacked vectors decay as matrices",
-        "train/updates/shipped_optimizers.py",
+        "train/updates/kinds.py",
         "return len(parameter.shape) - parameter.apart >= 2",
         "return len(parameter.shape) >= 2",
         OPTIMIZER,
