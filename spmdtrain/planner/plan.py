@@ -74,9 +74,9 @@ class Plan:
         if workload.model.experts and workload.mesh.expert > 1:
             embed = "fsdp,expert" if workload.dense_over_expert else "fsdp"
             settings.append(f"rules.parameters.embed={embed}")
-            if workload.mesh.tensor > 1:
-                owners = "expert,tensor" if workload.experts_over_tensor else "expert"
-                settings.append(f"rules.parameters.experts={owners}")
+        if workload.model.experts and workload.mesh.tensor > 1:
+            owners = "expert,tensor" if workload.experts_over_tensor else "expert"
+            settings.append(f"rules.parameters.experts={owners}")
         if workload.sequence_parallel:
             settings.append("rules.activations.stream_time=context,tensor")
             settings.append(f"mesh.collective_matmul={str(workload.collective_matmul).lower()}")

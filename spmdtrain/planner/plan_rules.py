@@ -82,7 +82,7 @@ def plan_rules(
     The first list can be written as `[rules]`; the second allows a stream that changes inside the
     layer. Refuses what a run would refuse.
     """
-    if config.model.experts:
+    if config.model.experts and not config.model.make:
         raise ConfigError(
             "plan --rules knows no ways of a model with experts",
             asked="[model.experts]",

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from math import ceil, comb
+from pathlib import Path
 
 import pytest
 from helpers import tiny
 from test_memory import EXPERTS, LLAMA, _kept_and_deferred
 from test_traffic import ALL, LAYER, MODEL, workload
 
-from spmdtrain.config import ConfigError
+from spmdtrain.config import ConfigError, load
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.planner.cost import memory
@@ -18,7 +19,8 @@ from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
-from spmdtrain.planner.plan import search, why_experts
+from spmdtrain.planner.estimate import estimate
+from spmdtrain.planner.plan import plan, search, why_experts
 from spmdtrain.planner.plan_rules import plan_rules
 from spmdtrain.planner.traffic import needed_traffic
 
@@ -147,14 +149,14 @@ def test_a_plan_says_why_it_has_its_size_of_expert():
     found = Workload(FINE, 4096, 128, 2, MeshShape(), stored_bytes=4)
     plans = search(found, 16, H100, software("spmdtrain", "h100"))
     best = {}
-    for plan in plans:
-        best.setdefault(plan.workload.mesh.expert, plan)
+    for each in plans:
+        best.setdefault(each.workload.mesh.expert, each)
     assert best[16].why.startswith("expert exchange")
     assert plans[0].workload.mesh.expert < 16
     lines = why_experts(plans)
     assert lines[0].startswith(f"mesh.expert={plans[0].workload.mesh.expert} is best: ")
     assert len(lines) == len(best)
-    split = next(plan for plan in plans if plan.workload.mesh.expert > 1)
+    split = next(each for each in plans if each.workload.mesh.expert > 1)
     assert "rules.parameters.embed=fsdp,expert" in split.settings
     assert (
         why_experts(
@@ -174,6 +176,17 @@ def test_few_tokens_a_device_favour_tokens_that_travel():
     found = Workload(FINE, 4096, 16, 1, MeshShape(), stored_bytes=4)
     plans = search(found, 16, H100, software("spmdtrain", "h100"))
     assert plans[0].workload.mesh.expert > 1
+
+
+def test_the_line_to_paste_says_who_owns_experts():
+    config = Path(__file__).parents[2] / "configs" / "qwen3_30b_a3b.toml"
+    plans = plan(load(config), 16, "h100")
+    mesh_sizes = [each.workload.mesh.sizes for each in plans]
+    at = next(n for n, found in enumerate(mesh_sizes) if found["expert"] > 1 < found["tensor"])
+    assert "rules.parameters.experts=expert,tensor" in plans[at].settings
+    found = estimate(load(config, plans[at].settings), 16, "h100")
+    assert found.workload == plans[at].workload
+    assert found.memory.total == pytest.approx(plans[at].memory.total, rel=0.01)
 
 
 def test_rules_of_experts_are_not_searched_and_it_says_so():
