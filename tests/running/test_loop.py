@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import batches_of, tiny
+from helpers import tiny
 from orbax.checkpoint._src.serialization import replica_slices
 
 from spmdtrain.checkpoints.identity import identity
@@ -22,6 +22,7 @@ from spmdtrain.data.batches import EvalWindows
 from spmdtrain.data.source import CorpusData, open_data
 from spmdtrain.running import loop, steps
 from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.report.json_lines import forget_after
 from spmdtrain.running.report.metrics import OneLate, StepClock, peak_flops, step_figures
 from spmdtrain.running.report.progress import Progress, duration, quantity, tell
@@ -97,7 +98,8 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
         def wait(self):
             pass
 
-    with Reporter(tmp_path, setup.config, 0) as reporter, batches_of(setup) as ahead:
+    feed = Feed(setup, data, 0, 0, tmp_path)
+    with Reporter(tmp_path, setup.config, 0) as reporter, feed as ahead:
         kept = identity(setup, data.fingerprint, {})
         saves = Saves(setup, lambda: kept, NoCheckpoints(), reporter, 0, 0)
         with Interrupt(setup.mesh) as interrupt:
@@ -164,6 +166,7 @@ def test_a_run_leaves_the_files_that_were_promised(finished):
         "traffic",
         "compile_seconds",
         "from_cache",
+        "program",
     }
     assert set(compiled["memory"]) == {
         "argument_bytes",
