@@ -24,6 +24,7 @@ from spmdtrain.train.setup import init_state
 from spmdtrain.train.step import make_step
 from spmdtrain.train.updates.kinds import Kind, kind_of
 
+LEAST_SHARE = 0.1  # of the change, in every width, for a kind to be judged
 Weights = dict[str, np.ndarray]  # plain ones, by dotted path
 BOUND = 1.15  # of the largest change over the smallest
 BOUND_OF_KIND = 1.4  # of a kind of matrices, whose share differs more from width to width
@@ -67,11 +68,14 @@ class CoordinateCheck:
     def is_good(self) -> bool:
         """True if the change of the logits does not depend on the width, nor that of matrices.
 
-        The few numbers of vectors change too little to say something.
+        What makes little of the change varies by itself: vectors, and kinds below LEAST_SHARE.
         """
         kinds = self.spread_by_kind.items()
-        of_matrices = [spread for kind, spread in kinds if kind != "vector"]
-        return self.spread <= BOUND and all(each <= BOUND_OF_KIND for each in of_matrices)
+        judged = [spread for kind, spread in kinds if kind != "vector" and self._counts(kind)]
+        return self.spread <= BOUND and all(each <= BOUND_OF_KIND for each in judged)
+
+    def _counts(self, kind: str) -> bool:
+        return all(each.by_kind[kind] >= LEAST_SHARE * each.change for each in self.widths)
 
 
 def _spread(changes: Sequence[float]) -> float:
