@@ -8,6 +8,7 @@ the best learning rate moves.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import jax
 import numpy as np
@@ -153,10 +154,12 @@ def after_steps(config: RunConfig, own: Own, devices: Sequence[jax.Device]) -> W
     after = plain_arrays(setup, state.params)
     logits_of = _make_logits(config, own, data)
     at_last = logits_of(after)
-    kinds = {path: kind_of(path, setup.model.parameters[path]) for path in setup.update_rules}
+    parameters = setup.model.parameters
+    kinds: dict[str, Kind] = {path: kind_of(path, parameters[path]) for path in setup.update_rules}
     by_kind = {
         kind: _change(at_last, logits_of(after | _of_kind(before, kinds, kind)))
-        for kind in sorted(set(kinds.values()))
+        for kind in get_args(Kind)
+        if kind in kinds.values()
     }
     change = _change(at_last, logits_of(before))
     return WidthFigures(config.model.embed, change, by_kind, loss)

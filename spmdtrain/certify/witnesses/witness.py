@@ -276,8 +276,8 @@ def _update(reference: Reference, own: Own) -> Witness:
             decays = dims >= 2 and "bias" not in leaf.path.rpartition(".")[2]
             if leaf not in followed:
                 decay = optimizer.weight_decay / own_rate
-                own = optimizer.model_copy(update={"weight_decay": decay})
-                followed[leaf] = follow(own, weight, decays)
+                of_weight = optimizer.model_copy(update={"weight_decay": decay})
+                followed[leaf] = follow(of_weight, weight, decays)
             rate = own_rate * figures.numbers["learning_rate"]
             want = followed[leaf].moved(gradient, weight, rate)
             got = figures.arrays[Leaf(WEIGHT, leaf.path)]
