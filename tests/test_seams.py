@@ -111,7 +111,7 @@ def test_hooks_see_steps_evaluations_and_saves_in_order():
     assert st.run(config, "run", hooks=[watch], **ONE).status == "finished"
     steps = [("step", step, ["grad_norm"]) for step in (1, 2, 3, 4)]
     evaluated = [("evaluated", step, ["eval_loss"]) for step in (2, 4)]
-    assert seen == [*steps[:2], evaluated[0], *steps[2:], evaluated[1], ("saved", 4, [])]
+    assert seen == [*steps[:2], evaluated[0], *steps[2:], evaluated[1], ("saved", 4, ["bytes"])]
 
 
 def test_tensorboard_has_every_figure_of_a_run_that_was_resumed(monkeypatch):

@@ -27,6 +27,7 @@ from spmdtrain.models.layers import Cache
 from spmdtrain.models.logits import logit_shape, logits_of
 from spmdtrain.models.sampling import choose
 from spmdtrain.models.stack import Round
+from spmdtrain.models.transformer import Block
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.regions import make_constrain, make_local_map
@@ -305,15 +306,22 @@ def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
     """Returns True if the model can decode from cached keys and values, up to `length` tokens.
 
     False for a block that overrides `__call__` but not `extend`, which would compute something
-    else.
+    else, and for one whose attention is a part that does not declare `keeps_cache`: it would see
+    the new token alone.
     """
     if length > config.max_length and config.model.positions == "learned":
         return False
     layer = module.blocks.layer
-    blocks = {type(each) for each in (layer.block if isinstance(layer, Round) else [layer])}
+    blocks = list(layer.block) if isinstance(layer, Round) else [layer]
     if not hasattr(module, "extend"):
         return False
-    return all(_extends_what_it_calls(block) for block in blocks)
+    return all(
+        _extends_what_it_calls(type(block)) and _attention_keeps_cache(block) for block in blocks
+    )
+
+
+def _attention_keeps_cache(block: Any) -> bool:
+    return not isinstance(block, Block) or getattr(block.attention, "keeps_cache", False)
 
 
 def _extends_what_it_calls(block: type) -> bool:

@@ -443,8 +443,11 @@ def test_a_refused_command_changes_nothing(uninterrupted, tmp_path, fresh):
             "model.attention=cudnn",
             fresh=fresh,
         )
-    after, log = contents(tmp_path), "run/events.jsonl"
-    assert after.pop(log).startswith(before.pop(log)) and after == before
+    after, log, page = contents(tmp_path), "run/events.jsonl", "run/report.html"
+    assert after.pop(log).startswith(before.pop(log)), "the attempt is told"
+    # The page is made of the others, and tells of the attempt where the directory was opened.
+    assert (after.pop(page) == before.pop(page)) == fresh
+    assert after == before
 
 
 def test_weights_to_start_from_are_not_set_aside(uninterrupted, tmp_path):

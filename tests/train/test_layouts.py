@@ -265,7 +265,7 @@ def test_gradients_cross_the_axes_of_the_batch_as_precisely_as_they_accumulate(m
 
 def test_gradients_of_keys_and_values_are_scattered_over_context():
     """Each device needs those of its own tokens only; a sum of all would carry twice as much."""
-    layout = ("mesh.context=4", "model.layers=1")
+    layout = ("mesh.context=4", "model.layers=1", "model.context_attention=gather")
     text = partitioned_text(*layout)
     setup = prepared(*layout)
     scattered = [
@@ -313,7 +313,8 @@ def test_gradients_of_matmuls_cross_context_once_a_step(layout):
 
 def test_remat_dots_keeps_the_products_of_copies():
     def matmuls(*settings: str) -> int:
-        return partitioned_text("model.layers=1", *settings).count(" dot(")
+        way = "model.context_attention=gather"  # with the dots of attention on one device
+        return partitioned_text("model.layers=1", way, *settings).count(" dot(")
 
     kept = matmuls("mesh.context=2", "train.remat=dots")
     assert kept == matmuls("mesh.data=2", "train.remat=dots")

@@ -36,6 +36,8 @@ class Attention(nnx.Module):
     window and the rotation of a layer follow from its number, `ctx.layer`.
     """
 
+    keeps_cache = True  # with a cache, the result for new tokens is as if all were there
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -364,7 +364,7 @@ def join(found: Attended, more: Attended) -> Attended:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 # Permutes.

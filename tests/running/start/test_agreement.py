@@ -120,7 +120,7 @@ def test_each_thing_that_a_process_is_started_with_is_compared(name, change, tmp
         path.write_text(text)
         config = tiny("model.vocab=256", "data.corpus=text", f"data.path={path}", *settings)
         if "sources" in more:
-            monkeypatch.setattr(agreement, "_our_sources", lambda: more["sources"])
+            monkeypatch.setattr(agreement, "our_sources", lambda: more["sources"])
         if "of_jax" in more:
             monkeypatch.setattr(agreement, "OF_JAX", ())
         seams = {"learning_rate": warm} | (seams or {})
