@@ -120,11 +120,11 @@ def _from_file(name: str, path: Path) -> ModuleType:
     _make_importable(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # a file that ends in .py has both
-    run = spec.loader.exec_module
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
-        _run(name, lambda: run(module))
+        # Not by the spec's loader, whose bytecode may be of an older text of the same size.
+        _run(name, lambda: exec(compile(text, str(path), "exec"), vars(module)))
     except ConfigError:
         del sys.modules[path.stem]
         raise
