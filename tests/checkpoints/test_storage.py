@@ -36,7 +36,7 @@ FILL = f"""
 mount -t tmpfs -o size=1500k tmpfs disk || exit 99
 {TRAIN} > /dev/null; echo $?
 ls disk/run/checkpoints
-grep -v '"ended"' disk/run/events.jsonl | tail -1
+grep -vE '"(ended|saving)"' disk/run/events.jsonl | tail -1
 mount -o remount,size=64m disk
 {TRAIN}; echo $?
 mount -o remount,ro disk
