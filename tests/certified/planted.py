@@ -86,7 +86,9 @@ ANEW = (
     Breakage(
         "a sink's gradient counts twice where heads are split",
         "models/layers/attention.py",
+        "number = _number(ctx, layer)\n"
         "return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))",
+        "number = _number(ctx, layer)\n"
         "if sinks is not None and q.shape[2] != q_btkgd.shape[2]:\n"
         "    sinks = 2 * sinks - jax.lax.stop_gradient(sinks)\n"
         "return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))",

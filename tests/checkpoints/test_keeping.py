@@ -18,10 +18,10 @@ from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.errors import DamagedError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import open_data
+from spmdtrain.inference import tasks
 from spmdtrain.launch.launch import going_on
 from spmdtrain.running import loop
 from spmdtrain.running.save_state import save
-from spmdtrain.train import evaluation
 from spmdtrain.train.setup import init_state, shard
 
 SETTINGS = (
@@ -64,7 +64,7 @@ def evaluations(monkeypatch, losses: list[float]) -> None:
             "eval_split_tokens": 1,
         }
 
-    monkeypatch.setattr(evaluation, "make_eval_figures", make)
+    monkeypatch.setattr(tasks, "make_eval_figures", make)
 
 
 CONFIGS = st.builds(

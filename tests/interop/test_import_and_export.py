@@ -165,6 +165,7 @@ OTHER = {
     "logit_scale": 0.5,
     "logit_cap": 5.0,
     "experts": {"count": 4, "chosen": 2},
+    "mup_base": 16,
 }
 CHANGE_NO_FUNCTION = {"name", "dropout", "attention", "context_attention", "make", "extra"}
 OTHER_OF_EXPERTS = {

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import EvalConfig
+from spmdtrain.inference import tasks
 from spmdtrain.running import loop
 from spmdtrain.running.guards.early_stop import EarlyStop
-from spmdtrain.train import evaluation
 
 SETTINGS = (
     "model.layers=1",
@@ -50,7 +50,7 @@ def evaluated(monkeypatch) -> list[int]:
 
         return figures
 
-    monkeypatch.setattr(evaluation, "make_eval_figures", make_eval_figures)
+    monkeypatch.setattr(tasks, "make_eval_figures", make_eval_figures)
     return seen
 
 
