@@ -228,7 +228,7 @@ def devices_of(config: RunConfig) -> Sequence[jax.Device] | None:
         raise ConfigError(
             f"the mesh of the run needs {needed} devices",
             found=f"{len(found)} x {found[0].device_kind}",
-            fix=f"--simulate-devices {needed}, or another mesh by --set mesh.AXIS=N",
+            fix=f"--simulate-devices {needed}, or another mesh, as by --set mesh.data=-1",
         )
     return found[:needed]
 
