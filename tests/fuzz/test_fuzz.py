@@ -35,7 +35,7 @@ from fuzz.shrink import shrunk, spoken
 from spmdtrain.config import load
 from spmdtrain.parallel import reduce
 from spmdtrain.pipeline.choose import choose_table
-from spmdtrain.running import steps
+from spmdtrain.running.record import feed
 from spmdtrain.train import setup
 from spmdtrain.train.gradients import grad_accumulation, reduction
 
@@ -274,9 +274,9 @@ def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles
 
 
 def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):
-    batches = steps.batches
+    batches = feed.batches
     monkeypatch.setattr(
-        steps, "batches", lambda setup, data, step, _: batches(setup, data, step, 0)
+        feed, "batches", lambda setup, data, step, _, saw: batches(setup, data, step, 0, saw=saw)
     )
     draws = [
         Draw(0, TWO, {"checkpoint.every": 1}, end="same", stop=1, by="term"),
