@@ -75,9 +75,8 @@ def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may repl
     """Takes the steps of `run` from the checkpoint before `step` again, up to `to`.
 
     `run` may be a bundle, whose bad step is then the default of `step`. Without `to` the last one
-    is `step`. `overrides` are `a.b=c` strings for another mesh; the other
-    keywords are what the run got, see `run`. Raises UserError if the run has not taken these steps
-    or cannot be opened.
+    is `step`. `overrides` are `a.b=c` strings for another mesh; the other keywords are what the run
+    got, see `run`. Raises UserError if the run has not taken these steps or cannot be opened.
     """
     step = as_whole(asked_step(Path(run), step), "step", 1, LAST_STEP)
     last = step if to is None else as_whole(to, "to", 1, LAST_STEP)

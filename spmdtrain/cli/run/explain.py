@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,9 +34,7 @@ def add_explain(commands) -> None:
 
 def run_explain(parsed: argparse.Namespace) -> int:
     """Prints the likeliest cause. Returns UNEQUAL if a replay shows that it is the machine."""
-    remark = take_flags(Path(parsed.run), parsed.step or 1)
-    if remark:
-        print(f"spmdtrain: {remark}", file=sys.stderr)
+    take_flags(Path(parsed.run), parsed.step or 1)
     with waiting(parsed, f"replaying {parsed.run}"):
         from spmdtrain.replay.explain import explain
 

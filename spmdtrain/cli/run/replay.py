@@ -41,9 +41,7 @@ def add_replay(commands) -> None:
 
 def run_replay(parsed: argparse.Namespace) -> int:
     """Prints whether the steps come out as the run wrote them. Returns UNEQUAL if not."""
-    remark = take_flags(Path(parsed.run), parsed.step or 1)
-    if remark:
-        print(f"spmdtrain: {remark}", file=sys.stderr)
+    take_flags(Path(parsed.run), parsed.step or 1)
     with waiting(parsed, f"replaying {parsed.run}"):
         from spmdtrain.replay.replay import replay
 
@@ -54,15 +52,15 @@ def run_replay(parsed: argparse.Namespace) -> int:
     return DONE if found.equal else UNEQUAL
 
 
-def take_flags(run: Path, step: int) -> str:
+def take_flags(run: Path, step: int) -> None:
     """Sets XLA_FLAGS as the start of `step` had them, unless they are set; XLA reads them once.
 
-    A step that was taken on CPUs is taken again on CPUs. Returns a line if the flags that are set
-    are others.
+    A step that was taken on CPUs is taken again on CPUs. If the flags that are set are others, a
+    line says so.
     """
     start = read_start(run, step)
     if start is None:
-        return ""
+        return
     if start.get("platform") == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     recorded = flags_of(start)
@@ -70,10 +68,9 @@ def take_flags(run: Path, step: int) -> str:
     if given is None:
         if recorded:
             os.environ["XLA_FLAGS"] = recorded
-        return ""
-    if sorted(given.split()) == sorted(recorded.split()):
-        return ""
-    return f"XLA_FLAGS are not those of the run, which had {recorded!r}: bits may differ"
+    elif sorted(given.split()) != sorted(recorded.split()):
+        what = f"XLA_FLAGS are not those of the run, which had {recorded!r}: bits may differ"
+        print(f"spmdtrain: {what}", file=sys.stderr)
 
 
 def describe(found: "Replayed") -> str:

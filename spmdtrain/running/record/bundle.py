@@ -82,7 +82,7 @@ def bundled_at_crash(directory: Path, config: RunConfig, data: Data) -> Iterator
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # a crash may be of any kind, and is raised again
         if jax.process_index() == 0:
             why = {"event": "crashed", "why": f"{type(error).__name__}: {error}"[:2000]}
             write_bundle(directory, config, data, _last_step(directory) + 1, why)

@@ -55,9 +55,9 @@ def kind_of(path: str, parameter: Parameter) -> Kind:
 def width_rate(config: OptimizerConfig, path: str, parameter: Parameter, factor: float) -> float:
     """Returns the factor of the learning rate in a model `factor` times wider than its base.
 
-    The orthogonal updates of Muon, scaled to those of AdamW by the root of
-    the larger dim (arXiv:2502.16982), grow with the root of the width in their spectral norm, and
-    may not grow at all between two widths.
+    The orthogonal updates of Muon, scaled to those of AdamW by the root of the larger dim
+    (arXiv:2502.16982), grow with the root of the width in their spectral norm, and may not grow at
+    all between two widths.
     """
     kind = kind_of(path, parameter)
     if kind == "hidden":
