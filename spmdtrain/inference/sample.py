@@ -20,7 +20,7 @@ from spmdtrain.config.given import as_flag, check_kind, shown
 from spmdtrain.config.schema import SEEDS, RunConfig
 from spmdtrain.inference.prompts import ended, ids_of, read_prompts, stops_of, texts_to_stop
 from spmdtrain.inference.trained_run import OpenedRun, open_run
-from spmdtrain.models.abstract import make_gather_layer, matmuls
+from spmdtrain.models.abstract import make_gather_layer, matmuls, needs_order
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Cache
@@ -306,31 +306,33 @@ def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
     """Returns True if the model can decode from cached keys and values, up to `length` tokens.
 
     False for a block that overrides `__call__` but not `extend`, which would compute something
-    else, and for one whose attention is a part that does not declare `keeps_cache`: it would see
-    the new token alone.
+    else, and for one with a part that would see the new token alone: an attention that does not
+    declare `keeps_cache`, or an mlp that does not declare `any_order`.
     """
     if length > config.max_length and config.model.positions == "learned":
         return False
     layer = module.blocks.layer
     blocks = list(layer.block) if isinstance(layer, Round) else [layer]
-    if not hasattr(module, "extend"):
-        return False
-    return all(
-        _extends_what_it_calls(type(block)) and _attention_keeps_cache(block) for block in blocks
+    return hasattr(module, "extend") and all(
+        _goes_with_its_call(type(block), "extend") and _has_parts(block) for block in blocks
     )
 
 
-def _attention_keeps_cache(block: Any) -> bool:
-    return not isinstance(block, Block) or getattr(block.attention, "keeps_cache", False)
+def _has_parts(block: Any) -> bool:
+    """Returns True if the parts of a shipped block make of a new token what they make of all."""
+    if isinstance(block, Block):
+        keeps = _goes_with_its_call(type(block.attention), "keeps_cache")
+        return keeps and not needs_order(block.mlp)
+    return True
 
 
-def _extends_what_it_calls(block: type) -> bool:
-    """Returns True if a block's `extend` is that of its `__call__`, or newer."""
-    if not hasattr(block, "extend"):
+def _goes_with_its_call(owner: type, name: str) -> bool:
+    """Returns True if a class has `name` from the class of its `__call__`, or from a newer one."""
+    if not hasattr(owner, name):
         return False
-    call = next(kind for kind in block.__mro__ if "__call__" in vars(kind))
-    extend = next(kind for kind in block.__mro__ if "extend" in vars(kind))
-    return issubclass(extend, call)
+    call = next(kind for kind in owner.__mro__ if "__call__" in vars(kind))
+    found = next(kind for kind in owner.__mro__ if name in vars(kind))
+    return issubclass(found, call)
 
 
 def _logits(

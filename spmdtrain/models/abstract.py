@@ -138,14 +138,7 @@ class AbstractModel:
         """
         if self.corrupt is not None:
             return "the model corrupts tokens by their place"
-        model: Any = self.bind({})
-        for _, module in nnx.iter_modules(model):
-            kind = type(module)
-            if kind.__module__.startswith("flax."):
-                continue
-            if "any_order" not in vars(kind) or not getattr(module, "any_order", False):
-                return f"{kind.__name__} does not take tokens in any order"
-        return ""
+        return needs_order(self.bind({}))
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Returns fresh parameters.
@@ -198,6 +191,17 @@ class AbstractModel:
         jaxpr = jax.make_jaxpr(run)(values, *arguments).jaxpr
         _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         return {path for path, one in zip(sorted(values), used, strict=False) if one}
+
+
+def needs_order(model: Any) -> str:
+    """Says which module of a model, or of a part of it, declares no `any_order`; "" if all do."""
+    for _, module in nnx.iter_modules(model):
+        kind = type(module)
+        if kind.__module__.startswith("flax."):
+            continue
+        if "any_order" not in vars(kind) or not getattr(module, "any_order", False):
+            return f"{kind.__name__} does not take tokens in any order"
+    return ""
 
 
 def build_model(
