@@ -12,6 +12,7 @@ import pytest
 from helpers import batches_of, gradients, initial_weights, mesh_of, prepared, tiny
 
 from spmdtrain.config import ConfigError
+from spmdtrain.inference.sample import Choice, make_generate, make_logits
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Attention, Mlp
 from spmdtrain.models.transformer import Transformer
@@ -179,3 +180,16 @@ def test_noise_follows_its_token():
     ring = ContextWay("ring", ("context",), 4)
     assert (kept(ring) == kept(ContextWay())[:, zigzag_order(16, 4)]).all()
     assert (kept(ring) != kept(ContextWay())).any()
+
+
+def test_a_part_that_sees_the_token_before_makes_its_text_anew():
+    """From a cache it would see the new token alone."""
+    setup = shard(tiny(*SMALL), partial(Transformer, mlp=Beside), jax.devices()[:1])
+    # Larger weights, so that the token before decides what follows.
+    weights = {path: 10 * x for path, x in initial_weights(*SMALL).items()}
+    params = placed_arrays(setup, weights)
+    generate = make_generate(setup, 6, Choice(0))
+    (ids,) = generate(params, [[5, 6, 7]], jax.random.key(0))
+    logits = make_logits(setup)
+    for at in range(3, 9):
+        assert int(logits(params, ids[None, :at])[0, -1].argmax()) == ids[at], at
