@@ -51,6 +51,7 @@ from spmdtrain.data.source import open_data
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.device_batches import batches as device_batches
 from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
 from spmdtrain.running.steps import train as train_steps
@@ -281,7 +282,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     with (
         contextlib.closing(checkpoints),
         Reporter(directory, setup.config, 0) as reporter,
-        device_batches(setup, data, 0, 0) as ahead,
+        Feed(setup, data, 0, 0, directory) as ahead,
         (directory / "log").open("w") as log,
         contextlib.redirect_stdout(log),
         Interrupt(setup.mesh) as interrupt,

@@ -150,7 +150,10 @@ def back_to(step: int, source: Path, directory: Path) -> None:
 
 def evaluations(directory: Path) -> dict[int, dict[str, float]]:
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line for line in lines if "eval_loss" in line}
+    found = {line["step"]: line for line in lines if "eval_loss" in line}
+    for line in found.values():
+        del line["time"]  # the wall clock's
+    return found
 
 
 def test_on_a_mesh_it_rests_as_the_weights_do_and_is_that_of_one_device(averaged):

@@ -8,6 +8,7 @@ Every process makes all tokens and keeps its own rows: no sample depends on thei
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,7 +130,7 @@ def open_stream(settings: DataConfig, *, validates: bool) -> StreamData:
     """
     recipe, tokenizer = recipe_of(settings)
     shards = find_shards(_patterns(settings.path), settings.corpus)
-    folder = Path(settings.cache).expanduser() if settings.cache else default_folder()
+    folder = Path(os.path.expanduser(settings.cache)) if settings.cache else default_folder()
     copies = LocalCopies(folder, int(settings.cache_gb * 1e9))
     empty = Corpus(
         tokens=np.zeros(0, np.uint16),
