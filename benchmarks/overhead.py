@@ -288,7 +288,8 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
         Interrupt(setup.mesh) as interrupt,
     ):
         turns = Turns(contenders, steps)
-        saves = Saves(setup, identity(setup, data.fingerprint, {}), checkpoints, reporter, 0, 0)
+        kept = identity(setup, data.fingerprint, {})
+        saves = Saves(setup, lambda: kept, checkpoints, reporter, 0, 0)
         train_steps(setup, state, step, turns, ahead, saves, reporter, interrupt)
 
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
