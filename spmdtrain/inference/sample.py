@@ -23,7 +23,7 @@ from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.abstract import make_gather_layer, matmuls, needs_order
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import Cache
+from spmdtrain.models.layers import empty_cache
 from spmdtrain.models.logits import logit_shape, logits_of
 from spmdtrain.models.sampling import choose
 from spmdtrain.models.stack import Round
@@ -268,10 +268,8 @@ def make_generate(
 
 def _cached(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
     """Predicts from the cached keys and values of earlier tokens."""
-    model = config.model
-    shape = (model.layers, *tokens_bt.shape, model.key_value_heads, model.width_per_head)
-    zeros = jnp.zeros(shape, jnp.dtype(config.precision.compute))
-    empty = make_constrain(rules)(zeros, None, "batch", None, "kv_heads", "head_dim")
+    compute = config.precision.compute
+    empty = empty_cache(config.model, tokens_bt.shape, compute, make_constrain(rules))
 
     def extend(tokens_bt, cache):
         positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
@@ -281,7 +279,7 @@ def _cached(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, 
     def following(tokens_bt, at, cache):
         return extend(jax.lax.dynamic_slice_in_dim(tokens_bt, at, 1, 1), cache)
 
-    first = extend(tokens_bt[:, :start], Cache(empty, empty, jnp.int32(0)))
+    first = extend(tokens_bt[:, :start], empty)
     return first, following
 
 

@@ -9,8 +9,7 @@ def matmul_parameters(config: TransformerConfig) -> int:
     They are the matrices of the blocks and the head; the embedding is a lookup. Of experts, those
     that a token goes through count, and the router.
     """
-    dim, heads, groups = config.width_per_head, config.heads, config.key_value_heads
-    attention = config.embed * dim * (heads + 2 * groups) + heads * dim * config.embed
+    attention = _attention_parameters(config)
     per_hidden = (3 if config.is_gated else 2) * config.embed
     total = config.layers * attention + config.embed * (config.vocab or 0)
     for has_experts in config.has_experts:
@@ -22,15 +21,29 @@ def matmul_parameters(config: TransformerConfig) -> int:
     return total
 
 
+def _attention_parameters(config: TransformerConfig) -> int:
+    """Counts the parameters of the matrices of one layer's attention."""
+    dim, heads, groups = config.width_per_head, config.heads, config.key_value_heads
+    out = heads * config.value_width * config.embed
+    latent = config.latent
+    if latent is None:
+        return config.embed * dim * (heads + 2 * groups) + out
+    down = config.embed * ((latent.query_rank or 0) + latent.rank + latent.rope_dim)
+    queries = (latent.query_rank or config.embed) * heads * dim
+    return down + queries + latent.rank * heads * (latent.plain_dim + latent.value_dim) + out
+
+
 def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     """Returns the FLOPs of forward and backward per token (arXiv:2204.02311, appendix B).
 
     They are the numerator of MFU: 6 per matmul parameter, and for attention 12 x heads x head_dim
     in each layer for each key that a token sees: half of the length on average, because it is
-    causal, or fewer through a window. Recomputation does not count.
+    causal, or fewer through a window. Where values have another width than keys, head_dim is the
+    mean of both. Recomputation does not count.
     """
     pairs = sum(seen_pairs(sequence_length, kind.window) for kind in config.layer_kinds)
-    attention = 12 * config.heads * config.width_per_head * pairs / sequence_length
+    widths = config.width_per_head + config.value_width
+    attention = 6 * config.heads * widths * pairs / sequence_length
     return 6 * matmul_parameters(config) + attention
 
 

@@ -15,7 +15,16 @@ from flax import nnx
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import Attention, Cache, Embedding, ExpertMlp, Mlp, Norm, weight
+from spmdtrain.models.layers import (
+    Attention,
+    Cache,
+    Embedding,
+    ExpertMlp,
+    LatentAttention,
+    Mlp,
+    Norm,
+    weight,
+)
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.logits import logits_of
 from spmdtrain.models.stack import Round, SideLosses, Stack, sum_losses, with_losses
@@ -104,7 +113,8 @@ def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
 class Transformer(nnx.Module):
     """`config.model` with its vocab resolved; `config.max_length` positions.
 
-    Layers with experts have `ExpertMlp` as their mlp. The dense ones before all others
+    Layers with experts have `ExpertMlp` as their mlp, and all have `LatentAttention` with
+    `model.latent`. The dense ones before all others
     (`model.experts.first_dense`) are a stack of their own, which `embed` runs.
 
     The parts of its blocks may be replaced, see `Block`: a run takes `make=partial(Transformer,
@@ -127,6 +137,11 @@ class Transformer(nnx.Module):
             if not callable(part):
                 raise ConfigError(f"{name}={part!r:.80} makes no part of a block", fix="a class")
         model = config.model
+        if model.latent and attention is not Attention:
+            what = "attention= and [model.latent] both make the attention of a layer"
+            raise ConfigError(what, fix="one of them")
+        if model.latent:
+            parts["attention"] = LatentAttention
         if model.experts and mlp is not Mlp:
             what = "mlp= and [model.experts] both make the mlp of a layer"
             raise ConfigError(what, fix="one of them")

@@ -28,6 +28,7 @@ PARAMETER_RULES: AxisRules = {
     "experts": ("expert",),
     "vocab": ("pipeline", "tensor"),
     "embed": ("fsdp",),
+    "latent": ("fsdp",),
     "kv_heads": ("tensor",),
     "heads": ("tensor",),
     "head_dim": (),

@@ -85,7 +85,7 @@ ANEW = (
     ),
     Breakage(
         "a sink's gradient counts twice where heads are split",
-        "models/layers/attention.py",
+        "models/layers/attention/attend.py",
         "number = _number(ctx, layer)\n"
         "return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))",
         "number = _number(ctx, layer)\n"
@@ -113,7 +113,7 @@ ANEW = (
     ),
     Breakage(
         "a part of a sequence masks by places of its own",
-        "models/layers/attention.py",
+        "models/layers/attention/attend.py",
         "aligned = not self.causal or (cache is None and q.shape[1] == k.shape[1])",
         "aligned = not self.causal or cache is None",
         NONE,

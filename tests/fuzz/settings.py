@@ -102,6 +102,7 @@ NOT_DRAWN = {
     "model.mup_base": "asks for some optimizers; tests/certify/test_widths.py has it",
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
     "model.experts": "a table; tests/models/test_router.py has it, on meshes",
+    "model.latent": "a table; tests/models/test_families.py has it, on meshes",
     "data.mix": "a table of sources; tests/data has it",
     "data.validation_path": "of token files that others made; tests/data has it",
     **dict.fromkeys(

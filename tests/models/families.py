@@ -104,6 +104,32 @@ FAMILIES = {
         "query_norm": "head",
         "experts": {"count": 8, "chosen": 3, "ffn": 24, "normalise": False},
     },
+    "deepseek_v3": {
+        "heads": 3,
+        "embed": 40,
+        "latent": {
+            "rank": 20,
+            "query_rank": 28,
+            "plain_dim": 10,
+            "rope_dim": 6,
+            "value_dim": 14,
+        },
+        "rope_scaling": {**YARN, "scale": 1.0},
+        "score_scale": 1.3 * 16**-0.5,
+        "norm_epsilon": 1e-6,
+        "experts": {
+            "count": 8,
+            "chosen": 3,
+            "ffn": 24,
+            "shared": 1,
+            "first_dense": 2,
+            "score": "sigmoid",
+            "scale": 2.5,
+            "groups": 4,
+            "groups_kept": 2,
+            "bias_rate": 0.001,
+        },
+    },
     "every second layer, grouped": {
         **GIVEN_HEAD,
         "layers": 5,
@@ -179,7 +205,16 @@ RICH = {
         *("model.experts.count=4", "model.experts.chosen=2", "model.experts.shared=1"),
         *("model.experts.first_dense=1", "model.experts.every=2", "model.experts.ffn=24"),
     ),
+    "latent": (
+        *("model.layers=3", "model.windows=5,0", "model.sinks=true", "model.out_bias=true"),
+        *("model.latent.rank=16", "model.latent.query_rank=8", "model.latent.plain_dim=6"),
+        *("model.latent.rope_dim=4", "model.latent.value_dim=5", "model.score_cap=5"),
+        *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"),
+        *("model.rope_scaling.original_length=12", "model.rope_scaling.scale=1"),
+    ),
 }
+# What a model with latent attention has no use for.
+OF_HEADS = ("model.kv_heads", "model.head_dim")
 RICH_SIZES = (
     *("model.name=llama", "model.embed=32", "model.heads=4", "model.kv_heads=2"),
     *("model.head_dim=12", "model.ffn=48", "model.vocab=32", "train.sequence_length=16"),
@@ -189,4 +224,7 @@ RICH_SIZES = (
 
 def rich(name: str, *placement: str) -> tuple[str, ...]:
     """The `--set` strings of one of them."""
-    return (*RICH_SIZES, *RICH[name], *placement)
+    sizes = RICH_SIZES
+    if name == "latent":
+        sizes = tuple(each for each in sizes if not each.startswith(OF_HEADS))
+    return (*sizes, *RICH[name], *placement)

@@ -72,6 +72,32 @@ def normed(model: Any, p: Params, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
+    window = model.windows[number % len(model.windows)] if model.windows else 0
+    if model.latent is None:
+        q, k, v = grouped(model, p, x, number, window)
+    else:
+        q, k, v = latent(model, p, x, window)
+    dim = q.shape[-1]
+    scale = dim**-0.5 if model.score_scale is None else model.score_scale
+    scores = capped(scale * np.einsum("bthd,bshd->bhts", q, k), model.score_cap)
+    place = np.arange(x.shape[1])
+    distance = place[:, None] - place[None]
+    seen = (distance >= 0) & (distance < (window or x.shape[1]))
+    scores = np.where(seen, scores, -np.inf)
+    sinks = np.full(model.heads, -np.inf)
+    if model.sinks:
+        sinks = p["attention.sinks"]
+    column = np.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+    scores = np.concatenate((scores, column), -1)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = (weights / weights.sum(-1, keepdims=True))[..., :-1]
+    out = p["attention.out_kgde"].reshape(model.heads, -1, model.embed)
+    y = np.einsum("bhts,bshd,hde->bte", weights, v, out, optimize=True)
+    return y + p.get("attention.out_bias", 0)
+
+
+def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> tuple:
+    """(queries, keys, values) of each query head, [b, t, h, d]."""
     heads, kv_heads = model.heads, model.kv_heads or model.heads
     group, dim = heads // kv_heads, model.head_dim or model.embed // heads
     qkv = np.einsum("bte,eknd->btknd", x, p["attention.qkv_eknd"])
@@ -82,28 +108,31 @@ def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
     if model.query_norm != "none":
         q = query_normed(model, q, p["attention.query_key_norm.query_scale"])
         k = query_normed(model, k, p["attention.query_key_norm.key_scale"])
-    window = model.windows[number % len(model.windows)] if model.windows else 0
     if model.positions == "rope" and (
         not model.rope_layers or model.rope_layers[number % len(model.rope_layers)]
     ):
         q, k = (turned(model, each, window) for each in (q, k))
     k, v = (np.repeat(each, group, axis=2) for each in (k, v))
-    scale = dim**-0.5 if model.score_scale is None else model.score_scale
-    scores = capped(scale * np.einsum("bthd,bshd->bhts", q, k), model.score_cap)
-    place = np.arange(x.shape[1])
-    distance = place[:, None] - place[None]
-    seen = (distance >= 0) & (distance < (window or x.shape[1]))
-    scores = np.where(seen, scores, -np.inf)
-    sinks = np.full(heads, -np.inf)
-    if model.sinks:
-        sinks = p["attention.sinks"]
-    column = np.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
-    scores = np.concatenate((scores, column), -1)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights = (weights / weights.sum(-1, keepdims=True))[..., :-1]
-    y = np.einsum("bhts,bshd->bthd", weights, v).reshape(*x.shape[:2], kv_heads, group, dim)
-    y = np.einsum("btkgd,kgde->bte", y, p["attention.out_kgde"])
-    return y + p.get("attention.out_bias", 0)
+    return q, k, v
+
+
+def latent(model: Any, p: Params, x: np.ndarray, window: int) -> tuple:
+    """The same of latent attention, where the last channels of queries and keys turn."""
+    of, epsilon = model.latent, model.norm_epsilon
+
+    def normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * scale
+
+    rank, plain = of.query_rank or 0, of.plain_dim
+    down = x @ p["attention.down_eu"]
+    queries = normed(down[..., :rank], p["attention.query_scale"]) if rank else x
+    q = np.einsum("btr,rhd->bthd", queries, p["attention.query_rkd"])
+    c = normed(down[..., rank : rank + of.rank], p["attention.latent_scale"])
+    kv = np.einsum("btr,rhd->bthd", c, p["attention.key_value_ckd"])
+    shared = turned(model, down[..., None, rank + of.rank :], window)
+    shared = np.broadcast_to(shared, (*q.shape[:3], of.rope_dim))
+    q = np.concatenate((q[..., :plain], turned(model, q[..., plain:], window)), -1)
+    return q, np.concatenate((kv[..., :plain], shared), -1), kv[..., plain:]
 
 
 def query_normed(model: Any, x_bthd: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from helpers import batches_of, prepared
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import Attention, Cache
+from spmdtrain.models.layers import Attention, empty_cache
 from spmdtrain.models.logits import logit_shape, logits_of
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.step import make_gradients
@@ -55,6 +55,8 @@ def test_a_family_has_the_logits_of_its_definition(name):
 PLACEMENTS = [
     ("capped", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")),
     ("sunk", ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4")),
+    ("latent", ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
+    ("latent", ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=2")),
 ]
 
 
@@ -71,7 +73,9 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "placement"), PLACEMENTS, ids=["capped", "sunk"])
+@pytest.mark.parametrize(
+    ("name", "placement"), PLACEMENTS, ids=["capped", "sunk", "latent", "staged"]
+)
 def test_every_setting_has_the_gradients_of_one_device(name, placement):
     got_loss, got = rich_gradients(name, *placement)
     want_loss, want = rich_gradients(name)
@@ -97,8 +101,7 @@ def test_decoding_from_a_cache_has_the_logits_of_the_whole(name):
         ctx = ForwardContext(jnp.broadcast_to(positions, tokens_bt.shape))
         return model.bind(params).extend(tokens_bt, ctx, cache)
 
-    shape = (config.model.layers, 2, length, config.model.kv_heads, config.model.head_dim)
-    cache = Cache(jnp.zeros(shape), jnp.zeros(shape), jnp.int32(0))
+    cache = empty_cache(config.model, (2, length))
     start = 0
     for stop in range(6, length + 1):
         logits, cache = extend(tokens_bt[:, start:stop], cache)
@@ -153,6 +156,8 @@ MISTAKES = [
     ("granite", {"logit_scale": 1.0}),
     ("gpt_oss", {"sinks": False}),
     ("gpt_oss", scaling("gpt_oss", truncate=True)),
+    ("deepseek_v3", scaling("deepseek_v3", scale=None)),
+    ("deepseek_v3", {"score_scale": None}),
 ]
 
 

@@ -13,7 +13,7 @@ from helpers import tiny, trained
 
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext, random_key, sample_noise
-from spmdtrain.models.layers import Cache, Mlp, Norm, rotate
+from spmdtrain.models.layers import Mlp, Norm, empty_cache, rotate
 from spmdtrain.models.size import matmul_parameters, train_flops_per_token
 from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Transformer
@@ -179,10 +179,7 @@ def test_evaluation_has_no_dropout():
 def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(family, parts):
     config, blueprint, params = build(*family, **parts)
     want = logits(family, draw(2), **parts)
-    empty = jnp.zeros(
-        (config.model.layers, 2, T, config.model.key_value_heads, config.model.width_per_head)
-    )
-    cache = Cache(empty, empty, jnp.int32(0))
+    cache = empty_cache(config.model, (2, T))
     extend = jax.jit(
         lambda params, tokens, at, cache: blueprint.bind(params).extend(
             tokens, ForwardContext(at), cache

@@ -19,6 +19,7 @@ from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig, RulesConfig
 from spmdtrain.config.schema.model import (
     GPT,
     ExpertsConfig,
+    LatentConfig,
     LayerKind,
     Llama,
     RopeScaling,
@@ -53,6 +54,7 @@ __all__ = [
     "GuardConfig",
     "KernelsConfig",
     "Lamb",
+    "LatentConfig",
     "LayerKind",
     "Lion",
     "Llama",

@@ -1,8 +1,12 @@
 """The keys and values of earlier tokens, for sampling."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+
+from spmdtrain.config.schema import TransformerConfig
 
 
 @jax.tree_util.register_dataclass
@@ -10,7 +14,8 @@ import jax
 class Cache:
     """Keys and values seen so far, of one layer or with a leading layer dim.
 
-    The first `length` of the s places are filled.
+    The first `length` of the s places are filled. Of latent attention, the keys are the channels
+    that turn and the values are the latent: one head of each, which all query heads share.
     """
 
     k_bskd: jax.Array
@@ -23,3 +28,23 @@ class Cache:
         k_bskd = put(self.k_bskd, k_btkd, start)
         v_bskd = put(self.v_bskd, v_btkd, start)
         return Cache(k_bskd, v_bskd, self.length + k_btkd.shape[1])
+
+
+def empty_cache(
+    config: TransformerConfig,
+    shape: tuple[int, int],
+    dtype: str = "float32",
+    constrain: Callable[..., jax.Array] = lambda x, *_: x,
+) -> Cache:
+    """Returns the cache of all layers [layer, b, s, k, d] without tokens.
+
+    `shape`: sequences b and places s. `constrain(x, *logical axes)` says where it lies.
+    """
+    heads, *widths = config.cached
+    of_heads = "kv_heads" if config.latent is None else None
+
+    def zeros(width: int) -> jax.Array:
+        made = jnp.zeros((config.layers, *shape, heads, width), jnp.dtype(dtype))
+        return constrain(made, None, "batch", None, of_heads, "head_dim")
+
+    return Cache(zeros(widths[0]), zeros(widths[1]), jnp.int32(0))

@@ -79,11 +79,11 @@ class QueryKeyNorm(nnx.Module):
         if self.of_all:
             scale_f32 = scale_f32.reshape(x_btknd.shape[2:])
         dims = (2, 3, 4) if self.of_all else (4,)
-        return _rms_normed(x_btknd, scale_f32, dims, self.epsilon)
+        return rms_normed(x_btknd, scale_f32, dims, self.epsilon)
 
 
 @partial(recomputed, static_argnums=(2, 3))
-def _rms_normed(x: jax.Array, scale: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
+def rms_normed(x: jax.Array, scale: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
     """Returns x over the root of its mean square along `dims`, times `scale`, in float32."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, dims, keepdims=True)

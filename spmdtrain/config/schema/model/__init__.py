@@ -1,6 +1,7 @@
 """[model]: the shape of a transformer, and the families that preset it."""
 
 from spmdtrain.config.schema.model.experts import ExpertsConfig as ExpertsConfig
+from spmdtrain.config.schema.model.latent import LatentConfig as LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import LayerKind as LayerKind
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling as RopeScaling
 from spmdtrain.config.schema.model.transformer import GPT as GPT

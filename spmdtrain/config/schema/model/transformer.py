@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from spmdtrain.config.schema.model.experts import ExpertsConfig
+from spmdtrain.config.schema.model.latent import LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import LayerKind, repeated
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling
 from spmdtrain.config.settings import (
@@ -113,6 +114,11 @@ class TransformerConfig(Settings):
         description="RMSNorm of queries and keys before rope: of each head, or of all heads at "
         "once",
     )
+    latent: LatentConfig | None = Field(
+        default=None,
+        description="the table [model.latent]: keys and values of all heads from a narrow latent; "
+        "default: none",
+    )
     norm_epsilon: Positive = 1e-5
     norm_places: Literal["before", "after", "both"] = Field(
         default="before", description="of the norms of attention and mlp: on their input or output"
@@ -151,7 +157,9 @@ class TransformerConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.head_dim is None and self.embed % self.heads:
+        if self.latent:
+            self._check_latent()
+        elif self.head_dim is None and self.embed % self.heads:
             raise ValueError(
                 f"model.embed={self.embed} is not divisible by model.heads={self.heads}; "
                 "set model.head_dim"
@@ -171,6 +179,26 @@ class TransformerConfig(Settings):
         if self.experts:
             self._check_experts(self.experts)
         return self
+
+    def _check_latent(self) -> None:
+        """Refuses settings of queries, keys and values that latent attention does not read."""
+        if self.positions != "rope":
+            raise ValueError("model.latent needs model.positions='rope'")
+        if self.has_qkv_bias:
+            raise ValueError(
+                "model.latent has no biases of queries, keys and values; set model.qkv_bias=false"
+            )
+        if self.kv_heads not in (None, self.heads):
+            raise ValueError(
+                f"model.kv_heads={self.kv_heads}: model.latent makes keys and values of each of "
+                f"model.heads={self.heads}; leave model.kv_heads out"
+            )
+        for name in ("head_dim", "query_norm", "rope_share", "mup_base"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)!r} has no meaning with model.latent; "
+                    "leave it out"
+                )
 
     def _check_rope(self) -> None:
         """Refuses rotary settings that do not fit together."""
@@ -221,8 +249,25 @@ class TransformerConfig(Settings):
 
     @property
     def width_per_head(self) -> int:
-        """Channels of one head of attention: `head_dim`, or else `embed / heads`."""
+        """Channels of a head's queries and keys: `head_dim`, or else `embed / heads`."""
+        if self.latent:
+            return self.latent.plain_dim + self.latent.rope_dim
         return self.head_dim or self.embed // self.heads
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a head's values."""
+        return self.latent.value_dim if self.latent else self.width_per_head
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """What a cache holds of a token in a layer: heads, and the widths of keys and values.
+
+        Of latent attention it is the channels that turn and the latent, once for all heads.
+        """
+        if self.latent:
+            return 1, self.latent.rope_dim, self.latent.rank
+        return self.key_value_heads, self.width_per_head, self.value_width
 
     @property
     def key_value_heads(self) -> int:
@@ -290,7 +335,12 @@ class TransformerConfig(Settings):
 
     @property
     def rope_dim(self) -> int:
-        """Channels of one head that turn with the position of their token, the first ones."""
+        """Channels of one head that turn with the position of their token.
+
+        They are the first ones, and of latent attention the last ones.
+        """
+        if self.latent:
+            return self.latent.rope_dim
         return int(self.width_per_head * self.rope_share)
 
     @property

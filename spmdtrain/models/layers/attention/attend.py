@@ -1,0 +1,222 @@
+"""Attention of queries to keys on any mesh: from each device's own heads, by the way of the run."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import attention
+from pallas_kernels.choose import Refused
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.cache import Cache
+from spmdtrain.models.layers.kinds import by_kind, kind_of
+from spmdtrain.models.layers.weights import recomputed
+from spmdtrain.parallel.context.ring import ContextRing, ring_attention
+from spmdtrain.parallel.context.ulysses import heads_for_time, own_heads
+from spmdtrain.parallel.regions import Whole
+
+OF_QUERIES = ("batch", "time", "kv_heads", None, None)  # logical axes
+OF_KEYS = ("batch", "time", "kv_heads", None)
+
+
+@dataclass(frozen=True)
+class Attend:
+    """The settings of a layer's attention; called with queries, keys and values of all heads.
+
+    Letters beside those of this room: e the channels of a value.
+    """
+
+    windows: tuple[int, ...]  # of each layer: the tokens that a query sees; 0: all
+    scale: float | None  # of scores; None: the root of a key's channels, inverted
+    cap: float | None
+    implementation: str | None
+    causal: bool = True
+
+    def __call__(
+        self,
+        q_btkgd: jax.Array,
+        k_bskd: jax.Array,
+        v_bske: jax.Array,
+        ctx: ForwardContext,
+        *,
+        cache: Cache | None = None,
+        sinks: jax.Array | None = None,
+        is_shared: bool = False,
+    ) -> jax.Array:
+        """Returns what each query sees, [b, t, k, g, e].
+
+        `cache`: where the keys and values come from, those of earlier tokens among them. `sinks`:
+        a logit for each head, in the order of the heads, those of a key-value head together.
+        `is_shared`: all heads share the keys and values of a cache, and k is 1.
+        """
+        if sinks is not None:
+            # Their gradient is summed over the devices that share them.
+            sinks = sinks.astype(jnp.float32)
+        if cache is None and ctx.way.name == "ring":
+            return self._by_ring(q_btkgd, k_bskd, v_bske, sinks, ctx)
+        if cache is None and ctx.way.name == "ulysses":
+            return self._by_ulysses(q_btkgd, k_bskd, v_bske, sinks, ctx)
+        places_bs = jnp.broadcast_to(jnp.arange(k_bskd.shape[1]), k_bskd.shape[:2])
+        places_bt = places_bs if cache is None else ctx.positions_bt
+
+        def local(  # noqa: PLR0913 - the arrays of attention
+            q, k, v, q_segments, k_segments, q_places, k_places, sinks, layer
+        ):
+            # With all queries on this device, the mask is known while tracing.
+            aligned = not self.causal or (cache is None and q.shape[1] == k.shape[1])
+            options = {
+                "segment_ids": None if q_segments is None else (q_segments, k_segments),
+                "positions": None if aligned else (q_places, k_places),
+            }
+            number = _number(ctx, layer)
+            return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))
+
+        # Keys are split over time like queries, and gathered here. A cache is not split.
+        key_time = Whole("time") if cache is None else None
+        of_groups = (None, "kv_heads") if is_shared else ("kv_heads", None)
+        of_q = ("batch", "time", *of_groups, None)
+        of_k = ("batch", key_time, of_groups[0], None)
+        of_q_token = ("batch", "time")
+        of_k_token = ("batch", key_time)
+        segments = ctx.segment_ids_bt if cache is None else None
+        layer = self._traced_layer(ctx)
+        arrays = (q_btkgd, k_bskd, v_bske, segments, segments, places_bt, places_bs, sinks, layer)
+        of_tokens = (of_q_token, of_k_token, of_q_token, of_k_token)
+        names = (of_q, of_k, of_k, *of_tokens, ("kv_heads",), ())
+        return ctx.local_map(local, arrays, names, of_q)
+
+    def _by_ring(self, q_btkgd, k_btkd, v_btke, sinks_h, ctx: ForwardContext) -> jax.Array:
+        """Attends to keys that go round the devices of the tokens: [b, t, k, g, e]."""
+        tokens = q_btkgd.shape[1]
+        befores = [_before(window, tokens) for window in dict.fromkeys(self.windows)]
+        kind = None
+        if len(set(befores)) == 1:
+            befores = befores[:1]
+        elif isinstance(ctx.layer, int):
+            befores = [_before(self.windows[ctx.layer], tokens)]
+        else:
+            kind = kind_of(self.windows, ctx.layer)
+        ring = ContextRing(
+            axes=ctx.way.axes,
+            ways=ctx.way.ways,
+            windows=tuple(befores),
+            softcap=self.cap,
+            scale=self.scale,
+            implementation=self.implementation,
+        )
+
+        def local(q, k, v, segments, sinks, kind):  # noqa: PLR0913 - the arrays of attention
+            q_bthd = q.reshape(*q.shape[:2], -1, q.shape[-1])
+            with self._saying_what_refuses():
+                found: Any = ring_attention(ring, q_bthd, k, v, segments, kind)
+            out, lse = found
+            if sinks is not None:
+                out = _sunk(out, lse, sinks)
+            return out.reshape(*q.shape[:-1], v.shape[-1])
+
+        arrays = (q_btkgd, k_btkd, v_btke, ctx.segment_ids_bt, sinks_h, kind)
+        names = (OF_QUERIES, OF_KEYS, OF_KEYS, ("batch", "time"), ("kv_heads",), ())
+        return ctx.local_map(local, arrays, names, OF_QUERIES)
+
+    def _by_ulysses(self, q_btkgd, k_btkd, v_btke, sinks_h, ctx: ForwardContext) -> jax.Array:
+        """Attends on each device to all tokens with a part of the heads: [b, t, k, g, e]."""
+        axes = ctx.way.axes
+
+        def local(q, k, v, segments, sinks, layer):  # noqa: PLR0913 - the arrays of attention
+            if sinks is not None:
+                sinks = own_heads(sinks, axes, ctx.way.ways)
+            number = _number(ctx, layer)
+            pair = None if segments is None else (segments, segments)
+            options = {"segment_ids": pair, "positions": None}
+
+            def attend(q, k, v):
+                return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))
+
+            return heads_for_time(attend, axes, q, k, v)
+
+        layer = self._traced_layer(ctx)
+        arrays = (q_btkgd, k_btkd, v_btke, ctx.segment_ids_bt, sinks_h, layer)
+        of_tokens = ("batch", Whole("time"))
+        names = (OF_QUERIES, OF_KEYS, OF_KEYS, of_tokens, ("kv_heads",), ())
+        return ctx.local_map(local, arrays, names, OF_QUERIES)
+
+    def _traced_layer(self, ctx: ForwardContext) -> jax.Array | None:
+        """Returns the number of the layer if windows depend on it and tracing does not know it."""
+        if len(set(self.windows)) > 1 and isinstance(ctx.layer, jax.Array):
+            return ctx.layer
+        return None
+
+    def _seen(
+        self, q_btkgd, k_bskd, v_bske, sinks_h, options: dict[str, Any], window: int
+    ) -> jax.Array:
+        """Returns what queries see through a window, 0 for all tokens: [b, t, k, g, e].
+
+        A sink is one more column of the softmax, without a value: the others lose the share of the
+        sink, and keep sigmoid(lse - sink).
+        """
+        shape = (*q_btkgd.shape[:-1], v_bske.shape[-1])
+        q_bthd = q_btkgd.reshape(*q_btkgd.shape[:2], -1, q_btkgd.shape[-1])
+        before = _before(window, k_bskd.shape[1])
+        with self._saying_what_refuses():
+            found: Any = attention(
+                q_bthd,
+                k_bskd,
+                v_bske,
+                causal=self.causal,
+                window=None if before is None else (before, 0),
+                softcap=self.cap,
+                scale=self.scale,
+                return_lse=sinks_h is not None,
+                implementation=self.implementation,
+                **options,
+            )
+        if sinks_h is None:
+            return found.reshape(shape)
+        return _sunk(*found, sinks_h).reshape(shape)
+
+    @contextlib.contextmanager
+    def _saying_what_refuses(self) -> Iterator[None]:
+        """Turns the refusal of a kernel into a ConfigError."""
+        try:
+            yield
+        except Refused as refused:
+            asked = f"model.attention={self.implementation!r}"
+            what = f"{asked} cannot run: {refused.reason}"
+            raise ConfigError(what, fix="--set model.attention=auto") from None
+
+
+def _number(ctx: ForwardContext, layer: jax.Array | None) -> jax.Array | int | None:
+    """Returns the number of the layer; `layer` is the traced one of `_traced_layer`."""
+    return ctx.layer if layer is None else layer
+
+
+def _before(window: int, tokens: int) -> int | None:
+    """Returns how many tokens before its own a query sees; None: all. `window` is a setting."""
+    return window - 1 if 0 < window < tokens else None
+
+
+@recomputed
+def _sunk(y_bthd: jax.Array, lse_bth: jax.Array, sinks_h: jax.Array) -> jax.Array:
+    """Returns the output of attention if a sink takes its share of each head's softmax."""
+    share_bth = jax.nn.sigmoid(lse_bth - sinks_h)
+    return (y_bthd * share_bth[..., None]).astype(y_bthd.dtype)
+
+
+def make_attend(config: TransformerConfig, *, causal: bool = True) -> Attend:
+    """Returns the attention that the settings of a model say."""
+    scale = config.score_factor
+    if config.latent and scale is None:
+        scale = config.width_per_head**-0.5  # also where queries are as wide as the latent
+    return Attend(
+        windows=tuple(each.window for each in config.layer_kinds),
+        scale=scale,
+        cap=config.score_cap,
+        implementation=None if config.attention == "auto" else config.attention,
+        causal=causal,
+    )
