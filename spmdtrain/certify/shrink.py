@@ -75,6 +75,9 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
     values["mesh"] |= dict.fromkeys(config.mesh.sizes, 1) | {"collective_matmul": False}
     values["pipeline"] = {}
     values["kernels"] = {"tune": "off"}
+    values["compression"] = {}
+    if config.compression.codec != "none":
+        lost.append(f"gradients that cross `data` in {config.compression.codec}: in float32")
     values["eval"] = {"every": 0}
     values["checkpoint"] = {"every": 0}
     values["log"] = {}

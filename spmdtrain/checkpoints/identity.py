@@ -238,11 +238,13 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
 
     A part that the caller replaced is listed under its keyword, by its qualified name.
     """
+    compression = config.compression
     sections = {
         "optimizer": config.optimizer.model_dump(mode="json"),
         "precision": config.precision.model_dump(mode="json"),
         "train": {name: getattr(config.train, name) for name in ("steps", "global_batch", "clip")},
         "model": {"dropout": config.model.dropout},
+        "compression": compression.model_dump(mode="json") if compression.codec != "none" else {},
         "finetune": {"dropout": config.finetune.dropout} if config.finetune.dropout else {},
         "guard": config.guard.model_dump(mode="json") if config.guard.in_step else {},
     }

@@ -10,7 +10,7 @@ then stay separate until the end of the step.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ class Copies:
         if not self.axes:
             return reduction
         scatter = tuple((axis, dim + (dim >= self.dim)) for axis, dim in reduction.scatter)
-        return Reduction(reduction.sum, scatter)
+        return replace(reduction, scatter=scatter)
 
 
 def copies_of(rules: Rules, spec: P, stacked: int = 0) -> Copies:

@@ -8,7 +8,7 @@ shard of the batch has accumulated on its own.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.compress import Codec, compressed_scatter, compressed_sum
 from spmdtrain.parallel.specs import axes_of_dim
 
 
@@ -25,10 +26,12 @@ class Reduction:
     """The reduction of a gradient: an all-reduce over `sum`, a reduce-scatter over `scatter`.
 
     `scatter` pairs each axis with the dim that it leaves split, in the order of the scatters.
+    `codec`: how the gradient crosses `data`; None: as it is.
     """
 
     sum: tuple[str, ...] = ()
     scatter: tuple[tuple[str, int], ...] = ()
+    codec: Codec | None = None
 
 
 def scatter_dim(
@@ -66,7 +69,9 @@ def scattered_spec(spec: P, dim: int | None) -> P:
     return P(*parts)
 
 
-def reduction(spec: P, axes: Sequence[str], owning: Collection[str] = ()) -> Reduction:
+def reduction(
+    spec: P, axes: Sequence[str], owning: Collection[str] = (), codec: Codec | None = None
+) -> Reduction:
     """Returns how a gradient whose spec at rest is `spec` is reduced over `axes`.
 
     Over an axis in `spec` it is scattered, over any other it is summed. An `owning` axis needs
@@ -81,6 +86,7 @@ def reduction(spec: P, axes: Sequence[str], owning: Collection[str] = ()) -> Red
     return Reduction(
         sum=tuple(axis for axis in axes if axis not in named),
         scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis not in owning),
+        codec=codec if "data" in axes else None,
     )
 
 
@@ -153,7 +159,7 @@ def reduce_gradients(
 
     `automatic` says how the axes that the region leaves to XLA split each gradient. They are made
     manual here as well, because XLA would gather over them around a scatter. That is impossible if
-    such an axis splits the very dim to be scattered.
+    such an axis splits the very dim to be scattered: that gradient is not compressed either.
     """
     mixed = set()
     for path, reduction in reductions.items():
@@ -171,7 +177,8 @@ def reduce_gradients(
         reduced = region(separate)
     else:
         reduced = reduce(separate)
-    return reduced | reduce({path: gradients[path] for path in mixed})
+    wide = {path: replace(reductions[path], codec=None) for path in mixed}
+    return reduced | _reduce({path: gradients[path] for path in mixed}, wide)
 
 
 def _reduce(
@@ -183,11 +190,24 @@ def _reduce(
     """
     slices = dict(gradients)
     paths_of_sum = defaultdict(list)
+    compressed = []
     for path in gradients:
-        for axis, dim in reductions[path].scatter:
-            slices[path] = scatter_sum(slices[path], (axis,), dim)
-        paths_of_sum[reductions[path].sum].append(path)
+        how = reductions[path]
+        for axis, dim in how.scatter:
+            if how.codec and axis == "data":
+                slices[path] = compressed_scatter(slices[path], axis, dim, how.codec)
+            else:
+                slices[path] = scatter_sum(slices[path], (axis,), dim)
+        wide = how.sum
+        if how.codec and "data" in how.sum:
+            compressed.append(path)
+            wide = tuple(axis for axis in how.sum if axis != "data")
+        paths_of_sum[wide].append(path)
     reduced = {}
     for axes, paths in paths_of_sum.items():
         reduced |= psum_tree({path: slices[path] for path in paths}, axes)
+    for path in compressed:
+        codec = reductions[path].codec
+        assert codec is not None, "it was chosen for its codec"
+        reduced[path] = compressed_sum(reduced[path], "data", codec)
     return reduced

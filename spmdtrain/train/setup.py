@@ -20,6 +20,7 @@ from spmdtrain.models.abstract import AbstractModel, build_model
 from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.models.context import random_key
 from spmdtrain.parallel.axes import Rules, make_rules, owning_axes
+from spmdtrain.parallel.compress import codec_of
 from spmdtrain.parallel.copies import Copies, copies_of
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.mesh import build_mesh
@@ -163,7 +164,10 @@ def shard_on(
         """Leaves out the axes over which layers gather: they scatter their own gradients."""
         scattered = gathered[path] if table is None else ()
         axes = [axis for axis in reduced if axis not in scattered]
-        return reduction(specs[path], axes, owning_axes(model.parameters[path].axes))
+        parameter = model.parameters[path]
+        shape = parameter.shape[parameter.apart :]
+        codec = codec_of(config.compression, shape, mesh.shape["data"])
+        return reduction(specs[path], axes, owning_axes(parameter.axes), codec)
 
     def copies(path: str) -> Copies:
         """Returns no copies if layers gather the weight.

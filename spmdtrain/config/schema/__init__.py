@@ -10,6 +10,7 @@ Descriptions are read by people: they appear in the JSON schema and in the list 
 """
 
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
+from spmdtrain.config.schema.compression import CompressionConfig
 from spmdtrain.config.schema.data import DataConfig, MixSource
 from spmdtrain.config.schema.eval import EvalConfig
 from spmdtrain.config.schema.finetune import FinetuneConfig
@@ -49,6 +50,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "ExpertsConfig",
+    "CompressionConfig",
     "FinetuneConfig",
     "GPT",
     "GuardConfig",

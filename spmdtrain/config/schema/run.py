@@ -7,6 +7,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from spmdtrain.config.given import as_whole, check_kind
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
+from spmdtrain.config.schema.compression import CompressionConfig
 from spmdtrain.config.schema.data import DataConfig
 from spmdtrain.config.schema.eval import EvalConfig
 from spmdtrain.config.schema.finetune import FinetuneConfig
@@ -42,6 +43,7 @@ class RunConfig(Settings):
     ] = AdamW()
     finetune: FinetuneConfig = FinetuneConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    compression: CompressionConfig = CompressionConfig()
     kernels: KernelsConfig = KernelsConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()

@@ -1,0 +1,153 @@
+"""Sums in 8 bits: right where 8 bits suffice, else within the rounding of each block; on all
+devices the same bits, and a number that is not finite is lost by none.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain.compiled import hlo
+from spmdtrain.config import CompressionConfig
+from spmdtrain.parallel.compress import Codec, codec_of, compressed_scatter, compressed_sum
+
+WAYS = 4
+BLOCK = 32
+FORMATS = ("int8", "float8")
+# Relative to the largest number of a block: half a step of 127, or of a mantissa of 3 bits.
+ROUNDING = {"int8": 0.5 / 127, "float8": 2.0**-4}
+
+
+def mesh():
+    return jax.make_mesh((WAYS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def region(function, x):
+    """Jits `function` of what each device has: x [WAYS, ...], one for each."""
+    on_one = jax.shard_map(
+        lambda x: function(x[0])[None],
+        mesh=mesh(),
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    return jax.jit(on_one), jax.device_put(x, NamedSharding(mesh(), P("data")))
+
+
+def on_devices(function, x):
+    jitted, placed = region(function, x)
+    return np.asarray(jitted(placed))
+
+
+def summed(x, format, block=BLOCK):
+    return on_devices(partial(compressed_sum, axis="data", codec=Codec(format, block)), x)
+
+
+def drawn(*shape):
+    """Numbers of very different sizes, from block to block too."""
+    draw = np.random.default_rng(3)
+    return (draw.normal(size=shape) * 10.0 ** draw.integers(-6, 6, (*shape[:-1], 1))).astype("f4")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_integers_that_the_codec_has_are_summed_to_the_rounding_of_the_scale(format):
+    """Each block has the largest number of the codec, and devices differ by powers of two."""
+    most = 127 if format == "int8" else 448
+    draw = np.random.default_rng(1)
+    one = draw.integers(-8, 9, (8, BLOCK)).astype("f4")
+    one[:, 5] = most
+    x = np.stack([one * 2.0**device for device in range(WAYS)]).astype("f4")
+    got = summed(x, format)
+    np.testing.assert_allclose(got, np.broadcast_to(x.sum(0), got.shape), rtol=3e-7)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(24, 40), (7, 33), (3, 5, 11)])
+def test_a_sum_is_off_by_the_rounding_of_its_blocks_and_the_same_everywhere(format, shape):
+    x = drawn(WAYS, *shape)
+    got = summed(x, format)
+    assert all(np.array_equal(got[0], each) for each in got)
+    assert not np.array_equal(got[0], x.sum(0)), "nothing was rounded"
+
+    rows = np.pad(x.reshape(WAYS, -1), ((0, 0), (0, -x[0].size % (WAYS * BLOCK))))
+    largest = np.abs(rows).reshape(WAYS, -1, BLOCK).max(-1).astype("f8")
+    bound = ROUNDING[format] * (largest.sum(0) * (1 + ROUNDING[format]) + largest.sum(0))
+    off = np.abs(got[0].astype("f8") - x.astype("f8").sum(0)).reshape(-1)
+    off = np.pad(off, (0, rows.shape[1] - off.size)).reshape(-1, BLOCK).max(-1)
+    assert np.all(off <= 1.01 * bound)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_scattered_sum_is_rounded_once(format, dim):
+    x = drawn(WAYS, 8, 12, 4)
+    scatter = partial(compressed_scatter, axis="data", dim=dim, codec=Codec(format, BLOCK))
+    got = np.concatenate(list(on_devices(scatter, x)), axis=dim)
+    assert got.shape == x.shape[1:]
+
+    def slices(x):
+        first = np.moveaxis(x, dim, 0).reshape(WAYS, -1)
+        return np.pad(first, ((0, 0), (0, -first.shape[1] % BLOCK))).reshape(WAYS, -1, BLOCK)
+
+    largest = np.stack([np.abs(slices(each)).max(-1) for each in x]).sum(0)
+    off = np.abs(slices(got - x.astype("f8").sum(0))).max(-1)
+    assert np.all(off <= 1.01 * ROUNDING[format] * largest)
+    assert off.max() > 0, "nothing was rounded"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_reaches_every_device(format, bad):
+    x = drawn(WAYS, 16, BLOCK)
+    x[2, 5, 7] = bad
+    got = summed(x, format)
+    assert not np.isfinite(got[:, 5, 7]).any()
+    assert np.isfinite(got[:, :5]).all() and np.isfinite(got[:, 6:]).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_zeros_and_the_smallest_numbers_stay_finite(format):
+    x = np.zeros((WAYS, 4, BLOCK), "f4")
+    x[:, 1] = np.finfo("f4").tiny
+    x[:, 2] = 1e-45
+    got = summed(x, format)
+    assert np.isfinite(got).all() and not got[:, 0].any() and not got[:, 3].any()
+    assert np.abs(got - x.sum(0)).max() <= 2 * WAYS * np.finfo("f4").tiny
+
+
+def bytes_sent(function, x):
+    jitted, placed = region(function, x)
+    text = jitted.lower(placed).compile().as_text()
+    return sum(each["sent"] for each in hlo.traffic(text, {"data": WAYS}))
+
+
+def test_the_compiled_text_sends_a_byte_and_a_scale_for_each_number():
+    x = np.zeros((WAYS, 512, 512), "f4")
+    whole = bytes_sent(lambda x: jax.lax.psum(x, "data"), x)
+    codec = Codec("int8", 256)
+    share = codec.bytes_of(1) / 4
+    assert share == pytest.approx(0.2539, abs=1e-4)
+    got = bytes_sent(partial(compressed_sum, axis="data", codec=codec), x)
+    assert got == pytest.approx(share * whole, rel=1e-3)
+    half = bytes_sent(partial(compressed_scatter, axis="data", dim=0, codec=codec), x)
+    assert half == pytest.approx(share * whole / 2, rel=1e-3)
+
+
+def test_vectors_and_what_is_less_than_a_block_for_each_device_stay_wide():
+    settings = CompressionConfig(codec="int8", block=64)
+    assert codec_of(settings, (16, 16), WAYS) == Codec("int8", 64)
+    assert codec_of(settings, (16, 15), WAYS) is None
+    assert codec_of(settings, (4096,), WAYS) is None
+    assert codec_of(CompressionConfig(), (64, 64), WAYS) is None
+
+
+def test_bfloat16_comes_back_as_bfloat16():
+    x = jnp.ones((WAYS, 8, BLOCK), jnp.bfloat16)
+    sum_of = partial(compressed_sum, axis="data", codec=Codec("int8", BLOCK))
+    jitted, placed = region(sum_of, x)
+    got = jitted(placed)
+    assert got.dtype == jnp.bfloat16 and np.array_equal(got, np.full(x.shape, WAYS, "f4"))
