@@ -93,13 +93,14 @@ def _table_elements(workload: Workload) -> float:
 
 
 def _data_bytes(workload: Workload) -> float:
-    """Counts a float32 all-reduce of gradients.
+    """Counts an all-reduce of gradients, in float32 or compressed.
 
     With ZeRO-1 it is their scatter, and a gather of new weights in compute precision.
     """
+    there = workload.sent_gradient_bytes or FLOAT32
     _, elements = held_elements(workload, resident_elements(workload))
-    back = workload.compute_bytes if workload.zero else FLOAT32
-    return (FLOAT32 + back) * elements
+    back = workload.compute_bytes if workload.zero else there
+    return (there + back) * elements
 
 
 def _tensor_bytes(workload: Workload) -> float:

@@ -128,6 +128,9 @@ NOT_DRAWN = {
     "optimizer.moment_dtype": "rounds beyond what a draw tolerates; "
     "tests/train/test_small_state.py has it",
     "precision.rounding": "likewise",
+    "compression.codec": "rounds beyond what a draw tolerates; "
+    "tests/train/test_compression.py has meshes",
+    "compression.block": "is of compression.codec",
     "precision.matmul": "float8 differs from one device by more than rounding; "
     "tests/train/test_train_float8.py has meshes",
     "precision.wide": "is of precision.matmul",

@@ -400,7 +400,7 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
     the parameters that it has updated.
     """
     elements = trained_parameters(workload, software)
-    scattered = software.gradient_bytes * elements
+    scattered = (workload.sent_gradient_bytes or software.gradient_bytes) * elements
     gathered = _gathered_over_data(workload, software) * elements
     ring = partial(
         all_gather_seconds,
@@ -411,13 +411,13 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
     return exposed(ring(scattered) + ring(gathered), software.overlap.data)
 
 
-def _gathered_over_data(workload: Workload, software: Software) -> int:
+def _gathered_over_data(workload: Workload, software: Software) -> float:
     """Returns the bytes of one gathered element: of a parameter, or else of a gradient."""
     if software.gathered_parameter_bytes:
         return software.gathered_parameter_bytes
     if workload.zero:
         return workload.compute_bytes
-    return software.gradient_bytes
+    return workload.sent_gradient_bytes or software.gradient_bytes
 
 
 def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:

@@ -331,6 +331,7 @@ class Workload:
     frozen_bytes: int = 4  # of a weight at rest that is not trained
     moments: int = 2  # that the optimizer keeps of each trained weight
     own_moment_bytes: float | None = None  # of each at rest; None: stored_bytes
+    sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it
     gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
     dense_over_expert: bool = False  # `expert` splits all weights, beside `fsdp`
@@ -558,11 +559,18 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         frozen_bytes=4 if config.precision.frozen_weights == "float32" else 2,
         moments=config.optimizer.moments,
         own_moment_bytes=MOMENT_BYTES[config.optimizer.moment_dtype],
+        sent_gradient_bytes=_sent_gradient_bytes(config),
         gradients_at_weights=config.optimizer.gradients_at_weights,
         item_bytes=_item_bytes(config),
         dense_over_expert="expert" in config.rules.parameters.get("embed", ()),
         experts_over_tensor="tensor" in config.rules.parameters.get("experts", ()),
     )
+
+
+def _sent_gradient_bytes(config: RunConfig) -> float | None:
+    """Returns the bytes of a compressed gradient. All are taken for matrices: vectors are few."""
+    settings = config.compression
+    return None if settings.codec == "none" else 1 + 4 / settings.block
 
 
 def _context_attention(config: RunConfig) -> str:
