@@ -32,6 +32,7 @@ class Option:
 
 
 BFLOAT16 = ("precision.compute=bfloat16",)
+DATA = ("mesh.data=4",)  # simulated; four shards are summed
 OPTIONS = (
     Option("bfloat16 matmuls", BFLOAT16, 0.005),
     Option("bfloat16 moments", ("optimizer.moment_dtype=bfloat16",), 0.002),
@@ -52,6 +53,8 @@ OPTIONS = (
         0.002,
     ),
     Option("8-bit matmuls", (*BFLOAT16, "precision.matmul=float8"), 0.005, BFLOAT16),
+    Option("gradients in int8", (*DATA, "compression.codec=int8"), 0.005, DATA),
+    Option("gradients in float8", (*DATA, "compression.codec=float8"), 0.005, DATA),
 )
 
 RUN = """
@@ -87,6 +90,8 @@ def held_out_loss(text: Path, settings: Sequence[str], seed: int) -> float:
         config, run = Path(folder, "run.toml"), Path(folder, "run")
         config.write_text(RUN.format(text=text))
         command = [sys.executable, "-m", "spmdtrain.cli", "train", str(config), "--run", str(run)]
+        if settings[: len(DATA)] == DATA:
+            command += ["--simulate-devices", "4"]
         for setting in (*settings, f"train.seed={seed}"):
             command += ["--set", setting]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
