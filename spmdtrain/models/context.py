@@ -19,7 +19,7 @@ from flax import nnx
 from spmdtrain.models.projection import Product, Weight, multiply
 from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
 from spmdtrain.parallel.experts import Experts, make_experts
-from spmdtrain.parallel.tensor_matmul import (
+from spmdtrain.parallel.matmuls.tensor_matmul import (
     Names,
     TensorMatmul,
     make_column_parallel,

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import jax
 from flax import nnx
 
-from spmdtrain.parallel.tensor_matmul import Names, TensorMatmul
+from spmdtrain.parallel.matmuls.tensor_matmul import Names, TensorMatmul
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Product:
     def __call__(self, x: jax.Array, array: jax.Array, *, in_float8: bool = False) -> jax.Array:
         """Returns the product of x and the array: [b, t, *f], or [b, t, e] back to the stream.
 
-        `in_float8`: it is multiplied in 8 bits (parallel/float8.py).
+        `in_float8`: it is multiplied in 8 bits (parallel/matmuls/float8.py).
         """
         return self.matmul(x, array, self.names, in_float8=in_float8)
 

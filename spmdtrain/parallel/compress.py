@@ -13,16 +13,12 @@ If a number is not finite, its block's scale is infinite and its block NaN, whic
 n: devices along the axis, c: numbers in a row, b: numbers in a block.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from spmdtrain.config.schema import CompressionConfig
 
 Format = Literal["int8", "float8"]
 
@@ -31,7 +27,7 @@ _DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "float8": 448.0}
 
 
-class Encoded(NamedTuple):
+class EightBits(NamedTuple):
     """Rows in 8 bits."""
 
     bits_nc: jax.Array  # uint8: collectives move bits, which every platform can
@@ -49,7 +45,7 @@ class Codec:
         """Returns the bytes of so many numbers: 1 + 4 / block each."""
         return numbers * (1 + 4 / self.block)
 
-    def encode(self, rows_nc: jax.Array) -> Encoded:
+    def encode(self, rows_nc: jax.Array) -> EightBits:
         """Encodes float32 rows; `block` divides their length."""
         blocks = rows_nc.reshape(rows_nc.shape[0], -1, self.block)
         top, dtype = _LARGEST[self.format], _DTYPES[self.format]
@@ -61,25 +57,13 @@ class Codec:
         if self.format == "int8":
             numbers = jnp.round(numbers)
         numbers = jnp.clip(numbers, -top, top).astype(dtype).reshape(rows_nc.shape)
-        return Encoded(jax.lax.bitcast_convert_type(numbers, jnp.uint8), scales_nb)
+        return EightBits(jax.lax.bitcast_convert_type(numbers, jnp.uint8), scales_nb)
 
-    def decode(self, encoded: Encoded) -> jax.Array:
+    def decode(self, encoded: EightBits) -> jax.Array:
         """Returns the float32 rows [n, c] of `encode`."""
         numbers = jax.lax.bitcast_convert_type(encoded.bits_nc, _DTYPES[self.format])
         blocks = numbers.astype(jnp.float32).reshape(*encoded.scales_nb.shape, self.block)
         return (blocks * encoded.scales_nb[..., None]).reshape(encoded.bits_nc.shape)
-
-
-def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Codec | None:
-    """Returns the codec of a gradient that is summed over `ways` devices; None: it stays wide.
-
-    `shape`: that of one layer, or of one of its experts. Vectors stay wide, because they are few
-    bytes, and so does what has less than a block for each device.
-    """
-    size = math.prod(shape)
-    if settings.codec == "none" or len(shape) < 2 or size < ways * settings.block:
-        return None
-    return Codec(settings.codec, settings.block)
 
 
 def compressed_sum(x: jax.Array, axis: str, codec: Codec) -> jax.Array:
@@ -89,7 +73,7 @@ def compressed_sum(x: jax.Array, axis: str, codec: Codec) -> jax.Array:
     own = codec.encode(_sum_of_own_row(rows_nc, axis, codec)[None])
     # The device that made a sum uses the encoded one too: else its weights would drift apart.
     gather = partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
-    whole = codec.decode(Encoded(*map(gather, own)))
+    whole = codec.decode(EightBits(*map(gather, own)))
     return whole.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
 
 
@@ -112,5 +96,5 @@ def _rows(x: jax.Array, ways: int, block: int) -> jax.Array:
 def _sum_of_own_row(rows_nc: jax.Array, axis: str, codec: Codec) -> jax.Array:
     """Sends each device its row, and returns the float32 sum of those that arrive here."""
     exchange = partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
-    arrived = Encoded(*map(exchange, codec.encode(rows_nc.astype(jnp.float32))))
+    arrived = EightBits(*map(exchange, codec.encode(rows_nc.astype(jnp.float32))))
     return codec.decode(arrived).sum(axis=0)

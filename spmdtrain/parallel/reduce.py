@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.config.schema import CompressionConfig
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.compress import Codec, compressed_scatter, compressed_sum
 from spmdtrain.parallel.specs import axes_of_dim
@@ -88,6 +89,18 @@ def reduction(
         scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis not in owning),
         codec=codec if "data" in axes else None,
     )
+
+
+def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Codec | None:
+    """Returns the codec of a gradient that is summed over `ways` devices; None: it stays wide.
+
+    `shape`: that of one layer, or of one of its experts. Vectors stay wide, because they are few
+    bytes, and so does what has less than a block for each device.
+    """
+    size = math.prod(shape)
+    if settings.codec == "none" or len(shape) < 2 or size < ways * settings.block:
+        return None
+    return Codec(settings.codec, settings.block)
 
 
 def psum_tree(tree, axes: Sequence[str]):

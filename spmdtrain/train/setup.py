@@ -20,14 +20,13 @@ from spmdtrain.models.abstract import AbstractModel, build_model
 from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.models.context import random_key
 from spmdtrain.parallel.axes import Rules, make_rules, owning_axes
-from spmdtrain.parallel.compress import codec_of
 from spmdtrain.parallel.copies import Copies, copies_of
 from spmdtrain.parallel.gather import gathered_axes
+from spmdtrain.parallel.matmuls.tensor_matmul import check_matmuls
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.parallel.padding import Padding, Shape, pad_vocabulary, round_up
-from spmdtrain.parallel.reduce import Reduction, reduction, scatter_dim, scattered_spec
+from spmdtrain.parallel.reduce import Reduction, codec_of, reduction, scatter_dim, scattered_spec
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.parallel.tensor_matmul import check_matmuls
 from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train import items, token_loss

@@ -328,14 +328,14 @@ BREAKAGES = [
     ),
     Breakage(
         "the pieces of a collective matmul are put down in the wrong direction",
-        "parallel/collective_matmul.py",
+        "parallel/matmuls/collective_matmul.py",
         "y = _put(y, _multiply(piece, matrix, ring, numbers), here + hop, ring)",
         "y = _put(y, _multiply(piece, matrix, ring, numbers), here - hop, ring)",
         f"{COLLECTIVE} -k 'plain_matmul and gather'",
     ),
     Breakage(
         "a tokens' shard's gradient of a weight is taken for the whole",
-        "parallel/collective_matmul.py",
+        "parallel/matmuls/collective_matmul.py",
         "        return (*axes_of_dim(self.wide[0]), *axes_of_dim(self.wide[1]))\n",
         "        return axes_of_dim(self.wide[0])\n",
         f"{COLLECTIVE} -k plain_matmul",
@@ -363,7 +363,7 @@ BREAKAGES = [
     ),
     Breakage(
         "remat 'dots' multiplies the copies of a weight again",
-        "parallel/tensor_matmul.py",
+        "parallel/matmuls/tensor_matmul.py",
         "return checkpoint_name(multiply_each(x, weight, dot), SAVED)",
         "return multiply_each(x, weight, dot)",
         f"{LAYOUTS} -k products_of_copies",

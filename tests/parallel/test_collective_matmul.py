@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.compiled import hlo
 from spmdtrain.config import ConfigError
-from spmdtrain.parallel.collective_matmul import Ring, gather_matmul, matmul_scatter
-from spmdtrain.parallel.tensor_matmul import make_find_ring
+from spmdtrain.parallel.matmuls.collective_matmul import Ring, gather_matmul, matmul_scatter
+from spmdtrain.parallel.matmuls.tensor_matmul import make_find_ring
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.traffic import needed_traffic
 

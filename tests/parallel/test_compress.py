@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.compiled import hlo
 from spmdtrain.config import CompressionConfig
-from spmdtrain.parallel.compress import Codec, codec_of, compressed_scatter, compressed_sum
+from spmdtrain.parallel.compress import Codec, compressed_scatter, compressed_sum
+from spmdtrain.parallel.reduce import codec_of
 
 WAYS = 4
 BLOCK = 32

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from spmdtrain.config import ConfigError
-from spmdtrain.parallel import float8
+from spmdtrain.parallel.matmuls import float8
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.deviceless import described_devices
 

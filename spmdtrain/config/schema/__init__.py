@@ -10,13 +10,12 @@ Descriptions are read by people: they appear in the JSON schema and in the list 
 """
 
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
-from spmdtrain.config.schema.compression import CompressionConfig
 from spmdtrain.config.schema.data import DataConfig, MixSource
 from spmdtrain.config.schema.eval import EvalConfig
 from spmdtrain.config.schema.finetune import FinetuneConfig
 from spmdtrain.config.schema.guard import GuardConfig
 from spmdtrain.config.schema.log import LogConfig
-from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig, RulesConfig
+from spmdtrain.config.schema.mesh import MESH_AXES, CompressionConfig, MeshConfig, RulesConfig
 from spmdtrain.config.schema.model import (
     GPT,
     ExpertsConfig,

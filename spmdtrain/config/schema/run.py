@@ -7,13 +7,12 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from spmdtrain.config.given import as_whole, check_kind
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
-from spmdtrain.config.schema.compression import CompressionConfig
 from spmdtrain.config.schema.data import DataConfig
 from spmdtrain.config.schema.eval import EvalConfig
 from spmdtrain.config.schema.finetune import FinetuneConfig
 from spmdtrain.config.schema.guard import GuardConfig
 from spmdtrain.config.schema.log import LogConfig
-from spmdtrain.config.schema.mesh import MeshConfig, RulesConfig
+from spmdtrain.config.schema.mesh import CompressionConfig, MeshConfig, RulesConfig
 from spmdtrain.config.schema.model import GPT, Llama
 from spmdtrain.config.schema.optimizer import (
     Adafactor,

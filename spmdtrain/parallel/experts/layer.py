@@ -17,7 +17,7 @@ from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.experts.places import Places, find_places, on_one_device
 from spmdtrain.parallel.experts.rounds import backward, forward
 from spmdtrain.parallel.experts.weights import Activation, ExpertWeights
-from spmdtrain.parallel.tensor_matmul import SAVED
+from spmdtrain.parallel.matmuls.tensor_matmul import SAVED
 
 BUCKET_FACTOR = 1.25
 

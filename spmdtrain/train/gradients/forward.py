@@ -16,6 +16,13 @@ from spmdtrain.models.logits import logit_shape
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.experts import make_experts
+from spmdtrain.parallel.matmuls.tensor_matmul import (
+    make_column_parallel,
+    make_find_ring,
+    make_row_parallel,
+    no_ring,
+    stream_is_split,
+)
 from spmdtrain.parallel.regions import (
     MANUAL_AXES,
     Name,
@@ -25,13 +32,6 @@ from spmdtrain.parallel.regions import (
     make_sum_over_batch,
 )
 from spmdtrain.parallel.specs import axes_of_dim
-from spmdtrain.parallel.tensor_matmul import (
-    make_column_parallel,
-    make_find_ring,
-    make_row_parallel,
-    no_ring,
-    stream_is_split,
-)
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.pair_loss import (

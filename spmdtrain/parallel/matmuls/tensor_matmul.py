@@ -23,10 +23,10 @@ from jax.sharding import AbstractMesh, Mesh
 from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.parallel import float8
 from spmdtrain.parallel.axes import STREAM, Rules
-from spmdtrain.parallel.collective_matmul import Ring, gather_matmul, matmul_scatter
 from spmdtrain.parallel.copies import Dot, multiply_copies
+from spmdtrain.parallel.matmuls import float8
+from spmdtrain.parallel.matmuls.collective_matmul import Ring, gather_matmul, matmul_scatter
 from spmdtrain.parallel.specs import axes_of_dim
 
 SAVED = "tensor_matmul"  # the checkpoint_name of a product, for remat "dots"

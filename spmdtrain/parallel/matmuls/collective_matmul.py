@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import locally
-from spmdtrain.parallel import float8
+from spmdtrain.parallel.matmuls import float8
 from spmdtrain.parallel.specs import axes_of_dim
 
 

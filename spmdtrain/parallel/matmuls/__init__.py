@@ -1,0 +1,1 @@
+"""The matmuls of layers: split over `tensor`, in rings beside their transfers, and in 8 bits."""
