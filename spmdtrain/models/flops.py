@@ -63,7 +63,11 @@ def _flops_per_token(config: RunConfig, model: AbstractModel, trained: set[str])
         ctx = ForwardContext(jnp.zeros_like(tokens_bt))
         x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
         hidden_bte, table_ve = module.head(x_bte, ctx)
-        return jnp.einsum("bte,ve->btv", hidden_bte, table_ve)
+        read = [hidden_bte]
+        if config.model.multi_token is not None:
+            depth = config.model.multi_token.depth
+            read += module.predict_further(x_bte, [tokens_bt] * depth, [ctx] * depth)[0]
+        return [jnp.einsum("bte,ve->btv", each, table_ve) for each in read]
 
     with counted():
         # A separate function: otherwise jax would reuse an earlier trace.

@@ -17,6 +17,8 @@ class LanguageModel(Protocol):
     `corrupt(tokens_bt, key_b) -> (corrupted_bt, chosen_bt)`. It is trained and evaluated only on
     the chosen tokens (bool), from all of the corrupted ones (ids). `key_b` has a random key per
     sequence, which depends only on (seed, global sample index). It reads no weights.
+
+    A model that is trained with `model.multi_token` has `predict_further`, as `Transformer` does.
     """
 
     blocks: Stack

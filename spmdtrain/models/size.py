@@ -7,12 +7,15 @@ def matmul_parameters(config: TransformerConfig) -> int:
     """Counts the parameters that multiply every token.
 
     They are the matrices of the blocks and the head; the embedding is a lookup. Of experts, those
-    that a token goes through count, and the router.
+    that a token goes through count, and the router. The head counts once for each token that a
+    token predicts.
     """
-    attention = _attention_parameters(config)
+    depth = config.multi_token.depth if config.multi_token else 0
     per_hidden = (3 if config.is_gated else 2) * config.embed
-    total = config.layers * attention + config.embed * (config.vocab or 0)
-    for has_experts in config.has_experts:
+    layers = (*config.has_experts, *config.has_experts[-1:] * depth)
+    total = len(layers) * _attention_parameters(config)
+    total += (1 + depth) * config.embed * (config.vocab or 0) + 2 * depth * config.embed**2
+    for has_experts in layers:
         if not has_experts or config.experts is None:
             total += per_hidden * config.hidden
             continue
@@ -41,7 +44,9 @@ def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
     causal, or fewer through a window. Where values have another width than keys, head_dim is the
     mean of both. Recomputation does not count.
     """
-    pairs = sum(seen_pairs(sequence_length, kind.window) for kind in config.layer_kinds)
+    depth = config.multi_token.depth if config.multi_token else 0
+    kinds = (*config.layer_kinds, *config.layer_kinds[-1:] * depth)
+    pairs = sum(seen_pairs(sequence_length, kind.window) for kind in kinds)
     widths = config.width_per_head + config.value_width
     attention = 6 * config.heads * widths * pairs / sequence_length
     return 6 * matmul_parameters(config) + attention

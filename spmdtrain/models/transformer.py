@@ -3,7 +3,7 @@
 It has the parts that the framework needs: `embed`, stacked `blocks`, `head`. Letters as in layers/.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from spmdtrain.models.layers import (
 )
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.logits import logits_of
+from spmdtrain.models.multi_token import FurtherToken, predict_further, with_noise_of
 from spmdtrain.models.stack import Round, SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
 
@@ -156,6 +157,11 @@ class Transformer(nnx.Module):
         makers = [partial(Block, model, first=first, **own) for own in of_layers]
         self.blocks = Stack(makers if len(makers) > 1 else makers[0], model.stack_layers, rngs)
         self.norm = norm(model)
+        # Blocks like the last one, under its number.
+        like_last = partial(Block, model, first=model.layers - 1, **of_layers[-1])
+        depth = model.multi_token.depth if model.multi_token else 0
+        further = [FurtherToken(model, rngs, like_last, norm) for _ in range(depth)]
+        self.further = nnx.List(further) if further else None
         self.embed_factor = model.embed_factor
         self.logit_scale, self.logit_cap = model.logit_factor, model.logit_cap
         if model.tied:
@@ -178,14 +184,10 @@ class Transformer(nnx.Module):
 
     def _of_first(self, ctx: ForwardContext) -> ForwardContext:
         """Returns the context of the first layers: no other has their noise."""
-        noise_b = ctx.at_layer(self.blocks.count + 1).noise_b
-        return replace(ctx, noise_b=noise_b)
+        return with_noise_of(ctx, self.blocks.count + 1)
 
     def _embedded(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
-        x_bte = self.tokens(tokens_bt, ctx)
-        if self.embed_factor != 1:
-            # In its dtype, like Gemma's training: in bfloat16 the root of 3072 is 55.5.
-            x_bte = x_bte * jnp.asarray(self.embed_factor, x_bte.dtype)
+        x_bte = self._of_tokens(tokens_bt, ctx)
         if self.positions_te is not None:
             # On each device's own tokens, from the whole table: XLA aborts if it has to partition
             # the lookup or its gradient in some ways (jax 0.10 and 0.12).
@@ -195,13 +197,45 @@ class Transformer(nnx.Module):
         above = ctx.at_layer(self.blocks.count)  # its own noise: no block has this number
         return above.dropout(ctx.constrain(x_bte, *STREAM), EMBED_SITE)
 
+    def _of_tokens(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
+        """Returns the embeddings of tokens, without their positions."""
+        x_bte = self.tokens(tokens_bt, ctx)
+        if self.embed_factor != 1:
+            # In its dtype, like Gemma's training: in bfloat16 the root of 3072 is 55.5.
+            x_bte = x_bte * jnp.asarray(self.embed_factor, x_bte.dtype)
+        return x_bte
+
+    def _table(self) -> jax.Array:
+        return (self.tokens.table_ve if self.unembed_ve is None else self.unembed_ve)[...]
+
     def head(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
         """Returns hidden [b, t, e] and weight [v, e]: their products become logits.
 
         The model's scale and cap shape them. The loss never forms all of them.
         """
-        table = self.tokens.table_ve if self.unembed_ve is None else self.unembed_ve
-        return ctx.constrain(self.norm(x_bte, ctx), *STREAM), table[...]
+        return ctx.constrain(self.norm(x_bte, ctx), *STREAM), self._table()
+
+    def predict_further(
+        self,
+        x_bte: jax.Array,
+        tokens_nbt: Sequence[jax.Array],
+        contexts: Sequence[ForwardContext],
+    ) -> tuple[list[jax.Array], jax.Array, SideLosses]:
+        """Returns (hidden [b, t, e] of each depth of model.multi_token, table, side losses).
+
+        `x_bte` is the stream after the blocks; the products of hidden and table are the logits of
+        the token after `tokens_nbt`, of which each depth reads its own.
+        """
+        assert self.further is not None, "a model with model.multi_token"
+        contexts = [
+            with_noise_of(ctx, self.blocks.count + 2 + depth) for depth, ctx in enumerate(contexts)
+        ]
+        embedded = [
+            self._of_tokens(tokens_bt, ctx)
+            for tokens_bt, ctx in zip(tokens_nbt, contexts, strict=True)
+        ]
+        hidden, losses = predict_further(self.further, x_bte, embedded, contexts)
+        return hidden, self._table(), losses
 
     def extend(
         self, tokens_bt: jax.Array, ctx: ForwardContext, cache: Cache

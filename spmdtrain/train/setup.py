@@ -150,6 +150,7 @@ def shard_on(
     model = build_model(config, make, stages, config.pipeline.chunks)
     model, update_rules = with_update_rules(config, model, optimizer)
     _check_frozen(config, model)
+    _check_multi_token(config, model, stages)
     if loss is not None:
         token_loss.check(config.train, loss, config.vocab)
     specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero)
@@ -208,6 +209,24 @@ def _check_frozen(config: RunConfig, model: AbstractModel) -> None:
             f"precision.frozen={dtype!r}: no weight of this run is frozen",
             fix="--set finetune.kind=lora, or --set precision.frozen=none",
         )
+
+
+def _check_multi_token(config: RunConfig, model: AbstractModel, stages: int) -> None:
+    """Refuses runs in which no further tokens can be predicted."""
+    if config.model.multi_token is None:
+        return
+    if stages > 1:
+        why = f"on mesh.pipeline={stages}: each of its stages would run the further blocks"
+    elif config.train.learns_pairs:
+        why = f"with train.preference={config.train.preference!r}, a loss of whole answers"
+    elif model.corrupt is not None:
+        why = "with a model that restores tokens"
+    elif not hasattr(model.bind({}), "predict_further"):
+        why = "with a model that has no predict_further"
+    else:
+        return
+    fix = "--set model.multi_token=none"
+    raise ConfigError(f"model.multi_token does not go {why}", fix=fix)
 
 
 def lay_to_rest(

@@ -103,6 +103,7 @@ NOT_DRAWN = {
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
     "model.experts": "a table; tests/models/test_router.py has it, on meshes",
     "model.latent": "a table; tests/models/test_families.py has it, on meshes",
+    "model.multi_token": "a table; tests/models/test_families.py has it, on meshes",
     "data.mix": "a table of sources; tests/data has it",
     "data.validation_path": "of token files that others made; tests/data has it",
     **dict.fromkeys(

@@ -212,6 +212,12 @@ RICH = {
         *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"),
         *("model.rope_scaling.original_length=12", "model.rope_scaling.scale=1"),
     ),
+    "further": (
+        *("model.layers=3", "model.windows=5,0", "model.embed_scale=3", "model.tied=true"),
+        *("model.experts.count=4", "model.experts.chosen=2", "model.experts.ffn=24"),
+        *("model.experts.first_dense=1", "model.experts.balance=0.1"),
+        *("model.multi_token.depth=2", "model.multi_token.weight=0.5"),
+    ),
 }
 # What a model with latent attention has no use for.
 OF_HEADS = ("model.kv_heads", "model.head_dim")

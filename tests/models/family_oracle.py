@@ -21,26 +21,63 @@ def logits(
     `routed` gets what `gates` returns, of each layer with experts.
     """
     p = {path: np.asarray(x, np.float64) for path, x in params.items()}
+    return head(model, p, "norm", stream(model, p, tokens_bt, routed))
+
+
+def further_logits(model: Any, params: Params, tokens_bt: np.ndarray) -> list[np.ndarray]:
+    """[b, t - depth, v] of each depth of `model.multi_token`, from 1: of the token after those."""
+    p = {path: np.asarray(x, np.float64) for path, x in params.items()}
+    x = stream(model, p, tokens_bt)
+    found = []
+    for depth in range(1, model.multi_token.depth + 1):
+        prefix = f"further.{depth - 1}."
+        own = {path.removeprefix(prefix): w for path, w in p.items() if path.startswith(prefix)}
+        of_block = {
+            name.removeprefix("block.layer."): w[0] for name, w in own.items() if w.ndim > 1
+        }
+        token = normed(model, own, "token_norm", embedded(model, p, tokens_bt[:, depth:]))
+        before = normed(model, own, "stream_norm", x[:, : token.shape[1]])
+        x = token @ own["join_2ee"][0] + before @ own["join_2ee"][1]
+        x = block(model, of_block, x, model.layers - 1)
+        found.append(head(model, p | own, "norm", x))
+    return found
+
+
+def embedded(model: Any, p: Params, tokens_bt: np.ndarray) -> np.ndarray:
     x = p["tokens.table_ve"][tokens_bt]
-    x = x * (math.sqrt(model.embed) if model.embed_scale == "sqrt" else model.embed_scale)
+    return x * (math.sqrt(model.embed) if model.embed_scale == "sqrt" else model.embed_scale)
+
+
+def stream(model: Any, p: Params, tokens_bt: np.ndarray, routed: list | None = None) -> np.ndarray:
+    """What comes out of the last layer."""
+    x = embedded(model, p, tokens_bt)
     if model.positions == "learned":
         x = x + p["positions_te"][: tokens_bt.shape[1]]
     for number in range(model.layers):
-        layer = layer_params(model, p, number)
-        y = attention(model, layer, normed(model, layer, "attention_norm", x), number)
-        x = x + model.residual_scale * normed(model, layer, "attention_out_norm", y)
-        y = normed(model, layer, "mlp_norm", x)
-        if "mlp.router.weight_ex" in layer:
-            found = gates(model, layer, y)
-            y = experts(model, layer, y, found[2])
-            if routed is not None:
-                routed.append(found)
-        else:
-            y = mlp(model, layer, y)
-        x = x + model.residual_scale * normed(model, layer, "mlp_out_norm", y)
-    x = normed(model, p, "norm", x)
+        x = block(model, layer_params(model, p, number), x, number, routed)
+    return x
+
+
+def head(model: Any, p: Params, norm: str, x: np.ndarray) -> np.ndarray:
     table = p["tokens.table_ve" if model.tied else "unembed_ve"]
+    x = normed(model, p, norm, x)
     return capped(x @ table.T * model.logit_scale, model.logit_cap)
+
+
+def block(
+    model: Any, layer: Params, x: np.ndarray, number: int, routed: list | None = None
+) -> np.ndarray:
+    y = attention(model, layer, normed(model, layer, "attention_norm", x), number)
+    x = x + model.residual_scale * normed(model, layer, "attention_out_norm", y)
+    y = normed(model, layer, "mlp_norm", x)
+    if "mlp.router.weight_ex" in layer:
+        found = gates(model, layer, y)
+        y = experts(model, layer, y, found[2])
+        if routed is not None:
+            routed.append(found)
+    else:
+        y = mlp(model, layer, y)
+    return x + model.residual_scale * normed(model, layer, "mlp_out_norm", y)
 
 
 def layer_params(model: Any, p: Params, number: int) -> Params:

@@ -57,6 +57,7 @@ PLACEMENTS = [
     ("sunk", ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4")),
     ("latent", ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
     ("latent", ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=2")),
+    ("further", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
 ]
 
 
@@ -72,10 +73,11 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
     return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
+IDS = ["capped", "sunk", "latent", "staged", "further"]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "placement"), PLACEMENTS, ids=["capped", "sunk", "latent", "staged"]
-)
+@pytest.mark.parametrize(("name", "placement"), PLACEMENTS, ids=IDS)
 def test_every_setting_has_the_gradients_of_one_device(name, placement):
     got_loss, got = rich_gradients(name, *placement)
     want_loss, want = rich_gradients(name)

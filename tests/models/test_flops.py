@@ -43,6 +43,10 @@ from spmdtrain.train.step import make_gradients
             *("model.name=llama", "model.latent.rank=16", "model.latent.query_rank=24"),
             *("model.latent.plain_dim=8", "model.latent.rope_dim=4", "model.latent.value_dim=6"),
         ),
+        (
+            *("model.layers=3", "model.multi_token.depth=2"),
+            *("model.experts.count=4", "model.experts.chosen=2", "model.experts.first_dense=1"),
+        ),
     ],
 )
 def test_the_shipped_models_have_the_flops_of_the_formula(settings):

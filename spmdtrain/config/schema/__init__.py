@@ -22,6 +22,7 @@ from spmdtrain.config.schema.model import (
     LatentConfig,
     LayerKind,
     Llama,
+    MultiTokenConfig,
     RopeScaling,
     TransformerConfig,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "MESH_AXES",
     "MeshConfig",
     "MixSource",
+    "MultiTokenConfig",
     "Muon",
     "OptimizerConfig",
     "ParameterGroup",

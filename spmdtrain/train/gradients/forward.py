@@ -125,6 +125,23 @@ def make_head_losses(
     """
     if setup.config.train.learns_pairs:
         return _make_pair_losses(setup, table_axes)
+    losses_of = make_losses_of(setup, training=training, table_axes=table_axes)
+
+    def head_losses(
+        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+    ) -> Losses:
+        return losses_of(*module.head(x_bte, ctx), ctx, microbatch)
+
+    return head_losses
+
+
+def make_losses_of(
+    setup: Setup, *, training: bool, table_axes: tuple[str, ...] = ()
+) -> Callable[..., Losses]:
+    """Returns `losses_of(hidden_bte, table_ve, ctx, microbatch)`, for what a head gives.
+
+    The result and the arguments are those of `make_head_losses`.
+    """
     rules = setup.rules
     # A table with more rows is padded.
     sum_losses = make_sum_losses(
@@ -136,16 +153,16 @@ def make_head_losses(
         losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name, part_bn)
         return jax.lax.psum(losses, token_axes) if token_axes else losses
 
-    def head_losses(
-        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+    def losses_of(
+        hidden_bte: jax.Array, table_ve: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> Losses:
-        arrays, names = _head_arrays(rules, module, x_bte, ctx, microbatch)
+        arrays, names = _head_arrays(rules, hidden_bte, table_ve, microbatch)
         if training and "source" in microbatch:
             arrays = (*arrays, by_source(setup, microbatch))
             names = (*names, ("batch", None))
         return ctx.local_map(local, arrays, names, ())
 
-    return head_losses
+    return losses_of
 
 
 def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callable[..., jax.Array]:
@@ -167,7 +184,7 @@ def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callabl
     def segment_sums(
         module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> jax.Array:
-        arrays, names = _head_arrays(rules, module, x_bte, ctx, microbatch)
+        arrays, names = _head_arrays(rules, *module.head(x_bte, ctx), microbatch)
         arrays = (*arrays, microbatch["segment_ids"])
         return ctx.local_map(local, arrays, (*names, TOKEN), ("batch", None))
 
@@ -197,10 +214,9 @@ def _make_pair_losses(setup: Setup, table_axes: tuple[str, ...]) -> Callable[...
 
 
 def _head_arrays(
-    rules: Rules, module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+    rules: Rules, hidden_bte: jax.Array, table_ve: jax.Array, microbatch: Batch
 ) -> tuple[tuple, tuple]:
     """Returns what every loss of the head is computed from, and the logical axes of each."""
-    hidden_bte, table_ve = module.head(x_bte, ctx)
     # All logits never exist; their spec refuses a mesh axis that would split tokens and vocabulary.
     logits_shape = (*microbatch["targets"].shape, table_ve.shape[0])
     rules.activation_spec((*TOKEN, "vocab"), logits_shape, drop=MANUAL_AXES)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.partition import axes_of
 from spmdtrain.models.abstract import cast_floating
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.gather import gather_over
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
@@ -23,6 +24,7 @@ from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import gather_layer_of, make_context, make_head_losses
 from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
+from spmdtrain.train.gradients.further_losses import make_further_losses
 from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
 from spmdtrain.train.gradients.sums import (
     count_tokens,
@@ -162,10 +164,14 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
 def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
     """Returns `forward(params, microbatch, ctx) -> losses`, in compute precision."""
     head_losses = make_head_losses(setup, training=training)
+    further_losses = make_further_losses(setup) if training else None
     stream = _make_stream(setup)
 
     def forward(params, microbatch: Batch, ctx: ForwardContext) -> Losses:
         module, x_bte, side_losses = stream(params, microbatch, ctx)
+        if further_losses is not None:
+            further = further_losses(module, x_bte, ctx, microbatch)
+            side_losses = sum_losses(side_losses, further)
         return join_losses(head_losses(module, x_bte, ctx, microbatch), side_losses)
 
     return forward

@@ -56,9 +56,9 @@ def figures(
     """Returns the loads of a step as float32 scalars; none if the model has no experts.
 
     expert_load is the load of the most loaded expert over the mean of its layer, and
-    expert_load_layer the number of that layer, from 0. expert_evenness is the entropy of a layer's
-    loads over that of even ones, of the layer where it is lowest: 1 if all experts have as many
-    tokens. A batch without tokens has loads of 0.
+    expert_load_layer the number of that layer, from 0; the blocks of model.multi_token follow the
+    others. expert_evenness is the entropy of a layer's loads over that of even ones, of the layer
+    where it is lowest: 1 if all experts have as many tokens. A batch without tokens has loads of 0.
     """
     loads = [
         model.layout.unstaged(gradient) if model.in_stack(path) else gradient
@@ -73,6 +73,8 @@ def figures(
     most_l = share_lx.max(-1) * count
     entropy_l = -jax.scipy.special.xlogy(share_lx, share_lx).sum(-1)
     numbers = [number for number, has in enumerate(config.has_experts) if has]
+    if config.multi_token and config.has_experts[-1]:
+        numbers += [config.layers + depth for depth in range(config.multi_token.depth)]
     if len(numbers) != layers:  # a custom model: the place among its layers with experts
         numbers = range(layers)
     return {

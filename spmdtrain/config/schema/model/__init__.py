@@ -3,6 +3,7 @@
 from spmdtrain.config.schema.model.experts import ExpertsConfig as ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig as LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import LayerKind as LayerKind
+from spmdtrain.config.schema.model.multi_token import MultiTokenConfig as MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling as RopeScaling
 from spmdtrain.config.schema.model.transformer import GPT as GPT
 from spmdtrain.config.schema.model.transformer import Llama as Llama

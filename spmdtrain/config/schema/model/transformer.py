@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from spmdtrain.config.schema.model.experts import ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import LayerKind, repeated
+from spmdtrain.config.schema.model.multi_token import MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling
 from spmdtrain.config.settings import (
     Count,
@@ -139,6 +140,11 @@ class TransformerConfig(Settings):
     experts: ExpertsConfig | None = Field(
         default=None,
         description="the table [model.experts]: experts in place of the mlp; default: none",
+    )
+    multi_token: MultiTokenConfig | None = Field(
+        default=None,
+        description="the table [model.multi_token]: training also predicts tokens after the next "
+        "one; default: none",
     )
     mup_base: Count | None = Field(
         default=None,

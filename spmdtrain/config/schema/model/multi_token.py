@@ -1,0 +1,18 @@
+"""[model.multi_token]: a model that also learns the tokens after the next one."""
+
+from pydantic import Field
+
+from spmdtrain.config.settings import Count, Positive, Settings
+
+
+class MultiTokenConfig(Settings):
+    """Multi-token prediction, MTP (arXiv:2412.19437, section 2.2).
+
+    A further block for each depth reads the stream after the last block, and the embedding of the
+    next token, and predicts the token after that by the model's own head. Only training runs it.
+    """
+
+    depth: Count = Field(default=1, description="tokens beyond the next one")
+    weight: Positive = Field(
+        default=0.3, description="of the mean of their losses, which is added to the loss"
+    )

@@ -1,0 +1,73 @@
+"""The part of a model that predicts tokens after the next one, in training alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers import Norm, matmul_weight
+from spmdtrain.models.layers.router import ENTROPY
+from spmdtrain.models.layers.weights import hidden_std
+from spmdtrain.models.stack import MakeBlock, SideLosses, Stack, sum_losses
+from spmdtrain.parallel.axes import STREAM
+
+
+class FurtherToken(nnx.Module):
+    """Predicts a token one place further than the stream does (arXiv:2412.19437, section 2.2).
+
+    It norms the stream and the embedding of the next token, projects both together to the width of
+    the stream, and runs a block. `norm` is that of its result, before the head of the model.
+    """
+
+    any_order = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        rngs: nnx.Rngs,
+        make_block: MakeBlock,
+        make_norm: Callable[[TransformerConfig], nnx.Module] = Norm,
+    ):
+        self.token_norm = make_norm(config)
+        self.stream_norm = make_norm(config)
+        # Of the token, then of the stream.
+        shape = (2, config.embed, config.embed)
+        self.join_2ee = matmul_weight(rngs, shape, (None, None, "embed"), hidden_std(config))
+        self.block = Stack(make_block, 1, rngs)
+        self.norm = make_norm(config)
+
+    def __call__(
+        self, x_bte: jax.Array, token_bte: jax.Array, ctx: ForwardContext
+    ) -> tuple[jax.Array, SideLosses]:
+        """Returns the stream of the token after `token_bte`, and the side losses of the block."""
+        both = (self.token_norm(token_bte, ctx), self.stream_norm(x_bte, ctx))
+        x_bte = ctx.row_parallel(jnp.stack(both, 2), self.join_2ee, (None, None))
+        return self.block(ctx.constrain(x_bte, *STREAM), ctx)
+
+
+def predict_further(
+    parts: Sequence[FurtherToken],
+    x_bte: jax.Array,
+    embeddings: Sequence[jax.Array],
+    contexts: Sequence[ForwardContext],
+) -> tuple[list[jax.Array], SideLosses]:
+    """Returns (what the head reads at each depth, side losses of all depths).
+
+    `embeddings` and `contexts` are those of each depth; a context's mask has the tokens with a
+    loss at that depth. The entropy of routers is left out: it is shown for the model's own layers.
+    """
+    found, total = [], {}
+    for part, token_bte, ctx in zip(parts, embeddings, contexts, strict=True):
+        x_bte, losses = part(x_bte, token_bte, ctx)
+        found.append(ctx.constrain(part.norm(x_bte, ctx), *STREAM))
+        total = sum_losses(total, losses)
+    return found, {name: loss for name, loss in total.items() if name != ENTROPY}
+
+
+def with_noise_of(ctx: ForwardContext, number: int) -> ForwardContext:
+    """Returns the context with the noise of layer `number`, where no layer of the stack is."""
+    return replace(ctx, noise_b=ctx.at_layer(number).noise_b)

@@ -1,0 +1,76 @@
+"""The losses of tokens after the next one, [model.multi_token], in training."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.model import LanguageModel
+from spmdtrain.parallel.context.ways import zigzag_order
+from spmdtrain.parallel.regions import Whole
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.gradients.forward import make_losses_of
+from spmdtrain.train.gradients.sums import total_of
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.token_loss import Losses
+
+NAME = "multi_token_loss"
+
+
+def make_further_losses(setup: Setup) -> Callable[..., Losses] | None:
+    """Returns `further_losses(module, x_bte, ctx, microbatch)`: side losses, sums over tokens.
+
+    At depth k a place predicts the token k places after its target. It has a loss if that target
+    has one, and if both are of one document. None if the model predicts the next token alone.
+    """
+    config = setup.config.model.multi_token
+    if config is None:
+        return None
+    losses_of = make_losses_of(setup, training=True)
+    depths = range(1, config.depth + 1)
+
+    def further_losses(
+        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+    ) -> Losses:
+        batches = [at_depth(microbatch, depth, ctx) for depth in depths]
+        contexts = [replace(ctx, mask_bt=each["mask"]) for each in batches]
+        # The token that a depth reads is the target of the depth before.
+        tokens = [each["targets"] for each in (microbatch, *batches[:-1])]
+        hidden, table_ve, losses = module.predict_further(x_bte, tokens, contexts)
+        found = [
+            sum(total_of(loss) for loss in losses_of(each, table_ve, ctx, batch).values())
+            for each, batch in zip(hidden, batches, strict=True)
+        ]
+        return losses | {NAME: config.weight * sum(found) / config.depth}
+
+    return further_losses
+
+
+def at_depth(microbatch: Batch, depth: int, ctx: ForwardContext) -> Batch:
+    """Returns the microbatch with the targets, and the mask, of a depth."""
+    targets_bt = _later(microbatch["targets"], depth, ctx)
+    mask_bt = _later(microbatch["mask"].astype(jnp.float32), depth, ctx)
+    length = targets_bt.shape[1]
+    order = zigzag_order(length, ctx.way.zigzag)
+    mask_bt = mask_bt * jnp.asarray(order + depth < length, jnp.float32)
+    segment_ids_bt = microbatch.get("segment_ids")
+    if segment_ids_bt is not None:
+        mask_bt = mask_bt * (segment_ids_bt == _later(segment_ids_bt, depth, ctx))
+    return microbatch | {"targets": targets_bt, "mask": mask_bt}
+
+
+def _later(x_bt: jax.Array, places: int, ctx: ForwardContext) -> jax.Array:
+    """Returns x of the token that many places later in the sequence; at its end the last one."""
+    length = x_bt.shape[1]
+    order_t = zigzag_order(length, ctx.way.zigzag)
+    place_of = np.argsort(order_t)
+
+    def local(x_bs: jax.Array, order_t: jax.Array) -> jax.Array:
+        return x_bs[:, jnp.asarray(place_of)[jnp.minimum(order_t + places, length - 1)]]
+
+    # From all tokens on each device: XLA aborts if it has to partition the lookup.
+    names = (("batch", Whole("time")), ("time",))
+    return ctx.local_map(local, (x_bt, jnp.asarray(order_t)), names, ("batch", "time"))
