@@ -25,9 +25,9 @@ from spmdtrain.models.layers import (
     Norm,
     weight,
 )
+from spmdtrain.models.layers.multi_token import FurtherToken, predict_further, with_noise_of
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.logits import logits_of
-from spmdtrain.models.multi_token import FurtherToken, predict_further, with_noise_of
 from spmdtrain.models.stack import Round, SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
 

@@ -9,9 +9,9 @@ from flax import nnx
 
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers import Norm, matmul_weight
+from spmdtrain.models.layers.norm import Norm
 from spmdtrain.models.layers.router import ENTROPY
-from spmdtrain.models.layers.weights import hidden_std
+from spmdtrain.models.layers.weights import hidden_std, matmul_weight
 from spmdtrain.models.stack import MakeBlock, SideLosses, Stack, sum_losses
 from spmdtrain.parallel.axes import STREAM
 
