@@ -25,7 +25,9 @@ ModelCode = dict[str, Any]  # "class": a name; "sources": name -> hash; "make": 
 OURS = "spmdtrain"
 SHIPPED = f"{OURS}.Transformer"
 # Changes of their versions are not ours to judge; their sources are not part of the user's model.
-LIBRARIES = {OURS, "pallas_kernels", "flax", "jax", "optax", "builtins", "functools"}
+LIBRARIES = {OURS, "pallas_kernels", "flax", "jax", "optax", "builtins", "functools"} | {
+    *("abc", "collections", "typing"),  # of which flax makes its lists of modules
+}
 
 
 def model_code(

@@ -20,7 +20,7 @@ from spmdtrain.config.errors import CheckpointError, UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES: Mapping[str, Any] = {
+DTYPES: dict[str, Any] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -28,6 +28,8 @@ DTYPES: Mapping[str, Any] = {
 # Of tensors with these endings, which hold numbers of four bits (mxfp4.py).
 PACKED = {"U8": np.dtype(np.uint8)}
 PACKED_NAMES = ("_blocks", "_scales")
+# Of matrices with a scale for each square (float8.py), where a config.json says so.
+FLOAT8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 POINTER = b"version https://git-lfs"
 LARGEST_INDEX = 256 * 2**20  # bytes
 AGAIN = "downloading it again"
@@ -53,15 +55,17 @@ class Tensor:
         return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
 
 
-def open_tensors(folder: Path) -> dict[str, Tensor]:
+def open_tensors(folder: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
     """Returns the tensors of all weight files of a directory, by name.
+
+    `is_float8`: numbers of 8 bits are expected too.
 
     Raises CheckpointError where a file is missing or damaged, is a pointer of git-lfs, or holds
     anything but floating point numbers of 16 or 32 bits, and where there are pickles alone.
     """
     index = folder / INDEX
     if index.exists():
-        return _by_index(folder, _read_index(index))
+        return _by_index(folder, _read_index(index), is_float8)
     files = [folder / SINGLE]
     if not files[0].exists():
         files = sorted(folder.glob("*.safetensors"))
@@ -69,7 +73,7 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
         raise _without_files(folder)
     found: dict[str, Tensor] = {}
     for path in files:
-        for name, tensor in open_file(path).items():
+        for name, tensor in open_file(path, is_float8=is_float8).items():
             if name in found:
                 raise CheckpointError(
                     f"{folder} holds {name} twice",
@@ -80,7 +84,7 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _by_index(folder: Path, said: Mapping[str, str]) -> dict[str, Tensor]:
+def _by_index(folder: Path, said: Mapping[str, str], is_float8: bool) -> dict[str, Tensor]:
     files = sorted(set(said.values()))
     there = sorted(path.name for path in folder.glob("*.safetensors"))
     for file in files:
@@ -92,7 +96,7 @@ def _by_index(folder: Path, said: Mapping[str, str]) -> dict[str, Tensor]:
             )
     found = {}
     for file in files:
-        for name, tensor in open_file(folder / file).items():
+        for name, tensor in open_file(folder / file, is_float8=is_float8).items():
             if said.get(name) != file:
                 raise CheckpointError(
                     f"{folder / file} holds {name}, which {INDEX} does not name there", fix=AGAIN
@@ -122,7 +126,7 @@ def _read_index(path: Path) -> Mapping[str, str]:
     return said
 
 
-def open_file(path: Path) -> dict[str, Tensor]:
+def open_file(path: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
     """Returns the tensors of one file by name. Raises CheckpointError as `open_tensors`."""
     size = 0
     try:
@@ -145,7 +149,8 @@ def open_file(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {_said(error)}") from None
     except (SafetensorError, ValueError) as error:
         raise _damaged(path, size, error) from None
-    return {name: _tensor(path, name, said, first) for name, said in header.items()}
+    known = DTYPES | (FLOAT8 if is_float8 else {})
+    return {name: _tensor(path, name, said, first, known) for name, said in header.items()}
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -159,11 +164,13 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _tensor(path: Path, name: str, said: Mapping[str, Any], first: int) -> Tensor:
+def _tensor(
+    path: Path, name: str, said: Mapping[str, Any], first: int, known: Mapping[str, Any]
+) -> Tensor:
     if not name.isprintable() or len(name) > 1000:
         raise CheckpointError(f"{path} is damaged: a tensor is named {name!r:.80}", fix=AGAIN)
-    known = {**DTYPES, **(PACKED if name.endswith(PACKED_NAMES) else {})}
-    dtype = known.get(said["dtype"])
+    packed = PACKED if name.endswith(PACKED_NAMES) else {}
+    dtype = {**known, **packed}.get(said["dtype"])
     if dtype is None:
         raise CheckpointError(
             f"{name} of {path} has dtype {said['dtype']}",

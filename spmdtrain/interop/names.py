@@ -10,30 +10,40 @@ from functools import partial
 from typing import NamedTuple
 
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.interop import mxfp4, pieces
+from spmdtrain.interop import latent, mxfp4, pieces
 from spmdtrain.interop.pieces import Rule
 
 LAYER, EXPERT = "{}", "{x}"
-OURS = "blocks.layer."
+OURS, FIRST, FURTHER = "blocks.layer.", "first_blocks.layer.", "further."
 EMBED, HEAD, POSITIONS = "tokens.table_ve", "unembed_ve", "positions_te"
 
 
 class Entry(NamedTuple):
-    """The tensors that one of our parameters is made of, and how."""
+    """The tensors that one of our parameters is made of, and how.
+
+    `first`: the number, in the files, of the first layer of our stack.
+    """
 
     rule: Rule
     names: tuple[str, ...]
+    first: int = 0
 
     def of_layer(self, layer: int | None) -> tuple[str, ...]:
-        """Returns the names of the tensors of one layer."""
-        return tuple(name.replace(LAYER, str(layer)) for name in self.names)
+        """Returns the names of the tensors of one layer of the stack."""
+        number = None if layer is None else self.first + layer
+        return tuple(name.replace(LAYER, str(number)) for name in self.names)
+
+    def of_all(self, numbers: range) -> "Entry":
+        """Returns the entry of a parameter that has all layers of these numbers, stacked."""
+        names = (name.replace(LAYER, str(number)) for number in numbers for name in self.names)
+        return Entry(partial(pieces.of_each_expert, rule=self.rule), tuple(names))
 
     def of_experts(self, count: int) -> "Entry":
         """Returns the entry with the names of all experts, one expert after another."""
         if not any(EXPERT in name for name in self.names):
             return self
         names = (name.replace(EXPERT, str(at)) for at in range(count) for name in self.names)
-        return Entry(self.rule, tuple(names))
+        return self._replace(names=tuple(names))
 
 
 Table = Mapping[str, Entry]  # by the path of our parameter
@@ -174,6 +184,39 @@ GPT_OSS = {
     "mlp.down_bias": _entry(pieces.copy, "mlp.experts.down_proj_bias"),
 }
 
+LATENT = {
+    "attention.down_eu": _entry(
+        latent.down, "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"
+    ),
+    "attention.query_scale": _entry(pieces.copy, "self_attn.q_a_layernorm.weight"),
+    "attention.query_rkd": _entry(latent.queries, "self_attn.q_b_proj.weight"),
+    "attention.latent_scale": _entry(pieces.copy, "self_attn.kv_a_layernorm.weight"),
+    "attention.key_value_ckd": _entry(latent.keys_and_values, "self_attn.kv_b_proj.weight"),
+    "attention.out_kgde": _entry(pieces.heads_out, "self_attn.o_proj.weight"),
+}
+# Where queries are made of the stream.
+PLAIN_QUERIES = {
+    "attention.down_eu": _entry(latent.down, "self_attn.kv_a_proj_with_mqa.weight"),
+    "attention.query_rkd": _entry(latent.queries, "self_attn.q_proj.weight"),
+}
+DEEPSEEK_EXPERTS = QWEN_EXPERTS | {
+    "mlp.router.load_bias_x": _entry(pieces.copy, "mlp.gate.e_score_correction_bias"),
+    "mlp.shared.up_ef": _entry(
+        pieces.gate_up, "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
+    ),
+    "mlp.shared.down_fe": _entry(pieces.transpose, "mlp.shared_experts.down_proj.weight"),
+}
+# Of a further token, in the layer that follows the last one.
+FURTHER_TOKEN = {
+    "token_norm.scale_e": _entry(pieces.copy, "enorm.weight"),
+    "stream_norm.scale_e": _entry(pieces.copy, "hnorm.weight"),
+    "join_2ee": _entry(latent.joined, "eh_proj.weight"),
+    "norm.scale_e": _entry(pieces.copy, "shared_head.norm.weight"),
+}
+# Of a further token, once more: what it shares with the model.
+SHARED_COPIES = {EMBED: "embed_tokens.weight", HEAD: "shared_head.head.weight"}
+PREFIX = "model.layers.{}."
+
 TABLES: Mapping[str, Table] = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -187,6 +230,7 @@ TABLES: Mapping[str, Table] = {
     "olmo3": OLMO,
     "smollm3": LLAMA,
     "granite": LLAMA,
+    "deepseek_v3": _like_llama(LATENT, DEEPSEEK_EXPERTS, NORMS_BEFORE),
     "gpt_oss": _like_llama(ATTENTION, GPT_OSS, NORMS_BEFORE),
     "mixtral": _like_llama(ATTENTION, MIXTRAL, NORMS_BEFORE),
     "qwen3_moe": _like_llama(ATTENTION, QWEN_EXPERTS, NORMS_BEFORE, QUERY_NORMS),
@@ -194,19 +238,53 @@ TABLES: Mapping[str, Table] = {
 
 
 def table_of(family: str, model: TransformerConfig) -> Table:
-    """Returns the table of a family, for a model with as many experts."""
+    """Returns the table of a family, for a model with as many experts and layers."""
+    table = dict(TABLES[family])
+    dense: Mapping[str, Entry] = {}
+    if family == "deepseek_v3":
+        changed = {} if model.latent and model.latent.query_rank else PLAIN_QUERIES
+        table |= _in_layers(PREFIX, changed)
+        dense = _in_layers(PREFIX, LATENT | changed | MLP | NORMS_BEFORE)
+        table |= _further(table, model)
+    first = model.layers - model.stack_layers
+    for path, entry in dense.items():
+        table[path.replace(OURS, FIRST)] = entry.of_all(range(first))
+    for path, entry in table.items():
+        if path.startswith(OURS):
+            table[path] = entry._replace(first=first)
     count = model.experts.count if model.experts else 0
-    return {path: entry.of_experts(count) for path, entry in TABLES[family].items()}
+    return {path: entry.of_experts(count) for path, entry in table.items()}
+
+
+def _further(table: Table, model: TransformerConfig) -> Table:
+    """Returns the entries of model.multi_token, whose blocks are layers behind the last one."""
+    count = model.experts.count if model.experts else 0
+    found = {}
+    for number in numbers_of_further(model):
+        ours = f"{FURTHER}{number - model.layers}."
+        for path, entry in table.items():
+            if path.startswith(OURS):
+                of_block = entry.of_experts(count).of_all(range(number, number + 1))
+                found[ours + path.replace(OURS, "block.layer.")] = of_block
+        for path, entry in FURTHER_TOKEN.items():
+            names = tuple(PREFIX.replace(LAYER, str(number)) + name for name in entry.names)
+            found[ours + path] = Entry(entry.rule, names)
+    return found
+
+
+def numbers_of_further(model: TransformerConfig) -> range:
+    """Returns the numbers, in the files, of the layers of model.multi_token."""
+    depth = model.multi_token.depth if model.multi_token else 0
+    return range(model.layers, model.layers + depth)
 
 
 def in_mxfp4(table: Table) -> Table:
     """Returns the table of files in which the matrices of experts are MXFP4."""
     packed = dict(table)
     for ours in ("mlp.up_xeu", "mlp.down_xfe"):
-        (rule, (name,)) = table[OURS + ours]
-        packed[OURS + ours] = _entry(
-            mxfp4.of_blocks(rule), name + mxfp4.BLOCKS, name + mxfp4.SCALES
-        )
+        rule, (name,), first = table[OURS + ours]
+        names = (name + mxfp4.BLOCKS, name + mxfp4.SCALES)
+        packed[OURS + ours] = Entry(mxfp4.of_blocks(rule), names, first)
     return packed
 
 

@@ -54,6 +54,7 @@ def write_adapters(
     finetune = config.finetune
     if not finetune.has_adapters:
         raise ConfigError("the run has no adapters", found="finetune.kind='full'", fix="--to hf")
+    _refuse_layers_apart(config)
     tensors: dict[str, np.ndarray] = {}
     adapted: dict[Module, int] = {}
     for module in _modules(values, family):
@@ -77,6 +78,17 @@ def write_adapters(
         except OSError as error:
             raise StorageError(f"cannot write {folder}: {error.strerror}") from None
     return len(tensors)
+
+
+def _refuse_layers_apart(config: RunConfig) -> None:
+    """Refuses a model with dense layers before its stack, whose adapters are not of the stack."""
+    model = config.model
+    if model.stack_layers < model.layers:
+        raise ConfigError(
+            "adapters of a model with model.experts.first_dense have no format of peft here",
+            found=f"first_dense={model.layers - model.stack_layers}",
+            fix="--to hf, which merges them",
+        )
 
 
 def _modules(values: Values, family: str) -> Iterator[Module]:
@@ -220,6 +232,7 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
     those that the directory holds are returned, stacked over the layers. CheckpointError where
     they are not the adapters that the config asks for.
     """
+    _refuse_layers_apart(config)
     said = _read_config(folder)
     _check_config(folder, said, config.finetune)
     tensors = open_file(folder / WEIGHTS)

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class Sizes:
     kv_heads: int
     head_dim: int
     ffn: int
+    query_rank: int = 0  # of latent attention: the width of the latent of queries
+    rope_dim: int = 0  # of latent attention: the channels of a head that turn
 
     @property
     def group(self) -> int:
@@ -63,6 +66,7 @@ class Mapped:
 
     def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
         """Returns the slice `index` of the parameter, made of the tensors of the file."""
+        tensors = list(tensors)
         if self.view != self.shape:  # a bias, which is small
             return self._read(tensors, _whole(self.view)).reshape(self.shape)[index]
         return self._read(tensors, index)
@@ -138,14 +142,29 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
         target[cut] = source[cut]
 
 
+class AnyMapped(Protocol):
+    """A parameter of one layer: its shape, those of its tensors, and both ways between them."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]: ...
+
+    def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray: ...
+
+    def write(self, parameter: np.ndarray) -> list[np.ndarray]: ...
+
+
 @dataclass(frozen=True)
 class MappedExperts:
     """A parameter of one layer's experts [X, ...]: of `of_one`, in the order of the experts.
 
-    The tensors are those of the first expert, then those of the second.
+    The tensors are those of the first expert, then those of the second. Layers that are stacked
+    outside the stack of a pipeline are read in the same way.
     """
 
-    of_one: Mapped
+    of_one: AnyMapped
     count: int
 
     @property
@@ -201,7 +220,6 @@ def _split(part: np.ndarray, shape: Shape) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(part, shape, strides, writeable=False)
 
 
-AnyMapped = Mapped | MappedExperts | Zeros
 Rule = Callable[[Sizes, Shape], AnyMapped]  # of the sizes, and the shape of the parameter
 
 
@@ -220,6 +238,12 @@ def heads_out(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the ot
     """Takes the output projection [E, H d] as [K, G, d, E]."""
     *heads, embed = shape
     return _one((embed, math.prod(heads)), shape, (embed, *heads), (1, 2, 3, 0))
+
+
+def heads_first(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """Takes [H d, in] of the file as [in, H, d]."""
+    inputs, heads, dim = shape
+    return _one((heads * dim, inputs), shape, (heads, dim, inputs), (2, 0, 1))
 
 
 def heads_out_rows(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
@@ -259,7 +283,7 @@ def zeros(sizes: Sizes, shape: Shape) -> Zeros:  # noqa: ARG001 - as the other r
     return Zeros(shape)
 
 
-def of_each_expert(sizes: Sizes, shape: Shape, *, rule: Callable[[Sizes, Shape], Mapped]):
+def of_each_expert(sizes: Sizes, shape: Shape, *, rule: Rule) -> MappedExperts:
     """Takes the tensors of each expert by `rule`, as [X, ...]."""
     return MappedExperts(rule(sizes, shape[1:]), shape[0])
 

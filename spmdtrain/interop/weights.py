@@ -7,6 +7,7 @@ refused before a number is read.
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,15 +15,20 @@ from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.reading import Published
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.interop.files import AGAIN, Tensor, open_tensors
+from spmdtrain.interop.float8 import with_scales
 from spmdtrain.interop.names import (
     EMBED,
     HEAD,
+    LAYER,
     POSITIONS,
+    PREFIX,
     SAY_NOTHING,
+    SHARED_COPIES,
     SPELLINGS,
     TABLES,
     Entry,
     in_mxfp4,
+    numbers_of_further,
     spelled,
     table_of,
 )
@@ -37,6 +43,20 @@ class MadeOf:
 
     mapped: AnyMapped
     tensors: Sequence[Sequence[Tensor]]
+
+
+class Maps(Sequence[np.ndarray]):
+    """The arrays of tensors, each made where it is asked for: of experts not all at once."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = self._tensors[at]
+        return found.map() if isinstance(found, Tensor) else [each.map() for each in found]
 
 
 class Weights:
@@ -57,14 +77,19 @@ class Weights:
         self._published = published
         self._model = model
         self._sizes = sizes_of(model)
-        self._there = open_tensors(self.folder)
+        self._there: Mapping[str, Tensor] = open_tensors(
+            self.folder, is_float8=published.packing == "fp8"
+        )
+        if published.packing == "fp8":
+            self._there = with_scales(self._there)
         self._used: set[str] = set()
         self._spelling = self._find_spelling()
         table = table_of(published.family, model)
-        if published.is_mxfp4:
+        if published.packing == "mxfp4":
             table = in_mxfp4(table)
         if model.tied:
             self._check_tied(table)
+        self._check_copies(table)
         entries = {path: self._entry(path, table) for path in shapes}
         self._check_all_there(entries)
         self._check_none_left(ignored)
@@ -88,7 +113,7 @@ class Weights:
         """
         source = self._sources[path]
         mapped = source.mapped
-        arrays = [each.map() for each in source.tensors[layer or 0]]
+        arrays = Maps(source.tensors[layer or 0])
         rows = mapped.shape[0] if mapped.shape else 0
         bounded = tuple(slice(*each.indices(2**62)) for each in index)
         if path not in (EMBED, HEAD) or bounded[0].stop <= rows:
@@ -133,6 +158,21 @@ class Weights:
             )
         self._used.add(head)
 
+    def _check_copies(self, table: Mapping[str, Entry]) -> None:
+        """Accepts what a layer of model.multi_token repeats of the model, if it is the same."""
+        for number in numbers_of_further(self._model):
+            for path, ending in SHARED_COPIES.items():
+                ours = self._names(table[EMBED if self._model.tied else path], None)[0]
+                name = spelled(PREFIX.replace(LAYER, str(number)) + ending, self._spelling)
+                if name not in self._there:
+                    continue
+                if ours in self._there and not _are_equal(self._there[name], self._there[ours]):
+                    raise CheckpointError(
+                        f"{self.folder}: {name} differs from {ours}, which is shared here",
+                        fix=f"--set model.multi_token=none --ignore '{_pattern(name)}'",
+                    )
+                self._used.add(name)
+
     def _entry(self, path: str, table: Mapping[str, Entry]) -> Entry:
         if path not in table:
             raise CheckpointError(
@@ -151,7 +191,7 @@ class Weights:
         return entry
 
     def _layers(self, path: str) -> Sequence[int | None]:
-        return range(self._model.layers) if path.startswith("blocks.") else (None,)
+        return range(self._model.stack_layers) if path.startswith("blocks.") else (None,)
 
     def _check_all_there(self, entries: Mapping[str, Entry]) -> None:
         wanted = [
@@ -239,8 +279,15 @@ class Weights:
 
 def sizes_of(model: TransformerConfig) -> Sizes:
     """Returns the sizes by which tensors are rearranged."""
+    latent = model.latent
     return Sizes(
-        model.embed, model.heads, model.key_value_heads, model.width_per_head, model.hidden
+        model.embed,
+        model.heads,
+        model.key_value_heads,
+        model.width_per_head,
+        model.hidden,
+        query_rank=(latent.query_rank or 0) if latent else 0,
+        rope_dim=latent.rope_dim if latent else 0,
     )
 
 

@@ -153,6 +153,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "deepseek_v3": LIKE_LLAMA
+    | {
+        "model_type": "deepseek_v3",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 6,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 28,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_scaling": {
+            "type": "yarn",
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
 }
 
 # The same families with settings that only some of their models have.
@@ -196,6 +229,8 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     kind = config["model_type"]
     if kind == "gpt2":
         return _of_gpt2(config)
+    if kind == "deepseek_v3":
+        return _of_deepseek(config)
     embed, ffn = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads, dim = (
         config["num_attention_heads"],
@@ -258,6 +293,57 @@ def _of_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for name, shape in zip(names, ((ffn, embed), (ffn, embed), (embed, ffn)), strict=True):
             found[f"{place}.experts.{number}.{name}.weight"] = shape
     return found
+
+
+def _of_deepseek(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Latent attention, dense layers and then layers with experts, and one of a further token."""
+    embed, heads, rank = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    plain, turned, value = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    layers, count = config["num_hidden_layers"], config["n_routed_experts"]
+    attention = {
+        "kv_a_proj_with_mqa": (rank + turned, embed),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (heads * (plain + value), rank),
+        "o_proj": (embed, heads * value),
+    }
+    if of_queries := config["q_lora_rank"]:
+        attention["q_a_proj"] = (of_queries, embed)
+        attention["q_a_layernorm"] = (of_queries,)
+    name = "q_b_proj" if of_queries else "q_proj"
+    attention[name] = (heads * (plain + turned), of_queries or embed)
+
+    def mlp(place: str, ffn: int) -> dict[str, tuple[int, ...]]:
+        sizes = {"gate": (ffn, embed), "up": (ffn, embed), "down": (embed, ffn)}
+        return {f"{place}.{name}_proj.weight": shape for name, shape in sizes.items()}
+
+    ffn = config["moe_intermediate_size"]
+    experts = {
+        "mlp.gate.weight": (count, embed),
+        "mlp.gate.e_score_correction_bias": (count,),
+        **mlp("mlp.shared_experts", config["n_shared_experts"] * ffn),
+    }
+    for number in range(count):
+        experts |= mlp(f"mlp.experts.{number}", ffn)
+    found = {"model.embed_tokens.weight": (config["vocab_size"], embed)}
+    further = config.get("num_nextn_predict_layers", 0)
+    for layer in range(layers + further):
+        of_layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        is_dense = layer < config["first_k_dense_replace"]
+        of_layer |= mlp("mlp", config["intermediate_size"]) if is_dense else experts
+        if layer >= layers:
+            norms += ["enorm", "hnorm", "shared_head.norm"]
+            of_layer["eh_proj.weight"] = (embed, 2 * embed)
+        of_layer |= {f"{name}.weight": (embed,) for name in norms}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    return found | {
+        "model.norm.weight": (embed,),
+        "lm_head.weight": (config["vocab_size"], embed),
+    }
 
 
 def _of_gpt_oss(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -165,6 +165,8 @@ OTHER = {
     "logit_scale": 0.5,
     "logit_cap": 5.0,
     "experts": {"count": 4, "chosen": 2},
+    "latent": {"rank": 8, "plain_dim": 6, "rope_dim": 2, "value_dim": 8},
+    "multi_token": {"depth": 1},
     "mup_base": 16,
 }
 CHANGE_NO_FUNCTION = {"name", "dropout", "attention", "context_attention", "make", "extra"}

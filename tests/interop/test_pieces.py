@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from spmdtrain.interop import pieces
+from spmdtrain.interop import latent, pieces
 
 E, K, G, D, F = 10, 2, 3, 4, 7
-SIZES = pieces.Sizes(embed=E, heads=K * G, kv_heads=K, head_dim=D, ffn=F)
+R, H = 3, 4  # of latent attention
+SIZES = pieces.Sizes(E, K * G, K, D, F, query_rank=R, rope_dim=H)
 CASES = {
     pieces.copy: (5, E),
     pieces.transpose: (F, E),
@@ -20,6 +21,10 @@ CASES = {
     pieces.qkv_fused_columns: (E, K, G + 2, D),
     pieces.qkv_bias: (K * (G + 2) * D,),
     pieces.qkv_bias_fused: (K * (G + 2) * D,),
+    latent.down: (E, R + 5 + H),
+    latent.queries: (R, K, 5 + H),
+    latent.keys_and_values: (5, K, D + 2),
+    latent.joined: (2, E, E),
 }
 RANDOM = np.random.default_rng(0)
 

@@ -23,7 +23,10 @@ LARGEST = 16 * 2**20  # bytes
 DTYPES = ("float32", "bfloat16", "float16")
 # Keys of a model with a vision tower, of which the text part is read.
 OF_VISION = "gemma3"
-KNOWN = "gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3, smollm3, granite"
+KNOWN = (
+    "gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3, smollm3, granite, "
+    "mixtral, qwen3_moe, gpt_oss, deepseek_v3"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Published:
     settings: ModelSettings  # of [model]
     dtype: str | None  # of the files
     remarks: tuple[str, ...] = ()
-    is_mxfp4: bool = False  # the matrices of its experts have four bits
+    packing: str = ""  # of its matrices: "mxfp4" of experts, or "fp8"
 
     def remarks_as_comments(self) -> list[str]:
         """Returns the remarks as lines of a TOML file."""
@@ -76,8 +79,11 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
         name = values["model_type"]
         remarks.append(f"{folder}: only its text part is read, without its vision tower")
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    is_mxfp4 = family is not None and family.may_be_mxfp4 and _method(values) == "mxfp4"
-    if not is_mxfp4:
+    method = _method(values)
+    packing = method if family is not None and method and family.packing == method else ""
+    if packing == "fp8":
+        _check_squares(folder, values["quantization_config"])
+    if not packing:
         _refuse_quantised(folder, values)
     if family is None or not isinstance(name, str):
         raise _unknown_family(folder, values)
@@ -89,7 +95,7 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype not in DTYPES:
         dtype = None
-    return Published(folder, name, values, settings, dtype, tuple(remarks), is_mxfp4)
+    return Published(folder, name, values, settings, dtype, tuple(remarks), packing)
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -127,6 +133,17 @@ def _method(values: Mapping[str, Any]) -> Any:
     """Returns the name of the method by which a model is quantised, if it has one."""
     quantised = values.get("quantization_config")
     return quantised.get("quant_method") if isinstance(quantised, dict) else None
+
+
+def _check_squares(folder: Path, quantised: Mapping[str, Any]) -> None:
+    """Refuses matrices of 8 bits whose scales are not those of squares of 128 x 128."""
+    for name, known in (("weight_block_size", [128, 128]), ("fmt", "e4m3")):
+        if quantised.get(name) != known:
+            raise CheckpointError(
+                f"{folder} is quantised (fp8) with {name}={quantised.get(name)!r:.40}",
+                asked=f"{name}={known!r}",
+                fix="the model it was made from",
+            )
 
 
 def _refuse_quantised(folder: Path, values: Mapping[str, Any]) -> None:
@@ -199,7 +216,7 @@ def _read_llama(family: Family, keys: Keys) -> ModelSettings:
         settings.pop("rope_theta_window", None)
         if set(keys.values.get("layer_types") or ()) <= {FULL}:
             keys.take("layer_types")  # as every family may have it
-    return settings
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _activation(keys: Keys, name: str, known: Mapping[str, str]) -> str:

@@ -88,7 +88,7 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
         scaling["truncate"] = keys.flag("truncate", True)
         both = keys.number("mscale"), keys.number("mscale_all_dim")
         if scale is None and both[0] and both[1]:
-            scale = _yarn_scale(factor, both[0]) / _yarn_scale(factor, both[1])
+            scale = yarn_scale(factor, both[0]) / yarn_scale(factor, both[1])
     if kind == "longrope":
         scaling |= _read_longrope(keys, length or 0, original or length or 0)
     if scale is not None:
@@ -109,7 +109,8 @@ def _read_longrope(keys: Keys, length: int, original: int) -> dict[str, Any]:
     return found | {"use": "long" if length > original else "short"}
 
 
-def _yarn_scale(factor: float, times: float) -> float:
+def yarn_scale(factor: float, times: float) -> float:
+    """Returns what yarn of this factor multiplies by, if its logarithm is taken `times` times."""
     return 0.1 * times * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

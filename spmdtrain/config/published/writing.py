@@ -75,6 +75,8 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "rope_share": model.rope_share,
         "rope_scaling": scaling,
         "layer_kinds": model.layer_kinds,
+        "latent": model.latent and model.latent.model_dump(),
+        "multi_token": model.multi_token and model.multi_token.depth,
         "experts": model.experts and _function_of_experts(model, model.experts),
     }
 

@@ -144,7 +144,9 @@ def check_source(source: str | None, directory: Path, fresh: bool) -> None:
     if newest_step(Path(source)) is None:
         fix = "the directory of a trained run, or of a model of Hugging Face"
         if is_published(Path(source)):
-            open_tensors(read_published(Path(source)).folder)  # refuses what it cannot read
+            published = read_published(Path(source))
+            is_float8 = published.packing == "fp8"
+            open_tensors(published.folder, is_float8=is_float8)  # refuses what it cannot read
             return
         raise CheckpointError(f"{asked} holds no checkpoint", fix=fix)
 

@@ -1,0 +1,57 @@
+"""Reads matrices in 8-bit floats, in which DeepSeek-V3 is published.
+
+Each square of 128 x 128 numbers of a matrix shares a scale in float32, of another tensor. A number
+times its scale is exact in float32.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.interop.files import Tensor
+
+SQUARE = 128  # numbers on a side
+DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
+SCALE = "_scale_inv"  # the ending of the scales of a matrix; they multiply, whatever it says
+
+
+@dataclass(frozen=True)
+class ScaledTensor(Tensor):
+    """A matrix of a file in 8 bits. It is made whole, in float32, wherever a part is asked for."""
+
+    scale: Tensor
+
+    def map(self) -> np.ndarray:
+        """Returns the numbers of the matrix, float32."""
+        rows, columns = self.shape
+        scales = np.repeat(self.scale.map(), SQUARE, 0)[:rows]
+        scales = np.repeat(scales, SQUARE, 1)[:, :columns]
+        return super().map().astype(np.float32) * scales
+
+
+def with_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a file in 8 bits, each with its scales, which are no longer apart.
+
+    Raises CheckpointError where a matrix has none, or not as many as it has squares.
+    """
+    found = {}
+    used = set()
+    for name, tensor in tensors.items():
+        if tensor.dtype != DTYPE:
+            continue
+        scale = tensors.get(name + SCALE)
+        squares = tuple(-(-size // SQUARE) for size in tensor.shape)
+        if scale is None or scale.shape != squares or len(squares) != 2:
+            raise CheckpointError(
+                f"{name} of {tensor.path} has 8 bits, and no scales",
+                asked=f"{name}{SCALE} {list(squares)}",
+                found="no such tensor" if scale is None else f"{list(scale.shape)}",
+                fix="the config.json of these weights, or downloading them again",
+            )
+        fields = {each: getattr(tensor, each) for each in ("name", "path", "offset", "shape")}
+        found[name] = ScaledTensor(**fields, dtype=tensor.dtype, scale=scale)
+        used.add(scale.name)
+    return {name: found.get(name, each) for name, each in tensors.items() if name not in used}

@@ -1,0 +1,105 @@
+"""DeepSeek-V3's files: pairs of channels that turn, a layer of a further token, and 8 bits."""
+
+import directories
+import ml_dtypes
+import numpy as np
+import pytest
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.interop import latent
+from spmdtrain.interop.files import open_tensors
+from spmdtrain.interop.pieces import Sizes
+from spmdtrain.running.published.export_run import export_run
+from spmdtrain.running.published.import_model import import_model
+
+CONFIG = directories.CONFIGS["deepseek_v3"]
+FURTHER = CONFIG | {"num_nextn_predict_layers": 2, "q_lora_rank": None, "n_shared_experts": 1}
+QUANTISED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def test_scores_of_channels_that_lie_in_pairs_are_those_of_halves():
+    """By the files' own formula: a pair is a complex number, and turns with its position."""
+    random = np.random.default_rng(0)
+    embed, heads, plain, turned, rank = 9, 2, 5, 6, 4
+    sizes = Sizes(embed, heads, heads, plain + turned, 1, query_rank=0, rope_dim=turned)
+    of_queries = random.standard_normal((heads * (plain + turned), embed))
+    of_keys = random.standard_normal((rank + turned, embed))
+    x, y = random.standard_normal((2, embed))
+    angle = 3.7 * 10.0 ** -np.arange(turned // 2)  # of the distance of two tokens
+
+    q = (of_queries @ x).reshape(heads, plain + turned)[:, plain:].reshape(heads, -1, 2)
+    k = (of_keys @ y)[rank:].reshape(-1, 2)
+    turning = (q @ [1, 1j]) * np.exp(1j * angle) * np.conj(k @ [1, 1j])
+    want = turning.sum(-1).real
+
+    def whole(rule, shape, tensor):
+        return rule(sizes, shape).read([tensor], tuple(slice(0, size) for size in shape))
+
+    ours_q = np.einsum("e,ekd->kd", x, whole(latent.queries, (embed, heads, 11), of_queries))
+    ours_k = y @ whole(latent.down, (embed, rank + turned), of_keys)
+    q, k = (each[..., -turned:] for each in (ours_q, ours_k))
+    q, k = (each[..., : turned // 2] + 1j * each[..., turned // 2 :] for each in (q, k))
+    np.testing.assert_allclose((q * np.exp(1j * angle) * np.conj(k)).sum(-1).real, want, rtol=1e-12)
+
+
+def test_layers_of_further_tokens_come_in_and_go_out(tmp_path):
+    """With the copies of the shared table and head that published files hold, and without."""
+    tensors = directories.write(tmp_path / "model", FURTHER)
+    import_model(tmp_path / "model", tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out")
+    after = open_tensors(tmp_path / "out")
+    assert after.keys() == tensors.keys()
+    assert all(np.array_equal(after[name].map(), x) for name, x in tensors.items())
+    left = ("model.layers.3.*", "model.layers.4.*")
+    alone = ("model.multi_token=none",)
+    without = import_model(tmp_path / "model", tmp_path / "alone", overrides=alone, ignored=left)
+    assert not any(path.startswith("further") for path in without.params)
+    copy = "model.layers.4.shared_head.head.weight"
+    with_copy = tensors | {copy: tensors["lm_head.weight"]}
+    directories.write(tmp_path / "copies", FURTHER, with_copy)
+    import_model(tmp_path / "copies", tmp_path / "again")
+    directories.write(tmp_path / "other", FURTHER, with_copy | {copy: 2 * with_copy[copy]})
+    with pytest.raises(CheckpointError, match=f"{copy} differs from lm_head.weight"):
+        import_model(tmp_path / "other", tmp_path / "refused")
+
+
+def in_8_bits(tensors: dict[str, np.ndarray]) -> tuple[dict, dict]:
+    """(Tensors as DeepSeek publishes them, the numbers that they stand for.)"""
+    random = np.random.default_rng(5)
+    packed, wanted = dict(tensors), dict(tensors)
+    for name, x in tensors.items():
+        if x.ndim != 2 or "proj" not in name:
+            continue
+        scales = random.uniform(0.5, 2, [-(-size // 128) for size in x.shape]).astype(np.float32)
+        packed[name] = x.astype(ml_dtypes.float8_e4m3fn)
+        packed[f"{name}_scale_inv"] = scales
+        wanted[name] = np.empty_like(x)
+        for row, column in np.ndindex(scales.shape):
+            square = np.s_[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
+            wanted[name][square] = packed[name][square].astype(np.float32) * scales[row, column]
+    return packed, wanted
+
+
+def test_eight_bits_and_their_scales_are_read(tmp_path):
+    config = CONFIG | {"num_hidden_layers": 2, "intermediate_size": 200, "hidden_size": 136}
+    packed, wanted = in_8_bits(directories.drawn(directories.tensors_of(config)))
+    config = config | {"quantization_config": QUANTISED}
+    directories.write(tmp_path / "packed", config, packed)
+    import_model(tmp_path / "packed", tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out", dtype="float32")
+    after = open_tensors(tmp_path / "out")
+    assert after.keys() == wanted.keys()
+    assert all(np.array_equal(after[name].map(), x) for name, x in wanted.items())
+    lost = "model.layers.1.self_attn.o_proj.weight"
+    del packed[f"{lost}_scale_inv"]
+    directories.write(tmp_path / "lost", config, packed)
+    with pytest.raises(CheckpointError, match=f"{lost} of .* has 8 bits, and no scales"):
+        import_model(tmp_path / "lost", tmp_path / "refused")
+    config["quantization_config"] = QUANTISED | {"weight_block_size": [1, 128]}
+    directories.write(tmp_path / "lost", config, packed)
+    with pytest.raises(CheckpointError, match=r"weight_block_size=\[1, 128\]; asked"):
+        import_model(tmp_path / "lost", tmp_path / "refused")
+    del config["quantization_config"]
+    directories.write(tmp_path / "lost", config, packed)
+    with pytest.raises(CheckpointError, match=r"has dtype F8_E4M3; found quantised weights"):
+        import_model(tmp_path / "lost", tmp_path / "refused")
