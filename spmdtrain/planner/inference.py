@@ -83,8 +83,9 @@ def inference_time(
     weight_bytes = size * (dense + of_experts) / tensor
     read_bytes = size * (dense + _used_share(model, batch) * of_experts) / tensor
     # Keys and values of all layers; while new tokens are made, half of them are cached on average.
-    kv_width = 2 * model.layers * model.kv_heads * model.head_dim
-    cache_per_token = size * kv_width * batch / tensor
+    # A latent is whole on every device of `tensor`.
+    ways = 1 if model.latent else tensor
+    cache_per_token = size * model.layers * model.cached_width * batch / ways
     mean_cache = cache_per_token * (prompt + new / 2)
 
     # Either the matmuls take longest, or reading the weights does; the cache is read in both cases.
@@ -154,7 +155,10 @@ def _decode_matmuls(
     seconds = partial(
         matmul_seconds, batch, hardware=hardware, software=software, dtype=workload.dtype
     )
-    attention = seconds(model.qkv_width // tensor, model.embed)
+    attention = sum(
+        seconds(columns // (tensor if splits else 1), rows)
+        for columns, rows, splits in model.qkv_matmuls
+    )
     attention += seconds(model.embed, model.attention_width // tensor)
 
     def of_mlp(layer: ModelShape) -> float:

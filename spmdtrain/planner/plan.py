@@ -338,7 +338,7 @@ def mesh_shapes(
         if model.kv_heads % tensor or not _divides_mlps(model, tensor):
             continue
         for pipeline in _divisors(devices // tensor):
-            if pipeline > model.repeats:
+            if pipeline > model.repeats or (pipeline > 1 and model.further):
                 continue
             batch_and_time = devices // tensor // pipeline
             for context in CONTEXTS:

@@ -265,7 +265,8 @@ def _weight_elements(kind: str, workload: Workload) -> int:
     if kind == "vocabulary":
         return model.vocab * model.embed * model.vocabulary_tables
     if kind == "attention":
-        return model.embed * (model.qkv_width + model.attention_width)
+        qkv = sum(columns * rows for columns, rows, _ in model.qkv_matmuls)
+        return qkv + model.embed * model.attention_width
     return model.embed * (model.up_width + model.ffn)
 
 

@@ -157,7 +157,7 @@ def _attention_bytes(workload: Workload) -> float:
     ways = workload.mesh.context
     heads = model.heads / workload.mesh.tensor
     kv_heads = model.kv_heads / workload.mesh.tensor
-    head_bytes = workload.compute_bytes * workload.tokens * model.head_dim  # of this device
+    head_bytes = workload.compute_bytes * workload.tokens * model.mean_dim  # of this device
     if workload.context_way == "ring":
         sent = 2 * kv_heads * head_bytes * _of_ring(workload)
     elif workload.context_way == "ulysses":

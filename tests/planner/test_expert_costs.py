@@ -32,6 +32,14 @@ VARIED = [
     (*LLAMA, *EXPERTS, "model.experts.first_dense=2", "model.experts.every=2"),
     (*LLAMA, *EXPERTS, "model.bias=true", "model.mlp=gelu", "model.experts.logit_bias=true"),
 ]
+# What DeepSeek-V3 has.
+DEEPSEEK = (
+    *(each for each in LLAMA if "kv_heads" not in each),
+    *(*EXPERTS, *SHARED, "model.experts.first_dense=1", "model.multi_token.depth=2"),
+    *("model.latent.rank=16", "model.latent.plain_dim=8", "model.latent.rope_dim=4"),
+    "model.latent.value_dim=6",
+)
+VARIED += [DEEPSEEK, (*DEEPSEEK, "model.latent.query_rank=24")]
 # The sizes of Qwen3-30B-A3B.
 FINE = ModelShape(
     layers=48,
@@ -187,6 +195,16 @@ def test_the_line_to_paste_says_who_owns_experts():
     found = estimate(load(config, plans[at].settings), 16, "h100")
     assert found.workload == plans[at].workload
     assert found.memory.total == pytest.approx(plans[at].memory.total, rel=0.01)
+
+
+def test_further_tokens_are_planned_without_a_pipeline():
+    config = tiny(*DEEPSEEK, "train.global_batch=16")
+    meshes = [found.workload.mesh for found in plan(config, 4, "h100")]
+    assert meshes and all(mesh.pipeline == 1 for mesh in meshes)
+    alone = estimate(tiny(*DEEPSEEK, "model.multi_token=none", "mesh.data=4"), 4, "h100")
+    both = estimate(tiny(*DEEPSEEK, "mesh.data=4"), 4, "h100")
+    assert both.time.terms["head"] == pytest.approx(3 * alone.time.terms["head"])
+    assert both.memory.parameters > alone.memory.parameters
 
 
 def test_rules_of_experts_are_not_searched_and_it_says_so():

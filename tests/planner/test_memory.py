@@ -30,6 +30,11 @@ EXPERTS = ("model.experts.count=4", "model.experts.chosen=2")
 VARIED = [
     (*LLAMA, "model.norm_places=both", "model.query_norm=head", "model.windows=3,0"),
     (*LLAMA, "model.norm_places=after", "model.query_norm=all", "model.sinks=true"),
+    (
+        *(each for each in LLAMA if "kv_heads" not in each),
+        *("model.latent.rank=16", "model.latent.query_rank=24"),
+        *("model.latent.plain_dim=8", "model.latent.rope_dim=4", "model.latent.value_dim=6"),
+    ),
 ]
 GRID = {
     "layers": (2, 3),

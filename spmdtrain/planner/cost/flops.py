@@ -20,7 +20,8 @@ def model_flops_per_token(
     """
     trained = trained or Trained()
     matrices = model.layers * model.active_matrices + model.embed * model.vocab
-    attention = 6 * model.layers * model.attention_width * sequence_length
-    attention = attention * model.seen_share(sequence_length)
+    matrices += model.further_matrices
+    attention = 6 * model.heads * model.mean_dim * sequence_length
+    attention *= model.layers * model.seen_share(sequence_length) + model.further
     adapters = 6 * model.layers * trained.adapter_matrices(model)
     return (4 + 2 * trained.of_matrices) * matrices + adapters + attention

@@ -229,15 +229,23 @@ def _recomputation(remat: str, work: Mapping[str, Work]) -> float:
 def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Half:
     model = sizes.model
     tensor = sizes.tensor
-    qkv = _matmul_work(sizes, model.qkv_width // tensor, model.embed, hardware, software)
+    qkv = add_work(
+        *(
+            _matmul_work(sizes, columns // (tensor if splits else 1), rows, hardware, software)
+            for columns, rows, splits in model.qkv_matmuls
+        )
+    )
     projection = _matmul_work(
         sizes, model.embed, model.attention_width // tensor, hardware, software
     )
 
     column_bytes = sizes.tokens * bytes_of(sizes.dtype) / tensor  # of a column split over `tensor`
     attention = _attention_work(sizes, hardware, software)
-    # Norms of queries and keys are one pass more over them.
+    # Norms of queries and keys are one pass more over them, and so are those of latents, which no
+    # axis splits.
     normed = 0 if model.query_norm == "none" else model.query_key_width
+    if model.latent:
+        normed += model.latent.norm_width * tensor
     return _Half(
         matmul=add_work(qkv, projection),
         attention=attention,
@@ -258,7 +266,7 @@ def _context_collectives(
     """
     model = sizes.model
     tokens = sizes.microbatch * sizes.sequence_length  # over all of `context`
-    head_bytes = tokens * model.head_dim * bytes_of(sizes.dtype)
+    head_bytes = tokens * model.mean_dim * bytes_of(sizes.dtype)
     kv_heads = max(1, model.kv_heads // sizes.tensor)
     moving = all_gather_seconds(2 * kv_heads * head_bytes, sizes.context, hardware)
     if sizes.context_way == "ring":
@@ -449,7 +457,7 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
     queries = keys // sizes.context.size
     heads = max(1, model.heads // sizes.tensor)
     # Causal: half of the 4 b h d s^2 FLOPs of two matmuls over all pairs.
-    flops = 2 * sizes.microbatch * heads * model.head_dim * queries * keys
+    flops = 2 * sizes.microbatch * heads * model.mean_dim * queries * keys
     if sizes.context_way == "gather":
         # Tokens in their order: those of the last device see nearly all keys, and the others wait.
         flops *= (2 * sizes.context.size - 1) / sizes.context.size
@@ -482,7 +490,7 @@ def _unfused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Sof
     # Tiles beyond a window are skipped.
     seen = model.seen_share(keys)
     scores = seen * seconds(queries, keys, model.head_dim)
-    values = seen * seconds(queries, model.head_dim, keys)
+    values = seen * seconds(queries, model.value_dim, keys)
 
     # Softmax, mask and dropout: passes over the scores, counted for Megatron-LM of 2021.
     score_bytes = seen * matrices * queries * keys * software.score_bytes * software.score_factor

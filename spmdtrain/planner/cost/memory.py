@@ -179,7 +179,8 @@ def _dense_layer_elements(workload: Workload) -> float:
     """Counts those of no expert: matrices split over `tensor`; vectors, which are few, whole."""
     model = workload.model
     vectors = model.layer_parameters - model.layer_matrices
-    return model.layer_matrices / workload.mesh.tensor + vectors
+    split = model.layer_matrices - model.whole_matrices
+    return split / workload.mesh.tensor + model.whole_matrices + vectors
 
 
 def _expert_elements(workload: Workload) -> float:
@@ -192,7 +193,8 @@ def _outside_elements(workload: Workload) -> float:
     model = workload.model
     ways = workload.mesh.pipeline * workload.mesh.tensor
     vocabulary = model.vocab * model.vocabulary_tables / ways
-    return model.embed * (vocabulary + model.position_rows + 2)
+    joining = 2 * model.further * model.embed  # of further tokens, with the stream
+    return model.embed * (vocabulary + model.position_rows + 2 + joining)
 
 
 # Activations
@@ -245,14 +247,15 @@ def _kept_bytes(
 
     # Attention keeps its result, and its log-sum-exp in float32.
     attention = size * model.attention_width + FLOAT32 * model.heads
+    of_heads, whole = model.qkv_columns
     if remat == "dots":
-        matmuls = size * (model.qkv_width + model.up_width)
+        matmuls = size * (of_heads + model.up_width)
         # The layer's input, and what attention adds to it; a norm behind the mlp reads its output.
         streams = 2 if model.norm_places == "before" else 3
         stream = streams * size * model.embed // stream_ways
         if model.sinks:
             attention *= 2  # once more for what the sinks take of it
-        return tokens * (stream + (matmuls + attention) // tensor)
+        return tokens * (stream + (matmuls + attention) // tensor + size * whole)
 
     # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).
     statistics = 2 * FLOAT32 if model.layernorm else FLOAT32
@@ -265,7 +268,9 @@ def _kept_bytes(
     if model.query_norm != "none":
         attention += size * model.query_key_width
     mlp = size * (model.up_width + model.ffn)
-    return norms + tokens * (attention + mlp) // tensor
+    # Latents, before and after their norms, are whole on every device of `tensor`.
+    latents = 2 * size * model.latent.norm_width if model.latent else 0
+    return norms + tokens * ((attention + mlp) // tensor + latents)
 
 
 def deferred_bytes(workload: Workload) -> int:
@@ -304,10 +309,11 @@ def _expert_columns(workload: Workload) -> float:
 
 def _deferred_bytes(model: ModelShape, workload: Workload) -> int:
     size = workload.compute_bytes
-    whole = (2 * size + 8 * model.norms) * model.embed
-    split = size * (model.up_width + model.qkv_width) // workload.mesh.tensor
+    of_heads, others = model.qkv_columns
+    whole = (2 * size + 8 * model.norms) * model.embed + size * others
+    split = size * (model.up_width + of_heads) // workload.mesh.tensor
     # The gradients of these vectors are complete in float32.
-    vectors = FLOAT32 * (model.query_norm_size + model.head_sinks)
+    vectors = FLOAT32 * (model.query_norm_size + model.latent_norm_size + model.head_sinks)
     return workload.tokens * (whole + split) + vectors
 
 
@@ -364,9 +370,10 @@ def _accumulated_memory(
         # Gradients before they are scattered.
         unscattered = size * (layer + table) * workload.trained.share
 
-    # The first layer's input, the last one's output, and what the head reads.
-    ends = 3 * size * workload.tokens * model.embed
-    activations = model.layers * kept_bytes(workload) + ends
+    # The first layer's input, the last one's output, and what the head reads; a further token has
+    # two more streams joined.
+    ends = (3 + 4 * model.further) * size * workload.tokens * model.embed
+    activations = workload.layers_per_stage * kept_bytes(workload) + ends
     logits = _logit_bytes(workload, tensor)
 
     at_head = sums + compute_copy + gathered + activations + logits

@@ -199,7 +199,7 @@ def _work_terms(
     """
     microbatches = workload.accumulation
     embedding = _embedding_seconds(workload, hardware, software)
-    head = _head_seconds(workload, hardware, software)
+    head = (1 + workload.model.further) * _head_seconds(workload, hardware, software)
     if workload.mesh.pipeline > 1 and not software.lockstep:
         return _slowest_stage(workload, stage, embedding, head)
     terms = {term: microbatches * seconds for term, seconds in stage.items()}

@@ -17,6 +17,27 @@ from spmdtrain.planner.cost.experts import Dispatch, ExpertShape
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """The sizes of `[model.latent]`, under its names; no `query_rank` is 0."""
+
+    rank: int
+    query_rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def down_width(self) -> int:
+        """What the stream is projected to, which no axis of heads splits."""
+        return self.query_rank + self.rank + self.rope_dim
+
+    @property
+    def norm_width(self) -> int:
+        """The numbers of a token that norms of latents read."""
+        return self.query_rank + self.rank
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder-only transformer."""
 
@@ -41,16 +62,60 @@ class ModelShape:
     sinks: bool = False
     windows: tuple[int, ...] = ()  # tokens that attention sees, repeating over the layers; 0: all
     experts: ExpertShape | None = None  # in place of the mlp, in some or all layers
+    latent: LatentShape | None = None  # of which keys and values are made
+    further: int = 0  # blocks behind the last layer that predict further tokens
+
+    @property
+    def value_dim(self) -> int:
+        """The channels of a head's values; `head_dim` are those of queries and keys."""
+        return self.latent.value_dim if self.latent else self.head_dim
 
     @property
     def attention_width(self) -> int:
-        """The width of the queries, and of the output of attention."""
-        return self.heads * self.head_dim
+        """The width of the output of attention, and of queries if there is no latent."""
+        return self.heads * self.value_dim
+
+    @property
+    def mean_dim(self) -> float:
+        """The mean of the channels of a key and a value, which attention's FLOPs follow."""
+        return (self.head_dim + self.value_dim) / 2
 
     @property
     def qkv_width(self) -> int:
         """The width of queries, keys and values together."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        keys_and_values = self.kv_heads * (self.head_dim + self.value_dim)
+        return self.heads * self.head_dim + keys_and_values
+
+    @property
+    def qkv_matmuls(self) -> tuple[tuple[int, int, bool], ...]:
+        """(columns, rows, whether heads split the columns) of the matrices that make q, k, v."""
+        if self.latent is None:
+            return ((self.qkv_width, self.embed, True),)
+        latent = self.latent
+        keys = self.heads * (latent.plain_dim + latent.value_dim)
+        return (
+            (latent.down_width, self.embed, False),
+            (self.heads * self.head_dim, latent.query_rank or self.embed, True),
+            (keys, latent.rank, True),
+        )
+
+    @property
+    def qkv_columns(self) -> tuple[int, int]:
+        """(columns that heads split, others) of the matrices that make q, k and v."""
+        of_heads = sum(columns for columns, _, splits in self.qkv_matmuls if splits)
+        return of_heads, sum(columns for columns, _, splits in self.qkv_matmuls if not splits)
+
+    @property
+    def whole_matrices(self) -> int:
+        """The elements of a layer's matrices that `tensor` does not split."""
+        return sum(columns * rows for columns, rows, splits in self.qkv_matmuls if not splits)
+
+    @property
+    def cached_width(self) -> int:
+        """The numbers of a token that a layer's cache holds."""
+        if self.latent:
+            return self.latent.rank + self.latent.rope_dim
+        return 2 * self.kv_heads * self.head_dim
 
     @property
     def up_width(self) -> int:
@@ -96,7 +161,8 @@ class ModelShape:
         that are chosen are `expert_matrices`.
         """
         if self.experts is None:
-            return self.embed * (self.qkv_width + self.attention_width + self.up_width + self.ffn)
+            qkv = sum(columns * rows for columns, rows, _ in self.qkv_matmuls)
+            return qkv + self.embed * (self.attention_width + self.up_width + self.ffn)
         router = self.expert_share * self.embed * self.experts.count
         return self.mean_of_layers(lambda layer: layer.layer_matrices) + router
 
@@ -132,6 +198,7 @@ class ModelShape:
             others = self.mean_of_layers(lambda layer: layer.layer_parameters)
             return others + self.expert_share * router
         norms = self.norms * self.embed * self.vectors_per_norm
+        norms += self.latent_norm_size
         return self.layer_matrices + norms + self._biases + self.query_norm_size + self.head_sinks
 
     @property
@@ -165,6 +232,11 @@ class ModelShape:
         return 2 * self.head_dim if self.query_norm == "head" else 0
 
     @property
+    def latent_norm_size(self) -> int:
+        """Returns the parameters of the norms of latents in one layer."""
+        return self.latent.norm_width if self.latent else 0
+
+    @property
     def head_sinks(self) -> int:
         """Returns the sinks of one layer: one for each head, or none."""
         return self.heads if self.sinks else 0
@@ -187,9 +259,31 @@ class ModelShape:
         return self.embed * (tables + self.vectors_per_norm)
 
     @property
+    def last_layer(self) -> "ModelShape":
+        """A model of layers like the last one."""
+        if self.experts is None:
+            return self
+        return replace(self, experts=replace(self.experts, first_dense=0, every=1))
+
+    @property
+    def further_parameters(self) -> float:
+        """The number of parameters of the blocks that predict further tokens."""
+        last = self.last_layer
+        block = last.layer_parameters + last.expert_parameters
+        joining = 2 * self.embed**2 + 3 * self.embed * self.vectors_per_norm
+        return self.further * (block + joining)
+
+    @property
+    def further_matrices(self) -> float:
+        """The number of those that a token goes through, the head once more for each block."""
+        own = 2 * self.embed**2 + self.embed * self.vocab
+        return self.further * (self.last_layer.active_matrices + own)
+
+    @property
     def parameters(self) -> int:
         layer = self.layer_parameters + self.expert_parameters
-        return round(self.layers * layer) + self.outside_parameters
+        inside = self.layers * layer + self.further_parameters
+        return round(inside) + self.outside_parameters
 
     @property
     def vocabulary_tables(self) -> int:
@@ -406,13 +500,14 @@ class Workload:
     def layers_per_stage(self) -> int:
         """The number of layers of the fullest stage, including padding.
 
-        The first dense layers of a model with experts run on every stage.
+        The first dense layers of a model with experts run on every stage. Blocks of further tokens
+        count as layers.
         """
         experts = self.model.experts
         first, every = (experts.first_dense, experts.every) if experts else (0, 1)
         chunks = self.mesh.pipeline * self.chunks * every
         layers = self.model.layers - first + 2 * self.short_ends
-        return self.chunks * every * -(-layers // chunks) + first
+        return self.chunks * every * -(-layers // chunks) + first + self.model.further
 
     @property
     def compute_bytes(self) -> int:
@@ -465,7 +560,17 @@ def model_shape(config: RunConfig) -> ModelShape:
         sinks=model.sinks,
         windows=model.windows,
         experts=_expert_shape(config),
+        latent=_latent_shape(config),
+        further=model.multi_token.depth if model.multi_token else 0,
     )
+
+
+def _latent_shape(config: RunConfig) -> LatentShape | None:
+    latent = config.model.latent
+    if latent is None:
+        return None
+    sizes = latent.model_dump()
+    return LatentShape(**sizes | {"query_rank": latent.query_rank or 0})
 
 
 def _expert_shape(config: RunConfig) -> ExpertShape | None:
