@@ -54,56 +54,66 @@ def test_cudnn_then_the_kernels_of_the_generation_then_xla(kind, order, monkeypa
 
 
 COMPILED = """
-import json, sys
+import json, math, re
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from pallas_kernels.aot import described_devices
 from pallas_kernels.attention import attention
-from pallas_kernels.norm import rmsnorm
+from pallas_kernels.chosen import using
 from spmdtrain.compiled import hlo
 from spmdtrain.config import GPT, DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.cost.hardware import hardware
 
-mesh = Mesh(np.array(described_devices("h100")), ("all",))
+TIME = 1024
 
-def step(forward=False, **options):
-    def loss(scale, q, k, v):
-        y = attention(rmsnorm(q, scale), k, v, causal=True, **options)
-        return jnp.sum(y.astype(jnp.float32) ** 2)
-    def shape(dtype, *dims):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))
-    q, k = (shape(jnp.bfloat16, 1, 1024, heads, 64) for heads in (4, 2))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        given = jax.jit(loss if forward else jax.grad(loss, (0, 1, 2, 3)))
-        return given.lower(shape(jnp.float32, 64), q, k, k).compile().as_text()
-
-def of_documents():
+def step(data={}, table={}, **model):
     config = RunConfig(
-        model=GPT(layers=1, embed=128, heads=2, vocab=64, max_length=1024),
-        train=TrainConfig(global_batch=1, microbatch=1, sequence_length=1024),
+        model=GPT(layers=1, embed=128, heads=2, vocab=64, max_length=TIME, **model),
+        train=TrainConfig(global_batch=1, microbatch=1, sequence_length=TIME),
         precision=PrecisionConfig(compute="bfloat16"),
-        data=DataConfig(corpus="synthetic", packing="documents"),
+        data=DataConfig(corpus="synthetic", **data),
     )
-    made, _ = deviceless.executable(config, config.mesh.sizes | {"data": 1}, hardware("h100"))
-    return made.as_text()
+    with using(table) as decisions:
+        made, _ = deviceless.executable(config, config.mesh.sizes | {"data": 1}, hardware("h100"))
+    return made.as_text(), [name for name in decisions.taken if name.startswith("layernorm")]
 
-texts = {
-    "documents": of_documents(),
-    "windowed": step(window=(300, 0), softcap=30.0),
-    "windowed by XLA": step(window=(300, 0), softcap=30.0, implementation="xla", forward=True),
-}
-found = {name: [hlo.calls(text), text.count("512,512]")] for name, text in texts.items()}
-print(json.dumps(found))
+def by_xla():
+    mesh = Mesh(np.array(described_devices("h100")), ("all",))
+    shape = jax.ShapeDtypeStruct((1, TIME, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        run = jax.jit(lambda q, k, v: attention(q, k, v, causal=True, implementation="xla"))
+        return run.lower(shape, shape, shape).compile().as_text()
+
+def seen(text):
+    shapes = [[*map(int, found.split(","))] for found in re.findall(r"\\[(\\d[\\d,]*)\\]", text)]
+    kernels = re.findall(r"(attention_(?:forward|dq|dkv)|norm_(?:forward|backward))\\b", text)
+    return {
+        "calls": hlo.calls(text),
+        "kernels": sorted(set(kernels)),
+        "largest": max(map(math.prod, shapes)),
+        "tiles of scores": sum(shape[-2:] == [512, 512] for shape in shapes),
+    }
+
+documents, norms = step(data={"packing": "documents"})
+capped, _ = step(table=dict.fromkeys(norms, "xla"), windows=(300,), score_cap=30.0)
+texts = {"documents": documents, "capped": capped, "XLA": by_xla()}
+print(json.dumps({name: seen(text) for name, text in texts.items()}))
 """
+ATTENTION = ["attention_dkv", "attention_dq", "attention_forward"]
+NORMS = ["norm_backward", "norm_forward"]
 
 
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
     reason="needs jax 0.11 and its CUDA plugin",
 )
-def test_steps_that_cudnn_refuses_run_our_kernels_and_have_no_scores_in_memory():
-    """XLA's attention has tiles of 512 x 512 scores."""
+def test_training_steps_that_cudnn_refuses_run_our_kernels_and_have_no_scores_in_memory():
+    """Whole steps for an H100, in the default configuration: packed, and with a window and a cap.
+
+    The second has a table that gives its norms to XLA. No array is as large as the scores of
+    one head, and none has a tile of them, which XLA's attention has.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -116,10 +126,13 @@ def test_steps_that_cudnn_refuses_run_our_kernels_and_have_no_scores_in_memory()
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    for name in ("documents", "windowed"):
-        calls, tiles_of_scores = found[name]
-        assert calls.get("mosaic_gpu_v2", 0) >= 3, f"{name}: forward, dq, dk and dv"
-        assert calls.get("__gpu$xla.gpu.triton", 0) >= 2, f"{name}: a norm and its gradient"
-        assert tiles_of_scores == 0, name
-    calls, tiles_of_scores = found["windowed by XLA"]
-    assert tiles_of_scores > 0 and "mosaic_gpu_v2" not in calls
+    for name in ("documents", "capped"):
+        seen = found[name]
+        norms = [] if name == "capped" else NORMS
+        assert seen["kernels"] == ATTENTION + norms, name
+        assert seen["calls"]["mosaic_gpu_v2"] == 3, name
+        assert seen["calls"].get("__gpu$xla.gpu.triton", 0) == 3 * len(norms), f"{name}: 3 norms"
+        assert not any("fmha" in call for call in seen["calls"]), f"{name}: cuDNN"
+        assert seen["largest"] < 1024 * 1024 and seen["tiles of scores"] == 0, name
+    by_xla = found["XLA"]
+    assert by_xla["tiles of scores"] > 0 and by_xla["kernels"] == []
