@@ -15,12 +15,13 @@ from spmdtrain.cli.planning.plan import add_plan
 from spmdtrain.cli.planning.schedule import add_schedule
 from spmdtrain.cli.published.export import add_export
 from spmdtrain.cli.published.import_ import add_import
+from spmdtrain.cli.record.diff import add_diff
+from spmdtrain.cli.record.explain import add_explain
+from spmdtrain.cli.record.replay import add_replay
 from spmdtrain.cli.run.certify import add_certify
 from spmdtrain.cli.run.coordcheck import add_coordcheck
 from spmdtrain.cli.run.eval import add_eval
-from spmdtrain.cli.run.explain import add_explain
 from spmdtrain.cli.run.launch import add_launch
-from spmdtrain.cli.run.replay import add_replay
 from spmdtrain.cli.run.report import add_report
 from spmdtrain.cli.run.sample import add_sample
 from spmdtrain.cli.run.show import add_show
@@ -28,11 +29,6 @@ from spmdtrain.cli.run.train import add_train
 from spmdtrain.config import ConfigError
 from spmdtrain.config.load import settings_called
 from spmdtrain.config.near import did_you_mean
-
-# Commands that users of other trainers look for.
-NOT_YET = {
-    "diff": "comparing two runs",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,8 +58,6 @@ class _Parser(argparse.ArgumentParser):
             if flags:
                 return did_you_mean(flags[0], self._option_string_actions)
         if unknown := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message, re.S):
-            if unknown[1] in NOT_YET:
-                return f"; {NOT_YET[unknown[1]]} does not exist yet"
             commands = [
                 name for action in self._actions if action.choices for name in action.choices
             ]
@@ -98,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_eval(commands)
     add_replay(commands)
     add_explain(commands)
+    add_diff(commands)
     add_certify(commands)
     add_coordcheck(commands)
     add_export(commands)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spmdtrain.cli.run.replay import take_flags
+from spmdtrain.cli.record.replay import take_flags
 from spmdtrain.cli.run.waiting import waiting
 from spmdtrain.cli.shared_arguments import add_devices, add_make, positive_int
 from spmdtrain.config import DONE, UNEQUAL

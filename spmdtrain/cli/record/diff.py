@@ -1,0 +1,221 @@
+"""`spmdtrain diff`: what differs between two runs, and the likeliest cause first."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmdtrain.cli.record.replay import take_flags
+from spmdtrain.cli.run.waiting import waiting
+from spmdtrain.cli.shared_arguments import add_devices, add_make, positive_int
+from spmdtrain.config import DONE, UNEQUAL
+
+if TYPE_CHECKING:
+    from spmdtrain.diff.diff import Compared
+
+STEPS = 30
+MOST = 6  # differences of one sort that are listed
+LONGEST = 40  # characters of a value
+
+
+def add_diff(commands) -> None:
+    """Adds the command `diff` and its arguments."""
+    diff = commands.add_parser(
+        "diff", help="what differs between two runs, by rounding or by a cause, likeliest first"
+    )
+    diff.add_argument("a", metavar="A", help="run directory")
+    diff.add_argument("b", metavar="B", help="run directory that is compared with it")
+    diff.add_argument(
+        "--steps",
+        type=positive_int,
+        default=STEPS,
+        metavar="N",
+        help=f"steps after the first difference that are judged by replays of A (default: {STEPS})",
+    )
+    diff.add_argument(
+        "--no-replay",
+        action="store_true",
+        help="compare the files alone: what is rounding then stays unclear",
+    )
+    add_make(diff)
+    diff.add_argument("--json", action="store_true", help="print JSON")
+    add_devices(diff)
+    diff.set_defaults(command=run_diff)
+
+
+def run_diff(parsed: argparse.Namespace) -> int:
+    """Prints what differs. Returns UNEQUAL if it is more than rounding, or may be."""
+    if not parsed.no_replay:
+        take_flags(Path(parsed.a), 1)
+    with waiting(parsed, f"comparing {parsed.a} with {parsed.b}"):
+        from spmdtrain.diff.diff import diff
+
+        found = diff(
+            parsed.a,
+            parsed.b,
+            replays=not parsed.no_replay,
+            steps=parsed.steps,
+            make=parsed.make,
+        )
+    print(json.dumps(found.document()) if parsed.json else describe(found))
+    return DONE if found.verdict in ("identical", "rounding") else UNEQUAL
+
+
+def describe(found: "Compared") -> str:
+    """Returns the comparison in words: a line for each sort of difference, the cause at the end."""
+    parts = (_settings, _code, _devices, _data, _program, _loss, _speed, _cause)
+    return "\n".join(f"{part.__name__[1:]:11} {line}" for part in parts for line in part(found))
+
+
+def _settings(found: "Compared") -> Iterator[str]:
+    if not found.settings:
+        yield f"same, all {found.of_settings}"
+        return
+    order = {each.name: place for place, each in enumerate(found.causes)}
+    listed = sorted(found.settings, key=lambda each: order.get(each.name, len(order)))
+    no_step = found.verdict == "identical"
+    said = [
+        f"{each.name} {_value(each.a)} -> {_value(each.b)}"
+        + (" (no step reads it)" if no_step or each.decides == "none" else "")
+        for each in listed
+    ]
+    yield f"{_listed(said, '; ')}  ({len(said)} of {found.of_settings} differ)"
+
+
+def _code(found: "Compared") -> Iterator[str]:
+    said = [f"{each.what} {_value(each.a)} -> {_value(each.b)}" for each in found.code]
+    yield _listed(said, "; ") or "same: sources, versions and flags"
+
+
+def _devices(found: "Compared") -> Iterator[str]:
+    said = [f"{each.what} {_value(each.a)} -> {_value(each.b)}" for each in found.devices]
+    if found.hosts[0] != found.hosts[1]:
+        said.append(f"host {found.hosts[0]} -> {found.hosts[1]}")
+    yield _listed(said, "; ") or "same"
+
+
+def _data(found: "Compared") -> Iterator[str]:
+    data = found.data
+    if data.step is not None:
+        known = [each for each in data.samples if len(each) == 2]
+        ranges = " and ".join(f"{first} to {last}" for first, last in known)
+        yield f"other tokens from step {data.step}" + (f", samples {ranges}" if ranges else "")
+    elif data.hashed:
+        yield f"same: the tokens of {_count(data.hashed, 'step')} hash alike"
+    else:
+        yield {True: "same fingerprint", False: "another corpus", None: "not recorded"}[data.corpus]
+
+
+def _program(found: "Compared") -> Iterator[str]:
+    program = found.program
+    if program.same is None:
+        yield "not recorded"
+    elif program.same:
+        yield "same, but for names"
+    elif not (program.opcodes or program.sent or program.memory):
+        yield "constants or shapes differ; instructions, collectives and memory are the same"
+    else:
+        counts = [f"{count:+} {name}" for name, count in program.opcodes.items()]
+        said = [_listed(counts, ", ")] if counts else []
+        said += [_pair(f"sent over {axis}", pair) for axis, pair in program.sent.items()]
+        said += [_pair(name.replace("_bytes", ""), pair) for name, pair in program.memory.items()]
+        yield "; ".join(said)
+
+
+def _pair(name: str, pair: Sequence[float]) -> str:
+    from spmdtrain.page.words import size
+
+    return f"{name} {size(pair[0])} -> {size(pair[1])}"
+
+
+def _loss(found: "Compared") -> Iterator[str]:
+    part = found.parting
+    if part.verdict == "identical":
+        yield f"identical: every figure of {_count(part.steps, 'step')} equal to the bit"
+        return
+    apart = "" if part.apart is None else f", {part.apart:.1e} apart"
+    first = f"other bits from step {part.first} ({part.figure}{apart})"
+    if part.scale is None:
+        yield f"{first}, where the runs were fed other tokens"
+    elif part.scale == "siblings":
+        times = f"{part.times:.3g} times what rounding may do"
+        if part.beyond:
+            yield f"{first}; beyond rounding from step {part.beyond} ({part.in_figure}, {times})"
+        else:
+            yield f"{first}; within rounding up to step {part.judged_to}: {times}"
+    else:
+        beyond = "farther than rounding goes" if part.beyond else "rounding or not is unclear"
+        yield f"{first}; {beyond}, by the files alone: {part.without}"
+    if part.tail is not None:
+        low = "lower" if part.tail < 0 else "higher"
+        yield f"second half of {part.steps} steps: B {low} by {abs(part.tail):.2g} in the mean"
+
+
+def _speed(found: "Compared") -> Iterator[str]:
+    from spmdtrain.page.words import seconds
+
+    speed = found.speed
+    if speed is None:
+        yield "not compared: too few steps"
+        return
+    steps = f"a step {seconds(speed.seconds[0])} -> {seconds(speed.seconds[1])}"
+    if speed.held is None:
+        yield f"alike: {steps}"
+        return
+    slower = speed.ratio if speed.ratio > 1 else 1 / speed.ratio
+    who = "B" if speed.ratio > 1 else "A"
+    waits = f"{seconds(speed.waits[0])} -> {seconds(speed.waits[1])}"
+    why = {
+        "input": f"it waits for its input, {waits} a step: try token files, data.read_ahead",
+        "size": f"its steps are larger, {speed.tokens[0]:.0f} -> {speed.tokens[1]:.0f} tokens",
+        "program": "it runs another program: see above",
+        "machine": "same program, and the input keeps up: the machine, or what else ran on it",
+    }
+    yield f"{who} {slower:.2f} times slower, {steps}: {why[speed.held]}"
+
+
+def _cause(found: "Compared") -> Iterator[str]:
+    if not found.causes:
+        yield "none is needed: the runs are identical"
+        return
+    first, others = found.causes[0], found.causes[1:]
+    line = MEANING[first.of].format(name=first.name, a=found.a, step=found.parting.first)
+    if found.verdict == "rounding":
+        line = f"{first.name}, by rounding alone"
+    elif _is_placement(found, first.name):
+        line = f"{first.name}: the layout trains something else: spmdtrain certify CONFIG"
+    yield line
+    if others:
+        yield f"less likely: {_listed([each.name for each in others], ', ')}"
+
+
+def _is_placement(found: "Compared", name: str) -> bool:
+    kinds = {each.name: each.decides for each in found.settings}
+    return found.verdict == "differ" and kinds.get(name) == "placement"
+
+
+MEANING: Mapping[str, str] = {
+    "setting": "{name}",
+    "data": "the data: settings are the same, and other tokens came of them",
+    "code": "{name} is another",
+    "devices": "the devices: {name} is another",
+    "machine": "nothing that was recorded differs, so one of the machines computed something "
+    "else: spmdtrain replay {a} --step {step} says which",
+}
+
+
+def _listed(said: Sequence[str], between: str) -> str:
+    more = f"{between}and {len(said) - MOST} more" if len(said) > MOST else ""
+    return between.join(said[:MOST]) + more
+
+
+def _value(value: Any) -> str:
+    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def _count(count: int, word: str) -> str:
+    from spmdtrain.page.words import plural
+
+    return plural(count, word)

@@ -1,0 +1,5 @@
+"""What differs between two runs, by meaning, and which difference is the likeliest cause.
+
+sides.py reads each run, differences.py compares what they ran and parting.py what came out of it,
+speed.py how fast; causes.py ranks, and diff.py puts them together.
+"""

@@ -1,0 +1,97 @@
+"""Ranks what differs between two runs by how well it explains where they part.
+
+A step is fed, has a rate, makes a loss, gradients and an update, in this order. A difference shows
+in what is made after it: a loss that is other at the first step already is not of the optimizer. So
+the settings that decide the first thing that is other come first. Placement alone explains
+rounding; where it is all that differs and more than rounding came of it, the layout is wrong.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from spmdtrain.diff.differences import DataDifference, Other
+from spmdtrain.diff.meaning import Changed, Kind
+from spmdtrain.diff.parting import Parting
+
+Of = Literal["setting", "data", "code", "devices", "machine"]
+ORDER: tuple[Kind, ...] = get_args(Kind)
+# What a caller gave by keyword, version and flags are as likely to move bits as to change numbers.
+LIKELY_CODE = ("parts from Python", "code of the model", "spmdtrain")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What may have parted two runs: `of` which sort, and its name, such as that of a setting."""
+
+    of: Of
+    name: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Everything that differs between two runs but what came out of them."""
+
+    settings: Sequence[Changed]
+    code: Sequence[Other]
+    places: Sequence[Other]
+    data: DataDifference
+
+
+def evidence(parting: Parting, first_step: int) -> Kind:
+    """Returns what of a step was other first: what decides it is the likeliest cause."""
+    if parting.in_figure == "tokens":
+        return "data"
+    beyond = parting.beyond or parting.first or first_step
+    if parting.rate is not None and parting.rate <= beyond:
+        return "rate"
+    if beyond == first_step:
+        return "gradient" if parting.in_figure == "grad_norm" else "loss"
+    return "update"
+
+
+def causes(found: Found, parting: Parting, first_step: int) -> list[Cause]:
+    """Returns what may have parted the runs, the likeliest first; none if all bits are equal.
+
+    `first_step`: the first that both have taken.
+    """
+    if parting.verdict == "identical":
+        return []
+    numbers = [each for each in found.settings if each.decides not in ("placement", "none")]
+    places = [each for each in found.settings if each.decides == "placement"]
+    kind = evidence(parting, first_step)
+    numbers.sort(key=lambda each: _distance(each, kind))
+    data = []
+    if found.data.step is not None and not any(each.decides == "data" for each in numbers):
+        data = [Cause("data", "the corpus")]
+    likely = [each for each in found.code if each.what in LIKELY_CODE]
+    others = [each for each in found.code if each.what not in LIKELY_CODE]
+    ranked = [
+        *data,
+        *(Cause("setting", each.name) for each in numbers),
+        *_named("code", likely),
+        *(Cause("setting", each.name) for each in places),
+        *_named("code", others),
+        *_named("devices", found.places),
+    ]
+    if parting.verdict == "rounding":
+        moves = [
+            *(Cause("setting", each.name) for each in places),
+            *_named("code", others),
+            *_named("devices", found.places),
+        ]
+        ranked = list(dict.fromkeys([*moves, *ranked]))
+    return ranked or [Cause("machine", "the machine")]
+
+
+def _named(of: Of, others: Iterable[Other]) -> list[Cause]:
+    return [Cause(of, each.what) for each in others]
+
+
+def _distance(changed: Changed, kind: Kind) -> int:
+    """Returns how far a setting is from what was other first; a seed draws the weights, too."""
+    decides: Kind = changed.decides
+    if changed.name == "train.seed" and kind == "loss":
+        decides = "loss"
+    apart = ORDER.index(decides) - ORDER.index(kind)
+    return -apart if apart <= 0 else len(ORDER) + apart  # what comes later explains nothing

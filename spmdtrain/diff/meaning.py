@@ -1,0 +1,75 @@
+"""What a setting decides: by that, and not by its name, two runs are compared."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spmdtrain.checkpoints.identity import flat
+
+# In the order of a step: what it is fed, its rate, its loss, its gradients, and what it makes of
+# them. "placement" decides where a step computes, and "none" is read by no step.
+Kind = Literal["data", "rate", "loss", "gradient", "update", "placement", "none"]
+
+NO_STEP = (
+    *("log.", "checkpoint.", "eval.", "mesh.elastic"),
+    *("guard.replica_check", "guard.replay_check", "guard.most_skipped"),
+    *("data.read_ahead", "data.workers", "data.cache"),
+)
+PLACEMENT = (
+    *("mesh.", "rules.", "pipeline.", "kernels."),
+    *("train.microbatch", "train.zero", "train.remat", "model.attention"),
+    "model.context_attention",
+)
+DATA = ("data.", "train.seed", "train.global_batch", "train.sequence_length")
+RATE = (
+    *("optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup"),
+    *("optimizer.final_learning_rate", "optimizer.decay_share", "train.steps", "train.epochs"),
+)
+GRADIENT = ("compression.", "precision.accumulate", "precision.loss_scale")
+UPDATE = ("optimizer.", "guard.", "train.clip", "precision.rounding")
+# The first entry whose beginning fits a setting decides.
+DECIDED: tuple[tuple[tuple[str, ...], Kind], ...] = (
+    (NO_STEP, "none"),
+    (PLACEMENT, "placement"),
+    (DATA, "data"),
+    (RATE, "rate"),
+    (GRADIENT, "gradient"),
+    (UPDATE, "update"),
+)
+PLACES = ("data.path", "data.validation_path", "data.tokenizer")  # where the same data may lie
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A setting that differs: its value in A and in B, and what it decides."""
+
+    name: str
+    a: Any
+    b: Any
+    decides: Kind
+
+
+def kind_of(name: str, same_data: bool = False) -> Kind:
+    """Returns what a setting decides, by its dotted name.
+
+    `same_data`: both runs are known to read the same tokens, wherever they lie.
+    """
+    if same_data and name.startswith(PLACES):
+        return "none"
+    return next((kind for starts, kind in DECIDED if name.startswith(starts)), "loss")
+
+
+def changed_settings(
+    a: Mapping[str, Any], b: Mapping[str, Any], same_data: bool
+) -> tuple[list[Changed], int]:
+    """Returns the settings that differ between two resolved configs, and how many there are.
+
+    A setting that one version lacks counts as its None.
+    """
+    then, now = flat(a), flat(b)
+    names = list(dict.fromkeys([*then, *now]))
+    return [
+        Changed(name, then.get(name), now.get(name), kind_of(name, same_data))
+        for name in names
+        if then.get(name) != now.get(name)
+    ], len(names)

@@ -1,0 +1,181 @@
+"""Where two runs part, and whether by rounding: first in bits, then beyond what siblings do.
+
+Another mesh adds in another order, so the figures of two right runs differ in bits, and the
+differences grow. Siblings of A are replays of A whose weights begin two units in the last place
+away (replay/rounding.py); what they do to a figure is the scale. A constant could not be, and
+neither could the size of the first difference: a smaller weight decay begins as small as another
+mesh does, and grows.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from spmdtrain.config.errors import UserError
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.replay.compare import different_figures
+from spmdtrain.replay.opened import open_replay
+from spmdtrain.replay.rounding import FIGURES, limits
+from spmdtrain.replay.written import WrittenRun
+
+OF_THE_CLOCK = (
+    *("step", "time", "step_seconds", "input_seconds", "tokens_per_second", "mfu"),
+    "memory_bytes",
+)
+FEW = 30  # steps after the first difference that siblings take: a cause shows in fewer
+CLEAR = 1e-3  # of a figure: within `FEW` steps no rounding of float32 moves it so far
+SAME_RATE = 1e-6  # of the learning rate, which is computed in float32
+Verdict = Literal["identical", "rounding", "differ", "unclear"]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """How the figures of two runs compare over `steps` steps in common, the last of them `last`.
+
+    `first`: the first step with other bits, in the figure `figure`, where they are `apart` of the
+    figure; None if all bits are equal. `beyond`: the first step that is farther apart than rounding
+    moves it, in the figure `in_figure`; `times` is the largest distance over its limit.
+    `judged_to`: the last step that siblings, or a constant, judged. `scale`: by which of the two;
+    `without` says why there were no siblings. `tail`: the loss of B above that of A, in the mean
+    over the second half. `rate`: the first step with another learning rate.
+    """
+
+    steps: int
+    last: int
+    verdict: Verdict
+    first: int | None = None
+    figure: str | None = None
+    apart: float | None = None
+    beyond: int | None = None
+    in_figure: str | None = None
+    times: float | None = None
+    judged_to: int | None = None
+    scale: Literal["siblings", "a constant"] | None = None
+    without: str = ""
+    tail: float | None = None
+    rate: int | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How siblings of A are made. `replays`: False compares the files alone.
+
+    `make`, `devices` and `seams` are what A needs to be opened, as `replay` takes them.
+    """
+
+    replays: bool = True
+    steps: int = FEW
+    make: MakeModel | str | None = None
+    devices: Sequence[jax.Device] | None = None
+    seams: Mapping[str, Any] | None = None
+
+
+def first_difference(a: WrittenRun, b: WrittenRun, steps: Sequence[int]) -> tuple[int, str] | None:
+    """Returns the first step whose figures differ in bits, and the first figure; None if none."""
+    for step in steps:
+        if names := _different(a.figures[step], b.figures[step]):
+            return step, names[0]
+    return None
+
+
+def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    return [name for name in different_figures(a, b) if name not in OF_THE_CLOCK]
+
+
+def parting(
+    a: WrittenRun, b: WrittenRun, steps: Sequence[int], fed_apart: int | None, scale: Scale
+) -> Parting:
+    """Compares the figures of two runs over the `steps` in common.
+
+    `fed_apart`: the first step that was fed other tokens. What comes of it is no rounding, so that
+    it is not judged.
+    """
+    found = first_difference(a, b, steps)
+    if found is None and fed_apart is None:
+        return Parting(len(steps), steps[-1], "identical")
+    first, figure = found or (fed_apart or steps[0], "tokens")
+    facts: dict[str, Any] = {
+        "steps": len(steps),
+        "last": steps[-1],
+        "first": first,
+        "figure": figure,
+        "apart": _apart(a.figures[first].get(figure), b.figures[first].get(figure)),
+        "tail": _tail(a, b, steps),
+        "rate": next((at for at in steps if _has_other_rate(a.figures[at], b.figures[at])), None),
+    }
+    if fed_apart is not None and fed_apart <= first:
+        return Parting(**facts, verdict="differ", beyond=fed_apart, in_figure="tokens")
+    judged = [step for step in steps if first <= step < first + scale.steps]
+    allowed, without = _limits(a, first, judged[-1], scale)
+    return Parting(**facts, **_judged(a, b, judged, allowed), without=without)
+
+
+def _limits(
+    a: WrittenRun, first: int, last: int, scale: Scale
+) -> tuple[dict[int, dict[str, float]] | None, str]:
+    """Returns how far rounding moves the figures of each step; if A cannot be replayed, why."""
+    if not scale.replays:
+        return None, "nothing was replayed"
+    try:
+        with open_replay(
+            a.run, first, to=last, make=scale.make, devices=scale.devices, seams=scale.seams
+        ) as opened:
+            taken = range(opened.start + 1, last + 1)
+            centre = [a.figures.get(step, {}) for step in taken]
+            return dict(zip(taken, limits(opened, last, centre), strict=True)), ""
+    except UserError as error:
+        return None, error.what
+
+
+def _judged(
+    a: WrittenRun,
+    b: WrittenRun,
+    steps: Sequence[int],
+    allowed: Mapping[int, Mapping[str, float]] | None,
+) -> dict[str, Any]:
+    """Returns the verdict and where it fell."""
+    most = 0.0
+    beyond = None
+    for step in steps:
+        for name in FIGURES:
+            then, now = a.figures[step].get(name), b.figures[step].get(name)
+            if then is None and now is None:
+                continue
+            limit = CLEAR * abs(then or 0.0) if allowed is None else allowed[step].get(name, 0.0)
+            if then is None or now is None or not limit:
+                times = 0.0 if then == now else math.inf
+            else:
+                times = abs(now - then) / limit
+            most = max(most, times)
+            if times > 1 and beyond is None:
+                beyond = step, name
+    within: Verdict = "unclear" if allowed is None else "rounding"
+    return {
+        "verdict": "differ" if beyond else within,
+        "beyond": beyond and beyond[0],
+        "in_figure": beyond and beyond[1],
+        "times": most,
+        "judged_to": steps[-1],
+        "scale": "a constant" if allowed is None else "siblings",
+    }
+
+
+def _apart(then: float | None, now: float | None) -> float | None:
+    """Returns how far apart two figures are, as a share of the first."""
+    if then is None or now is None:
+        return None
+    return abs(now - then) / abs(then) if then else math.inf if now else 0.0
+
+
+def _has_other_rate(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    apart = _apart(a.get("learning_rate"), b.get("learning_rate"))
+    return apart is not None and apart > SAME_RATE
+
+
+def _tail(a: WrittenRun, b: WrittenRun, steps: Sequence[int]) -> float | None:
+    pairs = [(a.figures[at].get("loss"), b.figures[at].get("loss")) for at in steps]
+    known = [now - then for then, now in pairs[len(pairs) // 2 :] if None not in (then, now)]
+    return sum(known) / len(known) if known else None
