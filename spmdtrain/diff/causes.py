@@ -60,7 +60,8 @@ def causes(found: Found, parting: Parting, first_step: int) -> list[Cause]:
     numbers = [each for each in found.settings if each.decides not in ("placement", "none")]
     places = [each for each in found.settings if each.decides == "placement"]
     kind = evidence(parting, first_step)
-    numbers.sort(key=lambda each: _distance(each, kind))
+    ranks = {each.name: _rank(each, numbers, kind) for each in numbers}
+    numbers.sort(key=lambda each: ranks[each.name])
     data = []
     if found.data.step is not None and not any(each.decides == "data" for each in numbers):
         data = [Cause("data", "the corpus")]
@@ -86,6 +87,18 @@ def causes(found: Found, parting: Parting, first_step: int) -> list[Cause]:
 
 def _named(of: Of, others: Iterable[Other]) -> list[Cause]:
     return [Cause(of, each.what) for each in others]
+
+
+def _rank(changed: Changed, others: Sequence[Changed], kind: Kind) -> tuple[int, bool]:
+    """Returns the place of a setting among others that decide numbers.
+
+    The name of an optimizer or a model decides what else its section holds, and its defaults.
+    """
+    section, _, name = changed.name.partition(".")
+    if name != "name":
+        return _distance(changed, kind), True
+    mine = [each for each in others if each.name.startswith(f"{section}.")]
+    return min(_distance(each, kind) for each in mine), False
 
 
 def _distance(changed: Changed, kind: Kind) -> int:

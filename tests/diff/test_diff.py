@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -40,7 +41,7 @@ def runs(tmp_path_factory):
         Pair("gpt", LAYOUT, "rounding", names_of(LAYOUT)),
         change("optimizer.weight_decay=0.11"),
         fault("machine"),
-        fault("layout"),
+        replace(fault("layout"), settings=LAYOUT, first=names_of(LAYOUT)),
     ],
     ids=lambda pair: f"{pair.verdict} {pair.fault}",
 )
@@ -158,6 +159,9 @@ def test_rounding_is_explained_by_layout_and_a_wrong_layout_by_itself():
     assert causes(found_of(code=("spmdtrain",)), beyond, 1)[0].of == "code"
     assert causes(found_of(), beyond, 1)[0].of == "machine"
     assert causes(found_of("mesh.tensor", data=4), beyond, 1)[0].of == "data"
+    reset = found_of("optimizer.warmup", "optimizer.beta1", "optimizer.name", "model.mlp")
+    ranked = causes(reset, replace(beyond, beyond=2, rate=1), 1)
+    assert [each.name for each in ranked[:2]] == ["optimizer.name", "optimizer.warmup"]
 
 
 def test_every_beginning_of_the_table_is_that_of_a_setting():
