@@ -29,7 +29,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Found:
+class RanOtherwise:
     """Everything that differs between two runs but what came out of them."""
 
     settings: Sequence[Changed]
@@ -50,7 +50,7 @@ def evidence(parting: Parting, first_step: int) -> Kind:
     return "update"
 
 
-def causes(found: Found, parting: Parting, first_step: int) -> list[Cause]:
+def causes(found: RanOtherwise, parting: Parting, first_step: int) -> list[Cause]:
     """Returns what may have parted the runs, the likeliest first; none if all bits are equal.
 
     `first_step`: the first that both have taken.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from spmdtrain.config.given import as_whole
-from spmdtrain.diff.causes import Cause, Found, causes
+from spmdtrain.diff.causes import Cause, RanOtherwise, causes
 from spmdtrain.diff.differences import (
     DataDifference,
     Other,
@@ -93,7 +93,7 @@ def diff(  # noqa: PLR0913 - one keyword for each thing that a caller may replac
     program = program_difference(then, now)
     scale = Scale(replays, steps, make, devices, seams)
     apart = parting(*runs, common, data.step, scale)
-    found = Found(settings, code, places, data)
+    found = RanOtherwise(settings, code, places, data)
     return Compared(
         a=str(then.run),
         b=str(now.run),
