@@ -89,6 +89,8 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
         values["precision"] = FLOAT32
     if config.finetune.has_adapters:
         values["finetune"]["rank"] = min(config.finetune.rank, 4)
+    if config.finetune.frozen_layers:
+        values["finetune"]["frozen_layers"] = 1
     if config.pipeline.is_file:
         lost.append(f"the schedule of {config.pipeline.schedule}, whose sizes are those of the run")
     return Shrunk(from_resolved({"config": values, "origin": {}}), tuple(lost))

@@ -47,6 +47,7 @@ def _unsplit(x: jax.Array, *_: str | None) -> jax.Array:
         "sum_over_batch",
         "dropout_rate",
         "way",
+        "frozen_layers",
     ],
 )
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class ForwardContext:
     noise_b: jax.Array | None = None
     # How attention reaches the keys of other devices, and whether tokens are in zigzag order.
     way: ContextWay = ContextWay()
+    # Layers of the stack, from the first on, whose weights and input have no gradient.
+    frozen_layers: int = 0
     # The number of the layer in the model, 0 for the first; traced in scans. None: outside them.
     layer: jax.Array | int | None = None
 

@@ -60,7 +60,7 @@ def _flops_per_token(config: RunConfig, model: AbstractModel, trained: set[str])
 
     def forward(values, tokens_bt):
         module = model.bind(values)
-        ctx = ForwardContext(jnp.zeros_like(tokens_bt))
+        ctx = ForwardContext(jnp.zeros_like(tokens_bt), frozen_layers=config.frozen_in_stack)
         x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
         hidden_bte, table_ve = module.head(x_bte, ctx)
         read = [hidden_bte]
@@ -120,6 +120,8 @@ def _count_operation(operation: Any, given: list[Origin], trains: bool) -> Count
         return own * (1 + gradients) * (Origin.TOKENS in union), outs
     name = operation.primitive.name
     options = operation.params
+    if name == "stop_gradient":
+        return 0.0, [union & Origin.TOKENS]
     if name == "scan":
         return _count_scan(operation, given, trains)
     if name == "cond":
@@ -149,7 +151,9 @@ def _count_scan(operation: Any, given: list[Origin], trains: bool) -> Counted:
     carry = slice(constant, constant + carried)
     given = list(given)
     while True:
-        flops, outs = _count(body, given, trains)
+        # Of a loop into which nothing trained comes, no mark inside is computed from such.
+        has_trained = any(Origin.TRAINED in each for each in given)
+        flops, outs = _count(body, given, trains and has_trained)
         grown = [old | new for old, new in zip(given[carry], outs, strict=False)]
         if grown == given[carry]:
             return options["length"] * flops, outs

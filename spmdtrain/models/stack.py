@@ -93,9 +93,38 @@ class Stack(nnx.Module):
             number, parameters = layer
             return run_block(nnx.merge(graphdef, ctx.gather(parameters)), x, ctx, number)
 
-        layers = (jnp.arange(self.rounds), parameters)
-        x, side_losses = jax.lax.scan(rematerialised(body, ctx.remat), x, layers)
-        return x, jax.tree.map(jnp.sum, side_losses)
+        frozen, rest = divmod(ctx.frozen_layers * self.rounds, self.count)
+        if rest:
+            raise ConfigError(
+                f"finetune.frozen_layers: {ctx.frozen_layers} of the stack's layers are no whole "
+                f"number of rounds of {self.count // self.rounds} kinds",
+                fix="another number of layers",
+            )
+        side_losses = []
+        if frozen:
+            x, losses = _run_frozen(body, x, parameters, frozen)
+            side_losses.append(losses)
+            parameters = jax.tree.map(lambda weight: weight[frozen:], parameters)
+        layers = (jnp.arange(frozen, self.rounds), parameters)
+        x, losses = jax.lax.scan(rematerialised(body, ctx.remat), x, layers)
+        return x, sum_losses(*side_losses, jax.tree.map(jnp.sum, losses))
+
+
+def _run_frozen(
+    body: Callable, x: jax.Array, parameters: nnx.State, count: int
+) -> tuple[jax.Array, SideLosses]:
+    """Runs the first `count` layers of a stack without a backward: (x, their side losses).
+
+    Each layer takes its weights out of the whole stack, because a part of it would be a copy.
+    """
+    x, parameters = jax.lax.stop_gradient((x, parameters))
+
+    def run(x, number):
+        layer = jax.tree.map(lambda weight: weight[number], parameters)
+        return body(x, (number, layer))
+
+    x, losses = jax.lax.scan(run, x, jnp.arange(count))
+    return x, jax.tree.map(jnp.sum, losses)
 
 
 class Round(nnx.Module):

@@ -184,7 +184,7 @@ class Transformer(nnx.Module):
 
     def _of_first(self, ctx: ForwardContext) -> ForwardContext:
         """Returns the context of the first layers: no other has their noise."""
-        return with_noise_of(ctx, self.blocks.count + 1)
+        return replace(with_noise_of(ctx, self.blocks.count + 1), frozen_layers=0)
 
     def _embedded(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self._of_tokens(tokens_bt, ctx)

@@ -178,7 +178,19 @@ def _update(
         {path: padding.from_rest(path, x) for path, x in state.params.items()},
         rate,
     )
+    if frozen := setup.config.frozen_in_stack:
+        updates = _above(setup, frozen, updates)
     return (
         {path: padding.to_rest(path, x) for path, x in updates.items()},
         {path: padding.tree_to_rest(path, tree) for path, tree in opt_state.items()},
     )
+
+
+def _above(setup: Setup, frozen: int, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the updates without those of the first `frozen` layers of the stack.
+
+    These have no gradient, but a rule may move them all the same: by its decay.
+    """
+    model = setup.model
+    rows = frozen * model.layout.layers // setup.config.model.stack_layers
+    return {path: x.at[:rows].set(0) if model.in_stack(path) else x for path, x in updates.items()}

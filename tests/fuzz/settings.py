@@ -146,6 +146,7 @@ NOT_DRAWN = {
     "finetune.kind": "freezes what a draw compares; tests/train/test_adapters.py has meshes",
     **dict.fromkeys(
         (
+            "finetune.frozen_layers",
             "finetune.rank",
             "finetune.alpha",
             "finetune.rank_stabilised",

@@ -4,18 +4,23 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Fraction, Positive, Settings, Strings
+from spmdtrain.config.settings import Count, CountOrZero, Fraction, Positive, Settings, Strings
 
 LINEAR = ("q", "k", "v", "out", "gate", "up", "down")  # the linear layers of a shipped block
 
 
 class FinetuneConfig(Settings):
-    """Trains all weights, or small adapters of a frozen model."""
+    """Trains all weights, those of the upper layers, or small adapters of a frozen model."""
 
     kind: Literal["full", "lora", "dora"] = Field(
         default="full",
         description="all weights | a low-rank product added to each frozen matrix "
         "(arXiv:2106.09685) | that, with the length of each row learned apart (arXiv:2402.09353)",
+    )
+    frozen_layers: CountOrZero = Field(
+        default=0,
+        description="first layers that stay as they are, and with them what only embeds tokens: "
+        "they keep no activations and have no backward",
     )
     rank: Count = Field(default=16, description="width of an adapter")
     alpha: Positive = Field(
@@ -43,7 +48,7 @@ class FinetuneConfig(Settings):
     def _check(self):
         if self.kind == "full":
             for name, field in type(self).model_fields.items():
-                if getattr(self, name) != field.default:
+                if name != "frozen_layers" and getattr(self, name) != field.default:
                     raise ValueError(
                         f"finetune.{name}={getattr(self, name)!r} is of adapters, and "
                         "finetune.kind='full' trains all weights; set finetune.kind='lora'"

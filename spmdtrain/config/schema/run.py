@@ -139,6 +139,8 @@ class RunConfig(Settings):
                 f"guard.expert_load={self.guard.expert_load:g} is of routers, and there is no "
                 "[model.experts]"
             )
+        if self.finetune.frozen_layers:
+            self._check_frozen_layers()
         if self.train.learns_pairs:
             self._check_pairs()
         if self.train.epochs is None:
@@ -158,6 +160,33 @@ class RunConfig(Settings):
                 "to nothing there; set precision.params='float32' for schedule_free_adamw"
             )
         return self
+
+    @property
+    def frozen_in_stack(self) -> int:
+        """The layers of the stack that stay as they are: `finetune.frozen_layers` but the dense."""
+        dense = self.model.layers - self.model.stack_layers
+        return max(0, self.finetune.frozen_layers - dense)
+
+    def _check_frozen_layers(self) -> None:
+        """Refuses a number of frozen layers that leaves nothing to train, or that has no way."""
+        model = self.model
+        dense = model.layers - model.stack_layers
+        asked = f"finetune.frozen_layers={self.finetune.frozen_layers}"
+        if not dense < self.finetune.frozen_layers < model.layers:
+            raise ValueError(
+                f"{asked}: of the {model.layers} layers from {dense + 1} to {model.layers - 1} can "
+                f"be frozen; set finetune.frozen_layers={max(dense + 1, model.layers // 2)}"
+            )
+        if model.multi_token:
+            raise ValueError(
+                f"{asked}: a model with [model.multi_token] learns with all its layers; set "
+                "finetune.frozen_layers=0"
+            )
+        if self.mesh.pipeline > 1:
+            raise ValueError(
+                f"{asked}: the first stage of mesh.pipeline={self.mesh.pipeline} would wait for "
+                "the others; set mesh.pipeline=1"
+            )
 
     def _check_pairs(self) -> None:
         """Refuses settings that pairs of answers do not have."""

@@ -13,8 +13,8 @@ def model_flops_per_token(
     """Returns the FLOPs of forward and backward per token: causal attention, no recomputation.
 
     Two for a multiplication by a weight, two for the gradient of what it multiplies, and two for
-    its own where it is trained: those of adapters are. Of experts those count that a token goes
-    through. Equal to what the metrics of a run use,
+    its own where it is trained: those of adapters are. Frozen first layers have only the first two.
+    Of experts those count that a token goes through. Equal to what the metrics of a run use,
     `models.size.train_flops_per_token` and, where weights are frozen,
     `models.flops.counted_flops_per_token`.
     """
@@ -24,4 +24,9 @@ def model_flops_per_token(
     attention = 6 * model.heads * model.mean_dim * sequence_length
     attention *= model.layers * model.seen_share(sequence_length) + model.further
     adapters = 6 * model.layers * trained.adapter_matrices(model)
-    return (4 + 2 * trained.of_matrices) * matrices + adapters + attention
+    whole = (4 + 2 * trained.of_matrices) * matrices + adapters + attention
+    of_layer = 4 * (model.active_matrices + trained.adapter_matrices(model))
+    of_layer += (
+        4 * model.heads * model.mean_dim * sequence_length * model.seen_share(sequence_length)
+    )
+    return whole - trained.frozen_layers * of_layer

@@ -358,7 +358,8 @@ def _accumulated_memory(
     compute_copy = size * elements if copied else 0.0
     if size < workload.frozen_bytes:
         compute_copy += size * frozen
-    gradients = size * elements
+    below = workload.trained.frozen_layers  # which keep nothing, and whose gradients are zeros
+    gradients = size * elements * (1 - workload.trained.share_below(model))
     sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
 
     layer = _layer_elements(workload)
@@ -373,7 +374,7 @@ def _accumulated_memory(
     # The first layer's input, the last one's output, and what the head reads; a further token has
     # two more streams joined.
     ends = (3 + 4 * model.further) * size * workload.tokens * model.embed
-    activations = workload.layers_per_stage * kept_bytes(workload) + ends
+    activations = (workload.layers_per_stage - below) * kept_bytes(workload) + ends
     logits = _logit_bytes(workload, tensor)
 
     at_head = sums + compute_copy + gathered + activations + logits

@@ -119,7 +119,11 @@ def step_time(
     if workload.remat == "full":
         again = NO_WORK._replace(backward=adapters.forward)
         layer["recompute"] = add_work(layer["recompute"], again)
-    stage = {term: workload.layers_per_stage * sum(work) for term, work in layer.items()}
+    below = workload.trained.frozen_layers  # which have no backward
+    stage = {
+        term: (workload.layers_per_stage - below) * sum(work) + below * work.forward
+        for term, work in layer.items()
+    }
     terms = dict.fromkeys(BOUND_BY, 0.0)
     terms |= _work_terms(workload, hardware, software, stage)
     if workload.mesh.pipeline > 1:

@@ -301,7 +301,7 @@ class Trained:
 
     share: of the model's own weights, by elements, and `of_matrices` of those that multiply every
     token. `targets`: the linear layers of each block that have an adapter of `rank`, and
-    `magnitudes` if DoRA's; () for none.
+    `magnitudes` if DoRA's; () for none. `frozen_layers`: the first layers, without a backward.
     """
 
     share: float = 1.0
@@ -309,7 +309,13 @@ class Trained:
     rank: int = 0
     targets: tuple[str, ...] = ()
     magnitudes: bool = False
+    frozen_layers: int = 0
     base_bytes: float | None = None  # of an element of a weight with adapters; None: as other ones
+
+    def share_below(self, model: "ModelShape") -> float:
+        """Returns the share of the model's elements that the frozen first layers have."""
+        layers = model.layers * model.layer_parameters
+        return self.frozen_layers / model.layers * layers / (layers + model.outside_parameters)
 
     def adapted_elements(self, model: ModelShape, tensor: int) -> float:
         """Counts the elements of one layer's weights that have adapters, before `fsdp`."""
@@ -598,18 +604,19 @@ def trained_part(config: RunConfig) -> Trained:
     """
     finetune = config.finetune
     patterns = [group.match for group in config.optimizer.groups if group.frozen]
+    below = finetune.frozen_layers
     if not finetune.has_adapters and not patterns:
-        return Trained()
+        return Trained(frozen_layers=below)
     own = config.model.make is not None
     share = of_matrices = 0.0
     if own or patterns or finetune.also_train:
         share, of_matrices = _built_shares(config, with_adapters=own)
     if own or not finetune.has_adapters:
-        return Trained(share, of_matrices)
+        return Trained(share, of_matrices, frozen_layers=below)
     # NF4 has a scale of 8 bits for 64 weights, and one of 32 for 256 of those.
     held = {"float": None, "int8": 1.0, "nf4": (4 + 8 / 64 + 32 / (64 * 256)) / 8}[finetune.base]
     dora = finetune.kind == "dora"
-    return Trained(share, of_matrices, finetune.rank, finetune.targets, dora, held)
+    return Trained(share, of_matrices, finetune.rank, finetune.targets, dora, below, held)
 
 
 def _built_shares(config: RunConfig, *, with_adapters: bool) -> tuple[float, float]:

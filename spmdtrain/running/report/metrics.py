@@ -100,7 +100,8 @@ def make_figures(setup: Setup) -> Callable[[dict[str, Any], float], dict[str, An
     peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
     flops = None
     parameters = setup.model.parameters.values()
-    if setup.make is Transformer and all(each.is_trained for each in parameters):
+    whole = all(each.is_trained for each in parameters) and not config.finetune.frozen_layers
+    if setup.make is Transformer and whole:
         flops = train_flops_per_token(config.model, config.train.sequence_length)
     elif peak:
         flops = counted_flops_per_token(config, setup.model)

@@ -100,6 +100,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             dropout_rate=dropout,
             noise_b=noise_b,
             way=setup.way,
+            frozen_layers=setup.config.frozen_in_stack,
         )
 
     return context

@@ -1,8 +1,12 @@
 """The rule of every parameter: those of an optimizer, and of what no optimizer learns."""
 
+import jax
+import jax.numpy as jnp
+
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
+from spmdtrain.models.context import ForwardContext
 from spmdtrain.train.updates import optimizers, router_load
 from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
@@ -28,4 +32,20 @@ def with_update_rules(
     else:
         update_rules = optimizers.choose_update_rules(optimizer, trained, model.layout)
     update_rules = {**update_rules, **of_loads}
+    if config.frozen_in_stack:
+        below = _below_the_stack(config, model)
+        update_rules = {path: rule for path, rule in update_rules.items() if path not in below}
     return model.freezing_all_but(update_rules), update_rules
+
+
+def _below_the_stack(config: RunConfig, model: AbstractModel) -> set[str]:
+    """Returns the parameters outside the stack that the head does not read: they only embed."""
+
+    def head(module, tokens_bt, x_bte):
+        return module.head(x_bte, ForwardContext(tokens_bt))
+
+    length = config.train.sequence_length
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    stream = jax.ShapeDtypeStruct((1, length, config.model.embed), jnp.float32)
+    above = model.read_by(head, tokens, stream)
+    return {path for path in model.parameters if path not in above and not model.in_stack(path)}
