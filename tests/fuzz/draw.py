@@ -17,12 +17,16 @@ from fuzz import schedule_files
 from fuzz.settings import (
     BASE,
     BASE_FILE,
+    DEFAULT,
     NOT_DRAWN,
+    TABLES,
     Values,
     class_of,
     is_layout,
     names,
+    of_table,
     overrides,
+    required,
     values_of,
 )
 from spmdtrain.certify.drawn_rules import ACTIVATIONS, draw_rules, legal, sizes_of
@@ -37,6 +41,7 @@ CHANGES_PER_NUMBERS = 2
 SEEDS_PER_NUMBERS = 24
 SET = 0.4  # how often a setting is not left at its default
 ALWAYS = ("train.steps", "eval.every")
+TABLE = 0.15  # how often a run has one of the tables
 UNCHECKED = 0.04  # share of draws that may well be refused: the refusal is what is tested
 TRIES = 200
 PROFILED = 0.06  # a trace takes seconds
@@ -145,7 +150,22 @@ def _numbers(random: random.Random) -> Values:
     for key in number_keys(model, optimizer):
         if key not in drawn and random.random() < (1 if key in ALWAYS else SET):
             drawn[key] = random.choice(values_of(key))
+    for table, others in TABLES.items():
+        if random.random() < TABLE:
+            drawn |= _table(random, table) | others
+    drawn = {key: value for key, value in drawn.items() if value is not DEFAULT}
     return _of_a_kind(random, drawn)
+
+
+def _table(random: random.Random, table: str) -> Values:
+    """What a run says of one of the tables, with all that has no default."""
+    always = required(table)
+    return {
+        key: random.choice(values_of(key))
+        for key in of_table(table)
+        if key not in NOT_DRAWN and not is_layout(key)
+        if key in always or random.random() < SET
+    }
 
 
 def number_keys(model: str, optimizer: str) -> Iterator[str]:
@@ -157,7 +177,7 @@ def number_keys(model: str, optimizer: str) -> Iterator[str]:
         fields = (class_of(section, chosen) if chosen else type(kind.default)).model_fields
         for name in fields:
             key = f"{section}.{name}"
-            if not is_layout(key) and key not in NOT_DRAWN:
+            if not is_layout(key) and key not in NOT_DRAWN and key not in TABLES:
                 yield key
 
 
@@ -218,6 +238,10 @@ def draw_layout(random: random.Random, numbers: Values) -> Values:
     if longer and (stream := _stream_over_tensor(config, mesh, drawn)):
         drawn["rules.activations.stream_time"] = stream
         drawn["mesh.collective_matmul"] = random.choice(values_of("mesh.collective_matmul"))
+    if config.model.experts is not None and random.random() < SET:
+        drawn["model.experts.bucket_factor"] = random.choice(
+            values_of("model.experts.bucket_factor")
+        )
     if mesh["context"] > 1 and random.random() < SET:
         drawn["model.context_attention"] = random.choice(values_of("model.context_attention"))
     return drawn
@@ -254,7 +278,8 @@ def _draw_mesh(random: random.Random, config: RunConfig, unchecked: bool) -> dic
             mesh[random.choice(among)] *= prime
         batch = config.train.global_batch % math.prod(mesh[axis] for axis in BATCH)
         time = config.train.sequence_length % mesh["context"]
-        if unchecked or (batch == 0 and time == 0):
+        staged = mesh["pipeline"] > 1 and config.model.multi_token is not None
+        if unchecked or (batch == 0 and time == 0 and not staged):
             return mesh
     return dict.fromkeys(AXES, 1)
 
@@ -353,7 +378,7 @@ def after(numbers: Values, change: Values) -> Values:
             changed = {
                 key: value
                 for key, value in changed.items()
-                if not key.startswith(f"{section}.") or key.partition(".")[2] in known
+                if not key.startswith(f"{section}.") or key.split(".")[1] in known
             }
     return changed
 

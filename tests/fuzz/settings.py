@@ -23,6 +23,8 @@ BASE: Values = {
     for name, value in table.items()
 }
 
+DEFAULT = "not said"  # of a setting that a draw leaves out
+
 # A value that stands twice is twice as likely.
 VALUES: dict[str, Sequence[Any]] = {
     "model.layers": (1, 2, 2, 3),
@@ -47,6 +49,27 @@ VALUES: dict[str, Sequence[Any]] = {
     "model.residual_scale": (1.0, 1.0, 0.2),
     "model.logit_scale": (1.0, 1.0, 0.1),
     "model.logit_cap": (None, None, 1.0, 30.0),
+    "model.experts.count": (8, 8, 6, 16),
+    "model.experts.chosen": (1, 2, 2, 3),
+    "model.experts.ffn": (None, 8, 16),
+    "model.experts.shared": (0, 0, 1, 2),
+    "model.experts.first_dense": (0, 0, 1),
+    "model.experts.every": (1, 1, 2),
+    "model.experts.scale": (1.0, 1.0, 2.5),
+    "model.experts.groups": (1, 1, 2, 4),
+    "model.experts.groups_kept": (None, 1, 2),
+    "model.experts.bias_rate": (None, None, 0.0, 0.01),
+    "model.experts.balance": (0.0, 0.01, 0.1),
+    "model.experts.z_loss": (0.0, 0.0, 0.01),
+    "model.experts.jitter": (0.0, 0.0, 0.1),
+    "model.experts.bucket_factor": (0.1, 0.5, 1.25, 8.0),
+    "model.latent.rank": (8, 16, 24),
+    "model.latent.query_rank": (None, 8, 16),
+    "model.latent.plain_dim": (1, 4, 6),
+    "model.latent.rope_dim": (2, 4, 6),
+    "model.latent.value_dim": (3, 4, 8),
+    "model.multi_token.depth": (1, 1, 2),
+    "model.multi_token.weight": (0.3, 1.0, 3.0),
     "train.steps": (2, 3, 4, 5, 6),
     "train.global_batch": (2, 4, 6, 8, 8, 12, 16, 16, 24),
     "train.sequence_length": (4, 5, 6, 8, 8, 12, 16),
@@ -101,9 +124,7 @@ NOT_DRAWN = {
     "model.extra": "is typed by such a model",
     "model.mup_base": "asks for some optimizers; tests/certify/test_widths.py has it",
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
-    "model.experts": "a table; tests/models/test_router.py has it, on meshes",
-    "model.latent": "a table; tests/models/test_families.py has it, on meshes",
-    "model.multi_token": "a table; tests/models/test_families.py has it, on meshes",
+    "model.experts.balance_over": "depends on the accumulation; tests/models/test_router.py has it",
     "data.mix": "a table of sources; tests/data has it",
     "data.validation_path": "of token files that others made; tests/data has it",
     **dict.fromkeys(
@@ -167,10 +188,20 @@ NOT_DRAWN = {
 }
 # Lion's update is a sign: a gradient that rounds to the other side of 0 moves by the whole rate.
 ROUNDING_DECIDES = {"lion"}
+# Tables that a run has or has not, and what such a run leaves out, or has to say.
+TABLES: dict[str, Values] = {
+    "model.experts": {},
+    "model.latent": {
+        **dict.fromkeys(("model.kv_heads", "model.head_dim", "model.query_norm"), DEFAULT),
+        **{"model.rope_share": DEFAULT, "model.positions": "rope", "model.qkv_bias": False},
+    },
+    "model.multi_token": {},
+}
 # Decide where and in which order numbers are computed, not which.
 LAYOUT = {
     "model.attention",
     "model.context_attention",
+    "model.experts.bucket_factor",
     "train.microbatch",
     "train.remat",
     "train.zero",
@@ -184,8 +215,25 @@ def settings() -> dict[str, Any]:
     for section, field in RunConfig.model_fields.items():
         for choice in classes(field.annotation):
             for name, inner in choice.model_fields.items():
-                found[f"{section}.{name}"] = inner.annotation
+                key = f"{section}.{name}"
+                found |= of_table(key) if key in TABLES else {key: inner.annotation}
     return found
+
+
+def of_table(key: str) -> dict[str, Any]:
+    """Dotted name -> type, of the settings of a table of [model]."""
+    return {f"{key}.{name}": field.annotation for name, field in _fields(key).items()}
+
+
+def required(key: str) -> set[str]:
+    """Dotted names of what a table has no defaults for."""
+    return {f"{key}.{name}" for name, field in _fields(key).items() if field.is_required()}
+
+
+def _fields(key: str) -> dict[str, Any]:
+    annotation = class_of("model", "llama").model_fields[key.partition(".")[2]].annotation
+    (table,) = (kind for kind in classes(annotation) if kind is not NoneType)
+    return table.model_fields
 
 
 def classes(annotation: Any) -> list[type[Settings]]:
