@@ -382,7 +382,9 @@ def make_manual_gather_layer(
         compute = precision.compute if jnp.issubdtype(weight.dtype, jnp.floating) else resting
         if isinstance(variable, FullPrecision):
             compute = resting
-        gather = GatherWeight(spec, over, resting, compute, precision.accumulate)
+        gather = GatherWeight(
+            spec, over, resting, compute, precision.accumulate, axes[:1] == ("experts",)
+        )
         return gather(weight)
 
     return lambda state: _map_weights(whole, state)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import automatic_axes, axes_of
@@ -34,6 +35,7 @@ class GatherWeight:
     resting: the dtype of the weight at rest, and of its gradient.
     compute: the dtype in which it crosses the network and is used.
     accumulate: the dtype in which its gradient is summed over the devices.
+    of_experts: its first dim counts experts.
     """
 
     spec: P
@@ -41,6 +43,7 @@ class GatherWeight:
     resting: str
     compute: str
     accumulate: str
+    of_experts: bool = False
 
     def __call__(self, weight: jax.Array) -> jax.Array:
         """Returns the whole weight in `compute`, from this device's part of it in `resting`."""
@@ -57,25 +60,49 @@ def gathered_axes(spec: P, names: Iterable[str | None]) -> tuple[str, ...]:
     return tuple(axis for axis in split if axis in LAYER_AXES and axis not in left_out)
 
 
-def gather_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
-    """Returns x, whose spec is `spec`, whole over those of the manual `axes` that split it."""
+def gather_over(
+    axes: Collection[str], spec: P, x: jax.Array, *, of_experts: bool = False
+) -> jax.Array:
+    """Returns x, whose spec is `spec`, whole over those of the manual `axes` that split it.
+
+    `of_experts`: its first dim counts experts. XLA keeps the dim of a collective outermost in
+    memory, and would hold a copy of the experts of all layers in that order, in float32. So the
+    parts are gathered one behind the other, and are put in place afterwards.
+    """
     split = _split_dims(axes, spec)
 
     def gather(x: jax.Array) -> jax.Array:
         for dim, names in split:
-            x = jax.lax.all_gather(x, names, axis=dim, tiled=True)
+            if not _is_inside(dim, x, of_experts):
+                x = jax.lax.all_gather(x, names, axis=dim, tiled=True)
+                continue
+            parts = jax.lax.all_gather(x, names, axis=0, tiled=True)
+            parts = parts.reshape(-1, *x.shape)
+            x = jnp.moveaxis(parts, 0, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
         return x
 
     return _beside_automatic_axes(gather, spec, split, x)
 
 
-def scatter_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
-    """Returns this device's part of x summed over the devices; the sum's spec is `spec`."""
+def scatter_over(
+    axes: Collection[str], spec: P, x: jax.Array, *, of_experts: bool = False
+) -> jax.Array:
+    """Returns this device's part of x summed over the devices; the sum's spec is `spec`.
+
+    `of_experts`: as in `gather_over`.
+    """
     split = _split_dims(axes, spec)
 
     def scatter(x: jax.Array) -> jax.Array:
         for dim, names in split:
-            x = scatter_sum(x, names, dim)
+            if not _is_inside(dim, x, of_experts):
+                x = scatter_sum(x, names, dim)
+                continue
+            ways = jax.lax.axis_size(names)
+            shape = (*x.shape[:dim], x.shape[dim] // ways, *x.shape[dim + 1 :])
+            parts = x.reshape(*x.shape[:dim], ways, -1, *x.shape[dim + 1 :])
+            parts = jnp.moveaxis(parts, dim, 0).reshape(-1, *shape[1:])
+            x = scatter_sum(parts, names, 0)
         return x
 
     spread = _spread(spec, x.shape)
@@ -85,9 +112,15 @@ def scatter_over(axes: Collection[str], spec: P, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(summed, drop_axes(MANUAL_AXES, spec))
 
 
+def _is_inside(dim: int, x: jax.Array, of_experts: bool) -> bool:
+    """Returns whether `dim` lies inside of several experts."""
+    return of_experts and dim > 0 and x.shape[0] > 1
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(weight: jax.Array, how: GatherWeight) -> jax.Array:
-    return gather_over(how.axes, how.spec, weight.astype(how.compute))
+    part = weight.astype(how.compute)
+    return gather_over(how.axes, how.spec, part, of_experts=how.of_experts)
 
 
 def _gather_forward(weight: jax.Array, how: GatherWeight) -> tuple[jax.Array, None]:
@@ -95,7 +128,8 @@ def _gather_forward(weight: jax.Array, how: GatherWeight) -> tuple[jax.Array, No
 
 
 def _gather_backward(how: GatherWeight, _, gradient: jax.Array) -> tuple[jax.Array]:
-    summed = scatter_over(how.axes, how.spec, gradient.astype(how.accumulate))
+    wide = gradient.astype(how.accumulate)
+    summed = scatter_over(how.axes, how.spec, wide, of_experts=how.of_experts)
     return (summed.astype(how.resting),)
 
 
