@@ -69,7 +69,7 @@ class ForwardContext:
     # A layer's weights, whole over fsdp.
     gather: Callable[[nnx.State], nnx.State] = lambda state: state
     # The part of the forward that backward recomputes; see stack.rematerialised.
-    remat: Literal["none", "weights", "dots", "full"] = "none"
+    remat: Literal["none", "weights", "dots", "full", "offload"] = "none"
     # (x [b, t, e], array [e, *f], logical axes of f) -> [b, t, *f]: from the residual stream.
     column_matmul: TensorMatmul = make_column_parallel(_unsplit, no_ring)
     # (h [b, t, *f], array [*f, e], logical axes of f) -> [b, t, e]: back to it.

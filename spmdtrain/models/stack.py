@@ -11,6 +11,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import saveable as attention_saveable
 from spmdtrain.config.errors import ConfigError
@@ -41,6 +42,8 @@ def _gathers_weights(primitive: jax.extend.core.Primitive, parameters: dict[str,
 
 SideLosses = dict[str, jax.Array]  # by name, float32 scalars
 
+LAYER_INPUT = "layer_input"  # the checkpoint_name of what remat "offload" keeps on the host
+
 POLICIES = {
     "weights": _but_gathered_weights,
     "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -50,6 +53,12 @@ POLICIES = {
         jax.checkpoint_policies.save_only_these_names(tensor_matmul.SAVED),
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -91,6 +100,8 @@ class Stack(nnx.Module):
 
         def body(x, layer):
             number, parameters = layer
+            if ctx.remat == "offload":
+                x = checkpoint_name(x, LAYER_INPUT)  # inside the body: outside it names nothing
             return run_block(nnx.merge(graphdef, ctx.gather(parameters)), x, ctx, number)
 
         frozen, rest = divmod(ctx.frozen_layers * self.rounds, self.count)
@@ -191,7 +202,7 @@ def rematerialised(layer: Callable, remat: str) -> Callable:
     """Returns `layer` with a backward that recomputes what `remat` names.
 
     That is nothing (none), gathered weights (weights), all but matmuls and attention (dots), or all
-    (full).
+    (full), from inputs of layers that wait on the host (offload).
     """
     if remat == "none":
         return layer

@@ -61,7 +61,7 @@ class Plan:
         settings = [f"mesh.{axis}={size}" for axis, size in workload.mesh.sizes.items()]
         settings += [
             f"train.microbatch={workload.microbatch}",
-            f"train.remat={workload.remat}",
+            f"train.remat={workload.remat_setting}",
             f"train.zero={workload.zero}",
         ]
         if workload.mesh.pipeline > 1:
@@ -214,7 +214,7 @@ def candidates(
     """Yields every layout that divides the devices, the batch and the model.
 
     For a mesh on which even the leanest layout does not fit, it yields only that one, which shows
-    what is missing.
+    what is missing; or, if it would fit, the same with what layers keep on the host.
     """
     divided = workload.model
     allowed = own.allows if own else None  # None: filter keeps every layout
@@ -242,8 +242,11 @@ def candidates(
         )
         if leanest is None:
             continue
+        on_host = replace(leanest, offloads=True)
         if memory_of(leanest, own).fits(hardware):
             yield from filter(allowed, _layouts_on_mesh(lean, zeros))
+        elif mesh.pipeline == 1 and memory_of(on_host, own).fits(hardware):
+            yield on_host
         else:
             yield leanest
 

@@ -42,7 +42,9 @@ def _candidates(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[dict[st
             weights.append({"train.zero": 0, "mesh.data": 1, "mesh.fsdp": fsdp})
     remats: list[dict[str, Any]] = [{}]
     if config.pipeline.schedule != "zero_bubble" or sizes["pipeline"] == 1:
-        order = ("none", "dots", "full")
+        order = ["none", "dots", "full"]
+        if sizes["pipeline"] == 1:
+            order.append("offload")
         more = order[order.index(train.remat) + 1 :]
         remats += [{"train.remat": remat} for remat in more]
     for remat in remats:

@@ -29,7 +29,7 @@ def estimate_values(estimate: Estimate) -> dict[str, Any]:
         "accumulation": workload.accumulation,
         "schedule": workload.schedule if workload.mesh.pipeline > 1 else None,
         "chunks": workload.chunks,
-        "remat": workload.remat,
+        "remat": workload.remat_setting,
         "zero": workload.zero,
         "sequence_parallel": workload.sequence_parallel,
         "collective_matmul": workload.collective_matmul,
@@ -98,7 +98,7 @@ def _layout_lines(estimate: Estimate) -> list[str]:
         f"{workload.model.parameters / 1e9:.3g} G parameters on "
         f"{mesh.devices} x {estimate.hardware.name}: {layout}",
         f"{workload.accumulation} x {workload.microbatch} sequences of "
-        f"{workload.sequence_length} tokens per batch shard, remat {workload.remat}",
+        f"{workload.sequence_length} tokens per batch shard, remat {workload.remat_setting}",
     ]
 
 
@@ -352,7 +352,7 @@ def _plan_cells(plan: Plan) -> tuple[str, ...]:
         str(mesh.tensor),
         str(workload.microbatch),
         f"{workload.schedule} {workload.chunks}" if pipelined else "-",
-        workload.remat,
+        workload.remat_setting,
         str(workload.zero),
     )
 

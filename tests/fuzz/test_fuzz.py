@@ -253,8 +253,8 @@ def test_a_planted_scatter_in_the_wrong_order_is_found(monkeypatch, oracles, roo
     """Two axes of one dim, each handing out what belongs to the other."""
     right = setup.reduction
 
-    def wrong(spec, axes, owning):
-        found = right(spec, axes, owning)
+    def wrong(*arguments):
+        found = right(*arguments)
         return reduce.Reduction(found.sum, found.scatter[::-1])
 
     monkeypatch.setattr(setup, "reduction", wrong)

@@ -124,6 +124,11 @@ class RunConfig(Settings):
                 f"train.remat={self.train.remat!r}: zero_bubble takes a layer's backward apart, "
                 "which needs remat 'none'; or set pipeline.schedule='interleaved'"
             )
+        if self.train.remat == "offload" and self.mesh.pipeline != 1:
+            raise ValueError(
+                f"train.remat='offload': the stages of mesh.pipeline={self.mesh.pipeline} keep few "
+                "layers' inputs, and keep them on the device; set train.remat='full'"
+            )
         if self.guard.policy == "rollback" and self.checkpoint.every == 0:
             raise ValueError(
                 "guard.policy='rollback' goes back to a checkpoint, but checkpoint.every=0 saves "

@@ -36,10 +36,10 @@ class TrainConfig(Settings):
     seed: int = Field(
         default=0, ge=0, lt=SEEDS, description="seed of initialisation, data order and dropout"
     )
-    remat: Literal["none", "dots", "full"] = Field(
+    remat: Literal["none", "dots", "full", "offload"] = Field(
         default="none",
-        description="what backward recomputes: "
-        "nothing | all but matmuls and attention | whole layers",
+        description="what backward recomputes: nothing | all but matmuls and attention | whole "
+        "layers | whole layers, from inputs that the host keeps",
     )
     zero: Literal[0, 1] = Field(
         default=0, description="1: gradients and optimizer state are split over data (ZeRO-1)"

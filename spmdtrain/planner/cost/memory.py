@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from spmdtrain.train.updates.optimizers import Optimizer
 
 SAFE_SHARE = 0.8  # of a device's memory
+BETWEEN_HOST_AND_DEVICE = 2  # layers whose input is on its way, if the host keeps it
 FLOAT32 = 4  # bytes; gradients are accumulated in float32
 # Arrays alive at once in the backward of a round: of messages and of rows, as wide as the stream,
 # and of rows as wide as an expert.
@@ -374,7 +375,10 @@ def _accumulated_memory(
     # The first layer's input, the last one's output, and what the head reads; a further token has
     # two more streams joined.
     ends = (3 + 4 * model.further) * size * workload.tokens * model.embed
-    activations = (workload.layers_per_stage - below) * kept_bytes(workload) + ends
+    layers = workload.layers_per_stage - below
+    if workload.offloads:
+        layers = min(layers, BETWEEN_HOST_AND_DEVICE)
+    activations = layers * kept_bytes(workload) + ends
     logits = _logit_bytes(workload, tensor)
 
     at_head = sums + compute_copy + gathered + activations + logits

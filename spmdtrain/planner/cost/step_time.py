@@ -22,6 +22,7 @@ from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.cost.layer_time import NO_WORK, Work, add_work, layer_time
+from spmdtrain.planner.cost.memory import kept_bytes
 from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, exposed, left_over
 from spmdtrain.planner.cost.schedules import SCHEDULES, Pipeline, lockstep_seconds
 from spmdtrain.planner.cost.software import Software
@@ -30,6 +31,8 @@ from spmdtrain.planner.cost.workload import Workload
 # Bytes per parameter that the optimizer moves: it reads gradient, weight and two moments, and
 # writes weight, moments, and the copy in compute precision.
 OPTIMIZER_BYTES = 30
+# Bytes per second between a device and its host, each way, over the 63 GB/s of PCIe 5 x16; judged.
+HOST_BANDWIDTH = 50e9
 # Bytes per logit that the loss moves in forward and backward: the float32 logit, its maximum and
 # its sum, and the copies of the gradient.
 LOGIT_BYTES = (18, 14)
@@ -49,6 +52,7 @@ BOUND_BY: Mapping[str, str] = {
     "expert_exchange": "network",  # tokens on their way to their experts and back
     "pipeline_bubble": "idle",  # the fullest stage waits for others
     "pipeline_hops": "network",  # sends between stages, if the bubble does not count them
+    "host_transfers": "host",  # what layers keep, on its way to the host and back
     "exchanges": "host",  # the host, around each microbatch of a stage
     "vocabulary_collectives": "network",  # sums over `pipeline` if stages share the vocabulary
     "fsdp_collectives": "network",  # gathered weights and scattered gradients
@@ -128,6 +132,7 @@ def step_time(
     terms |= _work_terms(workload, hardware, software, stage)
     if workload.mesh.pipeline > 1:
         terms |= _pipeline_terms(workload, hardware, software, layer, closed_form)
+    terms["host_transfers"] = _host_seconds(workload, layer)
     terms["fsdp_collectives"] = _fsdp_seconds(workload, hardware, software, sum(stage.values()))
     terms["data_reduction"] = _reduction_seconds(workload, hardware, software)
     terms["optimizer"] = _optimizer_seconds(workload, hardware, software)
@@ -136,6 +141,18 @@ def step_time(
     doublings = math.log2(workload.mesh.devices)
     terms["stragglers"] = software.straggler_share * doublings * sum(terms.values())
     return StepTime(workload, hardware, software, terms)
+
+
+def _host_seconds(workload: Workload, layer: Mapping[str, Work]) -> float:
+    """Returns the seconds of what the host keeps, there and back, that no layer's work hides."""
+    if not workload.offloads:
+        return 0.0
+    moved = kept_bytes(workload) / HOST_BANDWIDTH
+    forward = sum(work.forward for work in layer.values())
+    backward = sum(work.backward + work.weight for work in layer.values())
+    exposed_seconds = max(0.0, moved - forward) + max(0.0, moved - backward)
+    layers = workload.layers_per_stage - workload.trained.frozen_layers
+    return workload.accumulation * layers * exposed_seconds
 
 
 def stage_parameters(workload: Workload, software: Software) -> float:

@@ -417,6 +417,7 @@ class Workload:
     schedule: str = "1f1b"
     chunks: int = 1
     remat: str = "none"
+    offloads: bool = False  # with "full": the host keeps what layers keep
     zero: int = 0
     sequence_parallel: bool = False
     collective_matmul: bool = False  # only with sequence_parallel
@@ -514,6 +515,11 @@ class Workload:
         chunks = self.mesh.pipeline * self.chunks * every
         layers = self.model.layers - first + 2 * self.short_ends
         return self.chunks * every * -(-layers // chunks) + first + self.model.further
+
+    @property
+    def remat_setting(self) -> str:
+        """The value of `train.remat`."""
+        return "offload" if self.offloads else self.remat
 
     @property
     def compute_bytes(self) -> int:
@@ -659,7 +665,8 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         mesh=mesh,
         schedule=config.pipeline.schedule if pipelined else "1f1b",
         chunks=config.pipeline.chunks if pipelined else 1,
-        remat=train.remat,
+        remat="full" if train.remat == "offload" else train.remat,
+        offloads=train.remat == "offload",
         zero=train.zero,
         sequence_parallel=sequence_parallel,
         collective_matmul=sequence_parallel and config.mesh.collective_matmul,

@@ -1,0 +1,112 @@
+"""train.remat = "offload": the numbers of full recomputation, and layers' inputs on the host."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny, trained
+
+from spmdtrain.config import ConfigError
+from spmdtrain.planner.cost.hardware import hardware
+from spmdtrain.planner.cost.memory import kept_bytes, step_memory
+from spmdtrain.planner.cost.workload import workload_of
+from spmdtrain.planner.plan import plan
+from spmdtrain.planner.remedy import cheapest_change
+
+pytestmark = pytest.mark.long
+
+LAYOUTS = {
+    "one device": (),
+    "data 2 fsdp 2 tensor 2": (
+        "mesh.data=2",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "train.microbatch=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_full_recomputation(layout):
+    want, _, _ = trained(*LAYOUTS[layout], "train.remat=full", steps=3)
+    got, _, _ = trained(*LAYOUTS[layout], "train.remat=offload", steps=3)
+    np.testing.assert_allclose(got, want, rtol=3e-7)
+
+
+def test_a_pipeline_is_refused():
+    with pytest.raises(ConfigError, match="set train.remat='full'"):
+        tiny("mesh.pipeline=2", "train.remat=offload")
+
+
+DEEP = ("model.layers=12", "model.embed=64", "train.sequence_length=512", "train.global_batch=8")
+TESTS = Path(__file__).parents[1]
+MEMORY = """
+from spmdtrain.processes.xla_flags import set_xla_flags
+set_xla_flags(deviceless=True)
+import json, sys
+from helpers import tiny
+from spmdtrain.planner.cost.hardware import hardware
+from spmdtrain.planner.deviceless import executable
+found = {}
+for remat in ("full", "offload"):
+    config = tiny(*sys.argv[1:], f"train.remat={remat}")
+    made, _ = executable(config, dict(config.mesh.sizes), hardware("h100"))
+    memory = made.memory_analysis()
+    found[remat] = memory.temp_size_in_bytes, memory.host_temp_size_in_bytes
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
+    reason="needs jax 0.11 and its CUDA plugin",
+)
+def test_the_compiled_step_keeps_the_inputs_of_layers_on_the_host():
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    command = [sys.executable, "-c", MEMORY, *DEEP]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    (full, nothing), (device, host) = found["full"], found["offload"]
+    workload = workload_of(tiny(*DEEP, "train.remat=full"), tiny().mesh.sizes)
+    assert nothing == 0 and host == 12 * kept_bytes(workload)
+    assert full - device >= 0.9 * host
+
+
+def test_the_planner_counts_two_layers_on_their_way():
+    config = tiny(*DEEP, "train.remat=offload")
+    full = workload_of(tiny(*DEEP, "train.remat=full"), config.mesh.sizes)
+    offloaded = workload_of(config, config.mesh.sizes)
+    saved = step_memory(full).activations - step_memory(offloaded).activations
+    assert saved == 10 * kept_bytes(full)
+
+
+LONG = (
+    "model.name=llama",
+    "model.layers=32",
+    "model.embed=4096",
+    "model.heads=32",
+    "model.vocab=32000",
+    "train.sequence_length=65536",
+    "train.global_batch=8",
+    "train.microbatch=1",
+    "precision.compute=bfloat16",
+)
+
+
+def test_it_is_proposed_only_where_nothing_else_fits():
+    config = tiny(*LONG, "train.remat=full", "mesh.fsdp=8")
+    full = step_memory(workload_of(config, config.mesh.sizes)).total
+    assert cheapest_change(config, config.mesh.sizes, 0.75) == ["train.remat=offload"]
+    assert not any(each.workload.offloads for each in plan(config, 8, hardware("h200")))
+    small = dataclasses.replace(hardware("h200"), memory=full)  # 90 % of which are safe
+    on_host = [each for each in plan(config, 8, small) if each.workload.offloads]
+    assert any(each.fits and "train.remat=offload" in each.settings for each in on_host)
