@@ -31,7 +31,7 @@ FLOORS = [
         "spmdtrain.launch",
     ],
     ["spmdtrain.replay", "spmdtrain.certify"],
-    ["spmdtrain.diff"],
+    ["spmdtrain.diff", "spmdtrain.profile"],
     ["spmdtrain.cli", "spmdtrain.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -17,6 +17,7 @@ from spmdtrain.cli.published.export import add_export
 from spmdtrain.cli.published.import_ import add_import
 from spmdtrain.cli.record.diff import add_diff
 from spmdtrain.cli.record.explain import add_explain
+from spmdtrain.cli.record.profile import add_profile
 from spmdtrain.cli.record.replay import add_replay
 from spmdtrain.cli.run.certify import add_certify
 from spmdtrain.cli.run.coordcheck import add_coordcheck
@@ -93,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_replay(commands)
     add_explain(commands)
     add_diff(commands)
+    add_profile(commands)
     add_certify(commands)
     add_coordcheck(commands)
     add_export(commands)

@@ -25,6 +25,9 @@ BUNDLES = "bundles"  # a folder: a folder for each bad step, with the two files 
 BUNDLE = "bundle.json"
 START = "start.json"
 CHECKPOINTS = "checkpoints"  # a folder
+PROFILE = "profile"  # a folder: stepN of a traced step, with the two files below
+OPERATIONS = "operations.json"  # what each instruction of the program is
+SECONDS = "seconds.json"  # what the trace says, by sort of work and part of a step
 MOST_OF_A_LINE = 1 << 20  # bytes; a line of figures has some hundreds
 KEPT = "hf"  # a folder: files of the published model that a run was imported from
 

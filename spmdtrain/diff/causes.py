@@ -17,7 +17,7 @@ from spmdtrain.diff.parting import Parting
 Of = Literal["setting", "data", "code", "devices", "machine"]
 ORDER: tuple[Kind, ...] = get_args(Kind)
 # What a caller gave by keyword, version and flags are as likely to move bits as to change numbers.
-LIKELY_CODE = ("parts from Python", "code of the model", "spmdtrain")
+LIKELY_CODE = ("parts from Python", "code of the model", "sources of spmdtrain")
 
 
 @dataclass(frozen=True)

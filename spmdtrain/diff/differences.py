@@ -9,7 +9,11 @@ from spmdtrain.diff.sides import Side
 from spmdtrain.replay.starts import flags_of
 
 # Of the record of a start: what else may change numbers, by the word for it.
-OF_CODE = {"sources": "spmdtrain", "model_code": "code of the model", "seams": "parts from Python"}
+OF_CODE = {
+    "sources": "sources of spmdtrain",
+    "model_code": "code of the model",
+    "seams": "parts from Python",
+}
 OF_PLACE = {"platform": "platform", "device_kind": "kind of device", "processes": "processes"}
 OF_MEMORY = ("argument_bytes", "temp_bytes")
 MOST_NAMED = 6

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmdtrain.page.account import account
 from spmdtrain.page.columns import known, mean, median, quantile, smoothed
+from spmdtrain.page.cost.alarm import alarm
 from spmdtrain.page.read import RunRead
 from spmdtrain.page.words import number, plural, safe, seconds, share
 from spmdtrain.processes import pulse
@@ -199,11 +200,27 @@ def table(runs: list[RunRead]) -> str:
 
 def remarks(run: RunRead) -> list[str]:
     """Returns what a careful reader would notice, as HTML, by rules that are said."""
-    found = [*_of_steps(run), *_of_norms(run), *_of_evaluations(run), *_of_input(run)]
+    rules = (_of_slowing, _of_steps, _of_norms, _of_evaluations, _of_input)
+    found = [remark for rule in rules for remark in rule(run)]
     words, is_good = state(run)
     if not is_good and not run.is_alive and run.events:
         found.insert(0, f"{safe(words[0].upper() + words[1:])}.")
     return found
+
+
+def _of_slowing(run: RunRead) -> list[str]:
+    found = alarm(run)
+    if found is None:
+        return []
+    asked = f"<code>spmdtrain profile {safe(run.directory)} --steps 3</code> says in which part"
+    why = {
+        "input": "the wait for batches grew, so the input holds it up",
+        "step": f"the wait for batches did not grow, so it is the step itself: {asked}",
+    }
+    ratio = f"{found.ratio:.2f} times the predicted time, before it was {found.usual:.2f}"
+    if found.predicted is None:
+        ratio = f"{seconds(found.ratio)} a step, before it was {seconds(found.usual)}"
+    return [f"From step {found.first:,} on the run is slower, {ratio}: {why[found.component]}."]
 
 
 def _of_steps(run: RunRead) -> list[str]:

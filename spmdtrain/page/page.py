@@ -5,10 +5,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from spmdtrain.config.writing import writing
+from spmdtrain.page.cost.machine import ledger, memory
+from spmdtrain.page.cost.waterfall import waterfall
 from spmdtrain.page.curves import curves
 from spmdtrain.page.heading import cards, held_out_loss, remarks, sentence, table, training_loss
 from spmdtrain.page.layout import layout
-from spmdtrain.page.machine import ledger, memory, waterfall
 from spmdtrain.page.read import RunRead
 from spmdtrain.page.spent import spent
 from spmdtrain.page.tables import checkpoints, environment, settings
@@ -39,7 +40,7 @@ def page(runs: list[RunRead], reload_seconds: int = 0) -> str:
         ("remarks", "Worth a look", _each(runs, _remarks)),
         ("curves", "Curves", curves(runs)),
         ("time", "Where the time went", _each(runs, spent)),
-        ("step", "A step, as predicted", _each(runs, waterfall)),
+        ("step", "A step by parts", _each(runs, waterfall)),
         ("memory", "Memory of a device", _each(runs, memory)),
         ("network", "Communication", _each(runs, ledger)),
         ("layout", "Layout", _each(runs, layout)),

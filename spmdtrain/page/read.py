@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.run_files import COMPILED, CONFIG, EVENTS, METRICS, PREDICTED, SUMMARY
+from spmdtrain.config.run_files import (
+    COMPILED,
+    CONFIG,
+    EVENTS,
+    METRICS,
+    PREDICTED,
+    PROFILE,
+    SECONDS,
+    SUMMARY,
+)
 from spmdtrain.page.columns import Columns, MetricsFile
 
 # What a figure of an event must be for the account of time to read it.
@@ -36,6 +45,7 @@ class RunRead:
     compiled: dict[str, Any]
     summary: dict[str, Any]
     predicted: dict[str, Any]
+    profile: dict[str, Any]  # of the newest step whose trace was summed up
     is_alive: bool
 
     def setting(self, section: str, name: str, default: Any = None) -> Any:
@@ -78,8 +88,16 @@ class RunReader:
             compiled=_document(directory / COMPILED),
             summary=_document(directory / SUMMARY),
             predicted=_document(directory / PREDICTED),
+            profile=_newest_profile(directory),
             is_alive=not _has_ended(events) and _holds_lock(directory / "lock"),
         )
+
+
+def _newest_profile(directory: Path) -> dict[str, Any]:
+    paths = (directory / PROFILE).glob(f"step*/{SECONDS}")
+    steps = {path.parent.name.removeprefix("step"): path for path in paths}
+    numbered = {int(name): path for name, path in steps.items() if name.isdecimal()}
+    return _document(numbered[max(numbered)]) if numbered else {}
 
 
 def _document(path: Path) -> dict[str, Any]:

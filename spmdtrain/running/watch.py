@@ -83,7 +83,7 @@ class Watch:
         batch = next(ahead)
         self._waits[number] = time.perf_counter() - asked
         self._late.before_dispatch()
-        profile = profiled(self._reporter.directory, number, self._config.log.profile)
+        profile = profiled(self._reporter.directory, number, self._config.log.profile, step)
         with self._stragglers.waiting(), profile as traced:
             state, metrics = traced(step(state, batch))
         self._late.push(number, metrics)

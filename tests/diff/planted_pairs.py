@@ -93,7 +93,7 @@ def change(text: str) -> Pair:
 
 def fault(name: str) -> Pair:
     """A pair in which something else has."""
-    first = {"code": "spmdtrain", "machine": "the machine", "corpus": "the corpus"}
+    first = {"code": "sources of spmdtrain", "machine": "the machine", "corpus": "the corpus"}
     settings = ("mesh.tensor=2",) if name == "layout" else ()
     return Pair("gpt", settings, "differ", (first.get(name, "mesh.tensor"),), name)
 

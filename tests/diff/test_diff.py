@@ -158,7 +158,7 @@ def test_rounding_is_explained_by_layout_and_a_wrong_layout_by_itself():
     beyond = Parting(9, 9, "differ", first=1, beyond=1, in_figure="loss")
     assert causes(found_of("optimizer.beta2", "mesh.tensor"), within, 1)[0].name == "mesh.tensor"
     assert causes(found_of("mesh.tensor"), beyond, 1)[0].name == "mesh.tensor"
-    assert causes(found_of(code=("spmdtrain",)), beyond, 1)[0].of == "code"
+    assert causes(found_of(code=("sources of spmdtrain",)), beyond, 1)[0].of == "code"
     assert causes(found_of(), beyond, 1)[0].of == "machine"
     assert causes(found_of("mesh.tensor", data=4), beyond, 1)[0].of == "data"
     reset = found_of("optimizer.warmup", "optimizer.beta1", "optimizer.name", "model.mlp")

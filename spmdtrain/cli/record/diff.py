@@ -198,8 +198,8 @@ def _is_placement(found: "Compared", name: str) -> bool:
 MEANING: Mapping[str, str] = {
     "setting": "{name}",
     "data": "the data: settings are the same, and other tokens came of them",
-    "code": "{name} is another",
-    "devices": "the devices: {name} is another",
+    "code": "{name}: other code",
+    "devices": "the devices: another {name}",
     "machine": "nothing that was recorded differs, so one of the machines computed something "
     "else: spmdtrain replay {a} --step {step} says which",
 }

@@ -108,6 +108,7 @@ def _prediction(config, name: str | None):
     import jax
 
     from spmdtrain.planner.cost.hardware import NAME_OF_DEVICE_KIND, hardware
+    from spmdtrain.planner.cost.step_time import BOUND_BY
     from spmdtrain.planner.estimate import estimate
     from spmdtrain.running.report.summary import Prediction
 
@@ -123,4 +124,5 @@ def _prediction(config, name: str | None):
     time, memory = found.time, found.memory
     parts = {term: time.scale * seconds for term, seconds in time.terms.items()}
     held = {name: count for name, count in memory.by_category().items() if name != "total"}
-    return Prediction(found.hardware.name, time.seconds, memory.total, parts, held)
+    bounds = {term: BOUND_BY[term] for term in parts}
+    return Prediction(found.hardware.name, time.seconds, memory.total, parts, held, bounds)

@@ -3,6 +3,7 @@
 import jax
 from flax import nnx
 
+from spmdtrain.compiled.parts import part
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import weight
 
@@ -15,5 +16,6 @@ class Embedding(nnx.Module):
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs):
         self.table_ve = weight(rngs, (vocab, width), ("vocab", "embed"))
 
+    @part("embedding")
     def __call__(self, ids_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         return ctx.lookup(self.table_ve[...], ids_bt)

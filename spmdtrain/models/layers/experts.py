@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmdtrain.compiled.parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.mlp import ACTIVATIONS, Mlp
@@ -52,6 +53,7 @@ class ExpertMlp(nnx.Module):
         shared = config.experts.shared
         self.shared = Mlp(config, rngs, shared * hidden) if shared else None
 
+    @part("mlp")
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext
     ) -> tuple[jax.Array, dict[str, jax.Array]]:

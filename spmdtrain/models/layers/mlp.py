@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmdtrain.compiled.parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed
@@ -83,6 +84,7 @@ class Mlp(nnx.Module):
             self.up_bias = None
             self.down_bias = None
 
+    @part("mlp")
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         h = ctx.column_parallel(x_bte, self.up_ef, self.up_axes)
         if self.up_bias is not None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.norm import layernorm, rmsnorm
+from spmdtrain.compiled.parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import bias, recomputed
@@ -27,6 +28,7 @@ class Norm(nnx.Module):
         self.scale_e = norm_scale(config, config.embed, "norm")
         self.bias_e = bias(config.embed, "norm") if self.centred and config.bias else None
 
+    @part("norm")
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         norm = layernorm if self.centred else rmsnorm
         # In float32, because their gradients are summed over the devices that share them.

@@ -7,16 +7,37 @@ from typing import Any
 
 import jax
 
+from spmdtrain.compiled.hlo import UNREADABLE
+from spmdtrain.compiled.operations import operations
+from spmdtrain.config.run_files import OPERATIONS, PROFILE
+from spmdtrain.running.report.json_lines import write_document
+
 
 @contextlib.contextmanager
-def profiled(directory: Path, step: int, chosen: Collection[int]) -> Iterator[Callable[[Any], Any]]:
-    """Traces the dispatch of `step` if it is one of the `chosen`.
+def profiled(
+    directory: Path, number: int, chosen: Collection[int], step: Callable[..., Any]
+) -> Iterator[Callable[[Any], Any]]:
+    """Traces the dispatch of step `number` if it is one of the `chosen`.
 
     Pass the results of the step through the function that this yields: it waits for the devices, so
-    that the trace ends when the results are ready.
+    that the trace ends when the results are ready. What the instructions of the compiled `step` are
+    is written beside the trace, which knows their names alone.
     """
-    if step not in chosen:
+    if number not in chosen:
         yield lambda results: results
         return
-    with jax.profiler.trace(directory / "profile" / f"step{step}"):
+    folder = directory / PROFILE / f"step{number}"
+    with jax.profiler.trace(folder):
         yield jax.block_until_ready
+    if jax.process_index() == 0:
+        write_document(folder / OPERATIONS, _instructions(step))
+
+
+def _instructions(step: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the sort of work and the part of each instruction; none if the text is unreadable."""
+    text = step.as_text() if isinstance(step, jax.stages.Compiled) else None
+    try:
+        found = operations(text or "")
+    except UNREADABLE:
+        return {}
+    return {name: list(each) for name, each in found.items()}

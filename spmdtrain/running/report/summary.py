@@ -15,7 +15,8 @@ COLUMNS = ("measured", "compiled", "predicted")
 class Prediction:
     """The expected cost of a run. `memory_bytes` is that of the fullest device.
 
-    `seconds` and `bytes` are what they are made of, by the planner's names.
+    `seconds` and `bytes` are what they are made of, by the planner's names; `bounds` says what
+    bounds each of the seconds.
     """
 
     hardware: str  # that the figures hold for
@@ -23,6 +24,7 @@ class Prediction:
     memory_bytes: int
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes: Mapping[str, int] = field(default_factory=dict)
+    bounds: Mapping[str, str] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """Returns the values of predicted.json."""
@@ -30,6 +32,7 @@ class Prediction:
             "hardware": self.hardware,
             "step_seconds": self.step_seconds,
             "breakdown_seconds": dict(self.seconds),
+            "bound_by": dict(self.bounds),
             "memory_bytes": dict(self.bytes),
         }
 

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.compiled.parts import part
 from spmdtrain.parallel.reduce import reduce_gradients
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.specs import drop_axes
@@ -30,6 +31,7 @@ def zero_gradients(setup: Setup, weights: dict[str, jax.Array]) -> dict[str, jax
     return {path: zeros(path, x) for path, x in weights.items()}
 
 
+@part("reduction")
 def mean_gradients(
     setup: Setup,
     gradients: dict[str, jax.Array],

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmdtrain.compiled.parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_number, shown
 from spmdtrain.models.abstract import Parameter
@@ -194,6 +195,7 @@ def init(
     return {path: found[path] for path in rules}
 
 
+@part("optimizer")
 def updates(
     rules: UpdateRules,
     parameters: Mapping[str, Parameter],
@@ -253,6 +255,7 @@ def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
     return own_rate * update
 
 
+@part("optimizer")
 def apply(
     rules: UpdateRules,
     params: Mapping[str, jax.Array],
@@ -292,6 +295,7 @@ def gradient_points(
 # Clipping
 
 
+@part("optimizer")
 def clip(
     gradients: dict[str, jax.Array], limit: float | None, rules: UpdateRules | None = None
 ) -> tuple[dict[str, jax.Array], jax.Array]:

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 from flax import nnx
 
+from spmdtrain.compiled.parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
@@ -67,6 +68,7 @@ class Attention(nnx.Module):
         """True if tokens may come in any order, with their positions: see AbstractModel."""
         return self.causal
 
+    @part("attention")
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:

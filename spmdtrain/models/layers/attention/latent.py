@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmdtrain.compiled.parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.attention.attend import make_attend
@@ -61,6 +62,7 @@ class LatentAttention(nnx.Module):
         self.latent_scale = norm_scale(config, self.rank, "norm")
         self.sinks = bias(heads, "kv_heads") if config.sinks else None
 
+    @part("attention")
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:

@@ -1,20 +1,18 @@
-"""What the step costs its devices: memory, the parts of its time, and what crosses the network."""
+"""What the step costs its devices: memory, and what crosses the network."""
 
 from collections import defaultdict
 from typing import Any
 
-from spmdtrain.page.columns import known, median
+from spmdtrain.page.columns import known
 from spmdtrain.page.read import RunRead, is_number
-from spmdtrain.page.words import safe, seconds, share, size
-
-MOST_PARTS = 12
+from spmdtrain.page.words import safe, share, size
 
 
 def memory(run: RunRead) -> str:
     """Returns the memory of a device as bars: predicted, compiled, measured; empty if unknown."""
-    compiled = _numbers(run.compiled.get("memory"))
+    compiled = numbers_in(run.compiled.get("memory"))
     bars: list[tuple[str, dict[str, float]]] = []
-    if predicted := _numbers(run.predicted.get("memory_bytes")):
+    if predicted := numbers_in(run.predicted.get("memory_bytes")):
         predicted.pop("total", None)
         bars.append((f"predicted for {run.predicted.get('hardware', '?')}", predicted))
     if {"argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"} <= compiled.keys():
@@ -52,39 +50,6 @@ def _bar(name: str, parts: dict[str, float], top: float) -> str:
     return (
         f"<tr><th scope=row>{safe(name)}</th><td class=bar><div>{pieces}</div>"
         f"<p class=dim>{said}</p></td><td class=num>{size(sum(parts.values()))}</td></tr>"
-    )
-
-
-def waterfall(run: RunRead) -> str:
-    """Returns the predicted parts of a step as a waterfall, beside the measured step."""
-    parts = _numbers(run.predicted.get("breakdown_seconds"))
-    parts = {name: took for name, took in parts.items() if took > 0}
-    measured = median(run.steps["step_seconds"][1:])
-    total = sum(parts.values())
-    if not parts:
-        return ""
-    order = sorted(parts.items(), key=lambda each: -each[1])
-    if len(order) > MOST_PARTS:
-        rest = sum(took for _, took in order[MOST_PARTS:])
-        order = [*order[:MOST_PARTS], ("all else", rest)]
-    rows, at = [], 0.0
-    for name, took in order:
-        rows.append(
-            f"<tr><th scope=row>{safe(name.replace('_', ' '))}</th><td class=bar><div>"
-            f'<i class="gap" style="width:{100 * at / total:.2f}%"></i>'
-            f'<i class="m1" style="width:{100 * took / total:.2f}%"></i></div></td>'
-            f"<td class=num>{seconds(took)}</td><td class=num>{share(took, total)}</td></tr>"
-        )
-        at += took
-    hardware = safe(run.predicted.get("hardware", "?"))
-    note = (
-        f"Predicted for {hardware}: {seconds(total)} a step. Measured here, in the median: "
-        f"{seconds(measured)}. <code>log.profile</code> traces single steps."
-    )
-    return (
-        "<div class=scroll><table class=waterfall><thead><tr><th>part of a step</th><th></th>"
-        "<th class=num>predicted</th><th class=num>share</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div><p class=dim>{note}</p>"
     )
 
 
@@ -127,7 +92,7 @@ def ledger(run: RunRead) -> str:
     )
 
 
-def _numbers(value: Any) -> dict[str, float]:
+def numbers_in(value: Any) -> dict[str, float]:
     """Returns the entries of a table of a file that are numbers."""
     items = value.items() if isinstance(value, dict) else ()
     return {str(name): float(each) for name, each in items if is_number(each) and each >= 0}

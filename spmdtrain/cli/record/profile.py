@@ -1,0 +1,128 @@
+"""`spmdtrain profile`: the seconds of a step in words."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmdtrain.cli.record.replay import take_flags
+from spmdtrain.cli.run.waiting import waiting
+from spmdtrain.cli.shared_arguments import add_devices, add_make, positive_int
+from spmdtrain.config import DONE, CheckpointError
+
+if TYPE_CHECKING:
+    from spmdtrain.profile.seconds import StepProfile
+
+LONGEST_PATH = 70  # characters of jax's path to an instruction
+NEWEST = 2**31 - 1
+
+
+def add_profile(commands) -> None:
+    """Adds the command `profile` and its arguments."""
+    profile = commands.add_parser(
+        "profile", help="where the seconds of a step go, by sort of work and part of the model"
+    )
+    profile.add_argument("run", metavar="RUN", help="run directory")
+    profile.add_argument(
+        "--steps",
+        type=positive_int,
+        metavar="N",
+        help="take steps of the run again and trace N of them (default: read what log.profile "
+        "has traced)",
+    )
+    add_make(profile)
+    profile.add_argument("--json", action="store_true", help="print JSON")
+    add_devices(profile)
+    profile.set_defaults(command=run_profile)
+
+
+def run_profile(parsed: argparse.Namespace) -> int:
+    """Prints where the seconds of the traced steps go."""
+    run = Path(parsed.run)
+    if parsed.steps:
+        take_flags(run, NEWEST)
+    with waiting(parsed, f"profiling {run}"):
+        from spmdtrain.profile.seconds import profile_of, traced_steps
+        from spmdtrain.profile.take import trace_steps
+
+        steps = traced_steps(run)
+        if parsed.steps:
+            steps = trace_steps(run, parsed.steps, make=parsed.make)
+        if not steps:
+            what = f"{run} has no traced step"
+            raise CheckpointError(what, fix="--steps 3, which takes some again")
+        found = [profile_of(run, step) for step in steps]
+    slower = _slower(run)
+    if parsed.json:
+        print(json.dumps({"steps": [each.document() for each in found], "slower": slower}))
+        return DONE
+    print("\n".join([*describe(middle_of(found)), *_others(found), *_said(slower)]))
+    return DONE
+
+
+def middle_of(found: list["StepProfile"]) -> "StepProfile":
+    """Returns the step of middle length: a step that somebody disturbed does not speak."""
+    return sorted(found, key=lambda each: each.seconds)[len(found) // 2]
+
+
+def describe(found: "StepProfile") -> list[str]:
+    """Returns a profile as lines: sorts of work, parts, and the longest instructions."""
+    from spmdtrain.page.words import plural, seconds, share
+
+    def table(title: str, rows: Mapping[str, float]) -> list[str]:
+        order = sorted(rows.items(), key=lambda each: -each[1])
+        return [title] + [
+            f"  {name:15}{seconds(took):>10}{share(took, found.seconds):>6}" for name, took in order
+        ]
+
+    lines = [
+        f"step {found.step}: {seconds(found.seconds)}, the mean over "
+        f"{plural(found.devices, 'device')}",
+        *table("by sort of work", found.sorts),
+        *table("by part", found.parts),
+        "longest instructions",
+    ]
+    for each in found.longest:
+        path = (
+            each.path if len(each.path) <= LONGEST_PATH else f"...{each.path[3 - LONGEST_PATH :]}"
+        )
+        times = f"{each.times:g} times"
+        lines.append(
+            f"  {seconds(each.seconds):>10}{share(each.seconds, found.seconds):>6}  {each.part} "
+            f"{each.sort}, {times}: {each.name}  {path}"
+        )
+    return lines
+
+
+def _others(found: list["StepProfile"]) -> list[str]:
+    from spmdtrain.page.words import seconds
+
+    if len(found) == 1:
+        return []
+    said = ", ".join(f"step {each.step} {seconds(each.seconds)}" for each in found)
+    return [f"of {len(found)} traced steps, the one of middle length: {said}"]
+
+
+def _slower(run: Path) -> dict[str, Any] | None:
+    """Returns what has left the band of the run's windows; the component that a trace names."""
+    from spmdtrain.page.cost.alarm import alarm
+    from spmdtrain.page.cost.waterfall import farthest_bound
+    from spmdtrain.page.read import RunReader
+
+    read = RunReader(run).read()
+    found = alarm(read)
+    if found is None:
+        return None
+    bound = farthest_bound(read) if found.component == "step" else None
+    return found._asdict() | {"component": bound or found.component}
+
+
+def _said(slower: Mapping[str, Any] | None) -> list[str]:
+    if slower is None:
+        return []
+    unit = "s a step" if slower["predicted"] is None else "times the predicted time"
+    return [
+        f"slower from step {slower['first']} on: {slower['ratio']:.3g} {unit}, before it was "
+        f"{slower['usual']:.3g}; the component: {slower['component']}"
+    ]

@@ -1,0 +1,1 @@
+"""What a step costs its devices: memory, traffic, seconds by part, and whether it got slower."""

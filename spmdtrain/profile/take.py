@@ -1,0 +1,44 @@
+"""Traces steps of a run that has no trace: from its newest checkpoint but the last step on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.replay.again import figures_of
+from spmdtrain.replay.opened import open_replay
+from spmdtrain.replay.written import read_written
+from spmdtrain.running.device_batches import batches
+from spmdtrain.running.report.profile import profiled
+
+WARM = 2  # steps before the first that is traced: they load programs and fill caches
+
+
+def trace_steps(
+    run: Path,
+    count: int,
+    *,
+    make: MakeModel | str | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> list[int]:
+    """Takes steps of a run again, traces the last `count` of them into RUN/profile, returns them.
+
+    The run itself is left as it is: no checkpoint and no figure is written. Raises UserError as
+    `replay` does.
+    """
+    last = read_written(run).last
+    if not last:
+        raise CheckpointError(f"{run} has taken no step", fix="a run that has")
+    with open_replay(run, last, make=make, devices=devices) as opened:
+        first = opened.start + WARM + 1
+        chosen = range(first, first + count)
+        state = opened.begin()
+        with batches(opened.setup, opened.data, opened.start, opened.sample) as ahead:
+            for number in range(opened.start + 1, chosen.stop):
+                batch = next(ahead)
+                with profiled(run, number, chosen, opened.step) as traced:
+                    state, metrics = traced(opened.step(state, batch))
+                figures_of(metrics)
+    return list(chosen)
