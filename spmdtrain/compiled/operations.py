@@ -26,7 +26,7 @@ CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
 WORD = re.compile(r"[A-Za-z_]\w*")
 
 
-class Operation(NamedTuple):
+class KindOfWork(NamedTuple):
     """An instruction: the `sort` of its work, its `part` of a step, and jax's `path` to it."""
 
     sort: str
@@ -34,7 +34,7 @@ class Operation(NamedTuple):
     path: str
 
 
-def operations(hlo_text: str) -> dict[str, Operation]:
+def operations(hlo_text: str) -> dict[str, KindOfWork]:
     """Returns the instructions of a module that do work, by name. Those that only call have none.
 
     Raises an error of hlo.UNREADABLE for text that cannot be read.
@@ -47,7 +47,7 @@ def operations(hlo_text: str) -> dict[str, Operation]:
             continue
         path = OP_NAME.search(each.line)
         text = path[1] if path else ""
-        found[each.name] = Operation(_sort(each.opcode, each.line, opcodes), _part(text), text)
+        found[each.name] = KindOfWork(_sort(each.opcode, each.line, opcodes), _part(text), text)
     return found
 
 

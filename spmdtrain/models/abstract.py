@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from spmdtrain.compiled.parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
 from spmdtrain.models.adapters.adapt import adapt, check_also_train, is_trained
@@ -281,9 +282,9 @@ def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
             found=f"model.layers={config.model.layers}",
             fix="Stack(..., config.model.layers, ...)",
         )
-    for part, takes in (("embed", "tokens_bt"), ("head", "x_bte")):
-        if not hasattr(model, part):
-            raise ConfigError(f"{own} has no {part}", fix=f"def {part}(self, {takes}, ctx)")
+    for name, takes in (("embed", "tokens_bt"), ("head", "x_bte")):
+        if not hasattr(model, name):
+            raise ConfigError(f"{own} has no {name}", fix=f"def {name}(self, {takes}, ctx)")
     return model
 
 
@@ -372,6 +373,7 @@ def make_manual_gather_layer(
     made whole, in compute precision; the others do not change.
     """
 
+    @part("gather")
     def whole(variable: nnx.Variable, axes: Axes) -> jax.Array:
         weight = variable[...]
         spec = rules.parameter_axes(axes)

@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.compiled.operations import ELEMENTWISE, Operation
+from spmdtrain.compiled.operations import ELEMENTWISE, KindOfWork
 from spmdtrain.compiled.parts import OTHER
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.run_files import OPERATIONS, PROFILE, SECONDS, RunFiles
-from spmdtrain.profile.trace import Ran, read_trace, shared_time
+from spmdtrain.profile.trace import Executed, read_trace, shared_time
 from spmdtrain.running.report.json_lines import write_document
 
 IDLE = "idle"
 MOST = 12  # instructions that are listed
-UNKNOWN = Operation(ELEMENTWISE, OTHER, "")
+UNKNOWN = KindOfWork(ELEMENTWISE, OTHER, "")
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ def profile_of(run: Path, step: int) -> StepProfile:
     return found
 
 
-def _operation(told: Any) -> Operation:
+def _operation(told: Any) -> KindOfWork:
     match told:
         case [str(sort), str(part), str(path)]:
-            return Operation(sort, part, path)
+            return KindOfWork(sort, part, path)
     return UNKNOWN
 
 
 def summed(
-    step: int, devices: Mapping[str, Sequence[Ran]], known: Mapping[str, Operation]
+    step: int, devices: Mapping[str, Sequence[Executed]], known: Mapping[str, KindOfWork]
 ) -> StepProfile:
     """Returns the profile of what the devices ran; `known` are the instructions that do work.
 

@@ -14,7 +14,7 @@ TRACES = "plugins/profile/*/*.xplane.pb"
 SUMS = ("XLA Modules", "XLA TraceMe", "Steps", "Framework Ops", "Framework Name Scope", "Source")
 
 
-class Ran(NamedTuple):
+class Executed(NamedTuple):
     """One instruction that a device ran, from `begin` to `end`, in nanoseconds."""
 
     name: str
@@ -22,14 +22,14 @@ class Ran(NamedTuple):
     end: float
 
 
-def read_trace(folder: Path) -> dict[str, list[Ran]]:
+def read_trace(folder: Path) -> dict[str, list[Executed]]:
     """Returns what each device ran of the program that took longest, in RUN/profile/stepN.
 
     Raises CheckpointError if there is no trace, or if it holds no instruction of a program.
     """
     files = sorted(folder.glob(TRACES))
     newest = [each for each in files if each.parent == files[-1].parent]
-    programs: dict[str, dict[str, list[Ran]]] = defaultdict(lambda: defaultdict(list))
+    programs: dict[str, dict[str, list[Executed]]] = defaultdict(lambda: defaultdict(list))
     for file in newest:
         for program, device, ran in _events(file):
             programs[program][f"{file.stem} {device}"].append(ran)
@@ -40,7 +40,7 @@ def read_trace(folder: Path) -> dict[str, list[Ran]]:
     return dict(max(programs.values(), key=lambda each: _nanoseconds(each.values())))
 
 
-def _events(file: Path) -> Iterator[tuple[str, str, Ran]]:
+def _events(file: Path) -> Iterator[tuple[str, str, Executed]]:
     """Yields (program, device, instruction). On a CPU all devices share the lines of threads."""
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
@@ -52,15 +52,15 @@ def _events(file: Path) -> Iterator[tuple[str, str, Ran]]:
                     continue
                 device = f"{plane.name} {told.get('device_ordinal', '')}"
                 end = event.start_ns + event.duration_ns
-                ran = Ran(str(told["hlo_op"]), event.start_ns, end)
+                ran = Executed(str(told["hlo_op"]), event.start_ns, end)
                 yield str(told.get("hlo_module", "")), device, ran
 
 
-def _nanoseconds(devices: Iterable[list[Ran]]) -> float:
+def _nanoseconds(devices: Iterable[list[Executed]]) -> float:
     return sum(each.end - each.begin for ran in devices for each in ran)
 
 
-def shared_time(ran: Iterable[Ran]) -> Counter[str]:
+def shared_time(ran: Iterable[Executed]) -> Counter[str]:
     """Returns nanoseconds by instruction, so that they add up to the time in which any ran.
 
     Instructions that run at once share that time in equal parts.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
+from spmdtrain.compiled.parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TrainConfig
 from spmdtrain.models.logits import logit_shape
@@ -76,6 +77,7 @@ def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
         ) from None
 
 
+@part("head")
 def _sum_cross_entropy(
     options: dict[str, Any],
     hidden_bte,
@@ -104,6 +106,7 @@ def _sum_cross_entropy(
     return losses
 
 
+@part("head")
 def _sum_own(  # noqa: PLR0913 - arrays of a head, and what shapes its loss
     own: TokenLoss,
     training: bool,

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.cli import main
-from spmdtrain.compiled.operations import COPY, NETWORK, SORTS, Operation, operations
+from spmdtrain.compiled.operations import COPY, NETWORK, SORTS, KindOfWork, operations
 from spmdtrain.compiled.parts import OTHER, PARTS
 from spmdtrain.config import CheckpointError
 from spmdtrain.config.errors import DONE
@@ -24,7 +24,7 @@ from spmdtrain.page.cost.waterfall import by_bound, farthest_bound, waterfall
 from spmdtrain.page.heading import remarks
 from spmdtrain.page.read import RunReader
 from spmdtrain.profile.seconds import IDLE, profile_of, summed, traced_steps
-from spmdtrain.profile.trace import Ran, shared_time
+from spmdtrain.profile.trace import Executed, shared_time
 from spmdtrain.running import loop
 from spmdtrain.running.compile_step import lower_step
 
@@ -134,7 +134,7 @@ def test_an_instruction_has_a_sort_of_work_and_the_outermost_part():
 
 spans = st.lists(
     st.builds(
-        lambda name, begin, length: Ran(name, float(begin), float(begin + length)),
+        lambda name, begin, length: Executed(name, float(begin), float(begin + length)),
         st.sampled_from("abc"),
         st.integers(0, 50),
         st.integers(1, 20),
@@ -154,10 +154,10 @@ def test_shared_time_adds_up_to_the_time_in_which_anything_ran(ran):
 
 
 def test_a_device_that_waits_is_idle_and_callers_do_not_count():
-    known = {"m": Operation("matmul", "mlp", "x"), "a": Operation(NETWORK, "head", "y")}
+    known = {"m": KindOfWork("matmul", "mlp", "x"), "a": KindOfWork(NETWORK, "head", "y")}
     devices = {
-        "0": [Ran("m", 0.0, 4e9), Ran("loop", 0.0, 8e9), Ran("a", 6e9, 8e9)],
-        "1": [Ran("m", 2e9, 4e9)],
+        "0": [Executed("m", 0.0, 4e9), Executed("loop", 0.0, 8e9), Executed("a", 6e9, 8e9)],
+        "1": [Executed("m", 2e9, 4e9)],
     }
     found = summed(7, devices, known)
     assert (found.seconds, found.devices) == (8.0, 2)
@@ -167,7 +167,7 @@ def test_a_device_that_waits_is_idle_and_callers_do_not_count():
         ("m", 3.0, 1.0),
         ("a", 1.0, 0.5),
     ]
-    nameless = summed(7, {"0": [Ran("m", 0.0, 1e9)]}, {})
+    nameless = summed(7, {"0": [Executed("m", 0.0, 1e9)]}, {})
     assert nameless.parts == {OTHER: 1.0, IDLE: 0.0}
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.compiled.parts import part
 from spmdtrain.models.abstract import make_manual_gather_layer
 from spmdtrain.models.context import ForwardContext, sample_noise
 from spmdtrain.models.logits import logit_shape
@@ -114,7 +113,7 @@ def gather_layer_of(setup: Setup) -> Callable[[nnx.State], nnx.State]:
     """
     if not setup.gathers_by_layer:
         return lambda state: state
-    return part("gather")(make_manual_gather_layer(setup.rules, setup.config.precision))
+    return make_manual_gather_layer(setup.rules, setup.config.precision)
 
 
 def make_head_losses(
@@ -155,7 +154,6 @@ def make_losses_of(
         losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name, part_bn)
         return jax.lax.psum(losses, token_axes) if token_axes else losses
 
-    @part("head")
     def losses_of(
         hidden_bte: jax.Array, table_ve: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> Losses:
