@@ -95,6 +95,20 @@ LAYOUTS = (
         "fsdp=8 context=8",
         "train.sequence_length=65536 model.max_length=65536 train.global_batch=16",
     ),
+    Layout(
+        "llama3_8b",
+        "h100",
+        64,
+        "fsdp=8 context=8",
+        "train.sequence_length=131072 model.max_length=131072 train.global_batch=8",
+    ),
+    Layout(
+        "llama3_8b",
+        "h100",
+        512,
+        "fsdp=8 context=64",
+        "train.sequence_length=1048576 model.max_length=1048576 train.global_batch=8",
+    ),
     Layout("llama3_8b", "h100", 128, "data=16 fsdp=8"),
     Layout("llama3_70b", "h100", 64, "fsdp=8 tensor=8", PLAIN),
     Layout("llama3_70b", "h100", 256, "fsdp=256", PLAIN),
@@ -136,6 +150,12 @@ LAYOUTS = (
     ),
     Layout("gpt_530b", "a100-80", 2520, published=(54.08, "SC21, table 1")),
     Layout("gpt_1t", "a100-80", 3072, published=(102.63, "SC21, table 1")),
+    Layout("mixtral_8x7b", "b200", 8, "expert=8"),
+    Layout("mixtral_8x7b", "h200", 16, "fsdp=2 expert=8"),
+    Layout("mixtral_8x7b", "h100", 64),
+    Layout("qwen3_30b_a3b", "h100", 16),
+    Layout("deepseek_v3", "h100", 1024),
+    Layout("deepseek_v3", "h100", 2048, "data=2 fsdp=16 expert=64", "train.global_batch=16384"),
 )
 
 

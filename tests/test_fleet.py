@@ -75,6 +75,9 @@ def test_every_layout_is_there_once_and_every_flagship_is_compiled_as_configured
         "gpt3_175b",
         "gpt_530b",
         "gpt_1t",
+        "mixtral_8x7b",
+        "qwen3_30b_a3b",
+        "deepseek_v3",
     }
 
 

@@ -381,20 +381,18 @@ def _accumulated_memory(
     activations = layers * kept_bytes(workload) + ends
     logits = _logit_bytes(workload, tensor)
 
-    at_head = sums + compute_copy + gathered + activations + logits
-    at_backward = (
-        sums
-        + compute_copy
-        + gathered
-        + unscattered
-        + gradients
-        + activations
+    of_layer = (
+        unscattered
         + _recomputed_bytes(workload)
         + _workspace_bytes(workload)
         + _widened_bytes(workload)
         + _gathered_token_bytes(workload)
         + _round_bytes(workload)
     )
+    # A block of a further token leaves a gradient of the table, until that of the model is added.
+    waiting = model.further * FLOAT32 * table
+    at_head = sums + compute_copy + gathered + activations + logits + waiting
+    at_backward = sums + compute_copy + gathered + gradients + activations + of_layer + waiting
     at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0)
 
     peak = max(at_head, at_backward, at_optimizer)
